@@ -17,7 +17,7 @@ from .registry import inference, seeded, workload
 
 
 class _Float32Masks(nn.Module):
-    """Makes masks float32 in all ways: under autocast, eager enlarges them in float32, torch.compile in bfloat16."""
+    """Makes masks float32 in all ways: under autocast, they are float32 with eager and bfloat16 with torch.compile."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
