@@ -8,6 +8,7 @@ Nothing here synchronises with the GPU.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from pygraph_trees.cuda.extent import tensors_with_memory
 from pygraph_trees.errors import PygraphError
 
 
@@ -105,7 +107,8 @@ class Program:
         """Bytes of parameters, buffers and inputs on the device; shared storage counts once."""
         device = self.device
         tensors = [*_tensors((self.args, dict(self.kwargs))), *self._state()]
-        storages = [t.untyped_storage() for t in tensors if t.device == device]
+        inner = itertools.chain.from_iterable(map(tensors_with_memory, tensors))
+        storages = [t.untyped_storage() for t in inner if t.device == device]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
     def _state(self) -> list[torch.Tensor]:

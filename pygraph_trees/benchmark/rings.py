@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .program import Program
 
@@ -93,7 +94,7 @@ def _live_storages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch
     found: dict[int, torch.UntypedStorage] = {}
     for live, value in (*args, *kwargs.values()):
         for leaf in pytree.tree_leaves(value) if live else ():
-            if isinstance(leaf, torch.Tensor):
+            if _is_cloned(leaf):
                 storage = leaf.untyped_storage()
                 found.setdefault(storage._cdata, storage)
     return tuple(found.values())
@@ -103,12 +104,14 @@ def _clone_set(args: tuple[Any, ...], kwargs: dict[str, Any], own: InputSet) -> 
     storages = {storage._cdata: _clone(storage) for storage in own.storages}
 
     def rebuild(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+        if not _is_cloned(leaf):
             return leaf
         storage = storages[leaf.untyped_storage()._cdata]
         clone = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
         with torch.no_grad():
             clone.set_(storage, leaf.storage_offset(), leaf.size(), leaf.stride())
+            clone = clone.conj() if leaf.is_conj() else clone
+            clone = torch._neg_view(clone) if leaf.is_neg() else clone
         return clone.requires_grad_(leaf.requires_grad)
 
     def rotate(live: bool, value: Any) -> Any:
@@ -119,6 +122,11 @@ def _clone_set(args: tuple[Any, ...], kwargs: dict[str, Any], own: InputSet) -> 
         {name: rotate(*argument) for name, argument in kwargs.items()},
         tuple(storages.values()),
     )
+
+
+def _is_cloned(leaf: Any) -> bool:
+    """Whether a value is a tensor with a storage; one of a wrapper subclass is the same in all sets."""
+    return isinstance(leaf, torch.Tensor) and not is_traceable_wrapper_subclass(leaf)
 
 
 def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:

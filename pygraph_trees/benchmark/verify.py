@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 import torch._inductor.config
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pygraph_trees.cuda.extent import flat
+from pygraph_trees.cuda.extent import flat, tensors_with_memory
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.report.log import journal
 
@@ -86,6 +88,7 @@ def _why_not_graphed(graphs_before: int, functions_before: int) -> str:
 
 def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:
     spoilt: list[Any] = []  # kept alive, so that their addresses are not reused
+    own = _storages((args, kwargs))
     for call in range(calls):
         seen = []
         for way in ways:
@@ -99,7 +102,7 @@ def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:
                 seen.append(snapshot({"output": outputs, "argument": (given, named)}))
                 del outputs
             for tensor in pytree.tree_leaves((given, named)):
-                _spoil(tensor)
+                _spoil(tensor, own)
             spoilt.append((given, named))
         wanted, found = seen
         apart = difference(found, wanted)
@@ -113,10 +116,11 @@ def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:
 
 
 def _elsewhere(value: Any) -> Any:
-    """A copy with the same strides and alignment."""
+    """A copy with the same strides, and with the same alignment if the tensor has memory itself and reads as it."""
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return value
-    if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+    is_wrapped = is_traceable_wrapper_subclass(value)  # then it has no memory itself
+    if is_wrapped or value.layout is not torch.strided or value.is_conj() or value.is_neg():
         return value.detach().clone().requires_grad_(value.requires_grad)
     source, size = flat(value), value.element_size()
     buffer = torch.empty(source.numel() + 512 // size, dtype=value.dtype, device=value.device)
@@ -126,7 +130,15 @@ def _elsewhere(value: Any) -> Any:
     return view.requires_grad_(value.requires_grad)
 
 
-def _spoil(value: Any) -> None:
-    if isinstance(value, torch.Tensor) and value.numel() and value.layout is torch.strided:
-        with torch.no_grad():
-            flat(value).fill_(float("nan") if value.is_floating_point() or value.is_complex() else 0)
+def _storages(values: Any) -> frozenset[int]:
+    """What identifies the storages of tensors, and of those in wrapper subclasses."""
+    tensors = itertools.chain.from_iterable(map(tensors_with_memory, pytree.tree_leaves(values)))
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided)
+
+
+def _spoil(value: Any, own: Collection[int]) -> None:
+    """Overwrites a copy, except storages of the program's ``own``: a nested tensor's clone shares the offsets."""
+    for tensor in tensors_with_memory(value):
+        if tensor.layout is torch.strided and tensor.numel() and tensor.untyped_storage()._cdata not in own:
+            with torch.no_grad():
+                flat(tensor).fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)

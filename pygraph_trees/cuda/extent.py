@@ -6,9 +6,11 @@ elements, the flat view covers all memory in between, so copies and fills are ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def extent(tensor: torch.Tensor) -> int:
@@ -24,6 +26,15 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def contents(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in order, as bytes; a view of the tensor's memory if it is contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def tensors_with_memory(value: Any) -> Iterator[torch.Tensor]:
+    """A tensor; of a wrapper subclass, which has no memory itself, the tensors in it. Nothing for another value."""
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from tensors_with_memory(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
 
 
 def copy_bits(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -292,7 +292,9 @@ class Addresses:
         in_pool = self._pool.holds(address)
         if in_pool and item.mutated:
             return _MUTATED_IN_POOL
-        fit = address != 0 and fits(address, item.recorded, self._aligned[position])  # a tensor of zeros may be at 0
+        # Zeros without memory have their offset for an address: it is 0 or any other number.
+        has_memory = address != 0 and not inputs[item.index]._is_zerotensor()
+        fit = has_memory and fits(address, item.recorded, self._aligned[position])
         if in_pool and fit and item.managed and stays(inputs[item.index]):
             return address - item.lead
         if in_pool or not fit:

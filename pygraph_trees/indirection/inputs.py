@@ -70,17 +70,19 @@ class LiveInputs:
         )
         try:
             place = torch.device("cuda", device)
-            on_placeholders = [
-                at_placeholder(
-                    *(index, tensor, span, placeholder.start, place),
-                    mutated=index in mutated,
-                    managed=index in managed,
-                )
-                for (index, tensor), span, placeholder in zip(
-                    tensors.items(), spans, self._placeholders.placeholders, strict=True
-                )
-            ]
-            held_items = [in_memory(index, tensor) for index, (tensor, _) in held.items()]
+            # Tensors made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                on_placeholders = [
+                    at_placeholder(
+                        *(index, tensor, span, placeholder.start, place),
+                        mutated=index in mutated,
+                        managed=index in managed,
+                    )
+                    for (index, tensor), span, placeholder in zip(
+                        tensors.items(), spans, self._placeholders.placeholders, strict=True
+                    )
+                ]
+                held_items = [in_memory(index, tensor) for index, (tensor, _) in held.items()]
             self._staged = StagedInputs(staged, device) if staged else None
             self._table = table_for(device, [item.recorded for item in on_placeholders if item.index in tabled])
         except BaseException:
@@ -398,10 +400,10 @@ class LiveInputs:
         if self._staged is not None:
             self._staged.launched()  # the graph was launched on the current stream
         for item in self._copied_back:
-            self._given[item.index].copy_(item.placeholder_tensor)
+            _write(self._given[item.index], item.placeholder_tensor)
         for index, copy in temporary.items() if temporary else ():
             if any(i.mutated for i in self.patched if i.index == index):
-                self._given[index].copy_(copy)
+                _write(self._given[index], copy)
         if self._copied:
             self._launches.end(self._device)
         self.drop()
@@ -415,7 +417,8 @@ class LiveInputs:
         """This call's input itself if ``view`` is None, else the view of it that the function returns."""
         base, temporary = self._given[index], self.addresses.temporary
         copied = self._copied.get(index)
-        if (copied is not None or index in temporary) and self._pool.holds(base.data_ptr()):
+        is_copied = copied is not None or index in temporary
+        if is_copied and (self._pool.holds(base.data_ptr()) or not _may_be_seen(base, view)):
             # The graph may overwrite the input's own memory, and the next call overwrites the placeholder tensor's.
             if copied is not None and index not in temporary:
                 temporary[index] = copy_at(copied.placeholder_tensor, copied.recorded % 512)
@@ -424,6 +427,20 @@ class LiveInputs:
             return base
         size, stride, offset, dtype = view
         return seen_as(base, size, stride, offset, dtype)
+
+
+def _write(given: torch.Tensor, copy: torch.Tensor) -> None:
+    """Writes a copy back to an input. Autograd does not see it, as it does not see what kernels write."""
+    given.data.copy_(copy)
+
+
+def _may_be_seen(base: torch.Tensor, view: tuple[Any, ...] | None) -> bool:
+    """Whether an input's own memory has the elements of a view, which may be of another dtype."""
+    if base._is_zerotensor():
+        return False
+    dtype = base.dtype if view is None else view[-1]
+    begin = base.storage_offset() * base.element_size()
+    return dtype == base.dtype or not (base.is_conj() or base.is_neg() or begin % dtype.itemsize)
 
 
 _NOTHING = Scan(nodes=(), relocations=(), refused={}, opaque=None, kinds=Counter())

@@ -239,6 +239,7 @@ def _are_alike(memory: torch.Tensor, value: torch.Tensor) -> bool:
         and value.is_cpu
         and not value.is_conj()
         and not value.is_neg()
+        and not value._is_zerotensor()  # it has no bytes
     )
 
 

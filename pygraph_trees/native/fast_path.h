@@ -6,8 +6,6 @@
 
 #include "addresses.h"
 
-#include <ATen/core/DimVector.h>
-
 #include <array>
 #include <utility>
 #include <vector>
@@ -30,14 +28,16 @@ struct Names {
 #undef DECLARE
 extern Names names; // interned
 
-/* Where a tensor's object, implementation and storage were at the last call. */
+/* Where a tensor's object, implementation and storage were at the last call, and the storage's Python object. */
 struct Known {
-    const void *object = nullptr, *tensor = nullptr, *storage = nullptr;
+    const void *object = nullptr, *tensor = nullptr, *storage = nullptr, *own = nullptr;
 
     /* Loads the fields that find reads: the first and last byte of each, whatever the boundaries of cache lines. It is
        always inlined, since the compiler takes a function that only prefetches for one that does nothing. */
     __attribute__((always_inline)) void load() const {
-        load_references();
+        ahead(object, 0), ahead(object, 31);
+        ahead(tensor, 8), ahead(tensor, 31);
+        ahead(storage, 8);
         ahead(tensor, sizeof(c10::TensorImpl) - 32), ahead(tensor, sizeof(c10::TensorImpl) - 1);
         ahead(storage, 31), ahead(storage, 60);
     }
@@ -47,13 +47,17 @@ struct Known {
         ahead(object, 0), ahead(object, 31);
         ahead(tensor, 8), ahead(tensor, 31);
         ahead(storage, 8);
+        load_own();
     }
+
+    /* Loads what tells whether only its storage is held. */
+    __attribute__((always_inline)) void load_own() const { ahead(storage, 71), ahead(own, 0); }
 
     void note(PyObject *found) {
         const c10::TensorImpl *impl = THPVariable_Unpack(found).unsafeGetTensorImpl();
-        const void *held = impl->unsafe_storage().unsafeGetStorageImpl();
+        c10::StorageImpl *held = impl->unsafe_storage().unsafeGetStorageImpl();
         if (object != found || tensor != impl || storage != held)
-            *this = Known{found, impl, held};
+            *this = Known{found, impl, held, held == nullptr ? nullptr : held->pyobj_slot()->load_pyobj()};
     }
 
     __attribute__((always_inline)) static void ahead(const void *begin, size_t offset) {
@@ -66,6 +70,14 @@ struct Watched {
     Known known;
     bool dies = false;      // an input that must be dead once the call has released it
     bool dies_here = false; // whether that was seen at this call
+
+    __attribute__((always_inline)) void load() const {
+        known.load();
+        if (dies)
+            known.load_own();
+    }
+
+    __attribute__((always_inline)) void load_references() const { known.load_references(); }
 };
 
 /* The inputs of a call, in the order of the caller or in that of the recording. Memory for outputs may follow them; it
@@ -166,9 +178,18 @@ struct Replay {
     struct Made {
         Known known;
         const void *data = nullptr, *kind = nullptr;
+        PyObject **attributes = nullptr, **references = nullptr; // where its dictionary and its weak references are
         int64_t offset = 0;
+        size_t shape = 0, dimensions = 0; // where its sizes begin among the shapes; its strides follow
         caffe2::TypeMeta dtype;
-        at::DimVector sizes, strides;
+
+        /* Loads what is_untouched reads. */
+        __attribute__((always_inline)) void load() const {
+            Known::ahead(known.object, 0), Known::ahead(attributes, 0), Known::ahead(references, 0);
+            for (size_t offset = 0; offset < sizeof(c10::TensorImpl); offset += 64)
+                Known::ahead(known.tensor, offset);
+            Known::ahead(known.storage, 8), Known::ahead(known.storage, 31);
+        }
     };
     struct State {
         PyObject *recording = nullptr; // a weak reference
@@ -190,6 +211,7 @@ struct Replay {
         Mortal before, after;
         Mortal outliving; // outputs that are moved if they are alive when the next step begins
         std::vector<Made> made; // the cached outputs as they were made; empty if not known
+        std::vector<int64_t> shapes; // the sizes and strides of each
 
         std::array<PyObject **, 11> held() {
             return {&recording, &prepare, &addresses, &replays, &graph, &cached,
@@ -244,7 +266,8 @@ bool at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObje
 /* Notes the cached outputs, which Python has just made. */
 void note_made(Replay::State *replay);
 
-/* Whether the program left all cached outputs as they were made, so that they can be returned again. */
+/* Whether the program left all cached outputs as they were made, in the same inference mode as this call's, so that
+   they can be returned again. */
 bool are_untouched(const Replay::State *replay);
 
 /* The outputs of a recording as a list, made in Python; NULL with an exception. */

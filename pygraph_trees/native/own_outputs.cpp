@@ -2,49 +2,59 @@
 
 #include "fast_path.h"
 
+#include <c10/core/InferenceMode.h>
+
 namespace {
 
 using namespace pygraph;
 
 /* Whether there are attributes besides those that AOTAutograd sets at each call on outputs of symbolic size; the second
    name is that of torch 2.11 and 2.12. */
-bool has_attributes(PyObject *output) {
-    PyObject **attributes = _PyObject_GetDictPtr(output), *name, *value;
+bool has_attributes(PyObject *dictionary) {
+    PyObject *name, *value;
     Py_ssize_t position = 0;
-    if (attributes != nullptr && *attributes != nullptr)
-        while (PyDict_Next(*attributes, &position, &name, &value))
-            if (!PyUnicode_Check(name) ||
-                (PyUnicode_CompareWithASCIIString(name, "_dynamo_propagated_dynamic_indices") != 0 &&
-                 PyUnicode_CompareWithASCIIString(name, "_dynamo_weak_dynamic_indices") != 0))
-                return true;
+    while (PyDict_Next(dictionary, &position, &name, &value))
+        if (!PyUnicode_Check(name) ||
+            (PyUnicode_CompareWithASCIIString(name, "_dynamo_propagated_dynamic_indices") != 0 &&
+             PyUnicode_CompareWithASCIIString(name, "_dynamo_weak_dynamic_indices") != 0))
+            return true;
     return false;
 }
 
-/* Whether a cached output is as it was made, and has nothing that its last user left: a gradient, a history that is not
-   replaced, hooks, attributes, weak references. */
-bool is_untouched(PyObject *output, const Replay::Made &made, bool has_new_history) {
+/* Whether a cached output is as it was made, and has nothing that its last user left: a gradient or its type, a history
+   that is not replaced, hooks, attributes, weak references. It must also be an inference tensor if `is_inference`. */
+bool is_untouched(PyObject *output, const Replay::Made &made, const int64_t *shape, bool has_new_history,
+                  bool is_inference) {
     if (output != made.known.object || Py_TYPE(output) != made.kind)
         return false;
     const at::Tensor &tensor = THPVariable_Unpack(output);
     const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     const c10::StorageImpl *storage = impl->unsafe_storage().unsafeGetStorageImpl();
     if (storage != made.known.storage || storage->data() != made.data || impl->storage_offset() != made.offset ||
-        impl->dtype() != made.dtype || impl->sizes() != at::IntArrayRef(made.sizes) ||
-        impl->strides() != at::IntArrayRef(made.strides) || tensor.is_conj() || tensor.is_neg())
+        impl->dtype() != made.dtype || tensor.is_inference() != is_inference || tensor.is_conj() || tensor.is_neg())
         return false;
+    const at::IntArrayRef sizes = impl->sizes(), strides = impl->strides();
+    if (sizes.size() != made.dimensions)
+        return false;
+    for (size_t i = 0; i < made.dimensions; i++)
+        if (sizes[i] != shape[i] || strides[i] != shape[made.dimensions + i])
+            return false;
     if (impl->autograd_meta() != nullptr) {
         const auto *known = static_cast<const torch::autograd::AutogradMeta *>(impl->autograd_meta());
         if (known->grad_.defined() || known->requires_grad_ || known->retains_grad_ ||
-            known->post_acc_grad_hooks_ != nullptr || (!has_new_history && known->grad_fn_ != nullptr))
+            known->post_acc_grad_hooks_ != nullptr || known->grad_dtype_.has_value() ||
+            known->allow_grad_dtype_mismatch_ || (!has_new_history && known->grad_fn_ != nullptr))
             return false;
     }
-    return *PyObject_GET_WEAKREFS_LISTPTR(output) == nullptr && !has_attributes(output);
+    return *made.references == nullptr &&
+           (made.attributes == nullptr || *made.attributes == nullptr || !has_attributes(*made.attributes));
 }
 
 } // namespace
 
 void pygraph::note_made(Replay::State *replay) {
     replay->made.clear();
+    replay->shapes.clear();
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(replay->cached); i++) {
         PyObject *output = PyList_GET_ITEM(replay->cached, i);
         Replay::Made &made = replay->made.emplace_back();
@@ -54,23 +64,30 @@ void pygraph::note_made(Replay::State *replay) {
         made.known.note(output);
         made.data = impl->unsafe_storage().unsafeGetStorageImpl()->data();
         made.kind = Py_TYPE(output);
+        made.attributes = _PyObject_GetDictPtr(output);
+        made.references = PyObject_GET_WEAKREFS_LISTPTR(output);
         made.offset = impl->storage_offset();
         made.dtype = impl->dtype();
-        made.sizes = at::DimVector(impl->sizes());
-        made.strides = at::DimVector(impl->strides());
+        made.shape = replay->shapes.size();
+        made.dimensions = impl->sizes().size();
+        for (const at::IntArrayRef numbers : {impl->sizes(), impl->strides()})
+            replay->shapes.insert(replay->shapes.end(), numbers.begin(), numbers.end());
     }
 }
 
 bool pygraph::are_untouched(const Replay::State *replay) {
     constexpr size_t further = 8;
+    const bool is_inference = c10::InferenceMode::is_enabled();
     const size_t count = static_cast<size_t>(PyList_GET_SIZE(replay->cached));
     if (count != replay->made.size())
         return count == 0;
     for (size_t i = 0; i < count; i++) {
         if (i + further < count)
-            replay->made[i + further].known.load();
+            replay->made[i + further].load();
         PyObject *output = PyList_GET_ITEM(replay->cached, static_cast<Py_ssize_t>(i));
-        if (is_tensor(output) && !is_untouched(output, replay->made[i], replay->has_new_history))
+        const Replay::Made &made = replay->made[i];
+        if (is_tensor(output) && !is_untouched(output, made, replay->shapes.data() + made.shape, replay->has_new_history,
+                                               is_inference))
             return false;
     }
     return true;

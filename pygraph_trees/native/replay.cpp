@@ -17,10 +17,10 @@ constexpr size_t TENSORS_AHEAD = 24; // tensors
 constexpr size_t NOWHERE = ~size_t{0};
 
 /* Loads the tensor TENSORS_AHEAD places later; at the first tensor, all tensors up to that one. */
-template <void (Known::*what)() const>
+template <void (Watched::*what)() const>
 __attribute__((always_inline)) inline void load(const std::vector<Watched> &watched, size_t i) {
     for (size_t next = i == 0 ? 0 : i + TENSORS_AHEAD; next <= i + TENSORS_AHEAD && next < watched.size(); next++)
-        (watched[next].known.*what)();
+        (watched[next].*what)();
 }
 
 } // namespace
@@ -124,7 +124,7 @@ int Mortal::are_dead(bool *asked) {
 bool Mortal::seem_dead() {
     for (Run &run : runs)
         for (size_t i = 0; i < run.outputs.size(); i++) {
-            load<&Known::load_references>(run.outputs, i);
+            load<&Watched::load_references>(run.outputs, i);
             Watched &output = run.outputs[i];
             PyObject *object = item_of(run.list, output.index);
             if (object == nullptr || object == Py_None || !is_dead(object))
@@ -227,7 +227,7 @@ void replay_dealloc(PyObject *self) {
 Answer find(Replay::State *state, const Inputs &inputs) {
     for (std::vector<Watched> *all : {&state->fixed, &state->asked})
         for (size_t i = 0; i < all->size(); i++) {
-            load<&Known::load>(*all, i);
+            load<&Watched::load>(*all, i);
             Watched &input = (*all)[i];
             PyObject *object = inputs.at(input.index);
             if (object == nullptr || !is_tensor(object))
@@ -287,14 +287,16 @@ Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *aske
 }
 
 PyObject *note_cached(PyObject *self, PyObject *) {
-    if (auto *state = reinterpret_cast<Replay *>(self)->state; state != nullptr)
-        note_made(state);
-    Py_RETURN_NONE;
+    return translated([&]() -> PyObject * {
+        if (auto *state = reinterpret_cast<Replay *>(self)->state; state != nullptr)
+            note_made(state);
+        Py_RETURN_NONE;
+    });
 }
 
 PyObject *is_untouched(PyObject *self, PyObject *) {
     const auto *state = reinterpret_cast<Replay *>(self)->state;
-    return PyBool_FromLong(state != nullptr && are_untouched(state));
+    return translated([&] { return PyBool_FromLong(state != nullptr && are_untouched(state)); });
 }
 
 PyMethodDef replay_methods[] = {
@@ -383,6 +385,13 @@ Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied) {
         return Answer::error;
     bool has_run_again = false;
     const int dead = state->after.are_dead(&has_run_again);
+    if (dead < 0)
+        return Answer::error;
+    if (dead == 0) {
+        Ref recording(PyObject_CallNoArgs(state->recording));
+        if (!recording || !Ref(PyObject_CallOneArg(state->check, recording.get())))
+            return Answer::error;
+    }
     if (has_run_again && !are_still_there(state, inputs)) {
         PyErr_SetString(PyExc_RuntimeError, "an input was given other memory while a call released its inputs");
         return Answer::error;
@@ -394,12 +403,7 @@ Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied) {
                 dying.insert(input.index);
         std::erase_if(state->lasting, [&](uint64_t index) { return dying.count(index) != 0; });
     }
-    if (dead == 0) {
-        Ref recording(PyObject_CallNoArgs(state->recording));
-        Ref checked(recording ? PyObject_CallOneArg(state->check, recording.get()) : nullptr);
-        return checked ? Answer::yes : Answer::error;
-    }
-    return dead < 0 ? Answer::error : Answer::yes;
+    return Answer::yes;
 }
 
 bool pygraph::launch(const Replay::State *replay) {

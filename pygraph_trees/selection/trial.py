@@ -52,6 +52,7 @@ _MOST_STEPS = 60  # with the measured integers, in a trial; also the limit of co
 _MOST_WAITED = 4096  # steps until the GPU must have finished what is measured
 _MOST_RESTARTS = 3  # of a trial
 _LONGEST_ROW = 4 * _MOST_STEPS  # forwards of one step before their backwards
+_LOST_AFTER = 16  # forwards of one step among which backwards come: another backward never comes
 
 
 class Phase(enum.Enum):
@@ -121,7 +122,7 @@ class TrialMember:
             if gpu_us is not None:
                 self._drift = self._drift or Drift()
                 if self._drift.add(Sample(before.host_us, gpu_us, before.was_idle, sizes)):
-                    self._trial.restart()
+                    self._trial.restart(in_flight=int(self.mode == "forward"))
         return outputs
 
     def run(self, way: Execution, inputs: list[Any]) -> Any:
@@ -184,7 +185,7 @@ class Trial:
         self.has_fast_path = has_fast_path
         self._rules, self._memory, self.graph, self._turn = rules, memory, graph, turn
         self.backward: object = None  # the backward graph, for callers that ask
-        self._awaits_backward = False  # a forward was graphed and its backward is still to come
+        self._in_flight = 0  # forwards whose backwards are still to come
         self.lock = threading.RLock()  # reentrant: freeing an object under it may call a function
         self._members: list[weakref.ref[TrialMember]] = []  # the one whose calls begin steps is first, after the end
         self._way = Execution.GRAPHED
@@ -195,7 +196,7 @@ class Trial:
         self._steps = 0
         self._others = 0  # consecutive steps with other integers
         self._waited = 0  # steps since the measurement began
-        self._repeats = 0  # consecutive forwards of one step, after the first one
+        self._repeats = 0  # forwards of one step, after the first one
         self._asked: tuple[int, ...] = ()  # integers of the memory's lookup
         self._integers: tuple[int, ...] | None = None  # integers of the measured steps
         self._given: tuple[int, ...] | None = ()  # this step's; None right after a new start
@@ -224,8 +225,11 @@ class Trial:
         """Whether the trial is over with a decision that may still change."""
         return self.is_over and self.decision is not None and self._restarts < _MOST_RESTARTS
 
-    def restart(self) -> None:
-        """Starts the measurement again: from the next step on, beginning with the way decided so far."""
+    def restart(self, *, in_flight: int = 0) -> None:
+        """Starts the measurement again: from the next step on, beginning with the way decided so far.
+
+        ``in_flight``: forwards whose backwards are still to come.
+        """
         with self.lock:
             found = self._alive()
             if not self.may_restart() or not found or self._members[0]() is not found[0]:
@@ -239,11 +243,8 @@ class Trial:
             self._first = weakref.ref(found[0])
             self._standing = self.decision
             self._is_disturbed = False
-            # A forward may already be graphed and its backward still to come.
-            graphed = self._way is Execution.GRAPHED
-            self._awaits_backward = graphed and any(member.mode == BACKWARD for member in found)
             self._start_over(Phase.WAITING)
-            self._given = None
+            self._in_flight, self._given = in_flight, None
             for member in found:
                 member.restart()
         _log.info("calls are no longer what was measured (%s): measured again", self._why)
@@ -291,9 +292,8 @@ class Trial:
             self._step()
         elif member.calls > _MOST_STEPS + self._repeats:
             self._end_undecided(None)
-        if member.mode != "inference":
-            goes_graphed = member.mode == "forward" and self._way is Execution.GRAPHED
-            self._awaits_backward = goes_graphed and any(m.mode == BACKWARD for m in self._alive())
+        if member is next((m for m in self._alive() if m.mode == member.mode), None):  # one partition of each counts
+            self._in_flight = max(0, self._in_flight + {"forward": 1, BACKWARD: -1}.get(member.mode, 0))
 
     def _recalls(self, inputs: Sequence[object]) -> bool:
         """Ends the trial at once if an earlier process decided it."""
@@ -314,7 +314,7 @@ class Trial:
         for member in members:
             member.calls = 0
             member.measurements.collect()
-        if not self._awaits_backward:  # otherwise the way must not change before the backward was called
+        if not self._repeats:  # otherwise the way must not change before the backwards were called
             if self.phase is Phase.RECORDING:
                 self._look(members)
             if self.phase is Phase.WAITING or self.phase is Phase.MEASURING:
@@ -326,12 +326,14 @@ class Trial:
                 self._end(Execution.UNGRAPHED, None, f"{Execution.UNGRAPHED.value}: nothing could be recorded")
 
     def _is_new_step(self, members: Sequence[TrialMember]) -> bool:
-        """Whether the call counts as a step: not if it is one of several forwards before their backwards.
+        """Whether the call counts as a step: not while earlier forwards await their backwards.
 
-        In a long row of forwards, as without any backward, one of many counts, and in a longer one each.
+        In a long row of forwards without any backward, one of many counts, and in a longer one each.
         """
         backwards = [member for member in members if member.mode == BACKWARD]
-        is_repeat = bool(backwards) and not any(member.calls for member in backwards)
+        if self._repeats >= _LOST_AFTER and any(member.calls for member in backwards):
+            self._in_flight = 0
+        is_repeat = bool(backwards) and self._in_flight > 0
         self._repeats = self._repeats + 1 if is_repeat else 0
         return self._repeats % _MOST_STEPS == 0 or self._repeats > _LONGEST_ROW
 

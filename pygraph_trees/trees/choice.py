@@ -349,6 +349,8 @@ def _as_upstream_has_it(run: Run, mode: str, trees: _Trees) -> Run:
 
     def forward(inputs: list[Any]) -> Any:
         waits = trees.manager(create=True)
+        if isinstance(waits, Manager):
+            waits.note_ungraphed(inputs, is_forward=True)
         outputs = run(inputs)
         if waits is not None:
             waits.running_forwards_with_pending_backwards = True
@@ -356,6 +358,8 @@ def _as_upstream_has_it(run: Run, mode: str, trees: _Trees) -> Run:
 
     def backward(inputs: list[Any]) -> Any:
         waits = trees.manager()
+        if isinstance(waits, Manager):
+            waits.note_ungraphed(inputs, is_forward=False)
         if waits is not None:
             waits.set_to_running_backward()
         return run(inputs)
@@ -380,6 +384,8 @@ class _Aligned:
             from torch._inductor.utils import align_inputs_from_check_idxs
             from torch.utils._ordered_set import OrderedSet
 
+            # If the trial runs the first call un-graphed, torch is not asked for a graph.
+            self._function.note_tangents(len(inputs), self._static_input_idxs)
             checked = get_input_idxs_to_check(inputs, self._static_input_idxs)
             mutated = OrderedSet(self._mutated) & OrderedSet(checked)
             self._run = align_inputs_from_check_idxs(self._function, checked, mutated)

@@ -44,6 +44,7 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def cudagraphify_impl(model: Any, inputs: list[Any], static_input_idxs: Any, *args: Any, **kwargs: Any) -> Any:
         # Functions from Inductor were wrapped when they were compiled; others are from backend="cudagraphs".
         function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
+        function.note_tangents(len(inputs), static_input_idxs)
         reason = why_not_graphed(function.settings)
         if reason is not None:
             function.log.not_graphed(reason)

@@ -17,13 +17,14 @@ from torch._guards import TracingContext
 
 from pygraph_trees.native import binding
 from pygraph_trees.report.log import FunctionLog, journal
-from pygraph_trees.report.naming import compile_id, mode_name, program_name
+from pygraph_trees.report.naming import BACKWARD, compile_id, mode_name, program_name
 from pygraph_trees.settings import Settings
 
 from .allocations import is_watching, watching
 from .dispatch import Dispatch
 from .fast_path import entry
 from .handed_outputs import OutputPlan
+from .zeros import give_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -92,12 +93,19 @@ class FunctionModel:
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes outputs from the model's outputs
         self.outputs = OutputPlan()  # the outputs for which later recordings have further inputs
         self.is_entered = False  # by :func:`entered`
+        self.tangents: Sequence[int] = ()  # inputs of a backward that may be zeros without memory
         self.stop: Callable[[str], None] | None = None  # lets it run un-graphed from the next call on, with a reason
         if hasattr(model, "__name__"):
             self.__name__ = model.__name__
 
+    def note_tangents(self, count: int, static_input_idxs: Sequence[int]) -> None:
+        """Notes which of a backward's inputs are not static: static ones come from the forward."""
+        if self.log.mode == BACKWARD:
+            self.tangents = sorted(set(range(count)).difference(static_input_idxs))
+
     def __call__(self, inputs: list[Any]) -> Any:
         self.log.runs += 1
+        give_memory(inputs, self.tangents)
         return self.ungraphed(inputs)
 
     def ungraphed(self, inputs: list[Any]) -> Any:

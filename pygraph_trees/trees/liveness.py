@@ -61,11 +61,15 @@ def as_made(output: torch.Tensor) -> AsMade:
 def are_untouched(recording: HoldsOutputs) -> bool:
     """Whether the program left all cached outputs as they were made; others cannot be returned again.
 
+    Nor can outputs that were made in another inference mode: un-graphed code makes tensors of the call's mode.
     C++ asks the same (``native/own_outputs.cpp``), much faster.
     """
     cached = zip(recording.cached_tensor_outputs, recording.cached_as_made, strict=False)  # nothing is cached at first
-    renewed = recording.has_new_history
-    return all(output is None or _is_untouched(output, made, renewed) for output, made in cached)
+    renewed, is_inference = recording.has_new_history, torch.is_inference_mode_enabled()
+    return all(
+        output is None or (output.is_inference() == is_inference and _is_untouched(output, made, renewed))
+        for output, made in cached
+    )
 
 
 def _is_untouched(output: Any, made: AsMade | None, has_new_history: bool) -> bool:
@@ -73,7 +77,7 @@ def _is_untouched(output: Any, made: AsMade | None, has_new_history: bool) -> bo
         as_made(output) == made
         and (has_new_history or output.grad_fn is None)
         and output._grad is None
-        and not (output.requires_grad and output.grad_fn is None)
+        and (output.grad_fn is not None or (not output.requires_grad and output.grad_dtype == output.dtype))
         and not output.retains_grad
         and output._post_accumulate_grad_hooks is None
         and vars(output).keys() <= _STAMPS
@@ -97,9 +101,10 @@ class Deaths:
 
     def ask(self) -> bool:
         """Whether all are dead. C++ calls this if it sees a reference to one of them."""
-        return self._are_dead() or (self._release() and self._are_dead())
+        return self.are_dead() or (self._release() and self.are_dead())
 
-    def _are_dead(self) -> bool:
+    def are_dead(self) -> bool:
+        """Whether all are dead, without releasing any."""
         return all(references[index]() is None for _, references, index in self.places)
 
 

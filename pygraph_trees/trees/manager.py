@@ -41,6 +41,7 @@ from .sharded import gathered_addresses
 from .steps import Steps
 from .storms import why_stopped
 from .verification import Verification
+from .zeros import give_memory
 
 if TYPE_CHECKING:
     from pygraph_trees.indirection.pool import PoolRanges
@@ -130,6 +131,10 @@ class Manager(fast_path.TreeState, Steps):
         node = self.current_node
         if self.keeps_outputs and node is not None and (is_last or self.can_start_new_generation()):
             if torch.cuda.is_current_stream_capturing():  # a copy would be made at each replay of the program's graph
+                return
+            # Looking at all outputs of a long path takes longer than an un-graphed forward. C++ asks the same.
+            is_known = self.path_state is _EXECUTION and getattr(node, "has_fast_path", False)
+            if is_known and not is_last and (node.outliving is None or node.outliving.are_dead()):
                 return
             move_alive(node)
             self.handing_out.moved(self, node._path_from_root)
@@ -257,10 +262,12 @@ class Manager(fast_path.TreeState, Steps):
     def _run_ungraphed(self, inputs: list[Any], function_id: Any, why: str) -> Any:
         wrapped = self.ids_to_funcs[function_id]
         wrapped.model.log.not_graphed(why)
+        give_memory(inputs)
         return wrapped.model(inputs)
 
     def record_function(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
+        give_memory(new_inputs)
         # Upstream holds its lock of captures. A finalizer that a collection ran here could wait for it.
         with paused():
             if function is not None:
@@ -371,6 +378,7 @@ class Manager(fast_path.TreeState, Steps):
 
     def run_eager(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
+        give_memory(new_inputs)
         with paused():
             if function is not None:
                 return self._warm_up(new_inputs, function_id, function)

@@ -210,10 +210,13 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return super()._allocate_and_copy_recording_inputs(inputs)
 
     def _copy_inputs_and_remove_from_src(self, dsts: list[Any], srcs: list[Any]) -> None:
-        for index in self._copied_indices() if self._gives_addresses else ():  # otherwise inputs are copied as upstream
+        copied = self._copied_indices()
+        for index in copied if self._gives_addresses else ():  # otherwise inputs are copied as upstream
             if isinstance(srcs[index], torch.Tensor) and srcs[index].is_neg():
                 srcs[index] = as_they_read(srcs[index])  # torch 2.15 copies the memory of a negated view as it is
-        super()._copy_inputs_and_remove_from_src(dsts, srcs)
+        # A recording made in inference mode has tensors that can be written to in that mode only.
+        with torch.inference_mode() if copied else nullcontext():
+            super()._copy_inputs_and_remove_from_src(dsts, srcs)
 
     def _is_cuda_graph_recorded_tensor(self, t: torch.Tensor) -> Any:
         """Upstream's answer, except that managed inputs that move are not recorded tensors while this one is made."""
@@ -349,7 +352,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def _why_not_alive(self, live: LiveInputs, inputs: list[Any]) -> str | None:
         """Why the recording must not be replayed: upstream raises if an output lives that died while recording."""
         for item in live.items:
-            if item.managed:
+            if item.managed and not inputs[item.index]._is_zerotensor():
                 found = self._is_alias_of_live_recorded_tensor(inputs[item.index])
                 if found is not None and found in self.expected_dead_indices_after_graph:
                     return "an input was an output that is expected to be gone"

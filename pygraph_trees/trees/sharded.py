@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+
+import torch
 
 from pygraph_trees.compat import lists_groups_of_parameters
+from pygraph_trees.cuda.extent import tensors_with_memory
 
 
 def gathered_addresses() -> frozenset[int]:
@@ -18,7 +20,7 @@ def gathered_addresses() -> frozenset[int]:
     return frozenset(tensor.data_ptr() for tensor in _gathered())
 
 
-def _gathered() -> Iterator[Any]:
+def _gathered() -> Iterator[torch.Tensor]:
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
     for reference in list(states.values()):
         state = reference()
@@ -26,6 +28,5 @@ def _gathered() -> Iterator[Any]:
         groups = state._fsdp_param_groups if several else [getattr(state, "_fsdp_param_group", None)]
         for parameter in [one for group in groups if group is not None for one in group.fsdp_params]:
             found = getattr(parameter, "_unsharded_param", None)  # missing before the first gathering
-            tensor = getattr(found, "_local_tensor", found)  # of a DTensor
-            if tensor is not None and tensor.untyped_storage().nbytes():
-                yield tensor
+            inner = tensors_with_memory(getattr(found, "_local_tensor", found))  # of a DTensor
+            yield from (tensor for tensor in inner if tensor.untyped_storage().nbytes())

@@ -1,9 +1,10 @@
-"""When a step begins: by torch's rules, or if a path would grow at each call because a backward never comes."""
+"""When a step begins: by torch's rules, also if calls run un-graphed, or if a backward never comes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._inductor import cudagraph_trees
 
 from .kept_outputs import keeps_outputs
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _FORWARD = cudagraph_trees.CompilationMode.FORWARD
+_STATE = cudagraph_trees.ExecutionState
 
 
 class Steps(Upstream):
@@ -22,6 +24,7 @@ class Steps(Upstream):
     current_node: Any
     keeps_outputs: bool  # whether a function was added whose outputs must be kept
     _begins_step: bool | None = None  # the answer of can_start_new_generation while a path may end
+    _ungraphed = 0  # un-graphed forwards in a row of which none began a step, and without an un-graphed backward
 
     def can_start_new_generation(self, *generation: Any) -> bool:
         """Whether a step begins. Since torch 2.14 the argument is the current generation, if it is known."""
@@ -34,10 +37,37 @@ class Steps(Upstream):
         if node is None or not self.keeps_outputs or not self.in_new_torch_compile_invocation(*generation):
             return False
         path = list(node._path_from_root)
-        return is_endless(path, self._is_forward) and all(keeps_outputs(node.wrapped_function.model) for node in path)
+        is_long = is_endless(path, self._is_forward, others=self._ungraphed)
+        return is_long and all(keeps_outputs(node.wrapped_function.model) for node in path)
 
     def _is_forward(self, node: Any) -> bool:
         return bool(self.id_to_mode[node.wrapped_function.id] == _FORWARD)
+
+    def note_ungraphed(self, inputs: list[Any], *, is_forward: bool) -> None:
+        """Notes that an un-graphed forward or backward runs now; it is part of a step like a graphed one.
+
+        Otherwise a graphed backward after an un-graphed one would begin a step, although its forward's outputs are
+        needed. A forward that begins a step ends the last step's path: no later call does while a backward is awaited.
+        """
+        try:  # an interrupt may come anywhere
+            if not self.take_turn(inputs):  # it is called during another call
+                return
+            # A path that grows at each call is ended by a graphed call: looking for one takes longer than this one.
+            begins = is_forward and super().can_start_new_generation()
+            if begins and not torch.cuda.is_current_stream_capturing():
+                self._end_path()
+            self.update_generation()
+            self._ungraphed = self._ungraphed + 1 if is_forward and not begins else 0
+        finally:
+            self.end_turn(inputs)
+
+    def _end_path(self) -> None:
+        if self.path_state is _STATE.EXECUTION:
+            self.try_end_curr_execution()
+        elif self.path_state is _STATE.RECORDING:
+            self.try_end_curr_recording(None)
+        elif self.path_state is _STATE.WARMUP:
+            self.try_end_curr_warmup(None)
 
     def by_one_answer(self, *calls: Callable[[], None]) -> None:
         """Makes calls for which one answer tells if a step begins, whatever other threads do: outputs are moved if a

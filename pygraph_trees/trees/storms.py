@@ -73,19 +73,21 @@ def why_stopped(recordings: Sequence[RecordingLog]) -> str | None:
     return f"it was recorded {count} times for {replays} replays, the last time because: {recordings[-1].reason}"
 
 
-def is_endless(path: Sequence[Any], is_forward: Callable[[Any], bool]) -> bool:
+def is_endless(path: Sequence[Any], is_forward: Callable[[Any], bool], *, others: int = 0) -> bool:
     """Whether a path becomes longer at each call, because forwards are called whose backward never comes.
 
     Upstream begins no step while a backward may be pending: what it reads must stay. This path begins with forwards
     none of whose outputs is alive, so they have none. What is alive after them is for the caller to keep.
+
+    ``others``: forwards that ran un-graphed meanwhile.
     """
     if len(path) <= MOST_DEAD:
         return False
-    return _begins_dead(path, is_forward) or (
-        release_unneeded(path[-1].cuda_graphs_pool) and _begins_dead(path, is_forward)
+    return _begins_dead(path, is_forward, others) or (
+        release_unneeded(path[-1].cuda_graphs_pool) and _begins_dead(path, is_forward, others)
     )
 
 
-def _begins_dead(path: Sequence[Any], is_forward: Callable[[Any], bool]) -> bool:
-    dead = itertools.takewhile(lambda node: not any(held and held() for held in node.outputs_weakrefs), path)
-    return sum(map(is_forward, dead)) >= MOST_DEAD
+def _begins_dead(path: Sequence[Any], is_forward: Callable[[Any], bool], others: int) -> bool:
+    dead = list(itertools.takewhile(lambda node: not any(held and held() for held in node.outputs_weakrefs), path))
+    return len(dead) >= MOST_DEAD and sum(map(is_forward, dead)) + others >= MOST_DEAD

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from pygraph_trees.cuda.extent import contents, extent
+from pygraph_trees.cuda.extent import contents, extent, flat
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.indirection.placeholder_tensors import bytes_at
 from pygraph_trees.report.naming import source_line
@@ -203,7 +203,9 @@ def _copy(value: Any, blocks: dict[tuple[int, int], torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if not _is_plain(value):
-        return value.detach().clone()
+        # Compiled code asserts strides, and ``clone`` keeps only those without gaps and overlaps.
+        is_strided = value.layout is torch.strided and value.numel() > 0
+        return flat(value).clone().as_strided(value.shape, value.stride(), 0) if is_strided else value.detach().clone()
     place, storage = _Place.of(value), value.untyped_storage()
     key = place.address, place.nbytes
     if storage.nbytes() <= max(_WHOLE_STORAGE, 4 * place.nbytes):

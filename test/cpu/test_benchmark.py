@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.two_tensor import TwoTensor
 
 import inductor_patches
 import pygraph_trees
@@ -41,7 +42,14 @@ from pygraph_trees.benchmark.table import WIDTH, geometric_mean
 from pygraph_trees.benchmark.timing import collector_off, is_steady, schedule, time_block
 from pygraph_trees.benchmark.trace import GpuWork, profile_call, read_trace
 from pygraph_trees.benchmark.tuning import own_cache
-from pygraph_trees.benchmark.verify import DiffersUngraphed, NothingVerified, _why_not_graphed
+from pygraph_trees.benchmark.verify import (
+    DiffersUngraphed,
+    NothingVerified,
+    _elsewhere,
+    _spoil,
+    _storages,
+    _why_not_graphed,
+)
 from pygraph_trees.benchmark.ways import NotPatchedError, OwnInductor, UnknownWayError, Way, make_ways, patches_on
 from pygraph_trees.fake_gpu import absent_gpu
 from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
@@ -108,6 +116,12 @@ class TestProgram(TestCase):
         x = torch.zeros(100)
         self.assertEqual(Program(lambda *a: None, (x, x[50:])).resident_nbytes, 400)
 
+    def test_resident_bytes_of_wrapper_subclasses_are_those_of_the_tensors_in_them(self):
+        """As of quantized parameters: such a tensor has no memory itself."""
+        module = torch.nn.Module()
+        module.weight = torch.nn.Parameter(TwoTensor(torch.zeros(100), TwoTensor(torch.zeros(100), torch.zeros(100))))
+        self.assertEqual(Program(module, (torch.zeros(10),)).resident_nbytes, 1240)
+
     def test_the_device_is_that_of_what_a_function_closes_over(self):
         """It is waited for, though all inputs are elsewhere."""
         with absent_gpu("sm_90"), FakeTensorMode():
@@ -142,6 +156,20 @@ class TestRing(TestCase):
             self.assertEqual(x, y)
         self.assertEqual(clone.args[0].untyped_storage().data_ptr(), clone.args[1].untyped_storage().data_ptr())
         self.assertTrue(clone.kwargs["w"]["x"].requires_grad and clone.kwargs["w"]["x"].is_leaf)
+
+    def test_clones_read_as_the_inputs(self):
+        x = torch.complex(torch.arange(4.0), torch.ones(4))
+        own, clone = Ring(Program(lambda *a: None, (x.conj(), torch._neg_view(x.real), x.conj().imag)), sets=2).sets
+        for one, other in zip(own.args, clone.args, strict=True):
+            self.assertEqual((other.is_conj(), other.is_neg()), (one.is_conj(), one.is_neg()))
+            self.assertEqual(one, other)
+
+    def test_wrapper_subclasses_do_not_rotate(self):
+        """They have no memory that a clone could copy."""
+        inputs = TwoTensor(torch.ones(2), torch.ones(2)), torch.ones(2)
+        own, clone = Ring(Program(lambda *a: None, inputs), sets=2).sets
+        self.assertIs(own.args[0], clone.args[0])
+        self.assertNotEqual(own.args[1].data_ptr(), clone.args[1].data_ptr())
 
     def test_only_live_inputs_rotate(self):
         program = Program(
@@ -744,6 +772,24 @@ class TestVerify(TestCase):
         self.assertEqual(called, [])
         with self.assertRaisesRegex(ValueError, "at least 3 calls"):
             pygraph_trees.verify(torch.sin, torch.ones(2), calls=2)
+
+    def test_arguments_of_wrapper_subclasses_stay_such(self):
+        """They are copied, and the tensors in the copies are overwritten."""
+        given = TwoTensor(torch.ones(2), torch.arange(2.0)).requires_grad_()
+        copied = _elsewhere(given)
+        self.assertEqual((type(copied), copied.requires_grad), (TwoTensor, True))
+        self.assertEqual((copied.a, copied.b), (given.a, given.b))
+        _spoil(copied, _storages([given]))
+        for one, other in ((copied.a, given.a), (copied.b, given.b)):
+            self.assertTrue(one.isnan().all() and other.isfinite().all())
+
+    def test_what_a_copy_shares_with_an_argument_is_not_overwritten(self):
+        given = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+        copied = _elsewhere(given)
+        self.assertIs(copied.offsets(), given.offsets())
+        _spoil(copied, _storages([given]))
+        self.assertTrue(copied.values().isnan().all())
+        self.assertEqual((given.offsets().tolist(), given.values()), ([0, 2, 6], torch.ones(6, 3)))
 
     def test_without_a_recording_nothing_is_verified(self):
         for fn in (lambda x: x.sin(), _model(), lambda x: None):

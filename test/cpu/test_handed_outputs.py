@@ -304,10 +304,15 @@ class _Verified:
 
 
 class TestVerification(TestCase):
-    def check(self, result):
-        code = "def call(args):\n    x, = args\n    args.clear()\n    return (torch.mul(x, 2),)"
-        x, model = torch.arange(4.0), function(generated(code))
-        model.outputs.takes, found = 1, {0: Memory(None, (4,), (1,), torch.float32)}
+    def check(self, result, x=None):
+        x = torch.arange(4.0) if x is None else x
+        code = (
+            "def call(args):\n    x, = args\n    args.clear()\n"
+            f"    assert (tuple(x.shape), x.stride()) == {(tuple(x.shape), x.stride())}\n"
+            "    return (torch.mul(x, 2),)"
+        )
+        model = function(generated(code))
+        model.outputs.takes, found = 1, {0: Memory(None, tuple(x.shape), (x * 2).stride(), x.dtype)}
         templates = Templates(Handed.of(found), found, CPU, model.outputs)
         is_capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
         with is_capturing, given_memory(templates):
@@ -319,6 +324,13 @@ class TestVerification(TestCase):
         self.check(lambda x: x * 2)
         with self.assertRaisesRegex(VerificationFailed, "output 0"):
             self.check(lambda x: x * 3)
+
+    def test_inputs_keep_the_layouts_that_were_compiled_for(self):
+        """Those on the CPU too, and views that a copy resolves: compiled code asserts them."""
+        numbers = torch.arange(8.0)
+        for x in (numbers[::2], numbers[:1].expand(4), torch._neg_view(numbers[::2]), torch.empty(4, 0).t()):
+            self.check(lambda x: x * 2, x)
+        self.check(lambda x: x * 2, torch.complex(numbers, -numbers)[1::2].conj())
 
 
 class TestHandingOut(TestCase):

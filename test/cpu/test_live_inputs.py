@@ -473,6 +473,39 @@ class TestCopies(LiveInputsTestCase):
             live.finish()
             self.assertEqual(a_now, expected)
 
+    def test_autograd_does_not_see_that_copies_go_back(self):
+        """As it does not see what kernels write: AOTAutograd counts the writes that it must see."""
+        weight = torch.rand(4, 8, requires_grad=True)
+        for nodes, residue in ((self.one_kernel(), 16), (lambda found: [self.api.make_kernel(found[1:])], 0)):
+            live, _ = self.replayable(nodes, at(0), at(0), mutated=[0])
+            a = at(residue)
+            before, saved = a._version, (weight * a).sum()
+            self.begin(live, a, at(0))
+            copy = live.addresses.temporary.get(0, live.items[0].placeholder_tensor)
+            expected = a + 1
+            copy.add_(1)
+            live.finish()
+            self.assertEqual((a, a._version), (expected, before))
+            saved.backward()
+
+    def test_copies_are_made_in_any_mode(self):
+        """Tensors made in inference mode cannot be written to outside of it."""
+        for recorded_inside in (True, False):
+            with torch.inference_mode(recorded_inside):
+                inputs = at(0), at(4), at(0)
+                live, _ = self.hidden(*inputs, mutated=[1], refused={1: "told so"})
+                live.finish()
+            for called_inside in (True, False):
+                with torch.inference_mode(called_inside):
+                    a, b, c = at(0), at(0), at(16)  # copied to a placeholder, copied both ways, copied for the call
+                    expected = b + 1
+                    self.begin(live, a, b, c)
+                    copies = {item.index: item.placeholder_tensor for item in live.items}
+                    self.assertEqual((copies[0], copies[1], live.addresses.temporary[2]), (a, b, c))
+                    copies[1].data.add_(1)
+                    live.finish()
+                    self.assertEqual(b, expected)
+
     def test_a_copy_keeps_layouts_with_gaps_and_overlaps(self):
         for view in (
             lambda: torch.rand(9, 9)[1:7:2, 2:8:3],
@@ -507,15 +540,21 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual((live.addresses.extra_copies, live.addresses.extra_copied_bytes), (2, 2 * before.nbytes))
 
     def test_zeros_without_memory_are_copied_for_the_call(self):
-        """They have no address: a kernel that is given 0 reads there."""
-        for shape, stride in (((4, 8), None), ((32,), None), ((2, 4, 4), (1, 2, 8))):
+        """They have no address: a kernel that is given 0, or an offset from 0, reads there."""
+        for shape, stride, offset in (
+            ((4, 8), (8, 1), 0),
+            ((32,), (1,), 0),
+            ((2, 4, 4), (1, 2, 8), 0),
+            ((32,), (1,), 128),  # as autograd cuts them; their address is 512, which fits
+        ):
             live, graph = self.replayable(self.one_kernel(), at(0, shape))
             for number in range(3):
-                zeros = torch._efficientzerotensor(shape)
-                self.begin(live, zeros if stride is None else zeros.as_strided(shape, stride))
+                zeros = torch._efficientzerotensor(256).as_strided(shape, stride, offset)
+                self.begin(live, zeros)
+                self.assertEqual((zeros._is_zerotensor(), zeros.data_ptr()), (True, 4 * offset))
                 copy = live.addresses.temporary[0]
                 self.assertEqual((graph.launch(), copy), ([[copy.data_ptr()]], torch.zeros(shape)))
-                self.assertNotEqual(copy.data_ptr(), 0)
+                self.assertNotEqual(copy.data_ptr(), zeros.data_ptr())
                 live.finish()
                 self.assertEqual(live.addresses.extra_copies, number + 1)
                 a = at(0, shape)
@@ -786,6 +825,34 @@ class TestOutputs(LiveInputsTestCase):
             self.assertEqual((whole, view), (before, before.flatten()[8:16:2]))
             self.assertEqual(view.data_ptr(), whole.data_ptr() + 32)
             h.copy_(before)
+
+    def test_a_view_in_another_dtype_is_of_a_copy_if_the_input_has_no_such_elements(self):
+        """Un-graphed, a misaligned or negated input is copied before it is seen as complex numbers."""
+        name = "_construct_CUDA_Tensor_From_Storage_And_Metadata"
+        for nodes in (self.one_kernel(), lambda found: [self.api.make_kernel(found[1:])]):  # patched, and copied
+            live, _ = self.replayable(nodes, at(0), at(0))
+            for moved in (at(4), torch._neg_view(at(4))):
+                self.begin(live, moved, at(0))
+                with mock.patch.object(torch._C, name, lambda metadata, storage: metadata, create=True):
+                    metadata = live.output(0, ((15,), (1,), 1, torch.complex64))
+                copy = live.addresses.temporary[0]
+                self.assertEqual(copy, moved)
+                self.assertEqual(metadata["data_ptr"] + 8 * metadata["storage_offset"], copy.data_ptr() + 8)
+                live.finish()
+
+    def test_an_output_on_zeros_without_memory_is_a_view_of_a_copy(self):
+        """Also in another dtype, for which torch is asked for the address of the memory."""
+        view = self.VIEW[:3]
+        for nodes in (self.one_kernel(), lambda found: [self.api.make_kernel(found[1:])]):  # patched, and copied
+            live, _ = self.replayable(nodes, at(0), at(0))
+            self.begin(live, torch._efficientzerotensor((4, 8)), at(0))
+            name = "_construct_CUDA_Tensor_From_Storage_And_Metadata"
+            with mock.patch.object(torch._C, name, lambda metadata, storage: metadata, create=True):
+                self.assertNotEqual(live.output(0, (*view, torch.float16))["data_ptr"], 0)
+            for output in (live.output(0, None), live.output(0, (*view, torch.float32))):
+                self.assertFalse(output._is_zerotensor())
+                self.assertEqual(output, torch.zeros(output.shape))
+            live.finish()
 
 
 class TestChoice(LiveInputsTestCase):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.two_tensor import TwoTensor
 
 from pygraph_trees.trees.sharded import gathered_addresses
 
@@ -58,16 +59,20 @@ class TestGathered(TestCase):
 
         one, two, freed = torch.ones(2), torch.ones(2), torch.ones(2)
         freed.untyped_storage().resize_(0)
+        wrapped, half_freed = TwoTensor(torch.ones(2), torch.ones(2)), TwoTensor(torch.ones(2), freed)
         parameters = [
             SimpleNamespace(_unsharded_param=one),
             SimpleNamespace(_unsharded_param=SimpleNamespace(_local_tensor=two)),
             SimpleNamespace(_unsharded_param=freed),
+            SimpleNamespace(_unsharded_param=nn.Parameter(wrapped)),  # as of float8: its own address is 0
+            SimpleNamespace(_unsharded_param=SimpleNamespace(_local_tensor=half_freed)),
             SimpleNamespace(),
         ]
         group = SimpleNamespace(fsdp_params=parameters)
+        found = {tensor.data_ptr() for tensor in (one, two, wrapped.a, wrapped.b, half_freed.a)}
         for state, expected in (
-            (SimpleNamespace(_fsdp_param_group=group), {one.data_ptr(), two.data_ptr()}),
-            (SimpleNamespace(_fsdp_param_groups=[group]), {one.data_ptr(), two.data_ptr()}),
+            (SimpleNamespace(_fsdp_param_group=group), found),
+            (SimpleNamespace(_fsdp_param_groups=[group]), found),
             (SimpleNamespace(_fsdp_param_group=None), set()),
             (SimpleNamespace(_fsdp_param_groups=[]), set()),
             (SimpleNamespace(), set()),  # of something else

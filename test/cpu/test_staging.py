@@ -118,6 +118,13 @@ class TestBuffers(StagingTestCase):
                             (memory,) = buffers.placeholder_tensors
                             self.assertEqual(memory, value.detach().resolve_neg().resolve_conj(), rtol=0, atol=0)
 
+    def test_zeros_without_memory_are_read(self):
+        """A tangent may be such zeros: there are no bytes to copy."""
+        for shape in ((4,), (300, 300)):
+            buffers = Staging([torch.ones(shape), torch.ones(shape)])
+            buffers.put([torch._efficientzerotensor(shape), torch.ones(shape)])
+            self.assertEqual(buffers.placeholder_tensors, [torch.zeros(shape), torch.ones(shape)])
+
     def test_a_queued_buffer_is_not_written_to(self):
         @settings(max_examples=100, deadline=None)
         @given(st.lists(st.sampled_from(["launch", "launch", "put", "done"]), max_size=60), st.booleans())

@@ -130,10 +130,10 @@ class TestPaths(TestCase):
         nodes[-1]._path_from_root = nodes
         return nodes[-1]
 
-    def is_endless(self, *alive, forwards=None):
+    def is_endless(self, *alive, forwards=None, others=0):
         """``forwards``: the positions of those; all by default."""
         nodes = self.path(*alive)._path_from_root
-        return is_endless(nodes, lambda node: forwards is None or nodes.index(node) in forwards)
+        return is_endless(nodes, lambda node: forwards is None or nodes.index(node) in forwards, others=others)
 
     def test_a_path_of_forwards_without_a_backward_ends(self):
         """What the last call made may have one, in several graphs."""
@@ -152,6 +152,12 @@ class TestPaths(TestCase):
         self.assertFalse(self.is_endless(*[False] * 48, True, forwards=[48]))
         self.assertFalse(self.is_endless(*[False] * 48, True, forwards=range(15)))
         self.assertTrue(self.is_endless(*[False] * 48, True, forwards=range(0, 48, 2)))
+
+    def test_forwards_that_run_ungraphed_count(self):
+        self.assertTrue(self.is_endless(*[False] * 16, True, forwards=[], others=16))
+        self.assertTrue(self.is_endless(*[False] * 16, True, forwards=range(9), others=7))
+        self.assertFalse(self.is_endless(*[False] * 16, True, forwards=[], others=15))
+        self.assertFalse(self.is_endless(*[False] * 15, True, True, forwards=[], others=99))
 
     def test_a_step_begins_although_a_backward_is_pending(self):
         endless, short, overwritten = (self.path(*[False] * dead, True) for dead in (20, 1, 20))

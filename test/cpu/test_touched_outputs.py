@@ -17,6 +17,7 @@ from unittest import mock
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
+from fake_trees import Recording as FakeRecording
 from fake_trees import Trees, some
 from recordings_on_cpu import SIZE, Function
 from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState, StorageWeakRefWrapper, TensorWeakRef
@@ -26,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pygraph_trees.native import binding
 from pygraph_trees.trees import kept_outputs
+from pygraph_trees.trees import manager as manager_module
 from pygraph_trees.trees.liveness import Deaths
 from pygraph_trees.trees.recording import Recording
 
@@ -72,15 +74,21 @@ class TestDropped(OnCpuTestCase):
         (found,) = function.call(value, fast=fast)
         self.assertEqual(found, all_of(value))
         self.assertEqual((found.requires_grad, found.grad, found.retains_grad), (False, None, False))
+        self.assertEqual(found.grad_dtype, torch.float32)
         return found
 
     @parametrize("fast", [False, True])
-    @parametrize("change", ["unsqueeze_", "requires_grad_", "retains its gradient", "an attribute", "dtype", "negated"])
+    @parametrize(
+        "change",
+        ["unsqueeze_", "requires_grad_", "retains its gradient", "grad_dtype", "an attribute", "dtype", "negated"],
+    )
     def test_what_is_left_on_an_output(self, change, fast):
         function = Function()
         (output,) = function.call(3.0)
         if change == "an attribute":
             output.tag = 1
+        elif change == "grad_dtype":
+            output.grad_dtype = torch.float64
         elif change == "dtype":
             output.data = output.view(torch.int32)
         elif change == "negated":
@@ -94,6 +102,22 @@ class TestDropped(OnCpuTestCase):
         found = self.check_next(function, fast=fast)
         self.assertFalse(hasattr(found, "tag"))
         found.add_(1)
+
+    @parametrize("is_held", [False, True])
+    def test_outputs_are_looked_at_before_they_are_moved(self, is_held):
+        """By an un-graphed forward that begins a step, as by a replay: most have none that is alive."""
+        function = Function(outputs=2)
+        held = function.call(3.0)[:is_held]
+        with (
+            mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
+            mock.patch.object(manager_module, "move_alive", wraps=kept_outputs.move_alive) as moves,
+        ):
+            self.assertIs(function.manager.path_state, ExecutionState.EXECUTION)
+            function.manager.current_gen = 0
+            function.manager.note_ungraphed([], is_forward=True)
+        self.assertEqual((moves.call_count, function.manager.current_node), (is_held, None))
+        function.call(4.0)
+        self.assertEqual(held, [all_of(3.0)] * is_held)
 
     def test_gradients_that_an_output_of_autograd_retains(self):
         """They are of one step, as with eager code."""
@@ -366,6 +390,20 @@ class TestInputsThatMoveMeanwhile(OnCpuTestCase):
         asked = Deaths([(outputs, [lambda: alive.pop() if alive else None], 0)], release)
         trees = Trees({0: x}, some(1), before=asked)
         self.assertIsNone(trees.entry()([x]))
+        self.assertEqual((trees.graph.launches, held.shape), (0, outputs[0].shape))
+
+    def test_no_launch_if_the_last_check_of_what_died_moves_an_input(self):
+        """The call's inputs are released then, so it raises."""
+        x, outputs = torch.ones(4), some(1)
+
+        def check(_):
+            x.data = torch.zeros(4)
+
+        with mock.patch.object(FakeRecording, "check_what_died", check):
+            trees = Trees({0: x}, some(1), after=Deaths([(outputs, [lambda: 7], 0)], lambda: False))
+        held = outputs[0]
+        with self.assertRaisesRegex(RuntimeError, "other memory"):
+            trees.entry()([x])
         self.assertEqual((trees.graph.launches, held.shape), (0, outputs[0].shape))
 
 

@@ -450,8 +450,70 @@ class TestTrial(TrialTestCase):
             forward(0)
             self.assertEqual(forward.calls[-1], "g")
         self.assertFalse(trial.is_over)
-        self.steps(25, forward, backward)
+        self.steps(trials._LOST_AFTER + 25, forward, backward)
         self.assertIsNotNone(trial.decision)
+
+    def scheduled(self, schedule, **function):
+        """Runs micro-batches through a forward and a backward of two partitions each, until the trial is over.
+
+        Args:
+            schedule: a step; its positive numbers are forwards of micro-batches, the negative ones their backwards.
+
+        Returns the trial, the number of calls, and the ways of each forward and its backward, as far as measured.
+        """
+        trial, forward_ways, pairs = self.trial(), {}, []
+        modes = ("forward", "forward", "backward", "backward")
+        functions = [Function(self.world, trial, kernels=2, mode=mode, **function) for mode in modes]
+        calls = itertools.count()
+        for number in itertools.takewhile(
+            lambda _: not trial.is_over, itertools.islice(itertools.cycle(schedule), 3000)
+        ):
+            next(calls)
+            called = functions[:2] if number > 0 else functions[2:]
+            before = self.measured(called[-1])
+            for function in called:
+                function(0)
+            self.world.wait()
+            self.assertEqual(called[0].calls, called[1].calls)
+            if number > 0:
+                forward_ways[number] = called[0].calls[-1]
+            elif self.measured(called[-1]) != before:
+                pairs.append(forward_ways[-number] + called[0].calls[-1])
+        return trial, next(calls), pairs
+
+    def measured(self, function):
+        return sum(function.member.measurements.made(way) for way in Execution)
+
+    def test_a_forward_and_its_backward_go_one_way(self):
+        """Although others are called in between, as in pipelines."""
+        for schedule in (
+            [1, 2, -1, 3, -2, 4, -3, -4],
+            [1, 2, 3, -1, 4, -2, 5, -3, 6, -4, -5, -6],
+            [1, 2, 3, 4, -1, 5, -2, 6, -3, 7, -4, 8, -5, -6, -7, -8],
+            [1, 2, 3, -1, -2, -3],
+            [1, 2, 3, -3, -2, -1],
+        ):
+            for times in ({}, self.HEAVY):
+                with self.subTest(schedule=schedule, **times):
+                    trial, calls, pairs = self.scheduled(schedule, **times)
+                    self.assertIsNotNone(trial.decision)
+                    self.assertLess(calls, 200)
+                    self.assertEqual(set(pairs), {"gg", "uu"})
+
+    def test_a_pipeline_that_never_empties_is_decided(self):
+        schedule = [1, 2, *itertools.chain.from_iterable((number, 2 - number) for number in range(3, 3000))]
+        trial, calls, _ = self.scheduled(schedule)
+        self.assertIsNotNone(trial.decision)
+        self.assertLess(calls, 200)
+
+    def test_forwards_that_have_no_backward_end_no_trial(self):
+        """In each step, as for an evaluation or after an exception, or once, before the training."""
+        for schedule in ([1, 2, -2], [1, 2, 3, 4, 5, -5], [1, *[2, -2] * 1000], [1, 2, -2, -2], [1, 1, -1]):
+            with self.subTest(schedule=schedule[:8]):
+                trial, calls, pairs = self.scheduled(schedule)
+                self.assertIsNotNone(trial.decision)
+                self.assertLess(calls, 400)
+                self.assertEqual(set(pairs), {"gg", "uu"})
 
     def test_a_block_that_is_called_many_times_in_a_step_is_decided(self):
         """All forwards come first, and the way changes once a step."""

@@ -21,6 +21,7 @@ import unittest
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # Tests count recordings and replays, which must not depend on measurements; test_selection*.py set the flag themselves.
@@ -31,6 +32,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 from torch._dynamo.utils import counters
+from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase
 from transcript import (
     ErrorNote,
@@ -47,7 +49,7 @@ from transcript import (
 from tree_facts import TreeFacts, class_problems, device_manager, tree_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     Program = Callable[["Context"], None]
 
@@ -272,6 +274,8 @@ def run_side(
             if start_installed:
                 context._enter()
             _check_classes(OURS if start_installed else UPSTREAM)
+            if side == UPSTREAM:
+                stack.enter_context(_random_numbers_in_order())
         stack.enter_context(torch._inductor.config.patch(_both_sides(config or {})))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(torch._dynamo.config.patch(dict(dynamo_config or {})))
@@ -300,6 +304,26 @@ def run_side(
         transcript.logs = list(log.lines)
         context._kept.clear()
     return transcript
+
+
+@contextlib.contextmanager
+def _random_numbers_in_order() -> Iterator[None]:
+    """Lets the first replay of a recording of upstream's wait for the stream of the capture.
+
+    On that stream, torch sets the offset of the graph's random numbers to 0 before the capture. The replay sets it on
+    the current stream, and a busy GPU may do this first: the replay then draws the numbers of the program's first call.
+    """
+    node = cudagraph_trees.CUDAGraphNode
+    upstream = node._record
+
+    @functools.wraps(upstream)
+    def _record(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = upstream(self, *args, **kwargs)
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        return outputs
+
+    with mock.patch.object(node, "_record", _record):
+        yield
 
 
 @functools.cache

@@ -1,0 +1,135 @@
+"""Recordings that are made or replayed in inference mode, and the other way round.
+
+Dynamo compiles again for another mode only if a guard on a tensor tells it. A function without tensors, a compilation
+whose guards are skipped, and a backward are replayed in any mode. Their tensors must be of the kind that un-graphed
+code makes in the mode of the call: an inference tensor cannot be changed in place or saved for a backward outside.
+"""
+
+from __future__ import annotations
+
+import sys
+import unittest
+from pathlib import Path
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+import torch
+from functorch.compile import make_boxed_func
+from recordings_on_cpu import SIZE, Function
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.cudagraph_trees import CompilationMode
+from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+
+from pygraph_trees.native import binding
+from pygraph_trees.trees.recording import Recording
+
+INSIDE = [[True, False, False, True], [False, True, True, False]]  # whether each call is in inference mode
+
+
+class TestCompilations(TestCase):
+    """What makes the other tests necessary."""
+
+    def compilations(self, call):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("eager")
+        compiled = torch.compile(call, backend=counter)
+        kinds = []
+        for is_inside in (False, True, False):
+            with torch.no_grad(), torch.inference_mode(is_inside):
+                torch.set_grad_enabled(False)
+                kinds.append(compiled().is_inference())
+        self.assertEqual(kinds, [False, True, False])
+        return counter.frame_count
+
+    def test_a_function_without_tensors_is_compiled_once_for_both_modes(self):
+        self.assertEqual(self.compilations(lambda: torch.arange(4) * 2.0), 1)
+
+    def test_a_function_of_a_tensor_is_compiled_for_each_mode(self):
+        given = torch.ones(4)
+        self.assertEqual(self.compilations(lambda: given * 2), 2)
+
+    def test_a_backward_is_compiled_once_for_both_modes(self):
+        leaf, compiled = torch.ones(4, requires_grad=True), []
+
+        def compiler(graph, _):
+            compiled.append(graph)
+            return make_boxed_func(graph.forward)
+
+        doubled = torch.compile(lambda: leaf.sin(), backend=aot_autograd(fw_compiler=compiler))
+        for is_inside in (False, True, False):
+            total = doubled().sum()
+            with torch.inference_mode(is_inside):
+                self.assertEqual(torch.autograd.grad(total, leaf)[0].is_inference(), is_inside)
+        self.assertEqual(len(compiled), 2)  # the forward and the backward
+
+
+@unittest.skipIf(binding.extension is None, "C++ replays here")
+class TestOutputs(TestCase):
+    def setUp(self):
+        super().setUp()
+        torch._C._set_cached_tensors_enabled(True)
+
+    @parametrize("modes", INSIDE)
+    @parametrize("mode", list(CompilationMode))
+    @parametrize("fast", [False, True])
+    def test_the_kind_of_an_output_is_that_of_its_call(self, fast, mode, modes):
+        function = Function(outputs=2, mode=mode)
+        for step, is_inside in enumerate(modes):
+            function.manager.running_forwards_with_pending_backwards = False
+            with torch.inference_mode(is_inside):
+                outputs = function.call(step, fast=fast)
+                self.assertEqual([output.is_inference() for output in outputs], [is_inside] * 2)
+                outputs[0].add_(1)
+            self.assertEqual(outputs[0], torch.full((SIZE,), step + 1.0))
+            if not is_inside:
+                self.assertGreaterEqual(outputs[0]._version, 1)  # an inference tensor raises
+                scale = torch.ones(SIZE, requires_grad=True)
+                (scale * outputs[1]).sum().backward()
+                self.assertEqual(scale.grad, outputs[1])
+            del outputs
+
+    @parametrize("modes", INSIDE)
+    def test_outputs_that_are_held_while_the_mode_changes(self, modes):
+        function, held = Function(), []
+        for step, is_inside in enumerate(modes):
+            with torch.inference_mode(is_inside):
+                held += function.call(step)
+        self.assertEqual([output.is_inference() for output in held], modes)
+        self.assertEqual(held, [torch.full((SIZE,), float(step)) for step in range(4)])
+
+    def test_outputs_are_cached_in_inference_mode(self):
+        """They are made once, and returned again by C++ alone."""
+        function, objects = Function(), set()
+        with torch.inference_mode():
+            function.call(3.0)
+            with mock.patch.object(Recording, "reconstruct_outputs", side_effect=AssertionError("it asked Python")):
+                for step in range(3):
+                    objects.add(id(function.call(step)[0]))
+        self.assertEqual(len(objects), 1)
+
+
+class TestUpstreamCopies(TestCase):
+    """Inputs that upstream copies to memory of its own."""
+
+    @parametrize("was_recorded_inside", [False, True])
+    @parametrize("gives_addresses", [False, True])
+    def test_an_input_is_copied_in_any_mode(self, gives_addresses, was_recorded_inside):
+        recording = Recording.__new__(Recording)
+        recording._gives_addresses = gives_addresses
+        recording.non_static_input_idx = recording.input_copy_idxs = [0, 1]
+        recording.expanded_dims = {0: [], 1: [0]}
+        with torch.inference_mode(was_recorded_inside):
+            targets = [torch.zeros(4), torch.zeros(1).expand(4)]
+        with torch.inference_mode(not was_recorded_inside):
+            inputs = [torch.ones(4), torch.ones(1).expand(4)]
+            recording._copy_inputs_and_remove_from_src(targets, inputs)
+        self.assertEqual((targets, inputs), ([torch.ones(4)] * 2, [None, None]))
+
+
+instantiate_parametrized_tests(TestOutputs)
+instantiate_parametrized_tests(TestUpstreamCopies)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,119 @@
+"""Zeros without memory as inputs: what upstream's code and compiled code are given instead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from bare_manager import bare_manager
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.report.log import FunctionLog
+from pygraph_trees.settings import Settings
+from pygraph_trees.trees import choice, entry_points
+from pygraph_trees.trees.function import FunctionModel
+from pygraph_trees.trees.manager import Manager
+from pygraph_trees.trees.recording import Recording, Upstream
+from pygraph_trees.trees.zeros import give_memory
+
+UpstreamManager = Manager.__mro__[-2]
+FUNCTION = 3
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch._efficientzerotensor(shape, dtype=torch.float16)
+
+
+def has_memory(value: torch.Tensor) -> bool:
+    return not value._is_zerotensor() and value.untyped_storage().data_ptr() != 0
+
+
+class TestZeros(TestCase):
+    def model(self, run=lambda inputs: inputs, mode="backward"):
+        settings = Settings(placement="off", indirection="auto", selective="auto", outputs="keep")
+        return FunctionModel(run, settings, FunctionLog("f", "0/0", mode, 1, {}))
+
+    def test_they_get_memory_and_keep_their_strides(self):
+        other, number = torch.ones(2), 7
+        inputs = [zeros(2, 3), other, number, zeros(2, 3).t(), zeros(3).expand(2, 3)]
+        give_memory(inputs)
+        self.assertIs(inputs[1], other)
+        self.assertEqual(inputs[2], number)
+        for index, shape, strides in ((0, (2, 3), (3, 1)), (3, (3, 2), (1, 3)), (4, (2, 3), (3, 1))):
+            self.assertTrue(has_memory(inputs[index]))
+            self.assertEqual((tuple(inputs[index].shape), inputs[index].stride()), (shape, strides))
+            self.assertEqual(inputs[index], torch.zeros(shape, dtype=torch.float16))
+
+    def test_only_the_given_indices(self):
+        inputs = [zeros(2), zeros(2)]
+        give_memory(inputs, [1])
+        self.assertEqual([has_memory(value) for value in inputs], [False, True])
+
+    def test_a_warm_up_and_a_recording_have_memory(self):
+        """Upstream asks for the address of each input's storage, and torch raises for one without memory."""
+        wrapped = SimpleNamespace(mutated_input_idxs=(), static_input_idxs=[], model=lambda inputs: inputs)
+        manager = bare_manager(ids_to_funcs={FUNCTION: wrapped})
+
+        def address(manager, inputs, function_id):
+            return [value.untyped_storage().data_ptr() for value in inputs]
+
+        with self.assertRaisesRegex(RuntimeError, "invalid python storage"):
+            address(manager, [zeros(2)], FUNCTION)
+        with (
+            mock.patch.object(Manager, "_pool", mock.Mock()),
+            mock.patch.object(UpstreamManager, "run_eager", address),
+            mock.patch.object(UpstreamManager, "record_function", address),
+        ):
+            for call in (manager.run_eager, manager.record_function):
+                self.assertNotIn(0, call([zeros(2), torch.ones(2)], FUNCTION))
+
+    def test_an_ungraphed_call_has_memory(self):
+        model = self.model(lambda inputs: [value._is_zerotensor() for value in inputs])
+        manager = bare_manager(ids_to_funcs={FUNCTION: SimpleNamespace(model=model)})
+        self.assertEqual(manager._run_ungraphed([zeros(2)], FUNCTION, "of the test"), [False])
+
+    def test_all_ungraphed_calls_of_a_backward_have_memory_for_tangents(self):
+        """Measured ones, those during another call, and those of upstream after too many recordings.
+
+        Static inputs come from the forward, which makes no zeros without memory: nothing looks at them.
+        """
+        for is_backward, expected in ((True, [True, False]), (False, [True, True])):
+            mode = "backward" if is_backward else "forward"
+            model = self.model(lambda inputs: [value._is_zerotensor() for value in inputs], mode)
+            put = dict(device_index=0, is_backward=is_backward, is_inference=False)
+            entry_points.cudagraphify_impl(lambda function, *_, **__: function)(model, [zeros(2)] * 2, [0], **put)
+            wrapped = SimpleNamespace(model=model, mutated_input_idxs=(), static_input_idxs=[0])
+            manager = bare_manager(ids_to_funcs={FUNCTION: wrapped}, warmed_up_functions={FUNCTION})
+            aligned = choice._Aligned(model, [0], ())
+            with (
+                mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda inputs, static: []),
+                mock.patch.object(Manager, "exceed_rerecord_limit", return_value=True),
+            ):
+                for call in (aligned, lambda inputs: manager._run_beside(inputs, FUNCTION)):  # noqa: B023
+                    self.assertEqual([call([zeros(2), zeros(2)]) for _ in range(2)], [expected] * 2)
+                self.assertEqual(manager.run([zeros(2), zeros(2)], FUNCTION), expected)
+
+    def test_a_backward_that_is_never_graphed_has_memory_for_tangents(self):
+        """As if an earlier process decided that: torch is not asked for a graph."""
+        for mode, expected in (("backward", [True, False]), ("forward", [True, True])):
+            aligned = choice._Aligned(self.model(lambda inputs: [x._is_zerotensor() for x in inputs], mode), [0], ())
+            with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda inputs, static: []):
+                self.assertEqual([aligned([zeros(2), zeros(2)]) for _ in range(2)], [expected] * 2)
+
+    def test_one_in_the_place_of_an_output_is_none(self):
+        """An input that was a moving output of another graph: torch has no address to compare."""
+        recording = Recording.__new__(Recording)
+        recording.path_weakrefs, recording.expected_dead_indices_after_graph = [[object()]], [(0, 0)]
+        live = SimpleNamespace(items=[SimpleNamespace(managed=True, index=0)])
+        output = torch.ones(2)
+        found = output.untyped_storage(), output.untyped_storage().data_ptr()
+        with mock.patch("torch._inductor.cudagraph_trees.maybe_deref", lambda held: found):
+            self.assertIsNone(recording._why_not_alive(live, [zeros(2)]))
+            self.assertIn("expected to be gone", recording._why_not_alive(live, [output]))
+            with self.assertRaises(RuntimeError):
+                Upstream._is_alias_of_live_recorded_tensor(recording, zeros(2))
+
+
+if __name__ == "__main__":
+    run_tests()

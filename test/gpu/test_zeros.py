@@ -1,0 +1,92 @@
+"""Tangents that are zeros without memory: gradients of un-graphed code, whether a call warms up, records or replays.
+
+No test here sets saved-tensor hooks: after a process has set them, each call checks its inputs and replaces such zeros.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from collections.abc import Callable
+
+import torch
+from indirection import Facts, IndirectionTestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+CALLS = 9
+TAKES: dict[str, Callable[[int], bool]] = {  # the calls with such a tangent
+    "first": lambda call: call == 0,
+    "while recording": lambda call: call in (1, 2),
+    "later": lambda call: call > 4,
+    "in turn": lambda call: call % 2 == 1,
+    "always": lambda call: True,
+}
+
+
+def two(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (x * w).sin(), (x + w).exp()
+
+
+def zeros(like: torch.Tensor) -> torch.Tensor:
+    return torch._efficientzerotensor(like.shape, dtype=like.dtype, device=like.device)
+
+
+class TestZeros(IndirectionTestCase):
+    def check(self, backward: Callable[[int, tuple[torch.Tensor, ...]], None]) -> None:
+        """Compares gradients of :func:`two`; ``backward`` is given a call's number and outputs."""
+        graphed = torch.compile(two, mode="reduce-overhead")
+        for call in range(CALLS):
+            given = [torch.randn(2, 128, device=self.device) for _ in range(2)]
+            results = []
+            for way in (two, graphed):
+                leaves = [tensor.clone().requires_grad_() for tensor in given]
+                backward(call, way(*leaves))
+                results.append([leaf.grad.clone() for leaf in leaves])  # eager's may be such zeros
+            torch.cuda.synchronize()
+            self.assertEqual(results[1], results[0], msg=f"call {call}")
+        self.assertGreater(Facts.now().replays, 0)
+
+    @parametrize("takes", list(TAKES))
+    def test_of_an_output(self, takes: str) -> None:
+        def backward(call: int, outputs: tuple[torch.Tensor, ...]) -> None:
+            one, other = outputs
+            tangent = zeros(one) if TAKES[takes](call) else torch.full_like(one, 0.5)
+            torch.autograd.backward([one, other], [tangent, torch.ones_like(other)])
+
+        self.check(backward)
+
+    @parametrize("takes", list(TAKES))
+    def test_a_slice(self, takes: str) -> None:
+        """It has its offset for an address."""
+
+        def backward(call: int, outputs: tuple[torch.Tensor, ...]) -> None:
+            both = torch.cat(outputs)
+            torch.autograd.backward(both, zeros(both) if TAKES[takes](call) else torch.full_like(both, 0.5))
+
+        self.check(backward)
+
+    def test_a_backward_that_is_recorded_again(self) -> None:
+        def fn(f: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+            return f[..., g]
+
+        graphed = torch.compile(fn, mode="reduce-overhead")
+        f = torch.randn(2, 2, device=self.device, dtype=torch.float16)
+        g = torch.tensor([1, 0], device=self.device)
+        for call in range(6):
+            results = []
+            for way in (fn, graphed):
+                leaf = f.clone().requires_grad_()
+                out = way(leaf, g)
+                tangent = zeros(out) if call > 1 else torch.full_like(out, 0.5)
+                results.append(torch.autograd.grad(out, leaf, tangent)[0].clone())
+            torch.cuda.synchronize()
+            self.assertEqual(results[1], results[0], msg=f"call {call}")
+
+
+instantiate_parametrized_tests(TestZeros)
+
+if __name__ == "__main__":
+    run_tests()
