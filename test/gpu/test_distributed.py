@@ -43,13 +43,14 @@ def run_alone(name: str, world: int, *options: str) -> tuple[list[int], float]:
     """The exit statuses of ranks without a launcher, which would end them when one fails, and the seconds from the end
     of the first to that of the last.
 
-    A rank that sees the timeout ends at once here; by default it waits a minute for traces of the other ranks.
+    A rank that sees the timeout sleeps four times as long as it would wait for traces of the others, a minute by
+    default, whether it writes any or not.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-    at_once = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    at_once = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(RANKS), name, *options],
