@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import json
+import re
 import sys
 import tempfile
 import unittest
@@ -13,7 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
+from bench import causes
 from bench import summary as pages
+from bench.folders import RESULTS_FOLDER
+from bench.loading import load_workloads
 from bench.paper import FIGURES
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -70,7 +75,7 @@ class TestSummary(TestCase):
         text = pages.page(found)
         self.assertIn("else.json is of another GPU or torch", text)
         self.assertNotIn("older.json", text)
-        self.assertIn("## Not measured\n\nC.", text)
+        self.assertIn("## Not measured\n\n- **C**: not run\n", text)
 
     def test_times_to_compile_from_a_file_of_their_own(self):
         untimed = {"compile_s": None, "record_s": None}
@@ -115,6 +120,30 @@ class TestSummary(TestCase):
         ):
             with self.subTest(wanted):
                 self.assertRegex("\n".join(self.lines(*both("A", ours, upstream, others))), wanted)
+
+    def test_the_rounds_of_what_is_slower(self):
+        rounds = {"ours": (2.0, 3.0, 4.0), "upstream": (1.0, 1.5, 20.0)}
+        records = [
+            measured("A", way, latency_ms=found[1], samples={"latency_ms": found}) for way, found in rounds.items()
+        ]
+        self.assertIn(
+            "**A**, same inputs: latency 3.000 ms (rounds 2.000 to 4.000), "
+            "upstream 1.500 (rounds 1.000 to 20.00) (2.00 times as long)",
+            self.lines(*records),
+        )
+
+    def test_causes_that_a_file_cannot_tell(self):
+        found = pages.summarise({Path("a.json"): results(*both("DBV2", {"max_diff_upstream": 0.5}))}, ["DBV2", "TEFD"])
+        text = pages.page(found)
+        self.assertRegex(text, r"\*\*DBV2\*\*: outputs differ from upstream's by at most 0.5; `torch.compile` alone")
+        self.assertRegex(text, r"## Not measured\n\n- \*\*TEFD\*\*: not ready in")
+        self.assertIn("| geometric mean of 1 |", pages.short_table(found))
+        self.assertNotIn("geometric mean", pages.short_table(dataclasses.replace(found, missing=["TEFD", "EOS"])))
+        for name in (*causes.DIFFERENT, *causes.NOT_MEASURED):
+            self.assertIn(name, load_workloads())
+        for cause in causes.DIFFERENT.values():
+            for path in re.findall(r"\]\(([^)]+)\)", cause):
+                self.assertTrue((RESULTS_FOLDER / path).is_file(), path)
 
     def test_a_route_that_would_have_been_faster(self):
         others = [("ours:patch", {"latency_ms": 0.96}), ("ours:table", {"latency_ms": 1.2})]
@@ -191,7 +220,8 @@ class TestSummary(TestCase):
         """The page that stands in the results is of the files beside it."""
         folder = pages.RESULTS_FOLDER
         files = pages.read_all(folder.glob("*.json"))
-        found = pages.summarise(files, list(pages.load_workloads(pages.WORKLOADS_FOLDER)))
+        starts = pages.read_all((folder / pages.START_FOLDER).glob("*.json"))
+        found = pages.summarise(files, list(pages.load_workloads(pages.WORKLOADS_FOLDER)), starts)
         text = (folder / "README.md").read_text(encoding="utf-8")
         plots = [part.partition("-dark.svg")[0] for part in text.split('srcset="plots/')[1:]]
         self.assertGreater(len(plots), 0)
@@ -213,7 +243,7 @@ class TestSummary(TestCase):
         )  # a way that was not measured has no column
         for name in pages._TITLES:
             self.assertIn(name, pages.load_workloads(pages.WORKLOADS_FOLDER))
-        self.assertIn("| all 2, geometric mean |  |  | 2.83x |", table)
+        self.assertIn("| geometric mean of 2 |  |  | 2.83x |", table)
         part = pages.short_table(pages.summarise({Path("a.json"): results(*records)}, ["A", "B", "D"]))
         self.assertNotIn("geometric mean", part)  # of a part of them says little
         text = f"before\n{pages.BEGIN}\nold\n{pages.END}\nbehind\n"
@@ -231,8 +261,8 @@ class TestSummary(TestCase):
         titles = [pages._TITLES.get(name, name) for name in pages._SHOWN[:5]]
         self.assertEqual([line.split("|")[1].strip() for line in lines[2:7]], titles)
         self.assertEqual(len(lines), 2 + 5 + 2)
-        self.assertRegex(lines[-2], r"all 8, geometric mean \|.*\| 4.00x \|")  # BERT-I is not the paper's
-        self.assertRegex(lines[-1], r"all 8, over the better of .*\| 2.00x \|")
+        self.assertRegex(lines[-2], r"geometric mean of 8 \|.*\| 4.00x \|")  # BERT-I is not the paper's
+        self.assertRegex(lines[-1], r"geometric mean of 8, over the better of .*\| 2.00x \|")
         self.assertIn("| geometric mean of 8 |  |  |  | 4.00x | 2.00x |", pages.page(found))
 
 

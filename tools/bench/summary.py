@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
-from bench import paper
+from bench import causes, paper
 from bench.collected import Summary, Workload, read_all, summarise
 from bench.folders import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER
 from bench.loading import load_workloads
@@ -98,7 +98,8 @@ def regressions(summary: Summary) -> Iterator[str]:
                 ours, best = w.get("ours", regime, figure), w.best_other(figure, regime)
                 if ours and best and ours > SLOWER * best[1]:
                     yield (
-                        f"**{w.name}**, {regime} inputs: {what} {ours:.3f} ms, {_NAMES[best[0]]} {best[1]:.3f} "
+                        f"**{w.name}**, {regime} inputs: {what} {ours:.3f} ms{_spread(w, 'ours', regime, figure)}, "
+                        f"{_NAMES[best[0]]} {best[1]:.3f}{_spread(w, best[0], regime, figure)} "
                         f"({ours / best[1]:.2f} times as long)"
                     )
     for w in summary.workloads:
@@ -124,8 +125,14 @@ def regressions(summary: Summary) -> Iterator[str]:
         apart = max(w.get("ours", regime, "max_diff_upstream") or 0 for regime in REGIMES)
         own = max(w.get("upstream", regime, "max_diff_upstream") or 0 for regime in REGIMES)
         if apart:
-            also = f"; two runs of upstream's: {own:.2g}" if own else ""
+            cause = causes.DIFFERENT.get(w.name)
+            also = f"; {cause}" if cause else f"; two runs of upstream's: {own:.2g}" if own else ""
             yield f"**{w.name}**: outputs differ from upstream's by at most {apart:.2g}{also}"
+
+
+def _spread(w: Workload, way: str, regime: str, figure: str) -> str:
+    rounds = w.by_way[way, regime].samples.get(figure, ())
+    return f" (rounds {_ms(min(rounds))} to {_ms(max(rounds))})" if rounds else ""
 
 
 def _to_start(w: Workload, way: str) -> float | None:
@@ -189,7 +196,8 @@ def page(summary: Summary, plots: Sequence[str] = ()) -> str:
         "\n".join(f"- {line}" for line in regressions(summary)) or "Nothing.",
     ]
     if summary.missing:
-        parts += ["## Not measured", ", ".join(summary.missing) + "."]
+        reasons = {name: causes.NOT_MEASURED.get(name, "not run") for name in summary.missing}
+        parts += ["## Not measured", "\n".join(f"- **{name}**: {cause}" for name, cause in reasons.items())]
     for name in plots:
         parts.append(_picture(name))
     parts += ["## Latency, ms", "With a wait for the GPU at each call."]
@@ -268,12 +276,12 @@ def short_table(summary: Summary) -> str:
         for w in shown
     ]
     means = {
-        "geometric mean": summary.ratios("latency_ms", "fresh"),
-        "over the better of torch.compile and reduce-overhead": summary.ratios_to_best("latency_ms", "fresh"),
+        "": summary.ratios("latency_ms", "fresh"),
+        ", over the better of torch.compile and reduce-overhead": summary.ratios_to_best("latency_ms", "fresh"),
     }
     for what, ratios in means.items():
-        if ratios and not summary.missing:
-            rows.append([f"all {len(ratios)}, {what}", *[""] * len(ways), _times(geometric_mean(ratios)), "", ""])
+        if ratios and set(summary.missing) <= causes.NOT_MEASURED.keys():
+            rows.append([f"geometric mean of {len(ratios)}{what}", *[""] * len(ways), _times(geometric_mean(ratios)), "", ""])
     names = {"compile": "torch.compile", "upstream": "reduce-overhead", "ours": "ours"}
     return markdown_table(
         ["program", *(f"{names[way]}, ms" for way in ways), "speedup", "CPU per call, µs", "copied per call"], rows
