@@ -275,13 +275,12 @@ def short_table(summary: Summary) -> str:
         ]
         for w in shown
     ]
-    means = {
-        "": summary.ratios("latency_ms", "fresh"),
-        ", over the better of torch.compile and reduce-overhead": summary.ratios_to_best("latency_ms", "fresh"),
-    }
-    for what, ratios in means.items():
-        if ratios and set(summary.missing) <= causes.NOT_MEASURED.keys():
-            rows.append([f"geometric mean of {len(ratios)}{what}", *[""] * len(ways), _times(geometric_mean(ratios)), "", ""])
+    over, over_best = (ratios("latency_ms", "fresh") for ratios in (summary.ratios, summary.ratios_to_best))
+    if over and set(summary.missing) <= causes.NOT_MEASURED.keys():
+        means = _times(geometric_mean(over))
+        if over_best:
+            means += f", {_times(geometric_mean(over_best))} over the better way"
+        rows.append([f"geometric mean of {len(over)}", *[""] * len(ways), means, "", ""])
     names = {"compile": "torch.compile", "upstream": "reduce-overhead", "ours": "ours"}
     return markdown_table(
         ["program", *(f"{names[way]}, ms" for way in ways), "speedup", "CPU per call, µs", "copied per call"], rows
