@@ -15,6 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd import forward_ad
 
 from pygraph_trees.native.binding import packed
 
@@ -77,6 +78,7 @@ def _is_untouched(output: Any, made: AsMade | None, has_new_history: bool) -> bo
         as_made(output) == made
         and (has_new_history or output.grad_fn is None)
         and output._grad is None
+        and forward_ad.unpack_dual(output).tangent is None
         and (output.grad_fn is not None or (not output.requires_grad and output.grad_dtype == output.dtype))
         and not output.retains_grad
         and output._post_accumulate_grad_hooks is None

@@ -21,6 +21,7 @@ from fake_trees import Recording as FakeRecording
 from fake_trees import Trees, some
 from recordings_on_cpu import SIZE, Function
 from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState, StorageWeakRefWrapper, TensorWeakRef
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -102,6 +103,17 @@ class TestDropped(OnCpuTestCase):
         found = self.check_next(function, fast=fast)
         self.assertFalse(hasattr(found, "tag"))
         found.add_(1)
+
+    @parametrize("fast", [False, True])
+    def test_a_tangent(self, fast):
+        """It is of the output that the program changed, and lasts as long as the level of forward-mode autograd."""
+        function = Function()
+        with forward_ad.dual_level():
+            (output,) = function.call(3.0)
+            output.add_(forward_ad.make_dual(all_of(1), all_of(5)))
+            self.assertEqual(forward_ad.unpack_dual(output).tangent, all_of(5))
+            del output
+            self.assertIsNone(forward_ad.unpack_dual(self.check_next(function, fast=fast)).tangent)
 
     @parametrize("is_held", [False, True])
     def test_outputs_are_looked_at_before_they_are_moved(self, is_held):
