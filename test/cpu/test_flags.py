@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -179,6 +180,17 @@ class TestFlags(TestCase):
         self.assertEqual([has_flags for has_flags, _ in states], [True, False, True])
         self.assertNotEqual(states[1][1], states[0][1])
         self.assertEqual(states[2][1], states[0][1])
+
+    def test_a_process_that_is_sent_the_configuration_knows_the_flags(self):
+        """Torch's compile workers patch the configuration that the program's process sends."""
+        with config.patch({"triton.pygraph_placement": "exact"}):
+            sent = pickle.dumps(config.save_config_portable())
+        code = (
+            f"import pickle; from torch._inductor import config; config.patch(pickle.loads({sent!r})).__enter__(); "
+            "print(config.triton.pygraph_placement)"
+        )
+        done = run_python(code)
+        self.assertEqual((done.returncode, done.stdout), (0, "exact\n"), done.stderr)
 
     def test_threads(self):
         # Since 2.12 an override is a context variable, which a new thread does not see: nothing may depend on one.
