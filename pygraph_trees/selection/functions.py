@@ -159,6 +159,7 @@ def _memory(log: FunctionLog, settings: Settings, device: int, has_fast_path: bo
     matters = {
         "indirection": settings.indirection,
         "placement": settings.placement,
+        "outputs": settings.outputs,
         "fast path": "yes" if has_fast_path else "no",
         "partition": str(log.partition) if log.mode == INFERENCE else "all",
     }
