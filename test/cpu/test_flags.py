@@ -33,7 +33,7 @@ from inductor_patches import environment
 from pygraph_trees.code_hash import artifact_hash
 from pygraph_trees.report import compiled
 from pygraph_trees.report.summary import clear
-from pygraph_trees.selection.functions import are_graphs_left_out, compiling_without_graphs
+from pygraph_trees.selection.functions import are_graphs_left_out, compiling_without_graphs, leaving_graphs_out
 from pygraph_trees.settings import FLAGS, Flag, InvalidFlag, Settings, UnknownFlag, flags_table
 from pygraph_trees.trees.compiled_graph import putting_to_use
 
@@ -440,6 +440,18 @@ class TestNever(TestCase):
         with config.patch({"triton.cudagraphs": True, "triton.pygraph_placement": "exact"}):
             torch._dynamo.reset()
             self.assertEqual(self.settings_seen(product, [torch.ones(3, 3)]), [(True, "exact", False)])
+
+    def test_options_of_a_device_are_left_to_torch(self):
+        """Since 2.15 they are in a configuration of the device's."""
+
+        def upstream(model_, example_inputs_, inner_compile=len, config_patches=None):
+            return config_patches
+
+        compile_fx = leaving_graphs_out(upstream)
+        options = {"some_device.level": 2}
+        self.assertEqual(compile_fx(None, [], config_patches=options), options)
+        found = compile_fx(None, [], config_patches={**options, **self.OPTIONS[0]})
+        self.assertEqual(found, {**options, **self.OPTIONS[0], "triton.cudagraphs": False})
 
     def test_artifacts_are_those_of_torch_without_graphs(self):
         """And never those that were made for graphs, of either cache."""
