@@ -581,11 +581,13 @@ class TestLowered(TestCase):
 
     def test_without_addresses(self):
         """What graphs cannot copy themselves is copied outside of them."""
-        with torch._inductor.config.patch({"triton.pygraph_indirection": "off"}):
-            for program in (lambda x, v: x * v.to("cuda"), lambda x, v: x * (v + 1).to("cuda")):
-                graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
-                self.assertEqual(found, (1, 1))
-                self.assertNotIn("pygraph_trees.staged", graph.source_code)
+        programs = (lambda x, v: x * v.to("cuda"), lambda x, v: x * (v + 1).to("cuda"))
+        for flags in ({"triton.pygraph_indirection": "off"}, {"triton.cudagraph_trees": False}):
+            for program in programs:
+                with self.subTest(flags), torch._inductor.config.patch(flags):
+                    graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+                    self.assertEqual(found, (1, 1))
+                    self.assertNotIn("pygraph_trees.staged", graph.source_code)
 
     def records(self, program, *inputs):
         """Of each value of the CPU that the GPU needs: what became of it, why, and the line of the program."""
