@@ -551,6 +551,14 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         for line in ("placement full: no partitions", "selective auto: nothing is graphed"):
             self.assertIn(f"  {line}\n", out)
 
+    def test_a_program_that_inductor_would_freeze(self):
+        from torch._inductor import config
+
+        with config.patch({"freezing": True}):
+            status, out, err = run("explain", f"{self.file}:net")
+        self.assertEqual(status, 0, err)
+        self.assertIn("1 live input", out)
+
     def test_never(self):
         from torch._inductor import config
 
