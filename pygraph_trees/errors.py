@@ -23,7 +23,14 @@ class PygraphError(Exception):
         super().__init__(self.template.format(**fields))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(type(self), **self.fields), ()
+        return _restored, (type(self), self.fields)
+
+
+def _restored(kind: type[PygraphError], fields: dict[str, Any]) -> PygraphError:
+    """An error with these fields, made without the constructor of its class, which may take others."""
+    error = kind.__new__(kind)
+    PygraphError.__init__(error, **fields)
+    return error
 
 
 class PygraphWarning(UserWarning):

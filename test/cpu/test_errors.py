@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from inductor_patches.patch import TorchUnknown
+from pygraph_trees.cli.target import TargetFormError
 from pygraph_trees.errors import PygraphWarning
 from pygraph_trees.settings import FLAGS, InvalidFlag
 
@@ -31,7 +32,8 @@ class TestErrors(TestCase):
 
     def test_copies_have_the_same_message_and_fields(self):
         invalid = InvalidFlag(name="some", allowed="'a'", value="b", hint="")
-        for found in (invalid, PygraphWarning(message="some"), TorchUnknown(torch="1.0", known="2.11")):
+        warnings = PygraphWarning(message="some"), TorchUnknown(torch="1.0", known="2.11")
+        for found in (invalid, TargetFormError("some.py", "it is short"), *warnings):
             for made in (copy.copy(found), pickle.loads(pickle.dumps(found))):
                 self.assertEqual((type(made), str(made)), (type(found), str(found)))
         self.assertEqual(pickle.loads(pickle.dumps(invalid)).fields, invalid.fields)
