@@ -77,7 +77,7 @@ class TestFlags(TestCase):
             with config.patch({"triton.pygraph_pool_bytes": value}):
                 self.assertEqual(Settings.current().pool_bytes, value)
         for wrong in (-1, True, "1", 1.0, None):
-            with self.assertRaisesRegex(InvalidFlag, "pygraph_pool_bytes must be one of 0, 1, 2, ...; got"):
+            with self.assertRaisesRegex(InvalidFlag, "pygraph_pool_bytes must be one of 0, 1, 2 and so on; got"):
                 config.triton.pygraph_pool_bytes = wrong
         endless = "1" * 5000  # Python reads 4,300 digits
         for word, value, warned in (
@@ -87,6 +87,7 @@ class TestFlags(TestCase):
                 warnings.simplefilter("always")
                 self.assertEqual(environment.value_of("PYGRAPH_POOL_BYTES", (), 0), value)
             self.assertEqual(len(found), warned, word)
+            self.assertTrue(all("must be one of 0, 1, 2 and so on. The default 0" in str(w.message) for w in found))
 
     def test_a_switch_takes_bools(self):
         """As a value, by a patch and as an option; it reads "on" and "off" all the same."""
