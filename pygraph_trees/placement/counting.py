@@ -9,17 +9,27 @@ conversions.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
+from .lookups import LOOKUPS
 from .nodes import REARRANGES, aten, prims, tensors_given, tensors_of
 
 _COUNTS = frozenset({aten.arange, prims.iota})
 _CONVERTS = frozenset({aten._to_copy, prims.convert_element_type})
-_KEEPS = REARRANGES | {aten.view, prims.view_of, prims.rev}
+# Kernels count their results as they count the first input: with another index.
+_KEEPS = (
+    REARRANGES
+    | (LOOKUPS.keys() - {aten.index_put})
+    | {
+        aten.view, aten.diagonal, aten.unfold, aten.split, aten.split_with_sizes, aten.unbind, prims.view_of,
+        prims.rev,
+    }
+)  # fmt: skip
 # What Inductor puts into one expression.
 _COMPUTES = frozenset(
     {
@@ -65,14 +75,14 @@ class Counting:
         packet = getattr(target, "overloadpacket", None)
         if packet in _COUNTS:
             return _counted(node)
+        if _keeps(node):
+            return self._found[node.all_input_nodes[0]]
         sources = node.all_input_nodes
-        if packet not in _KEEPS | _CONVERTS | _COMPUTES or all(self._found[source] is None for source in sources):
+        if packet not in _CONVERTS | _COMPUTES or all(self._found[source] is None for source in sources):
             return None
-        if any(self._found[source] is None for source in sources if tensors_of(source)):
+        if any(self._found[s] is None and _filled_with(s) is None for s in sources if tensors_of(s)):
             # A loaded operand ends the expression; what was counted of the others is computed before.
             return None
-        if packet in _KEEPS:
-            return self._found[sources[0]]
         if packet in _CONVERTS:
             # Something that does not fit the type is not what the next node counts with.
             found = self._found[sources[0]]
@@ -126,9 +136,20 @@ class Counting:
     def _interval(self, value: Any) -> Interval:
         if not isinstance(value, fx.Node) or not tensors_of(value):
             return _given(value)
-        found = self._found.get(value)
+        found = self._found.get(value) or _filled_with(value)
         fits = found is not None and all(_fits(found, tensor.dtype) for tensor in tensors_of(value))
         return found if found is not None and fits else _UNKNOWN
+
+
+def _keeps(node: fx.Node) -> bool:
+    return node.target is operator.getitem or getattr(node.target, "overloadpacket", None) in _KEEPS
+
+
+def _filled_with(node: fx.Node) -> Interval | None:
+    """The number that all elements have, which Inductor puts into the expression; None if they are loaded."""
+    while _keeps(node):
+        node = node.all_input_nodes[0]
+    return _given(node.args[1]) if node.target is aten.full.default else None
 
 
 def _given(value: Any) -> Interval:

@@ -74,6 +74,8 @@ class TestIntervals(TestCase):
             lambda: (torch.arange(5000) // 3).clamp(max=7) % 5,
             lambda: torch.arange(200).to(torch.uint8),
             lambda: torch.arange(1 << 12).float(),
+            lambda: torch.arange(1 << 12) * torch.full((), 1 << 10),
+            lambda: torch.full((4,), 1 << 40),
         ):
             graph = make_fx(program)().graph
             self.assertIsNone(Counting().why_not_counted(result(graph)))
@@ -88,6 +90,14 @@ class TestIntervals(TestCase):
             lambda: torch.arange(4096).half(),
             lambda: torch.arange(4096, dtype=torch.int16) * 100,
             lambda: torch.arange(1 << 24, (1 << 24) + 4).float(),
+            lambda: torch.arange(4096) * torch.full((4096,), 1 << 20),
+            lambda: torch.arange(4096).view(64, 64) * torch.full((64, 1), 1 << 20).expand(64, 64),
+            lambda: torch.full((), 100, dtype=torch.int8) + torch.arange(100, dtype=torch.int8),
+            lambda: torch.arange(4096).view(64, 64).diagonal() * (1 << 20),
+            lambda: torch.arange(4096).unfold(0, 64, 64) * (1 << 20),
+            lambda: torch.arange(4096).split(2048)[1] * (1 << 20),
+            lambda: torch.arange(4096).view(2, 2048).unbind()[1] * (1 << 20),
+            lambda: torch.arange(4096)[torch.arange(4096).flip(0)] * (1 << 20),
         ):
             graph = make_fx(program)().graph
             self.assertIsNotNone(Counting().why_not_counted(result(graph)))
@@ -113,6 +123,15 @@ class TestLowered(TestCase):
         self.assertNotIn("100000000", graph.source_code)
         hows, _ = self.placed(lambda x, ids: x + (ids + torch.arange(26) * 3).to("cuda"), self.gpu(26), ids)
         self.assertEqual(hows["mul"], "made on the GPU")
+
+    def test_numbers_beside_what_is_counted_are_not_loaded(self):
+        """Inductor puts them into the same expression, and follows it through views."""
+        for counted in (
+            lambda: torch.arange(100, dtype=torch.int8) * torch.tensor(100, dtype=torch.int8),
+            lambda: torch.arange(200, dtype=torch.uint8).split(100)[1] * 100,
+        ):
+            hows, _ = self.placed(lambda x: x + counted().to("cuda"), self.gpu(100))  # noqa: B023
+            self.assertEqual(hows, {"mul": "computed once, a constant on the GPU"})
 
     def test_numbers_of_single_precision_are_rounded(self):
         _, graph = self.placed(lambda x, v: x + (v * torch.full((40,), 0.1)).to("cuda"), self.gpu(40), torch.rand(40))
