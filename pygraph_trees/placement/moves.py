@@ -27,6 +27,7 @@ from .arithmetic import (
     rounds_numbers_to,
     terms_of,
 )
+from .counting import Counting
 from .nodes import (
     HALVES,
     aten,
@@ -81,6 +82,7 @@ class _Rewriting:
         self._mode = detect_fake_mode([tensor for node in graph.nodes for tensor in tensors_of(node)])
         self._anchor: fx.Node | None = None  # a tensor on the GPU, after the inputs
         self._there: dict[fx.Node, fx.Node] = {}  # from a CPU value to the same value on the GPU
+        self._counting = Counting()  # of values on the GPU
         self._waits = any(map(_waits_for_stream, graph.nodes))  # in the graph before the rewrite
 
     def run(self) -> None:
@@ -241,7 +243,12 @@ class _Rewriting:
             return _rounded(value, torch.float32)
         if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], torch.Tensor):
             return value
-        return self._converted(self._converted(value, torch.float32, like), torch.float64, like)
+        single = self._converted(value, torch.float32, like)
+        if self._counting.why_not_counted(single) is not None:
+            # Inductor would drop the conversion of a number that a kernel counts.
+            one = self._call(aten.full.default, ([], 1.0), like, {"dtype": torch.float32, "device": self._gpu})
+            single = self._call(rounded_product, (single, one), like)
+        return self._converted(single, torch.float64, like)
 
     def _converted(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
         given = node.meta["val"].dtype

@@ -137,6 +137,17 @@ class TestLowered(TestCase):
         _, graph = self.placed(lambda x, v: x + (v * torch.full((40,), 0.1)).to("cuda"), self.gpu(40), torch.rand(40))
         self.assertIn("0.10000000149011612", graph.source_code)
 
+    def test_what_is_counted_beyond_single_precision_is_rounded(self):
+        """As the CPU does, which computes with single-precision numbers; too large to be computed once."""
+        size = 1 << 19
+        for start, rounds in ((0, False), (1 << 24, True)):
+            _, graph = self.placed(
+                lambda x: x + (torch.arange(start, start + size) * 0.3).to("cuda"),  # noqa: B023
+                self.gpu(size),
+            )
+            before, _, _ = graph.source_code.partition(".to(tl.float64)")
+            self.assertEqual(".to(tl.float32)" in before, rounds)
+
     def test_bytes_that_are_read_as_another_type(self):
         """A kernel converts what it counts to the type before, or loads it if the sizes differ."""
         _, graph = self.placed(
