@@ -36,6 +36,8 @@ _COMPUTES = frozenset(
         aten.add, aten.sub, aten.rsub, aten.mul, aten.square, aten.neg, aten.abs, aten.remainder, aten.fmod,
         aten.floor_divide, aten.div, aten.pow, aten.minimum, aten.maximum, aten.clamp, aten.clamp_min, aten.clamp_max,
         aten.relu, aten.sign, aten.bitwise_not,
+        # Over a few elements these are written out.
+        aten.sum, aten.prod, aten.amax, aten.amin,
     }
 )  # fmt: skip
 # Assumed where a number is known only at the call: it is a size or a position, and nobody has the CPU make more

@@ -98,6 +98,9 @@ class TestIntervals(TestCase):
             lambda: torch.arange(4096).split(2048)[1] * (1 << 20),
             lambda: torch.arange(4096).view(2, 2048).unbind()[1] * (1 << 20),
             lambda: torch.arange(4096)[torch.arange(4096).flip(0)] * (1 << 20),
+            lambda: torch.arange(4096).view(2048, 2).sum(1) * (1 << 20),
+            lambda: torch.arange(4096).view(2048, 2).amax(1) * (1 << 20),
+            lambda: torch.arange(1 << 17).view(-1, 2).prod(1),
         ):
             graph = make_fx(program)().graph
             self.assertIsNotNone(Counting().why_not_counted(result(graph)))
