@@ -23,7 +23,7 @@ _MOST_NBYTES = 64 << 20  # for all buffers of a recording, unless two of them ta
 # From 32768 elements on, torch divides a copy among threads. If the machine runs other threads in their place, each
 # call waits for them: 8 ms a call for 300 KB (measured on an H200's host).
 _COPIED_BY_TORCH = (32 << 10) - 1  # bytes, at most
-# Placement stages no larger value. The program reads part of a larger input, and the common copy would take all of it.
+# A larger input has its own copy: the program may read only a part of it, and the common copy would take all of it.
 _MOST_TOGETHER_NBYTES = 320 << 10
 # Torch's allocations begin at multiples of 512 bytes, and libraries choose kernels by alignment.
 _ALIGNMENT, _SMALL_ALIGNMENT = 512, 64

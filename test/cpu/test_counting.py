@@ -151,6 +151,16 @@ class TestLowered(TestCase):
             before, _, _ = graph.source_code.partition(".to(tl.float64)")
             self.assertEqual(".to(tl.float32)" in before, rounds)
 
+    def test_large_constants_that_a_kernel_would_count_otherwise_are_staged(self):
+        """Of a constant that is copied, Inductor makes a computation on the GPU."""
+        size = 1 << 19
+        squares = lambda x: x + (torch.arange(size) ** 2).to("cuda")  # noqa: E731
+        hows, graph = self.placed(squares, self.gpu(size, dtype=torch.int64))
+        self.assertEqual(hows, {"pow_1": "staged"})
+        self.assertIn("cpp_fused", graph.source_code)
+        hows, _ = self.placed(lambda x: x + torch.arange(size).sin().to("cuda"), self.gpu(size))
+        self.assertEqual(hows, {"sin": "copied"})
+
     def test_bytes_that_are_read_as_another_type(self):
         """A kernel converts what it counts to the type before, or loads it if the sizes differ."""
         _, graph = self.placed(
