@@ -514,6 +514,18 @@ class TestLowered(TestCase):
             )
             self.assertEqual(found, (1, 1))
 
+    def test_as_many_numbers_as_the_data_say(self):
+        def program(x, v, mask):
+            written = torch.zeros(64)
+            written[mask] = v[mask]
+            return x * written.to("cuda")
+
+        inputs = torch.empty(64, device="meta"), torch.rand(64), torch.rand(64) > 0.5
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            graph, _ = self.partitions(program, inputs, "full")
+        self.assertIsNone(graph.gm.meta[WHY_NOT_PLACED])
+        self.assertEqual([record.how for record in graph.gm.meta[PLACED]], ["staged"])
+
     def test_symbolic_numbers_are_made_single_first(self):
         """As the CPU does: what is not known to fit is computed there."""
         for function in (lambda v, n: v - n, lambda v, n: v * n, lambda v, n: v / n):
