@@ -8,6 +8,7 @@ GPU at compile time. A graph with no GPU or several is left alone, with the reas
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -198,7 +199,7 @@ class _Rewriting:
         nbytes = nbytes_of(node)
         if nbytes <= MOST_STAGED_NBYTES or self._would_differ(node):
             return None
-        return f"{nbytes} bytes are too many to be staged"
+        return "its size is not known" if nbytes == math.inf else f"{nbytes} bytes are too many to be staged"
 
     def _would_differ(self, node: fx.Node) -> bool:
         """Whether the GPU would count other numbers: Inductor computes a constant there in place of a copy."""

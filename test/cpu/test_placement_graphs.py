@@ -667,6 +667,10 @@ class TestLowered(TestCase):
             wanted = wanted or ("copied", f"it is an input, and {nbytes} bytes are too many to be staged")
             ((how, why, _),) = self.records(lambda x, v: x.sum() + v.to("cuda"), x, torch.rand(nbytes // 4))
             self.assertEqual((how, why), wanted)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            chosen = lambda x, v, mask: x.sum() + v[mask].to("cuda").sum()  # noqa: E731
+            ((how, why, _),) = self.records(chosen, x, torch.rand(64), torch.rand(64) > 0.5)
+        self.assertEqual((how, why.rpartition(", and ")[2]), ("copied", "its size is not known"))
 
     def test_scalars_of_numpy(self):
         x = torch.empty(64, device="meta")
