@@ -27,7 +27,7 @@ _KEEPS = (
     | (LOOKUPS.keys() - {aten.index_put})
     | {
         aten.view, aten.diagonal, aten.unfold, aten.split, aten.split_with_sizes, aten.unbind, prims.view_of,
-        prims.rev,
+        prims.rev, prims.device_put,
     }
 )  # fmt: skip
 # What Inductor puts into one expression.

@@ -136,6 +136,20 @@ class TestLowered(TestCase):
             hows, _ = self.placed(lambda x: x + counted().to("cuda"), self.gpu(100))  # noqa: B023
             self.assertEqual(hows, {"mul": "computed once, a constant on the GPU"})
 
+    def test_what_the_gpu_counts_goes_to_the_cpu_and_back(self):
+        """The CPU has 64 bits, and its memory has the type of the copy."""
+        for program, hows in (
+            (lambda n: n.cpu() * (1 << 20), {"device_put": "taken where it came from", "mul": "made on the GPU"}),
+            (lambda n: n.cpu() * (1 << 26), {"mul": "staged"}),
+            (lambda n: (n + 4000).half().cpu(), {"device_put": "staged"}),
+            (lambda n: (n + (1 << 24)).to("cpu", torch.float32), {"device_put": "staged"}),
+        ):
+            found, _ = self.placed(
+                lambda x: x + program(torch.arange(100, device="cuda")).to("cuda"),  # noqa: B023
+                self.gpu(100, dtype=torch.float64),
+            )
+            self.assertEqual(found, hows)
+
     def test_numbers_of_single_precision_are_rounded(self):
         _, graph = self.placed(lambda x, v: x + (v * torch.full((40,), 0.1)).to("cuda"), self.gpu(40), torch.rand(40))
         self.assertIn("0.10000000149011612", graph.source_code)

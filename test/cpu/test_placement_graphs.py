@@ -351,11 +351,17 @@ class TestLowered(TestCase):
 
     def test_narrow_integers_that_go_to_the_cpu_and_back(self):
         """The CPU's memory has their type; a kernel that kept them would not let them wrap."""
-        for dtype, moves in ((torch.uint8, False), (torch.int16, False), (torch.int32, True), (torch.bool, True)):
-            program = lambda x: x * torch.arange(300, device="cuda").to(dtype).cpu().cuda()  # noqa: B023, E731
+        for function, moves in (
+            (lambda x: torch.arange(300, device="cuda").to(torch.uint8), False),
+            (lambda x: torch.arange(300, device="cuda").to(torch.int16), False),
+            (lambda x: torch.arange(300, device="cuda").to(torch.int32), True),
+            (lambda x: torch.arange(300, device="cuda").to(torch.bool), False),
+            (lambda x: x > 0, True),
+        ):
+            program = lambda x: x * function(x).cpu().cuda()  # noqa: B023, E731
             graph, _ = self.partitions(program, (torch.empty(300, device="meta"),), "full")
             on_cpu = [node for node in graph.gm.graph.nodes if is_on_cpu(node)]
-            self.assertEqual(not on_cpu, moves, dtype)
+            self.assertEqual(not on_cpu, moves)
 
     def test_constants_that_are_looked_up_where_they_may_not_be(self):
         """Out of bounds is an error of the CPU's, and on the GPU the end of all."""
