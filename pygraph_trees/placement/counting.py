@@ -72,6 +72,15 @@ class Counting:
             return None
         return "a kernel would compute it with 32 bits, or without a conversion"
 
+    def loses_rounding(self, node: fx.Node, dtype: torch.dtype) -> bool:
+        """Whether a kernel that converts a value to a type would go on with numbers that the type does not hold.
+
+        Inductor drops the conversion of what a kernel counts, and of a number that fills a tensor.
+        """
+        self.why_not_counted(node)
+        found = self._found[node] or _filled_with(node)
+        return found is not None and not _fits(found, dtype)
+
     def _of(self, node: fx.Node) -> Interval | None:
         target: Any = node.target
         packet = getattr(target, "overloadpacket", None)
@@ -148,10 +157,12 @@ def _keeps(node: fx.Node) -> bool:
 
 
 def _filled_with(node: fx.Node) -> Interval | None:
-    """The number that all elements have, which Inductor puts into the expression; None if they are loaded."""
+    """The integer that all elements have, which Inductor puts into the expression; None if they are loaded."""
     while _keeps(node):
         node = node.all_input_nodes[0]
-    return _given(node.args[1]) if node.target is aten.full.default else None
+    if node.target is not aten.full.default or isinstance(node.args[1], float):
+        return None
+    return _given(node.args[1])
 
 
 def _given(value: Any) -> Interval:

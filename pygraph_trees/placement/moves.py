@@ -259,8 +259,7 @@ class _Rewriting:
         if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], torch.Tensor):
             return value
         single = self._converted(value, torch.float32, like)
-        if self._counting.why_not_counted(single) is not None:
-            # Inductor would drop the conversion of a number that a kernel counts.
+        if self._counting.loses_rounding(value, torch.float32):
             one = self._call(aten.full.default, ([], 1.0), like, {"dtype": torch.float32, "device": self._gpu})
             single = self._call(rounded_product, (single, one), like)
         return self._converted(single, torch.float64, like)

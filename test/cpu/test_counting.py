@@ -165,6 +165,16 @@ class TestLowered(TestCase):
             before, _, _ = graph.source_code.partition(".to(tl.float64)")
             self.assertEqual(".to(tl.float32)" in before, rounds)
 
+    def test_an_integer_beyond_single_precision_is_rounded(self):
+        number = (1 << 24) + 1
+        for filled in (lambda: torch.tensor(number), lambda: torch.full((40,), number, dtype=torch.float32)):
+            _, graph = self.placed(
+                lambda x, v: x + (v * filled()).to("cuda"),  # noqa: B023
+                self.gpu(40),
+                torch.rand(40),
+            )
+            self.assertIn(f"tl.full([1], {number}.0, tl.float32)", graph.source_code)
+
     def test_large_constants_that_a_kernel_would_count_otherwise_are_staged(self):
         """Of a constant that is copied, Inductor makes a computation on the GPU."""
         size = 1 << 19
