@@ -137,7 +137,9 @@ class Plan:
                 return How.KEPT
             self.why[node] = why
             return How.COPIED
-        why = why_not_elsewhere(node, exact=self._exact) or self._counting.why_not_counted(node)
+        why = why_not_elsewhere(node, exact=self._exact)
+        if why is None and not _shares_memory(node):  # a view has the numbers of its base
+            why = self._counting.why_not_counted(node)
         if node in self.folding.constants:
             if why is None and rounds_nearly(node):
                 why = "its last place may differ"

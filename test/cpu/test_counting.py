@@ -150,6 +150,13 @@ class TestLowered(TestCase):
             )
             self.assertEqual(found, hows)
 
+    def test_a_view_of_a_constant_keeps_its_strides(self):
+        """Otherwise its copy would stay, which Inductor computes on the GPU."""
+        hows, _ = self.placed(
+            lambda x: x + (torch.arange(200, dtype=torch.uint8).square())[::2].to("cuda"), self.gpu(100)
+        )
+        self.assertEqual(set(hows.values()), {"computed once, a constant on the GPU", "made on the GPU"})
+
     def test_numbers_of_single_precision_are_rounded(self):
         _, graph = self.placed(lambda x, v: x + (v * torch.full((40,), 0.1)).to("cuda"), self.gpu(40), torch.rand(40))
         self.assertIn("0.10000000149011612", graph.source_code)
