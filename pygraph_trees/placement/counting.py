@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .lookups import LOOKUPS
 from .nodes import REARRANGES, aten, prims, tensors_given, tensors_of
@@ -36,10 +37,9 @@ _COMPUTES = frozenset(
         aten.add, aten.sub, aten.rsub, aten.mul, aten.square, aten.neg, aten.abs, aten.remainder, aten.fmod,
         aten.floor_divide, aten.div, aten.pow, aten.minimum, aten.maximum, aten.clamp, aten.clamp_min, aten.clamp_max,
         aten.relu, aten.sign, aten.bitwise_not,
-        # Over a few elements these are written out.
-        aten.sum, aten.prod, aten.amax, aten.amin,
     }
 )  # fmt: skip
+_REDUCES = frozenset({aten.sum, aten.prod, aten.amax, aten.amin})  # the same, over a few elements
 # Assumed where a number is known only at the call: it is a size or a position, and nobody has the CPU make more
 # elements at each call. Torch alone assumes the same of what it moves.
 _MOST_ELEMENTS, _MOST_SYMBOLIC = 1 << 24, 1 << 30
@@ -89,7 +89,8 @@ class Counting:
         if _keeps(node):
             return self._found[node.all_input_nodes[0]]
         sources = node.all_input_nodes
-        if packet not in _CONVERTS | _COMPUTES or all(self._found[source] is None for source in sources):
+        known = packet in _CONVERTS | _COMPUTES or (packet in _REDUCES and _is_written_out(node))
+        if not known or all(self._found[source] is None for source in sources):
             return None
         if any(self._found[s] is None and _filled_with(s) is None for s in sources if tensors_of(s)):
             # A loaded operand ends the expression; what was counted of the others is computed before.
@@ -150,6 +151,14 @@ class Counting:
         found = self._found.get(value) or _filled_with(value)
         fits = found is not None and all(_fits(found, tensor.dtype) for tensor in tensors_of(value))
         return found if found is not None and fits else _UNKNOWN
+
+
+def _is_written_out(node: fx.Node) -> bool:
+    """Whether Inductor puts all that a reduction reads for an element into the expression."""
+    from torch._inductor import config
+
+    (given,), (left,) = tensors_given(node), tensors_of(node)
+    return statically_known_true(given.numel() <= (config.unroll_reductions_threshold - 1) * left.numel())
 
 
 def _keeps(node: fx.Node) -> bool:

@@ -105,6 +105,20 @@ class TestIntervals(TestCase):
             graph = make_fx(program)().graph
             self.assertIsNotNone(Counting().why_not_counted(result(graph)))
 
+    def test_longer_reductions_read_what_was_computed(self):
+        for program in (
+            lambda n: torch.arange(n).sum(),
+            lambda n: torch.arange(4096).view(-1, 16).sum(1),
+        ):
+            graph = make_fx(program, tracing_mode="symbolic")(64).graph
+            self.assertIsNone(Counting().why_not_counted(result(graph)))
+
+    def test_short_reductions_of_symbolic_sizes(self):
+        graph = make_fx(lambda x: torch.arange(2 * len(x)).view(-1, 2).sum(1) * (1 << 30), tracing_mode="symbolic")(
+            torch.ones(64)
+        ).graph
+        self.assertIsNotNone(Counting().why_not_counted(result(graph)))
+
 
 class TestLowered(TestCase):
     """Programs for a GPU that is not there: how values get there, and what the kernels compute."""
