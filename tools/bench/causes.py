@@ -1,11 +1,11 @@
-"""Why a workload was not measured, or why its outputs differ from upstream's, where a result file cannot tell."""
+"""Reasons that result files do not contain: why a workload was not measured, or why its outputs differ."""
 
 from __future__ import annotations
 
 NOT_MEASURED = {
-    "TEFD": "not ready in 430 s: Inductor takes 106 s to lower its 2,182 kernels, once for each of three ways",
+    "TEFD": "not ready after 430 s: Inductor takes 106 s to lower its 2,182 kernels, for each of the three compiled ways",
 }
 DIFFERENT = {
-    "DBV2": "`torch.compile` alone gives the one or the other result too "
+    "DBV2": "Inductor's code is the same and returns one of two results; `torch.compile` alone differs as much "
     "([seen on an H200](reruns/h200-torch2.11-dbv2.txt))",
 }

@@ -188,8 +188,8 @@ def page(summary: Summary, plots: Sequence[str] = ()) -> str:
     parts = [
         f"# Benchmarks: {latest.gpu}, torch {latest.torch}",
         'Made by `python tools/bench/summary.py`. *Upstream* is `mode="reduce-overhead"`, *no graphs* is '
-        "`torch.compile` alone. *Same* inputs are the same tensors at each call, *fresh* ones lie elsewhere than at "
-        "the call before. *The better* is upstream or no graphs. Means leave out BERT-I, which is not the paper's. "
+        "`torch.compile` alone. *Same* inputs are the same tensors at each call, *fresh* ones are at other addresses "
+        "than at the previous call. *The better* is upstream or no graphs. Means leave out BERT-I, which is not the paper's. "
         "`python tools/bench --list` describes the workloads. Medians of rounds in which all ways took turns.",
         "\n".join(_described(summary)),
         "## Worse than upstream or no graphs, or different",
