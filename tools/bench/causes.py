@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 NOT_MEASURED = {
-    "TEFD": "not ready after 430 s: Inductor takes 106 s to lower its 2,182 kernels, for each of the three compiled ways",
+    "TEFD": "not ready after 430 s: Inductor takes 106 s to lower its 2,182 kernels, for each of three compiled ways",
 }
 DIFFERENT = {
     "DBV2": "Inductor's code is the same and returns one of two results; `torch.compile` alone differs as much "

@@ -189,8 +189,8 @@ def page(summary: Summary, plots: Sequence[str] = ()) -> str:
         f"# Benchmarks: {latest.gpu}, torch {latest.torch}",
         'Made by `python tools/bench/summary.py`. *Upstream* is `mode="reduce-overhead"`, *no graphs* is '
         "`torch.compile` alone. *Same* inputs are the same tensors at each call, *fresh* ones are at other addresses "
-        "than at the previous call. *The better* is upstream or no graphs. Means leave out BERT-I, which is not the paper's. "
-        "`python tools/bench --list` describes the workloads. Medians of rounds in which all ways took turns.",
+        "than at the previous call. *The better* is upstream or no graphs. Means leave out BERT-I, which is not the "
+        "paper's. `python tools/bench --list` describes the workloads. Medians of rounds in which all ways took turns.",
         "\n".join(_described(summary)),
         "## Worse than upstream or no graphs, or different",
         "\n".join(f"- {line}" for line in regressions(summary)) or "Nothing.",
