@@ -21,7 +21,7 @@ from .fingerprints import Expectation, Fingerprint, Version, fingerprints_of
 
 
 class PatchWarning(UserWarning):
-    """Base of this package's warnings. The package is usable without torch, so it has a base of its own."""
+    """Base of this package's warnings. The package is usable without torch, so it has its own base."""
 
     template: str
 

@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """As argparse's own, but the text is made when it is asked for."""
+    """Like argparse's own, but the text is made when it is asked for."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given, nargs=0)

@@ -12,15 +12,15 @@ INF, NAN = float("inf"), float("nan")
 
 @dataclass(frozen=True)
 class Constant:
-    """A value of a program; ``value`` gives it on the CPU, from ``n`` if its size is one of the program's."""
+    """A value of a program; ``value`` makes it on the CPU, from the program's size ``n`` if it depends on that."""
 
     family: str
     name: str
     value: Callable[[int], torch.Tensor]
     static: str = "folded"  # "made", "folded" or "copied" if n is known
-    dynamic: str = "copied"  # and if not
+    dynamic: str = "copied"  # the same if n is not known
     exact_dynamic: str | None = None  # under "exact"; None: as dynamic
-    eager: bool = True  # whether Inductor's code for the CPU has eager's bits, as it computes what is copied
+    eager: bool = True  # whether Inductor's code for the CPU, which computes copied values, has eager's bits
 
 
 def count(n: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -105,7 +105,7 @@ FAMILIES = [*NO_KERNEL, *ROUNDED, *ODD, *INTEGERS]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same type, sizes and bits; NaN is NaN."""
+    """Whether two tensors have the same type, sizes and bits; NaNs are equal."""
     one, other = one.detach().cpu(), other.detach().cpu()
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False

@@ -1,4 +1,4 @@
-"""Functions of floating-point numbers that the CPU computes and the GPU may compute in its place, and how near."""
+"""Floating-point functions that the GPU may compute in place of the CPU, and how close the results are."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 COUNT = 1 << 14
 Function = Callable[[torch.Tensor], torch.Tensor]
 
-# Bit for bit what the CPU finds.
+# Bit for bit the CPU's result.
 EQUAL: dict[str, Function] = {
     "plus": lambda v: v + 0.1,
     "minus": lambda v: v - v.flip(0),
     "times": lambda v: v * 0.1,
-    "times and plus": lambda v: v * 0.1 + 0.3,  # one rounding where the GPU fuses them
+    "times and plus": lambda v: v * 0.1 + 0.3,  # one rounding if the GPU fuses them
     "over": lambda v: v / 3,
     "over itself": lambda v: v / v.flip(0),
     "reciprocal": torch.reciprocal,
     "square": torch.square,
     "clamp": lambda v: v.clamp(-0.1, 0.1),
-    "maximum": lambda v: torch.maximum(v, torch.tensor(0.1)),  # which is no zero
+    "maximum": lambda v: torch.maximum(v, torch.tensor(0.1)),  # which is not zero
     "minimum": lambda v: torch.minimum(torch.tensor(-0.1), v),
     "over six": lambda v: v * 1e-40 / 6,  # between two of the smallest numbers
     "truncated to an integer": lambda v: ((v > 0) * 1000.5 - 3).long().float(),
-    "negated": lambda v: 1 / -v,  # a zero's sign as well
+    "negated": lambda v: 1 / -v,  # also the sign of a zero
     "ceiling": torch.ceil,
     "floor": torch.floor,
     "truncated": torch.trunc,
@@ -34,14 +34,14 @@ EQUAL: dict[str, Function] = {
     "of integers": lambda v: torch.arange(COUNT) * 0.1 + v,
     "of booleans": lambda v: (v > 0) * 0.1,
     "several": lambda v: (v * v - v.flip(0)) / (v.abs() + 1e-5),
-    # Inductor leaves conversions there and back out, on the CPU as well.
+    # Inductor drops conversions to a type and back, on the CPU as well.
     "of half precision": lambda v: v.half().flip(0).float(),
     "of brain's": lambda v: v.bfloat16().flip(0).float(),
     "compared in half precision": lambda v: (v.half() > 0.1).float(),
     "compared in brain's": lambda v: (v.bfloat16() >= 0.1).float() - v.bfloat16().abs().float(),
     "of double precision, halved": lambda v: v.double().half().flip(0).float(),
 }
-# The same, or the next number to it.
+# The CPU's result, or a neighbouring number.
 NEXT: dict[str, Function] = {
     "square root": lambda v: (v * v + 1).sqrt(),
     "reciprocal square root": lambda v: (v.abs() + 1e-6).rsqrt(),
@@ -66,13 +66,13 @@ NEXT: dict[str, Function] = {
     "its complement": torch.erfc,
     "computed before": lambda v: (v * 2 + 1).exp().view(2, -1).t().reshape(-1),
 }
-# The CPU's, for nothing is known of it or its last place is computed with.
+# Left to the CPU: nothing is known about the operator, or the program computes further with the last place.
 STAYS: dict[str, Function] = {
     "computed with": lambda v: v.sin() + 1,
     "compared": lambda v: (v.exp() > 1.0).float(),
     "double precision": lambda v: v.double() * 0.1,
     "half precision": lambda v: v.bfloat16() * 0.1,
-    "rectified": torch.relu,  # of two zeros the CPU gives the one with the sign
+    "rectified": torch.relu,  # of the two zeros, the CPU returns -0.0
     "clamped at zero": lambda v: v.clamp(min=0),
     "maximum": lambda v: torch.maximum(v, v.flip(0)),
     "minimum": lambda v: torch.minimum(v, torch.tensor(0.0)),
@@ -86,7 +86,7 @@ STAYS: dict[str, Function] = {
 
 
 def numbers() -> torch.Tensor:
-    """Large, small and in between, of both signs, both zeros among them, never side by side nor opposite."""
+    """Large, small and medium numbers of both signs, and both zeros, never adjacent nor opposite."""
     draw = torch.Generator().manual_seed(0)
     quarter = COUNT // 4
     return torch.cat(
@@ -101,7 +101,7 @@ def numbers() -> torch.Tensor:
 
 
 def places_apart(one: torch.Tensor, other: torch.Tensor) -> int:
-    """How many numbers of single precision lie between two tensors' at most, and one; NaN is NaN."""
+    """The largest distance between two tensors' elements, in single-precision numbers; NaNs are equal."""
     codes = []
     for tensor in (one, other):
         bits = tensor.detach().cpu().contiguous().view(torch.int32).long()

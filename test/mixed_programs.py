@@ -1,6 +1,6 @@
 """Random programs of a few steps on CPU and GPU, for hypothesis, and their graphs.
 
-Inputs are integers, four of them or one, on either device; steps compute, move and make values.
+Each input is four integers or one, on either device; steps compute, move and make values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ GPU = torch.device("cuda", 0)
 
 
 def traced(program, inputs):
-    """The graph of a program for inputs, which lie on the CPU, as it is where each is in its place."""
+    """The graph of a program for inputs, which are on the CPU, as if each were on the device given with it."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [
             mode.from_tensor(x)
@@ -47,7 +47,7 @@ BINARY = {
 
 @st.composite
 def programs(draw, *, rounds=True):
-    """Steps of a program, and its inputs: four numbers each, or one; with ``rounds`` some are rounded."""
+    """Steps of a program, and its inputs, of four numbers or one each; with ``rounds``, some steps round."""
     inputs = [
         (
             torch.arange(1, 5) * (n + 1) if draw(st.booleans()) else torch.tensor(n + 2),

@@ -1,4 +1,4 @@
-"""Programs that mix CPU and GPU, at least three of a family, and how many partitions become of each."""
+"""Programs that mix CPU and GPU, at least three per family, and the number of partitions of each."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ GPU = "cuda"
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor of some size, on the GPU or the CPU; integers are below ``below``, ``columns`` those of a wider one.
+    """A tensor on the GPU or the CPU. With ``below``, its elements are integers below it.
 
-    A ``scalar`` is NumPy's, of no dimensions.
+    With ``columns``, it is the first columns of a wider tensor. A ``scalar`` is NumPy's, without dimensions.
     """
 
     size: tuple[int, ...] = (64,)
     where: str = "gpu"
     below: int | None = None
     columns: bool = False
-    dtype: torch.dtype | None = None  # None: single precision or, of integers, int64
+    dtype: torch.dtype | None = None  # None: single precision or, for integers, int64
     scalar: bool = False
 
     def make(self, device: Any, seed: int) -> Any:
-        """``device`` stands for the GPU: "meta" will do."""
+        """``device`` stands for the GPU; it may be "meta"."""
         generator = torch.Generator().manual_seed(seed)
         size = (*self.size[:-1], 2 * self.size[-1]) if self.columns else self.size
         if self.below is None:
@@ -48,7 +48,7 @@ class Mixed:
     name: str
     fn: Callable[..., Any]
     inputs: tuple[Input, ...]
-    full: tuple[int, int] = (1, 0)  # partitions that are graphed and that are not
+    full: tuple[int, int] = (1, 0)  # partitions that are graphed, and that are not
     exact: tuple[int, int] | None = None  # the same with floating-point numbers left to the CPU; None: as full
     rounds: bool = True  # whether the last place may differ from eager's
 
@@ -79,7 +79,7 @@ for _schema, _fn, _fake, _key in (
     LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(_schema.split("(")[0], _fn, _key)
     torch.library.register_fake("pygraph_test_placement::" + _schema.split("(")[0], _fake, lib=LIBRARY)
-CALLS: list[tuple[str, float]] = []  # of operators that have a side effect: which one, the sum of what it read
+CALLS: list[tuple[str, float]] = []  # of operators with a side effect: the operator's name, and the sum of its input
 OPERATORS = torch.ops.pygraph_test_placement
 at_least, loud, louder, next_after = OPERATORS.at_least, OPERATORS.loud, OPERATORS.louder, OPERATORS.next_after
 
@@ -95,12 +95,12 @@ def _causal(x):
 
 
 def _product(x, ids):
-    """Of integers: the GPU has none."""
+    """A product of integer matrices, which the GPU does not have."""
     return x.sin() * (ids.view(4, 4) @ ids.view(4, 4)).sum().to(GPU)
 
 
 def _last(x, ids):
-    """Of what is written to a place the CPU keeps the last."""
+    """The CPU keeps the last of several values that are written to one place."""
     return x * torch.zeros(64).index_put((ids,), torch.arange(16.0)).to(GPU)
 
 
@@ -130,7 +130,7 @@ def _relative(x):
 
 
 OUTSIDE = (1, 1)
-WIDE = Input((128, 256), where="cpu", columns=True)  # its rows are not side by side
+WIDE = Input((128, 256), where="cpu", columns=True)  # there are gaps between its rows
 TABLE_OF_IDS = Input((64, 256), where="cpu", below=64)
 ROW = Input((256,))
 PROGRAMS = [

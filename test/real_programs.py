@@ -1,6 +1,6 @@
-"""Five programs as people write them, each of which hands the GPU something of the CPU at each call.
+"""Five programs as people write them, each of which passes a CPU value to the GPU at each call.
 
-Each function gives ``(callable, arguments)``, so that ``python -m pygraph_trees compare test/real_programs.py:tokens``
+Functions return ``(callable, arguments)``, so that ``python -m pygraph_trees compare test/real_programs.py:tokens``
 measures it. ``small`` makes one for tests.
 """
 
@@ -17,7 +17,7 @@ Program = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
 
 
 class _Window(nn.Module):
-    """Attention in a window of patches with a bias for each pair's distance, as Swin has it."""
+    """Attention in a window of patches with a bias for each pair's distance, as in Swin."""
 
     def __init__(self, width: int, side: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def relative_positions(device: torch.device | str = "cuda", *, small: bool = Fal
 
 
 class _Denoiser(nn.Module):
-    """Noise of a schedule is added to images and predicted, as diffusers' training loops do."""
+    """Adds scheduled noise to images and predicts it, as diffusers' training loops do."""
 
     def __init__(self, channels: int, layers: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _Denoiser(nn.Module):
 
 
 def noise_schedule(device: torch.device | str = "cuda", *, small: bool = False) -> Program:
-    """A noise schedule on the CPU, looked up by a step for each image, drawn on the CPU."""
+    """A noise schedule on the CPU, looked up at a step for each image; the steps are drawn on the CPU."""
     torch.manual_seed(0)
     model = _Denoiser(*((8, 1) if small else (64, 4))).to(device).eval()
     images, noise = (
@@ -84,7 +84,7 @@ def noise_schedule(device: torch.device | str = "cuda", *, small: bool = False) 
 
 
 def mask_of_lengths(device: torch.device | str = "cuda", *, small: bool = False) -> Program:
-    """A text encoder whose mask is built on the CPU at each call, causal and of how long each text is."""
+    """A text encoder whose masks, causal and for each text's length, are built on the CPU at each call."""
     width, length = (32, 8) if small else (512, 77)
     torch.manual_seed(0)
     layers = nn.ModuleList(
@@ -106,7 +106,7 @@ def mask_of_lengths(device: torch.device | str = "cuda", *, small: bool = False)
 
 
 def _sincos(width: int, side: int) -> numpy.ndarray[Any, Any]:
-    """Positions of a square of patches by sines and cosines, as masked autoencoders have them."""
+    """Sine and cosine positions of a square of patches, as in masked autoencoders."""
     frequencies = 1.0 / 10000 ** (numpy.arange(width // 4) / (width / 4.0))
     rows, columns = numpy.meshgrid(numpy.arange(side), numpy.arange(side), indexing="ij")
     parts = [f(place.reshape(-1)[:, None] * frequencies) for place in (rows, columns) for f in (numpy.sin, numpy.cos)]
@@ -131,7 +131,7 @@ def numpy_positions(device: torch.device | str = "cuda", *, small: bool = False)
 
 
 def tokens(device: torch.device | str = "cuda", *, small: bool = False) -> Program:
-    """BERT of transformers, which is given the ids and the mask that its tokenizer made, on the CPU."""
+    """BERT of transformers, with the ids and the mask on the CPU, where its tokenizer makes them."""
     from transformers import BertConfig, BertModel
 
     width = 64 if small else 768

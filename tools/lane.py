@@ -85,7 +85,7 @@ class Outcome:
 
     @property
     def duration(self) -> str:
-        """Of the process, and the processor time if it is known, in words."""
+        """The duration of the process in words, with its processor time if known."""
         cpu = "" if math.isnan(self.cpu_s) else f" ({self.cpu_s:.0f} s of processors)"
         return f"{self.seconds:.0f} s{cpu}"
 
@@ -199,7 +199,7 @@ def run(
 
 
 def preload() -> None:
-    """Imports torch, whose modules all forks then have."""
+    """Imports torch, so that all forks have its modules."""
     # Compile workers and threads of each process would wait for the cores of the others.
     for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")

@@ -40,8 +40,8 @@ class InputSet:
 class Ring:
     """Input sets of one program.
 
-    :param sets: the largest number of sets, the program's own included :param budget_nbytes: for all sets but the
-    first; by default a quarter of the device's free memory
+    :param sets: the largest number of sets, the program's own included
+    :param budget_nbytes: for all sets but the first; by default a quarter of the device's free memory
     """
 
     def __init__(self, program: Program, sets: int = DEFAULT_SETS, budget_nbytes: int | None = None) -> None:

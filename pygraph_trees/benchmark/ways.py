@@ -45,7 +45,7 @@ class NotPatchedError(PygraphError):
 
 
 class OwnInductor(torch._TorchCompileInductorWrapper):
-    """Inductor as ``torch.compile(mode=...)`` makes it, with an identity of its own."""
+    """Inductor as ``torch.compile(mode=...)`` makes it, with its own identity."""
 
     def __init__(self, mode: str | None) -> None:
         super().__init__(mode, None, None)

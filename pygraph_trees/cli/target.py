@@ -112,7 +112,7 @@ def program_of(made: Any, name: str) -> Program | None:
         made: a :class:`Program`, ``(model, args)``, ``(model, args, kwargs)`` or ``(model, args, kwargs, loss)``. A
             module in training mode, or one with a loss, is trained: forward, loss and backward. ``loss`` makes a scalar
             of the outputs; without it the outputs' ``loss`` is taken, or their sum. A function that uses a module in
-            training mode is a step of its own, and computes its gradients itself. All others run without gradients.
+            training mode is itself a step, and computes its gradients itself. All others run without gradients.
     """
     if isinstance(made, Program):
         return made

@@ -235,7 +235,7 @@ class Driver:
 
         Args:
             layouts: layouts read earlier, of kernels whose module is still loaded.
-            found: what a search read from the node, which is then not read again.
+            found: a search's findings in the node, which is then not read again.
         """
         layouts = {} if layouts is None else layouts
         if found is None or found.block is None or found.launch is None:

@@ -83,7 +83,7 @@ class Rehearsal:
         """
         Args:
             items: the inputs on the GPU with whose placeholder tensors the graph was recorded.
-            count: how many of them, from the first on, are at placeholder addresses, each with memory of its own.
+            count: how many of them, from the first on, are at placeholder addresses, each with its own memory.
             given: returns this call's tensor for an input's index.
             launch: launches the graph on the current stream, with the inputs at the given positions at their own
                 addresses and all others at their recorded addresses.

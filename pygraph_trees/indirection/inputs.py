@@ -146,7 +146,7 @@ class LiveInputs:
         return [item.index for item in self.items if item.index not in staged]
 
     def captured(self) -> contextlib.AbstractContextManager[None]:
-        """Goes around a whole capture, on the stream on which the capture begins."""
+        """Wraps a whole capture, on the stream on which the capture begins."""
         return contextlib.nullcontext() if self._table is None else self._table.captured()
 
     def item_under(self, tensor: torch.Tensor) -> Item | None:
@@ -374,7 +374,7 @@ class LiveInputs:
     def take(self, inputs: list[Any], *, only_ours: bool = False) -> None:
         """Holds the inputs of a call until :meth:`finish`.
 
-        With ``only_ours``, it removes its inputs from the list, and releases those copied for this call only at once.
+        With ``only_ours``, removes its inputs from the list, and at once releases those copied for this call only.
         """
         if not only_ours:
             self._given = inputs.copy()

@@ -313,13 +313,13 @@ class CapturedCopies:
         self._pointed: list[CopyNode] = []
 
     def point(self, addresses: Mapping[int, int]) -> None:
-        """Makes them hold addresses, by placeholder. After a :class:`DriverError`, some of them hold new ones."""
+        """Gives the nodes new addresses, by placeholder. After a :class:`DriverError`, some nodes hold new ones."""
         for node in self._write(addresses):
             node.set_captured()
             self._pointed.append(node)
 
     def point_back(self, recorded: Mapping[int, int]) -> None:
-        """Makes those that :meth:`point` changed hold their recorded addresses, staging buffers' included."""
+        """Restores the recorded addresses, staging buffers' included, in the nodes that :meth:`point` changed."""
         self._write(recorded)
         while self._pointed:
             self._pointed[-1].set_captured()

@@ -182,7 +182,7 @@ class Placeholders:
         return self._sorted[position] if position >= 0 and address < self._highs[position] else None
 
     def materialise(self, index: int) -> None:
-        """Gives a placeholder memory of its own until ``close``, for kernels that hide its address.
+        """Gives a placeholder its own memory until ``close``, for kernels that hide its address.
 
         A page of small placeholders is materialised as a whole, and neighbouring placeholders may lose the shared
         memory. After a :class:`DriverError` the placeholder may be unmapped.

@@ -48,7 +48,7 @@ class _Place:
     stride: tuple[int, ...]
 
     def within(self, block: torch.Tensor) -> torch.Tensor:
-        """A tensor in the block with a storage of its own, which identifies the input; it keeps the block alive."""
+        """A tensor in the block with its own storage, which identifies the input; it keeps the block alive."""
         memory = (ctypes.c_char * self.nbytes).from_address(block.data_ptr() + self.start)
         memory.block = block  # type: ignore[attr-defined]
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it

@@ -34,7 +34,7 @@ extension = _load()
 
 
 def do_without_extension(why: str) -> None:
-    """Uses the module in C++ no longer. Must be called before any of its objects is made."""
+    """Stops the use of the module in C++. Must be called before any of its objects is made."""
     global extension, why_without
     if extension is not None:
         extension, why_without = None, why
@@ -52,7 +52,7 @@ _thread = _Thread()
 
 
 def thread_id() -> int:
-    """A number that identifies this thread among all threads, also those that have ended."""
+    """A number that identifies this thread among all threads, including those that have ended."""
     return _thread.number if extension is None else int(extension.thread_id())
 
 

@@ -73,7 +73,7 @@ def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool
     folded.
 
     Args:
-        has_addresses: whether a CUDA graph can be given the address of what it copies at each replay.
+        has_addresses: whether a CUDA graph can be given the addresses that it copies from at each replay.
     """
     from torch._inductor import config
 

@@ -28,8 +28,8 @@ _COMPUTES = frozenset(
         aten.relu, aten.sign, aten.bitwise_not,
     }
 )  # fmt: skip
-# Assumed where a number is known only at the call: it is a size or a position, and nobody has the CPU make more
-# elements at each call. Torch alone assumes the same of what it moves.
+# Assumed if a number is known only at the call: it is a size or a position, and no program makes more elements on
+# the CPU at each call. Torch itself assumes the same of the values that it moves.
 _MOST_ELEMENTS, _MOST_SYMBOLIC = 1 << 24, 1 << 30
 # The integers that a floating-point type holds without a gap.
 _MOST = {torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.float32: 1 << 24, torch.float64: 1 << 53}
@@ -69,12 +69,12 @@ class Counting:
         if packet not in _KEEPS | _CONVERTS | _COMPUTES or all(self._found[source] is None for source in sources):
             return None
         if any(self._found[source] is None for source in sources if tensors_of(source)):
-            # A loaded operand ends the expression; what was counted of the others is computed before.
+            # A loaded operand ends the expression; the numbers of the other operands are computed before it.
             return None
         if packet in _KEEPS:
             return self._found[sources[0]]
         if packet in _CONVERTS:
-            # Something that does not fit the type is not what the next node counts with.
+            # A number that does not fit the type becomes another number for the next node.
             found = self._found[sources[0]]
             return found if found is not None and all(_fits(found, t.dtype) for t in tensors_of(node)) else _UNKNOWN
         if any(tensor.is_floating_point() for tensor in [*tensors_given(node), *tensors_of(node)]):
@@ -132,7 +132,7 @@ class Counting:
 
 
 def _given(value: Any) -> Interval:
-    """Of a number among the arguments."""
+    """The interval of a number among the arguments."""
     if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.SymInt):
         return -float(_MOST_SYMBOLIC), float(_MOST_SYMBOLIC)
     return (float(value), float(value)) if isinstance(value, int) else _UNKNOWN

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MOST_FOLDED_NBYTES = 1 << 20
 # The limit for all values of one graph together, intermediate values included.
 MOST_EVALUATED_NBYTES = 64 << 20
-_MOST_INLINED = 8  # elements; Inductor writes up to so many into a kernel as literals, in one dimension at most
+_MOST_INLINED = 8  # elements; Inductor writes up to this many into a kernel as literals, in one dimension at most
 _FOLDED_TYPES = HALVES | {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.float64, torch.complex64,
@@ -115,7 +115,7 @@ class Folding:
         return held
 
     def _constant(self, node: fx.Node) -> torch.Tensor:
-        """Copies the value of an evaluated node into memory of its own."""
+        """Copies the value of an evaluated node into its own memory."""
         value, like = self._values[node], node.meta["val"]
         if not is_dense(like):
             return torch.empty(value.size(), dtype=value.dtype, device="cpu").copy_(value)

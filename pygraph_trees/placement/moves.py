@@ -47,20 +47,20 @@ from .plan import MOST_STAGED_NBYTES, How, Placed, Plan, Value, needs
 from .rounding import lower_rounding, rounded_product, rounded_quotient, rounded_to
 from .staging import staged
 
-# What a node says about its origin. Inductor names kernels by it, and keeps what it tunes under a hash with the name.
+# The metadata on a node's origin. Inductor names kernels by it, and keeps what it tunes under a hash with the name.
 _ORIGIN = ("stack_trace", "original_aten", "from_node")
 
 
 def place(
     graph: fx.Graph, *, exact: bool = False, stages: bool = True, folds: bool = True, placed: Placed | None = None
 ) -> Placed:
-    """Rewrites a functional graph whose nodes have their values under "val"; returns what it moved and what it left.
+    """Rewrites a functional graph whose nodes have their values under "val"; returns the moved and remaining values.
 
     Args:
         exact: leave floating-point computations, whose results may differ in the last place, to the CPU.
-        stages: whether the CUDA graph itself may copy what is copied at each call.
+        stages: whether the CUDA graph itself may make the copies of each call.
         folds: whether the graph may have new constants; Inductor loses those of branches and loops.
-        placed: the record to fill, which also holds what was done before an error.
+        placed: the record to fill, which also has the changes made before an error.
     """
     placed = Placed() if placed is None else placed
     devices = {tensor.device for node in graph.nodes for tensor in tensors_of(node)}

@@ -150,7 +150,7 @@ def is_a_whole(node: fx.Node) -> bool:
     """Whether a dense copy can stand for the value: it is no view, or a dense view of a dense input.
 
     Generated code finds a view inside the memory of its base, by the base's strides. A dense copy of a base with gaps
-    has other strides, and Inductor may leave gaps in what the CPU computes.
+    has other strides, and Inductor may leave gaps in values that the CPU computes.
     """
     if not _shows_another(node):
         return True

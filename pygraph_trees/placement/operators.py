@@ -210,7 +210,7 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def _is_widened(node: fx.Node) -> bool:
-    """Whether Inductor's code for the GPU has 32 bits, where the type has fewer and the next operator would wrap."""
+    """Whether Inductor's code for the GPU has 32 bits, although the type has fewer and the next operator would wrap."""
     target: Any = node.target
     packet = target.overloadpacket
     floors = packet is aten.floor_divide or (packet is aten.div and node.kwargs.get("rounding_mode") is not None)
@@ -241,7 +241,7 @@ def _converts_alike(node: fx.Node) -> bool:
 
 
 def _numbers_fit(node: fx.Node) -> bool:
-    """Whether the given integers fit the types of the node's tensors; devices differ in what they make of others."""
+    """Whether the given integers fit the types of the node's tensors; devices convert others differently."""
     types = {tensor.dtype for tensor in [*tensors_given(node), *tensors_of(node)]} - {torch.bool}
     if any(dtype.is_floating_point or dtype.is_complex for dtype in types):
         return True

@@ -30,7 +30,7 @@ def mode_name(*, is_backward: bool, is_inference: bool) -> str:
 def program_name() -> str | None:
     """The class of the module or the name of the function that Dynamo traces; None if it traces nothing.
 
-    After a graph break, Dynamo continues in a function of its own. Its name then has the line: ``forward:31``.
+    After a graph break, Dynamo continues in a function that it makes. Its name then has the line: ``forward:31``.
     """
     import torch
     from torch._dynamo import symbolic_convert

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-PLACED, WHY_NOT_PLACED = "pygraph_placed", "pygraph_why_not_placed"  # where a module keeps what was done to its graph
+PLACED, WHY_NOT_PLACED = "pygraph_placed", "pygraph_why_not_placed"  # keys of a graph module's ``meta``
 
 
 @dataclass(frozen=True, slots=True)

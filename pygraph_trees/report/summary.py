@@ -44,7 +44,7 @@ class Report(Snapshot):
         """The report as a self-contained page for a browser, also written to ``path`` if given."""
         text = page(self)
         if path is not None:
-            # Arguments of the command line that are no UTF-8 are surrogates.
+            # Arguments of the command line that are not UTF-8 contain surrogates.
             Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
         return text
 
@@ -107,6 +107,6 @@ _native: Callable[[], str] = str
 
 
 def tell_state(features: Callable[[], Iterable[FeatureState]], native: Callable[[], str]) -> None:
-    """From now on reports show the package's features, and whether the native parts are used, as these say."""
+    """Sets the functions that tell reports the state of the features, and whether the native parts are used."""
     global _features, _native
     _features, _native = features, native

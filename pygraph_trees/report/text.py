@@ -65,7 +65,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None 
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """The same in Markdown."""
+    """Columns as a Markdown table, the first ``left`` ones left-aligned and the others right-aligned."""
     ruler = ["---"] * left + ["---:"] * (len(head) - left)
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ruler, *rows))
 

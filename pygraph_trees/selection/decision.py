@@ -338,7 +338,7 @@ def next_way(made: int, rules: Rules = Rules(), *, is_clear: bool = False) -> Ex
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Of the median, from the median absolute deviation: one interrupted call does not count."""
+    """The standard error of the median, from the median absolute deviation, which ignores a single outlier."""
     middle = statistics.median(values)
     deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
     return 1.2533 * deviation / math.sqrt(len(values))

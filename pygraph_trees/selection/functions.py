@@ -69,7 +69,7 @@ def without_graphs(settings: Settings, patches: Mapping[str, Any] | None) -> dic
 
     Args:
         settings: the settings under these patches.
-        patches: what the program patches to ask for CUDA graphs; None if the configuration asks for them.
+        patches: the program's config patches that ask for CUDA graphs; None if the configuration asks for them.
     """
     return None if why_not_graphed(settings) is None else {**(patches or {}), "triton.cudagraphs": False}
 
@@ -110,7 +110,7 @@ def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path
 
     A function that calls a collective has no trial, because ranks could decide differently.
 
-    Each partition of an inference graph has a trial of its own. In training, where a forward gives its backward outputs
+    Each partition of an inference graph has its own trial. In training, where a forward gives its backward outputs
     in the graph pool, all partitions of both share one; a backward is compiled later. A trial lives as long as anything
     refers to it.
     """

@@ -93,7 +93,7 @@ class TrialMember:
 
     def __call__(self, inputs: list[Any]) -> Any:
         trial = self._trial
-        # While the program captures, even to ask whether the GPU has finished a call could break the capture.
+        # While the program captures, even asking whether the GPU has finished a call could break the capture.
         if trial.phase is Phase.MEASURING and self._device.is_captured():
             return self._run[trial.way](inputs)
         way = trial.way_of(self, inputs)
@@ -328,7 +328,7 @@ class Trial:
     def _is_new_step(self, members: Sequence[TrialMember]) -> bool:
         """Whether the call counts as a step: not while earlier forwards await their backwards.
 
-        In a long row of forwards without any backward, one of many counts, and in a longer one each.
+        Of many consecutive forwards without a backward, one in ``_MOST_STEPS`` counts; of even more, each one.
         """
         backwards = [member for member in members if member.mode == BACKWARD]
         if self._repeats >= _LOST_AFTER and any(member.calls for member in backwards):
@@ -380,7 +380,7 @@ class Trial:
             self._decide(compared)
 
     def _wait(self, members: Sequence[TrialMember]) -> None:
-        """Goes the way that stands while another trial measures."""
+        """Keeps the way in force while another trial measures."""
         if self.phase is Phase.MEASURING:
             self._start_over(Phase.WAITING)
             for member in members:

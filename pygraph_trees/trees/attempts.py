@@ -61,8 +61,8 @@ class Attempts:
                         inputs[:], self._kept = self._kept, []
                     raise
                 failure = error
-            # The model or the driver may not support a table, then addresses are next; or it may not support
-            # placeholder addresses, then ordinary memory is next.
+            # The model or the driver may not support a table: then the next attempt has only addresses. Or it may
+            # not support placeholder addresses: then the next one uses ordinary memory.
             forget_frames(failure)
             del failure
             inputs[:], self._kept = self._kept, []
@@ -127,7 +127,7 @@ class Attempts:
         self._kept = []
 
     def failed(self, live: LiveInputs, error: BaseException) -> None:
-        """Notes after a failure which means the next attempt does not use."""
+        """After a failure, notes the means that the next attempt must do without."""
         model = self._function.model
         self._left_table = live.has_table and model.settings.indirection == "auto"
         if self._left_table and not isinstance(error, NotStaged):

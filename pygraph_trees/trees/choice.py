@@ -64,7 +64,7 @@ def chooser(
 
 
 class _Choice(Environment):
-    """The ways in which the calls of one function are made, and what its trial asks about them.
+    """Makes the calls of one function each way, and answers its trial's questions about them.
 
     It refers weakly to the function's member, which holds the function's graphed version: torch would keep both.
     """
@@ -188,20 +188,20 @@ def only_sizes_that_come_again(
     mutated: Collection[int],
     device: int,
 ) -> Run:
-    """``run``, but with "auto", a function of integers is graphed only with sets of them that :class:`Sizes` chooses.
+    """``run``, but with "auto", a function of integers is graphed only for the sets that :class:`Sizes` chooses.
 
     Args:
-        inputs: those of any call.
+        inputs: the inputs of any call.
     """
     indices = [index for index, value in enumerate(inputs) if isinstance(value, int)]
     if not indices or function.settings.selective != "auto":
         return run
     sizes, dispatch, aligned = Sizes(), function.dispatch, _Aligned(function, static_input_idxs, mutated)
     ungraphed = _as_upstream_has_it(aligned, function.log.mode, _Trees(device))
-    replayed = 0  # at the last call that was not graphed
+    replayed = 0  # replays before the last call that was not graphed
 
     def instead(inputs: list[Any]) -> Any:
-        """Makes calls after many others with sizes that are not graphed, until one is; none of them looks further."""
+        """After many un-graphed calls, makes calls without other checks, until one has sizes that are graphed."""
         if sizes.are_graphed(tuple([inputs[index] for index in indices])):
             dispatch.go_on()
         return ungraphed(inputs)
@@ -238,13 +238,13 @@ def _newest(manager: Manager, model: FunctionModel) -> Any:
 
 
 def recordings_below(manager: Manager, model: FunctionModel) -> int:
-    """The number of recordings after one of a function, except those of its own trial; the most of all its recordings.
+    """The most recordings that follow any one recording of a function, except those of its own trial.
 
-    If the function runs un-graphed, all of them have other recordings before them, and are made again. In a step that
-    calls the function many times, most follow the first call.
+    If the function runs un-graphed, other recordings precede them, so they are made again. In a step that calls the
+    function many times, most follow the first call.
     """
     counts: list[int] = []
-    todo = [(manager.roots or {}, -1)]  # with the position of the count that recordings there belong to
+    todo = [(manager.roots or {}, -1)]  # with the index of the count to which recordings there belong
     while todo:
         children, position = todo.pop()
         for node in itertools.chain.from_iterable(children.values()):

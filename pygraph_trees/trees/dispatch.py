@@ -1,8 +1,8 @@
 """The way that a function's calls go, and the manager that may replay them on the fast path.
 
 A function has a :class:`Dispatch`; a trial changes its :class:`Way`. C++ reads the manager, the function's id and the
-thread. Torch treats a function of integers as a separate function for each set of their values, so each set has a
-dispatch and an entry of its own.
+thread. Torch treats a function of integers as a separate function for each set of their values, so each set has
+its own dispatch and entry.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Call = Callable[[list[Any]], Any]
 
 PER_THREAD = has_trees_per_thread()
-SAMPLE_EVERY = 4096  # if functions are chosen by measurement, one call in so many is sampled
+SAMPLE_EVERY = 4096  # if functions are chosen by measurement, one call in this many is sampled
 
 
 class Way(enum.Enum):
@@ -63,12 +63,12 @@ class _Counted:
 class Dispatch(FunctionState):
     """The state of one function. ``call`` makes its calls unless the way is ``REPLAYED``."""
 
-    __slots__ = ("__dict__", "__weakref__", "call")  # a slot for what each call reads
+    __slots__ = ("__dict__", "__weakref__", "call")  # a slot for the attribute that each call reads
     manager: Callable[[], Any]  # the manager that may replay the function now, or None
     was_asked: bool  # whether this call's caller has tried a fast replay without success
     handed: tuple[Any, ...]  # :attr:`.Templates.native` of the outputs that are handed out; empty without any
     thread: int  # the only thread that may replay it, if each thread has its own trees; 0 otherwise
-    integers: tuple[int, ...]  # the indices of its integers, once it was added with some
+    integers: tuple[int, ...]  # the indices of its integers, once it is added with integers
     by_values: dict[tuple[int, ...], Call | None]  # by their values, the entry of the function with these values
 
     def __init__(self) -> None:

@@ -90,7 +90,7 @@ def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
 
 
 def is_static_for_cudagraphs(upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Answers for a tensor on a GPU without an open recording too: there, upstream asserts that one is open."""
+    """Also answers for a tensor on a GPU if no recording is open; upstream asserts that one is."""
 
     @functools.wraps(upstream)
     def is_static_for_cudagraphs(x: Any) -> bool:

@@ -53,7 +53,7 @@ class _TreeState:
 
     def take_turn(self, inputs: list[Any]) -> bool:
         """Takes the turn for the call with this list, and returns whether the call has it."""
-        return self._turn.setdefault("call", inputs) is inputs  # one step, between other threads' and interrupts
+        return self._turn.setdefault("call", inputs) is inputs  # atomic: no other thread or interrupt comes in between
 
     def has_turn(self, inputs: list[Any]) -> bool:
         """Whether the call with this list has the turn."""

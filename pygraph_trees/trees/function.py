@@ -53,7 +53,7 @@ def loaded_with(meta: Any) -> Iterator[None]:
 
 
 def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
-    """The first output that a recording may hold in the layout that is returned; None if no output may be.
+    """The first output that a recording may hold in the layout that is returned; None if it may hold none.
 
     For a forward, these are the outputs that only autograd holds. For a backward, these are all outputs, if C++ can
     tell whether only autograd uses them. None if AOTAutograd's metadata is not known, or if it wraps tensors in
@@ -73,7 +73,7 @@ def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
 
 
 def _has_collective(model: Callable[..., Any]) -> bool:
-    """Whether generated code calls collectives, as ``torch.ops._c10d_functional.all_reduce_``."""
+    """Whether generated code calls collectives, such as ``torch.ops._c10d_functional.all_reduce_``."""
     code = getattr(getattr(model, "__func__", model), "__code__", None)
     return code is not None and not _COLLECTIVES.isdisjoint(code.co_names)
 

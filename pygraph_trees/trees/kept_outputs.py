@@ -71,7 +71,7 @@ def move_alive(node: Any) -> None:
         for (storage, held_by), copy in zip(alive, copies, strict=True):
             _exchange(storage, copy.untyped_storage())
             _forget(held_by, copy.untyped_storage())
-    for made_by in kept_by:  # of a tensor that the program gave other memory, upstream would free that
+    for made_by in kept_by:  # if the program gave a tensor other memory, upstream would free that memory
         made_by.tensor_weakrefs[:] = [None] * len(made_by.tensor_weakrefs)
 
 

@@ -2,8 +2,8 @@
 
 :func:`register` adds a recording with outputs to those of its pool, and lets upstream's references notice outputs that
 C++ holds. An output that only its recording holds may keep others alive through the graph of a backward that never ran;
-:func:`release_unneeded` detaches all such outputs of a pool. :func:`deaths` prepares the check whether given outputs on
-a path are dead.
+:func:`release_unneeded` detaches all such outputs of a pool. :func:`deaths` prepares the check of whether given outputs
+on a path are dead.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _is_untouched(output: Any, made: AsMade | None, has_new_history: bool) -> bo
 
 
 class Deaths:
-    """The check whether some outputs are all dead.
+    """The check of whether all of some outputs are dead.
 
     A place has the list of its recording's cached outputs, the list of torch's weak references to all of its outputs,
     and the output's index in both.
@@ -142,7 +142,7 @@ def release_unneeded(pool: Any) -> bool:
 
 
 def deaths(recording: HoldsOutputs, indices: list[tuple[int, int]]) -> Deaths | None:
-    """The check whether outputs on the path to a recording are dead, by depth and number; None without outputs."""
+    """The check of whether outputs on the path to a recording (depth, number) are dead; None without outputs."""
     path = list(recording._path_from_root) if indices else []
     places = [(path[d].cached_tensor_outputs, recording.path_weakrefs[d], number) for d, number in indices]
     return Deaths(places, functools.partial(release_unneeded, recording.cuda_graphs_pool)) if places else None
@@ -156,7 +156,7 @@ def _is_released(recording: Callable[[], Any], number: int, check: Callable[[], 
     # There are none if an interrupt came while they were removed.
     cached = node.cached_tensor_outputs
     if not cached or cached[number].data_ptr() != node.cached_as_made[number].address:
-        node.remove_node_cached_tensors()  # from now on the reference counts what holds the storage that it had
+        node.remove_node_cached_tensors()  # from now on the reference counts the holders of the storage that it had
         return True
     # The output must have no name here: it would count. One of the storage's references is its own, one the argument's.
     is_held = (

@@ -321,7 +321,7 @@ class Manager(fast_path.TreeState, Steps):
         return outputs
 
     def _why_stopped(self, model: FunctionModel, function_id: Any) -> str | None:
-        """Why a function is not recorded once more and runs un-graphed from now on; None if it is recorded."""
+        """Why a function is not recorded again and runs un-graphed from now on; None if it is recorded."""
         if model.stop is None:
             return None
         logs = [log for node in siblings_of(self, function_id) if (log := getattr(node, "log", None)) is not None]

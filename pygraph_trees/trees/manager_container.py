@@ -2,7 +2,7 @@
 
 Upstream's locks are not reentrant, and a manager is made under two of them. A garbage collection meanwhile may run a
 finalizer of the program; if that calls a compiled function, the thread waits for its own lock forever. Here the
-collector is off while a lock is held, and what a manager holds is freed after its lock is released.
+collector is off while a lock is held, and a manager's objects are freed after its lock is released.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Reclaiming:
         return self._again.pop(function_id, None) or self._dropped.pop(function_id, None)
 
     def limit(self, manager: Reclaimed, nbytes: int, limit: int) -> None:
-        """Drops all recordings once nothing of them is open if the pool takes more than ``limit`` bytes.
+        """Drops all recordings, as soon as no path is open, if the pool takes more than ``limit`` bytes.
 
         Memory of outputs that are alive stays, so the pool may stay as large as it is; it is only looked at again if it
         grows.

@@ -255,7 +255,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return not self.cudagraph_managed_idxs and not any(is_cuda(v) and pool.holds(v.data_ptr()) for v in inputs)
 
     def _copied_indices(self) -> list[int]:
-        """The indices of the inputs that upstream copies; changes of the list change what upstream copies."""
+        """The indices of the inputs that upstream copies; changing the list changes the inputs that upstream copies."""
         return self.input_copy_idxs if compat.lists_copied_inputs(self) else self.non_static_input_idx
 
     def _record(self, model: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
@@ -325,7 +325,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if self.templates is not templates_of_call():
             self.unfit = "it was recorded with memory for other outputs"
             return _MISMATCH, lambda: self.unfit
-        # Giving a graph addresses is work, so the other checks come first.
+        # Giving a graph addresses takes time, so the other checks come first.
         if any(inputs[index].data_ptr() != address for index, address in self.fixed):
             return super().check_invariants(inputs)  # tells which input moved
         if self.deaths_before is not None and not self.deaths_before.ask():
@@ -350,7 +350,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return status, logger
 
     def _why_not_alive(self, live: LiveInputs, inputs: list[Any]) -> str | None:
-        """Why the recording must not be replayed: upstream raises if an output lives that died while recording."""
+        """Why the recording must not be replayed: upstream raises if an output that died while recording is alive."""
         for item in live.items:
             if item.managed and not inputs[item.index]._is_zerotensor():
                 found = self._is_alias_of_live_recorded_tensor(inputs[item.index])
@@ -359,7 +359,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return None
 
     def check_what_died(self) -> None:
-        """Raises :class:`HeldForTooLong` if an input is still held that died while recording."""
+        """Raises :class:`HeldForTooLong` if an input that died while recording is still held."""
         if self.deaths_after is not None and not self.deaths_after.ask():
             if self._live is not None:
                 self._live.drop()

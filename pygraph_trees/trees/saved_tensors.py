@@ -64,7 +64,7 @@ def noting(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave(artifact: Any) -> None:
-    """Removes the noted layouts, as CUDA graphs are not used for the graph."""
+    """Removes the noted layouts, because CUDA graphs are not used for the graph."""
     if hasattr(artifact, ATTRIBUTE):
         setattr(artifact, ATTRIBUTE, None)
 

@@ -24,7 +24,7 @@ class Steps(Upstream):
     current_node: Any
     keeps_outputs: bool  # whether a function was added whose outputs must be kept
     _begins_step: bool | None = None  # the answer of can_start_new_generation while a path may end
-    _ungraphed = 0  # un-graphed forwards in a row of which none began a step, and without an un-graphed backward
+    _ungraphed = 0  # un-graphed forwards since the last un-graphed call that began a step or was a backward
 
     def can_start_new_generation(self, *generation: Any) -> bool:
         """Whether a step begins. Since torch 2.14 the argument is the current generation, if it is known."""
@@ -47,12 +47,12 @@ class Steps(Upstream):
         """Notes that an un-graphed forward or backward runs now; it is part of a step like a graphed one.
 
         Otherwise a graphed backward after an un-graphed one would begin a step, although its forward's outputs are
-        needed. A forward that begins a step ends the last step's path: no later call does while a backward is awaited.
+        needed. A forward that begins a step ends the last step's path: while a backward is pending, no later call does.
         """
         try:  # an interrupt may come anywhere
             if not self.take_turn(inputs):  # it is called during another call
                 return
-            # A path that grows at each call is ended by a graphed call: looking for one takes longer than this one.
+            # A graphed call ends a path that grows at each call: looking for such a path takes longer than this call.
             begins = is_forward and super().can_start_new_generation()
             if begins and not torch.cuda.is_current_stream_capturing():
                 self._end_path()
@@ -70,8 +70,8 @@ class Steps(Upstream):
             self.try_end_curr_warmup(None)
 
     def by_one_answer(self, *calls: Callable[[], None]) -> None:
-        """Makes calls for which one answer tells if a step begins, whatever other threads do: outputs are moved if a
-        path ends.
+        """Makes calls that all get the same answer to whether a step begins, whatever other threads do: if a path ends,
+        outputs are moved.
         """
         before = self._begins_step
         try:  # an interrupt may come anywhere, so this is no context manager

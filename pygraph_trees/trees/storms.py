@@ -1,7 +1,7 @@
 """Stops functions that warm up and record more than they replay.
 
 :class:`Sizes` chooses the sets of integers with which a function is graphed: the first ones, and later those that come
-again. :func:`why_stopped` tells from the recordings at one place that a function must not be recorded there once more.
+again. :func:`why_stopped` tells from the recordings at one place that a function must not be recorded there again.
 Both work with bounded memory, and are asked only if ``pygraph_selective`` is "auto". :func:`is_endless` tells that a
 path must end, although a backward seems pending.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 FIRST_SIZES = 16  # graphed at once
 MOST_SIZES = 128  # graphed at all
-COMES_AGAIN = 4  # calls with a later set until it is graphed
+COMES_AGAIN = 4  # calls with a later set before it is graphed
 REFUSED = 16  # consecutive calls that are not graphed, after which later ones take the shortest way
 MOST_WAITING = 1024  # sets whose calls are counted
-MOST_RECORDINGS = 16  # of a function at one place in the tree, until their replays must be as many
-MOST_DEAD = 16  # forwards at the begin of a path, none of whose outputs is alive, until it must end
+MOST_RECORDINGS = 16  # of a function at one place in the tree; from then on, it needs as many replays as recordings
+MOST_DEAD = 16  # forwards without live outputs at the beginning of a path, before it must end
 
 OTHER_SIZES = (
     f"its sizes change too often: {FIRST_SIZES} sets of integers are graphed, and others once they have come "
@@ -61,10 +61,10 @@ class Sizes:
 
 
 def why_stopped(recordings: Sequence[RecordingLog]) -> str | None:
-    """Why a function runs un-graphed from now on, instead of being recorded once more; None if it is recorded.
+    """Why a function runs un-graphed from now on, instead of being recorded again; None if it is recorded.
 
     Args:
-        recordings: those that exist at the place where it would be recorded. A function that is called many times in a
+        recordings: the existing ones at the place where it would be recorded. A function that is called many times in a
             step has a recording at each of many places.
     """
     count, replays = len(recordings), sum(recording.replays for recording in recordings)
@@ -76,8 +76,8 @@ def why_stopped(recordings: Sequence[RecordingLog]) -> str | None:
 def is_endless(path: Sequence[Any], is_forward: Callable[[Any], bool], *, others: int = 0) -> bool:
     """Whether a path becomes longer at each call, because forwards are called whose backward never comes.
 
-    Upstream begins no step while a backward may be pending: what it reads must stay. This path begins with forwards
-    none of whose outputs is alive, so they have none. What is alive after them is for the caller to keep.
+    Upstream begins no step while a backward may be pending, because its inputs must stay. This path begins with
+    forwards without live outputs, whose backwards cannot be pending. The caller must keep later outputs that are alive.
 
     ``others``: forwards that ran un-graphed meanwhile.
     """

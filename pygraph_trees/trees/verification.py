@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pygraph_trees.verification")
 
-_WHOLE_STORAGE = 64 << 20  # a storage of at most so many bytes is copied as a whole, even for a small view
+_WHOLE_STORAGE = 64 << 20  # a storage of at most this many bytes is copied as a whole, even for a small view
 
 
 class Replayable(Protocol):
@@ -173,7 +173,7 @@ class Verification:
                     return None, (f"output {number}", _apart(one, other))
         finally:
             live.finish()
-        # Memory for outputs was compared above; un-graphed, what a library allocates is not copied to it.
+        # Memory for outputs was compared above; un-graphed code does not copy a library's allocations to it.
         handed = 0 if recording.templates is None else len(recording.templates)
         for i in sorted(stands & set(range(len(replayed) - handed))):
             if not _equal(replayed[i], wanted_inputs[i]):

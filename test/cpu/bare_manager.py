@@ -13,12 +13,12 @@ from pygraph_trees.trees.handing_out import HandingOut
 from pygraph_trees.trees.manager import Manager
 from pygraph_trees.trees.reclaiming import Reclaiming
 
-# Where upstream notes what it does not graph; renamed in torch 2.15.
+# The attribute in which upstream notes functions that it does not graph; renamed in torch 2.15.
 SKIPPED = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutation_hint"
 
 
 def bare_manager(kind: type[Manager] = Manager, **state: Any) -> Manager:
-    """``state``: attributes that differ; functions are of inference unless said otherwise."""
+    """``state``: attributes that differ from the defaults; functions are for inference by default."""
     manager = kind.__new__(kind)
     search = Search()
     known = {

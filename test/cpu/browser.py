@@ -1,7 +1,7 @@
-"""A Chromium without a window, told what to do over a pipe in its debugging protocol.
+"""A headless Chromium, controlled over a pipe with its debugging protocol.
 
-:class:`Browser` opens a file on a screen of a given size, as a phone's is where the screen is narrow, answers
-expressions in JavaScript, and is given keys as from a keyboard. It needs nothing but the program ``chromium``.
+:class:`Browser` opens a file on a screen of a given size (a phone's if the screen is narrow), evaluates JavaScript
+expressions, and receives keys as from a keyboard. It needs only the program ``chromium``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"),
 )
-_MOST_S = 60.0  # for one answer, on a machine that has much else to do
+_MOST_S = 60.0  # for one answer, on a busy machine
 _KEYS = {"Tab": (9, ""), "Enter": (13, "\r"), " ": (32, " "), "ArrowRight": (39, "")}
 
 
@@ -63,7 +63,7 @@ class Browser:
         return json.loads(message)
 
     def open(self, path: Path, width: int, height: int = 900, *, dark: bool = False) -> None:
-        """Shows a file on a screen of ``width`` by ``height`` pixels, and waits until it is there."""
+        """Shows a file on a screen of ``width`` by ``height`` pixels, and waits until it is loaded."""
         is_phone = width < 500
         screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": is_phone}
         self._do("Emulation.setDeviceMetricsOverride", **screen)
@@ -97,7 +97,7 @@ class Browser:
             self._do("Input.dispatchKeyEvent", type="keyUp", **pressed)
 
     def touch(self, selector: str) -> None:
-        """A tap in the middle of an element."""
+        """Taps the middle of an element."""
         self.ask(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
         place = "(({x, y, width, height}) => [x + width / 2, y + height / 2])"
         x, y = self.ask(f"{place}(document.querySelector({selector!r}).getBoundingClientRect())")
@@ -112,7 +112,7 @@ class Browser:
 
 @contextlib.contextmanager
 def browser() -> Iterator[Browser]:
-    """A browser, with a profile of its own, which ends with the block."""
+    """A browser with its own profile, which ends with the block."""
     assert PROGRAM is not None
     its_input, to_it = os.pipe()
     from_it, its_output = os.pipe()

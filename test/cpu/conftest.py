@@ -1,4 +1,4 @@
-"""Of the CPU lane: a garbage collection in a test walks only what the test made, and no test starts a native build."""
+"""The CPU lane: a garbage collection in a test visits only objects of that test, and no test starts a native build."""
 
 from __future__ import annotations
 

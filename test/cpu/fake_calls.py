@@ -48,7 +48,7 @@ class Failure:
 
 
 class FakeCalls:
-    """Keeps a list of the calls, in order, and makes the ones named fail. Asking for a call that is not here fails."""
+    """Lists the calls in order, and makes chosen ones fail. Asking for a call that is not defined here fails."""
 
     CUresult = CUresult
 
@@ -65,7 +65,7 @@ class FakeCalls:
         code: CUresult = CUresult.CUDA_ERROR_INVALID_VALUE,
         raises: BaseException | None = None,
     ) -> None:
-        """The call named fails once, without effect, after so many more that succeed: with a code, or ``raises``."""
+        """Makes a call fail once, without effect, after ``after`` more that succeed: with ``code``, or by raising."""
         assert hasattr(type(self), call), f"no call {call}"
         self._failures[call].append(Failure(after, code, raises))
 

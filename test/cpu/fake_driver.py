@@ -1,17 +1,17 @@
-"""A CUDA driver that is not there, with the interface of ``cuda.bindings.driver``, which checks its callers.
+"""A fake CUDA driver with the interface of ``cuda.bindings.driver``, which checks its callers.
 
 :class:`FakeApi` holds graphs of nodes that a test builds, graphs instantiated from them, and virtual memory. Calls
-return tuples that begin with a ``CUresult``, as the real ones do; on failure all else is None. Handles are objects that
-are an ``int()`` and nothing more, and integers are taken in their place. A handle that was never given out, an argument
-of the wrong type, a range that does not fit or a call on a stream in the wrong state is an ``AssertionError``: the
-driver would crash, refuse or lie. :meth:`FakeApi.fail` makes the n-th next call of a name return an error or raise;
+return tuples that begin with a ``CUresult``, as the real ones do; on failure, all other elements are None. Handles are
+objects that only support ``int()``; integers are accepted instead. A handle that was never given out, an argument of
+the wrong type, a range that does not fit or a call on a stream in the wrong state is an ``AssertionError``: the driver
+would crash, refuse or lie. :meth:`FakeApi.fail` makes the n-th next call of a name return an error or raise;
 :meth:`FakeApi.lack` takes a call away.
 
-As the driver does, an executable graph refuses for a copy or a fill an address in memory of another kind, in a
-reservation or not, than the node had when it was instantiated.
+As in the driver, an executable graph refuses an address for a copy or a fill if its kind of memory, in a reservation
+or not, is not the kind that the node had when the graph was instantiated.
 
-Nodes of parameters: ``make_graph(make_kernel([0x7000, b"abcd"]), make_memcpy(0x7000, 0x8000, 64), "HOST")``. Kernel
-parameters lie in real memory, since the driver's callers read them through pointers; device addresses are only numbers.
+Nodes with parameters: ``make_graph(make_kernel([0x7000, b"abcd"]), make_memcpy(0x7000, 0x8000, 64), "HOST")``. Kernel
+parameters are in real memory, since the driver's callers read them through pointers; device addresses are only numbers.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Kernel:
         return (0, entries) if self.packed else (entries, 0)
 
     def read(self, parameters: int, extra: int) -> bytes:
-        """What the driver would copy out of such a struct."""
+        """The bytes that the driver would copy out of such a struct."""
         if extra:
             assert not parameters, "both kernelParams and extra"
             entries = (ctypes.c_uint64 * 5).from_address(extra)
@@ -207,7 +207,7 @@ class FakeApi(FakeMemory):
         self.capture_mode = CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
         self.context = CUcontext(next(self._handles))
         self.context_of_another_device = CUcontext(next(self._handles))
-        self._of_thread = threading.local()  # which context each thread has; the one that made this has it
+        self._of_thread = threading.local()  # each thread's context; the thread that made this has one
         self._of_thread.context = self.context
         self._graphs: dict[int, list[int]] = {}
         self._nodes: dict[int, Node] = {}
@@ -216,7 +216,7 @@ class FakeApi(FakeMemory):
         self._reserved_sides: dict[tuple[int, int], dict[str, bool]] = {}  # of copies and fills, by graph and node
         self._streams: dict[int, tuple[CUstreamCaptureStatus, int]] = {}
         self._host: dict[int, tuple[ctypes.Array, bool]] = {}  # by address: memory, whether it is pinned
-        self.held: list[object] = []  # what has to live as long
+        self.held: list[object] = []  # objects that must live as long
 
     # What a test builds
 
@@ -226,7 +226,7 @@ class FakeApi(FakeMemory):
         return stream
 
     def make_graph(self, *nodes: str | int, children: dict[int, int] | None = None) -> int:
-        """A graph of nodes, made before or of the named kinds ("KERNEL"); ``children``: child graphs by position."""
+        """A graph of nodes, given as handles or as kinds ("KERNEL"); ``children``: child graphs by position."""
         graph = next(self._handles)
         self._graphs[graph] = []
         for position, node in enumerate(nodes):
@@ -259,11 +259,11 @@ class FakeApi(FakeMemory):
         known: bool = True,
         apart: bool = False,
     ) -> int:
-        """A kernel node; each word is a parameter of 8 bytes, each ``bytes`` one of its own size.
+        """A kernel node; each word is a parameter of 8 bytes, each ``bytes`` is one of its own size.
 
-        Parameters lie at multiples of the power of two that divides their size, up to 8. ``func`` False gives it a
-        ``CUkernel``; name None and ``known`` False make the driver refuse to tell its name and its layout. The node
-        keeps the parameters in one piece, or ``apart``.
+        Parameters are at multiples of the power of two that divides their size, up to 8. ``func=False`` gives the
+        node a ``CUkernel``; ``name=None`` and ``known=False`` make the driver refuse to give its name and its layout.
+        The node keeps the parameters in one piece, or ``apart``.
         """
         assert not isinstance(words, (bytes, bytearray)), "a list of parameters"
         parameters = [word if isinstance(word, bytes) else word.to_bytes(8, "little") for word in words]
@@ -295,7 +295,7 @@ class FakeApi(FakeMemory):
         return self._add(Node(CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET, CUDA_MEMSET_NODE_PARAMS(**fields)))
 
     def make_host(self, data: bytes, pinned: bool = True) -> int:
-        """The address of host memory that holds ``data`` and really is there; the driver knows pinned memory only."""
+        """The address of real host memory that holds ``data``; the driver knows it only if it is pinned."""
         buffer = ctypes.create_string_buffer(data, len(data))
         self._host[ctypes.addressof(buffer)] = (buffer, pinned)
         return ctypes.addressof(buffer)
@@ -314,12 +314,12 @@ class FakeApi(FakeMemory):
         return exec_
 
     def _in_reservations(self, values: dict[str, int]) -> dict[str, bool]:
-        """Whether each device address of a copy or a fill lies in one."""
+        """Whether each device address of a copy or a fill is in a reservation."""
         names = ["dst"] if "dst" in values else [f"{s}Device" for s in ("src", "dst") if values[f"{s}MemoryType"] != 1]
         return {name: self.is_reserved(values[name]) for name in names}
 
     def exec_parameters(self, exec_: int, node: int) -> bytes:
-        """What an executable graph holds, at the offsets of relocations.
+        """The parameters that an executable graph holds, at the offsets of relocations.
 
         A kernel's block; source and target of a memcpy, 8 bytes each; target of a memset, 8 bytes.
         """
@@ -348,7 +348,7 @@ class FakeApi(FakeMemory):
 
     def cuCtxGetCurrent(self):
         answer = self._answer("cuCtxGetCurrent", getattr(self._of_thread, "context", CUcontext(0)))
-        self.calls.pop()  # asked before others each time, it would stand between all of them
+        self.calls.pop()  # asked before each of the others; it would clutter the list
         return answer
 
     def cuCtxSetCurrent(self, context):

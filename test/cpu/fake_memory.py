@@ -1,8 +1,8 @@
-"""Virtual memory of the fake driver: reservations, physical memory and mappings, only numbers.
+"""Virtual memory of the fake driver: reservations, physical memory and mappings, all only numbers.
 
-A range that is not made of whole granules, lies outside of a reservation, over a mapping or over a part of one is an
-``AssertionError``, and so is what is given back twice. Reservations lie where the fake likes, and stay for good; a test
-may limit how many bytes there can be of them.
+It is an ``AssertionError`` if a range is not made of whole granules, is outside a reservation, or is over a mapping or
+part of one, or if anything is given back twice. The fake chooses where reservations are, and they stay for good; a test
+may limit the number of bytes of all reservations.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ class FakeMemory(FakeCalls):
     def __init__(self) -> None:
         super().__init__()
         self.reservations: dict[int, int] = {}  # bytes by start
-        self.most_reserved: int | None = None  # bytes of all reservations
+        self.most_reserved: int | None = None  # limit for the bytes of all reservations
         self.mappings: dict[int, Mapping] = {}  # by start
-        self.memories: dict[int, Memory] = {}  # by handle, given back ones too
-        self._next_range = 0x1000_1240_0000  # no multiple of 4 GiB, and where no process has its own memory
+        self.memories: dict[int, Memory] = {}  # by handle, including those given back
+        self._next_range = 0x1000_1240_0000  # not a multiple of 4 GiB, and where no process has its own memory
 
     def leaks(self) -> list[str]:
-        """What memory is still mapped or held."""
+        """The memory that is still mapped or held."""
         return [
             *(f"{mapping.nbytes:#x} bytes mapped at {start:#x}" for start, mapping in self.mappings.items()),
             *(

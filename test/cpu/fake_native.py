@@ -1,8 +1,8 @@
-"""The native part over the fake driver: what the fake answers goes into a library in C, which the native part calls.
+"""The native part on the fake driver: the fake's answers go into a C library, which the native part calls.
 
 :func:`native_over` gives a :class:`FakeApi` a module with the interface of ``pygraph_trees.native._graph_nodes``, so
-that the tests of what is done in Python are tests of what is done in C. It skips the test where the extension was not
-built or the library cannot be.
+that the tests of the code in Python also test the code in C. It skips the test if the extension is not built or the
+library cannot be built.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SOURCE = Path(__file__).with_name("fake_libcuda.c")
 
 @functools.cache
 def library() -> Path | None:
-    """The compiled library, None without a compiler."""
+    """The compiled library, or None without a compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("c++")
     if compiler is None:
         return None
@@ -56,7 +56,7 @@ class Launch(ctypes.Structure):
 
 
 def _struct_at(address: int) -> FakeParams:
-    """One of the fake's, or a copy of what the library in C gave, of which only pointers may have changed."""
+    """One of the fake's structs, or a copy of one from the C library in which only pointers may have changed."""
     try:
         return FakeParams.at(address)
     except KeyError:
@@ -93,7 +93,7 @@ def native_over(api: FakeApi) -> Any:
     def set_kernel(exec_: int, node: int, address: int) -> int:
         try:
             (code,) = api.cuGraphExecKernelNodeSetParams(CUgraphExec(exec_), CUgraphNode(node), _struct_at(address))
-        except BaseException:  # C knows none: Python asks once more, and gets it
+        except BaseException:  # C has no exceptions: Python asks again, and gets it
             return int(CUresult.CUDA_ERROR_UNKNOWN)
         return int(code)
 
@@ -103,7 +103,7 @@ def native_over(api: FakeApi) -> Any:
         found[0] = None if code else int(context)
         return int(code)
 
-    api.held += set_kernel, get_context  # what C calls lives as long as who answers
+    api.held += set_kernel, get_context  # functions that C calls live as long as the fake that answers
     calls = {"cuGraphExecKernelNodeSetParams_v2": set_kernel, "cuCtxGetCurrent": get_context}
     return SimpleNamespace(
         search=search,

@@ -1,4 +1,4 @@
-"""What a fast replay in C++ goes through: a manager, a recording, a graph and live inputs, as fakes."""
+"""Fakes of the objects that a fast replay in C++ uses: a manager, a recording, a graph and live inputs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pygraph_trees.trees.recording import Upstream as UpstreamRecording
 
 MODE = cudagraph_trees.CompilationMode
 MAY_CLONE = fast_path.MAY_CLONE
-# Since torch 2.15, a recording asks again which outputs are alive, after it has found some that nobody needs.
+# Since torch 2.15, a recording asks again which outputs are alive after it has found some that nothing needs.
 CHECKS_LIVENESS_AGAIN = "liveness_check_state" in inspect.signature(UpstreamRecording).parameters
-# Of a function, since torch 2.15; None is no limit.
+# Limits of a function, since torch 2.15; None means no limit.
 LIMITS = {
     name: None
     for name in inspect.signature(cudagraph_trees.WrappedFunction).parameters
@@ -39,7 +39,7 @@ class Plain:
 
 
 def liveness_check():
-    """The attributes with which a recording checks it."""
+    """The attributes with which a recording checks liveness."""
     return {"liveness_check_state": Plain(detached=False)} if CHECKS_LIVENESS_AGAIN else {}
 
 
@@ -60,7 +60,7 @@ class Graph(Plain):
 
 
 class Live:
-    """Live inputs; a graph settles on the addresses that it is asked for, where the answer is None."""
+    """Live inputs; a graph settles on the addresses that it is asked for if the answer is None."""
 
     def __init__(self, patched, settled, outputs=()):
         self.patched = [Plain(index=index) for index in patched]
@@ -155,7 +155,7 @@ class Trees:
         )
 
     def put(self, candidates):
-        """Makes them the known candidates of the next call."""
+        """Makes ``candidates`` the known ones of the next call."""
         self.manager._candidates = {7: {self.before: candidates}}
 
     def find(self, manager, function_id, begins):

@@ -1,7 +1,7 @@
-"""Variants against their originals, run by Triton's interpreter on tensors of the CPU.
+"""Compares variants with their originals, run by Triton's interpreter on CPU tensors.
 
-``test_variants.py`` runs this file in a process of its own: Triton decides when it is imported whether it interprets.
-It ends in ``unittest.main``, since torch's ``run_tests`` wants another package where ``CI`` is set.
+``test_variants.py`` runs this file in its own process, because Triton decides at import whether it interprets. The file
+ends in ``unittest.main``, since torch's ``run_tests`` needs another package if ``CI`` is set.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class InterpretedTestCase(TestCase):
         grid: tuple[int, ...],
         slots: Any,
     ) -> None:
-        """Both do something, leave the same bits in every tensor, and the variant leaves its slots alone."""
+        """Asserts that both leave the same bits in every tensor, not the old ones, and that slots stay as they are."""
         before, after = ({name: tensor.clone() for name, tensor in tensors.items()} for _ in range(2))
         fn[grid](**before, **rest)
         addresses = {name: torch.tensor([after[name].data_ptr()]) for name in slots}
@@ -138,7 +138,7 @@ class TestWriters(TestCase):
 
 @st.composite
 def pointwise_kernels(draw: st.DrawFn) -> tuple[str, dict[str, str], list[str]]:
-    """The source of a pointwise kernel ``kernel``, types of its pointers, and which of them are to be slots."""
+    """The source of a pointwise kernel ``kernel``, the types of its pointers, and those that become slots."""
     types = draw(st.lists(st.sampled_from(list(TYPES)), min_size=1, max_size=6))
     names = [draw(st.sampled_from(("in_ptr", "x", "tl_", "_language"))) + str(i) for i in range(len(types))]
     slots = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
@@ -154,7 +154,7 @@ def pointwise_kernels(draw: st.DrawFn) -> tuple[str, dict[str, str], list[str]]:
         how = draw(st.integers(0, 2))
         lines += [[f"    {name} += i"], [f"    {name} = advance({name}, i)"], [f"    {name} = {name} + i"]][how]
     lines += [f"    v{k} = tl.load({name}, i < n)" for k, name in enumerate(names)]
-    # More than any value before; and flags become what they were not.
+    # Stored values are larger than all values before, and flags are inverted.
     total = " + ".join(f"v{k}.to(tl.float32)" for k in range(len(names))) + " + 1"
     lines += ["    if n > 0:"] if draw(st.booleans()) else ["    for _ in range(1):"]
     for name in stored:

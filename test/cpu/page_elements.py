@@ -1,4 +1,4 @@
-"""A page as elements, and what it would need beside itself."""
+"""The elements of a page, and what the page needs besides itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LOADS = frozenset({"link", "img", "iframe", "object", "embed", "base", "form", 
 
 
 def needed(text: str) -> list[str]:
-    """Elements and styles that need something beside the page, or run; data in a script and links within are none."""
+    """Elements and styles that run or need anything besides the page; data in scripts and inner links do not count."""
     elements = Elements(text)
     found = []
     for tag, attributes in elements.found:

@@ -38,7 +38,7 @@ def _tensor_of(metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch
 
 
 class Function:
-    """A function whose outputs are all the value of the step; a step is begun by each :meth:`call`."""
+    """A function whose outputs all hold the value of the step; each :meth:`call` begins a step."""
 
     def __init__(self, outputs: int = 1, mode: CompilationMode = CompilationMode.INFERENCE) -> None:
         self.pool, self.value = torch.zeros(SIZE * outputs), 0.0
@@ -61,7 +61,7 @@ class Function:
             self.call(0.0)
 
     def call(self, value: float, *, fast: bool = True) -> list[torch.Tensor]:
-        """The outputs; only a replay may make them, by C++ if ``fast``."""
+        """The outputs; only a replay may make them, in C++ if ``fast``."""
         cudagraph_trees.MarkStepBox.mark_step_counter -= 1
         self.value = value
         with (

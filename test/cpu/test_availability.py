@@ -1,4 +1,4 @@
-"""Whether graphs are given addresses: what is said once where the driver or its bindings do not allow it."""
+"""Whether graphs are given addresses, and the single warning if the driver or its bindings do not allow it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TestUsableDriver(TestCase):
         self.addCleanup(usable_driver.cache_clear)
 
     def said(self, found):
-        """What is given, and the warnings of two calls."""
+        """The driver that two calls give, and their warnings."""
         with mock.patch.object(availability, "driver", lambda: found), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             given = usable_driver(), usable_driver()
@@ -67,7 +67,7 @@ class TestUsableDriver(TestCase):
         self.assertEqual([w for w in caught if w.category is IndirectionOff], [])
 
     def test_without_a_driver_inputs_are_copied_and_writes_are_not_graphed(self):
-        """As upstream does; the inputs say why."""
+        """Upstream does the same; here the inputs give the reason."""
         model = FunctionModel(lambda inputs: inputs, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
         made = Recording.__new__(Recording)
         made.wrapped_function = SimpleNamespace(model=model)

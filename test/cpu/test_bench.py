@@ -80,7 +80,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "XLNET-I": {"sequence": 32, "layers": 1, "hidden": 64},
     "XLNET-T": {"batch": 2, "sequence": 32, "layers": 1, "hidden": 64},
 }
-# What a workload is built from, besides torch.
+# The packages that workloads need besides torch.
 PACKAGES = {
     "transformers": {
         *("BERT", "BERT-I", "BSCG", "DBV2", "DGPT2", "DMLM", "MBERT", "MTCG-I", "MTCG-T", "STCLM", "XLNET-I", "XLNET-T")
@@ -91,8 +91,8 @@ PACKAGES = {
 INPUTS = {"ALNET": 1, "BERT": 2, "BERT-I": 3, "DR-I": 1, "DR-T": 1, "DLRM": 28, "EOS": 3, "MMC": 2, "ST": 3, "TKE": 21}
 INPUTS |= {"BSCG": 2, "DALLE2": 3, "DBV2": 3, "DCGAN": 2, "DGPT2": 2, "DMLM": 2, "DNET": 1, "LCNET": 1, "MBERT": 3}
 INPUTS |= {"MTCG-I": 2, "MTCG-T": 2, "STCLM": 2, "TEFD": 3, "VM": 1, "XLNET-I": 1, "XLNET-T": 2}
-BREAK = ("DMLM", "VM")  # into graphs, more or fewer by what they are built from
-# Of each kind some: with and without a backward, inputs from the CPU, packages, breaks into several graphs.
+BREAK = ("DMLM", "VM")  # into several graphs, whose number depends on the installed packages
+# Some of each kind: with and without a backward, inputs from the CPU, packages, breaks into several graphs.
 EXPLAINED = ("ALNET", "BERT", "DLRM", "MMC", "DMLM", "LCNET", "VM")
 FROM_THE_CPU = ("DALLE2", "MMC", "ST")  # one input of each
 
@@ -107,7 +107,7 @@ def _imports(package: str) -> bool:
 
 
 def _require(name: str) -> None:
-    """Skips a test, or a part of one, where what a workload is built from is not installed."""
+    """Skips a test, or a part of one, if a package that the workload needs is not installed."""
     for package, names in PACKAGES.items():
         if name in names and not _imports(package):
             raise unittest.SkipTest(f"{package} is not installed")
@@ -168,7 +168,7 @@ class TestWorkloads(TestCase):
         self.assertEqual({t.dtype for t in WORKLOADS["EOS"].build("meta").args}, {torch.float64})
 
     def test_small_ones_run(self):
-        """Those that the next test does not trace are traced too, and give what they give in eager mode."""
+        """Workloads that the next test does not trace are traced here, and give the same results as in eager mode."""
         for name, sizes in SMALL.items():
             with self.subTest(name):
                 _require(name)
@@ -177,7 +177,7 @@ class TestWorkloads(TestCase):
                 self.assertTrue(all(t.isfinite().all() for _, t in expected), name)
                 if name in EXPLAINED:
                     continue
-                traced = torch.compile(program.fn, backend="eager", fullgraph=name != "VM")  # that one reads its data
+                traced = torch.compile(program.fn, backend="eager", fullgraph=name != "VM")  # VM reads its data
                 found = snapshot(program.step(traced, program.args, program.kwargs))
                 self.assertEqual([where for where, _ in found], [where for where, _ in expected], name)
                 for (where, one), (_, other) in zip(found, expected, strict=True):
@@ -314,7 +314,7 @@ _BROKEN = """
 
 
 class FakeWorker:
-    """What is started for a job, without a process; what happened to whom is noted."""
+    """Stands for the process that is started for a job; notes what happens to which job."""
 
     happened: ClassVar[list[str]] = []
 
@@ -376,7 +376,7 @@ class TestIsolation(TestCase):
             self.assertIsNone(record.compile_s)
 
     def test_some_are_prepared_together_and_timed_one_by_one(self):
-        """One that raises touches no other, and waiting for others takes none of its time."""
+        """One that raises does not affect the others, and waiting for the others does not count as its time."""
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             Path(folder, "__init__.py").write_text(textwrap.dedent(_BROKEN))
             ways = {"GOOD": ("eager",), "RAISES": ("eager", "ours")}
@@ -405,7 +405,7 @@ class TestIsolation(TestCase):
             self.assertIsNone(record.latency_ms)
 
     def test_caches_that_are_kept(self):
-        """A workload compiled in one process is found by the next one, where a folder was named."""
+        """If a folder is named, a process finds the workload that an earlier process compiled."""
         effort = replace(FAST, fresh_caches=False)
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "__init__.py").write_text(textwrap.dedent(_BROKEN))
@@ -423,7 +423,7 @@ class TestIsolation(TestCase):
         self.assertEqual(found[0], found[1])
 
     def test_nobody_waits_for_it(self):
-        """A process that was started ahead ends with who started it, and leaves nothing."""
+        """A process that was started ahead ends with the block that started it, and leaves nothing."""
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "__init__.py").write_text(textwrap.dedent(_BROKEN))
             with Worker(Job("GOOD", "inference", 1, ("eager",), FAST, Path(folder), device="cpu"), 9.0) as worker:
@@ -440,7 +440,7 @@ class TestIsolation(TestCase):
 
 class TestQuiet(TestCase):
     def wait(self, used, most_s=5.0):
-        """Whether it was quiet, and when it was known, by processor time at each look."""
+        """Whether the machine was quiet, and when this was known; ``used``: the processor time at each look."""
         clock = {"now": 100.0}
         used = iter(used)
 
@@ -543,17 +543,17 @@ class TestCommandLine(TestCase):
 
             here.return_value = replace(blank, code_hash="other")
             status, shown, _ = self._main("EOS", *common, "--resume")
-            self.assertIn("differs in code_hash; starting anew", shown)
+            self.assertIn("differs in code_hash; starting from scratch", shown)
             self.assertEqual((status, [r.workload for r in Results.read(out).records]), (0, ["EOS", "EOS"]))
 
             ran.clear()
             four = ("--rounds", "4", "--timeout", "9", "--resume", "--out", str(out))
             ways = ("eager", "compile", "upstream", "ours")
             self._main("EOS", *four)
-            self.assertEqual(ran, ["EOS"])  # measured before in two ways alone
+            self.assertEqual(ran, ["EOS"])  # it was measured in only two ways before
 
     def test_an_interrupt_ends_what_is_being_timed(self):
-        """Before the pool of threads is left, which waits for all."""
+        """It does so before the thread pool is left, which waits for all jobs."""
         ended = threading.Event()
 
         def run(job: Job, _: float) -> list[Measurement]:
@@ -578,7 +578,7 @@ class TestCommandLine(TestCase):
         self.assertEqual(FakeWorker.happened[-2:], ["end EOS", "end TKE"])
 
     def test_batches(self):
-        """The next ones import while some are prepared; a workload is timed alone, on a quiet machine."""
+        """The next workloads import while others are prepared; each is timed alone, on a quiet machine."""
 
         def run(job: Job, _: float) -> list[Measurement]:
             record = Measurement(job.name, job.mode, job.batch, "ours", "same", latency_ms=1.0)
@@ -618,7 +618,7 @@ class TestCommandLine(TestCase):
         self.assertIn("expected at least 1, got 0", self._main(a, "--jobs", "0")[2])
 
     def test_workloads_share_several_gpus(self):
-        """As many are timed at a time as there are GPUs, each on one of its own."""
+        """As many workloads are timed at a time as there are GPUs, each on its own GPU."""
         together, names = threading.Barrier(2, timeout=60), ("EOS", "TKE", "DLRM", "BERT")
         jobs: dict[str, Job] = {}
 
@@ -663,7 +663,7 @@ class TestCommandLine(TestCase):
         self.assertEqual(kept.environment()["TORCHINDUCTOR_CACHE_DIR"], f"{folder.resolve()}/0123456789ab")
 
     def test_start_times_alone(self):
-        """Nothing is timed; as many at a time as there are GPUs have cores of their own."""
+        """No calls are timed. Start times count if each job has its own cores: no more jobs at a time than GPUs."""
         jobs: list[Job] = []
 
         def run(job: Job, _: float) -> list[Measurement]:
@@ -710,7 +710,7 @@ class TestCommandLine(TestCase):
                 self.assertEqual([r.workload for r in Results.read(out).records], ["TKE"])
 
     def test_one_command_makes_page_and_plots(self):
-        """Of what goes to the folder of the results, where plots can be made."""
+        """It makes them of results in the results folder, if plots can be made."""
         record = Measurement("EOS", "inference", 1, "ours", "same", latency_ms=1.0)
         blank = Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 4)
         for elsewhere, has_plots in ((False, True), (False, False), (True, True)):
@@ -758,7 +758,7 @@ class TestChoices(TestCase):
 
 class TestProductHash(TestCase):
     def test_tests_do_not_count(self):
-        """The hash is of both packages; that of the evidence covers the tests on a GPU too."""
+        """The hash covers both packages; the hash of the evidence also covers the GPU tests."""
         from pygraph_trees.code_hash import covered_files
 
         seen: list[Any] = []
@@ -812,7 +812,7 @@ class TestHostTime(TestCase):
         self.assertIn(found["ratio"], found["ratios"])
 
     def test_the_ratio_is_of_what_each_took(self):
-        # In every round and position, what runs upstream takes 100 us a call and what runs ours 103.
+        # In every round and position, a call takes 100 us with upstream and 103 us with ours.
         taken = {"upstream": 100e-6, "ours": 103e-6}
         active: list[str] = []
         make = host_time.make_ways

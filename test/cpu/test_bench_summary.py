@@ -1,4 +1,4 @@
-"""The page and plots of all results: which file each workload is taken from, and what is said to be worse."""
+"""The page and plots of all results: which file each workload is taken from, and what is reported as worse."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class TestSummary(TestCase):
 
     @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "matplotlib is not installed")
     def test_plots(self):
-        """The same figures are the same files, where ours is slower too."""
+        """The same figures give the same files, even if ours is slower."""
         from bench.plots import THEMES, draw
 
         found = pages.summarise(
@@ -217,7 +217,7 @@ class TestSummary(TestCase):
             self.assertIn(">0.50<", (Path(one) / "speedup-light.svg").read_text(encoding="utf-8"))
 
     def test_results_that_are_here(self):
-        """The page that stands in the results is of the files beside it."""
+        """The page in the results folder is made from the files beside it."""
         folder = pages.RESULTS_FOLDER
         files = pages.read_all(folder.glob("*.json"))
         starts = pages.read_all((folder / pages.START_FOLDER).glob("*.json"))
@@ -245,7 +245,7 @@ class TestSummary(TestCase):
             self.assertIn(name, pages.load_workloads(pages.WORKLOADS_FOLDER))
         self.assertIn("| geometric mean of 2 |  |  | 2.83x |", table)
         part = pages.short_table(pages.summarise({Path("a.json"): results(*records)}, ["A", "B", "D"]))
-        self.assertNotIn("geometric mean", part)  # of a part of them says little
+        self.assertNotIn("geometric mean", part)  # the mean of a part of the programs says little
         text = f"before\n{pages.BEGIN}\nold\n{pages.END}\nbehind\n"
         self.assertEqual(pages.with_table(text, "new"), text.replace("old", "new"))
         for broken in ("no marks", pages.BEGIN):
@@ -253,7 +253,7 @@ class TestSummary(TestCase):
                 pages.with_table(broken, table)
 
     def test_the_readme_shows_five_of_several_kinds(self):
-        """And their means over upstream, and over the better one of upstream and no graphs."""
+        """It also shows mean speedups over upstream, and over the better of upstream and no graphs."""
         no_graphs = [("compile", {"latency_ms": 1.0})]
         records = [record for name in pages._SHOWN for record in both(name, {"latency_ms": 0.5}, others=no_graphs)]
         found = pages.summarise({Path("a.json"): results(*records)}, [])
@@ -261,7 +261,7 @@ class TestSummary(TestCase):
         titles = [pages._TITLES.get(name, name) for name in pages._SHOWN[:5]]
         self.assertEqual([line.split("|")[1].strip() for line in lines[2:7]], titles)
         self.assertEqual(len(lines), 2 + 5 + 1)
-        # BERT-I is not the paper's.
+        # BERT-I is not from the paper.
         self.assertRegex(lines[-1], r"geometric mean of 8 \|.*\| 4.00x, 2.00x over the better way \|")
         self.assertIn("| geometric mean of 8 |  |  |  | 4.00x | 2.00x |", pages.page(found))
 

@@ -117,13 +117,13 @@ class TestProgram(TestCase):
         self.assertEqual(Program(lambda *a: None, (x, x[50:])).resident_nbytes, 400)
 
     def test_resident_bytes_of_wrapper_subclasses_are_those_of_the_tensors_in_them(self):
-        """As of quantized parameters: such a tensor has no memory itself."""
+        """Such a tensor, for example a quantized parameter, has no memory itself."""
         module = torch.nn.Module()
         module.weight = torch.nn.Parameter(TwoTensor(torch.zeros(100), TwoTensor(torch.zeros(100), torch.zeros(100))))
         self.assertEqual(Program(module, (torch.zeros(10),)).resident_nbytes, 1240)
 
     def test_the_device_is_that_of_what_a_function_closes_over(self):
-        """It is waited for, though all inputs are elsewhere."""
+        """The benchmark waits for this device even if all inputs are elsewhere."""
         with absent_gpu("sm_90"), FakeTensorMode():
             model, table = torch.nn.Linear(2, 2, device="cuda"), torch.ones(2, device="cuda")
             for fn, device in ((lambda: model, "cuda"), (lambda: table, "cuda"), (lambda: later, "cpu")):
@@ -283,7 +283,7 @@ class TestDifferences(TestCase):
 
 
 class Hashed(SimpleNamespace):
-    """One that is equal to itself alone, as a recording is."""
+    """A namespace that is equal only to itself, like a recording."""
 
     def __init__(self, one: SimpleNamespace) -> None:
         super().__init__(**vars(one))
@@ -322,7 +322,7 @@ class TestGraphs(TestCase):
         self.assertIs(vars(self.Node)["run_graph"], before)
 
     def recorded(self, number: int, parent: Any = None, log: Any = None) -> SimpleNamespace:
-        """A recording of upstream's, or with a log one of ours."""
+        """A recording of upstream, or one of ours if there is a ``log``."""
         model = SimpleNamespace() if log is None else SimpleNamespace(log=log)
         function = SimpleNamespace(model=model, id=SimpleNamespace(id=10 + number))
         node = SimpleNamespace(wrapped_function=function, id=SimpleNamespace(id=number), parent=parent)
@@ -506,7 +506,7 @@ class TestComparison(TestCase):
         self.assertEqual([done for done, _ in steps], sorted(done for done, _ in steps))
 
     def _that_chooses(self, then: Any) -> Any:
-        """The measurement of a way that, once it has chosen, does something else than to multiply by two."""
+        """The measurement of a way that multiplies by two until it has chosen, and does ``then`` from there on."""
         texts: list[str] = []
         used = eager = lambda x: x * 2
 
@@ -572,10 +572,10 @@ class TestComparison(TestCase):
 
 
 class TestInspection(TestCase):
-    """The part that needs a GPU, on a pretended one: tensors are on the CPU, the allocator's answers are made up."""
+    """The part that needs a GPU, on a fake one: tensors are on the CPU, the allocator's answers are made up."""
 
     def inspected(self, launches: int) -> list[Measurement]:
-        """Of eager and ours, with inputs that stay and fresh ones; a profiler saw so many launches of graphs."""
+        """Measures eager and ours, with the same and with fresh inputs; a profiler saw ``launches`` graph launches."""
         program = Program(lambda x: x * 2, (torch.ones(3),))
         node = TestGraphs.LoggedNode()
         node.log = RecordingLog(number=3, inputs=((0, "x", "live", "cuda:0", 12, 12, False),))
@@ -615,7 +615,7 @@ class TestInspection(TestCase):
             return comparison.run()
 
     def test_figures_of_the_gpu(self):
-        """Launches are named if they are as many as replays."""
+        """Launches are named if there are as many of them as replays."""
         for launches, names in ((1, ("Net 0/0 inference, recording 3",)), (2, ())):
             eager, _, ours, _ = self.inspected(launches)
             self.assertEqual((eager.launches, ours.launches), ((), names))
@@ -732,7 +732,7 @@ class TestTables(TestCase):
 
 
 class TestTuning(TestCase):
-    """Choices found by benchmark go from way to way, compiled code does not."""
+    """Choices that Inductor benchmarked are carried from way to way; compiled code is not."""
 
     def test_choices_alone_are_carried(self):
         with tempfile.TemporaryDirectory() as name:
@@ -753,7 +753,7 @@ class TestTuning(TestCase):
 
 
 class TestVerify(TestCase):
-    """What was not compared is not taken for equal."""
+    """Results that were not compared do not count as equal."""
 
     def verified(self, fn, *args, recorded=()):
         """``pygraph_trees.verify`` on a machine that seems to have a GPU, with these recordings."""

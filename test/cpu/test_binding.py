@@ -52,7 +52,7 @@ class TestNames(TestCase):
 
 class TestThreads(TestCase):
     def check(self):
-        """No two threads ever have the same number."""
+        """Asserts that no two threads have the same number."""
         found = [binding.thread_id(), binding.thread_id()]
         self.assertEqual(found[0], found[1])
         for _ in range(20):

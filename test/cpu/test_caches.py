@@ -1,7 +1,7 @@
-"""Inductor's and AOTAutograd's caches hit with the patches on exactly where they hit with torch alone.
+"""Inductor's and AOTAutograd's caches hit with the patches on exactly when they hit with torch alone.
 
-Graphs of the CPU are compiled for CUDA graphs and taken for graphs of a GPU, which upstream then finds a reason not to
-graph: so everything but the graphs themselves happens as on a GPU. ``torch._dynamo.reset()`` stands for a new process.
+Graphs of the CPU are compiled for CUDA graphs and treated as graphs of a GPU. Upstream then finds a reason not to graph
+them, so everything but the CUDA graphs happens as on a GPU. ``torch._dynamo.reset()`` stands for a new process.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ BOTH_HIT = {**HIT, "fxgraph_cache_hit": 2}
 
 
 def counted():
-    """The caches' counters that are not zero, since they were asked for the last time."""
+    """The caches' counters that are not zero, since the last call of this function."""
     found = {name: counters[kind][name] for kind, names in COUNTED.items() for name in names if counters[kind][name]}
     counters.clear()
     return found
 
 
 def product(x, w):
-    """Forward and backward are products of matrices alone, so that no kernel takes seconds to be compiled."""
+    """Forward and backward consist only of matrix products, so that no kernel takes seconds to compile."""
     return x @ w @ w
 
 
@@ -77,7 +77,7 @@ class CachesTestCase(TestCase):
 
     @contextlib.contextmanager
     def way(self, patched, flags=None):
-        """With the patches on or off, and each compiled graph one of a GPU."""
+        """Turns the patches on or off, and treats each compiled graph as one of a GPU."""
         (inductor_patches.install if patched else inductor_patches.uninstall)()
         upstream = CompiledFxGraph.__init__
 
@@ -163,7 +163,7 @@ class TestHits(CachesTestCase):
 
 
 class TestKeys(CachesTestCase):
-    """What separates the entries of two processes, and what does not."""
+    """Which differences separate the cache entries of two processes, and which do not."""
 
     def test_torch_alone_and_ours_share_nothing(self):
         for patched, expected in ((True, MISSED), (False, MISSED), (True, HIT), (False, HIT)):

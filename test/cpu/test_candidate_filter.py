@@ -148,7 +148,7 @@ class TestCandidateFilter(TestCase):
             held = [cached[n] for n in range(7) if kept >> n & 1]
             self.assertEqual(find(0, given_), kept)
             held.append(cached[6])
-            self.assertGreaterEqual(find(0, given_), 127)  # the filter does not check the last one that is left
+            self.assertGreaterEqual(find(0, given_), 127)  # the filter does not check the last recording that is left
             del held
         self.assertEqual([find(n, given_) for n in (63, 64, 127, 128, 200)], [63, 128, 127, 128, 128])
         moved = torch.zeros(9)[1:]

@@ -34,7 +34,7 @@ MODE, EXECUTION = cudagraph_trees.CompilationMode, cudagraph_trees.ExecutionStat
 
 
 class Reference:
-    """Torch's weak reference to an output, which is alive while somebody beside its recording holds it."""
+    """Torch's weak reference to an output, which is alive while anything besides its recording holds it."""
 
     def __init__(self, outputs, index):
         self.outputs, self.index, self.is_held = outputs, index, False
@@ -48,7 +48,7 @@ class Reference:
 
 
 class Trees:
-    """A manager of functions; their recordings ask and replay as all do, and their graphs do nothing."""
+    """A manager of functions whose recordings check and replay as usual, but whose graphs do nothing."""
 
     def __init__(self):
         self.roots, self.wrapped, self.replayed = {}, {}, []
@@ -65,7 +65,7 @@ class Trees:
         return number, fast_path.entry(model.dispatch)
 
     def recording(self, number, parent=None, *, static=(), outputs=1, dead=()):
-        """The newest of a function after another: of static inputs, and of outputs on the path that are to be dead."""
+        """Adds a recording of a function after ``parent``; ``dead``: the outputs on the path that must be dead."""
         node = Recording.__new__(Recording)
         cached = some(outputs)
         references = [Reference(cached, index) for index in range(outputs)]
@@ -112,7 +112,7 @@ class Trees:
         vars(self.manager)[SKIPPED] = collections.defaultdict(dict, {None: {number: False}})
 
     def reset(self):
-        """All recordings go, as they do where upstream resets its trees."""
+        """Drops all recordings, as upstream does when it resets its trees."""
         self.roots.clear()
         self.manager._candidates.clear()
         self.manager.current_node = None
@@ -130,7 +130,7 @@ class TestCandidates(TestCase):
         cudagraph_trees.MarkStepBox.mark_step_counter = -next(self.steps)
 
     def check(self, call, inputs, node):
-        """It is ``node`` that is replayed."""
+        """Asserts that ``node`` is replayed."""
         given, manager = list(inputs), self.trees.manager
         outputs = call(given)
         self.assertEqual([id(one) for one in outputs], [id(one) for one in node.cached_tensor_outputs])
@@ -210,12 +210,12 @@ class TestCandidates(TestCase):
                     self.check(call, [weight], node)
         self.step()
         with self.looked_for(0):
-            self.check_none(call, some(1))  # not where it should lie
+            self.check_none(call, some(1))  # not at the recorded address
             self.check(call, weights[:1], nodes[0])
             self.check_none(call, weights[:1])
 
     def test_functions_that_follow_each_other_are_found_without_a_search(self):
-        """A function of several positions, each time after the same one or another."""
+        """Functions are called at several positions, after themselves or after each other."""
         (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
         root, others = self.trees.recording(first), self.trees.recording(second)
         children = [self.trees.recording(second, root), self.trees.recording(second, others)]
@@ -234,7 +234,7 @@ class TestCandidates(TestCase):
                         self.check(call, [], node)
 
     def fifty(self):
-        """A function after another, with a recording for each set of the other's outputs that are kept."""
+        """A function that follows another; it has a recording for each set of the other's outputs that is kept."""
         (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
         root = self.trees.recording(first, outputs=6)
         children = []
@@ -255,7 +255,7 @@ class TestCandidates(TestCase):
         return root, children, run
 
     def test_each_of_fifty_recordings_is_found_by_what_is_alive(self):
-        """Each is found by what is alive, and once they are told apart no other one is asked."""
+        """Each is found by the live outputs; once they are told apart, no other recording is asked."""
         _, _, run = self.fifty()
         for _ in range(2):
             for kept in range(50):
@@ -263,7 +263,7 @@ class TestCandidates(TestCase):
         with self.looked_for(0):
             for kept in (*range(50), 49, 0, 31, 7, 7):
                 run(kept, kept)
-        for kept, expected in ((51, None), (50, None), (62, None), (48, 48)):  # for which there is none, and once more
+        for kept, expected in ((51, None), (50, None), (62, None), (48, 48)):  # no recording; then a known one
             run(kept, expected)
 
     def test_outputs_that_nothing_needs_rule_out_no_recording(self):
@@ -285,7 +285,7 @@ class TestCandidates(TestCase):
         self.assertEqual((held, pools), ([], [root.cuda_graphs_pool]))
 
     def test_the_first_of_several_that_accept_is_replayed(self):
-        """Where more than one fits, in upstream's order."""
+        """If more than one fits, upstream's order decides."""
         root, children, run = self.fifty()
         children.reverse()
         root.children[1].reverse()
@@ -308,7 +308,7 @@ class TestCandidates(TestCase):
         run(0, 0)
 
     def test_each_of_seventy_recordings_is_found_by_its_static_input(self):
-        """Of one function after the same one, each with a tensor of its own beside one that all share."""
+        """All are recordings of one function; each has its own tensor, and all share another one."""
         number, call = self.trees.function()
         shared, *own = some(71)
         nodes = [self.trees.recording(number, static=[shared, weight]) for weight in own]
@@ -333,7 +333,7 @@ class TestCandidates(TestCase):
         with self.looked_for(1):
             self.check_none(call, [])
         del held
-        with self.looked_for(2):  # where all of a path is dead it ends, and that is not remembered
+        with self.looked_for(2):  # a path whose outputs are all dead ends, and that is not remembered
             self.check(call, [], root)
             self.check(call, [], root)
         self.step()
@@ -356,7 +356,7 @@ class TestCandidates(TestCase):
                     self.assertEqual(pending, call is call_forward)
 
     def test_candidates_are_forgotten_with_every_change_and_keep_no_recording(self):
-        """Upstream's own way, recordings that are to be made again, the end; and no recording is kept."""
+        """The changes are a call by upstream, recordings that are to be made again, and the shutdown."""
         number, call = self.trees.function()
         nodes = [self.trees.recording(number)]
         nodes.append(self.trees.recording(number, nodes[0]))
@@ -368,7 +368,7 @@ class TestCandidates(TestCase):
 
         def forget():
             manager.reclaiming.record_again(number, "of the test")
-            manager.reclaiming.forgotten.clear()  # as though none were left to be given back
+            manager.reclaiming.forgotten.clear()  # as if none were left to be given back
 
         def end():
             with mock.patch.object(Upstream, "shutdown", lambda _: None):
@@ -395,7 +395,7 @@ class TestCandidates(TestCase):
             del node
             nodes.clear()
             self.trees.reset()
-            self.assertEqual([reference() for reference in gone], [None] * 2)  # with no garbage to be collected
+            self.assertEqual([reference() for reference in gone], [None] * 2)  # without a garbage collection
         finally:
             gc.enable()
         self.step()
@@ -443,7 +443,7 @@ class TestCandidates(TestCase):
             run()
 
     def test_a_thread_with_trees_of_its_own_finds_no_candidates(self):
-        """Where each has trees of its own, what one remembers is nothing to another."""
+        """If each thread has its own trees, one thread does not use what another remembers."""
         number, call = self.trees.function()
         nodes = [self.trees.recording(number)]
         nodes.append(self.trees.recording(number, nodes[0]))

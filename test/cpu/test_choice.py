@@ -1,4 +1,4 @@
-"""Threads and torch's trees: what a function that is chosen by measurement tells whom, and where it is graphed."""
+"""Threads and torch's trees: which managers hear of a function whose way is measured, and which thread graphs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pygraph_trees.trees.function import FunctionModel, entered
 
 
 def in_thread(fn):
-    """What comes back from a thread that torch knows nothing of."""
+    """The result of ``fn`` in a thread that torch does not know."""
     found = []
 
     def work():
@@ -40,12 +40,12 @@ def in_thread(fn):
 
 
 def choice_of(function):
-    """What the function's trial tells of its decision."""
+    """The object that the function's trial tells about its decision."""
     return function.dispatch.call.__self__
 
 
 class FakeManager:
-    """Functions are run, and that is counted."""
+    """Runs functions and counts the runs."""
 
     def __init__(self, device, **options):  # options since torch 2.15
         self.running_forwards_with_pending_backwards = False
@@ -77,7 +77,7 @@ class ChoiceTestCase(TestCase):
 
 
 class TestFlags(ChoiceTestCase):
-    """What upstream's manager is told of forwards and backwards that are not graphed."""
+    """What upstream's manager is told about un-graphed forwards and backwards."""
 
     def runs(self):
         trees = choice._Trees(0)
@@ -91,7 +91,7 @@ class TestFlags(ChoiceTestCase):
         self.assertFalse(self.manager().running_forwards_with_pending_backwards)
 
     def test_each_thread_awaits_its_own_backwards(self):
-        """A step of one thread says nothing of what another one waits for."""
+        """A step of one thread does not change which backwards another thread waits for."""
         if not PER_THREAD:
             self.skipTest("since torch 2.13")
         forward, backward = self.runs()
@@ -122,7 +122,7 @@ class TestFlags(ChoiceTestCase):
 
 
 class TestThreads(ChoiceTestCase):
-    """A function that is first called in one thread, and graphed in another one; x is doubled."""
+    """A function that doubles x is first called in one thread and graphed in another one."""
 
     def setUp(self):
         super().setUp()
@@ -151,7 +151,7 @@ class TestThreads(ChoiceTestCase):
             self.assertIsNone(run.function.dispatch.call)
 
     def before_2_13(self):
-        """A function, and what calls it: upstream asks for trees where it is called for the first time."""
+        """A function and a callable that calls it; upstream asks for trees in the thread of the first call."""
         function = FunctionModel.of(self.double, is_backward=False, is_inference=True)
         fn = None
 
@@ -188,7 +188,7 @@ class TestThreads(ChoiceTestCase):
         self.assertEqual(in_thread(serve), {})
 
     def test_a_thread_without_trees_runs_ungraphed_until_another_has_some(self):
-        """Until the thread calls that has some."""
+        """It is graphed once a thread that has trees calls it."""
         function, call = self.before_2_13()
 
         def serve():

@@ -80,13 +80,13 @@ class TestCodeHash(TestCase):
 
 
 class TestArtifactHash(TestCase):
-    """What the caches' keys hold of the code: all that shapes artifacts, and no more."""
+    """The hash of the code in the caches' keys: it covers all code that shapes artifacts, and no more."""
 
     def setUp(self):
         super().setUp()
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)  # as where a wheel is installed: the packages, without the checkout
+        self.root = Path(folder.name)  # as an installed wheel: the packages, without the checkout
         for package in ("pygraph_trees", "inductor_patches"):
             shutil.copytree(ROOT / package, self.root / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         self.addCleanup(artifact_hash.cache_clear)
@@ -122,7 +122,7 @@ class TestArtifactHash(TestCase):
         added.unlink()
         for name in ("trees/manager.py", "report/page.py", "indirection/inputs.py", "native/replay.cpp"):
             with (self.root / "pygraph_trees" / name).open("a") as file:
-                file.write("\n")  # runs when a program does, or tells of it
+                file.write("\n")  # code that runs with a program, or reports on it
         self.assertEqual(self.hash(), before)
 
     def test_code_that_cannot_be_read_has_no_hash(self):
@@ -147,7 +147,7 @@ class TestArtifactHash(TestCase):
 
 
 def _imports(name):
-    """The modules of ours that a module imports, anywhere in it, by path without a suffix."""
+    """The modules of this project that a module imports, anywhere in it, as paths without a suffix."""
     path = ROOT / f"{name}.py"
     package = name if path.name == "__init__.py" else name.rpartition("/")[0]
     package = package.removesuffix("/__init__")
@@ -227,7 +227,7 @@ class TestEvidence(TestCase):
         return outcome
 
     def test_parts_take_turns_among_gpus(self):
-        """Files with tests that want two see all, inherited ones too; each file is told of once, with all its parts."""
+        """Files with tests for two GPUs, inherited ones too, see all; each file is reported once, with all parts."""
         self.assertEqual([slot["CUDA_VISIBLE_DEVICES"] for slot in self.module.slots(3, 2)], ["0", "1", "0"])
         self.assertEqual((len(self.module.slots(1, 2)), self.module.slots(2, 1)), (2, [{}, {}]))
         one, two, heir = self.files("test_one.py", "test_two.py", "test_heir.py")
@@ -375,7 +375,7 @@ class TestEvidence(TestCase):
         code = "from pygraph_trees.native import build; build.announce(); print(build.status()); build.build()"
         with mock.patch.dict(os.environ):
             suite().prevent_native()
-            del os.environ["PYGRAPH_BUILD"]  # as a test may do for what it starts
+            del os.environ["PYGRAPH_BUILD"]  # as a test may do for a process that it starts
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=100)
         self.assertEqual(done.returncode, 1)
         self.assertTrue(done.stdout.startswith("no, because"), done.stdout)

@@ -1,4 +1,4 @@
-"""Python's garbage collector is off while anything is recorded or replayed, in whatever thread, and then as before."""
+"""Python's garbage collector is off while any thread records or replays, and afterwards it is as before."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TestSwitch(TestCase):
             self.assertEqual(gc.isenabled(), was_on)
 
     def test_a_process_that_is_forked_while_another_thread_records(self) -> None:
-        """That thread does not exist there; one that is inside itself may leave."""
+        """The other thread does not exist in the child; the child itself may leave ``paused`` if it is inside."""
         for was_on, is_inside in itertools.product((True, False), repeat=2):
             (gc.enable if was_on else gc.disable)()
             with another_thread_recording() as end:
@@ -114,7 +114,7 @@ class TestSwitchInCpp(TestSwitch):
 
 class TestFinalizer(TestCase):
     def test_one_that_runs_as_the_collector_is_turned_on(self) -> None:
-        """As where the garbage contains a compiled function; up to Python 3.11 it runs at once."""
+        """This happens if the garbage contains a compiled function; up to Python 3.11 the finalizer runs at once."""
         calls = []
 
         def finalizer() -> None:

@@ -1,4 +1,4 @@
-"""Targets and the command line: what can be named, what is said where it cannot, and what the commands print."""
+"""Targets and the command line: valid targets, the messages for others, and what the commands print."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class TestTarget(Folder):
         self.assertEqual((rows == 256).sum().item(), 128)
 
     def test_a_file_named_like_a_loaded_module(self):
-        """Replaces nothing; what it defines can still be pickled, and be a dataclass."""
+        """The file replaces no module; its classes can still be pickled, and be dataclasses."""
         import random
 
         file = self.file.with_name("random.py")
@@ -185,7 +185,7 @@ class TestTarget(Folder):
                 target.resolve(text, META)
 
     def error_of(self, function="net", text=None):
-        """The line that is printed for a target that raises, and what it shows with --traceback."""
+        """The line that is printed for a target that raises; checks that --traceback shows a traceback."""
         if text is not None:
             self.file.write_text(text)
         status, out, line = run("explain", f"{self.file}:{function}")
@@ -224,7 +224,7 @@ class TestTarget(Folder):
                     self.assertEqual(found, line.format("net", problem))
 
     def test_a_target_that_asks_for_a_gpu(self):
-        """The line is the program's, also if torch is imported through a link."""
+        """The message names the program's line, even if torch is imported through a link."""
         self.file.write_text("import torch\ndef net(): return torch.ones(2).cuda(), ()\n")
         link = self.file.with_name("packages")
         link.symlink_to(Path(torch.__file__).parents[1], target_is_directory=True)
@@ -256,7 +256,7 @@ class TestTarget(Folder):
         )
 
     def test_what_is_trained(self):
-        """A module in training mode, or one with a loss; a function with one in training mode takes its own steps."""
+        """A module with a loss or in training mode is trained; a function with the latter takes its own steps."""
         net, x = torch.nn.Linear(3, 3), torch.ones(2, 3)
         loss = lambda y: y.square().mean()  # noqa: E731
         trained = target.program_of((net, (x,)), "net")
@@ -380,7 +380,7 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         self.assertIn("1 function graphed", found)
 
     def test_a_training_step(self):
-        """Of a plain loop: its forward and backward are explained."""
+        """The forward and the backward of a plain training loop are explained."""
         net = torch.nn.Linear(4, 4, device="meta")
 
         def step(x):
@@ -430,7 +430,7 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         )
 
     def test_inputs_have_one_name(self):
-        """In the notes as in the table."""
+        """The notes and the table use the same name."""
         found = pygraph_trees.explain(
             lambda x, scale: x * scale.to(x.device), torch.ones(4, device="meta"), torch.ones(4)
         )
@@ -443,7 +443,7 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         self.assertRaisesRegex(TypeError, "a module or a function, got int", pygraph_trees.explain, 3)
 
     def test_what_is_left_on_the_cpu(self):
-        """Is named, and so is the device to use."""
+        """The error names it, and the device to use."""
         net, x = torch.nn.Linear(4, 4).eval(), torch.ones(2, 4)
         for fn, inputs, found, left in (
             (net, x, "all inputs are on the CPU, and parameters count as on the GPU", "inputs"),
@@ -488,8 +488,8 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
             pygraph_trees.explain(torch.sin, torch.ones(4, device="meta"))
 
     def test_a_torch_that_cannot_be_imported(self):
-        """There is none, or its compiler has no folder for its cache."""
-        place = self.file / "cache"  # in a file
+        """Torch is not installed, or its compiler has no folder for its cache."""
+        place = self.file / "cache"  # inside a file, where no folder can be made
         for command in ("explain", "compare"):
             no_torch = f"from pygraph_trees.native import location; location.torch_folder = lambda: None; {MAIN}"
             for code, problem in (
@@ -573,7 +573,7 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         self.assertIn("error: target 'NOPE': no such workload", err)
 
     def test_compare_without_a_gpu_cannot_verify(self):
-        """What was to be verified and was not does not end as if it had been."""
+        """The command does not report success if it could not verify what it was asked to verify."""
         with torch._inductor.config.patch("triton.pygraph_verify", "on"):
             status, text, err = run("compare", f"{self.file}:net")
         self.assertEqual((status, text), (2, ""))
@@ -666,7 +666,7 @@ class TestCompare(Folder):
             return run("compare", "X", *options)
 
     def test_a_baseline(self):
-        """The exit status says whether a way became slower, for a CI."""
+        """The exit status says whether a way became slower, for use in CI."""
         baseline = str(self.file.with_name("before.json"))
         self.assertEqual(self.compared("--json", baseline)[0], 0)
         for latency_ms, options, expected in (
@@ -718,7 +718,7 @@ class TestCompare(Folder):
         self.assertEqual(sorted(json.loads(out.read_text())), ["measurements", "report"])
 
     def test_nothing_graphed_is_nothing_verified(self):
-        """If ours was to be verified and recorded nothing, the status says so after all that was measured."""
+        """If ours is to be verified but records nothing, the status says so after all measurements."""
         for verify, way, expected in (
             ("on", "ours", 2),
             ("on", "ours:patch", 2),
@@ -764,7 +764,7 @@ class TestComparePage(Folder):
             return run("compare", f"{self.file}:plain", *options)
 
     def written(self):
-        """What the page has in JSON."""
+        """The JSON data of the page."""
         text = self.html.read_text(encoding="utf-8")
         self.assertEqual(Elements(text).open, [])
         self.assertEqual(needed(text), [])

@@ -64,7 +64,7 @@ class TestSourceProbe(TestCase):
     def check(self, probe):
         self.assertEqual(probe.version, "2.14.1+cu130")
         self.assertEqual(probe.find("torch.sub", "Config").uses, frozenset({"level", "names"}))
-        # Of two definitions under a condition the first branch counts.
+        # If a condition selects one of two definitions, the first branch counts.
         read = probe.find("torch.sub", "Config.read")
         self.assertEqual(read.parameters, ("self", "key", "default", "strict"))
         self.assertLessEqual({"helper", "attribute", "text"}, read.uses)

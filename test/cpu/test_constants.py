@@ -32,7 +32,7 @@ FOLDED = "computed once, a constant on the GPU"
 
 
 class Lowered:
-    """A program whose values from constants go to the GPU, lowered for a GPU that is not there."""
+    """A program whose values from constants go to the GPU, lowered for an absent GPU."""
 
     def __init__(self, *values, symbolic=False, how="full", size=SIZE):
         torch._dynamo.reset()
@@ -57,7 +57,7 @@ class Lowered:
 
 
 def how_of(output):
-    """What became of a value on the GPU: one of constants that are folded is copied if anything that it reads is."""
+    """How a value gets to the GPU: copied if anything that it reads is copied, else folded if anything is folded."""
     hows, todo = {"made"}, [output]
     while todo:
         node = todo.pop()
@@ -72,7 +72,7 @@ def how_of(output):
 
 class TestLoweredConstants(TestCase):
     def check(self, values, wanted, **how):
-        """By name: each value has the bits that the CPU computes, and is where it should be."""
+        """Asserts that each value, by name, has the bits that the CPU computes and gets to the GPU as wanted."""
         lowered = Lowered(*values.values(), **how)
         for name, value, found, became in zip(values, values.values(), lowered.values, lowered.hows, strict=True):
             with self.subTest(name, **how):
@@ -82,7 +82,7 @@ class TestLoweredConstants(TestCase):
         return lowered
 
     def test_static_sizes(self):
-        """One graph, whatever the value: what the GPU cannot make with the same bits is folded."""
+        """There is one graph for any value; values that the GPU cannot make with the same bits are folded."""
         values = {f"{program.family}: {program.name}": program.value for program in FAMILIES}
         wanted = {f"{program.family}: {program.name}": program.static for program in FAMILIES}
         for how in ("full", "exact"):
@@ -92,7 +92,7 @@ class TestLoweredConstants(TestCase):
             self.assertEqual(lowered.whys, [])
 
     def test_symbolic_sizes(self):
-        """What is exact on the GPU is made there; the rest stays on the CPU, which says why."""
+        """Values that are exact on the GPU are made there; the others stay on the CPU, with a reason."""
         for how in ("full", "exact"):
             wanted = {
                 f"{p.family}: {p.name}": (p.exact_dynamic or p.dynamic) if how == "exact" else p.dynamic
@@ -214,7 +214,7 @@ class TestLoweredConstants(TestCase):
             self.assertRegex(" ".join(lowered.whys), "it is random")
 
     def test_nothing_is_folded_in_branches(self):
-        """Inductor has no constants there."""
+        """Inductor has no constants in branches."""
 
         def program(x):
             branches = (lambda x: x + (count(64) / 9).exp().to("cuda"), lambda x: x - 1)
@@ -227,7 +227,7 @@ class TestLoweredConstants(TestCase):
         self.assertRegex(record.why, "branch or a loop")
 
     def test_in_other_states_of_torch(self):
-        """Modes and types that are set around a compilation are not the values'."""
+        """Modes and types that are set around a compilation do not affect the values."""
         value = lambda n: square(n).float() @ (square(n) / 3)  # noqa: E731
         wanted = value(SIZE)
         for state in (torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), torch.device("cpu")):
@@ -255,7 +255,7 @@ def placed_graph(value, size=SIZE):
 
 class TestFoldedGraphs(TestCase):
     def test_what_fails_stays_with_a_reason(self):
-        """It is an error of the call, as in eager."""
+        """The error is one of the call, as in eager."""
         for value, why in (
             (lambda n: (count(n) * 2)[count(n) * 2] / 3, "an index that is out of bounds is an error of the CPU's"),
             (lambda n: count(n) // (count(n) * 0), "the CPU cannot compute it when the graph is compiled; see the log"),
@@ -290,7 +290,7 @@ class TestFoldedGraphs(TestCase):
         self.assertNotIn(FOLDED, [move.how.value for move in after.meta["placed"].moves])
 
     def test_random_chains(self):
-        """Of any types and operators: the bits that the CPU computes, and nothing is left for a call."""
+        """Chains of any types and operators have the bits that the CPU computes, and leave no work for a call."""
         hows = []
 
         @settings(max_examples=300, deadline=None)
@@ -382,7 +382,7 @@ def chains(draw):
 
 
 def fold_all(graph):
-    """Puts every value of a CPU's graph that can be folded in its place; says how many."""
+    """Folds every value of a CPU graph that can be folded; returns how many it folded."""
     folding, folded = Folding(graph), 0
     for node in list(graph.nodes):
         if node.op == "call_function" and node in folding.constants and folding.why_not(node) is None:
@@ -397,7 +397,7 @@ def fold_all(graph):
 
 class TestCaches(TestCase):
     def test_artifacts_from_caches_hold_folded_values(self):
-        """Inductor's cache of graphs and AOTAutograd's; nothing bypasses them, and a second process folds nothing."""
+        """Nothing bypasses the caches of Inductor and AOTAutograd, and a second process folds nothing."""
         from torch._inductor.fx_passes import post_grad
 
         def program(x):

@@ -19,7 +19,7 @@ from pygraph_trees.fake_gpu import lower
 from pygraph_trees.placement.counting import Counting
 from pygraph_trees.report.records import PLACED
 
-# From an operation to what it does with a value and a number.
+# Maps an operation's name to a function of a value and a number.
 OPERATIONS = {
     "+": lambda x, n: x + n,
     "-": lambda x, n: n - x,
@@ -94,7 +94,7 @@ class TestIntervals(TestCase):
 
 
 class TestLowered(TestCase):
-    """Programs for a GPU that is not there: how values get there, and what the kernels compute."""
+    """Programs for an absent GPU: how values get to it, and what the kernels compute."""
 
     def placed(self, program, *inputs):
         with config.patch({"triton.cudagraphs": True, "triton.pygraph_placement": "full", "fx_graph_cache": False}):

@@ -46,7 +46,7 @@ objectives = st.sampled_from(Objective)
 
 
 def part(ungraphed, graphed, launches=1, pairs=8, **more):
-    """A function whose calls take so long each time; ``(host, gpu)`` in us."""
+    """A function whose calls all take the same times, ``(host, gpu)`` in us."""
     return Part([Call(*ungraphed)] * pairs, [Call(*graphed)] * pairs, launches, **more)
 
 
@@ -138,7 +138,7 @@ class TestStep(TestCase):
         self.assertGreaterEqual(step_us(more, objective), step_us(work, objective) - 1e-6)
 
     def test_the_model_gives_measured_replays(self):
-        # (host, time in the graph, latency, a call without waiting) in us, of tools/bench/results/h200
+        # (host, time in the graph, latency, a call without waiting) in us, from tools/bench/results/h200
         for name, host_us, gpu_us, latency_us, throughput_us in (
             ("EOS", 38.8, 43, 80, 43),
             ("TKE", 64.4, 238, 299, 238),
@@ -151,7 +151,7 @@ class TestStep(TestCase):
             self.assertEqual(step_us(replay, THROUGHPUT), throughput_us, rtol=0.06, atol=0, msg=name)
 
     def test_waits_of_the_gpu_are_no_work(self):
-        # An idle GPU: the first event is passed at once, the only kernel is launched after 44 us and takes 10.
+        # The GPU is idle: it passes the first event at once; the only kernel is launched after 44 us and takes 10.
         found = compare([part((44, 54), (8, 10))])
         self.assertEqual((found.latency.ungraphed_us, found.latency.graphed_us), (54, 18))
 
@@ -208,7 +208,7 @@ class TestKinds(TestCase):
 
 
 class TestMeasuredLatency(TestCase):
-    """Calls that found the GPU idle say what a step took, which the model guesses from the number of launches."""
+    """Calls that found the GPU idle give the time of a step; the model guesses it from the number of launches."""
 
     def part(self, ungraphed_us, graphed_us, **more):
         ungraphed, graphed = Call(140, 210, ungraphed_us), Call(45, 210, graphed_us)
@@ -228,7 +228,7 @@ class TestMeasuredLatency(TestCase):
         self.assertTrue(found.latency.is_modelled and found.latency.is_better(UNGRAPHED))
         self.assertIs(decide(found).way, GRAPHED)
         standing = decide(compare([self.part(200, 255)]))
-        self.assertIs(decide(found, standing).way, UNGRAPHED)  # nor against it
+        self.assertIs(decide(found, standing).way, UNGRAPHED)  # nor is it a reason against it
         better = compare([part((140, 190), (45, 210), 10)])
         self.assertIs(decide(better).way, UNGRAPHED)
         self.assertEqual(decide(better).text, "un-graphed: 190 us a call against 210 us (0 kernels, without waiting)")

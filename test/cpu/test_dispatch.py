@@ -33,7 +33,7 @@ class TestManagers(TestCase):
     def test_a_function_is_replayed_if_it_was_added_once(self):
         for added, is_replayed in (
             ([False], True),
-            ([True], False),  # each set of values is a function of its own
+            ([True], False),  # each set of values is its own function
             ([False, False], False),
             ([], False),
         ):
@@ -122,7 +122,7 @@ class TestWays(TestCase):
             dispatch.sample_next()
             self.assertEqual((dispatch.way, dispatch.call), (Way.UNGRAPHED, len))
             dispatch.go_on()
-            self.assertEqual([dispatch.manager() for _ in range(9)], [manager] * 9)  # no samples are taken on from here
+            self.assertEqual([dispatch.manager() for _ in range(9)], [manager] * 9)  # no samples are taken from here on
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ TIMES = st.floats(0.1, 1e6)
 
 class TestDrift(TestCase):
     def samples(self, drift: Drift, count: int, host_us: float = 20.0, gpu_us: float = 50.0, idle: float = 1.0) -> int:
-        """Adds samples, a share of them at an idle GPU, until calls have changed; returns how many it added."""
+        """Adds samples, the share ``idle`` of them with the GPU idle, until calls drift; returns how many it added."""
         for number in range(count):
             if drift.add(Sample(host_us, gpu_us, (number % 10) < 10 * idle)):
                 return number + 1

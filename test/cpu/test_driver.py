@@ -1,4 +1,4 @@
-"""The driver's calls, on a driver that checks its callers."""
+"""The driver's calls, on a fake driver that checks its callers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ addresses = st.integers(1, 2**47)
 
 
 def lay_out(words):
-    """The block of these parameters, and the offsets at which 8 bytes of one parameter begin.
+    """Returns the block of these parameters and the offsets at which 8 bytes of one parameter begin.
 
-    Each parameter lies at a multiple of what divides its size, up to 8.
+    Each parameter is aligned to the largest power of two that divides its size, up to 8.
     """
     block, inside = b"", []
     for word in words:
@@ -100,7 +100,7 @@ class TestDriver(DriverTestCase):
                 pass
 
     def test_questions_about_progress_break_no_capture(self):
-        """Of the GPU, they are errors while another thread captures in the global mode."""
+        """While another thread captures in the global mode, asking the GPU for progress is an error."""
         modes, asked = self.api.CUstreamCaptureMode, []
 
         class Event:
@@ -293,7 +293,7 @@ class TestVirtualMemory(DriverTestCase):
             (self.driver.granularity, 99),
             (self.driver.reserve, GRANULE + 4096),
             (self.driver.reserve, 0),
-            (self.api.cuMemAddressReserve, GRANULE, 0, 0x2B00_0000_0000, 0),  # a hint, which no driver takes
+            (self.api.cuMemAddressReserve, GRANULE, 0, 0x2B00_0000_0000, 0),  # a hint, which the driver ignores
             (self.driver.create_memory, 4096, DEVICE),
             (self.driver.create_memory, GRANULE, -1),
             (self.driver.release_memory, released),
@@ -304,7 +304,7 @@ class TestVirtualMemory(DriverTestCase):
             (self.driver.map_memory, start, GRANULE, memory),  # mapped
             (self.driver.map_memory, free, GRANULE, released),
             (self.driver.allow_access, free, GRANULE, DEVICE),  # not mapped
-            (self.driver.allow_access, wide, 4 * GRANULE, DEVICE),  # the end is not
+            (self.driver.allow_access, wide, 4 * GRANULE, DEVICE),  # the end is not mapped
             (self.driver.allow_access, wide, GRANULE, DEVICE),  # part of a mapping
             (self.driver.allow_access, start, GRANULE, DEVICE + 1),
             (self.driver.unmap, free, GRANULE),
@@ -421,12 +421,12 @@ class TestKernelNode(DriverTestCase):
 
 
 class TestCopyNodes(DriverTestCase):
-    """What copies and fills have in common."""
+    """What copy nodes and fill nodes have in common."""
 
     KINDS = ("memcpy", "memset")
 
     def make(self, kind):
-        """A node's wrapper, and the graph that has it alone."""
+        """A node's wrapper, and a graph with only this node."""
         handle = self.api.make_memcpy(0x1000, 0x2000, 64) if kind == "memcpy" else self.api.make_memset(0x2000, 64)
         return getattr(self.driver, f"{kind}_node")(handle), self.api.make_graph(handle)
 

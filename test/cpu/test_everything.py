@@ -1,4 +1,4 @@
-"""tools/bench/everything.py: steps that are done one after another, cut, failed, and gone on with."""
+"""tools/bench/everything.py: its steps run one after another, are cut, fail, and are resumed."""
 
 from __future__ import annotations
 

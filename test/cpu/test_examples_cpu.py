@@ -1,4 +1,4 @@
-"""tools/examples on the CPU: they run, their model's cache is right, and bad options are told what is expected."""
+"""tools/examples on the CPU: they run, their model's cache is right, and errors of bad options say what fits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = Size(layers=2, width=16, heads=2, context=24, batch=2)
 
 
 def run(example, *argv):
-    """Exit status, and what was printed; nothing is compiled."""
+    """Returns the exit status and the printed text; nothing is compiled."""
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(torch, "compile", lambda fn, **options: fn),
@@ -55,7 +55,7 @@ class Examples(TestCase):
         self.folder = Path(folder.name)
 
     def run_example(self, example, *options):
-        """What an example wrote and printed."""
+        """Returns what an example wrote and printed."""
         out = self.folder / "figures.json"
         status, printed, said = run(example, "--device", "cpu", "--json", str(out), *options)
         self.assertEqual(status, 0, said)
@@ -76,13 +76,13 @@ class TestModel(Examples):
         text = read_text()
         self.assertGreater(len(text), 200_000)
         self.assertTrue(text.startswith((ROOT / "README.md").read_bytes()[:100]))
-        self.assertTrue(text == read_text())  # assertEqual would go byte by byte
+        self.assertTrue(text == read_text())  # assertEqual would compare byte by byte
 
     def test_cache_gives_what_the_whole_row_gives(self):
         model, rows = self.model(), torch.randint(256, (3, SMALL.context))
         whole = model(rows)
         self.assertEqual(whole.shape, (3, SMALL.context, 256))
-        for first in (1, 7):  # as many at once, then one by one
+        for first in (1, 7):  # this many at once, then one by one
             cache, found = model.empty_cache(3), []
             for begin, stop in [(0, first), *((n, n + 1) for n in range(first, SMALL.context))]:
                 found.append(model(rows[:, begin:stop], torch.arange(begin, stop), cache))
@@ -222,7 +222,7 @@ class TestOptions(Examples):
 
 class TestWorksWith(TestCase):
     def test_a_program_without_a_gpu(self):
-        """Its values are the same each time, so that they can be compared."""
+        """Its values are the same in each run, so they can be compared."""
         import works_with
 
         first, second = (works_with.run("scaler", "cpu") for _ in range(2))

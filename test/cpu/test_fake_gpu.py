@@ -1,4 +1,4 @@
-"""The GPU that is not there: what is believed inside, what is left behind, and what lowering for it gives."""
+"""The fake GPU: what torch sees inside the context, what is left afterwards, and what lowering for it gives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ try:
 except ImportError:
     transformers = None
 
-# Everything in which anything is replaced while the GPU is believed in, or while lowering.
+# Every module and class that has an attribute replaced while the fake GPU is present, or while lowering.
 TOUCHED = (
     "torch._C",
     "torch._dynamo.convert_frame",
@@ -91,7 +91,7 @@ def on_gpu(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def graphed(graph: LoweredGraph) -> list[bool]:
-    """For each partition in order, whether it goes into a CUDA graph."""
+    """For each partition, in order, whether it becomes a CUDA graph."""
     return [not signature.skip_cudagraph for signature in graph.signatures]
 
 
@@ -106,7 +106,7 @@ def targets(graph: LoweredGraph) -> list[str]:
 class TestPresence(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        lower(torch.sin, (on_gpu(4),))  # what is imported and initialised once, is now
+        lower(torch.sin, (on_gpu(4),))  # so that everything imported or initialised once already is
         self.before = state()
 
     def assertLeftAsItWas(self) -> None:
@@ -189,7 +189,7 @@ class TestPresence(TestCase):
 
     def test_autograd_on_the_gpu(self) -> None:
         weight = torch.ones(3, requires_grad=True)
-        weight.sum().backward()  # the engine starts its threads for the devices that it finds, once
+        weight.sum().backward()  # the engine starts a thread for each device it finds, only once
         with absent_gpu(), FakeTensorMode(), torch.autograd.set_multithreading_enabled(False):
             leaf = nn.Parameter(torch.empty(3, 3, device="cuda"))
             (torch.empty(2, 3, device="cuda") @ leaf + leaf.sum()).relu().sum().backward()
@@ -601,7 +601,7 @@ class TestAttention(TestCase):
 
 
 class TestRealCompilation(TestCase):
-    """Compiling for the device that is there, before and after lowering in the same process."""
+    """Compiling for the real device, before and after lowering in the same process."""
 
     def test_unaffected(self) -> None:
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""A fast replay in C++, around fakes of what it goes through."""
+"""A fast replay in C++, with fakes for everything it goes through."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.liveness import Deaths
 
 EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
-ORDERS = (None, [2, 0, 1])  # no inverse of its own
+ORDERS = (None, [2, 0, 1])  # which is not its own inverse
 
 
 class TestPython(TestCase):
@@ -86,7 +86,7 @@ class TestNative(TestCase):
             self.assertEqual((trees.searched, trees.recording.calls, trees.function.was_asked), ([], [], False))
 
     def test_what_is_returned(self):
-        """The same as of a row of outputs, kept inputs, views of both, and constants."""
+        """The entry returns a choice of outputs, kept inputs, views of both, and constants."""
 
         @settings(max_examples=300, deadline=None)
         @given(st.data())
@@ -229,14 +229,14 @@ class TestNative(TestCase):
         """The collector, which is off during the launch, stays off until the recording is made."""
         trees = Trees({}, some(1), live=Live([0], None))
         call, recording = trees.entry(), paused()
-        trees.graph.at_launch = recording.__enter__  # as another thread does, which runs during a launch
+        trees.graph.at_launch = recording.__enter__  # as another thread that runs during the launch does
         self.assertIsNotNone(call(some(1)))
         self.assertFalse(gc.isenabled())
         recording.__exit__(None, None, None)
         self.assertTrue(gc.isenabled())
 
     def test_a_call_beside_another_one(self):
-        """Another call has the turn: one in Python, or one in C++ that was interrupted by a hook or a finalizer."""
+        """Another call has the turn: one in Python, or one in C++ that a hook or a finalizer interrupted."""
         trees = Trees({}, some(1), live=Live([0], None))
         call, given_, manager = trees.entry(), some(1), trees.manager
         manager.take_turn(other := [])
@@ -248,10 +248,10 @@ class TestNative(TestCase):
             inputs = list(inner)
             seen.append((manager.is_taken, call(inputs), len(inputs)))
 
-        trees.graph.at_launch = interrupt  # as a collection during the launch would
+        trees.graph.at_launch = interrupt  # as a garbage collection during the launch does
         self.assertIsNotNone(call(list(given_)))
         trees.live.settle(None)
-        trees.live.answer = interrupt  # or while Python prepares addresses
+        trees.live.answer = interrupt  # or one while Python prepares addresses
         self.assertIsNotNone(call(list(given_)))
         self.assertEqual(seen, [(True, None, 1)] * 3)
         self.assertEqual((trees.graph.launches, manager.is_taken), (2, False))
@@ -279,7 +279,7 @@ class TestNative(TestCase):
         for inputs in ((a, b), [a], [a, b, a], [], [a, 3], [a, None], 3, subclass):
             trees = Trees({0: b, 1: a}, some(1))
             self.check_missed(trees, trees.entry(order=[1, 0], picks=[0]), inputs)
-        for arguments, fixed in (({"kept": [5]}, {}), ({}, {5: a})):  # without an order their number is not known
+        for arguments, fixed in (({"kept": [5]}, {}), ({}, {5: a})):  # the number of inputs is unknown
             trees = Trees(fixed, some(1))
             self.check_missed(trees, trees.entry(**arguments), [a])
         for partitions in ([a], [a, a], []):
@@ -291,8 +291,8 @@ class TestNative(TestCase):
     def test_when_a_step_begins(self):
         generation = GenerationTracker.generation
         steps = [(0, generation, False, False), (0, generation - 1, False, True), (0, generation - 1, True, False)]
-        steps += [(-3, generation, True, True), (-3, -3, False, False)]  # the user's word
-        # Whether outputs may be cloned: not in this torch, no, yes, and what to do was not noted.
+        steps += [(-3, generation, True, True), (-3, -3, False, False)]  # the user marked the step
+        # Whether outputs may be cloned: not in this torch, no, yes, and never noted.
         for step, begins, clones in itertools.product(steps, (None, False, True), (None, False, True, fail)):
             marked, current, pending, expected = step
             cudagraph_trees.MarkStepBox.mark_step_counter = marked
@@ -331,7 +331,7 @@ class TestNative(TestCase):
             self.assertRaises(error, trees.entry(picks=picks, views=views), [])
 
     def test_what_is_returned_is_put_together_before_the_launch(self):
-        """It is in the caches then. No garbage is collected in between, which could give the graph other addresses."""
+        """It is in the caches then. No garbage collection in between can give the graph other addresses."""
         views = [(0, (2,), (1,), 1)]
         for is_enabled, picks in itertools.product((True, False), (None, [1, 0], [2, 0])):
             trees, seen = Trees({}, some(2)), []
@@ -427,7 +427,7 @@ class TestNative(TestCase):
             self.assertEqual([reference() for reference in watched], [None] * len(watched))
 
     def test_another_thread(self):
-        """Where each has trees of its own."""
+        """Each thread has its own trees."""
         for order in ORDERS:
             given_ = some(3)
             trees, here = Trees({}, some(1)), binding.thread_id()
@@ -470,19 +470,19 @@ class TestNative(TestCase):
             self.assertEqual((len(live.prepared), trees.graph.launches, trees.recording.calls), (1, 7, []))
 
     def several(self, order, lives):
-        """Recordings in the place of one, of which the first has its static input elsewhere."""
+        """Several recordings as candidates; the first has its static input at another address."""
         given_ = some(3)
         theirs = ordered(given_, order)
         where = [torch.zeros(1), *[theirs[1]] * len(lives)]
         found = [Recording({1: t}, some(1), live=live) for t, live in zip(where, [None, *lives], strict=True)]
         trees = Trees({}, some(1))
-        trees.recordings, trees.where = found, where  # no other tensor may be found at an address that is free again
+        trees.recordings, trees.where = found, where  # keeps addresses from being reused by other tensors
         replays = [fast_path.replay(recording, (), [NotImplemented]) for recording in found]
         trees.put(trees.candidates(*replays, facts=[(recording.fixed, None) for recording in found]))
         return trees, given_
 
     def test_the_first_of_several(self):
-        """With the filter and without it."""
+        """The first candidate that fits replays, with and without the filter."""
         for order, before in itertools.product(ORDERS, (0, 9)):
             lives = [Live([2, 0], None) for _ in range(3)]
             trees, given_ = self.several(order, lives)
@@ -491,7 +491,7 @@ class TestNative(TestCase):
                 call(list(given_))
             for recording in trees.recordings:
                 recording.graph.launches = 0
-            for refusing in range(3):  # each leads to the next
+            for refusing in range(3):  # each refusal leads to the next candidate
                 for number, live in enumerate(lives):
                     live.settle(None)
                     live.answer = lambda number=number, refusing=refusing: "why not" if number < refusing else None
@@ -507,7 +507,7 @@ class TestNative(TestCase):
             self.assertEqual(trees.searched, [])
 
     def test_none_of_several(self):
-        """Unneeded outputs are released; if there were any, all candidates are tried once more."""
+        """Unneeded outputs are released. If any were, all candidates are tried once more."""
         for order, before in itertools.product(ORDERS, (0, 9)):
             lives = [Live([2, 0], None) for _ in range(3)]
             trees, given_ = self.several(order, lives)
@@ -524,11 +524,11 @@ class TestNative(TestCase):
                 self.assertEqual(([len(live.prepared) for live in lives], trees.released), ([asked] * 3, []))
             for inputs in ([3, 3, 3], [torch.zeros(1)] * 3):
                 self.check_missed(trees, call, inputs)
-            del trees.recordings[:]  # and with them the objects that the replays refer to weakly
+            del trees.recordings[:]  # and with them the objects that the replays hold weak references to
             self.check_missed(trees, call, given_)
 
     def dying(self, order=None, live=None):
-        """Two cached outputs of another recording are inputs, and all three have to be dead."""
+        """Two of another recording's three cached outputs are inputs, and all three must be dead."""
         earlier, static = some(3), torch.zeros(3)
         trees = Trees(
             {0: earlier[0], 2: earlier[1]}, some(1), managed=[0, 2], live=live, after=deaths(earlier, 0, 2, 1)
@@ -538,7 +538,7 @@ class TestNative(TestCase):
 
     def test_inputs_that_died_or_are_held(self):
         holds = [lambda e: e[0], lambda e: e[1].view(2, 2), lambda e: e[1].untyped_storage()[:1]]
-        holds += [lambda e: e[0].detach(), lambda e: e[2]]  # which is no input
+        holds += [lambda e: e[0].detach(), lambda e: e[2]]  # which is not an input
         for hold, before, order in itertools.product(holds, (0, 1, 3), ORDERS):
             (trees, earlier, inputs), given_ = self.dying(order), []
             call, seen = trees.entry(order=order), []
@@ -551,7 +551,7 @@ class TestNative(TestCase):
             self.assertRaises(Failed, call, inputs())
             self.assertEqual((trees.graph.launches, trees.recording.calls), (before, ["check"]))
             self.assertRaises(Failed, call, inputs())
-            trees.recording.are_held = False  # by now
+            trees.recording.are_held = False  # when Python checks again
             self.assertIsNotNone(call(inputs()))
             del holder
             self.assertIsNotNone(call(inputs()))
@@ -563,22 +563,22 @@ class TestNative(TestCase):
             call = trees.entry()
             self.assertEqual([len(call(inputs())) for _ in range(before)], [1] * before)
             self.assertRaises(Failed, trees.entry(kept=[0]), inputs())
-            self.assertRaises(Failed, call, [*inputs(), earlier[0]])  # once more
+            self.assertRaises(Failed, call, [*inputs(), earlier[0]])  # an input twice
             held = inputs()
-            earlier[1] = earlier[1].detach()  # another one lies there, and what was given does not die
+            earlier[1] = earlier[1].detach()  # another tensor takes its place; ``held`` keeps the given one alive
             self.assertRaises(Failed, call, list(held))
             self.assertEqual(trees.graph.launches, before)
-            self.assertIsNotNone(call(held))  # it does
+            self.assertIsNotNone(call(held))  # the input dies
             self.assertIsNotNone(trees.entry(kept=[1])(inputs()))
             given_, old = inputs(), earlier[1]
-            holder = earlier[1] = some(1)[0]  # which is no input
+            holder = earlier[1] = some(1)[0]  # which is not an input
             self.assertRaises(Failed, call, given_)
             del old, holder
 
     def test_inputs_that_are_held_since_they_were_looked_at(self):
         trees, earlier, inputs = self.dying(live=Live([1], None))
         call, live, held = trees.entry(), trees.live, []
-        live.answer = live.prepared.clear  # which holds them
+        live.answer = live.prepared.clear  # ``prepared`` holds the inputs
         for _ in range(3):
             self.assertIsNotNone(call(inputs()))
         live.settle(None)
@@ -604,13 +604,13 @@ class TestNative(TestCase):
         self.check_none(trees, call, given_, True)
         del held
         self.assertIsNotNone(call(list(given_)))
-        for cached in ([earlier[0], None], []):  # torch is asked
+        for cached in ([earlier[0], None], []):  # so torch is asked
             earlier[:] = cached
             self.assertIsNone(call(list(given_)))
         self.assertEqual(trees.graph.launches, 1)
 
     def test_if_python_replays_it_may_check_which_tensors_died(self):
-        """With torch 2.15, Python checks this after it has made copies: until then an input may be alive."""
+        """With torch 2.15, Python checks this after it has made the copies. Until then an input may be alive."""
         for late, why in itertools.product((False, True), ("plain", "copied", "always", "views")):
             earlier, static = some(1), torch.zeros(1)
             views = {0: (1, "a view")} if why == "views" else {}
@@ -636,7 +636,7 @@ class TestNative(TestCase):
             del held
 
     def test_an_input_that_is_taken_while_python_is_asked(self):
-        """Behind the inputs were looked at, and seen to die."""
+        """It is taken after the inputs were looked at and seen to die."""
         earlier, held, taken = some(1), [], [False]
         before = Deaths([([None], [lambda: None], 0)], fail)
         before.ask = lambda: (held.append(earlier[0]) if taken[0] else None) or True

@@ -1,4 +1,4 @@
-"""Flags: set by config, patch, options and environment, checked, and in the cache keys where they change artifacts."""
+"""Flags: set by config, patch, options and environment; checked; in the cache keys if they change artifacts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TestFlags(TestCase):
             self.assertEqual(len(found), warned, word)
 
     def test_a_switch_takes_bools(self):
-        """As a value, by a patch and as an option; it reads "on" and "off" all the same."""
+        """They may be set as a value, by a patch or as an option. Reading the switch always gives "on" or "off"."""
         for written, value in ((True, "on"), (False, "off"), ("on", "on"), ("off", "off")):
             with config.patch({"triton.pygraph_verify": written}):
                 self.assertEqual((config.triton.pygraph_verify, Settings.current().verify), (value, value))
@@ -105,7 +105,7 @@ class TestFlags(TestCase):
         self.assertEqual(Settings.current().verify, "off")
 
     def seen_while_compiling(self, options):
-        """The settings in force while a function is compiled, which has to go on working."""
+        """Returns the settings in force while a function is compiled, and checks that the function works."""
         seen = []
         torch._dynamo.reset()
         attach = mock.patch.object(compiled, "attach", lambda *_: seen.append(Settings.current()))
@@ -181,7 +181,7 @@ class TestFlags(TestCase):
         self.assertEqual(states[2][1], states[0][1])
 
     def test_threads(self):
-        # Since 2.12 an override is a context variable, which a new thread does not see: nothing may depend on one.
+        # Since 2.12 an override is a context variable that a new thread does not see, so nothing may depend on one.
         found = []
         thread = threading.Thread(target=lambda: found.append(Settings.current()))
         thread.start()
@@ -202,7 +202,7 @@ class TestFlags(TestCase):
         self.assertIn(flags_table(), (ROOT / "README.md").read_text(encoding="utf-8"))
 
     def test_the_readme_shows_options_that_graph(self):
-        """An option takes the place of a mode: each example with flags asks for CUDA graphs itself, and has them."""
+        """Options replace a mode, so each example with flags asks for CUDA graphs itself, and gets them."""
         examples = re.findall(
             r"torch\.compile\([^`]*?options=({[^}]*})", (ROOT / "README.md").read_text(encoding="utf-8")
         )
@@ -225,12 +225,12 @@ class TestFlags(TestCase):
 
 
 def check_environment():
-    """As ``import pygraph_trees`` does."""
+    """Checks as ``import pygraph_trees`` does."""
     environment.check((flag.environment, flag.values, flag.default) for flag in FLAGS)
 
 
 class TestEnvironment(TestCase):
-    """What variables say, how they are misread, and that no value stops an import."""
+    """Environment variables: what they set, how bad values are reported, and that no value stops an import."""
 
     def setUp(self):
         super().setUp()
@@ -240,7 +240,7 @@ class TestEnvironment(TestCase):
             self.addCleanup(patch.stop)
 
     def found(self, function, **variables):
-        """What the function returns with these variables, and the warnings."""
+        """Returns the function's result with these variables, and the warnings."""
         with warnings.catch_warnings(record=True) as caught, mock.patch.dict(os.environ, variables):
             warnings.simplefilter("always")
             value = function()
@@ -248,7 +248,7 @@ class TestEnvironment(TestCase):
         return value, [str(w.message) for w in caught]
 
     def installed(self, **variables):
-        """The settings of a process that has these variables from its start, and the warnings."""
+        """Returns the settings of a process started with these variables, and the warnings."""
 
         def again():
             inductor_patches.uninstall()
@@ -361,7 +361,7 @@ class TestEnvironment(TestCase):
 
 class TestVersionInTheKey(TestCase):
     def test_other_code_has_another_key(self):
-        """What older code compiled is not taken for what this code would compile; the version may be the same."""
+        """Artifacts that other code compiled are not used, even if the version is the same."""
         before = config.triton.pygraph_version
         self.addCleanup(inductor_patches.install)
         self.addCleanup(inductor_patches.uninstall)
@@ -388,7 +388,7 @@ class TestNever(TestCase):
         clear()
 
     def settings_seen(self, fn, inputs, **how):
-        """Whether CUDA graphs were on, and the flags, where the graphs of a program were compiled."""
+        """Returns whether CUDA graphs were on, and the flags, when each graph of a program was compiled."""
         seen = []
 
         def look(artifact, graph, gm):
@@ -430,7 +430,7 @@ class TestNever(TestCase):
             self.assertEqual(self.settings_seen(product, [torch.ones(3, 3)]), [(True, "exact", False)])
 
     def test_artifacts_are_those_of_torch_without_graphs(self):
-        """And never those that were made for graphs, of either cache."""
+        """Neither cache returns an artifact that was made for CUDA graphs."""
         counters = torch._dynamo.utils.counters
         ways = {
             "never": {"options": self.OPTIONS[0]},
@@ -455,7 +455,7 @@ class TestNever(TestCase):
                     self.assertEqual(hits[0] if autograd_cache else hits[1], int(is_hit))
 
     def test_the_report_says_so(self):
-        """A graph that would have been graphed is in it, with the reason."""
+        """It lists a graph that would have run as a CUDA graph, with the reason why it does not."""
         artifact = SimpleNamespace(
             current_callable=len, device_types={"cuda"}, disabled_cudagraphs_reason=None, cudagraph_info=None
         )
@@ -465,7 +465,7 @@ class TestNever(TestCase):
         post_compile = putting_to_use(lambda *args: given.append(bool(args[3]["cudagraphs"])))
         with config.patch({"triton.pygraph_selective": "never"}):
             post_compile(artifact, (), None, kwargs)
-            self.assertEqual(pygraph_trees.report().graphs, ())  # it asks for no graphs
+            self.assertEqual(pygraph_trees.report().graphs, ())  # this program asks for no CUDA graphs
             with compiling_without_graphs():
                 post_compile(artifact, (), None, kwargs)
         self.assertEqual(given, [False, False])

@@ -1,5 +1,5 @@
-"""Random programs: that they are valid, laid out as they say and printed so that they can be read back; that the
-comparison finds what a wrong compiler does; and that what fails becomes small. Needs no GPU.
+"""Random programs are valid, laid out as they say, and printed so that they can be read back. The comparison finds the
+faults of a wrong compiler, and failing programs are made small. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ from pygraph_trees.fake_gpu import absent_gpu, lower
 from pygraph_trees.fake_gpu.tracing import NothingToLowerError
 
 CPU = torch.device("cpu")
-# The same cases in every run: what CI finds is of the change, not of the day.
+# The same cases in every run: a failure in CI comes from the change, not from chance.
 FIXED = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
-# Each is a Dynamo backend; replacing one word makes it wrong in one way.
+# Each function is a Dynamo backend; replacing one word makes it wrong in one way.
 BACKENDS = '''
 import gc
 import os
@@ -197,7 +197,7 @@ RETURNING = Case((Input("a", (4,)),), ("v0 = a[1:]", "v1 = a + 1"), ("v0", "v1")
 
 @st.composite
 def _arounds(draw: Any) -> Around:
-    """What is around the calls of a program to which all of it applies."""
+    """Draws what surrounds the calls of a program to which every kind of it applies."""
     scope = Scope(draw, "float32", mutations=False)
     x = scope.tensor()
     for text in (f"torch.complex({x}, {x})", f"{x}.sum()"):
@@ -207,7 +207,7 @@ def _arounds(draw: Any) -> Around:
 
 @st.composite
 def _chains(draw: Any) -> Scope:
-    """A scope in which a chain of constants was drawn."""
+    """Draws a scope with a chain of constants."""
     scope = Scope(draw, "float32", mutations=False)
     scope.add(constant_chain(scope), value=True)
     return scope
@@ -410,7 +410,7 @@ class TestMemory(TestCase):
         alternate = addresses("alternate")
         self.assertEqual((alternate[::2], alternate[1::2]), ([alternate[0]] * 3, [alternate[1]] * 3))
         self.assertNotEqual(alternate[0], alternate[1])
-        # Neighbours differ; later ones may come back to memory that was freed.
+        # Consecutive addresses differ; later ones may be in memory that was freed.
         reused = addresses("reused")
         self.assertTrue(all(before != after for before, after in itertools.pairwise(reused)))
 
@@ -458,7 +458,7 @@ class WithWrongBackends(TestCase):
         return str(caught.exception)
 
     def _is_found(self, case: Case, backend: str) -> bool:
-        """True if a wrong backend is told from a right one."""
+        """Returns whether a wrong backend is told from a right one."""
         check(case, CPU, under_test="aot_eager")
         try:
             check(case, CPU, under_test=f"wrong_backends:{backend}")
@@ -545,7 +545,7 @@ class TestCheck(WithWrongBackends):
         self.assertNotEqual(one[1], Memory(fed, CPU).prepare(1)["a"])
 
     def test_what_a_recording_returned_is_handed_on_as_a_copy(self) -> None:
-        """To both sides: it is gone with its step, and outputs must lie in the same inputs on both."""
+        """Both sides get copies: the output dies with its step, and both must return outputs in the same inputs."""
         fed = Case((Input("a", (3,)),), ("v0 = a * 0.5",), ("v0",), 4, False, ((0, "a"),))
         seen: list[torch.Tensor] = []
         returned: list[torch.Tensor] = []
@@ -569,7 +569,7 @@ class TestCheck(WithWrongBackends):
             check(Case((Input("a", (2, 3)),), ("v0 = a @ a",), ("v0",)), CPU, under_test="aot_eager")
 
 
-# A program with a backward, in which each thing that can be around its calls has something to do.
+# A program with a backward, to which everything that can surround its calls applies.
 TRAINED = Case(
     (Input("a", (3, 4)), Input("b", (3, 4), place="same"), Input("w", (3, 4), parameter=True)),
     ("v0 = torch.sin(a) * b * w", "v1 = torch.complex(a, b)", "v2 = v0.sum()"),
@@ -581,7 +581,7 @@ TRAINED = Case(
 
 class TestAround(WithWrongBackends):
     def _agrees(self, around: Around, case: Case = TRAINED) -> int:
-        """The number of calls from inside others, of a program that a right backend compiles."""
+        """Returns how many calls are made from inside other calls, for a program that a right backend compiles."""
         verdict = check(replace(case, around=around), CPU, under_test="aot_eager")
         self.assertEqual(verdict.calls, case.calls)
         return verdict.inside
@@ -622,7 +622,7 @@ class TestAround(WithWrongBackends):
         self._agrees(Around(tangents=tuple((name, "missing") for name in TRAINED.returns)))
         conj = replace(TRAINED, around=Around(tangents=(("v1", "conj"),)))
         check(conj, CPU, under_test="eager")
-        # Torch's own code takes no conjugate bit, which is no failure of what does the same.
+        # Torch's own code refuses the conjugate bit, so code that refuses it too has not failed.
         self.assertIsNotNone(check(conj, CPU, under_test="aot_eager", control="aot_eager").torch_differs)
 
     def test_tangent_that_does_not_fit(self) -> None:
@@ -705,13 +705,13 @@ class TestAround(WithWrongBackends):
         case = Case((Input("a", (3,)),), ("v0 = torch.sin(a)", "v1 = v0 * 2"), ("v0", "v1"), 3, backward=True)
         zero = replace(case, around=Around(tangents=(("v1", "zero"),)))
         self.assertTrue(self._is_found(zero, "misreads_zeros"))
-        self.assertFalse(self._is_found(replace(zero, calls=2), "misreads_zeros"))  # these have plain tangents
+        self.assertFalse(self._is_found(replace(zero, calls=2), "misreads_zeros"))  # two calls have plain tangents
         others = replace(case, around=Around(tangents=(("v0", "missing"),), saved="clone"))
         self.assertFalse(self._is_found(others, "misreads_zeros"))
 
     def test_results_of_another_call_are_found(self) -> None:
         case = Case((Input("a", (4,)),), ("v0 = torch.tanh(a)", "v1 = v0 * 2"), ("v1",), 4)
-        self.assertFalse(self._is_found(case, "buffered"))  # calls one after the other do not show it
+        self.assertFalse(self._is_found(case, "buffered"))  # calls in sequence do not show it
         for around in (
             Around(garbage="same"),
             Around(step_of=2),
@@ -727,7 +727,7 @@ class TestAround(WithWrongBackends):
 
     @staticmethod
     def _spoilt(returns: Any, outputs: Any, *rest: Any) -> Any:
-        """Observes outputs that differ each time."""
+        """Observes outputs with a different error each time."""
         TestAround.spoilt += 1.0
         return observe(returns, tuple(o + TestAround.spoilt for o in outputs), *rest)
 
@@ -752,16 +752,16 @@ class TestAround(WithWrongBackends):
         self.assertFalse(self._is_found(replace(PLAIN, around=Around(keeps=1)), "in_main_thread"))
 
     def test_a_wrong_result_where_torch_raises_is_a_failure(self) -> None:
-        """Torch refuses saved tensors with other strides; what raises as well is no failure, what is wrong is one."""
+        """Torch refuses saved tensors with other strides. Raising as well is not a failure, a wrong result is one."""
         case = replace(TRAINED, around=Around(saved="transposed"))
         refuses, ignores = "wrong_backends:checks_strides", "wrong_backends:ignores_strides"
         self.assertIn("wrong strides", str(check(case, CPU, under_test=refuses, control=refuses).torch_differs))
         with mock.patch("fuzzing.check.UNGRAPHED", "aot_eager"), self.assertRaises(Mismatch) as caught:
             check(case, CPU, under_test=ignores, control=refuses)
         self.assertNotIsInstance(caught.exception, Raised)
-        with mock.patch("fuzzing.check.UNGRAPHED", ignores):  # un-graphed code is as wrong
+        with mock.patch("fuzzing.check.UNGRAPHED", ignores):  # un-graphed code is just as wrong
             self.assertIsNotNone(check(case, CPU, under_test=ignores, control=refuses).torch_differs)
-        # Right where torch raises.
+        # A right result is accepted although torch raises.
         self.assertEqual(check(case, CPU, under_test="aot_eager", control=refuses).calls, case.calls)
 
 
@@ -838,7 +838,7 @@ class TestExplained(TestCase):
     @given(cases())
     def test_random_programs_are_lowered_for_a_gpu_that_is_not_there(self, case: Case) -> None:
         if any(item.shares for item in case.inputs):
-            return  # tensors without memory do not share it
+            return  # meta tensors have no memory to share
         tensors = {
             item.name: torch.empty_strided(item.shape, strides_of(item), dtype=item.torch_dtype, device="meta")
             for item in case.inputs

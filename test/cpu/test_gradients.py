@@ -1,4 +1,4 @@
-"""Which gradients of a recording are given as they are, and which as other tensors, in real backwards of autograd."""
+"""In real autograd backwards, which gradients of a recording are given as they are, and which as other tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pygraph_trees.native import binding
 
 
 class CompiledFunction(torch.autograd.Function):
-    """As AOTAutograd's is named: a compiled step, of which only the backward is something, what a call gives."""
+    """Stands for a compiled step, under the name AOTAutograd uses. Its backward returns what ``call`` gives."""
 
     @staticmethod
     def forward(ctx, call, look, *parameters):
@@ -35,7 +35,7 @@ class CompiledFunction(torch.autograd.Function):
 
 
 def hold(into, by):
-    """Keeps what a hook is given, and lets it be what it is."""
+    """Registers a hook that keeps the gradients it is given and leaves them as they are."""
 
     def hook(*given_):
         into.extend(t for g in given_ for t in (g if isinstance(g, (list, tuple)) else (g,)))
@@ -47,7 +47,7 @@ def accumulates(parameter):
     return parameter.view_as(parameter).grad_fn.next_functions[0][0]
 
 
-# Who sees gradients, given parameters, what the forward gave, and where to keep them.
+# Observers of gradients. Each takes the parameters, the forward's output, and a list to keep the gradients in.
 SEEN = {
     "a hook": lambda ps, y, into: hold(into, ps[1].register_hook),
     "a hook of two": lambda ps, y, into: hold(into, lambda h: torch.autograd.graph.register_multi_grad_hook(ps, h)),
@@ -68,7 +68,7 @@ UNSEEN = {
 @unittest.skipIf(binding.extension is None, "not built for this torch")
 @mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)
 class TestGradients(TestCase):
-    """A recording's gradients are given themselves where nobody sees them, and else other tensors on their memory."""
+    """A recording gives its own gradients if nobody sees them, and otherwise other tensors on the same memory."""
 
     OWN = ((0, (4,), (1,), 0), (1, (4,), (1,), 0), (2, (4,), (1,), 0))
 
@@ -88,13 +88,13 @@ class TestGradients(TestCase):
         return parameters, CompiledFunction.apply(self.call, self.look, *parameters)
 
     def look(self, given_):
-        """Keeps none: a gradient that is held is not taken over."""
+        """Notes which gradients are the recording's own. Keeps none: a held gradient is not taken over."""
         self.assertEqual([g.data_ptr() for g in given_], [c.data_ptr() for c in self.cached])
         self.assertEqual([g.clone() for g in given_], self.cached)
         self.looks.append([g is c for g, c in zip(given_, self.cached, strict=True)])
 
     def is_own(self):
-        """Of the last call, for each gradient."""
+        """For each gradient of the last call, whether it is the recording's own tensor."""
         return self.looks.pop()
 
     def test_gradients_are_others_if_somebody_sees_them(self):
@@ -110,7 +110,7 @@ class TestGradients(TestCase):
                     self.assertEqual(bool(addresses), seen)
                     for parameter in parameters:
                         if parameter.grad.data_ptr() in addresses:
-                            self.assertEqual(name, "behind it")  # where torch has let it be taken over before
+                            self.assertEqual(name, "behind it")  # torch has taken the gradient over by then
                     del handle
         self.assertEqual(self.trees.searched, [])
 
@@ -141,7 +141,7 @@ class TestGradients(TestCase):
             parameter.grad = None
 
     def test_gradients_in_aotautograd_s_graph_of_the_backward_are_others(self):
-        """It has the compiled backward called by another function's forward, where no gradients are on."""
+        """AOTAutograd calls the compiled backward in another function's forward, where gradients are off."""
 
         class CompiledFunctionBackward(torch.autograd.Function):
             @staticmethod
@@ -161,7 +161,7 @@ class TestGradients(TestCase):
             parameter.grad = None
 
     def test_gradients_are_others_outside_of_the_compiled_node(self):
-        """By a hook, and so in a node of another kind; or in one of another program."""
+        """A hook calls the backward in a node of another kind, or another program's node does."""
         _, y = self.step()
         other = torch.ones(4, requires_grad=True)
 
@@ -179,7 +179,7 @@ class TestGradients(TestCase):
         self.assertEqual(self.is_own(), [False] * 3)
 
     def test_gradients_that_go_on_into_another_backward_are_others(self):
-        """A parameter without a gradient is no reason for others."""
+        """A parameter that needs no gradient is no reason to give others."""
         for through, needs, own in ((torch.Tensor.exp, True, False), (lambda p: p, False, True)):
             parameters = [torch.ones(4, requires_grad=needs or number != 1) for number in range(3)]
             y = CompiledFunction.apply(self.call, self.look, parameters[0], through(parameters[1]), parameters[2])
@@ -188,7 +188,7 @@ class TestGradients(TestCase):
             self.assertEqual(parameters[1].grad is not None, needs)
 
     def test_a_backward_inside_another_is_looked_at_for_itself(self):
-        """What is run by a hook of another one is looked at for itself."""
+        """A backward that a hook of another backward runs is judged on its own."""
         for seen in (False, True):
             inner, y = self.step()
             if seen:
@@ -209,7 +209,7 @@ class TestGradients(TestCase):
             self.assertEqual(self.is_own(), [False] * 3)
 
     def test_gradients_beside_views_kept_inputs_and_constants(self):
-        """And kept inputs, constants, and outputs as they are."""
+        """Views, kept inputs, constants and plain outputs are returned next to the gradients."""
         for more, own in (([], [1, 0]), ([(1, (2,), (2,), 1)], [0, 1])):
             constants = (7,)
             views = [self.OWN[0], self.OWN[2], *more]
@@ -237,7 +237,7 @@ class TestGradients(TestCase):
                 self.assertIs(found[-1], kept)
 
     def test_outputs_that_are_not_at_hand_are_asked_of_the_recording(self):
-        """They are asked of the recording, and what it gives is a user's."""
+        """The recording is asked for them, and the tensors it gives may be seen by users."""
         self.cached[0]._backward_hooks = {}
         _, y = self.step()
         y.backward()
@@ -245,7 +245,7 @@ class TestGradients(TestCase):
         self.assertEqual(self.trees.recording.calls, ["own outputs"])
 
     def test_gradients_of_a_backward_of_aotautograd(self):
-        """A real compiled backward, around one that a recording gives."""
+        """A real compiled backward wraps the call that gives a recording's gradients."""
         found = []
 
         def backward_compiler(graph, _):

@@ -1,4 +1,4 @@
-"""tools/bench/graph_host.py: what the two clocks say of a call, and the table that is made of it."""
+"""tools/bench/graph_host.py: how the two clocks time a call, and the table made from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pygraph_trees.benchmark.program import Program
 
 
 def wrappers(function):
-    """How many there are around it."""
+    """Returns how many wrappers are around the function."""
     return 1 + wrappers(function.__wrapped__) if hasattr(function, "__wrapped__") else 0
 
 
@@ -31,14 +31,14 @@ class TestGraphHost(TestCase):
         before = wrappers(graph_host.CompiledFxGraph.__call__)
         with mock.patch.object(graph_host, "call_until_chosen", side_effect=lambda call, first: call()) as settled:
             found = graph_host.measure("SMALL", program, 2, 3)
-        settled.assert_called_once()  # of the two ways, ours has routes
-        self.assertEqual(wrappers(graph_host.CompiledFxGraph.__call__), before)  # none of the clocks is left
+        settled.assert_called_once()  # only our way has routes
+        self.assertEqual(wrappers(graph_host.CompiledFxGraph.__call__), before)  # no clock is left
         self.assertEqual(
             [(r["way"], r["regime"]) for r in found],
             [("upstream", "same"), ("upstream", "fresh"), ("ours", "same"), ("ours", "fresh")],
         )
         for record in found:
-            self.assertEqual(record["launch"], 0.0)  # there is no GPU to launch anything on
+            self.assertEqual(record["launch"], 0.0)  # no GPU, so nothing is launched
             self.assertTrue(0 < record["trees"] < record["host"] <= record["latency"], record)
             self.assertAlmostEqual(record["outside"], record["host"] - record["trees"])
             self.assertEqual((record["gpu"], record["rest"], record["parts"]), (None, None, ()))

@@ -1,4 +1,4 @@
-"""Outputs that are handed out: which allocation of generated code they are in, and memory that each call is given."""
+"""Outputs in memory that each call is given: which allocation of generated code each output is in."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from pygraph_trees.trees.handed_outputs import Handed, OutputPlan, Templates, gi
 from pygraph_trees.trees.verification import Verification, VerificationFailed
 
 CPU = torch.device("cpu")
-# As Inductor writes it: a buffer that is freed, an output in its memory, a scratch buffer, and an output.
+# Code as Inductor writes it: a freed buffer, an output that reuses its memory, a scratch buffer, and an output.
 CODE = """
 def call(args):
     x, = args
@@ -57,7 +57,7 @@ def call(args):
 
 
 def generated(code=CODE, **names):
-    """The function ``call`` of a module of generated code, which allocates on the CPU."""
+    """Returns the function ``call`` of a module of generated code that allocates on the CPU."""
     module = types.ModuleType("generated")
     module.torch, module.made, module.inside = torch, [], lambda: None
 
@@ -96,7 +96,7 @@ class TestAllocations(TestCase):
 
     def test_each_output_is_found_in_its_allocation(self):
         expected = {0: Memory(0, (4,), (1,), torch.float32), 1: Memory(2, (2,), (1,), torch.float32)}
-        self.assertEqual(self.found(), expected)  # the input is no allocation
+        self.assertEqual(self.found(), expected)  # the input is not an allocation
 
     def test_given_memory_is_used_instead(self):
         memory = self.found()
@@ -236,7 +236,7 @@ class TestFunction(TestCase):
             self.assertEqual(list(self.function([self.x])), wanted(self.x))
 
     def test_a_call_inside_of_another_gets_memory_of_its_own(self):
-        """As from a finalizer or an operator of the program: the same code, which allocates in the same order."""
+        """A finalizer or an operator of the program can make one: the same code, with the same order of allocations."""
         inner = []
 
         def inside():
@@ -275,7 +275,7 @@ class TestFunction(TestCase):
 
 
 class _Verified:
-    """A recording whose graph copies ``result(x)``, which a library allocates, to its last input."""
+    """A recording whose graph copies ``result(x)``, allocated by a library, to its last input."""
 
     static_input_idxs, reconstructed_inputs = (), ()
 
@@ -320,13 +320,13 @@ class TestVerification(TestCase):
             Verification(inputs, [0]).check(_Verified(model, templates, result), [x * 2], "f")
 
     def test_the_output_of_a_library(self):
-        """It is right in the memory that the graph was given; un-graphed, it is in memory of its own."""
+        """The graph writes it to the memory it was given; un-graphed, it has its own memory."""
         self.check(lambda x: x * 2)
         with self.assertRaisesRegex(VerificationFailed, "output 0"):
             self.check(lambda x: x * 3)
 
     def test_inputs_keep_the_layouts_that_were_compiled_for(self):
-        """Those on the CPU too, and views that a copy resolves: compiled code asserts them."""
+        """Compiled code asserts them, also for inputs on the CPU and for views that a copy resolves."""
         numbers = torch.arange(8.0)
         for x in (numbers[::2], numbers[:1].expand(4), torch._neg_view(numbers[::2]), torch.empty(4, 0).t()):
             self.check(lambda x: x * 2, x)
@@ -460,7 +460,7 @@ class TestHandingOut(TestCase):
         manager.handing_out.recorded(manager, model, node)
         self.assertEqual(self.inputs(manager), [(4,), (2,)])
         self.assertEqual((len(self.again), model.outputs.not_handed, model.refused), (1, {0}, {0: "its own"}))
-        manager.handing_out.recorded(manager, model, node)  # recorded with earlier templates
+        manager.handing_out.recorded(manager, model, node)  # this recording was made with earlier templates
         self.assertEqual(len(self.again), 1)
 
     def test_memory_in_which_no_output_is_returned_is_not_given_again(self):
@@ -490,7 +490,7 @@ class TestHandingOut(TestCase):
 
 
 class _Wrapped:
-    """Upstream's WrappedFunction, as far as it is read; ``dataclasses.replace`` makes another."""
+    """Upstream's WrappedFunction with only the fields that are read; ``dataclasses.replace`` works on it."""
 
     def __new__(cls, model, mutated, placeholders):
         from torch._inductor.cudagraph_utils import WrappedFunction
@@ -512,7 +512,7 @@ class TestFastPath(TestCase):
         self.templates = Templates(Handed.of(found), found, CPU, OutputPlan())
 
     def trees(self, templates, **arguments):
-        """A recording that returns the third and the fourth input, which are memory for outputs."""
+        """Trees with a recording that returns its third and fourth inputs, which are memory for outputs."""
         live = Live([0, 2, 3], None, outputs={0: (2, None), 1: (3, None)})
         trees = Trees({1: self.y}, [None, None], live=live, templates=templates, **arguments)
         trees.live.native.unsettle()

@@ -80,7 +80,7 @@ class TestImport(TestCase):
         self.check(f"import {first}", "import pygraph_trees, torch._inductor.compile_fx", states=ON)
 
     def test_compiling_is_enough(self):
-        """The compiler's loader and specification are torch's own afterwards, so that its source can be read."""
+        """Afterwards the compiler's loader and spec are torch's own again, so that its source can be read."""
         shown = self.check(
             "import torch, pygraph_trees",
             "print(torch.compile(lambda x: x + 1, mode='reduce-overhead')(torch.ones(2)).tolist())",
@@ -100,7 +100,7 @@ class TestImport(TestCase):
             "threads = [threading.Thread(target=one) for one in work]",
             "[t.start() for t in threads]; [t.join() for t in threads]",
             states=ON,
-            # Torch alone aborts at the end of such a process at times: "terminate called without an active exception".
+            # Torch alone sometimes aborts when such a process ends: "terminate called without an active exception".
             end="import os; print(end='', flush=True); os._exit(0)",
         )
 
@@ -116,7 +116,7 @@ class TestImport(TestCase):
 
 
 class TestTimes(TestCase):
-    """Measured times have a wide margin here: an import takes 5 ms, and a command 0.2 s."""
+    """The limits leave a wide margin: an import takes 5 ms, and a command 0.2 s."""
 
     def test_an_import_after_torch(self):
         code = (
@@ -205,7 +205,7 @@ class TestImportHook(TestCase):
         self.assertEqual(self.ran, ["faulty"])
 
     def test_finders_that_find_nothing_are_passed_over(self):
-        """As by the import system."""
+        """The import system passes them over too."""
         self.module("watched_three")
         self.enterContext(mock.patch.object(sys, "meta_path", [object(), *sys.meta_path]))
         self.watch("watched_three")

@@ -1,4 +1,4 @@
-"""Recordings that are made or replayed in inference mode, and the other way round.
+"""Recordings made in inference mode and replayed outside it, and the reverse.
 
 Dynamo compiles again for another mode only if a guard on a tensor tells it. A function without tensors, a compilation
 whose guards are skipped, and a backward are replayed in any mode. Their tensors must be of the kind that un-graphed
@@ -29,7 +29,7 @@ INSIDE = [[True, False, False, True], [False, True, True, False]]  # whether eac
 
 
 class TestCompilations(TestCase):
-    """What makes the other tests necessary."""
+    """Cases in which Dynamo does not compile again for another mode, which make the other tests necessary."""
 
     def compilations(self, call):
         torch._dynamo.reset()
@@ -84,7 +84,7 @@ class TestOutputs(TestCase):
                 outputs[0].add_(1)
             self.assertEqual(outputs[0], torch.full((SIZE,), step + 1.0))
             if not is_inside:
-                self.assertGreaterEqual(outputs[0]._version, 1)  # an inference tensor raises
+                self.assertGreaterEqual(outputs[0]._version, 1)  # an inference tensor would raise
                 scale = torch.ones(SIZE, requires_grad=True)
                 (scale * outputs[1]).sum().backward()
                 self.assertEqual(scale.grad, outputs[1])
@@ -100,7 +100,7 @@ class TestOutputs(TestCase):
         self.assertEqual(held, [torch.full((SIZE,), float(step)) for step in range(4)])
 
     def test_outputs_are_cached_in_inference_mode(self):
-        """They are made once, and returned again by C++ alone."""
+        """They are made once; later calls return them from C++ alone."""
         function, objects = Function(), set()
         with torch.inference_mode():
             function.call(3.0)
@@ -111,7 +111,7 @@ class TestOutputs(TestCase):
 
 
 class TestUpstreamCopies(TestCase):
-    """Inputs that upstream copies to memory of its own."""
+    """Inputs that upstream copies to its own memory."""
 
     @parametrize("was_recorded_inside", [False, True])
     @parametrize("gives_addresses", [False, True])

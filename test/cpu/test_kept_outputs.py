@@ -61,7 +61,7 @@ class TestCopies(TestCase):
 
 
 class Node:
-    """What a recording and a warm-up have of outputs; ``pool`` stands for memory of the graph pool."""
+    """The outputs of a recording or a warm-up; ``pool`` stands for memory of the graph pool."""
 
     def __init__(self, *outputs, parent=None, outputs_are="keep", caches=True):
         self.wrapped_function = Plain(model=function(outputs_are))
@@ -85,7 +85,7 @@ class Node:
 
 
 def in_pool(pool, begin, count):
-    """A tensor in memory of the pool, which it does not own, as a replay's outputs are."""
+    """A tensor in memory of the pool that it does not own, like a replay's outputs."""
     storage = torch._C._construct_storage_from_data_pointer(pool.data_ptr() + 4 * begin, pool.device, 4 * count)
     return torch.empty(0).set_(storage, 0, (count,), (1,))
 
@@ -126,7 +126,7 @@ class TestMoving(TestCase):
         self.assertEqual((output.data_ptr(), node.moved), (address, {0: (1, 16)}))
 
     def test_memory_that_an_output_owns_is_given_back(self):
-        """As outputs of a warm-up and of the recorded call do."""
+        """Outputs of a warm-up and of the recorded call own theirs."""
         output = torch.ones(4)
         freed = StorageWeakRefWrapper(output)
         node = Node(output, caches=False)
@@ -200,7 +200,7 @@ class TestMoving(TestCase):
 
     @unittest.skipIf(binding.extension is None, "not built for this torch")
     def test_memory_is_exchanged_by_the_native_parts_too(self):
-        """Torch 2.11 cannot exchange it."""
+        """Torch 2.11 itself cannot exchange it."""
         output = in_pool(self.pool, 0, 4)
         with mock.patch.object(kept_outputs, "exchanges_memory", lambda: False):
             move_alive(Node(output))

@@ -1,4 +1,4 @@
-"""tools/lane.py: every file runs, whatever becomes of the others, and an interrupt leaves no process."""
+"""tools/lane.py: every file runs, whatever happens to the others, and an interrupt leaves no process running."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TestLane(TestCase):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # A shell that started the tests in the background has interrupts ignored, and children inherit that.
+            # If a shell started the tests in the background, interrupts are ignored, and children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
@@ -94,7 +94,7 @@ class TestLane(TestCase):
 
     @staticmethod
     def is_gone(pid: int) -> bool:
-        """True if the process ends within some seconds; one that nobody has waited for counts as ended."""
+        """Returns whether the process ends within some seconds; a zombie counts as ended."""
         for _ in range(100):
             try:
                 os.kill(pid, 0)

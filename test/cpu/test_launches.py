@@ -1,7 +1,7 @@
 """Launches of Triton kernels while a function is warmed up or captured: which arguments go through slots, and when.
 
-Kernels of two kinds: fakes, on tensors of the CPU; and those that Inductor generates for a GPU that is not there, which
-are compiled, and whose launchers stop where they would load and launch.
+There are two kinds of kernels: fakes on CPU tensors, and kernels that Inductor generates for a fake GPU. The latter are
+compiled, and their launchers stop before they load and launch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UPSTREAM = triton_heuristics.CachingAutotuner.run
 
 
 class Table:
-    """A slot for each of some tensors."""
+    """A table with a slot for each of the given tensors."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.slots = {t.data_ptr(): torch.tensor([t.data_ptr()]) for t in tensors}
@@ -56,7 +56,7 @@ class Table:
 
 
 class FakeAutotuner:
-    """One that launches by noting what it is given; its first launch chooses among ``count`` launchers."""
+    """An autotuner whose launches only note their arguments; the first launch chooses among ``count`` launchers."""
 
     def __init__(self, name: str = "kernel", count: int = 1) -> None:
         self.fn = SimpleNamespace(__name__=name)
@@ -79,7 +79,7 @@ class FakeAutotuner:
 
 @contextlib.contextmanager
 def warming_up(addresses: Collection[int]) -> Iterator[set[int]]:
-    """Notes launches, and builds the variants afterwards; then the set holds the addresses that these take."""
+    """Notes launches and builds the variants afterwards; the set then holds the addresses that the variants take."""
     taken = set[int]()
     with noting(addresses) as readings:
         yield taken
@@ -132,16 +132,16 @@ def tensors(count: int) -> list[torch.Tensor]:
 
 class TestCapture(LaunchesTestCase):
     def warmed(self, *inputs: torch.Tensor, **more: Any) -> tuple[FakeAutotuner, torch.Tensor]:
-        """A kernel that was launched with two inputs and an output."""
+        """Returns a kernel launched with two inputs and an output, and that output."""
         kernel, out = FakeAutotuner(**more), torch.zeros(8)
         with warming_up({t.data_ptr() for t in inputs}):
             kernel.run(*(inputs * 2)[:2], out, 8, stream=7)
-            self.assertEqual(self.made, [])  # not before the end
+            self.assertEqual(self.made, [])  # built only at the end
         kernel.launched.clear()
         return kernel, out
 
     def captured(self, kernel: FakeAutotuner, out: torch.Tensor) -> tuple[Table, torch.Tensor, torch.Tensor, str]:
-        """A launch with two inputs that have slots; the table, the inputs, and what the launch gives."""
+        """Launches with two inputs that have slots; returns the table, the inputs, and the launch's result."""
         a, b = tensors(2)
         table = Table(a, b)
         with through(table):
@@ -178,7 +178,7 @@ class TestCapture(LaunchesTestCase):
         with warming_up({a.data_ptr()}):
             kernel.run(a, b, out, 8, stream=7)
         c, d = tensors(2)
-        with through(Table(c, d)):  # the one there is takes one of both
+        with through(Table(c, d)):  # the only variant takes one of the two
             kernel.run(c, d, out, 8, stream=7)
             self.assertIs(kernel.launched[-1][2], d)
             self.assertEqual(kernel.launched[-1][0], "variant")
@@ -199,7 +199,7 @@ class TestCapture(LaunchesTestCase):
             self.assertEqual((result, table.read), ("launched", []))
         with warming_up({a.data_ptr()}):
             kernel.run(a, a, out, 8, stream=7)
-        self.assertEqual(len(self.made), 1)  # that there is none is remembered
+        self.assertEqual(len(self.made), 1)  # the absence of a variant is remembered
 
     def test_an_error_while_building_is_logged_and_costs_the_variant(self) -> None:
         with mock.patch.object(variant_launchers, "_made", side_effect=RuntimeError("of the test")):
@@ -242,7 +242,7 @@ class TestWarmup(LaunchesTestCase):
         first, second = FakeAutotuner("first"), FakeAutotuner("second")
         with warming_up({a.data_ptr()}):
             first.run(b, b, b, 8, stream=7)
-            second.run(b, b, a, 8, stream=7)  # writes to it
+            second.run(b, b, a, 8, stream=7)  # writes to the input
             second.run(a, b, b, 8, stream=7)
         self.assertEqual(self.made, [("second", frozenset({"out_ptr0"})), ("second", frozenset({"in_ptr0"}))])
 
@@ -250,12 +250,12 @@ class TestWarmup(LaunchesTestCase):
         self.refused = {"in_ptr1"}
         a, b, c, d, other = tensors(5)
         first, second = FakeAutotuner("first"), FakeAutotuner("second")
-        for _ in range(2):  # also where they were built before
+        for _ in range(2):  # also when they were built before
             with warming_up({t.data_ptr() for t in (a, b, c, d)}) as taken:
                 first.run(a, b, other, 8, stream=7)
                 first.run(c, b, other, 8, stream=7)
                 second.run(other, d, other, 8, stream=7)  # has no variant
-                self.assertEqual(taken, set())  # not before the end
+                self.assertEqual(taken, set())  # known only at the end
             self.assertEqual(taken, {a.data_ptr(), c.data_ptr()})
         self.assertEqual(len(self.made), 2)
 
@@ -386,11 +386,11 @@ class TestPatch(TestCase):
 
 
 class Loaded:
-    """What stands for kernels that are on a GPU: launches are noted."""
+    """Stands for kernels that are loaded on a GPU; launches are noted."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
-        self.registers = 32  # of each thread of what is loaded
+        self.registers = 32  # per thread of the loaded kernel
         has_module = hasattr(static_triton_launcher.StaticallyLaunchedCudaKernel, "close")  # since 2.13
         self.library = SimpleNamespace(
             _load_kernel=lambda path, name, shared, device: (*((1,) if has_module else ()), 2, self.registers, 0),
@@ -421,7 +421,7 @@ def on_gpu(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @contextlib.contextmanager
 def of_inductor(folder: Path) -> Iterator[None]:
-    """Inductor generates kernels for a GPU that is not there; Triton's cache is in a folder."""
+    """Makes Inductor generate kernels for a fake GPU; Triton's cache is in the folder."""
     with (
         # Inductor sets this for the process when it makes a kernel's autotuner.
         mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(folder / "cache")),
@@ -433,7 +433,7 @@ def of_inductor(folder: Path) -> Iterator[None]:
 
 
 def autotuners(folder: Path, fn: Any, *args: torch.Tensor, **options: Any) -> Iterator[Any]:
-    """Of a program's kernels, each with a file of its own in the folder."""
+    """The autotuners of a program's kernels, each with its own file in the folder."""
     for graph in lower(fn, args, {}, **options):
         for node in ast.walk(ast.parse(graph.source_code)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton":
@@ -463,7 +463,7 @@ class TestInductor(TestCase):
         return autotuners(Path(self.folder), fn, *args)
 
     def check(self, autotuner: Any, static: bool = True) -> None:
-        """Its variant for all pointers is launched like the original, but for the addresses of slots."""
+        """Its variant for all pointers is launched like the original, except that it takes addresses of slots."""
         config = autotuner.configs[-1]
         with loaded() as gpu, torch._inductor.config.patch({"use_static_triton_launcher": static}):
             autotuner.launchers = [autotuner._precompile_config(config).make_launcher()]

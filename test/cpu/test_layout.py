@@ -1,6 +1,6 @@
 """The layout that CONTRIBUTING.md describes: rooms import what its table allows, and no files import each other.
 
-Imports count wherever they stand: at the top, inside a function, or for types alone. Importing a module also runs the
+Imports count anywhere: at the top, inside a function, or for types alone. Importing a module also runs the
 ``__init__.py`` above it, which does not count. Nothing here imports the project.
 """
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pygraph_trees", "inductor_patches")
 
 MOST_LINES = 450
-# Files that are longer, with their lines. Numbers only become smaller, and no file is added.
+# Files over the limit, with their numbers of lines. Numbers only become smaller, and no file is added.
 LONG_FILES = {}
 NAMES_WITHOUT_A_CONCEPT = {"common", "core", "helpers", "misc", "utils"}
 
@@ -57,7 +57,7 @@ def imports(root: Path) -> list[Import]:
 
 
 def _imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """Line and absolute name of whatever is imported; of ``from a import b`` that is ``a.b``."""
+    """Line and absolute name of everything that is imported; for ``from a import b`` the name is ``a.b``."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -78,11 +78,11 @@ def _module(name: str, modules: Mapping[str, str]) -> str | None:
 
 
 def circle(found: Sequence[Import]) -> list[Import]:
-    """Imports that lead from a file back to it; empty if there is no such file."""
+    """Imports that form a circle; empty if there is none."""
     left: dict[str, list[Import]] = {}
     for item in found:
         left.setdefault(item.file, []).append(item)
-    while True:  # what imports nothing that is left is in no circle
+    while True:  # a file that imports none of the remaining files is in no circle
         kept = {file: [item for item in items if item.target in left] for file, items in left.items()}
         kept = {file: items for file, items in kept.items() if items}
         if kept == left:
@@ -99,13 +99,13 @@ def circle(found: Sequence[Import]) -> list[Import]:
 
 @dataclass(frozen=True)
 class Table:
-    """What each room may import: rooms, and single files of them."""
+    """What each room may import: other rooms, and single files of them."""
 
     allowed: Mapping[str, frozenset[str]]
 
     @staticmethod
     def read(text: str) -> Table:
-        """From the table of CONTRIBUTING.md, whose first column names rooms and whose last names what they import.
+        """Reads the table of CONTRIBUTING.md, whose first column names rooms and whose last column names their imports.
 
         "all" and "all but ..." are understood; a sentence of the form "`name` is `this` and `that`" gives a name to
         several files.
@@ -143,7 +143,7 @@ def _quoted(text: str) -> list[str]:
 
 
 def room(file: str) -> str | None:
-    """``trees`` of ``pygraph_trees/trees/manager.py``; a file of no room, such as ``errors.py``, is one by itself."""
+    """``trees`` for ``pygraph_trees/trees/manager.py``. A file in no room, such as ``errors.py``, is its own room."""
     package, _, below = file.partition("/")
     if package == "pygraph_trees":
         return below.partition("/")[0]
@@ -151,7 +151,7 @@ def room(file: str) -> str | None:
 
 
 def too_long(root: Path, listed: Mapping[str, int]) -> list[str]:
-    """What is wrong with the lengths of files, and with the list of those that may be longer."""
+    """Errors in the lengths of files, and in the list of files that may be longer."""
     lines = []
     counted = {}
     for path in (root / "pygraph_trees").rglob("*"):
@@ -211,7 +211,7 @@ After it.
 
 
 class TestChecks(unittest.TestCase):
-    """The checks above find what they look for, in a tree that is made up."""
+    """The checks above find what they look for in a made-up tree."""
 
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()

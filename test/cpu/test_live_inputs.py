@@ -1,8 +1,7 @@
 """Live inputs of a recording, on a driver that checks its callers: each launch reads the inputs of its call.
 
-Inputs are CPU tensors, their placeholder tensors too, which say that they lie at placeholder addresses. What a launch
-would read is what the instantiated graph holds at that time: the address of an input or of a copy, or that of a
-placeholder tensor.
+Inputs and their placeholder tensors are CPU tensors; the latter report placeholder addresses. A launch would read what
+the instantiated graph holds at that time: the address of an input, of a copy, or of a placeholder tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from pygraph_trees.indirection.routes import Route
 
 KERNEL, MEMCPY, MEMSET = (f"cuGraphExec{kind}NodeSetParams" for kind in ("Kernel", "Memcpy", "Memset"))
 POINT_COPY, POINT_FILL = (f"cuGraph{kind}NodeSetParams" for kind in ("Memcpy", "Memset"))
-OTHER = 0x7A00_0000_0000  # an address of nobody
+OTHER = 0x7A00_0000_0000  # an address that nothing has
 IN_POOL = "a mutated input lies in the graph pool"
 UNHELD = "no node holds its address"
 GIVING_BACK = ("cuMemUnmap", "cuMemRelease")
@@ -49,7 +48,7 @@ Nodes = Callable[[list[int]], list[Any]]  # nodes of a graph, from the addresses
 
 
 class PlaceholderTensor(torch.Tensor):
-    """A tensor that says that it lies elsewhere."""
+    """A tensor that reports a placeholder address."""
 
     start: int
     lead: int
@@ -73,11 +72,11 @@ def placeholder_tensor(start: int, span: Any, tensor: torch.Tensor, device: int)
     return made
 
 
-_rooms: list[torch.Tensor] = []  # so that no tensor of a test is found where an earlier one was
+_rooms: list[torch.Tensor] = []  # keeps memory alive, so that addresses are not reused
 
 
 def at(residue: int, size: Sequence[int] = (4, 8)) -> torch.Tensor:
-    """A tensor of its own content, at an address that is ``residue`` modulo 512."""
+    """A tensor with random content, at an address that is ``residue`` modulo 512."""
     count = int(torch.Size(size).numel())
     room = torch.rand(count + 256)
     _rooms.append(room)
@@ -90,7 +89,7 @@ def words(data: bytes) -> list[int]:
 
 
 class Graph:
-    """A captured graph; launching it tells what its nodes hold."""
+    """A captured graph; launching it returns what its nodes hold."""
 
     def __init__(self, api: FakeApi, nodes: Sequence[Any]) -> None:
         self._api = api
@@ -113,7 +112,7 @@ class Graph:
 
 
 class Event:
-    """Of the latest launch on a stream; over where the test case says that the GPU is idle."""
+    """An event after the latest launch on a stream; it is over if the test case says that the GPU is idle."""
 
     def __init__(self, is_idle: Callable[[int], bool]) -> None:
         self._is_idle = is_idle
@@ -157,7 +156,7 @@ class LiveInputsTestCase(TestCase):
         return contextlib.nullcontext()
 
     def restart(self) -> None:
-        """A driver and a pool that nothing was done with."""
+        """Makes a new driver and a new pool."""
         retired._retired.clear()
         _rooms.clear()
         self.api = FakeApi()
@@ -217,7 +216,7 @@ class LiveInputsTestCase(TestCase):
         return Graph(self.api, nodes([by_index[i] for i in sorted(by_index)]))
 
     def begin(self, live: LiveInputs, *inputs: Any) -> None:
-        """A call up to its launch."""
+        """Makes a call up to its launch."""
         self.assertIsNone(live.addresses.prepare(inputs))
         taken = list(inputs)
         live.take(taken)
@@ -231,7 +230,7 @@ class LiveInputsTestCase(TestCase):
         return launched
 
     def routes(self, live: LiveInputs) -> dict[int, str | None]:
-        """By index: why it is copied, None for those that are patched."""
+        """By index: why an input is copied, or None if it is patched."""
         for decision in live.decisions.values():
             self.assertEqual(decision.route is Route.COPY, decision.reason is not None)
         return {index: decision.reason for index, decision in sorted(live.decisions.items())}
@@ -289,7 +288,7 @@ class TestAddresses(LiveInputsTestCase):
     def test_an_address_in_the_storage_of_a_current_input_is_reached(self):
         first, later, other = at(0)[:8], at(0), at(0)
         live, graph = self.record(self.one_kernel(), first, other)
-        # The whole storage counts: what is saved of an input can be another view of it.
+        # The whole storage counts: a tensor saved for the backward can be another view of the input.
         begin, nbytes = first.untyped_storage().data_ptr(), first.untyped_storage().nbytes()
         inside = begin, first.data_ptr(), begin + nbytes - 1, other.data_ptr()
         self.assertEqual([live.addresses.reaches(address) for address in inside], [True] * 4)
@@ -348,7 +347,7 @@ class TestAddresses(LiveInputsTestCase):
         self.assertEqual(self.call(live, graph, storage[256:384]), [[storage[256:].data_ptr() + 4, OTHER]])
 
     def test_a_copy_node_may_join_a_patched_input_and_a_copied_one(self):
-        # The second input's address is held where it may be something else too.
+        # Another node holds the second input's address where it may be something else.
         def nodes(found):
             hidden = self.api.make_kernel([b"\1\0\0\0" + found[1].to_bytes(8, "little")])
             return [self.api.make_memcpy(found[0], found[1], 64), hidden]
@@ -371,7 +370,7 @@ class TestAddresses(LiveInputsTestCase):
     def test_nodes_are_set_in_the_context_of_the_device(self):
         self.record(lambda addresses: [self.api.make_memset(addresses[0], 16)], at(0), device=3)
         self.assertEqual(self.entered, [3])
-        self.record(self.one_kernel(), at(0), device=3)  # for threads that have none
+        self.record(self.one_kernel(), at(0), device=3)  # for threads without a context
         self.assertEqual(self.entered, [3, 3])
 
     def test_placeholder_tensors_are_as_aligned_as_the_inputs(self):
@@ -435,10 +434,10 @@ CALLS = st.lists(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 0, 16
 
 
 class TestCopies(LiveInputsTestCase):
-    """Rules 2, 4 and 9: what is copied, when, and back."""
+    """Rules 2, 4 and 9: which inputs are copied, when, and which are copied back."""
 
     def hidden(self, *inputs: Any, **more: Any) -> tuple[LiveInputs, Graph]:
-        """A recording whose first input is held by no node."""
+        """A recording whose first input no node holds."""
         return self.record(lambda found: [self.api.make_kernel(found[1:])], *inputs, **more)
 
     def test_an_input_without_a_known_address_is_copied_to_its_placeholder(self):
@@ -474,7 +473,7 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual(a_now, expected)
 
     def test_autograd_does_not_see_that_copies_go_back(self):
-        """As it does not see what kernels write: AOTAutograd counts the writes that it must see."""
+        """It does not see what kernels write either: AOTAutograd counts the writes that autograd must see."""
         weight = torch.rand(4, 8, requires_grad=True)
         for nodes, residue in ((self.one_kernel(), 16), (lambda found: [self.api.make_kernel(found[1:])], 0)):
             live, _ = self.replayable(nodes, at(0), at(0), mutated=[0])
@@ -540,7 +539,7 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual((live.addresses.extra_copies, live.addresses.extra_copied_bytes), (2, 2 * before.nbytes))
 
     def test_zeros_without_memory_are_copied_for_the_call(self):
-        """They have no address: a kernel that is given 0, or an offset from 0, reads there."""
+        """They have no address: a kernel that is given 0, or an offset from 0, reads at that address."""
         for shape, stride, offset in (
             ((4, 8), (8, 1), 0),
             ((32,), (1,), 0),
@@ -572,7 +571,7 @@ class TestCopies(LiveInputsTestCase):
             live.finish()
 
     def test_a_call_inside_a_change_of_addresses_is_passed_over(self):
-        """A finalizer can make one; the graph holds what it is believed to hold."""
+        """A finalizer can make such a call. The graph still holds the addresses it is believed to hold."""
         live, graph = self.replayable(self.one_kernel(), at(0))
         a, b = at(0), at(0)
         original, answers = live.addresses._why_not, []
@@ -646,7 +645,7 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
 
     def test_a_negated_tangent_or_a_conjugate_view_is_passed_over(self):
-        """Nobody guards tangents; a forward's inputs are guarded by Dynamo."""
+        """Dynamo guards a forward's inputs, but nothing guards tangents."""
         real, imaginary = at(0, (4,)), torch.zeros(8, dtype=torch.complex64)
         for plain, view, is_of_backward, expected in (
             (real, torch._neg_view(real), True, "an input is a negated view"),
@@ -674,7 +673,7 @@ class TestCopies(LiveInputsTestCase):
         self.assertIsNone(kept())
 
     def test_addresses_of_earlier_calls_may_come_back_in_any_order(self):
-        """However many there were, in whatever order they come back."""
+        """This holds however many addresses there were."""
         live, graph = self.record(self.one_kernel(), at(0), at(16))
         pairs = [(at(0), at(16)) for _ in range(5)]
         with mock.patch.object(addresses, "_MOST_KNOWN", 3), mock.patch.object(addresses, "_MOST_FITTING", 2):
@@ -695,7 +694,7 @@ class TestCopies(LiveInputsTestCase):
         self.assertEqual(live.addresses.extra_copies, 1)
 
     def test_a_mutated_input_in_the_pool_is_refused(self):
-        """Whether it is patched or copied back, it would write over what the graph put there."""
+        """Whether it is patched or copied back, it would overwrite what the graph put in the pool."""
         b, h = at(0), at(0)
         live, graph = self.replayable(self.one_kernel(), at(0), b, mutated=[1])
         self.put_in_pool(h)
@@ -723,7 +722,7 @@ class TestCopies(LiveInputsTestCase):
             expected = c.clone()
             self.assertEqual((self.call(live, graph, c, b), c), ([[c.data_ptr(), b.data_ptr()]], expected))
             self.assertIsNone(live.addresses.prepare([a, at(0)]))
-            a.add_(1)  # after the copy for the call that is not made
+            a.add_(1)  # after the copy for the call that was not made
             self.begin(live, a, b)
             self.assertEqual(graph.launch(), [[live.addresses.temporary[0].data_ptr(), b.data_ptr()]])
             self.assertEqual(live.addresses.temporary[0], a)
@@ -775,7 +774,7 @@ class TestCopies(LiveInputsTestCase):
 
 
 class TestOutputs(LiveInputsTestCase):
-    """Rule 1: outputs that lie on live inputs."""
+    """Rule 1: outputs in the memory of live inputs."""
 
     VIEW = ((4,), (2,), 8, torch.float32)
 
@@ -856,7 +855,7 @@ class TestOutputs(LiveInputsTestCase):
 
 
 class TestChoice(LiveInputsTestCase):
-    """Rules 2, 7 and 8: what is recorded at placeholder addresses."""
+    """Rules 2, 7 and 8: which inputs are recorded at placeholder addresses."""
 
     def test_only_candidates_that_are_tensors_and_not_refused_are_chosen(self):
         live, reasons = self.choose(at(0), 3, at(0), None, at(0), candidates=[1, 2, 3, 4])
@@ -890,7 +889,7 @@ class TestChoice(LiveInputsTestCase):
         live.release()
 
     def test_outputs_are_found_anywhere_in_the_memory_of_an_input(self):
-        """With gaps between its rows that is more than its elements take."""
+        """If there are gaps between its rows, its memory is larger than its elements."""
         gaps = torch.rand(40)[3:].as_strided((4, 2), (8, 1))
         live, _ = self.record(self.one_kernel(), gaps, at(0), at(0), mutated=[0], refused={0: "told so"})
         (held,) = (item for item in live.items if item.index == 0)
@@ -929,14 +928,14 @@ class OnCuda(torch.Tensor):
 
 
 class TestLifetimes(LiveInputsTestCase):
-    """Rule 7: what is kept, and given back when nothing runs there."""
+    """Rule 7: which memory is kept, and given back when nothing runs in it."""
 
     def hidden(self, device: int = 0) -> tuple[LiveInputs, Graph]:
         live, graph = self.replayable(lambda found: ["HOST"], at(0), device=device)
         return live, graph
 
     def drop(self, recordings: list[Any]) -> None:
-        """The recordings die."""
+        """Lets the recordings die."""
         recordings.clear()
         gc.collect()
 
@@ -965,7 +964,7 @@ class TestLifetimes(LiveInputsTestCase):
         self.assertWaitedFor(0)
 
     def test_memory_is_given_back_with_its_graph_once_nothing_runs_there(self):
-        """Nothing is waited for, and captures of others go on."""
+        """Nothing is waited for, and captures elsewhere go on."""
         for calls in (0, 2):
             recordings = [self.hidden()]
             for _ in range(calls):
@@ -1026,7 +1025,7 @@ class TestLifetimes(LiveInputsTestCase):
                 self.assertWaitedFor(0)
 
     def test_nobody_is_waited_for_while_another_thread_captures(self):
-        """If torch captures under a lock."""
+        """This holds if torch captures under a lock."""
         for has_lock in (True, False):
             lock = threading.Lock() if has_lock else None
             recordings = [self.hidden(device) for device in (1, 2)]
@@ -1110,7 +1109,7 @@ class TestLifetimes(LiveInputsTestCase):
 
 
 class TestFailures(LiveInputsTestCase):
-    """Rule 10: every call of the driver fails."""
+    """Rule 10: every call of the driver may fail."""
 
     SIZES = ((4, 8), (4, 8), (4, 8), (512, 512))
     MUTATED = (1, 2)
@@ -1123,7 +1122,7 @@ class TestFailures(LiveInputsTestCase):
         self.assertTrue(all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)))
 
     def nodes(self, hide: Sequence[int]) -> Nodes:
-        """Kernels of both forms, a copy and a fill; which inputs are held by none."""
+        """Kernels of both forms, a copy and a fill; no node holds the inputs in ``hide``."""
 
         def made(found: dict[int, int]) -> list[Any]:
             held = [address for i, address in found.items() if i not in hide]
@@ -1138,7 +1137,7 @@ class TestFailures(LiveInputsTestCase):
         return made
 
     def attempt(self, hide: Sequence[int], inputs: list[torch.Tensor]) -> tuple[LiveInputs | None, Graph, dict]:
-        """As a recording does it; upstream copies what is not among the live inputs, to places of its own."""
+        """Sets up a graph as a recording does; upstream copies inputs that are not live to its own places."""
         live, reasons = self.choose(*inputs, mutated=self.MUTATED)
         places = {i: OTHER + 0x1000 * i for i in reasons}
         places |= {item.index: item.placeholder_tensor.data_ptr() for item in (live.items if live else ())}
@@ -1169,7 +1168,7 @@ class TestFailures(LiveInputsTestCase):
         self.assertEqual(launched[1][1:], held)
         self.assertEqual(launched[2:4], [[held[0], held[-1]], [held[-1] + 8]])
         expected = [t + 1 if i in self.MUTATED else t.clone() for i, t in enumerate(inputs)]
-        for index in self.MUTATED:  # what the graph does
+        for index in self.MUTATED:  # as the graph does
             patched = live.decisions[index].route is Route.PATCH
             (inputs[index] if patched else items[index].placeholder_tensor).add_(1)
         live.finish()
@@ -1178,8 +1177,8 @@ class TestFailures(LiveInputsTestCase):
     def recording_calls(self, hide: Sequence[int]) -> Counter[str]:
         self.restart()
         self.attempt(hide, self.inputs())
-        calls = [call for call in self.api.calls if call != "cuThreadExchangeStreamCaptureMode"]  # of finalizers
-        return Counter([*calls, "cuCtxGetCurrent"])  # which keeps no list
+        calls = [call for call in self.api.calls if call != "cuThreadExchangeStreamCaptureMode"]  # made by finalizers
+        return Counter([*calls, "cuCtxGetCurrent"])  # which the fake does not list
 
     def test_each_call_of_a_recording_may_fail_once(self):
         seen = set()
@@ -1222,7 +1221,7 @@ class TestFailures(LiveInputsTestCase):
                         self.api.fail(call, 0, self.code)
                     inputs = self.inputs()
                     with mock.patch.object(retired._log, "warning"):
-                        # The copy's memory could not be mapped where it must be; the graph holds who knows what.
+                        # The copy's memory could not be mapped at its address, and the graph's addresses are unknown.
                         if hide and call == "cuMemUnmap":
                             with self.assertRaisesRegex(DriverError, call):
                                 self.attempt(hide, inputs)
@@ -1297,7 +1296,7 @@ class TestFailures(LiveInputsTestCase):
         self.check_launch(live, graph, dict(enumerate(placeholders)), (), inputs)
 
     def test_without_memory_for_a_copy_nothing_is_launched(self):
-        """Nothing can be recorded then; nothing is launched, and nothing lost."""
+        """In that case nothing is recorded, nothing is launched, and nothing is lost."""
         live, _ = self.choose(*self.inputs())
         graph = Graph(self.api, ["HOST"])
         for _ in range(20):
@@ -1310,7 +1309,7 @@ class TestFailures(LiveInputsTestCase):
         self.assertEqual(self.api.leaks(), [])
 
     def test_memory_that_the_allocator_held_is_taken_from_it(self):
-        """For a copy, and for placeholders if the driver is out of memory."""
+        """It is taken for a copy, and for placeholders if the driver is out of memory."""
         live, _ = self.choose(*self.inputs())
         self.api.fail("cuMemCreate", 0, self.code)
         with mock.patch.object(torch.cuda, "empty_cache") as emptied:
@@ -1350,7 +1349,7 @@ class TestFailures(LiveInputsTestCase):
             (KERNEL, f"the graph could not be given its address: {KERNEL} refused an address"),
         ):
             self.restart()
-            for _ in range(1 + (call == "cuMemCreate")):  # it is tried once more
+            for _ in range(1 + (call == "cuMemCreate")):  # it is tried twice
                 self.api.fail(call, 0, self.code)
             live, reasons = self.choose(*self.inputs(), mutated=self.MUTATED)
             live.set_up(Graph(self.api, self.nodes(())({i.index: i.placeholder_tensor.data_ptr() for i in live.items})))
@@ -1382,12 +1381,12 @@ class TestFailures(LiveInputsTestCase):
                     self.assertRegex(str(why), f"^{call} refused an address of input .: {self.code.name}$")
                     ((index, reason),) = live.addresses.refused.items()
                     self.assertRegex(reason, f"^the driver refused its address: {call}")
-                    # Whatever it is given then: some nodes hold new addresses, and some old ones.
+                    # Later calls are refused whatever their inputs: some nodes hold new addresses, and some old ones.
                     self.api.calls.clear()
                     for given in (inputs, self.inputs()):
                         self.assertEqual(live.addresses.prepare(given), "a driver call failed")
                     self.assertEqual(self.api.calls, [])
-                    # The next recording does without its address.
+                    # The next recording does not use the address of this input.
                     again, reasons = self.choose(*inputs, mutated=self.MUTATED, refused=live.addresses.refused)
                     again.set_up(Graph(self.api, self.nodes(())({i.index: i.recorded for i in again.items})))
                     expected = dict.fromkeys(range(4)) | live.addresses.refused
@@ -1395,7 +1394,7 @@ class TestFailures(LiveInputsTestCase):
                     self.assertEqual(reasons, {} if index in self.MUTATED else live.addresses.refused)
 
     def test_the_input_at_fault_is_named(self):
-        """By its index among all inputs."""
+        """The name is its index among all inputs."""
         for index in (1, 2):
             inputs = [3, at(0), at(0), at(0)]
             live, _ = self.record(

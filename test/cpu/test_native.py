@@ -1,4 +1,4 @@
-"""The native part: all that holds of the search in Python holds of the one in C."""
+"""The native part: all tests of the search in Python also hold for the search in C."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class TestPatching(test_patching.Patching, TestCase):
 
 
 class TestSetKernels(TestCase):
-    """The call in C, over a library that tells what it was given."""
+    """The call in C, on a fake library that reports its arguments."""
 
     def setUp(self):
         super().setUp()
-        native_over(FakeApi())  # skips where there is none
+        native_over(FakeApi())  # skips the test if there is no native part
         from pygraph_trees.native import _graph_nodes
 
         self.library = str(library())

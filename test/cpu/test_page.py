@@ -1,4 +1,4 @@
-"""The report as a page: what is on it, that nothing of a program becomes markup, and that a browser shows it."""
+"""The report as a page: its contents, no markup from a program, and how a browser shows it."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class TestPage(TestCase):
                 self.assertTrue(attributes["aria-label"])
 
     def shape(self, *functions):
-        """The tree of a report: in brackets what follows a recording, where that are several."""
+        """The tree of a report, with brackets around the successors of a recording if there are several."""
         text = report(functions).to_html()
         self.elements(text)
         tree = text.partition('<ul class="tree">')[2].partition("</section>")[0].rpartition("</ul>")[0]
@@ -263,16 +263,16 @@ class TestPage(TestCase):
         self.assertIn("Nothing was recorded", report([function()]).to_html())
 
     def test_strips_wrap(self):
-        """As the style says; where there is a browser, it is looked at."""
+        """The style sheet says so; if there is a browser, ``TestBrowser`` looks at the page."""
         (strip,) = re.findall(r"\n\.strip \{(.*?)\}", FULL.to_html())
         self.assertIn("flex-wrap: wrap", strip)
 
     def visible(self, text):
-        """What is read without a pointer: no attributes."""
+        """The text that is read without a pointer: no attributes."""
         return html.unescape(re.sub(r"<[^>]*>", "\n", text))
 
     def test_parts_are_told_in_text(self):
-        """With what cuts each one off, and its inputs and outputs as in JSON."""
+        """The text names what cuts each part off, and its inputs and outputs as in JSON."""
         (record,) = report([], [graph()]).graphs
         reads = (
             PartitionInput("primals_1", True, "cuda:0", "float32", 4096, {"triton": 2, "extern": 1}),
@@ -440,7 +440,7 @@ class TestPage(TestCase):
     def test_timeline(self):
         _, timeline = sections(MEASURED)
         rects = [a for tag, a in self.elements(timeline.body) if tag == "rect" and a["class"] == "graph"]
-        self.assertEqual(len(rects), 4)  # of the fresh inputs, two ways
+        self.assertEqual(len(rects), 4)  # two ways, with fresh inputs
         self.assertEqual(float(rects[1]["width"]), 8 * float(rects[0]["width"]), rtol=1e-3, atol=0)
         self.assertIn("6.0 to 46.0 us", timeline.body)
 
@@ -473,13 +473,13 @@ class TestPage(TestCase):
         self.assertEqual(read_trace({}).timeline, ())
 
     def test_spans_of_several_launches(self):
-        """Each is of its own launch, in the order of time; where there are too many, a span is of several."""
+        """Each span is one launch, in order of time. If there are too many, a span covers several launches."""
 
         def launches(number, us):
             for n in reversed(range(number)):
                 yield {**HOST, "ts": n * us, "args": {"correlation": 70 + n}}
                 yield {**KERNEL, "ts": 1000 + n * us, "args": {"correlation": 70 + n, "graph node id": 9}}
-            yield {**KERNEL, "ts": 900, "args": {"graph node id": 9}}  # of a launch before the trace
+            yield {**KERNEL, "ts": 900, "args": {"graph node id": 9}}  # from a launch before the trace
 
         spans = read_trace({"traceEvents": [*launches(3, 5)]}).timeline
         self.assertEqual([s.launches for s in spans if s.lane == "host"], [(0, 0), (1, 1), (2, 2)])
@@ -502,7 +502,7 @@ class TestPage(TestCase):
 
 
 class TestBrowser(TestCase):
-    """Looks at the page in a browser, where there is one."""
+    """Looks at the page in a browser, if there is one."""
 
     def setUp(self):
         super().setUp()
@@ -513,13 +513,13 @@ class TestBrowser(TestCase):
         self.path = Path(folder.name) / "page.html"
 
     def wider_than(self, width, shown):
-        """What sticks out of a screen, and is not inside of what scrolls by itself."""
+        """Elements that stick out of the screen and are not inside an element that scrolls."""
         return shown.ask(f"""[...document.querySelectorAll("body *:not(.skip)")]
             .filter(e => !e.parentElement.closest(".scroll") && e.getBoundingClientRect().right > {width + 1})
             .map(e => e.outerHTML.slice(0, 200))""")
 
     def test_nothing_is_wider_than_the_screen(self):
-        """Opened or not, on a phone and on a desk."""
+        """Whether details are open or closed, on a phone and on a desktop."""
         long = "AModelWithANameThatIsLongerThanTheScreenOfAPhoneIsWide"
         ladder = [recording(9 + n, 9 + (n - 1) // 2 * 2 if n else None) for n in range(30)]
         deep = [FunctionRecord(long, "0/0", "forward", 2, 3, SETTINGS, tuple(ladder), 1, 0, 0, None)]

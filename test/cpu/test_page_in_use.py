@@ -1,4 +1,4 @@
-"""The report's page in use, in a browser: by touch on a phone's screen, and with nothing but a keyboard."""
+"""The report's page in use, in a browser: by touch on a phone's screen, and with only a keyboard."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pygraph_trees.report.page import page
 from pygraph_trees.report.records import Cause, FunctionRecord, GraphRecord, Partition, PartitionInput
 
 PHONE, DESK = 390, 1280
-SMALLEST_TEXT, SMALLEST_TARGET = 12, 24  # pixels; the latter of WCAG 2.2, criterion 2.5.8
+SMALLEST_TEXT, SMALLEST_TARGET = 12, 24  # pixels; the second from WCAG 2.2, criterion 2.5.8
 
 TEXT = """(() => {
     const found = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -34,7 +34,7 @@ TEXT = """(() => {
     }
     return found;
 })()"""
-# A link that is broken into lines has a box for each.
+# A link that wraps has a box for each line.
 TARGETS = """[...document.querySelectorAll("a:not(.skip), summary")].filter(e => e.checkVisibility()).map(e => {
     const boxes = [...e.getClientRects()].map(({left, top, right, bottom}) => [left, top, right, bottom]);
     return [boxes, e.textContent.slice(0, 40)];
@@ -63,7 +63,7 @@ def overlap(a, b):
 
 
 def rich():
-    """Long names, many inputs, a deep tree of branches, parts with causes and inputs, and all ways in time."""
+    """A page with long names, many inputs, a deep tree, parts with causes and inputs, and timelines of all ways."""
     name = "AModelWithANameThatIsLongerThanTheScreenOfAPhoneIsWide"
     ladder = [recording(9 + n, 9 + (n - 1) // 2 * 2 if n else None) for n in range(20)]
     deep = FunctionRecord(name, "0/0", "forward", 2, 3, SETTINGS, tuple(ladder), 1, 0, 0, None)
@@ -85,7 +85,7 @@ def rich():
 class TestPageInUse(TestCase):
     def setUp(self):
         super().setUp()
-        text = rich()  # also without a browser
+        text = rich()  # made even if there is no browser
         if PROGRAM is None:
             self.skipTest("chromium is not installed")
         ends = contextlib.ExitStack()
@@ -96,7 +96,7 @@ class TestPageInUse(TestCase):
         self.shown.open(self.path, PHONE)
 
     def test_a_phone_scrolls_down_only(self):
-        """What is wider has a place of its own that scrolls, and which a keyboard reaches."""
+        """Wider content is in its own scrolling area, which a keyboard reaches."""
         wider = "[...document.querySelectorAll('body *')].filter(e => e.scrollWidth > e.clientWidth + 1"
         wider += " && getComputedStyle(e).overflowX !== 'visible').map(e => e.className)"
         for opened in ("", OPEN_ALL):
@@ -136,7 +136,7 @@ class TestPageInUse(TestCase):
         self.assertEqual(pairs, [])
 
     def test_tab_stops_at_everything_and_opens_what_is_closed(self):
-        """In the order of the document, in sight, with an outline; Enter and the space bar open in turn."""
+        """It stops in document order, in view, with an outline. Enter and the space bar take turns to open."""
         stops, opened = [], 0
         while True:
             self.shown.press("Tab")

@@ -1,4 +1,4 @@
-"""Forwards and backwards of which some run un-graphed: values, memory and recordings, for any way of any call."""
+"""Training steps with some calls graphed and others un-graphed: values, memory and recordings are right either way."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from pygraph_trees.trees import manager as manager_module
 GRAPHED, UNGRAPHED = Execution.GRAPHED, Execution.UNGRAPHED
 OUTPUTS = ("keep", "upstream")
 
-# One step each: F and B are a model's forward and backward of a micro-batch, R a backward that retains the graph, D a
-# forward that has no backward, as after an exception; G, H are those of another model.
+# Each schedule is one step. F and B are a model's forward and backward of a micro-batch. R is a backward that retains
+# the graph. D drops the output of a forward, so that it has no backward, as after an exception. G and H are the forward
+# and backward of another model.
 SCHEDULES = {
     "1F1B": "F1 F2 B1 F3 B2 F4 B3 F5 B4 B5",
     "1F1B with three in flight": "F1 F2 F3 B1 F4 B2 F5 B3 B4 B5",
@@ -45,7 +46,7 @@ BACKWARDS = {"F": "B", "G": "H"}
 
 
 class Program:
-    """Runs a schedule, and counts gradients that are wrong."""
+    """Runs a schedule and counts wrong gradients."""
 
     def __init__(self, outputs="keep"):
         self.training = Training(outputs)
@@ -55,8 +56,8 @@ class Program:
 
     def step(self, schedule, way, *, each=False):
         """Args:
-        way: gives the way of a forward, and of the backwards after it.
-        each: whether it gives the way of each backward too.
+        way: returns the way of a forward and its backwards.
+        each: whether it is also called for each backward.
         """
         in_flight, expected = {}, collections.Counter()
         for what, number in schedule.split():
@@ -87,21 +88,21 @@ class Program:
 
 
 class TestWays(TestCase):
-    """Gradients, whichever way each call goes."""
+    """Gradients are right whichever way each call goes."""
 
     def test_outputs_are_kept(self):
         for (name, schedule), seed in itertools.product(SCHEDULES.items(), range(6)):
             with self.subTest(name, seed=seed):
                 draw = random.Random(seed)
-                each = seed % 2 == 1 and "R" not in schedule  # torch does not replay if it must overwrite what is held
+                each = seed % 2 == 1 and "R" not in schedule  # torch does not replay over held tensors
                 self.assertEqual(Program().run(schedule, lambda: draw.choice(list(Execution)), each=each), 0)  # noqa: B023
 
     def test_as_upstream_keeps_them(self):
-        """What is right if all calls are graphed is right whichever way they go."""
+        """A schedule with right gradients when all calls are graphed has right gradients whichever way they go."""
         found = []
         for name, schedule in SCHEDULES.items():
             if Program("upstream").run(schedule, lambda: GRAPHED):
-                continue  # torch begins a step although a forward is in flight
+                continue  # torch begins a step while a forward is in flight
             found.append(name)
             for seed in range(6):
                 with self.subTest(name, seed=seed):
@@ -112,7 +113,7 @@ class TestWays(TestCase):
         self.assertGreater(len(found), 5)
 
     def test_a_test_of_memory_that_is_overwritten(self):
-        """Without moves of what is alive, gradients are wrong."""
+        """If live outputs are not moved, gradients are wrong."""
         with mock.patch.object(manager_module, "move_alive", lambda node: None):
             self.assertGreater(Program().run(SCHEDULES["1F1B"], lambda: GRAPHED), 0)
 
@@ -122,7 +123,7 @@ class TestWays(TestCase):
                 self.random_program(random.Random(seed))
 
     def random_program(self, draw):
-        """Outputs and gradients are held for a while; a trial may end at any time, and start again."""
+        """Outputs and gradients are held for a while. A trial may end at any time and start again."""
         training, in_flight, held = Training(), [], []
         with training.running():
             models = [training.model() for _ in range(2)]
@@ -161,7 +162,7 @@ class TestWays(TestCase):
                     model, weight = training.model(), filled(2).requires_grad_()
                     for number in range(12):
                         weight.grad = None
-                        # In turn for both forwards and their repetitions: the ways differ from those of the forwards.
+                        # Forwards and recomputations share one cycle, so their ways can differ.
                         turn = itertools.cycle(ways)
 
                         def block(x, model=model, weight=weight, turn=turn):
@@ -173,7 +174,7 @@ class TestWays(TestCase):
                         self.assertEqual(weight.grad, filled(number * 2 + 1 + 2 * number))
 
     def test_backwards_in_another_thread(self):
-        """As autograd calls them; before torch 2.13, threads share the trees."""
+        """Autograd runs backwards in its own threads. Before torch 2.13, threads share the trees."""
         for seed, outputs in itertools.product(range(6), OUTPUTS):
             draw, program = random.Random(seed), Training(outputs)
             with program.running(), ThreadPoolExecutor(1) as other:
@@ -188,10 +189,10 @@ class TestWays(TestCase):
 
 
 class TestSteps(TestCase):
-    """Steps of several models, some of which always run un-graphed, as they were decided."""
+    """Steps of several models, each of which always runs one way: graphed or un-graphed."""
 
     def chain(self, outputs, ways, steps=40):
-        """Each model is given the output of the one before it, and the last output is alive until the next one."""
+        """Each model takes the output of the model before it; the last output stays alive until the next step's."""
         training = Training(outputs)
         with training.running():
             models = [training.model() for _ in ways]
@@ -220,7 +221,7 @@ class TestSteps(TestCase):
                 self.assertEqual(manager.recorded, 2 * ways.count(GRAPHED))
 
     def test_what_a_backward_still_reads_stays_in_the_pool(self):
-        """After the first step only the last output is alive when the next step begins."""
+        """After the first step, only the last output is still alive when the next step begins."""
         for ways in itertools.product(Execution, repeat=3):
             few, many = ([model.moved for model in self.chain("keep", ways, steps)[1]] for steps in (20, 40))
             with self.subTest(ways=[way.value for way in ways]):
@@ -229,7 +230,7 @@ class TestSteps(TestCase):
                 self.assertEqual(many[-1] > few[-1], last_is_graphed)
 
     def test_forwards_without_a_backward_let_no_path_grow(self):
-        """An evaluation for which ``no_grad`` was forgotten, and a function without a backward between the forwards."""
+        """An evaluation without ``no_grad``, with a function that has no backward between the forwards."""
         for way in Execution:
             with self.subTest(way=way.value):
                 training, recorded, warmups = Training(), [], []
@@ -238,7 +239,7 @@ class TestSteps(TestCase):
                     model.trial.next_way = way
                     for number in range(120):
                         output = model(filled(number), weight)
-                        held = double(output.detach(), output.detach())  # until the next one is there
+                        held = double(output.detach(), output.detach())  # until the next output replaces it
                         self.assertEqual(held, filled(4 * number + 2))
                         recorded.append(training.manager.recorded)
                         functions = training.manager.ids_to_funcs.values()
@@ -247,7 +248,7 @@ class TestSteps(TestCase):
                 self.assertGreater(recorded[-1], 0)
 
     def test_a_forward_within_a_step_does_not_look_at_its_path(self):
-        """In a model of many compiled blocks, that would take longer than the forward."""
+        """In a model of many compiled blocks, looking would take longer than the forward."""
         program, manager = self.manager()
         with program.training.running():
             node, manager.current_gen, manager.running_forwards_with_pending_backwards = manager.current_node, -7, True
@@ -256,7 +257,7 @@ class TestSteps(TestCase):
             self.assertEqual((looks.call_count, manager.current_node), (0, node))
 
     def manager(self):
-        """One whose last step, a graphed forward and backward, left a path."""
+        """A manager whose last step, a graphed forward and backward, left a path."""
         program = Program()
         program.run("F1 B1", lambda: GRAPHED, steps=3)
         manager = program.training.manager
@@ -277,7 +278,7 @@ class TestSteps(TestCase):
             self.assertEqual(manager.current_gen, manager.get_curr_generation())
 
     def test_no_path_ends_while_the_program_captures(self):
-        """What is alive could not be moved."""
+        """Live outputs could not be moved during a capture."""
         program, manager = self.manager()
         with program.training.running():
             manager.current_gen = -7

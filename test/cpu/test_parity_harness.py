@@ -1,4 +1,4 @@
-"""The harness of the GPU tests, as far as it needs no GPU: normalising, comparing, reading trees, running programs."""
+"""The parts of the GPU tests' harness that need no GPU: normalising, comparing, reading trees, running programs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Mode(Enum):
     INFERENCE = 2
 
 
-NEW = object()  # marks an output with a storage of its own
+NEW = object()  # marks an output with its own storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Number:
 
 
 class Node:
-    """A recording with one input that is copied and as many outputs as metadata was given."""
+    """A recording with one copied input and one output for each given metadata."""
 
     def __init__(self, function: int, graph: int, outputs: list[Any], aliases: list[Any]) -> None:
         self.id = Number(graph)

@@ -1,6 +1,6 @@
-"""New addresses for kernels in C++: what holds of live inputs in Python holds with it, and who is asked when.
+"""Kernels are given new addresses in C++: the tests of live inputs hold with it, and Python is asked when necessary.
 
-The driver's function is one of the fake driver's, called through its address.
+C++ calls the fake driver's function through its address.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TestPatcher(LiveInputsTestCase):
     native = True
 
     def recorded(self, kernels=1, inputs=2):
-        """Live inputs of kernels that each hold all of them, and two sets of inputs that fitted."""
+        """Returns live inputs of kernels that each hold all of them, the graph, and two sets of inputs that fitted."""
         sets = [[at(0) for _ in range(inputs)] for _ in range(2)]
         live, graph = self.record(lambda found: [self.api.make_kernel([*found, n]) for n in range(kernels)], *sets[0])
         live.finish()
@@ -101,7 +101,7 @@ class TestPatcher(LiveInputsTestCase):
         live, graph, sets = self.recorded(kernels=2)
         self.assertTrue(self.replay(live, *sets[1]))
         self.assertEqual(self.call(live, graph, *sets[1])[0][:2], [t.data_ptr() for t in sets[1]])
-        self.assertEqual(self.api.calls, [KERNEL] * 2)  # the call in Python found all in place
+        self.assertEqual(self.api.calls, [KERNEL] * 2)  # the call in Python found all addresses in place
         for inputs in (sets[0], sets[1]):
             self.assertEqual(self.call(live, graph, *inputs)[1][:2], [t.data_ptr() for t in inputs])
         self.assertEqual(self.api.calls, [KERNEL] * 6)
@@ -109,7 +109,7 @@ class TestPatcher(LiveInputsTestCase):
         self.assertEqual(self.holds(graph, sets[0]), [True] * 2)
 
     def test_a_thread_that_has_not_used_the_gpu(self):
-        """It has no context, and the driver crashes without one where nodes are set."""
+        """It has no context, and the driver crashes if nodes are set without one."""
         live, graph, sets = self.recorded()
         made, by_cpp = [], []
 
@@ -121,11 +121,11 @@ class TestPatcher(LiveInputsTestCase):
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
-        self.assertEqual((made, by_cpp), ([[True], [True]], [False, True]))  # Python sees to the context, once
+        self.assertEqual((made, by_cpp), ([[True], [True]], [False, True]))  # Python sets the context, once
         self.assertEqual(self.api.calls, ["cuCtxSetCurrent", KERNEL, KERNEL])
 
     def test_nodes_are_set_in_their_own_context(self):
-        """While another device's is current, which it is afterwards, whatever becomes of the call."""
+        """Another device's context may be current. It is current again afterwards, even if the call fails."""
         live, graph, sets = self.recorded()
         other = self.api.context_of_another_device
         for inputs in (sets[1], sets[0]):
@@ -158,7 +158,7 @@ class TestPatcher(LiveInputsTestCase):
 
     @given(st.booleans(), st.booleans())
     def test_addresses_among_other_parameters(self, packed, apart):
-        """In one piece, or inside of one: not each is a parameter by itself."""
+        """Parameters may be in one piece, or an address inside a larger parameter."""
         self.restart()
         sets = [[at(0), at(0)] for _ in range(2)]
 
@@ -210,7 +210,7 @@ class TestPatcher(LiveInputsTestCase):
         self.assertEqual(is_set, after >= kernels)
         self.assertFalse(live.addresses._patches.broken)
         if not is_set:
-            self.assertEqual(self.holds(graph, sets[0]), [True] * kernels)  # it was taken back
+            self.assertEqual(self.holds(graph, sets[0]), [True] * kernels)  # the change was taken back
             self.assertIsNone(live.addresses.native.seen)
             self.assertFalse(self.replay(live, *sets[1]))
         self.assertEqual(self.holds(graph, sets[1]), [True] * kernels)
@@ -230,7 +230,7 @@ class TestPatcher(LiveInputsTestCase):
 
     def test_what_cannot_be_taken_back_is_not_launched(self):
         live, _, sets = self.recorded(kernels=3)
-        for after in (2, 3):  # the third node, and the first one once more
+        for after in (2, 3):  # the third node, and the first node a second time
             self.api.fail(KERNEL, after)
         self.assertFalse(live.addresses.native.patch([t.data_ptr() for t in sets[1]]))
         self.assertTrue(live.addresses._patches.broken)
@@ -248,7 +248,7 @@ class TestPatcher(LiveInputsTestCase):
             self.assertEqual(live.addresses.prepare(inputs), "a driver call failed")
 
     def test_what_cpp_does_not_set(self):
-        """Other nodes than kernels, and all nodes if the driver's calls have no addresses."""
+        """C++ sets no nodes other than kernels, and no nodes at all if the driver's calls have no addresses."""
         copy, later = at(0), at(0)
         nodes = lambda found: [self.api.make_memset(found[0], 16)]  # noqa: E731
         recordings = [self.record(nodes, copy)]
@@ -276,7 +276,7 @@ class TestPatcher(LiveInputsTestCase):
 
 @requires_cpp
 class TestFastPath(LiveInputsTestCase):
-    """From the call of a compiled graph: the entry, the recording's part, the live inputs, the driver's call."""
+    """The whole path of a call: the entry, the recording's part, the live inputs, and the driver's call."""
 
     native = True
 

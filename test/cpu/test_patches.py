@@ -59,7 +59,7 @@ def torch_as_it_is():
 
 @contextlib.contextmanager
 def warns(case, category, pattern):
-    """As ``assertWarnsRegex``, which touches every module that is imported, and lazy ones then import others."""
+    """Like ``assertWarnsRegex``, which touches every imported module, so that lazy modules import others."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -134,7 +134,7 @@ class TestInstall(TestCase):
         self.assertEqual(done.stdout.strip(), "False", done.stderr)
 
     def test_upstream_nodes_count_as_recordings(self):
-        # Nodes that were recorded before the patches went on are asked for by the rebound name.
+        # The rebound name must still match nodes that were recorded before the patches went on.
         from pygraph_trees.trees import recording
 
         node = recording.Upstream.__new__(recording.Upstream)
@@ -183,7 +183,7 @@ class TestCalls(TestCase):
                 dynamo_utils.record_pregraph_bytecode_exit(mark)
 
     def test_upstream_without_a_wrapper(self):
-        """As since torch 2.15."""
+        """Torch has no wrapper since 2.15."""
 
         def own():
             return "upstream's"
@@ -194,12 +194,12 @@ class TestCalls(TestCase):
 
 
 class TestMismatch(TestCase):
-    """On a torch that a patch does not fit, its feature stays off and the others go on."""
+    """If a patch does not fit torch, its feature stays off and the other patches go on."""
 
     def setUp(self):
         super().setUp()
         inductor_patches.uninstall()
-        self.addCleanup(inductor_patches.install)  # the last of all: when what was found here is forgotten
+        self.addCleanup(inductor_patches.install)  # runs last, after this test's mismatches are forgotten
         self.enterContext(mock.patch.dict(inductor_patches._mismatches, clear=True))
         self.addCleanup(inductor_patches.uninstall)
 
@@ -221,7 +221,7 @@ class TestMismatch(TestCase):
             self.assertIs(output_code.CompiledFxGraph.__init__, before["init"])
             self.assertIn("graph_partition", status[2].mismatches[0])
             with warnings.catch_warnings():
-                warnings.simplefilter("error")  # one warning, not one an install
+                warnings.simplefilter("error")  # one warning, not one per install
                 inductor_patches.install()
 
     def test_missing_target(self):

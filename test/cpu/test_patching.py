@@ -1,5 +1,5 @@
-"""Patching on a driver that checks its callers: an instantiated graph holds the addresses that it was told to hold, and
-nothing else of it changes; no node is set without need; what fails half-way is never taken for whole.
+"""Patching, on a fake driver that checks its callers. An instantiated graph holds the addresses that it was given, and
+nothing else in it changes. No node is set without need. A patch that fails half-way is never taken for a whole one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def words(*values: int) -> bytes:
 
 @dataclass(frozen=True)
 class Held:
-    """8 bytes of a node: an address of an input plus addend, or a number where ``input`` is None."""
+    """8 bytes of a node: the address of an input plus an addend, or a number if ``input`` is None."""
 
     input: int | None
     value: int  # addend or number
@@ -53,9 +53,9 @@ class Held:
 @dataclass(frozen=True)
 class NodeSpec:
     kind: str
-    held: tuple[Held, ...]  # of a kernel all words of its block; of a memcpy source and target; of a memset target
-    sizes: tuple[int, ...] = ()  # of a kernel: words a parameter
-    tail: bytes = b""  # of a kernel: a last parameter that is no word
+    held: tuple[Held, ...]  # kernel: all words of its block; memcpy: source and target; memset: target
+    sizes: tuple[int, ...] = ()  # kernel: words of each parameter
+    tail: bytes = b""  # kernel: a last parameter that is not made of words
     packed: bool = False
     func: bool = True
 
@@ -92,7 +92,7 @@ def memset(target: Held) -> NodeSpec:
 
 
 class Setup:
-    """A graph of such nodes, instantiated, and the patches of some of its inputs."""
+    """An instantiated graph of such nodes, and the patches of some of its inputs."""
 
     def __init__(self, specs: list[NodeSpec], inputs: list[int], order=sorted, lacking=(), native=False) -> None:
         self.api = FakeApi()
@@ -177,7 +177,7 @@ GRAPHS = st.lists(NODES, max_size=8)
 PATCHED = st.permutations(range(len(PLACEHOLDERS))).flatmap(
     lambda order: st.integers(0, len(PLACEHOLDERS)).map(lambda count: list(order[:count]))
 )
-# Few, so that inputs meet, keep theirs, and get an earlier one back.
+# Few addresses, so that inputs share one, keep one, or get an earlier one back.
 ADDRESSES = st.sampled_from([*PLACEHOLDERS[:2], 0x7F12_3456_7800, 0x7F12_3456_7A00, 2**57 - 2**22])
 STEPS = st.lists(st.lists(ADDRESSES, min_size=6, max_size=6), max_size=5)
 CALLS = st.sampled_from(sorted(SET_CALLS.values()))
@@ -185,7 +185,7 @@ EXAMPLES = settings(max_examples=80, deadline=None)
 
 
 class Patching:
-    """What holds of kernels that are set one by one and of such that are set at once."""
+    """Checks for kernels that are set one by one and for kernels that are set at once."""
 
     native = False
 
@@ -204,7 +204,7 @@ class Patching:
             count = patches.apply(new)
             self.assertEqual(setup.held(), setup.expected(new))
             called = Counter(setup.api.calls)
-            unread -= called.pop("cuGraphKernelNodeGetParams", 0)  # what a search found, before it is first set alone
+            unread -= called.pop("cuGraphKernelNodeGetParams", 0)  # by kernels of a search, when first set alone
             self.assertGreaterEqual(unread, 0)
             self.assertEqual(called, due)
             self.assertEqual(count, due.total())
@@ -311,7 +311,7 @@ class Patching:
         with self.assertRaises(KeyboardInterrupt):
             setup.patches.apply([0x7F00_0000_0000])
         self.assertTrue(setup.patches.broken)
-        # The recorded addresses look like those that are held, and are not.
+        # The graph seems to hold the recorded addresses, but does not.
         with self.assertRaises(HalfPatched):
             setup.patches.apply([PLACEHOLDERS[0]])
 
@@ -335,7 +335,7 @@ class TestPatching(Patching, TestCase):
             with self.assertRaisesRegex(PatchFailed, "refused an address of input 0: NOT_FOUND$"):
                 setup.patches.apply([0x7F00_0000_0000])
             self.assertTrue(setup.patches.broken)
-        # What the graph does not have is not needed.
+        # A call for a kind of node that the graph does not have is not needed.
         setup = Setup([kernel(Held(0, 0)), memset(Held(1, 0))], [0], lacking=[(SET_CALLS["memset"], "bindings")])
         self.assertEqual(setup.patches.apply([0x7F00_0000_0000]), 1)
 
@@ -405,7 +405,7 @@ class TestCapturedCopies(TestCase):
         self.assertEqual(setup.held(setup.instantiate()[0]), setup.expected(PLACEHOLDERS[:2]))
 
     def test_a_source_on_the_host_is_taken_back_too(self):
-        """Patches may have put memory of the program's own there."""
+        """Patches may have put the program's own memory in the node."""
         node = mock.Mock(MemcpyNode, target=PLACEHOLDERS[0], host_source=0x1008)
         copies = CapturedCopies([node], [Relocation(0, TARGET, 0, 0), Relocation(0, HOST_SOURCE, 1, 8)])
         copies.point({0: 0x7F00_0000_0000})

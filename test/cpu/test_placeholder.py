@@ -36,7 +36,7 @@ from pygraph_trees.indirection.placeholder import (
 )
 
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
-WINDOW = 4 * GIB  # what an arena takes more, to begin at a multiple of it
+WINDOW = 4 * GIB  # extra size of an arena, so that it can begin at a multiple of it
 SOME = (Extent(4096, 0), Extent(5 * MIB, 16), Extent(300, 72), Extent(80 * MIB, 0))  # small and large in turn
 
 nbytes_of_any_size = st.one_of(
@@ -50,11 +50,11 @@ failures = st.sampled_from([None, "cuMemCreate", "cuMemMap", "cuMemSetAccess"])
 
 
 class Interrupts:
-    """A fake whose n-th memory call is interrupted, before it has worked or after."""
+    """A fake whose n-th memory call is interrupted, before or after it does its work."""
 
     def __init__(self, api: FakeApi) -> None:
         self.api = api
-        self.at = -1  # calls before the one that is interrupted; below 0: none is
+        self.at = -1  # calls before the interrupted one; below 0: none is interrupted
 
     def arm(self, at: int, after: bool) -> None:
         self.at, self.after = at, after
@@ -65,7 +65,7 @@ class Interrupts:
             return value
 
         def call(*args):
-            # The fake does not forgive it; the driver says that nothing is mapped there.
+            # The fake does not allow this; the driver returns an error if nothing is mapped.
             if name == "cuMemUnmap" and args[0] not in self.api.mappings:
                 return (CUresult.CUDA_ERROR_INVALID_VALUE,)
             self.at -= 1
@@ -112,7 +112,7 @@ class TestPlaceholders(TestCase):
             guard = SMALL_GUARD_NBYTES if extent.nbytes < MIB else GRANULE
             self.assertGreaterEqual(placeholder.start - placeholder.low, guard)
             self.assertGreaterEqual(placeholder.high - placeholder.end, guard)
-            # No page in the middle of the extent can be missed by looking at mappings' edges.
+            # Looking at the mappings' edges misses no page in the middle of the extent.
             covering = sorted(
                 (start, start + mapping.nbytes)
                 for start, mapping in api.mappings.items()
@@ -228,7 +228,7 @@ class TestPlaceholders(TestCase):
             self.assertTrue(self.is_mapped(placeholder.low) and self.is_mapped(placeholder.high - 1))
 
     def test_materialised_inputs_have_no_more_memory_than_they_need(self):
-        """One by one, with no more memory than each needs; the others are no longer mapped."""
+        """Inputs are materialised one by one. The others are no longer mapped."""
         placeholders = self.placeholders_with(64 * MIB, *SOME[:3])
         placeholders.materialise(1)
         own, access = self.behind(placeholders.placeholders[1].start)
@@ -253,7 +253,7 @@ class TestPlaceholders(TestCase):
         self.assertNotEqual(own, shared)
         self.assertTrue(access)
         self.assertEqual(self.behind(placeholders.placeholders[3].end - 1), (own, True))
-        # No part of it is another part's alias.
+        # No part of it aliases another part.
         mapped = [mapping.nbytes for mapping in self.api.mappings.values() if mapping.memory == own]
         self.assertEqual(mapped, [self.api.memories[own].nbytes])
         self.assertEqual(self.behind(placeholders.placeholders[1].start), (shared, True))
@@ -274,7 +274,7 @@ class TestPlaceholders(TestCase):
         self.assertEqual(len(self.api.calls), calls)
 
     def test_release_memory_spares_what_was_materialised_and_is_kept(self):
-        """With all that is on the same page; addresses are found as before."""
+        """Everything on the same page is spared too, and addresses are found as before."""
         placeholders = self.placeholders(*SOME)
         placeholders.materialise(1)
         own, _ = self.behind(placeholders.placeholders[1].start)
@@ -295,7 +295,7 @@ class TestPlaceholders(TestCase):
         self.assertEqual(self.api.leaks(), [])
 
     def test_no_address_of_a_mapping_stays_on_the_stack(self):
-        """Nothing is mapped after the call that overwrites it, until the graph is captured."""
+        """After the call that overwrites the stack, nothing is mapped until the graph is captured."""
         calls = self.api.calls
         overwrite = mock.Mock(side_effect=lambda: calls.append("overwrite"))
         driver = Driver(self.api)
@@ -323,7 +323,7 @@ class TestArena(TestCase):
         self.driver = Driver(self.api)
 
     def place(self, *extents: Extent) -> tuple[int, int]:
-        """The range of a recording that is over already."""
+        """The range of a recording that is already over."""
         placeholders = Placeholders(self.driver, 0, extents)
         placeholders.close()
         self.assertEqual(self.api.leaks(), [])
@@ -331,7 +331,7 @@ class TestArena(TestCase):
         return placeholders.low, placeholders.high
 
     def arena(self, index: int = -1) -> tuple[int, int]:
-        """Start and end of a reservation, as it may be used."""
+        """Start and end of the usable part of a reservation."""
         start, nbytes = list(self.api.reservations.items())[index]
         start = -(-start // WINDOW) * WINDOW
         return start, start + nbytes - WINDOW
@@ -343,7 +343,7 @@ class TestArena(TestCase):
     @settings(deadline=None)
     @given(st.lists(st.tuples(st.one_of(extents_lists, st.just([Extent(300 * GIB, 0)])), failures), max_size=6))
     def test_no_address_is_used_twice(self, recordings):
-        """Also what a constructor mapped that failed then."""
+        """This includes addresses that a failed constructor mapped."""
         api, ranges, mapped = FakeApi(), [], []
         driver = Driver(api)
         map_memory = driver.map_memory
@@ -374,7 +374,7 @@ class TestArena(TestCase):
             self.assertEqual(low, -(-start // WINDOW) * WINDOW + LOW_HALF_START)
 
     def test_high_halves_are_greater_than_shifts(self):
-        """Where the driver begins at low addresses, as far as what it gives goes."""
+        """If the driver begins at low addresses, this holds as far as the reservation is large enough."""
         for most, low in ((None, LEAST_HIGH_HALF), (70 * GIB, 4)):
             self.api = FakeApi()
             self.api._next_range, self.api.most_reserved = 0x3_0200_0000, most
@@ -386,7 +386,7 @@ class TestArena(TestCase):
         self.api = FakeApi()
         self.api._next_range = 0x3_0200_0000
         self.driver = Driver(self.api)
-        low, high = self.place(Extent(TIB - (LEAST_HIGH_HALF - 5) * WINDOW, 0))  # which does not fit after it
+        low, high = self.place(Extent(TIB - (LEAST_HIGH_HALF - 5) * WINDOW, 0))  # too large to fit after it
         self.assertEqual(low // WINDOW, 4)
         self.assertLessEqual(high, self.arena()[1])
 
@@ -402,7 +402,7 @@ class TestArena(TestCase):
         self.api.most_reserved = 70 * GIB
         _, end = self.place(Extent(4096, 0))
         rest = self.arena()[1] - end // WINDOW * WINDOW - WINDOW - LOW_HALF_START - 2 * GRANULE
-        pieces = 32 * GRANULE  # what a large input comes in multiples of
+        pieces = 32 * GRANULE  # a large input's size is a multiple of this
         _, high = self.place(Extent(rest // pieces * pieces - 512, 0))
         self.assertEqual(len(self.api.reservations), 1)
         self.assertIn(self.arena()[1] - high, range(pieces))
@@ -462,7 +462,7 @@ class TestArena(TestCase):
         self.assertEqual(len(self.api.reservations), 1)
 
     def test_a_refusal_keeps_nothing_alive(self):
-        # Its traceback has the frames of all callers, which hold a recording's tensors.
+        # The traceback of a refusal has the frames of all callers, which hold a recording's tensors.
         class Tensor: ...
 
         def record(calls: int) -> weakref.ref[Tensor]:
@@ -537,7 +537,7 @@ def materialise_all(placeholders: Placeholders) -> None:
 
 class TestFailures(TestCase):
     def each_failure(self, work: Callable[[Placeholders], None]) -> Iterator[tuple[str, FakeApi, Placeholders]]:
-        """The state after each call that ``work`` makes has failed once."""
+        """Yields the state after each call that ``work`` makes has failed once."""
         for call, count in calls_of(work).items():
             for after in range(count):
                 api = FakeApi()
@@ -555,7 +555,7 @@ class TestFailures(TestCase):
         for call, count in calls.items():
             for after in range(count):
                 api = FakeApi()
-                for _ in range(3 if call == "cuMemAddressReserve" else 1):  # it is asked for less each time
+                for _ in range(3 if call == "cuMemAddressReserve" else 1):  # each attempt asks for less
                     api.fail(call, after)
                 driver = Driver(api)
                 with self.subTest(call=call, after=after):
@@ -599,7 +599,7 @@ class TestFailures(TestCase):
 
 class TestInterrupts(TestCase):
     def check(self, api: FakeApi, interrupts: Interrupts) -> None:
-        # Nobody has a handle that a call was about to return, or that was taken off the books to be given back.
+        # A handle is lost if a call was about to return it, or if it was taken off the books to be given back.
         lost = [("cuMemCreate", True), ("cuMemRelease", False)]
         self.assertEqual(api.mappings, {})
         self.assertEqual(len(api.leaks()), (interrupts.struck, interrupts.after) in lost, api.leaks())
@@ -614,7 +614,7 @@ class TestInterrupts(TestCase):
                 with self.assertRaises(KeyboardInterrupt):
                     Placeholders(driver, 0, SOME)
                 self.check(api, interrupts)
-                # A range that was being reserved is lost; the next recording has one that is its own.
+                # A range that was being reserved is lost; the next recording has its own.
                 placeholders = Placeholders(driver, 0, SOME)
                 lost = (interrupts.struck, after) == ("cuMemAddressReserve", True)
                 self.assertEqual(list(api.reservations.values()), [TIB + WINDOW] * (1 + lost))

@@ -1,4 +1,4 @@
-"""Graphs that mix CPU and GPU, rewritten: the same values in the same places, and less for the GPU to wait for."""
+"""Rewritten graphs that mix CPU and GPU: the same values in the same places, and less for the GPU to wait for."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class OnCpu(fx.Interpreter):
             (args, kwargs), lambda a: torch.device("cpu") if isinstance(a, torch.device) else a
         )
         found = super().call_function(target, args, kwargs)
-        # A copy between devices is never its source.
+        # A copy between devices never returns its source.
         return found.clone() if target is torch.ops.prims.device_put.default else found
 
 
 class TestPlacement(TestCase):
     def check(self, program, inputs, **how):
-        """Both graphs on the CPU; gives the rewritten one and what was done."""
+        """Runs both graphs on the CPU and compares them; returns the rewritten one and what was done."""
         with absent_gpu("sm_90"):
             before = traced(program, inputs)
             after = copy.deepcopy(before)
@@ -90,7 +90,7 @@ class TestPlacement(TestCase):
         check()
 
     def test_last_place(self):
-        """Single precision by double precision: as near as is said, of the CPU's own functions."""
+        """Single-precision functions computed in double precision are as near to the CPU's as stated."""
         for functions, most in ((EQUAL, 0), (NEXT, 1)):
             for name, function in functions.items():
                 with self.subTest(name):
@@ -108,7 +108,7 @@ class TestPlacement(TestCase):
                 self.assertTrue(any("input" not in stay.why for stay in placed.stays), placed.stays)
 
     def test_of_constants_alone(self):
-        """Folded, or computed in double precision if it is too large for that: the CPU's bits."""
+        """Constants have the CPU's bits: they are folded, or computed in double precision if they are too large."""
         program = lambda v, x: (torch.linspace(0, 1, 1000).cumsum(0).sin() * 3).to(GPU)  # noqa: E731
         module, placed = self.placed_function(program)
         self.assertEqual((placed.stays, [move.how for move in placed.moves]), ([], [How.FOLDED]))
@@ -119,7 +119,7 @@ class TestPlacement(TestCase):
         self.assertIn(torch.float64, [node.meta["val"].dtype for node in module.graph.nodes if "val" in node.meta])
 
     def placed_function(self, function):
-        """The graph of a function of a CPU tensor, whose result goes to the GPU, rewritten."""
+        """Returns the rewritten graph of a function of a CPU tensor whose result goes to the GPU."""
         takes = function.__code__.co_argcount if hasattr(function, "__code__") else 1
         program = function if takes == 2 else lambda v, x: torch.ops.prims.device_put(function(v), GPU)
         with absent_gpu("sm_90"):
@@ -129,7 +129,7 @@ class TestPlacement(TestCase):
         return module, placed
 
     def test_one_over_a_square_root(self):
-        """A CPU has no power of -0.5, whose zeros and infinities are others."""
+        """The CPU computes a power of -0.5 as ``rsqrt``; ``pow`` would give other zeros and infinities."""
         module, placed = self.placed_function(lambda v: v**-0.5)
         self.assertTrue(all("input" in stay.why for stay in placed.stays))
         values = torch.tensor([-0.0, 0.0, -torch.inf, torch.inf, -1.0, 2.0]).repeat(COUNT)[:COUNT]
@@ -138,7 +138,7 @@ class TestPlacement(TestCase):
         self.assertEqual(found, values.rsqrt())
 
     def placed_program(self, program, on_cpu, on_gpu):
-        """The graph of a program of both, rewritten, and what stays, but for inputs."""
+        """Returns the rewritten graph of a program on both devices, and why values other than inputs stay."""
         with absent_gpu("sm_90"):
             module = traced(program, [(on_cpu, "cpu"), (on_gpu, "gpu")])
             placed = place(module.graph)
@@ -151,7 +151,7 @@ class TestPlacement(TestCase):
             self.assertEqual(len(why), stays)
 
     def test_indices_that_come_from_the_gpu_look_up_on_the_cpu(self):
-        """One that is out of bounds is an error there, and not the end of all work on the GPU."""
+        """On the CPU, an index out of bounds is an error; on the GPU, it ends all work."""
         for program in (
             lambda v, i: v[i.cpu()].to(GPU),
             lambda v, i: v[i.cpu() + 1].to(GPU),
@@ -183,7 +183,7 @@ class TestPlacement(TestCase):
             self.assertFalse(may_wait(node))
 
     def test_several_gpus(self):
-        """The graph is left alone, and says why."""
+        """The graph is left alone, and the reason is noted."""
         with absent_gpu("sm_90"), FakeTensorMode() as mode:
             graph = fx.Graph()
             on_cpu, *on_gpus = (graph.placeholder(name) for name in "cab")
@@ -213,7 +213,7 @@ def outputs_of(graph):
 
 
 class TestLowered(TestCase):
-    """Partitions of what Inductor makes for a GPU that is not there."""
+    """Partitions of the code that Inductor generates for a fake GPU."""
 
     def partitions(self, program, inputs, how):
         torch._dynamo.reset()
@@ -237,12 +237,12 @@ class TestLowered(TestCase):
                     raise unittest.SkipTest("transformers is not installed")
                 program, inputs = build("meta", small=True)
                 self.assertEqual(self.partitions(program, inputs, "off")[1], (1, 1))
-                # Steps of the noise schedule are looked up by the CPU, which says so where one is out of bounds.
+                # The CPU looks up steps of the noise schedule, so a step out of bounds is an error.
                 wanted = (1, int(build is noise_schedule))
                 self.assertEqual(self.partitions(program, inputs, "full")[1], wanted)
 
     def test_products_are_rounded(self):
-        """No compiler makes one operation of them and a sum, which would round once."""
+        """No compiler fuses them with a sum, which would round only once."""
         for function in (lambda v: v * 0.1, lambda v: v * v, torch.square, lambda v: v**2):
             program = lambda x, v: x + function(v).to("cuda")  # noqa: B023, E731
             graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
@@ -250,7 +250,7 @@ class TestLowered(TestCase):
             self.assertIn("libdevice.mul_rn", graph.source_code)
 
     def test_quotients_are_divided(self):
-        """By the number itself: its reciprocal rounds twice, and half-way between two numbers to the other side."""
+        """The divisor is the number itself: its reciprocal would round twice, and break ties the other way."""
         for function in (lambda v: v / 6, lambda v: (v > 0.5) / 6, lambda v: (v * 9).floor() / 6):
             program = lambda x, v: x + function(v).to("cuda")  # noqa: B023, E731
             graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
@@ -259,7 +259,7 @@ class TestLowered(TestCase):
             self.assertRegex(graph.source_code, r"tl\.full\(\[1\], 6\.0, tl\.float64\)")
 
     def test_numbers_beside_half_precision_are_rounded(self):
-        """Where the CPU stores what it chose; a kernel keeps them as they were."""
+        """The CPU rounds them when it stores the result; a kernel would keep them as they were."""
         half = torch.bfloat16
         for number, function in (
             (torch.tensor(0.1), lambda v, _: torch.maximum(v, torch.tensor(0.1))),
@@ -295,7 +295,7 @@ class TestLowered(TestCase):
             self.assertNotRegex(graph.source_code, r"tl\.full\(\[1\], -?0\.0, tl\.float32\)" if loads else "tl.where")
 
     def test_what_a_kernel_would_compute_otherwise(self):
-        """Stays on the CPU; the same operators with other types move."""
+        """Such operators stay on the CPU; the same operators with other types move."""
         halves, integers, small = torch.rand(64).bfloat16(), torch.arange(64), torch.ones(64, 9, dtype=torch.int8)
         mask = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
 
@@ -330,7 +330,7 @@ class TestLowered(TestCase):
                 self.assertEqual(found, ["cuda" if moves else "cpu"])
 
     def test_fractions_of_sizes(self):
-        """A kernel computes them in single precision."""
+        """A kernel would compute them in single precision."""
         for program, moves in (
             (lambda v, n: v + math.ceil(n / 3), False),
             (lambda v, n: v + int(math.sqrt(n)), False),
@@ -350,7 +350,7 @@ class TestLowered(TestCase):
                 self.assertEqual(found, "cuda" if moves else "cpu")
 
     def test_narrow_integers_that_go_to_the_cpu_and_back(self):
-        """The CPU's memory has their type; a kernel that kept them would not let them wrap."""
+        """In the CPU's memory, which has their type, they wrap; in a kernel that kept them, they would not."""
         for dtype, moves in ((torch.uint8, False), (torch.int16, False), (torch.int32, True), (torch.bool, True)):
             program = lambda x: x * torch.arange(300, device="cuda").to(dtype).cpu().cuda()  # noqa: B023, E731
             graph, _ = self.partitions(program, (torch.empty(300, device="meta"),), "full")
@@ -358,7 +358,7 @@ class TestLowered(TestCase):
             self.assertEqual(not on_cpu, moves, dtype)
 
     def test_constants_that_are_looked_up_where_they_may_not_be(self):
-        """Out of bounds is an error of the CPU's, and on the GPU the end of all."""
+        """On the CPU, an index out of bounds is an error; on the GPU, it ends all work."""
         for nbytes, on_gpu in ((6, True), (5, False)):
             for function in (
                 lambda v: v[[0, 3, 5]],
@@ -389,7 +389,7 @@ class TestLowered(TestCase):
         self.assertEqual(look.meta["val"].device.type, "cpu")
 
     def test_half_precision_is_rounded_to(self):
-        """And not kept as it was, within a kernel."""
+        """A kernel rounds the value, and does not keep it as it was."""
         for dtype, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
             for function in (
                 lambda v: v.to(dtype).flip(0).float().to("cuda"),  # noqa: B023
@@ -397,7 +397,7 @@ class TestLowered(TestCase):
                 None,
             ):
                 program = lambda x, v: x + function(v)  # noqa: B023, E731
-                if function is None:  # what comes from the GPU, and was stored for the copy
+                if function is None:  # a value from the GPU that was stored for the copy
                     program = lambda x, v: ((x * 0.3).to(dtype).cpu() > 0.1).to("cuda") * x  # noqa: B023, E731
                 graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
                 self.assertEqual(found, (1, 0))
@@ -409,7 +409,7 @@ class TestLowered(TestCase):
         self.assertRegex(graph.source_code, r"-1\.0")
 
     def test_what_is_staged_can_stand_for_it(self):
-        """The graph is given memory of its elements alone, in which the code finds no view by other strides."""
+        """The graph is given memory for its elements alone, in which code cannot take views with other strides."""
         rows, wide = torch.rand(128, 256), torch.rand(128, 512)[:, :256]
         for function, value, view in (
             (lambda v: v[3].to("cuda"), rows, True),
@@ -425,7 +425,7 @@ class TestLowered(TestCase):
             self.assertRegex(host, r"^reinterpret_tensor\(arg" if view else r"^buf\d+$")
 
     def test_a_part_of_an_input_with_gaps(self):
-        """The program copies it in its stream, where a copy on the CPU would read it at the call."""
+        """The program copies it in its stream; a copy on the CPU would read it at the time of the call."""
         wide = torch.rand(128, 512)[:, :256]
         for function, value in (
             (lambda v: v[3].to("cuda"), wide),
@@ -459,7 +459,7 @@ class TestLowered(TestCase):
             (lambda v: v[:32].to("cuda", non_blocking=True).repeat(2), HostRead.LATER),
             (lambda v: v[:32].to("cuda", non_blocking=True).repeat(2) + v[0], HostRead.IN_ORDER),
             (lambda v: torch.zeros(64, device="cuda").copy_(v), HostRead.IN_ORDER),
-            # Another copy is waited for, and this one with it.
+            # The program waits for another copy, and so for this one too.
             (lambda v: v.to("cuda", non_blocking=True) + torch.arange(64).flip(0).to("cuda"), HostRead.IN_ORDER),
         ):
             program = lambda x, v: x * function(v)  # noqa: B023, E731
@@ -468,7 +468,7 @@ class TestLowered(TestCase):
             (node,) = [n for n in graph.gm.graph.nodes if str(n.target) == "pygraph_trees.staged.default"]
             self.assertEqual(node.args[2], read)
 
-        # The program waits for what it takes from the GPU, and reads the one on the CPU behind that.
+        # The program waits for the tensor it takes from the GPU, and reads the one on the CPU after that.
         for program in (
             lambda x, v: (x * v.to("cuda", non_blocking=True), x.cpu()),
             lambda x, v: x * v.to("cuda", non_blocking=True) + x.cpu().to("cuda", non_blocking=True),
@@ -499,7 +499,7 @@ class TestLowered(TestCase):
         self.assertEqual(node.args[2], HostRead.IN_ORDER)
 
     def test_symbolic_sizes(self):
-        """A view of an input without gaps needs nothing of the CPU, whatever the size."""
+        """A view of an input without gaps needs no work on the CPU, whatever its size."""
         program = lambda x, v: x * v[3].to("cuda")  # noqa: E731
         value = torch.rand(128, 256)
         with torch._dynamo.config.patch(assume_static_by_default=False):
@@ -515,7 +515,7 @@ class TestLowered(TestCase):
             self.assertEqual(found, (1, 1))
 
     def test_symbolic_numbers_are_made_single_first(self):
-        """As the CPU does: what is not known to fit is computed there."""
+        """The CPU does this, so values that are not known to fit are computed on the CPU."""
         for function in (lambda v, n: v - n, lambda v, n: v * n, lambda v, n: v / n):
             program = lambda x, v: x.sum() + function(v, x.shape[0]).to("cuda")  # noqa: B023, E731
             with torch._dynamo.config.patch(assume_static_by_default=False):
@@ -525,7 +525,7 @@ class TestLowered(TestCase):
             self.assertNotEqual(node.args[1].op, "placeholder")
 
     def test_nothing_is_staged_in_branches_and_loops(self):
-        """What is copied there is in no node of the graph that could be given an address."""
+        """A copy inside them has no node in the graph that could be given an address."""
 
         def program(x, v):
             branches = (lambda x, v: x * v.to("cuda"), lambda x, v: x - v.to("cuda"))
@@ -542,7 +542,7 @@ class TestLowered(TestCase):
         self.assertEqual([node.meta["val"].device.type for node in outputs_of(graph)], ["cpu", "cuda"])
 
     def test_one_of_several_values_on_several_devices(self):
-        """It lies on the CPU, though what it is one of does not."""
+        """The value is on the CPU, although the tuple it comes from is not."""
 
         def program(x):
             count, x = while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x + 1), (torch.tensor(0), x))
@@ -554,7 +554,7 @@ class TestLowered(TestCase):
         self.assertEqual((count.how, count.why), ("staged", "it is computed of values of several devices"))
 
     def test_copies_outside_are_waited_for_as_in_the_program(self):
-        """It may write to its tensor then."""
+        """After waiting, the program may write to its tensor."""
         for blocking in (True, False):
             program = lambda x, v: x * v.to("cuda", non_blocking=not blocking)  # noqa: B023, E731
             shape = (1 << 20,)
@@ -580,7 +580,7 @@ class TestLowered(TestCase):
         self.assertEqual(devices, ["cpu", "cpu", "cuda", "cuda", "cpu"])
 
     def test_without_addresses(self):
-        """What graphs cannot copy themselves is copied outside of them."""
+        """Values that graphs cannot copy themselves are copied outside the graphs."""
         with torch._inductor.config.patch({"triton.pygraph_indirection": "off"}):
             for program in (lambda x, v: x * v.to("cuda"), lambda x, v: x * (v + 1).to("cuda")):
                 graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
@@ -588,7 +588,7 @@ class TestLowered(TestCase):
                 self.assertNotIn("pygraph_trees.staged", graph.source_code)
 
     def records(self, program, *inputs):
-        """Of each value of the CPU that the GPU needs: what became of it, why, and the line of the program."""
+        """For each CPU value that the GPU needs: what became of it, why, and the line of the program."""
         graph, _ = self.partitions(program, inputs, "full")
         lines = [(record.source or "").partition(": ")[::2] for record in graph.gm.meta[PLACED]]
         self.assertTrue(all(place.startswith(__file__) for place, _ in lines if place), lines)
@@ -663,14 +663,14 @@ class TestLowered(TestCase):
                 self.assertEqual([record.how for record in graph.gm.meta[PLACED]], ["staged"])
 
     def test_nothing_to_do(self):
-        """The same code as without placement."""
+        """The code is the same as without placement."""
         for program in (lambda x: x.sin() @ x, lambda x: torch.arange(64, device="cuda") + x):
             graphs = [self.partitions(program, (torch.empty(64, device="meta"),), how)[0] for how in ("off", "full")]
-            codes = [graph.source_code.partition("\n")[2] for graph in graphs]  # the first line has a number
+            codes = [graph.source_code.partition("\n")[2] for graph in graphs]  # the first line contains a number
             self.assertEqual(codes[0], codes[1])
 
     def test_kernels_are_named_as_without_placement(self):
-        """Inductor keeps what it has tuned under a hash that contains the name: both ways run the same kernels."""
+        """Inductor stores tuning results under a hash that contains the name, so both ways run the same kernels."""
 
         def program(x):
             scale = torch.sqrt(torch.tensor(x.size(-1) * 3, dtype=torch.float))

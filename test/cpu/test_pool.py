@@ -1,4 +1,4 @@
-"""Which addresses lie in a graph pool, against a walk through its segments."""
+"""Which addresses are in a graph pool, compared with a walk through its segments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pools = st.lists(gaps_and_sizes, max_size=12).flatmap(
 
 
 class Allocator:
-    """The segments of a pool, and how often they were asked for."""
+    """The segments of a pool, and how many times they were asked for."""
 
     def __init__(self, segments=()) -> None:
         self.segments = list(segments)

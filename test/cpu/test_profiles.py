@@ -65,7 +65,7 @@ def subject(number: int) -> Subject:
 
 
 def decision(number: int) -> Decision:
-    """One whose fields tell whether they were written together."""
+    """A decision whose fields show whether they were written together."""
     gain = dataclasses.replace(GAIN, ungraphed_us=float(number))
     compared = dataclasses.replace(DECISION.compared, latency=gain, kernels=number, pairs=number)
     return Decision(Execution.GRAPHED if number % 2 else Execution.UNGRAPHED, compared)
@@ -103,7 +103,7 @@ class Folder(TestCase):
 
     @contextlib.contextmanager
     def warned(self, *kinds):
-        """Exactly these warnings are given, in any thread; and again none where they were."""
+        """Checks that exactly these warnings are given, in any thread."""
         module._warned.clear()
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
@@ -244,7 +244,7 @@ class TestRoundTrip(Folder):
 
 class TestDamage(Folder):
     def check(self, content: bytes, why: str = "") -> None:
-        """It is no profile, one warning says so, and it can be replaced and cleared."""
+        """The content is not a profile, one warning says so, and it can be replaced and cleared."""
         self.put(content)
         with self.warned(DamagedProfiles) as found:
             self.assertIsNone(self.profiles.use(SUBJECT.key))
@@ -433,7 +433,7 @@ class TestDisk(Folder):
             self.assertEqual(self.profiles.use(SUBJECT.key).decision, DECISION)
 
     def as_one_who_may_not_write_everywhere(self) -> None:
-        """Root becomes someone else, whose the files are, until the test ends."""
+        """Root becomes another user, who owns the files, until the test ends."""
         if os.geteuid() != 0:
             return
         nobody = 65534
@@ -516,7 +516,7 @@ class TestDisk(Folder):
 
 
 def write_and_read(profiles: Profiles, process: int, end_s: float) -> None:
-    """Fails where a read profile is not what one process wrote."""
+    """Fails if a profile that it reads is not what one process wrote."""
     warnings.simplefilter("error")
     number = process
     while time.time() < end_s:
@@ -550,7 +550,7 @@ def use(profiles: Profiles, times: int) -> None:
 
 
 class TestKept(Folder):
-    """What a trial asks for, and gives."""
+    """What a trial looks up in profiles, and what it stores in them."""
 
     def setUp(self):
         super().setUp()

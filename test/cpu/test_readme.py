@@ -22,7 +22,7 @@ MOST_WORDS = 1500
 
 
 def block_after(mark):
-    """The first block of code after a mark."""
+    """The first code block after a mark."""
     return (
         README.read_text(encoding="utf-8").partition(mark)[2].partition("```")[2].partition("\n")[2].partition("```")[0]
     )
@@ -55,7 +55,7 @@ class TestReadme(TestCase):
         self.assertEqual(versions(out.getvalue()), versions(wanted))
 
     def test_other_modes_with_cuda_graphs_are_named(self):
-        """Every mode in which torch uses CUDA graphs, and no other."""
+        """The README names exactly the modes in which torch uses CUDA graphs."""
         from torch._inductor import list_mode_options
 
         graphed = {mode for mode, options in list_mode_options().items() if options.get("triton.cudagraphs")}

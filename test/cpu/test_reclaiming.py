@@ -1,4 +1,4 @@
-"""Recordings that are given back, with their memory: of functions that are no longer graphed, and of whole managers."""
+"""Recordings and their memory are given back: those of functions that are no longer graphed, and of whole managers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pygraph_trees.trees.steps import Upstream
 
 
 def end_path(manager):
-    """As upstream does once nothing of it is needed."""
+    """Ends the path, as upstream does once none of its outputs is needed."""
     manager.current_node = None
 
 
@@ -55,13 +55,13 @@ class TestForgotten(TestCase):
         )
 
     def run_upstream(self, inputs, function_id):
-        """A root is found, and nothing has a fast path."""
+        """Finds a root, in a state in which no recording has a fast path."""
         self.manager.current_node, self.manager.path_state = self.first, cudagraph_trees.ExecutionState.EXECUTION
         return inputs
 
     def test_forgotten_recordings_are_given_back_when_a_step_begins(self):
-        """Also if no step has a fast path, so that each begins after the last one's recording."""
-        ends = mock.Mock(return_value=False)  # somebody holds an output
+        """It works even if no step has a fast path, so that each step begins after the previous one's recording."""
+        ends = mock.Mock(return_value=False)  # an output is still held
 
         with (
             mock.patch.object(Upstream, "try_end_curr_execution", lambda manager: ends() and end_path(manager)),
@@ -82,8 +82,8 @@ class TestForgotten(TestCase):
         self.assertIsNone(self.manager.reclaiming.why_again(1))
 
     def test_recordings_to_be_made_again_are_given_back_at_the_next_step(self):
-        """What is replayed goes on; the function's recordings are given back where the next step begins, and it says
-        once why it is recorded again."""
+        """The current step keeps replaying; the function's recordings are given back when the next step begins, and the
+        reason for recording again is given once."""
         self.manager._candidates[2] = "candidates"
         self.manager.reclaiming.record_again(2, "of the test")
         self.assertEqual((self.manager._candidates, self.manager.current_node), ({}, self.first))
@@ -120,7 +120,7 @@ class TestForgotten(TestCase):
         self.assertEqual(recorded, [2, 2])
 
     def test_no_candidates_are_left_of_what_is_given_back(self):
-        """Candidates that were found while it could not be given back yet, also if no path is open."""
+        """Candidates that were found before the recording could be given back are dropped, even if no path is open."""
         calls = mock.Mock(return_value=[])
         for is_open in (True, False):
             with self.subTest(is_open=is_open):
@@ -149,11 +149,11 @@ class TestForgotten(TestCase):
         gone = weakref.ref(self.manager)
         del self.manager
         self.assertIsNone(gone())
-        sampler.ready("of the test")  # nobody is there
+        sampler.ready("of the test")  # the manager is gone
 
 
 class TestPool(TestCase):
-    """The graph pool, which is given back with its last recording unless somebody holds an output."""
+    """The graph pool, which is given back with its last recording unless an output is still held."""
 
     def setUp(self):
         super().setUp()
@@ -170,7 +170,7 @@ class TestPool(TestCase):
         return bare_manager(kind, ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]}, **state), model
 
     def emptied(self):
-        """A manager that gave back all its recordings, and could not give back its pool."""
+        """A manager that gave back all its recordings, but could not give back its pool."""
         manager, model = self.recorded(self.node(), graph="graph")
         with (
             mock.patch.object(Manager, "__init__", side_effect=RuntimeError("not now")) as made,
@@ -190,7 +190,7 @@ class TestPool(TestCase):
 
         for is_held in (False, True):
             node = self.node()
-            # Also of outputs that others have taken the place of.
+            # Outputs that were replaced by others count too.
             node.outputs_weakrefs, node.unaliased_in_all_paths = [mock.Mock(expired=lambda: True), None], [True, False]
             node.older_outputs = [mock.Mock(expired=lambda: not is_held)]  # noqa: B023
             manager, model = self.recorded(node, Fresh, graph="first graph")
@@ -218,7 +218,7 @@ class TestPool(TestCase):
             self.assertEqual((made, emptied.call_count), ([0], 1))
 
     def test_the_pool_stays_if_outputs_are_made_at_each_replay(self):
-        """Of these only the newest are known, and somebody may hold others; of upstream's recordings, none is known."""
+        """Only the newest outputs are known, and older ones may be held; for upstream's recordings, none is known."""
         for log, is_back in ((RecordingLog(), True), (RecordingLog(counter=Count(5)), False), (None, False)):
             node = self.node()
             node.outputs_weakrefs = [mock.Mock(expired=lambda: True), None, mock.Mock(expired=lambda: True)]
@@ -272,7 +272,7 @@ class TestPool(TestCase):
         self.assertEqual(manager.reclaiming.forgotten, [1])
 
     def test_an_open_path_is_ended_if_that_takes_nothing_from_anybody(self):
-        """It is ended at a look."""
+        """``give_pool_back`` ends it."""
         state = cudagraph_trees.ExecutionState
         for path_state, are_dead, is_ended in (
             (state.EXECUTION, False, True),  # upstream ends it at a new step
@@ -294,13 +294,13 @@ class TestPool(TestCase):
 
 
 class TestShutdown(TestCase):
-    """Memory of recordings is given back when all trees are reset, whoever holds them."""
+    """A reset of all trees gives back the memory of recordings, even if the recordings are still referenced."""
 
     def graph(self):
         return type("Graph", (), {})()
 
     def nodes(self):
-        """A root with a child, each with a graph that its part in C++ holds as well."""
+        """A root with a child; each one's graph is also held by its part in C++."""
         below = mock.Mock(children={}, graph=self.graph())
         first = mock.Mock(children={1: [below]}, graph=self.graph())
         for node in (first, below):
@@ -346,7 +346,7 @@ class TestShutdown(TestCase):
         self.assertEqual((order, closed), ([[]], [1]))
 
     def test_trees_of_other_threads_cache_tensors_after_a_reset(self):
-        """Also while what the reset drops is freed, as other threads may run then."""
+        """They do so even while the reset frees what it drops, because other threads may run then."""
         order, containers = [], {0: mock.Mock()}
         weakref.finalize(containers[0], order.append, "freed")
 
@@ -364,10 +364,10 @@ class TestShutdown(TestCase):
 
 
 class TestHandedOn(TestCase):
-    """What other functions take of a function's outputs in the graph pool."""
+    """Outputs in the graph pool that a function hands to other functions."""
 
     def node(self, model, number, managed=(), outputs=(), depth=0, **children):
-        """``managed``: depth and output, of each managed input."""
+        """``managed``: depth and output of each managed input."""
         return SimpleNamespace(
             id=SimpleNamespace(id=number),
             wrapped_function=SimpleNamespace(model=model),
@@ -381,7 +381,7 @@ class TestHandedOn(TestCase):
     def test_the_newest_recording_says_what_is_handed_on(self):
         own, other = object(), object()
         first, partition, neighbour, plain = (SimpleNamespace(trial=trial) for trial in (own, own, other, None))
-        # What another's recording after it gives, at depth 2, is not this one's; of several recordings one is
+        # Outputs of another function's later recording, at depth 2, do not count; of several recordings, one is
         # replayed.
         last = self.node(neighbour, 6, ((1, 1), (2, 0)))
         older, newer = self.node(plain, 4, ((1, 0),) * 9), self.node(plain, 5, ((1, 0), (1, 0), (1, 1), None))
@@ -396,7 +396,7 @@ class TestHandedOn(TestCase):
         self.assertEqual(handed_on(manager, first), [])
 
     def test_recordings_that_a_trial_would_cause_to_be_made_again(self):
-        """A block that is called in each layer of a step: those after its first call count."""
+        """A block is called in each layer of a step: recordings after its first call count."""
         own, other = object(), object()
         block, layer, backward = (SimpleNamespace(trial=trial) for trial in (own, other, own))
         nodes = [self.node(model, number) for number, model in enumerate([block, layer] * 16 + [backward])]

@@ -1,8 +1,8 @@
-"""Kernels that are given addresses in other forms than words: the inputs that they read are copied.
+"""Kernels that get addresses in forms other than words: the inputs that they read are copied.
 
-The kernels of these graphs compute: a launch reads and writes the memory that the instantiated graph leads to. What is
-at a placeholder address is the memory of its placeholder tensor, and a launch that goes there while nothing is mapped
-fails the test.
+The kernels of these graphs compute: a launch reads and writes the memory at the addresses in the instantiated graph. A
+placeholder address refers to the memory of its placeholder tensor, and a launch that uses it while nothing is mapped
+there fails the test.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class TestNames(TestCase):
 
 
 class Running(Graph):
-    """A captured graph whose kernels are run by their names."""
+    """A captured graph whose kernels run as functions found by name."""
 
     def __init__(self, api: FakeApi, nodes: Sequence[int], live: LiveInputs) -> None:
         super().__init__(api, nodes)
@@ -91,7 +91,7 @@ class Running(Graph):
         self.numbers: Numbers | None = None
 
     def memory(self, address: int) -> torch.Tensor:
-        """What is at an address, as floats."""
+        """The memory at an address, as floats."""
         for item in self._live.items:
             if (
                 isinstance(item.placeholder_tensor, PlaceholderTensor)
@@ -116,7 +116,7 @@ class Running(Graph):
 
 
 class Numbers:
-    """A generator of the GPU: a launch draws from where it is."""
+    """A random generator of the GPU: a launch draws from its current offset."""
 
     def __init__(self) -> None:
         self.offset = 4
@@ -149,7 +149,7 @@ def xored(graph: Running, block: bytes) -> None:
 
 
 def written(graph: Running, block: bytes) -> None:
-    """Reads where it is told, and writes to an address that is hidden."""
+    """Reads from a given address, and writes to a hidden one."""
     hidden, source = struct.unpack_from("QQ", block)
     add(graph, source, hidden ^ KEY, 4)
 
@@ -166,12 +166,12 @@ def drawn(graph: Running, block: bytes) -> None:
 
 
 def counted(graph: Running, block: bytes) -> None:
-    """Not the same twice."""
+    """Gives another result at each launch."""
     add(graph, *struct.unpack_from("QQ", block), graph.launches)
 
 
 def overwritten(graph: Running, block: bytes) -> None:
-    """Reads an input in the graph pool, and puts its result there."""
+    """Reads an input in the graph pool, and overwrites it."""
     source, pool, target = struct.unpack_from("QQQ", block)
     add(graph, source, target, graph.memory(pool).double().clone())
     graph.memory(pool).fill_(-1)
@@ -186,7 +186,7 @@ _rooms: list[torch.Tensor] = []
 
 
 def at(content: torch.Tensor) -> torch.Tensor:
-    """The same content at an address that is a multiple of 512, with room around it."""
+    """A copy at an address that is a multiple of 512, with room around it."""
     room = torch.zeros(content.numel() + 1024 // content.element_size(), dtype=content.dtype)
     _rooms.append(room)
     begin = -room.data_ptr() % 512 // content.element_size()
@@ -199,12 +199,12 @@ def some() -> torch.Tensor:
 
 
 def split(address: int) -> tuple[bytes, bytes]:
-    """As two parameters of 4 bytes."""
+    """An address as two parameters of 4 bytes."""
     return struct.pack("<I", address % 2**32), struct.pack("<I", address >> 32)
 
 
 class TestRehearsal(LiveInputsTestCase):
-    """The kernels of a graph, what they are given, and which inputs are copied."""
+    """The kernels of a graph, their parameters, and the inputs that are copied."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -219,7 +219,7 @@ class TestRehearsal(LiveInputsTestCase):
         written: Sequence[torch.Tensor] = (),
         **more: Any,
     ) -> tuple[LiveInputs, Running]:
-        """``nodes``: from the addresses of placeholder tensors and outputs."""
+        """``nodes`` makes the nodes from the addresses of placeholder tensors and outputs."""
         live, reasons = self.choose(*inputs, **more)
         self.assertEqual(reasons, {})
         recorded = [item.recorded for item in sorted(live.items, key=lambda item: item.index)]
@@ -235,7 +235,7 @@ class TestRehearsal(LiveInputsTestCase):
         return self.api.make_kernel(parameters, name=name)
 
     def check_calls(self, live: LiveInputs, graph: Running, inputs: Sequence[torch.Tensor], expected: Any) -> None:
-        """The first launch and replays with inputs elsewhere give what is ``expected`` of the inputs."""
+        """The first launch, and replays with inputs elsewhere, give the ``expected`` function of the inputs."""
         for call in range(3):
             if call:
                 inputs = [at(torch.tensor(t.tolist()[::-1], dtype=t.dtype)) for t in inputs]
@@ -291,7 +291,7 @@ class TestRehearsal(LiveInputsTestCase):
         self.assertEqual((why[0], why[2]), (None, None))
         self.assertRegex(why[1], "plain or xored may hide its address")
         self.check_calls(live, graph, inputs, lambda a, b, c: [a + 1, b + 1, c + 1, b + 3])
-        # What the check mapped for the others is given back.
+        # Memory that the check mapped for the others is given back.
         self.assertEqual(len(self.api.mappings), 1)
 
     def test_of_many_inputs_all_are_copied_if_one_is_hidden(self):
@@ -305,7 +305,7 @@ class TestRehearsal(LiveInputsTestCase):
         self.check_calls(live, graph, inputs, lambda *a: [a[-1] + 1, a[1] + 3])
 
     def test_hidden_inputs_of_any_type_and_content_are_found(self):
-        """Integers and masks that are all equal, zeros, of any width; numbers that are NaN."""
+        """Inputs are integers and masks of any width with equal elements, zeros, or NaNs."""
         for content in (
             torch.arange(COUNT),
             torch.zeros(COUNT, dtype=torch.int64),
@@ -353,7 +353,7 @@ class TestRehearsal(LiveInputsTestCase):
         self.assertEqual((a, self.out[0]), (b + 4, b + 5))
 
     def test_the_check_leaves_random_numbers_as_they_are(self):
-        """Each launch draws the same ones, and then the generator is where it was."""
+        """Each launch draws the same numbers, and the generator ends at its original offset."""
         numbers, a = Numbers(), some()
         live, graph = self.rehearse(lambda a, o: [self.kernel("drawn", a[0], o[0])], a, numbers=numbers)
         self.assertEqual((self.routes(live), numbers.offset), ({0: None}, 4))
@@ -438,7 +438,7 @@ class TestRehearsal(LiveInputsTestCase):
             self.assertEqual(self.out[0], a + 1)
 
     def test_without_memory_at_the_placeholders_setting_up_raises(self):
-        """It is then recorded without placeholders."""
+        """The function is then recorded without placeholders."""
         a = some()
         live, _ = self.choose(a)
         graph = Running(self.api, [self.kernel("plain", live.items[0].recorded, self.out[0].data_ptr())], live)
@@ -451,7 +451,7 @@ class TestRehearsal(LiveInputsTestCase):
         self.assertEqual((self.api.leaks(), graph.launches), ([], 0))
 
     def test_a_failing_call_of_the_driver_makes_the_hidden_input_copied(self):
-        """The recording works by copy then, and all is as it was."""
+        """The recording then copies the input, and all other state is restored."""
 
         def nodes(a, o):
             return [

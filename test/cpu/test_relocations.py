@@ -86,7 +86,7 @@ class TestKernels(RelocationsTestCase):
         self.assertEqual(found.relocations, (Relocation(0, 0, 1, 0), Relocation(1, 0, 2, 0), Relocation(2, 0, 0, 0)))
 
     def test_guards_belong_to_the_input(self):
-        """As far as a pointer there can be nobody else's."""
+        """They belong to it as far as no other allocation can own a pointer there."""
         for index, placeholder in enumerate(self.placeholders.placeholders):
             before, behind = (placeholder.start - placeholder.low) // 4, (placeholder.high - placeholder.end) // 4
             near = (
@@ -123,7 +123,7 @@ class TestKernels(RelocationsTestCase):
             self.placeholders.close()
 
     def test_a_factor_and_a_shift_may_look_like_an_address(self):
-        """ATen's division by 10, beside a pointer in one structure, in a process with low addresses alone."""
+        """ATen's division by 10, next to a pointer in the same structure, in a process whose addresses are all low."""
         api = FakeApi()
         api._next_range, api.most_reserved = 0x3_0200_0000, 70 << 30
         driver = self.make_driver(api)
@@ -151,7 +151,7 @@ class TestKernels(RelocationsTestCase):
         self.assertFound(self.scan(first, kernel, second), [(kernel, 0, 2, 0)], refused={0: LOOKALIKE, 1: LOOKALIKE})
 
     def test_kernels_that_are_not_known_are_named(self):
-        """Each once, whether or not a relocation is found in it; the search in C finds the same."""
+        """Each is named once, whether or not it contains a relocation; the search in C finds the same names."""
         names = ("halves", KNOWN, "_Z6halvesiiPf", "halves", "pygraph_write_slots_8", "triton_mine")
         words = ([7], [self.a], [self.b, 1], [2], [self.a], [self.c])
         kernels = [self.api.make_kernel(given, name=name) for name, given in zip(names, words, strict=True)]
@@ -161,7 +161,7 @@ class TestKernels(RelocationsTestCase):
         self.assertGreater(kernel, 0)
 
     def test_halves_in_two_parameters_are_no_address(self):
-        """They may be a negative number and an integer. In a packed block they are taken for one."""
+        """They may be a negative number and an integer. In a packed block they are taken for an address."""
         low, high = little(self.a)[:4], little(self.a)[4:]
         kernel = self.api.make_kernel([low, high, self.b])
         self.assertFound(self.scan(kernel), [(kernel, 8, 1, 0)])
@@ -251,7 +251,7 @@ class TestHostArrays(RelocationsTestCase):
 
     def test_words_are_aligned_as_on_the_device(self):
         for lead in range(16):
-            # Behind so many bytes of something else, in a copy that puts the address at a multiple of 8.
+            # After this many other bytes, in a copy that puts the address at a multiple of 8.
             upload = self.upload(b"x" * lead + little(self.a), target=PLAIN + 64 - lead)
             self.assertFound(self.scan(upload), refused={0: HOST_ARRAY})
 
@@ -343,7 +343,7 @@ class TestFailures(RelocationsTestCase):
 
 @st.composite
 def words(draw: st.DrawFn) -> tuple[int | None, int]:
-    """A word of a node: placeholder and addend, or None and a number that is the address of none."""
+    """A word of a node: placeholder and addend, or None and a number that is no placeholder's address."""
     if draw(st.booleans()):
         index = draw(st.integers(0, len(NBYTES) - 1))
         return index, draw(st.integers(-0x8000, NBYTES[index] + 0x8000))
@@ -408,7 +408,7 @@ class AllAtOnce(RelocationsTestCase):
         self.assertEqual(found.refused, dict.fromkeys(refused, LOOKALIKE))
         self.assertEqual(found.opaque, opaque)
 
-        # What is written to the relocations is what the graph then holds, and nothing else changes.
+        # The graph then holds the values written to the relocations, and nothing else changes.
         before = {handle: api.exec_parameters(exec_, handle) for handle, _ in expected}
         others = (placeholders.high >> 32 << 32) + 0x1_9000_0000  # memory of the same kind
         for relocation in found.relocations:

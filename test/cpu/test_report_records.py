@@ -222,7 +222,7 @@ class TestCopies(TestCase):
 
 
 class TestNaming(TestCase):
-    """Names are those that a person gave: of the module's class, or of the function."""
+    """Names are those from the source code: of the module's class, or of the function."""
 
     def names(self, fn, *args):
         seen = []

@@ -1,4 +1,4 @@
-"""The rule that chooses routes: its thresholds, that it decides once, and what follows."""
+"""The rule that chooses routes: its thresholds, its single decision, and the effects."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestRule(TestCase):
 
 
 class SamplerTestCase(TestCase):
-    """A function of 6 inputs, which 20 kernels with variants and one without read; a build takes 2 steps."""
+    """A function whose 6 inputs are read by 20 kernels with variants and one without; a build takes 2 steps."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -93,7 +93,7 @@ class SamplerTestCase(TestCase):
         return self.is_built
 
     def made(self, sizes: int = 0) -> Sampler:
-        """Of a recording that was just made."""
+        """The sampler of a recording that was just made."""
         self.log = RecordingLog()
         sampler = sampler_for(self.function, sizes, 0, self.log)
         assert sampler is not None
@@ -104,7 +104,7 @@ class SamplerTestCase(TestCase):
         return self.kernels if indices else ()
 
     def samples(self, sampler: Sampler, count: int, *, every: int = EVERY, nodes: int = 22) -> int:
-        """How many are taken of so many, where each of ``every`` replays sets nodes, until no more are wanted."""
+        """The number of samples until no more are wanted, ``count`` at most; nodes are set each ``every`` replays."""
         for number in range(count):
             self.log.counter.value += EVERY
             set_calls = self.log.replays // (every // EVERY or 1) * nodes
@@ -173,7 +173,7 @@ class TestSampler(SamplerTestCase):
             self.assertEqual(self.choice, reason, str(every))
 
     def test_replays_at_which_no_address_changes_are_no_samples(self) -> None:
-        """Nodes may be set all the same, since other memory can be at the same address."""
+        """Nodes may still be set, since other memory can be at the same address."""
         for still, reason in ((8, Reason.TABLE_AWAITED), (100, Reason.SELDOM)):
             self.function = Function()
             table._readers[self.function] = self.readers

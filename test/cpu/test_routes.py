@@ -1,4 +1,4 @@
-"""Rules that decide how a live input is given to a recorded graph."""
+"""Rules that decide how a live input is passed to a recorded graph."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestWhyNotPlaceholder(TestCase):
                 self.assertIsNone(why_not_placeholder(tensor, 1, in_pool=False))
 
     def test_the_first_rule_that_holds_is_told(self):
-        class OnGpu:  # a fake tensor cannot be sparse and on a GPU that is not there
+        class OnGpu:  # a fake tensor cannot be sparse and on an absent GPU
             is_cuda = True
             layout = torch.sparse_csr
 
@@ -91,7 +91,7 @@ class TestDecide(TestCase):
             self.assertEqual(decide(scan, count, passed), expected)
 
     def test_inputs_that_all_kernels_read_through_slots_go_by_table(self):
-        # Node 0 writes slots 0 to 3; kernels read 0, 2 and 4 there, and 1 and 2 are held by another node.
+        # Node 0 writes slots 0 to 3; kernels read slots 0, 2 and 4, and another node holds the addresses of 1 and 2.
         relocations = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
         scan = Scan((), tuple(Relocation(node, 0, index, 0) for node, index in relocations), {}, None, Counter())
         slots = Slots(frozenset({0}), frozenset({0, 2, 4}))
@@ -115,7 +115,7 @@ class TestFits(TestCase):
     def test_an_address_fits_if_it_is_as_aligned_as_the_recorded_one(self):
         for address, recorded, expected in (
             (0x1000, 0x1000, True),
-            (0x1200, 0x1000, True),  # 512 and 4096: no more than 512 is asked for
+            (0x1200, 0x1000, True),  # aligned to 512 and 4096: no more than 512 is required
             (0x1100, 0x1000, False),
             (0x1100, 0x2100, True),
             (0x1000, 0x2100, True),  # more aligned than recorded

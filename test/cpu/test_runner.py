@@ -1,4 +1,4 @@
-"""Inductor's code around a graph's only partition, without that code: the same is done, or nothing is replaced."""
+"""Replacements of Inductor's code around a graph's only partition: they do the same, or nothing is replaced."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ del arg2_1, arg0_1
 del partition0_args
 return (reinterpret_tensor(buf1, (2, 3), (3, 1), 4), buf0, None, )
 """
-# Statements that Inductor, or somebody else, may write between the lines of the above; and after the partition.
+# Statements that Inductor, or other code, may add between the lines above, and after the partition.
 MORE = """
 torch.cuda.synchronize()
 assert arg1_1 is not None
@@ -102,7 +102,7 @@ partition0_args = [buf0]
 partition0_args = [arg1_1]
 s0 = arg1_1
 """
-# What may stand in the place of a line of the above, by its number; where nothing does, that line is missing.
+# Replacements of a line above, by its number; an empty one leaves the line out.
 INSTEAD = {
     0: """
         arg0_1, arg1_1, *arg2_1 = args
@@ -181,17 +181,17 @@ INSTEAD = {
 
 
 def runner_of(call: str) -> str:
-    """The source of Inductor's class, with a method of these statements."""
+    """The source of Inductor's class, whose method has these statements."""
     return RUNNER + textwrap.indent(textwrap.dedent(call).strip(), " " * 8) + "\n"
 
 
 def listed(names: list[str]) -> str:
-    """As Inductor writes a list or a tuple of names."""
+    """Names as Inductor writes them in a list or a tuple."""
     return ", ".join(names) + ("," if len(names) == 1 else "")
 
 
 class Partition:
-    """Gives what it was told to, an input for each index among it, and notes what it was given."""
+    """Returns the given outputs, with an input in place of each index, and notes its arguments."""
 
     def __init__(self, outputs, clears=True):
         self.outputs = outputs
@@ -256,7 +256,7 @@ class RunnerTestCase(TestCase):
         self.files = 0
 
     def module(self, source):
-        """From a file, as Inductor's code is."""
+        """Loads the module from a file, as Inductor loads its code."""
         self.files += 1
         path = self.folder / f"generated{self.files}.py"
         path.write_text(HEAD + source)
@@ -269,7 +269,7 @@ class RunnerTestCase(TestCase):
         return self.module(runner_of(call)).Runner(list(partitions))
 
     def assertAreSame(self, found, expected):
-        """The same objects, or tensors that see the same."""
+        """Both are the same objects, or tensors that view the same memory."""
         self.assertEqual(len(found), len(expected))
         for one, other in zip(found, expected, strict=True):
             if one is other:
@@ -280,7 +280,7 @@ class RunnerTestCase(TestCase):
                 self.assertEqual(what(one), what(other))
 
     def check(self, runner, count, partition):
-        """Calls both ways; gives the short one."""
+        """Calls both ways; returns the short one."""
         call = shortened(runner.call)
         self.assertIsNotNone(call)
         given_ = tensors_numbered(count)
@@ -299,14 +299,14 @@ class RunnerTestCase(TestCase):
         self.assertIsNone(shortened(runner.call))
 
 
-OF_GRADIENTS = None if binding.extension is None else 0  # C++ finds whether somebody sees them
+OF_GRADIENTS = None if binding.extension is None else 0  # C++ finds whether they are seen
 
 
 class TestViewsInside(RunnerTestCase):
-    """A function of ours gives what is returned in one way that way."""
+    """If an output is returned as only one view, our function returns it as that view."""
 
     def graphed(self, call, partition, first_inside=0, *, is_backward=False):
-        """What Inductor made, the same with the function graphed, and that function."""
+        """Inductor's runner, the same runner with the function graphed, and that function."""
         module = self.module(runner_of(call) + "\ndef partition_0(args):\n    return compute(args)\n")
         module.compute = partition
         long, short = module.Runner([module.partition_0]), module.Runner([module.partition_0])
@@ -336,7 +336,7 @@ class TestViewsInside(RunnerTestCase):
         check()
 
     def check_gradients(self, call, own):
-        """Python gives another tensor for each view, and C++ is told of which it may give the function's own."""
+        """Python makes a new tensor for each view; C++ is told for which views it may return the function's own."""
         partition = Partition([torch.zeros(64), torch.ones(64)[4:]])
         with mock.patch.object(trees_runner, "entry") as entry:
             found, model = self.check(call, 3, partition, is_backward=True)
@@ -356,7 +356,7 @@ class TestViewsInside(RunnerTestCase):
         self.check_gradients(CALL, [0])
 
     def test_a_gradient_that_is_returned_twice_is_made_again(self):
-        """Torch would take one tensor over for both: they are made of what a kernel made, as they were."""
+        """Torch would take over one tensor for both, so both are still made from a kernel's result."""
         self.check_gradients(CALL.replace("None", "reinterpret_tensor(buf1, (2, 3), (3, 1), 4)"), [])
         self.check_gradients(CALL.replace("None", "reinterpret_tensor(buf1, (3, 2), (1, 3), 4)"), [])
         self.check_gradients(CALL.replace("None", "reinterpret_tensor(buf0, (3, 2), (1, 3), 4)"), [0])
@@ -381,7 +381,7 @@ class TestViewsInside(RunnerTestCase):
             self.assertIsNone(model.as_returned)
 
     def test_an_output_that_is_returned_twice_alike_is_viewed_inside(self):
-        """Seen so by the function, and returned as two tensors all the same; the last is the function's own."""
+        """The function makes the view, and yet two tensors are returned; the last is the function's own."""
         call = CALL.replace("None", "reinterpret_tensor(buf1, (2, 3), (3, 1), 4)")
         partition = Partition([torch.zeros(64), torch.ones(64)[4:]])
         found, model = self.check(call, 3, partition)
@@ -396,7 +396,7 @@ class TestViewsInside(RunnerTestCase):
         self.assertEqual(first.data_ptr(), buf1.data_ptr())
 
     def test_outputs_that_a_user_sees_are_viewed_outside(self):
-        """Either no output is known to be inside, or those from a number on are."""
+        """Either no output is known to be inside, or all from some number on are."""
         for first_inside, inside in ((None, False), (3, False), (1, False), (0, True)):
             _, model = self.check(CALL, 3, Partition(tensors_numbered(2)), first_inside)
             self.assertEqual(model.as_returned is not None, inside)
@@ -434,7 +434,7 @@ class TestViewsInside(RunnerTestCase):
             self.assertIsNone(FunctionModel.of(len, is_backward=True, is_inference=False).first_inside)
 
     def test_saved_outputs_of_a_cached_program_are_known(self):
-        """AOTAutograd's cache tells as much as its compilation, of a training step and of what is no training."""
+        """AOTAutograd's cache tells as much as its compilation, for a training step and for inference."""
 
         def step(x, w):
             y = (x @ w).sin()
@@ -469,7 +469,7 @@ class TestViewsInside(RunnerTestCase):
         self.assertIsNone(trees_function._loaded.meta)
 
     def test_an_output_that_is_an_input_is_viewed_outside(self):
-        """It is the input of each call, which no recording can give."""
+        """It is each call's own input, which no recording can return."""
         call = CALL.replace("(buf0, buf1) =", "(buf0, arg0_1) =").replace("buf1", "arg0_1")
         _, model = self.check(call, 3, Partition([torch.zeros(64), 1]))
         self.assertIsNone(model.as_returned)
@@ -478,7 +478,7 @@ class TestViewsInside(RunnerTestCase):
         self.assertIsNone(model.as_returned)
 
     def test_a_function_of_other_code_is_left_alone(self):
-        """Another's would be called in other places as well."""
+        """A function of other code would be called in other places as well."""
         partition = Partition(tensors_numbered(2))
         long, short, _ = self.graphed(CALL, partition)
         other = FunctionModel.of(lambda inputs: partition(inputs), is_backward=False, is_inference=True)
@@ -488,7 +488,7 @@ class TestViewsInside(RunnerTestCase):
         self.assertIsNone(other.as_returned)
 
     def test_a_function_without_addresses_is_left_alone(self):
-        """Then a function is not entered, and is as it was."""
+        """The function is then not entered, and stays unchanged."""
         partition = Partition(tensors_numbered(2))
         with torch._inductor.config.patch({"triton.pygraph_indirection": "off"}):
             long, short, model = self.graphed(CALL, partition)
@@ -511,7 +511,7 @@ class TestShortened(RunnerTestCase):
         check()
 
     def test_inputs_are_released(self):
-        """The partition gets the only list, and of an input that it does not get nothing is kept."""
+        """The partition gets the only list, and inputs that it does not get are not kept."""
         lists, dead = [], []
 
         def partition(inputs):
@@ -556,7 +556,7 @@ class TestShortened(RunnerTestCase):
                 self.check(self.runner(call, partition), 1, partition)
 
     def test_inputs_that_are_kept_for_the_backward(self):
-        """They are returned beside what the partition gives, and are alive while it runs."""
+        """They are returned with the partition's outputs, and are alive while it runs."""
         alive = []
 
         def partition(inputs):
@@ -577,7 +577,7 @@ class TestShortened(RunnerTestCase):
             self.assertEqual(alive.pop(), [False, True, False])
 
     def test_fast_path(self):
-        """The outputs of the partition's function are returned; if it has none, the inputs are left as they were."""
+        """The outputs of the partition's function are returned; if it returns none, the inputs stay unchanged."""
         for call, outputs in (
             (CALL, [torch.zeros(64), torch.zeros(64)]),
             (CALL.replace("[arg2_1, arg0_1, arg1_1]", "[arg0_1, arg1_1, arg2_1]"), [torch.zeros(64), 1]),
@@ -616,7 +616,7 @@ class TestShortened(RunnerTestCase):
             self.assertIsNone(self.check(runner, 3, partition).fast_call)
 
     def test_a_partition_that_is_not_given_all_inputs_has_no_fast_path(self):
-        """What was left out could not be put back."""
+        """Inputs that were left out could not be put back."""
         partition = Partition(tensors_numbered(2))
         partition.function = object()
         call = CALL.replace("[arg2_1, arg0_1, arg1_1]", "[arg2_1, arg1_1]")
@@ -638,7 +638,7 @@ class TestShortened(RunnerTestCase):
         self.assertTrue(all(a is b for a, b in zip(others, (None, 3, None, False), strict=True)))
 
     def test_the_partition_is_looked_up_at_each_call(self):
-        """Inductor puts a graphed one in its place, and may do so after the code was read."""
+        """Inductor replaces it with a graphed one, and may do so after the code was read."""
         runner = self.runner(CALL, Partition([torch.zeros(64), torch.zeros(64)]))
         call = shortened(runner.call)
         first = runner.partitions[0]
@@ -739,7 +739,7 @@ def on_gpu(*size):
 
 
 class TestInductor(RunnerTestCase):
-    """On what Inductor writes for a GPU that is not there."""
+    """Code that Inductor writes for an absent GPU is shortened."""
 
     def setUp(self):
         super().setUp()

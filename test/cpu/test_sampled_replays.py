@@ -1,4 +1,4 @@
-"""Which replays are sampled to choose a route, and that none is after the decision."""
+"""Some replays are sampled to choose a route, and none after the decision."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TestLiveInputs(LiveInputsTestCase):
     """Kernels are set in Python."""
 
     def sampled(self, wanted: int, *, can_choose: bool = True) -> tuple[Any, Any, list[Any], list[Any]]:
-        """Live inputs of 3 kernels, two sets of inputs, and the samples, of which no more than ``wanted`` are."""
+        """Live inputs of 3 kernels, two sets of inputs, and the samples, ``wanted`` at most."""
         sets = [[at(0), at(0), at(0)] for _ in range(2)]
         sets[1][2] = sets[0][2]
         live, _ = self.choose(*sets[0])
@@ -85,7 +85,7 @@ class TestLiveInputs(LiveInputsTestCase):
 
 @requires_cpp
 class TestLiveInputsNative(TestLiveInputs):
-    """Kernels are set in C++, which leaves one replay of many to Python."""
+    """Kernels are set in C++, which leaves a few replays to Python."""
 
     native = True
 

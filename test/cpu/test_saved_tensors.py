@@ -1,4 +1,4 @@
-"""What a compiled backward is given, where hooks on saved tensors return something else than was saved."""
+"""Inputs of a compiled backward if hooks on saved tensors return other tensors than those that were saved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def changed(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The same elements, laid out in other ways."""
+    """Copies of a tensor with other layouts."""
     found = [tensor.contiguous(), tensor.clone(memory_format=torch.preserve_format)]
     found += [tensor.mT.contiguous().mT] if tensor.dim() > 1 else []
     found += [torch.stack([tensor, tensor], dim=-1)[..., 0]]  # gaps
@@ -76,7 +76,7 @@ class TestConform(TestCase):
         check()
 
     def test_with_symbolic_sizes_the_order_of_strides_counts(self):
-        """Whatever the sizes of the call are."""
+        """The sizes of the call do not matter."""
         layout = [(0, torch.float32, torch.device("cpu"), None, (60, 1, 15, 3))]  # channels last, of an example
         value = torch.randn(3, 2, 5, 7)
         for returned in (value, value.to(memory_format=torch.channels_last)):
@@ -87,7 +87,7 @@ class TestConform(TestCase):
             self.assertEqual(inputs[0] is returned, returned is not value)
 
     def test_tensors_of_other_sizes_or_classes_are_left_alone(self):
-        """Of other sizes, of another class, or with a stride that no element has to do with."""
+        """They have other sizes or another class, or differ in a stride that affects no element."""
 
         class Other(torch.Tensor): ...
 
@@ -109,7 +109,7 @@ class TestConform(TestCase):
 
 
 class TestAttach(TestCase):
-    """What is noted where Inductor compiles a backward, here for the CPU."""
+    """Facts that are noted when Inductor compiles a backward, here for the CPU."""
 
     def attached(self, fn, *args, dynamic=False):
         found = []
@@ -165,7 +165,7 @@ class TestAttach(TestCase):
 
 
 class TestCalls(TestCase):
-    """In processes of their own: that hooks were set holds for the rest of a process."""
+    """These tests run in separate processes: once hooks were set, a process remembers it until it ends."""
 
     def check(self, native: bool) -> None:
         program = f"""

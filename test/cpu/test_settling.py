@@ -1,4 +1,4 @@
-"""Calls until the routes of inputs are chosen, on a clock and a report of the test's own."""
+"""Calls until the routes of inputs are chosen, with a clock and a report that the test controls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TestSettling(TestCase):
             self.addCleanup(patch.stop)
 
     def calls(self, first: int = 0, then: Any = lambda number: None, **more: float) -> int:
-        """How many there are."""
+        """The number of calls that are made."""
         count = 0
 
         def call() -> None:

@@ -1,4 +1,4 @@
-"""Which parameters FSDP2 has gathered, on one rank of gloo; torch 2.11's state of a module is imitated."""
+"""Which parameters FSDP2 has gathered, on one rank of gloo; the module state of torch 2.11 is imitated."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestGathered(TestCase):
             SimpleNamespace(_unsharded_param=one),
             SimpleNamespace(_unsharded_param=SimpleNamespace(_local_tensor=two)),
             SimpleNamespace(_unsharded_param=freed),
-            SimpleNamespace(_unsharded_param=nn.Parameter(wrapped)),  # as of float8: its own address is 0
+            SimpleNamespace(_unsharded_param=nn.Parameter(wrapped)),  # as with float8: its own address is 0
             SimpleNamespace(_unsharded_param=SimpleNamespace(_local_tensor=half_freed)),
             SimpleNamespace(),
         ]
@@ -75,7 +75,7 @@ class TestGathered(TestCase):
             (SimpleNamespace(_fsdp_param_groups=[group]), found),
             (SimpleNamespace(_fsdp_param_group=None), set()),
             (SimpleNamespace(_fsdp_param_groups=[]), set()),
-            (SimpleNamespace(), set()),  # of something else
+            (SimpleNamespace(), set()),  # of another kind
             (None, set()),  # freed
         ):
             with mock.patch.object(composable, STATES, {nn.Module(): lambda state=state: state}):

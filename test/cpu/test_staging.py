@@ -31,12 +31,12 @@ from pygraph_trees.indirection.staging import MOST_BUFFERS, Staging
 from pygraph_trees.placement import staging as operator
 from pygraph_trees.trees.outputs import without_staged
 
-TARGET = 0x7B00_0000_0000  # memory of the graph's own
+TARGET = 0x7B00_0000_0000  # memory that belongs to the graph
 CALL = "cuGraphExecMemcpyNodeSetParams"
 
 
 class Queue:
-    """Launches that the GPU has not come to yet, in order."""
+    """Launches that the GPU has not reached yet, in order."""
 
     def __init__(self):
         self.done = self.queued = 0
@@ -88,7 +88,7 @@ class StagingTestCase(LiveInputsTestCase):
 
 
 def read_at(address, like):
-    """A tensor like another one, of what is in memory at an address."""
+    """A tensor like another one, made from the memory at an address."""
     nbytes = like.numel() * like.element_size()
     memory = bytearray(ctypes.string_at(address, nbytes))
     return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).view(like.shape)
@@ -96,7 +96,7 @@ def read_at(address, like):
 
 class TestBuffers(StagingTestCase):
     def test_values_of_any_size_and_layout_are_read(self):
-        """Whatever the layout of the first value and of the next one: each is read in the layout of the buffer."""
+        """Each value is read in the layout of the buffer, whatever its own layout and that of the first value."""
         for side in (4, 300):
             wide = torch.arange(float(side * side)).view(side, side)
             layouts = {
@@ -132,7 +132,7 @@ class TestBuffers(StagingTestCase):
             self.queue.done = self.queue.queued = 0
             buffers = Staging([torch.zeros(4)])
             buffers.is_fixed = fixed
-            queued = []  # address and what the launch is to read
+            queued = []  # the address, and the value that the launch must read
             for number, step in enumerate(steps, 1):
                 if step == "done":
                     self.queue.done = min(self.queue.done + 1, self.queue.queued)
@@ -151,7 +151,7 @@ class TestBuffers(StagingTestCase):
         check()
 
     def test_pinned_memory_is_read_when_the_program_reads_it(self):
-        """A copy to it that the GPU has not made yet may be one that the program's copy comes after."""
+        """The program's copy may follow a copy into that memory which the GPU has not made yet."""
         stream = mock.Mock()
         for read, pinned, waits, in_place in (
             (None, True, True, False),
@@ -179,7 +179,7 @@ class TestBuffers(StagingTestCase):
                 stream.reset_mock()
 
     def test_pinned_memory_that_is_read_later_is_kept(self):
-        """Until the GPU has read it; a value of another layout is copied."""
+        """It is kept until the GPU has read it; a value with another layout is copied."""
         self.pin()
         value = torch.arange(8.0).view(2, 4)
         buffers = Staging([torch.zeros(2, 4)])
@@ -203,7 +203,7 @@ class TestBuffers(StagingTestCase):
         self.assertEqual(read_at(address, torch.zeros(2, 4)), other)
 
     def test_no_value_is_kept_that_the_gpu_has_read(self):
-        """Also if buffers are not used again."""
+        """This also holds if buffers are not used again."""
         self.pin()
         buffers, kept = Staging([torch.zeros(4)]), []
         buffers.take([0], {0: HostRead.LATER}, [0])
@@ -230,7 +230,7 @@ class TestBuffers(StagingTestCase):
         self.assertEqual(buffers.in_place, [0])
 
     def test_reads_of_a_captured_graph_are_observed(self):
-        """In this thread, while it is asked."""
+        """Only reads of this thread inside the context count."""
         values = [torch.zeros(4), torch.ones(4)]
         with operator.observed() as found:
             torch.ops.pygraph_trees.staged(torch.empty(0), values[0], int(HostRead.LATER))
@@ -250,7 +250,7 @@ class TestBuffers(StagingTestCase):
             self.assertEqual(self.queue.waits, max(0, number + 1 - MOST_BUFFERS))
 
     def test_it_waits_for_queued_launches_before_it_dies(self):
-        """Its memory is somebody else's when it is gone."""
+        """When it is gone, its memory may be allocated again."""
         buffers = Staging([torch.zeros(4)])
         self.queue.queued = 1
         buffers.launched(None)
@@ -293,7 +293,7 @@ class TestOneBlock(StagingTestCase):
                     self.assertEqual(buffers.placeholder_tensors, values, rtol=0, atol=0)
 
     def test_pinned_and_large_inputs_have_copies_of_their_own(self):
-        """Pinned memory, which may be read in its place, and what is larger than what is staged."""
+        """These are pinned memory, which may be read in place, and inputs larger than the limit for staging."""
         large, small = torch.zeros(100_000), torch.zeros(3)
         with mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: tensor is small):
             buffers = Staging([large, torch.ones(2), small, torch.ones(5).bool(), torch.ones(81_920)], 0)
@@ -306,7 +306,7 @@ class TestOneBlock(StagingTestCase):
     @settings(max_examples=50, deadline=None)
     @given(st.lists(st.tuples(st.integers(1, 700), st.sampled_from([1, 2, 4, 8, 16])), min_size=1, max_size=12))
     def test_places_in_the_block_are_aligned_and_disjoint(self, sizes):
-        """Each is aligned as an allocation of torch's would be for it, and overlaps with none."""
+        """Each place is aligned as torch's own allocation would be, and overlaps with no other."""
         dtypes = {1: torch.bool, 2: torch.half, 4: torch.int32, 8: torch.double, 16: torch.complex128}
         buffers = Staging([torch.ones(count, dtype=dtypes[size]) for count, size in sizes])
         begin, spans = self.blocks[-1].data_ptr(), []
@@ -322,7 +322,7 @@ class TestOneBlock(StagingTestCase):
             self.assertLessEqual(spans[-1][1], buffers.together.numel())
 
     def test_placeholder_tensors_have_storages_of_their_own(self):
-        """By which a recording knows them; each holds the block."""
+        """A recording identifies them by their storages; each holds the block."""
         placeholder_tensors = Staging(numbers(0)).placeholder_tensors
         self.assertEqual(len({value.untyped_storage().data_ptr() for value in placeholder_tensors}), NUMBERS)
         self.assertEqual({value.untyped_storage().nbytes() for value in placeholder_tensors}, {4})
@@ -374,7 +374,7 @@ class TestOneBlock(StagingTestCase):
         self.assertEqual((calls, alone.call_count), ([NUMBERS], 0))
 
     def test_an_input_that_comes_from_the_gpu_is_not_read_as_memory_of_the_cpu(self):
-        """Hooks of saved tensors may give it back on another device."""
+        """Saved-tensor hooks may return it on another device."""
         value = torch.zeros(20_000)
         with mock.patch.object(torch.Tensor, "is_cpu", False):
             self.assertFalse(staging._are_alike(torch.zeros(20_000), value))
@@ -382,7 +382,7 @@ class TestOneBlock(StagingTestCase):
 
 
 class TestOperator(StagingTestCase):
-    """What the operator gives while a graph is captured; the GPU is played by the CPU."""
+    """The operator's results while a graph is captured; the CPU stands in for the GPU."""
 
     def setUp(self):
         super().setUp()
@@ -420,7 +420,7 @@ class TestOperator(StagingTestCase):
         self.assertEqual((again, part), (torch.arange(64.0), torch.arange(16.0, 48.0)))
 
     def test_parts_are_aligned(self):
-        """Compiled code takes them to be."""
+        """Compiled code assumes that they are."""
         buffers = Staging([torch.arange(64.0), torch.tensor(1.0)])
         value = buffers.placeholder_tensors[0]
         with operator.observed(buffers.together):
@@ -462,7 +462,7 @@ class TestOperator(StagingTestCase):
                 self.assertTrue(begin <= sources[0].data_ptr() < begin + staged.recorded[0][1])
 
     def test_a_stream_has_a_copy_of_its_own(self):
-        """Nothing orders one stream's reads after another one's copy."""
+        """Nothing orders one stream's reads after another stream's copy."""
         buffers = Staging([torch.tensor(1.0), torch.tensor(2.0)])
         with operator.observed(buffers.together) as found:
             first = self.staged(buffers.placeholder_tensors[0])
@@ -473,7 +473,7 @@ class TestOperator(StagingTestCase):
         self.assertEqual((first, second), (torch.tensor(1.0), torch.tensor(1.0)))
 
     def test_outputs_have_memory_of_their_own(self):
-        """Code returns memory of a value that it needs no longer; views of one value go on sharing it."""
+        """Code may return the memory of a value that it no longer needs; views of one value still share memory."""
         buffers = Staging([torch.arange(8.0), torch.tensor(5), torch.arange(6.0).view(2, 3)])
         with operator.observed(buffers.together) as found:
             a, b, c = (self.staged(placeholder_tensor) for placeholder_tensor in buffers.placeholder_tensors)
@@ -493,7 +493,7 @@ class TestOperator(StagingTestCase):
         self.assertIs(found.with_own_memory(same), same)
 
     def test_nobody_holds_the_copy_afterwards(self):
-        """Upstream counts what is alive in the graph pool."""
+        """Upstream counts live memory in the graph pool."""
         buffers = Staging([torch.tensor(1.0), torch.tensor(2.0)])
         with operator.observed(buffers.together) as found:
             outputs = found.with_own_memory([self.staged(buffers.placeholder_tensors[0])])
@@ -507,7 +507,7 @@ class TestUngraphed(TestCase):
     """Copies outside of the graphs that we record."""
 
     def copies(self, host, read, *, captured=False, pinned=False):
-        """How the value is copied to the GPU: whether its own memory is read, and whether nobody waits for that."""
+        """The copies of a value to the GPU: whether its own memory is read, and whether the copy is non-blocking."""
         made = []
 
         def copy(to, of, non_blocking=False):
@@ -528,7 +528,7 @@ class TestUngraphed(TestCase):
         return made
 
     def test_a_copy_waits_only_if_the_program_s_own_would(self):
-        """It would for pinned memory, which the GPU may have still to write and the program may write to afterwards.
+        """It would for pinned memory, to which the GPU may still have to write, and the program may write afterwards.
 
         A graph that the program captures reads its memory itself: a copy that waits makes torch raise there.
         """
@@ -585,7 +585,7 @@ class TestLiveInputs(StagingTestCase):
         return [self.api.make_memcpy(a, TARGET + 4096 * n, 16, "HOST") for n, a in enumerate(addresses)]
 
     def read(self, launched):
-        """What each copy of a launch would read."""
+        """The values that each copy of a launch would read."""
         return [list((ctypes.c_float * 4).from_address(source)) for source, _ in launched]
 
     def test_each_launch_reads_its_call(self):
@@ -605,7 +605,7 @@ class TestLiveInputs(StagingTestCase):
             self.assertEqual(self.read(held), [[float(call)] * 4, [2.0] * 4])
 
     def test_an_input_that_is_only_returned_is_not_copied(self):
-        """A later partition needs it; it is not copied, and is the call's own."""
+        """A later partition needs it; it is not copied, and each call returns its own input."""
         a, b = torch.ones(4), torch.zeros(4)
         live, graph = self.record(lambda addresses: self.copies(addresses[:1]), a, b, returned=[1], unread=[1])
         self.assertIs(live.output(*live.outputs[0]), b)
@@ -618,7 +618,7 @@ class TestLiveInputs(StagingTestCase):
         self.assertEqual(self.read(graph.launch()), [[2.0] * 4])
 
     def test_outputs_on_a_staged_input_are_of_the_input_of_their_call(self):
-        """Upstream is shown none of them; each call's are made of its own input."""
+        """Upstream sees none of them; each call's outputs are made from its own input."""
         live, _ = choose(self.driver, 0, [torch.arange(8.0)], [0], set(), self.pool, {}, stage=True)
         (item,) = live.items
         other = torch.zeros(2)
@@ -634,7 +634,7 @@ class TestLiveInputs(StagingTestCase):
         self.assertEqual((made[2], made[2].data_ptr()), (value[2:6], value[2:6].data_ptr()))
 
     def record_numbers(self, *more, unread=(), own=()):
-        """48 numbers and more, which one node copies; and a node for each of some inputs."""
+        """Records 48 numbers and more, which one node copies, and another node for each input in ``own``."""
 
         def nodes(addresses):
             common = self.api.make_memcpy(self.blocks[-1].data_ptr(), TARGET, self.blocks[-1].numel(), "HOST")
@@ -647,7 +647,7 @@ class TestLiveInputs(StagingTestCase):
         return [read_at(address + offset[i], torch.tensor(0.0)) for i in range(NUMBERS)]
 
     def test_one_node_copies_all_numbers(self):
-        """One block and one node are patched a call, and each launch reads the numbers of its own."""
+        """Each call patches one block and one node, and each launch reads its own numbers."""
         self.live, graph = self.record_numbers()
         self.assertEqual({d.route for d in self.live.decisions.values()}, {Route.STAGE})
         self.assertEqual(len(self.blocks), 1)
@@ -670,7 +670,7 @@ class TestLiveInputs(StagingTestCase):
         self.assertNotIn(CALL, self.api.calls)  # the same block each time
 
     def test_staged_inputs_and_patched_ones_go_together(self):
-        """A kernel may hold one of these as far from its first parameter as a copy's source is noted."""
+        """A patched address may be at the same offset in a kernel's parameters as the noted source in a copy node."""
         x, s, t = at(0), torch.tensor(1.0), torch.tensor(2.0)
         on_cpu = mock.patch.object(choosing, "may_be_staged", lambda tensor: tensor.dim() == 0)
         with on_cpu:
@@ -705,7 +705,7 @@ class TestLiveInputs(StagingTestCase):
             self.assertEqual(read_at(second, torch.tensor(0.0)), numbers(call)[5])
 
     def test_an_input_is_not_staged_unless_it_is_read_through_a_copy_of_its_memory(self):
-        """A common copy also takes an input that is read by other means, whose value no later launch would have."""
+        """A common copy also includes an input that is read by other means; later launches would read its old value."""
         first = lambda addresses: self.copies(addresses[:1])  # noqa: E731
         for index, record in (
             (1, lambda: self.record(first, torch.zeros(4), torch.zeros(4), unread=[1])),
@@ -716,7 +716,7 @@ class TestLiveInputs(StagingTestCase):
                 record()
 
     def test_an_input_is_not_staged_if_one_of_its_copies_is_not_found(self):
-        """One that the driver does not describe would read the same values always, also beside one that is found."""
+        """A copy that the driver does not describe would always read the same values, even if another one is found."""
         for unread, index in ((0, 0), (1, 5), (None, None)):
             live, _ = choose(self.driver, 0, numbers(0), range(NUMBERS), set(), self.pool, {}, stage=True)
             block = self.blocks[-1]
@@ -733,7 +733,7 @@ class TestLiveInputs(StagingTestCase):
             self.api.fail("cuGraphMemcpyNodeGetParams", unread, CUresult.CUDA_ERROR_INVALID_VALUE)
             with self.assertRaisesRegex(NotStaged, f"input {index} lies on the CPU"):
                 live.set_up(graph, self.reads(live), [block.data_ptr(), second])
-        with self.assertRaises(NotStaged):  # memory of nobody
+        with self.assertRaises(NotStaged):  # memory that belongs to no buffer
             live, _ = choose(self.driver, 0, numbers(0), range(NUMBERS), set(), self.pool, {}, stage=True)
             block = self.blocks[-1]
             live.set_up(self.capture(nodes, live), self.reads(live), [block.data_ptr(), second - 1])
@@ -748,7 +748,7 @@ class TestLiveInputs(StagingTestCase):
         self.assertEqual(list(self.live.addresses.refused), list(range(NUMBERS)))
 
     def test_a_graph_of_the_programs_own_takes_no_replay(self):
-        """Its replays would read the buffer after later calls have written to it; and nothing is waited for."""
+        """Its replays would read the buffer after later calls have written to it; no wait happens."""
         a, b = torch.ones(4), torch.zeros(4)
         live, graph = self.record(self.copies, a, b)
         graph.launch()
@@ -761,7 +761,7 @@ class TestLiveInputs(StagingTestCase):
         self.assertEqual((self.blocks, self.queue.waits), (before, 0))
         self.is_capturing = False
         self.assertEqual(self.read(self.call(live, graph, a * 2, b)), [[2.0] * 4, [0.0] * 4])
-        # Where none is copied, the program's graph may have it.
+        # If no input is copied, the program's graph may contain the replay.
         live, graph = self.record(lambda addresses: [], a, returned=[0], unread=[0])
         live.finish()
         self.is_capturing = True
@@ -779,7 +779,7 @@ class TestLiveInputs(StagingTestCase):
         self.assertNotIn(CALL, self.api.calls)
 
     def test_a_refused_copy_refuses_all_that_it_takes(self):
-        """The inputs are named whose copy the driver does not set: all that it takes."""
+        """If the driver does not set a copy, all inputs of that copy are named."""
         live, _ = self.record(self.copies, torch.ones(4), torch.zeros(4))
         self.queue.queued += 1
         live.finish()
@@ -788,7 +788,7 @@ class TestLiveInputs(StagingTestCase):
         self.assertEqual(list(live.addresses.refused), [0, 1])
 
     def test_one_buffer_is_used_if_the_graph_cannot_be_read(self):
-        """The graph reads one buffer always: a call waits until the launch before has read it."""
+        """The graph always reads the same buffer: a call waits until the previous launch has read it."""
         live, _ = choose(self.driver, 0, [torch.ones(4)], [0], set(), self.pool, {}, stage=True)
         graph = self.capture(self.copies, live)
         self.api.fail("cuGraphGetNodes", 0, CUresult.CUDA_ERROR_INVALID_VALUE)

@@ -1,4 +1,4 @@
-"""tools/bench/start_time.py: what processes take from their start, whose caches, and when that is a failure."""
+"""tools/bench/start_time.py: times from the start of processes, their caches, and failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TestProcesses(TestCase):
     def test_a_program_starts_cold_and_warm_in_both_ways(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "found.json"
-            # A misspelt or disabling variable of the caller's reaches none of the processes.
+            # No variable of the caller that is misspelt or disables the package reaches the processes.
             with mock.patch.dict("os.environ", PYGRAPH_DISABLE="1"):
                 status, text, err = main("MLP", "--device", "cpu", "--repeats", "1", "--out", str(path))
             self.assertEqual((status, err), (0, ""), text)
@@ -108,7 +108,7 @@ class TestFigures(TestCase):
                 status, text, _ = main("MLP", "--device", "cpu")
             self.assertEqual(status, 1)
             self.assertIn(f"the caches' counters differ: {line}", text)
-        # Also where one warm process of several is another.
+        # This also holds if one of several warm processes differs.
         (line,) = start_time.differing([*same, *warm, *starts("ours", "warm", 3.0, counters=bypassed)])
         self.assertIn("ours fxgraph_cache_hit 2, autograd_cache_hit 1 or fxgraph_cache_hit 4", line)
 

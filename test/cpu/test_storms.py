@@ -1,4 +1,4 @@
-"""Functions that warm up and record more than they replay: which sizes are graphed, and when recording stops."""
+"""Functions that warm up and record more often than they replay: which sizes are graphed, and when recording stops."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ class TestPaths(TestCase):
         return nodes[-1]
 
     def is_endless(self, *alive, forwards=None, others=0):
-        """``forwards``: the positions of those; all by default."""
+        """``forwards``: positions of the forwards; all by default."""
         nodes = self.path(*alive)._path_from_root
         return is_endless(nodes, lambda node: forwards is None or nodes.index(node) in forwards, others=others)
 
     def test_a_path_of_forwards_without_a_backward_ends(self):
-        """What the last call made may have one, in several graphs."""
+        """Outputs of the last call, which may consist of several graphs, may still have a backward."""
         for dead, ends in ((0, False), (storms.MOST_DEAD - 1, False), (storms.MOST_DEAD, True), (100, True)):
             for alive in (1, 3):
                 self.assertEqual(self.is_endless(*[False] * dead, *[True] * alive), ends, dead)
@@ -148,7 +148,7 @@ class TestPaths(TestCase):
             self.assertFalse(self.is_endless(*alive, True), place)
 
     def test_functions_without_a_backward_are_no_such_forwards(self):
-        """Layers whose weights are frozen, before one that is trained."""
+        """These are layers with frozen weights before a layer that is trained."""
         self.assertFalse(self.is_endless(*[False] * 48, True, forwards=[48]))
         self.assertFalse(self.is_endless(*[False] * 48, True, forwards=range(15)))
         self.assertTrue(self.is_endless(*[False] * 48, True, forwards=range(0, 48, 2)))
@@ -167,7 +167,7 @@ class TestPaths(TestCase):
             (overwritten, True, 1, False),
             (endless, True, 1, True),
             (endless, False, 1, False),  # as upstream
-            (endless, True, 0, False),  # in the same call of the program
+            (endless, True, 0, False),  # within the same call of the program
             (short, True, 1, False),
             (None, True, 1, False),
         ):
@@ -182,7 +182,7 @@ class TestPaths(TestCase):
                 self.assertEqual(manager.can_start_new_generation(), begins)
 
     def test_the_end_of_a_path_and_the_move_of_its_outputs_go_by_one_answer(self):
-        """By torch's own code, of any version; another thread begins a step in between."""
+        """Torch's own code, in any version, asks once; another thread begins a step in between."""
         moved = []
 
         class Path(cudagraph_trees.CUDAGraphNode):
@@ -239,7 +239,7 @@ class TestPaths(TestCase):
 
 
 class TestFunctions(TestCase):
-    """Functions that are chosen by measurement; numbers are doubled."""
+    """Functions that are chosen by measurement, and double their input."""
 
     def model(self, selective="auto"):
         with journal.compiling(GraphLog("Net", "5/0", "inference", ())):
@@ -260,7 +260,7 @@ class TestFunctions(TestCase):
         self.assertEqual(model.log.ungraphed_reason, storms.OTHER_SIZES)
 
     def test_after_many_such_calls_others_take_the_shortest_way(self):
-        """A size that is graphed ends that."""
+        """A call with a size that is graphed ends this."""
         model = self.model()
         call = self.limited(model, lambda inputs: [inputs[1] * 2])
         for n in range(storms.FIRST_SIZES + storms.REFUSED - 1):
@@ -274,7 +274,7 @@ class TestFunctions(TestCase):
         self.assertIsNone(model.dispatch.call)
 
     def test_sizes_that_are_replayed_in_between_go_on_being_replayed_and_measured(self):
-        """C++ replays them, so that their calls are not seen here."""
+        """C++ replays them, so their calls are not seen in Python."""
         model, recording = self.model(), RecordingLog()
         model.trial = mock.Mock()
         call = self.limited(model, lambda inputs: [inputs[1] * 2])
@@ -287,7 +287,7 @@ class TestFunctions(TestCase):
         model.trial.give_up.assert_not_called()
 
     def test_the_first_call_decides_which_inputs_must_be_aligned(self):
-        """Those after it, whose sizes are not graphed, may be given others."""
+        """Later calls, whose sizes are not graphed, may get misaligned inputs."""
         model, seen = self.model(), []
         model.model = lambda inputs: seen.append(inputs[1].data_ptr() % 16) or [inputs[1]]
         base = torch.zeros(9)

@@ -1,4 +1,4 @@
-"""Artifacts in torch's structured trace: when a graph or a function leaves one, and what is in it."""
+"""Artifacts in torch's structured trace: when a graph or a function writes one, and its content."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TestStructuredTraces(TestCase):
         self.log = FunctionLog("Net", "3/1", "inference", 1, dict(SETTINGS))
 
     def test_graphs_and_recordings(self):
-        self.log.recorded(RecordingLog(number=0))  # nobody listens
+        self.log.recorded(RecordingLog(number=0))  # no handler listens
         with artifacts() as found:
             journal.add_graph(GraphLog("Net", "3/1", "inference", (Partition(True, {"triton": 1}),)))
             self.log.recorded(RecordingLog(number=1, reason="again"))

@@ -50,7 +50,7 @@ from pygraph_trees.trees import attempts, input_rules, manager, recording
 
 TABLE, PATCH, COPY = Route.TABLE, Route.PATCH, Route.COPY
 TARGET = GPUTarget("cuda", 90, 32)
-WRITER_OF = inspect.unwrap(tables._writer)  # without what was made earlier
+WRITER_OF = inspect.unwrap(tables._writer)  # without its cache
 
 
 class TestWriters(TestCase):
@@ -87,7 +87,7 @@ def pygraph_write_slots_2(table, address0, address1):
 
 
 class TestSlots(LiveInputsTestCase):
-    """Live inputs with slots; the writer's nodes are made by hand, and the kernels that read slots are not there."""
+    """Live inputs with slots; the test makes the writer's nodes, and there are no kernels that read slots."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -114,7 +114,7 @@ class TestSlots(LiveInputsTestCase):
         memory[: len(addresses)] = torch.tensor(addresses)
 
     def chosen(self, *inputs: torch.Tensor, tabled: Collection[int] | None = None) -> LiveInputs:
-        """``tabled``: those that have slots; None for all."""
+        """``tabled``: inputs that have slots; None for all."""
         every = range(len(inputs))
         given = self.driver, 0, list(inputs), every, (), self.pool, {}
         live, _ = choose(*given, tabled=every if tabled is None else tabled)
@@ -267,7 +267,7 @@ class TestSlots(LiveInputsTestCase):
             for _ in range(3):
                 self.assertIsNone(self.chosen(at(0))._table)
             self.assertEqual((tried, len(logs.output)), ([8], 1))
-            # Those of other widths and devices are made where they can be.
+            # Writers of other widths and devices are made if possible.
             self.assertIsNone(self.chosen(*(at(0) for _ in range(9)))._table)
             self.assertIsNone(tables.table_for(1, [16]))
             self.assertEqual((tried, len(logs.output)), ([8, 32, 8], 3))
@@ -332,7 +332,7 @@ class TestSlots(LiveInputsTestCase):
             self.assertEqual(seen[1:], [{live.data_ptr()}])
             begin(live, step=2, is_backward=True)
             overwritten = mock.Mock(spec=torch.Tensor, data_ptr=mock.Mock(side_effect=RuntimeError("overwritten")))
-            begin(static, overwritten)  # it is for upstream to say so, in its own state
+            begin(static, overwritten)  # upstream reports this itself
             with mock.patch.object(launches, "tap", launches.Tap()):
                 begin(static, live)
             self.assertEqual(len(seen), 2)
@@ -368,7 +368,7 @@ class TestSlots(LiveInputsTestCase):
             warm_up(one, a, 3, b, c)
             self.assertEqual(tables.taken_by_variants(one), {2})
             self.assertEqual(tables.taken_by_variants(other), set())
-            # What any warmup of a function found counts; an address may be that of several inputs.
+            # The findings of all warmups of a function count; several inputs may have the same address.
             before, variants = frozenset({2}), [a, c]
             warm_up(one, b, a, b, c, a)
             self.assertEqual(tables.taken_by_variants(one), {1, 2, 3, 4})
@@ -377,17 +377,17 @@ class TestSlots(LiveInputsTestCase):
                 with Warmups().begin(other, 1, [a, c], [0], 0, self.pool, is_backward=False, builds=True):
                     raise KeyError
             self.assertEqual(tables.taken_by_variants(other), set())
-            # Where nothing is built yet, it is known what can be.
+            # If nothing is built yet, the inputs that could be read from slots are known.
             before, variants = frozenset(), [b]
             warm_up(other, a, 3, b, c, builds=False)
             (reader,) = tables.readers_of(other)
             self.assertEqual(reader.inputs, {("in_ptr1", 2), ("in_ptr2", 3)})
             self.assertEqual((tables.taken_by_variants(other), tables.readers_of(one)), (set(), []))
             self.assertEqual(reader.build(), {2})
-            self.assertEqual(tables.taken_by_variants(other), set())  # until it is said
+            self.assertEqual(tables.taken_by_variants(other), set())  # until it is taken
             tables.take(other, {2})
             variants = []
-            self.assertEqual(reader.build(), set())  # has none
+            self.assertEqual(reader.build(), set())  # there is no variant
             self.assertEqual(tables.taken_by_variants(other), {2})
         gone = weakref.ref(one)
         del one
@@ -426,13 +426,13 @@ class TestSlots(LiveInputsTestCase):
                 node._allocate_and_copy_recording_inputs([1])
                 model.settings.indirection = "patch"  # type: ignore[attr-defined]
                 node._allocate_and_copy_recording_inputs([1])
-                # Chosen where it can be left again: where the inputs can be kept.
+                # A table is chosen only if it can be given up again, that is, if the inputs can be kept.
                 model.settings.indirection = "auto"  # type: ignore[attr-defined]
                 node._allocate_and_copy_recording_inputs([1])
                 may_be_kept = True
                 node._allocate_and_copy_recording_inputs([1])
                 self.assertEqual(live.sampler, "a sampler")
-                # And unless its replays were found not to need one.
+                # It is not chosen if samples showed that replays do not need one.
                 with mock.patch.object(attempts, "may_use_table", lambda *_: False):
                     node._allocate_and_copy_recording_inputs([1])
                 live.has_table = True

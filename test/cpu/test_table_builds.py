@@ -1,4 +1,4 @@
-"""What a function's table needs is compiled by another process and loaded one kernel at a step."""
+"""Another process compiles the kernels for a function's table, and each step loads one of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reader(kernel: str) -> Reader:
 
 
 class FakeWorker:
-    """Does its work when it is told to."""
+    """A worker that is done when the test says so."""
 
     def __init__(self, jobs: Sequence[Job | WriterJob]) -> None:
         self.jobs, self.compiled, self.inside = list(jobs), None, 0
@@ -90,8 +90,8 @@ class TestBuilding(TestCase):
         return self.started[-1]
 
     def load(self, what: Any) -> None:
-        self.assertEqual(self.started[-1].inside, 1)  # it is looked for where it was put
-        self.assertEqual(table.taken_by_variants(self.function), frozenset())  # all at once, in the end
+        self.assertEqual(self.started[-1].inside, 1)  # it is loaded from the worker's cache
+        self.assertEqual(table.taken_by_variants(self.function), frozenset())  # all are taken at once, at the end
         self.built.append(what)
 
     def build(self, autotuner: FakeAutotuner, names: frozenset[str]) -> Any:
@@ -157,9 +157,9 @@ class TestBuilding(TestCase):
         with self.assertLogs("pygraph_trees.indirection", "WARNING") as logs:
             self.assertIs(self.go_on(), False)
         self.assertIn("of the test", logs.output[0])
-        self.assertIs(self.go_on(), False)  # and is not tried again
+        self.assertIs(self.go_on(), False)  # it is not tried again
         with builds._lock:
-            self.assertIsNone(self.go_on())  # another thread is at it
+            self.assertIsNone(self.go_on())  # another thread is building
 
     def test_a_writer_that_cannot_be_loaded(self) -> None:
         self.begin()
@@ -186,10 +186,10 @@ class TestBuilding(TestCase):
         self.assertEqual(table.taken_by_variants(self.function), frozenset())
         self.assertTrue(builds.is_over(self.function))
         other = Function()
-        builds.give_up(other)  # that had none
+        builds.give_up(other)  # a function without a build
 
     def test_a_finalizer_may_begin_one(self) -> None:
-        """Nobody waits for a lock: it may be called while this thread holds it."""
+        """It waits for no lock: a finalizer may run while this thread holds the lock."""
         with builds._lock:
             self.begin()
         self.assertIn(self.function, builds._builds)
@@ -211,7 +211,7 @@ contextlib.ExitStack().enter_context(absent_gpu())
 
 
 class TestWorker(TestCase):
-    """The process itself; kernels that Inductor generates for a GPU that is not there."""
+    """The real process compiles kernels that Inductor generates for an absent GPU."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -242,7 +242,7 @@ class TestWorker(TestCase):
         Path(job.path).write_text(PRESENCE + Path(job.path).read_text())
         target = GPUTarget("cuda", 90, 32)
         jobs = [Job(job.path, "none of that name", job.config, job.names), job, WriterJob(8, target)]
-        (self.folder / "triton").mkdir()  # nothing of the folder that it is begun in is imported
+        (self.folder / "triton").mkdir()  # nothing is imported from the working folder
         (self.folder / "triton" / "__init__.py").write_text("raise ImportError")
         before = os.getcwd()
         self.addCleanup(os.chdir, before)
@@ -270,7 +270,7 @@ class TestWorker(TestCase):
         job = job_of(autotuner, frozenset({"in_ptr0"}))
         assert job is not None
         gone = Job(str(self.folder / "none.py"), job.kernel, job.config, job.names)
-        other = Job(job.path, job.kernel, job.config, frozenset({"xnumel"}))  # which is no pointer
+        other = Job(job.path, job.kernel, job.config, frozenset({"xnumel"}))  # not a pointer
         self.assertEqual(list(compile_jobs([gone, job, other])), [1])
 
     def test_kernels_that_no_other_process_could_compile(self) -> None:
@@ -287,7 +287,7 @@ class TestWorker(TestCase):
         self.assertIsNone(job_of(autotuner, frozenset()))
 
     def fake(self, code: str) -> Worker:
-        """One that runs this instead."""
+        """A worker whose process runs ``code`` instead."""
         original = variant_worker.subprocess.Popen
 
         def popen(command: list[str], **more: Any) -> Any:
@@ -316,7 +316,7 @@ class TestWorker(TestCase):
         self.assertIsNotNone(process.poll())
 
     def test_one_that_nobody_asks_any_longer(self) -> None:
-        """Another function's does not wait for it."""
+        """Another function's worker does not wait for it."""
         worker = self.fake("echo 0")
         worker._process.wait()
         other = self.fake("true")
@@ -351,7 +351,7 @@ class TestWorker(TestCase):
         process = worker._process
         del worker
         self.assertEqual(process.returncode, -9)
-        self.wait(self.fake("true"))  # there can be another one
+        self.wait(self.fake("true"))  # another worker can start
 
     def test_no_process_can_be_made(self) -> None:
         for _ in range(2):

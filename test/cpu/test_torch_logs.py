@@ -28,7 +28,7 @@ class TestTorchLogs(TestCase):
         return done.stdout.strip()
 
     def test_the_short_name_works_if_the_package_is_imported_first(self):
-        """Also beside other names; the variable stays as it is."""
+        """It also works next to other names; the variable stays unchanged."""
         self.check("import pygraph_trees, torch", "+pygraph", info=True, debug=True)
         self.check("import pygraph_trees, torch", "pygraph", info=True, debug=False)
         show = "import pygraph_trees, torch, os; print(os.environ['TORCH_LOGS'])"

@@ -1,7 +1,7 @@
-"""What a program leaves on an output that it drops, or does to one that it keeps; interrupts while outputs are moved.
+"""Changes that a program makes to outputs that it drops or keeps, and interrupts while outputs are moved.
 
-Upstream returns the same tensor objects again once nobody holds them. The next call must not see what the last user
-left on them, and memory that the program gave an output is the program's.
+Upstream returns the same tensor objects again once they are no longer held. The next call must not see what the last
+user left on them, and memory that the program assigned to an output belongs to the program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pygraph_trees.trees import manager as manager_module
 from pygraph_trees.trees.liveness import Deaths
 from pygraph_trees.trees.recording import Recording
 
-# What AOTAutograd calls at each call of a function of symbolic sizes.
+# AOTAutograd calls this at each call of a function with symbolic sizes.
 STAMPS = ("_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices")
 
 
@@ -105,7 +105,7 @@ class TestDropped(OnCpuTestCase):
 
     @parametrize("is_held", [False, True])
     def test_outputs_are_looked_at_before_they_are_moved(self, is_held):
-        """By an un-graphed forward that begins a step, as by a replay: most have none that is alive."""
+        """An un-graphed forward that begins a step looks for live outputs as a replay does: mostly there are none."""
         function = Function(outputs=2)
         held = function.call(3.0)[:is_held]
         with (
@@ -120,7 +120,7 @@ class TestDropped(OnCpuTestCase):
         self.assertEqual(held, [all_of(3.0)] * is_held)
 
     def test_gradients_that_an_output_of_autograd_retains(self):
-        """They are of one step, as with eager code."""
+        """They belong to one step, as in eager."""
         function = Function(mode=CompilationMode.FORWARD)
 
         graphed = under_autograd(function)
@@ -135,7 +135,7 @@ class TestDropped(OnCpuTestCase):
     @parametrize("mode", [CompilationMode.INFERENCE, CompilationMode.BACKWARD])
     @parametrize("fast", [False, True])
     def test_changes_in_place_that_autograd_records(self, mode, fast):
-        """They are of one step, as if a frozen backbone's features got a bias that is trained."""
+        """They belong to one step, for example if a trained bias is added to a frozen backbone's features."""
         function, bias = Function(mode=mode), torch.zeros(SIZE, requires_grad=True)
         for step in (3, 4, 5):
             (output,) = function.call(step, fast=fast)
@@ -168,7 +168,7 @@ class TestDropped(OnCpuTestCase):
         self.assertIsNone(of_this_step())
 
     def test_code_that_runs_while_outputs_are_dropped(self):
-        """It may ask which outputs are alive."""
+        """Such code may ask which outputs are alive."""
         function, asked = Function(outputs=2), []
         outputs = function.call(3.0)
 
@@ -199,7 +199,7 @@ class TestDropped(OnCpuTestCase):
 
     @parametrize("has_graph", [False, True])
     def test_untouched_outputs_are_returned_again(self, has_graph):
-        """By C++ alone, also if autograd had used them."""
+        """C++ does it without Python, even if autograd has used them."""
         function = Function(mode=CompilationMode.FORWARD if has_graph else CompilationMode.INFERENCE)
 
         graphed = under_autograd(function)
@@ -208,7 +208,7 @@ class TestDropped(OnCpuTestCase):
             for step in range(3, 7):
                 output = graphed(leaf * step) if has_graph else function.call(step)[0]
                 self.assertEqual(output, all_of(step))
-                stamp(output, frozenset({0}))  # as AOTAutograd does with outputs of symbolic size
+                stamp(output, frozenset({0}))  # as AOTAutograd does for outputs with symbolic sizes
                 if has_graph:
                     output.sum().backward()
                 objects.add(id(output))
@@ -248,7 +248,7 @@ class TestKept(OnCpuTestCase):
 
     @parametrize("state", [ExecutionState.RECORDING, ExecutionState.WARMUP])
     def test_other_memory_of_a_first_output(self, state):
-        """Upstream makes what is left of a recording's first outputs unreadable, and frees their memory."""
+        """Upstream makes the remaining first outputs of a recording unreadable, and frees their memory."""
         function = Function()
         output, node, manager = all_of(3), function.recording, function.manager
         node.outputs_weakrefs[:], node.tensor_weakrefs[:] = [StorageWeakRefWrapper(output)], [TensorWeakRef(output)]
@@ -269,7 +269,7 @@ class TestInterrupts(OnCpuTestCase):
     @parametrize("where", ["_exchange", "_forget", "remove_node_cached_tensors"])
     @parametrize("is_kept", [False, True])
     def test_while_outputs_are_moved(self, where, is_kept):
-        """At the second output, or at the only recording; afterwards all outputs are right, kept or dropped."""
+        """The interrupt is at the second output or the only recording; all later outputs are right."""
         function = Function(outputs=2)
         outputs, calls = function.call(3.0), []
         owner = Recording if where == "remove_node_cached_tensors" else kept_outputs
@@ -292,7 +292,7 @@ class TestInterrupts(OnCpuTestCase):
 
     @parametrize("is_kept", [False, True])
     def test_while_a_path_is_about_to_end(self, is_kept):
-        """In the middle of a step; the program keeps the traceback, as an interactive one does."""
+        """The interrupt is inside a step; the program keeps the traceback, as an interactive session does."""
         function = Function(mode=CompilationMode.FORWARD)
         manager = function.manager
         first = function.call(3.0)
@@ -325,7 +325,7 @@ class TestInterrupts(OnCpuTestCase):
 
     @parametrize("is_kept", [False, True])
     def test_while_cached_outputs_are_dropped(self, is_kept):
-        """Torch has forgotten the tensors, but not yet all that it expects to hold them."""
+        """Torch has forgotten the tensors, but not yet all the references that it expects to them."""
         function = Function(outputs=2)
         outputs = function.call(3.0)
         if not is_kept:
@@ -339,7 +339,7 @@ class TestInterrupts(OnCpuTestCase):
         self.assertEqual(outputs, [all_of(3)] * (2 * is_kept))
 
     def test_while_references_are_redirected(self):
-        """At the first one. None is freed twice, which would crash."""
+        """The interrupt is at the first reference. None is freed twice, which would crash."""
         function = Function(outputs=2)
         before = StorageWeakRef.__del__
 
@@ -379,7 +379,7 @@ class TestInterrupts(OnCpuTestCase):
 
 class TestInputsThatMoveMeanwhile(OnCpuTestCase):
     def test_no_launch_with_the_address_that_was_compared(self):
-        """Outputs that are released before a launch may run finalizers, which may give an input other memory."""
+        """The release of outputs before a launch may run finalizers, which may give an input other memory."""
         x, outputs = torch.ones(4), some(1)
         held, alive = outputs[0], [True]
 
@@ -393,7 +393,7 @@ class TestInputsThatMoveMeanwhile(OnCpuTestCase):
         self.assertEqual((trees.graph.launches, held.shape), (0, outputs[0].shape))
 
     def test_no_launch_if_the_last_check_of_what_died_moves_an_input(self):
-        """The call's inputs are released then, so it raises."""
+        """The call's inputs are already released, so it raises."""
         x, outputs = torch.ones(4), some(1)
 
         def check(_):

@@ -1,4 +1,4 @@
-"""The drop-in as far as it runs without a GPU: functions, isolation, and the reasons of recordings."""
+"""The parts of the drop-in that run without a GPU: functions, isolation, and reasons for recordings."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TestFunction(TestCase):
         manager = replaying(lambda inputs, function_id: [function_id] if inputs == [1] else None)
         dispatch.manager, dispatch.function_id = lambda: manager, 7
         self.assertEqual((call([1]), call([2])), ([7], ["the wrappers", 2]))
-        dispatch.was_asked = True  # the caller has tried it without success
+        dispatch.was_asked = True  # the caller has already tried the fast path in vain
         self.assertEqual((call([1]), call([1])), (["the wrappers", 1], [7]))
         self.assertIs(call.function, function)
 
@@ -138,7 +138,7 @@ class TestFunction(TestCase):
 
 
 class TestPutToUse(TestCase):
-    """A compiled graph is noted when it is put to use, with what its artifact knows."""
+    """A compiled graph is noted when it is put to use, with the facts in its artifact."""
 
     def setUp(self):
         super().setUp()
@@ -159,7 +159,7 @@ class TestPutToUse(TestCase):
         return SimpleNamespace(**{**base, **fields})
 
     def put(self, artifact, functions=0, **options):
-        kwargs = {"is_backward": False, "cudagraphs": True}  # as little as AOTAutograd's cache passes
+        kwargs = {"is_backward": False, "cudagraphs": True}  # no more than AOTAutograd's cache passes
         with compiled.put_to_use(artifact, kwargs, **{"wanted": True, "dropped": None, **options}):
             for _ in range(functions):
                 FunctionModel.of(double, is_backward=False, is_inference=True)
@@ -196,7 +196,7 @@ class TestPutToUse(TestCase):
         self.assertEqual((graph.model, graph.partitions), ("unknown", ()))
 
     def test_equal_code_has_an_equal_key(self):
-        """Whatever was compiled before it; other code has another key."""
+        """The key does not depend on earlier compilations; other code has another key."""
         keys = []
         attach = compiled.attach
 
@@ -231,7 +231,7 @@ class TestPutToUse(TestCase):
 
 
 class TestCompiledGraph(TestCase):
-    """The call of a compiled graph goes past what upstream does around it where a fast replay will do."""
+    """A call of a compiled graph bypasses upstream's code around it if a fast replay is possible."""
 
     def test_its_code_is_shortened_only_if_it_is_graphed_by_address(self):
         for graphed, indirection, known, short in (
@@ -252,7 +252,7 @@ class TestCompiledGraph(TestCase):
             self.assertIs(graph.current_callable, len if short else double)
 
     def test_upstream_is_passed_if_a_fast_replay_answers(self):
-        """Not while a profiler runs or calls are recorded: these want to see the call."""
+        """It is not bypassed while a profiler runs or calls are recorded, since these must see the call."""
         asked = []
 
         def run(inputs):
@@ -282,11 +282,11 @@ class TestCompiledGraph(TestCase):
 
 
 class Held:
-    """An object with attributes that may be referred to weakly."""
+    """An object with attributes that supports weak references."""
 
 
 class TestCollectives(TestCase):
-    """All ranks must go the same way through code that calls collectives."""
+    """All ranks must go the same way in code that calls collectives."""
 
     def function(self, call):
         scope = {"torch": torch}
@@ -364,14 +364,14 @@ class TestContainers(TestCase):
         self.assertEqual(sys.getrefcount(self.containers), references)
 
     def in_a_thread(self, call):
-        """Runs ``call``, which must end: a thread that waits for a lock of its own never does."""
+        """Runs ``call``, which must end: a thread that waits for its own lock never does."""
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
         thread.join(60)
         self.assertFalse(thread.is_alive())
 
     def test_a_collection_while_a_manager_is_made(self):
-        """A finalizer that asks for the manager meanwhile is called later; upstream's thread would wait for itself."""
+        """A finalizer that asks for the manager meanwhile runs later; upstream's thread would wait for itself."""
         seen, before = [], gc.get_threshold()
 
         class Made:
@@ -429,7 +429,7 @@ class TestContainers(TestCase):
 
 
 class TestTurns(TestCase):
-    """One call at a time goes through the trees of a manager; one that comes meanwhile is run un-graphed."""
+    """One call at a time goes through the trees of a manager; other calls meanwhile run un-graphed."""
 
     def setUp(self):
         super().setUp()
@@ -449,7 +449,7 @@ class TestTurns(TestCase):
         return self.model.log.runs, self.upstream.call_count
 
     def test_a_call_inside_another_is_ungraphed(self):
-        """From a hook, a finalizer, or an operator of the program's own."""
+        """Such calls come from hooks, finalizers, or the program's own operators."""
 
         def interrupted(manager, inputs, function_id):
             found = manager.run([torch.ones(1)], function_id), self.fast_call([torch.ones(1)])
@@ -499,7 +499,7 @@ class TestTurns(TestCase):
 
 
 class TestInputsThatMove(TestCase):
-    """Static inputs that are found elsewhere are live in the next recording; what else is recorded stays as it is."""
+    """Static inputs that are found elsewhere are live in the next recording; other recordings stay unchanged."""
 
     def setUp(self):
         super().setUp()
@@ -519,7 +519,7 @@ class TestInputsThatMove(TestCase):
         self.enterContext(mock.patch.object(Given, "is_written_in_place", lambda *_: self.in_place))
 
     def static(self, *moved):
-        """Which inputs are static once these lie elsewhere."""
+        """The inputs that are static after the ``moved`` ones were found elsewhere."""
         inputs = [value.clone() if index in moved else value for index, value in enumerate(self.inputs)]
         self.manager._demote(self.manager._given(inputs, self.id), self.id)
         return list(self.manager.ids_to_funcs[self.id].static_input_idxs)
@@ -589,12 +589,12 @@ class TestWhyRecorded(TestCase):
             self.log.recordings, self.manager.current_node = recordings, current
             self.manager.roots = {self.id: roots} if roots else {}
             self.assertEqual(why_recorded(self.manager, self.inputs, self.id, self.log), reason)
-            self.assertEqual(len(self.inputs), 4)  # asked without changing what it was asked about
+            self.assertEqual(len(self.inputs), 4)  # the question does not change the inputs
 
 
 class TestOutputs(TestCase):
     def test_conjugated_and_negated_outputs_are_resolved(self):
-        """Neither upstream nor a replay knows: the memory is what is read."""
+        """Neither upstream nor a replay knows about the bits: the memory is read as it is."""
         base = torch.randn(8, 8, dtype=torch.complex64)
         outputs = [
             *(base.conj(), base[:, ::2].conj(), base.t().conj(), base[1:2].expand(4, 8).conj(), base[3, 4].conj()),
@@ -616,7 +616,7 @@ class TestOutputs(TestCase):
 
 
 class Graph(torch.autograd.Function):
-    """A compiled forward: it gives a recording's output, and saves its input and some of the recording's outputs."""
+    """A compiled forward: it returns a recording's output, and saves its input and some of the recording's outputs."""
 
     @staticmethod
     def forward(ctx, x, weight, recording, saved):
@@ -630,7 +630,7 @@ class Graph(torch.autograd.Function):
 
 
 class TestWhoHoldsOutputs(TestCase):
-    """A recording's own references to its outputs, on memory of the CPU."""
+    """A recording's own references to its outputs, in CPU memory."""
 
     def setUp(self):
         super().setUp()
@@ -667,7 +667,7 @@ class TestWhoHoldsOutputs(TestCase):
         return [cudagraph_trees.is_live(reference) for reference in node.outputs_weakrefs]
 
     def test_outputs_that_others_have_taken_the_place_of(self):
-        """They lie in the pool as long as somebody holds them, though nobody asks for them any more."""
+        """They stay in the pool as long as they are held, although the recording no longer asks for them."""
         node = self.recording(2)
         self.assertEqual(node.older_outputs, [])
         held = node.cached_tensor_outputs[1][1:]  # a view will do
@@ -681,11 +681,11 @@ class TestWhoHoldsOutputs(TestCase):
         self.assertEqual([older.expired() for older in node.older_outputs], [True])
 
     def test_an_output_that_only_autograd_holds_is_alive(self):
-        """As the view is that a graph's code would have made of it."""
+        """It is alive just as the view would be that the graph's code would have made of it."""
         node = self.recording(3)
         cached = node.cached_tensor_outputs
         self.assertTrue(node.all_outputs_are_dead())
-        y = cached[1] * self.weight  # by code that is not compiled
+        y = cached[1] * self.weight  # in code that is not compiled
         self.assertEqual((self.alive(node), node.all_outputs_are_dead()), ([False, True, False], False))
         y.sum().backward()
         self.assertTrue(node.all_outputs_are_dead())
@@ -696,7 +696,7 @@ class TestWhoHoldsOutputs(TestCase):
             self.assertTrue(node.all_outputs_are_dead())
 
     def forward(self, graphs, saved, between=lambda x: x):
-        """Some graphs, one after another; the output of the last one."""
+        """Runs some graphs, one after another; returns the output of the last one, and the recordings."""
         x, node = torch.ones(3), None
         nodes = []
         for _ in range(graphs):
@@ -706,7 +706,7 @@ class TestWhoHoldsOutputs(TestCase):
         return x, nodes
 
     def test_an_output_that_nobody_holds_keeps_no_backward(self):
-        """Outputs that a user let go of, and that their recordings hold, without a backward ever."""
+        """The user has dropped the outputs, only their recordings hold them, and no backward ever comes."""
         for graphs in (1, 2, 4):
             for saved in ((1,), (1, 2), (0,), (0, 1)):
                 for between in (lambda x: x, lambda x: x * 1.5, torch.sigmoid):
@@ -740,16 +740,16 @@ class TestWhoHoldsOutputs(TestCase):
         x, (node,) = self.forward(1, (1,))
         self.assertFalse(node.all_outputs_are_dead())
         self.assertFalse(liveness.release_unneeded(self.pool))
-        x.sum().backward()  # as it could be
+        x.sum().backward()  # it still can have a backward
         self.assertEqual(self.weight.grad, torch.ones(3))
 
     def test_an_output_that_is_not_asked_for_holds_none_that_is(self):
-        """A gradient that is stopped: what was saved for the output is gone, and its memory is in use."""
+        """Gradients stop at it: the tensors saved for it are gone, and its own memory is in use."""
         teacher = self.recording(3)
         student = self.recording(1, teacher)
         for asked in ([(0, 1)], [(0, 1), (0, 2)]):
             stopped = Graph.apply(torch.ones(3), self.weight, teacher, (1, 2)).detach()
-            if not CHECKS_LIVENESS_AGAIN:  # otherwise torch finds the dead ones when it is asked
+            if not CHECKS_LIVENESS_AGAIN:  # otherwise torch finds the dead ones when asked
                 self.assertEqual(self.alive(teacher), [True, True, True])
             self.assertTrue(liveness.deaths(student, asked).ask())
             self.assertEqual(self.alive(teacher), [True, False, False])
@@ -757,11 +757,11 @@ class TestWhoHoldsOutputs(TestCase):
             self.assertTrue(student.all_outputs_are_dead())
 
     def test_recordings_on_other_paths_hold_none(self):
-        """One that had no backward, and was left for another step."""
+        """The other path had no backward, and a new step has left it."""
         first = self.recording(2)
         left, taken = self.recording(2, first), self.recording(2, first)
         y = Graph.apply(torch.ones(3), self.weight, first, (1,))
-        Graph.apply(y.cos() * 2, self.weight, left, (1,))  # the caller lets go of it
+        Graph.apply(y.cos() * 2, self.weight, left, (1,))  # the caller drops the output
         del y
         self.assertEqual(self.alive(first), [True, True])
         self.assertTrue(taken.all_outputs_are_dead())
@@ -769,7 +769,7 @@ class TestWhoHoldsOutputs(TestCase):
         self.assertEqual([output.grad_fn for output in outputs], [None] * 4)
 
     def test_outputs_of_another_manager_are_not_released(self):
-        """Another one's thread may be about to give its outputs."""
+        """Another manager's thread may be about to return them."""
         x, (node,) = self.forward(1, (1,))
         del x
         self.assertFalse(liveness.release_unneeded((0, 0)))
@@ -784,17 +784,17 @@ class TestWhoHoldsOutputs(TestCase):
         del node
         self.assertIsNone(gone())
         self.assertNotIn(self.pool, liveness._by_pool)
-        self.assertFalse(reference.expired())  # as upstream has it: nobody can tell
+        self.assertFalse(reference.expired())  # as in upstream: it cannot be known
 
 
 class TestFastPath(TestCase):
-    """Which calls go past upstream, on upstream's own rules for the end of a path."""
+    """Some calls bypass upstream, by upstream's own rules for the end of a path."""
 
     FUNCTION = 7
 
     def setUp(self):
         super().setUp()
-        self.enterContext(mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0))  # nobody marks steps
+        self.enterContext(mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0))  # no steps are marked
         self.replayed = []
         self.x = torch.ones(1)
         self.recording = self.node()
@@ -839,7 +839,7 @@ class TestFastPath(TestCase):
         return [len(self.replayed)]
 
     def behind(self, node, *, new_step):
-        """The state after the replay of a node that upstream found, in this step or in the one before."""
+        """Sets the state after the replay of a node that upstream found, in this step or in the previous one."""
         self.manager._candidates.clear()
         self.manager.current_node = node
         self.manager.path_state = cudagraph_trees.ExecutionState.EXECUTION
@@ -857,7 +857,7 @@ class TestFastPath(TestCase):
         return outputs
 
     def test_a_root_is_replayed_if_the_open_path_may_end(self):
-        """It may at a new step, or if all outputs are dead; not if the path goes on with this function."""
+        """The path may end at a new step, or if all outputs are dead, but not if it continues with this function."""
         self.assertEqual((self.call("x"), self.replayed), ([1], [["x"]]))  # no path is open
         for attributes, new_step, replays in (
             ({}, True, True),
@@ -884,7 +884,7 @@ class TestFastPath(TestCase):
             ([first, second], y, second),
             ([second, first], x, second),
             ([first], y, None),
-            ([self.child(has_fast_path=False), first], x, None),  # only upstream can ask that one
+            ([self.child(has_fast_path=False), first], x, None),  # only upstream can check that child
             ([object(), first], x, None),
             ([first, object()], x, first),
         ):
@@ -906,7 +906,7 @@ class TestFastPath(TestCase):
             self.assertIsNotNone(self.fast_call(["x"]))
             self.assertIs(self.manager.current_node, current)
             self.assertEqual(len(ended), ends)
-        # Once more by the same way, where the path is ended as well.
+        # Both steps again in the same way; the path ends as well.
         with mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -3):
             self.behind(self.recording, new_step=True)
             for step in (-3, -4):
@@ -915,7 +915,7 @@ class TestFastPath(TestCase):
             self.assertEqual(len(ended), 3)
 
     def test_a_place_where_upstream_does_not_graph_has_no_fast_path(self):
-        """Since it was recorded again too often, or as it says of an input; also where nothing is written to."""
+        """Upstream gave up after too many recordings, or because of an input, even if no input is written to."""
         for where in ("behind the node", "at the begin of a step"):
             node = self.node()
             self.behind(node, new_step=True)
@@ -933,7 +933,7 @@ class TestFastPath(TestCase):
         self.function.function_id = self.FUNCTION + 1  # it was never recorded
         self.assertIsNone(self.call("x"))
         self.function.function_id = self.FUNCTION
-        for state in ("WARMUP", "RECORDING"):  # of others
+        for state in ("WARMUP", "RECORDING"):  # of other functions
             self.behind(self.node(), new_step=True)
             self.manager.path_state = cudagraph_trees.ExecutionState[state]
             self.assertIsNone(self.call("x"))
@@ -989,7 +989,7 @@ class TestFastPath(TestCase):
             self.assertEqual(model.dispatch.manager() is self.manager, fast)
 
     def test_a_manager_takes_the_arguments_of_upstream_s(self):
-        """And makes another one with the same arguments, for its pool."""
+        """For a new pool, it makes another manager with the same arguments."""
         given = []
 
         def init(manager, *args, **kwargs):
@@ -1003,7 +1003,7 @@ class TestFastPath(TestCase):
         self.assertEqual(given, 2 * given[:1])
 
     def test_another_thread_may_record(self):
-        """A function knows the manager that it was added to, whichever thread calls it."""
+        """A function knows the manager to which it was added, whichever thread calls it."""
         model = FunctionModel.of(double, is_backward=False, is_inference=True)
         node = Recording.__new__(Recording)
         node.wrapped_function, node.device = SimpleNamespace(model=model), 0
@@ -1017,7 +1017,7 @@ class TestFastPath(TestCase):
                 self.assertEqual(other.submit(node._driver_for_addresses).result()[0], found)
 
     def test_a_recording_that_fails_is_tried_in_another_way(self):
-        """With a table, by address, on memory; as long as the inputs are there."""
+        """It is tried with a table, by address, then on memory, as long as the inputs exist."""
 
         class Done(Exception):
             pass
@@ -1034,9 +1034,9 @@ class TestFastPath(TestCase):
         inputs, left = ["an input"], []
         for flag, outcomes, wanted in (
             ("auto", [True, False], {}),  # a table fails
-            ("auto", [True, True, False], {0}),  # and addresses as well
-            ("table", [True, False], {0}),  # asked for: on memory at once
-            ("auto", [True, True, True], None),  # whatever it is
+            ("auto", [True, True, False], {0}),  # addresses fail too
+            ("table", [True, False], {0}),  # the flag asks for a table: then on memory at once
+            ("auto", [True, True, True], None),  # no way works
         ):
             model = SimpleNamespace(settings=SimpleNamespace(indirection=flag), refused={}, moving=())
             wrapped = SimpleNamespace(model=model, id="sizes")
@@ -1072,7 +1072,7 @@ class TestFastPath(TestCase):
         self.assertEqual(left, [("sizes", "of the test")] * 3)
 
     def test_a_recording_that_would_write_to_a_copy_is_refused(self):
-        """Even if upstream has decided that the function may be recorded."""
+        """This holds even if upstream has decided that the function may be recorded."""
         node = Recording.__new__(Recording)
         node.log = RecordingLog(number=3)
         node.wrapped_function = SimpleNamespace(mutated_input_idxs=(1,), id=3)
@@ -1096,7 +1096,7 @@ class TestFastPath(TestCase):
                             node._allocate_and_copy_recording_inputs(inputs)
 
     def test_a_call_that_cannot_be_staged_leaves_the_path_as_it_is(self):
-        """Upstream makes the allocator ready for a recording before it asks for one."""
+        """Upstream prepares the allocator for a recording before it asks for one."""
         model = FunctionModel.of(lambda inputs: ["un-graphed", *inputs], is_backward=False, is_inference=True)
         model.refused = {0: "no node of the graph reads it"}
         model.settings = replace(model.settings, placement="full", indirection="auto")
@@ -1115,7 +1115,7 @@ class TestFastPath(TestCase):
             self.behind(self.recording, new_step=True)
             self.recording.clear_path_state = lambda: None
             self.assertEqual(self.manager._run([x], other), ["un-graphed", x])
-            self.assertIsNone(self.manager.current_node)  # a new step's path begins with the next one
+            self.assertIsNone(self.manager.current_node)  # the new step's path begins with the next function
             self.assertEqual(model.log.ungraphed_reason, "no node of the graph reads it")
             self.assertEqual(self.manager._run([x], self.FUNCTION), ["upstream's"])
             self.manager.current_node = None
@@ -1222,7 +1222,7 @@ class TestFastPath(TestCase):
 
 
 class TestReplay(TestCase):
-    """The parts of a fast replay that are in Python."""
+    """The Python parts of a fast replay."""
 
     def recording(self, **attributes):
         node = Recording.__new__(Recording)
@@ -1241,7 +1241,7 @@ class TestReplay(TestCase):
             self.recording(deaths_after=deaths_after).check_what_died()
 
     def test_with_torch_2_15_the_replay_checks_which_inputs_died(self):
-        """As upstream does. If inputs are copied, upstream's own code checks it after the copies."""
+        """This matches upstream. If inputs are copied, upstream's own code checks after the copies."""
         live = SimpleNamespace(is_copied=False, drop=lambda: None)
         recording = self.recording(_live=live, run=lambda inputs: ["upstream's way"])
         with mock.patch.object(fast_path, "CHECKS_LATE", True):

@@ -1,4 +1,4 @@
-"""Trials: which way each call goes, what is measured of it, and that every call is made once."""
+"""Trials: the way and the measurements of each call, and that every call is made once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PLAIN = 40  # kernels: more than a trial would be held for
 
 
 class World:
-    """A host and a GPU whose times are what the tests say."""
+    """A host and a GPU whose times are set by the tests."""
 
     def __init__(self):
         self.now_ns = 0
@@ -91,7 +91,7 @@ class World:
 
 
 class Function(Environment):
-    """A function that takes as long as it is said to, replayed from its third graphed call on."""
+    """A function that takes the given times, and is replayed from its third graphed call on."""
 
     def __init__(self, world, trial, ungraphed=(100.0, 50.0), graphed=(10.0, 40.0), kernels=4, mode="inference"):
         self.world, self.kernels = world, kernels
@@ -151,12 +151,12 @@ class Function(Environment):
 
 
 def if_aligned(inputs, static):
-    """The indices of inputs for which code is compiled that needs them aligned."""
+    """The indices of aligned inputs, for which code that needs alignment is compiled."""
     return [index for index, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.data_ptr() % 16 == 0]
 
 
 def no_memory():
-    """Of earlier decisions."""
+    """A memory without earlier decisions."""
     return mock.Mock(find=mock.Mock(return_value=None))
 
 
@@ -173,7 +173,7 @@ class TrialTestCase(TestCase):
         return Trial(turn=self.turn, **given)
 
     def one(self, memory=None, **function):
-        """A trial, and its only function."""
+        """A trial and its only function."""
         trial = self.trial(memory=memory)
         return trial, Function(self.world, trial, **function)
 
@@ -236,7 +236,7 @@ class TestTrial(TrialTestCase):
         trial, function = self.one()
         self.steps(30, function)
         ways = "".join(function.calls)
-        # Warm-up, recording, a replay and an un-graphed call that are not measured, and five pairs.
+        # Warm-up, recording, an unmeasured replay, an unmeasured un-graphed call, and five pairs.
         self.assertEqual(ways, "gggg" + "uuu" + "gg" + "uu" + "gg" + "u" + "g" * 16)
         self.assertEqual((trial.is_over, function.went), (True, [Execution.GRAPHED]))
         # From idle: the GPU's 50 us are over 12.5 after the last of four launches in 100; a replay takes 10 and 40.
@@ -246,7 +246,7 @@ class TestTrial(TrialTestCase):
         self.assertEqual(function.log.record().ungraphed_calls, 0)
 
     def test_graphs_that_do_not_pay(self):
-        """A forward whose backward is not graphed waits for nobody."""
+        """A forward whose backward is not graphed does not wait for a backward."""
         for mode in ("inference", "forward"):
             trial = self.trial()
             function = Function(self.world, trial, **self.HEAVY, kernels=1, mode=mode)
@@ -272,7 +272,7 @@ class TestTrial(TrialTestCase):
         counted._pending.extend([(Execution.GRAPHED, None)] * 3)
 
         class Garbage:
-            """Makes a measured call when it is collected, and more garbage."""
+            """Makes a measured call and more garbage when it is collected."""
 
             def __init__(self):
                 self.itself = self
@@ -319,7 +319,7 @@ class TestTrial(TrialTestCase):
         self.assertEqual(second.went, [Execution.GRAPHED])
 
     def test_nobody_waits_for_the_gpu(self):
-        """If the GPU stays behind, calls go on the way they go until the trial ends."""
+        """If the GPU does not catch up, calls keep going the same way until the trial ends."""
         trial, function = self.one()
         self.world.behind = True
         self.steps(trials._MOST_WAITED - 10, function)
@@ -338,7 +338,7 @@ class TestTrial(TrialTestCase):
         self.assertEqual(trial.decision.way, Execution.UNGRAPHED)
 
     def test_a_function_that_cannot_be_recorded_runs_ungraphed(self):
-        """Whether it was warmed up tells it from one whose thread has no trees."""
+        """A warm-up distinguishes it from a function whose thread has no trees."""
         for warmed_up, way in ((True, Execution.UNGRAPHED), (False, Execution.GRAPHED)):
             trial, function = self.one()
 
@@ -417,7 +417,7 @@ class TestTrial(TrialTestCase):
         self.assertEqual((trial.decision.way, found.graphed_us, found.ungraphed_us), (Execution.GRAPHED, 90.0, 90.0))
 
     def test_work_of_functions_downstream_counts(self):
-        """It is what they would do more if this one were not graphed."""
+        """It is their additional work if this function were not graphed."""
         for extra, way in ((Handed(), Execution.UNGRAPHED), (Handed(patched=40), Execution.GRAPHED)):
             trial = self.trial()
             function = Function(self.world, trial, ungraphed=(50.0, 5.0), graphed=(60.0, 5.0), kernels=1)
@@ -485,7 +485,7 @@ class TestTrial(TrialTestCase):
         return sum(function.member.measurements.made(way) for way in Execution)
 
     def test_a_forward_and_its_backward_go_one_way(self):
-        """Although others are called in between, as in pipelines."""
+        """They do so even if other calls come in between, as in pipelines."""
         for schedule in (
             [1, 2, -1, 3, -2, 4, -3, -4],
             [1, 2, 3, -1, 4, -2, 5, -3, 6, -4, -5, -6],
@@ -507,7 +507,7 @@ class TestTrial(TrialTestCase):
         self.assertLess(calls, 200)
 
     def test_forwards_that_have_no_backward_end_no_trial(self):
-        """In each step, as for an evaluation or after an exception, or once, before the training."""
+        """Such forwards come in each step, for evaluation or after an exception, or once, before training."""
         for schedule in ([1, 2, -2], [1, 2, 3, 4, 5, -5], [1, *[2, -2] * 1000], [1, 2, -2, -2], [1, 1, -1]):
             with self.subTest(schedule=schedule[:8]):
                 trial, calls, pairs = self.scheduled(schedule)
@@ -516,7 +516,7 @@ class TestTrial(TrialTestCase):
                 self.assertEqual(set(pairs), {"gg", "uu"})
 
     def test_a_block_that_is_called_many_times_in_a_step_is_decided(self):
-        """All forwards come first, and the way changes once a step."""
+        """All forwards come first, and the way changes only once per step."""
         for partitions, count in itertools.product((1, 2), (1, 4, 12, 13, 24, 32, 64, 100)):
             with self.subTest(partitions=partitions, count=count):
                 trial = self.trial()
@@ -559,7 +559,7 @@ class TestTrial(TrialTestCase):
         self.assertEqual((trial.is_over, forward.went, backward.went), (True, [Execution.GRAPHED], [Execution.GRAPHED]))
 
     def test_each_graph_of_a_step_is_decided(self):
-        """Each has a trial of its own, and their backwards come in the reverse order."""
+        """Each graph has its own trial, and backwards come in reverse order."""
         pairs = []
         for _ in range(3):
             trial = self.trial()
@@ -571,7 +571,7 @@ class TestTrial(TrialTestCase):
                 self.assertIsNotNone(function.log.decision)
 
     def test_a_trial_ends_once(self):
-        """Another thread may call while it is decided."""
+        """Another thread may end it while it is being decided."""
         memory = no_memory()
         trial, function = self.one(memory)
 
@@ -615,7 +615,7 @@ class TestTrial(TrialTestCase):
         self.assertEqual(function.member.measurements.made(Execution.GRAPHED), before)
 
     def sized(self, sizes, trial, ungraphed, graphed):
-        """A function of one kernel, called with such sizes; the GPU takes a microsecond for each of them."""
+        """A function of one kernel, called with the given sizes; the GPU takes as many microseconds as the size."""
         function = Function(self.world, trial, kernels=1)
         for size in sizes:
             function.times = {Execution.UNGRAPHED: (ungraphed, float(size)), Execution.GRAPHED: (graphed, float(size))}
@@ -640,7 +640,7 @@ class TestTrial(TrialTestCase):
         self.assertEqual((trial.is_over, trial.decision, function.went), (True, None, [Execution.GRAPHED]))
 
     def test_a_decision_for_other_sizes_is_not_kept(self):
-        """The memory was asked for those of the first call."""
+        """The memory was asked for a decision for the first call's sizes."""
         memory = no_memory()
         trial = self.trial(memory=memory)
         self.sized([100] + [400] * 30, trial, 60.0, 30.0)
@@ -681,9 +681,9 @@ class TestTrial(TrialTestCase):
         self.assertEqual((function.went, function.calls[-1]), ([Execution.GRAPHED], "g"))
 
     def interrupted(self, run, other, line):
-        """Runs, and in another thread something else where so many lines of a trial's were done.
+        """Calls ``run``, and in another thread ``other`` after ``line`` lines of trial code.
 
-        Returns whether there were so many. What the other thread has to wait for is not waited for.
+        Returns whether ``run`` had so many lines. If ``other`` blocks, ``run`` continues after a moment.
         """
         thread, left = threading.Thread(target=other), line
 
@@ -762,7 +762,7 @@ class TestTrial(TrialTestCase):
 
 
 class TestRestart(TrialTestCase):
-    """Trials that start again, because calls are no longer what was measured."""
+    """Trials that start again because calls differ from those that were measured."""
 
     SAMPLES = DriftRules().samples
 
@@ -775,7 +775,7 @@ class TestRestart(TrialTestCase):
         function.times = {Execution.UNGRAPHED: ungraphed, Execution.GRAPHED: graphed}
 
     def samples(self, count, *functions):
-        """Steps of sampled calls, as long as there is a decision; how many."""
+        """Makes steps of sampled calls while there is a decision; returns their number."""
         for number in range(count):
             for function in functions:
                 if function.member._trial.is_over:
@@ -841,7 +841,7 @@ class TestRestart(TrialTestCase):
         memory.find.assert_called_once()
 
     def test_a_small_change_does_not_turn_a_decision(self):
-        """The other way needs twice what a first decision needs."""
+        """The other way needs twice the advantage that a first decision needs."""
         trial, function = self.one(ungraphed=(100.0, 5.0), graphed=(100.0, 5.0), kernels=1)
         self.assertIs(self.decided(trial, function), Execution.GRAPHED)
         self.becomes(function, (100.0, 5.0), (103.0, 5.0))
@@ -850,7 +850,7 @@ class TestRestart(TrialTestCase):
         self.assertEqual(function.went, [Execution.GRAPHED, Execution.GRAPHED])
 
     def test_a_step_goes_one_way(self):
-        """Whichever function finds that calls changed, and whether the others of its step were called before."""
+        """It does so whichever function finds that calls changed, before or after the step's other functions."""
         for finder in (0, 1):
             for modes in (("inference", "inference"), ("forward", "backward")):
                 with self.subTest(finder=finder, modes=modes):
@@ -879,7 +879,7 @@ class TestRestart(TrialTestCase):
         for number in range(60):
             step(number, 8)
         self.assertTrue(trial.is_over)
-        trial.restart()  # in the forward's call: its backward is to come
+        trial.restart()  # in the forward's call: its backward is still to come
         backward(0)
         backward(0)
         self.assertEqual((trial._integers, backward.member.measurements.made(Execution.GRAPHED)), (None, 0))
@@ -955,7 +955,7 @@ class TestRestart(TrialTestCase):
         self.assertEqual([f.began for f in (first, *others)], [1, 1])
         self.steps(60, first, *others)
         self.assertTrue(trial.is_over)
-        del first  # whose calls begin steps
+        del first  # its calls begin steps
         gc.collect()
         trial.restart()
         self.assertEqual((trial.is_over, others[0].began), (True, 1))
@@ -1039,7 +1039,7 @@ class TestTrialOf(TestCase):
         self.assertIsNot(self.of(None, None), self.of(None, None))
 
     def test_programs_of_one_compile_id(self):
-        """DDP's buckets, whose backwards are compiled when all forwards were."""
+        """DDP's buckets share one, and their backwards are compiled after all forwards."""
 
         def named(name):
             context = TracingContext(None)
@@ -1059,7 +1059,7 @@ class TestTrialOf(TestCase):
             self.assertNotIn(self.of(GraphLog("Net", "3/0", "backward", ()), "3/0", is_backward=True), trials)
 
     def test_a_forward_has_one_backward(self):
-        """A function from a cache has a compile id alone, and ids begin again."""
+        """A function from a cache has only a compile id, and ids start again."""
         forward, backward, other = (GraphLog("Net", "4/0", mode, ()) for mode in ("forward", "backward", "backward"))
         trial = self.of(forward, "4/0")
         for _ in range(2):
@@ -1157,7 +1157,7 @@ class TestChoice(TrialTestCase):
 
         def run(inputs):
             calls.append("run")
-            if len(calls) == 2:  # recorded, and on the fast path from now on
+            if len(calls) == 2:  # recorded, and on the fast path from then on
                 model.log.recordings.append(RecordingLog(number=0, kernels=1, other_nodes=0))
                 model.dispatch.add(of_integers=False)
                 model.dispatch.may_be_replayed_by(manager, 3)
@@ -1166,20 +1166,20 @@ class TestChoice(TrialTestCase):
         call = self.enter(model, run)
         x = torch.ones(2)
         self.assertEqual((call([x]), call([x])), (["graphed"], ["graphed"]))
-        self.assertIsNone(model.dispatch.manager())  # kept back from callers elsewhere
+        self.assertIsNone(model.dispatch.manager())  # hidden from other callers
         ways = []
         for _ in range(30):
             (found,) = call([x])
             ways.append("un-graphed" if isinstance(found, torch.Tensor) else found)
             self.world.wait()
-        self.assertEqual(ways.count("un-graphed"), RULES.fewest_pairs + 1)  # measured, and one before
+        self.assertEqual(ways.count("un-graphed"), RULES.fewest_pairs + 1)  # the measured ones, and one before
         self.assertEqual(ways[-5:], ["fast"] * 5)
         self.assertIsNone(model.dispatch.call)
         self.assertIs(model.dispatch.manager(), manager)
         self.assertEqual(calls.count("run"), 2)
 
     def test_decided_functions_are_sampled(self):
-        """One of so many, whichever way was taken; and a function is tried again."""
+        """One of many calls is sampled, whichever way was decided; and a function is tried again."""
         for way in Execution:
             model, samples = self.model(), []
             manager = mock.Mock(spec=Manager)
@@ -1198,7 +1198,7 @@ class TestChoice(TrialTestCase):
                     found = [call([torch.ones(2)]) for _ in range(95)]
                 self.assertIn(found.count(["sample"]), (8, 9))
                 self.assertEqual(len(samples), found.count(["sample"]))
-                # If calls have changed, they come to the member.
+                # If calls have changed, the member handles them again.
                 trial.restart()
                 self.assertEqual(model.dispatch.call, measured)
                 self.assertIsNone(model.dispatch.manager())
@@ -1208,15 +1208,15 @@ class TestChoice(TrialTestCase):
                         call([torch.ones(2)])
                 gone = weakref.ref(model)
                 manager.give_pool_back.assert_called() if way is Execution.UNGRAPHED else None
-                manager.reset_mock()  # holds what it was called with
+                manager.reset_mock()  # the mock holds its arguments
                 del model, call, measured, trial
                 gc.collect()
                 self.assertIsNone(gone())
 
     def test_torch_lets_go_of_what_is_compiled(self):
-        """It holds a function as long as what it made of it lives, and the trees as long as there is one."""
+        """It holds a function as long as its compiled callable lives, and the trees as long as there is a function."""
 
-        class Trees:  # what of a manager matters
+        class Trees:  # the parts of a manager that matter
             def __init__(self, device, **options):  # options since torch 2.15
                 self.ids_to_funcs, self.device = {}, device
 
@@ -1283,7 +1283,7 @@ class TestChoice(TrialTestCase):
         self.assertEqual(base, torch.tensor([0.0] + [1.0] * 8))
 
     def test_the_first_call_decides_which_inputs_must_be_aligned(self):
-        """Graphed, it consumes them; code that was compiled for aligned inputs computes wrong values with others."""
+        """A graphed call consumes its inputs; code compiled for aligned inputs computes wrong values with others."""
         base = torch.zeros(16)
         aligned, misaligned = base[:8], base[1:9]
 

@@ -1,6 +1,6 @@
-"""Kernels that take pointers from slots: as wide loads and stores as the original's, the same results, or a reason.
+"""Kernels that take pointers from slots: loads and stores as wide as the original's, the same results, or a reason.
 
-Compiled for a GPU that is not there, and interpreted on the CPU.
+They are compiled for an absent GPU, and interpreted on the CPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class VariantsTestCase(TestCase):
         return with_slots(case.fn, case.signature, case.constants, attrs, slots, case.options)
 
     def assertAsWide(self, case: kernels.Case, slots: Any = None, attrs: Any = None) -> Counter[str]:
-        """The variant loads its slots, and does all else as its original, whose accesses are returned."""
+        """The variant loads its slots, and is otherwise equal to its original, whose accesses are returned."""
         attrs = case.attrs() if attrs is None else attrs
         slots = case.pointers if slots is None else slots
         variant = self.variant(case, slots, attrs)
@@ -113,7 +113,7 @@ class TestBenchmark(VariantsTestCase):
 
     def test_slots_are_measured_in_small_blocks_too(self):
         direct, _ = benchmark.compiled(2, TARGET, 256)
-        self.assertEqual(direct.asm["ptx"].count("ld.global.v2"), 2)  # of 128 threads
+        self.assertEqual(direct.asm["ptx"].count("ld.global.v2"), 2)  # with 128 threads
         self.assertIn("arange(0, 256)", benchmark.source(2, 256))
 
     def test_wrong_numbers_on_the_command_line_are_refused(self):
@@ -181,7 +181,7 @@ def pointwise(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK: tl.constexpr):
             self.assertEqual(state(), before)
         self.assertNotIn("_language", vars(kernels))
         registered = f"{kernels.__name__}:user"
-        functions = getattr(jit, "_triton_jit_function_registry", {registered: kernels.user})  # from Triton 3.7 on
+        functions = getattr(jit, "_triton_jit_function_registry", {registered: kernels.user})  # since Triton 3.7
         self.assertIs(functions[registered], kernels.user)
 
     def ready(self, variant: Variant, case: kernels.Case) -> tuple[Any, ...]:
@@ -335,12 +335,12 @@ class TestRefused(VariantsTestCase):
             case = kernels.CASES["oneline"]._replace(fn=make(tl.int8))
             self.compile(case.fn, case.signature, case.constants, case.attrs(), case.options)
             self.assertEqual(case.fn.cache_key, make(tl.int16).cache_key)
-            for _ in range(2):  # whichever keys are known
+            for _ in range(2):  # whether or not keys are cached
                 self.assertRefused(why, case, case.pointers)
             self.assertAsWide(case._replace(fn=make(tl.constexpr(tl.int8))))
 
     def test_variables_of_triton_are_no_reason(self) -> None:
-        sort = tl.sort  # a function that it calls uses int8 and others
+        sort = tl.sort  # it calls a function that uses int8 and others
 
         @triton.jit
         def kernel(in_ptr0, out_ptr0, XBLOCK: tl.constexpr):

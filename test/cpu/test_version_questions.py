@@ -1,4 +1,4 @@
-"""Each question about a version of torch is answered by what is there."""
+"""Each question about a version of torch is answered from what torch contains."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from pygraph_trees import compat
 
 
 def holding(owner, name):
-    """The owner has something of that name inside."""
+    """Inside the context, the owner has an attribute of that name."""
     return mock.patch.object(owner, name, object(), create=True)
 
 
 @contextlib.contextmanager
 def lacking(owner, name):
-    """The owner has nothing of that name inside."""
+    """Inside the context, the owner has no attribute of that name."""
     had = name in vars(owner)
     value = vars(owner).get(name)
     if had:
@@ -45,7 +45,7 @@ def lacking(owner, name):
 
 
 def with_method(kind, method, names):
-    """A class of torch's has a method that uses these names inside."""
+    """Inside the context, a class of torch has a method that uses these names."""
     scope = {}
     exec(f"def {method}(self):\n" + "".join(f"    self.{name}\n" for name in names) + "    return None", scope)
     return mock.patch.object(cudagraph_trees, kind, type(kind, (), {method: scope[method]}))
@@ -86,7 +86,7 @@ def wrapped():
 
 
 NODE, MANAGER = "CUDAGraphNode", "CUDAGraphTreeManager"
-# By question: how torch is where the answer is yes, and where it is no.
+# By question: patches of torch for which the answer is yes, and for which it is no.
 OF_TORCH = {
     "has_trees_per_thread": per_thread,
     "has_capture_lock": lambda: (
@@ -135,7 +135,7 @@ VERSIONS = {
 
 
 class Settings:
-    """Stands for Inductor's configuration, which lets nobody delete what it keeps for itself."""
+    """Stands for Inductor's configuration, whose internal attributes cannot be deleted."""
 
 
 def answer(name):

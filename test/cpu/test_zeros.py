@@ -1,4 +1,4 @@
-"""Zeros without memory as inputs: what upstream's code and compiled code are given instead."""
+"""Zeros without memory as inputs: upstream's code and compiled code get ordinary tensors instead."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ class TestZeros(TestCase):
         self.assertEqual(manager._run_ungraphed([zeros(2)], FUNCTION, "of the test"), [False])
 
     def test_all_ungraphed_calls_of_a_backward_have_memory_for_tangents(self):
-        """Measured ones, those during another call, and those of upstream after too many recordings.
+        """The calls are measured, made during another call, or left un-graphed by upstream after too many recordings.
 
-        Static inputs come from the forward, which makes no zeros without memory: nothing looks at them.
+        Static inputs come from the forward, which makes no zeros without memory, so they are not checked.
         """
         for is_backward, expected in ((True, [True, False]), (False, [True, True])):
             mode = "backward" if is_backward else "forward"
@@ -95,14 +95,14 @@ class TestZeros(TestCase):
                 self.assertEqual(manager.run([zeros(2), zeros(2)], FUNCTION), expected)
 
     def test_a_backward_that_is_never_graphed_has_memory_for_tangents(self):
-        """As if an earlier process decided that: torch is not asked for a graph."""
+        """As after an earlier process's decision, torch is not asked for a graph."""
         for mode, expected in (("backward", [True, False]), ("forward", [True, True])):
             aligned = choice._Aligned(self.model(lambda inputs: [x._is_zerotensor() for x in inputs], mode), [0], ())
             with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda inputs, static: []):
                 self.assertEqual([aligned([zeros(2), zeros(2)]) for _ in range(2)], [expected] * 2)
 
     def test_one_in_the_place_of_an_output_is_none(self):
-        """An input that was a moving output of another graph: torch has no address to compare."""
+        """Zeros may replace a moving output of another graph; torch then has no address to compare."""
         recording = Recording.__new__(Recording)
         recording.path_weakrefs, recording.expected_dead_indices_after_graph = [[object()]], [(0, 0)]
         live = SimpleNamespace(items=[SimpleNamespace(managed=True, index=0)])

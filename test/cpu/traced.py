@@ -1,4 +1,4 @@
-"""What torch's structured trace is given while a test listens."""
+"""Records of torch's structured trace, collected while a test listens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Artifact:
 
 @contextlib.contextmanager
 def artifacts() -> Iterator[list[Artifact]]:
-    """This package's artifacts that are written inside."""
+    """This package's artifacts that are written inside the context."""
     found: list[Artifact] = []
 
     def emit(record: Any) -> None:
@@ -36,7 +36,7 @@ def artifacts() -> Iterator[list[Artifact]]:
 
 @contextlib.contextmanager
 def listening(emit: Any) -> Iterator[None]:
-    """``emit`` is given all records."""
+    """Passes all records to ``emit``."""
     handler = logging.Handler()
     handler.emit = emit  # type: ignore[method-assign]
     trace_log = logging.getLogger("torch.__trace")

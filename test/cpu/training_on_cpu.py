@@ -1,8 +1,8 @@
 """Training on the CPU with the real tree manager, autograd and choice: graphs are Python functions on a pool of memory.
 
-A recording reuses the memory of all that is dead on its path, as torch's allocator does, so that any tensor that is
-overwritten too early has a wrong value. Recordings and warm-ups are made without upstream's constructors, which need a
-GPU. No replay is fast: each takes upstream's code.
+Like torch's allocator, a recording reuses the memory of every dead tensor on its path, so a tensor that is overwritten
+too early has a wrong value. Recordings and warm-ups are made without upstream's constructors, which need a GPU. No
+replay takes the fast path: each runs upstream's code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIZE = 4  # elements of each tensor
 _BYTES = 4 * SIZE
 _SLOTS = 4096
 _WRONG = float("nan")
-# Of torch for CUDA: for outputs of an earlier step that is not kept.
+# Functions of CUDA builds of torch, for outputs of an earlier step that are not kept.
 _MISSING = ("_free_And_Remove_DeleterFn", "_set_storage_access_error_msg", "_set_storage_data_ptr_access_error_msg")
 
 
@@ -56,7 +56,7 @@ class Pool:
         return self.at((address - self._base) // _BYTES).clone()
 
     def take(self, count, path):
-        """Slots that no living output of a path holds."""
+        """Slots that no live output of a path holds."""
         taken = {(held.data_ptr() - self._base) // _BYTES for held in path}
         return list(itertools.islice((slot for slot in range(_SLOTS) if slot not in taken), count))
 
@@ -79,7 +79,7 @@ def _held(tensors):
 
 
 class _Warmup(cudagraph_trees.CUDAWarmupNode):
-    user_visible_output_idxs = ()  # since torch 2.14: none is cloned by torch
+    user_visible_output_idxs = ()  # since torch 2.14: torch clones no outputs
 
     def __init__(self, wrapped, parent, number):
         self.wrapped_function, self.parent, self.id = wrapped, parent, number
@@ -170,7 +170,7 @@ class CpuManager(Manager):
         wrapped, parent = self.ids_to_funcs[function_id], self.current_node
         siblings = (self.roots if parent is None else parent.children)[function_id]
         static = set(wrapped.static_input_idxs)
-        for sibling in siblings:  # what moved is given by address from now on
+        for sibling in siblings:  # inputs that moved are no longer static
             static -= {i for i in static if new_inputs[i].data_ptr() != sibling.static_input_data_ptrs[i]}
         node = _Recording(wrapped, parent, self.new_graph_id(), new_inputs, self.memory, static)
         siblings.append(node)
@@ -188,11 +188,11 @@ class CpuManager(Manager):
         return node.warm_up(self.memory, new_inputs)
 
     def apply_checkpoint_execution_state_in_allocator(self):
-        pass  # a recording takes what is alive on its path into account
+        pass  # a recording takes live outputs of its path into account
 
 
 class Told(Trial):
-    """A trial that goes, at each call, the way that it is told."""
+    """A trial that takes the way it is told at each call."""
 
     next_way = Execution.GRAPHED
 
@@ -208,7 +208,7 @@ class Told(Trial):
 
 
 class Training:
-    """A process with one manager and several models, each of a compiled forward and a compiled backward."""
+    """A process with one manager and several models, each with a compiled forward and a compiled backward."""
 
     def __init__(self, outputs="keep"):
         self._outputs, self._ids = outputs, itertools.count()
@@ -227,7 +227,7 @@ class Training:
         manager.reclaiming = Reclaiming(self._remade, manager._candidates)
 
     def _remade(self):
-        self.manager.memory.spoil()  # it is given back
+        self.manager.memory.spoil()  # the old pool is given back
         self.manager.memory = Pool()
         return SimpleNamespace(graph=object(), stream=0, cuda_graphs_thread_pool=(0, 7))
 
@@ -242,7 +242,7 @@ class Training:
             mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0),  # other tests mark steps
             contextlib.ExitStack() as missing,
         ):
-            for name in _MISSING:  # what they do is only seen by programs that read outputs of earlier steps
+            for name in _MISSING:  # only programs that read outputs of earlier steps see their effect
                 missing.enter_context(mock.patch.object(torch._C, name, lambda *args: None, create=True))
             yield
 
@@ -250,7 +250,7 @@ class Training:
         return Model(self, Told())
 
     def inference(self, compute):
-        """A compiled function without a backward, of as many arguments as ``compute`` takes; always graphed."""
+        """A compiled function without a backward that takes the arguments of ``compute``; always graphed."""
         run = self.function(Told(), "inference", lambda given: [compute(*given)], [])
 
         def call(*given):
@@ -285,7 +285,7 @@ def _consuming(compute):
 
 
 class Model:
-    """``x * w + 1``, which saves copies of both inputs. ``trial.next_way`` is the way of its next calls."""
+    """Computes ``x * w + 1`` and saves copies of both inputs. ``trial.next_way`` is the way of its next calls."""
 
     def __init__(self, training, trial):
         self.trial = trial
@@ -294,11 +294,11 @@ class Model:
 
     @property
     def moved(self):
-        """How often an output of its forward was moved."""
+        """How many times an output of its forward was moved."""
         return sum(times for times, _ in self.forward.function.log.moved.values())
 
     def __call__(self, x, w):
-        GenerationTracker.generation += 1  # as Dynamo counts
+        GenerationTracker.generation += 1  # as Dynamo does
         return _Compiled.apply(self, x, w)
 
 

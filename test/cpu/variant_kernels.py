@@ -1,6 +1,6 @@
-"""Triton kernels of the kinds that Inductor runs, with what they are compiled with: a :class:`Case` for each.
+"""Triton kernels of the kinds that Inductor runs, with their compile options: a :class:`Case` for each.
 
-They are ordinary functions of an ordinary module, so that compiler and interpreter take them alike.
+They are ordinary functions of an ordinary module, so that both the compiler and the interpreter accept them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 SCALE = tl.constexpr(3)
-SIZE = 1000  # elements that pointwise kernels are given
-ROWS, COLUMNS = 8, 96  # of what reductions are given
-M, N, K = 64, 48, 32  # of the product
+SIZE = 1000  # elements of each input of a pointwise kernel
+ROWS, COLUMNS = 8, 96  # of the inputs of reductions
+M, N, K = 64, 48, 32  # of the matrix product
 
 
 class Case(NamedTuple):
@@ -28,7 +28,7 @@ class Case(NamedTuple):
         return [name for name, ty in self.signature.items() if ty.startswith("*")]
 
     def attrs(self, without: tuple[str, ...] = ()) -> dict[tuple[int, ...], Any]:
-        """Everything is divisible by 16 but what is named."""
+        """All arguments are divisible by 16 except the named ones."""
         names = list(self.signature)
         divisible = [name for name in names if name not in (*self.constants, *without)]
         return {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
@@ -132,7 +132,7 @@ def user(
     BLOCK: tl.constexpr = 256,
     STEPS: tl.constexpr = 2,
 ):
-    # Names are reused, also in a loop, and pointers go through functions.
+    # Names are reused, even in a loop, and pointers pass through functions.
     first = tl.program_id(0) * BLOCK * STEPS
     x_ptr += first
     y_ptr = y_ptr + first

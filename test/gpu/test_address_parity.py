@@ -1,4 +1,4 @@
-"""The programs of ``test_trees_*`` with inputs by address: they see what they see under upstream.
+"""The programs of ``test_trees_*`` with inputs by address: they see the same as under upstream.
 
 There every feature flag is off. Here ours runs with its defaults, but placement must not change a bit, so that replays
 take the fast path. Recordings, memory, counters and warnings then differ. The program's notes must not: values bit for

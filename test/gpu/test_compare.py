@@ -54,7 +54,7 @@ class TestCompare(TestCase):
         self.assertIn("not compared; ours and upstream are bit-equal", done.stdout)
 
     def test_training(self):
-        """Of a model in training mode, the backward is measured too."""
+        """For a model in training mode, the backward is measured too."""
         found, data, done = self.compare("--rounds", "1", "--ways", "upstream,ours", target="trained")
         self.assertEqual({m["mode"] for m in found.values()}, {"training"})
         self.assertEqual({f["mode"] for f in data["report"]["functions"]}, {"forward", "backward"})

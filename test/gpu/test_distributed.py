@@ -40,8 +40,8 @@ def run(name: str, world: int) -> subprocess.CompletedProcess[str]:
 
 
 def run_alone(name: str, world: int, *options: str) -> tuple[list[int], float]:
-    """The exit statuses of ranks without a launcher, which would end them when one fails, and the seconds from the end
-    of the first to that of the last.
+    """The exit statuses of ranks without a launcher, which would end them if one fails, and the seconds from the first
+    rank's end to the last one's.
 
     A rank that sees the timeout sleeps four times as long as it would wait for traces of the others, a minute by
     default, whether it writes any or not.
@@ -118,7 +118,7 @@ class TestDistributed(TestCase):
     @requires_two_gpus
     @parametrize("name", ["a_rank_raises", "a_rank_dies"])
     def test_the_timeout_of_nccl_ends_the_others(self, name: str) -> None:
-        """No launcher ends them, and no replay waits for ever: the timeout is 40 s."""
+        """No launcher ends the ranks, and no replay waits forever: the timeout is 40 s."""
         statuses, seconds = run_alone(name, 2)
         self.assertNotIn(0, statuses)
         self.assertLess(seconds, 100)

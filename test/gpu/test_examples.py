@@ -59,7 +59,7 @@ class TestExamples(TestCase):
         return json.loads(out.read_text()), printed
 
     def assertReplayed(self, ours, replays, recordings):
-        """A step had so many replays without a copy, and there are at most so many recordings."""
+        """A step had exactly ``replays`` replays without a copy, and there are at most ``recordings`` recordings."""
         self.assertEqual(ours["replays"], replays, ours)
         self.assertEqual((ours["copied_bytes"], ours["extra_copies"], ours["skips"]), (0, 0, 0))
         self.assertLessEqual(ours["recordings"], recordings)
@@ -98,7 +98,7 @@ class TestExamples(TestCase):
         self.assertIn("3 texts, all the same", printed)
 
     def test_programs_of_other_libraries(self):
-        """Each gives what it gives with torch's own graphs, and runs in graphs of ours."""
+        """Each program gives the same results as with torch's own graphs, and runs in our graphs."""
         needed = {"generate": "transformers", "trainer": "accelerate", "lightning": "lightning"}
         names = ["generate", "trainer", "lightning", "diffusion", "scaler"]
         if is_torchvision_broken():  # these libraries import it

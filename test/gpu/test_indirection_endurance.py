@@ -22,7 +22,7 @@ from torch.testing._internal.common_utils import run_tests
 from pygraph_trees.indirection.placeholder import MAX_MAPPINGS, MAX_PIECE_NBYTES
 
 RUNS_ALONE = True  # it reads the GPU's memory in use, which includes that of other processes
-PARTS = 9  # of the calls, after each of which objects are counted
+PARTS = 9  # the calls are made in so many parts, and objects are counted after each
 REPLAYS = int(os.environ.get("PYGRAPH_REPLAYS", "2000"))
 MIB = 2**20
 

@@ -13,7 +13,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 
 def through_the_host(*kept):
-    """A program in three parts, of which the middle one is on the CPU; the first part makes ``kept``."""
+    """A program in three parts, with the middle one on the CPU; the first part makes ``kept``."""
 
     def program(x, y):
         first = [make(x, y) for make in kept]

@@ -66,7 +66,7 @@ class TestInference(Kept):
         self.assertEqual([(output.number, output.times) for output in function.moved_outputs], [(0, 1)])
 
     def fast_replays(self) -> int:
-        """How many replays C++ made without Python, in all."""
+        """The total number of replays that C++ made without Python."""
         fast: int = binding.extension.counts()[1]
         return fast
 
@@ -81,7 +81,7 @@ class TestInference(Kept):
 
     @parametrize("name", ["attention", "topk"])
     def test_outputs_that_a_library_allocates(self, name: str) -> None:
-        """The graph copies them after they outlived two steps."""
+        """The graph copies them once they have outlived two steps."""
         fn: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = {
             "attention": lambda x: (torch.nn.functional.scaled_dot_product_attention(x, x * 2, x + 1),),
             "topk": lambda x: tuple(torch.topk(x * 2, 5)),
@@ -301,7 +301,7 @@ class TestTraining(Kept):
                 self.close(one.grad, other.grad, step)
 
     def test_forwards_without_a_backward(self) -> None:
-        """As in a loop that forgot ``no_grad``: at each call, the last outputs are alive, and may have a backward."""
+        """A loop without ``no_grad``: at each call, the last outputs are alive, and may have a backward."""
         model, eager = self.both()
         graphed, kept = self.graphed(model), None
         for call in range(60):

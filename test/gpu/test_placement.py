@@ -133,7 +133,7 @@ class TestPlacement(PlacementTestCase):
             self.assertEqual(graphed(x, wide[:, :256]), x * (call + 1), rtol=0, atol=0)
 
     def test_pinned_memory_is_the_callers_behind_a_copy_that_is_waited_for(self):
-        """A copy that is waited for waits for all copies of its stream, so other pinned memory has been read too."""
+        """A blocking copy waits for all copies of its stream, so other pinned memory has been read too."""
 
         def function(x, v, u):
             return x + v.to("cuda", non_blocking=True) + u.to("cuda")

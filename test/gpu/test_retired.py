@@ -1,4 +1,4 @@
-"""Memory of recordings that are gone: it returns to the driver and the allocator, but not before their launches end.
+"""Memory of deleted recordings returns to the driver and the allocator, but not before their launches end.
 
 The tests drop functions while launches are queued, on one stream or two, with placeholders and with tables.
 """

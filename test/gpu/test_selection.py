@@ -110,7 +110,7 @@ class TestTrials(SelectionTestCase):
         self.assertRegex(str(self.functions()[1].ungraphed_reason), "it was recorded .* times for .* replays")
 
     def test_a_block_that_is_called_often_in_a_training_step_is_graphed(self):
-        """It has a recording at each position, which is no storm."""
+        """The block has a recording at each position, which is not a storm."""
         layer = torch.nn.Linear(32, 32, device=self.device)
         block, depth = torch.compile(layer, mode="reduce-overhead"), storms.MOST_RECORDINGS + 4
         with mock.patch.object(trial, "plain_way", lambda facts: Execution.GRAPHED):

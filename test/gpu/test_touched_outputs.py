@@ -1,6 +1,6 @@
-"""What a program leaves on outputs that it drops, or does to outputs that it keeps; eager is the oracle.
+"""Changes that a program makes to outputs that it drops or keeps; eager is the oracle.
 
-Outputs of a training forward and gradients are cached tensors, which torch returns again once nobody holds them.
+Outputs of a training forward and gradients are cached tensors, which torch returns again once they are no longer held.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TestTouchedOutputs(KeptTestCase):
         self.graphed = torch.compile(self.model, mode="reduce-overhead")
 
     def check_steps(self, step: Callable[[Callable[..., Any], torch.Tensor], list[torch.Tensor]]) -> None:
-        """Takes the same steps with the compiled model and with eager's."""
+        """Takes the same steps with the compiled model and with eager."""
         for number in range(STEPS):
             x = torch.randn(16, 64, device=self.device)
             found, wanted = step(self.graphed, x), step(self.model, x)
@@ -64,7 +64,7 @@ class TestTouchedOutputs(KeptTestCase):
 
     @parametrize("is_kept", [False, True])
     def test_gradients_with_other_memory(self, is_kept: bool) -> None:
-        """As optimizers have it that convert or average gradients by ``.data``."""
+        """Some optimizers convert or average gradients through ``.data`` in this way."""
         kept: dict[int, list[list[torch.Tensor]]] = {}  # by way
 
         def step(call: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
@@ -113,7 +113,7 @@ class TestTouchedOutputs(KeptTestCase):
 class TestBlocksOfAStep(KeptTestCase):
     @parametrize("calls", [4, 12])
     def test_a_block_that_a_training_step_calls_many_times_is_decided(self, calls: int) -> None:
-        """Its trial ends, and then C++ replays it."""
+        """The function's trial ends, and then C++ replays it."""
         block = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()).to("cuda")
         graphed = torch.compile(block, mode="reduce-overhead")
         with torch._inductor.config.patch({"triton.pygraph_selective": "auto"}):

@@ -72,7 +72,7 @@ class TestTwoDevices(IndirectionTestCase):
             torch.cuda.set_device(device)
             graphed, x = self.graphed(lambda x: (x * 2).cos() @ x), torch.randn(32, 32, device=device)
             with torch.no_grad():
-                with one_compiles:  # torch does not compile in several threads at a time
+                with one_compiles:  # torch does not compile in several threads at once
                     graphed(x)
                 both.wait()
                 for _ in range(20):

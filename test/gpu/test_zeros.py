@@ -60,7 +60,7 @@ class TestZeros(IndirectionTestCase):
 
     @parametrize("takes", list(TAKES))
     def test_a_slice(self, takes: str) -> None:
-        """It has its offset for an address."""
+        """Such a view has its offset as its address."""
 
         def backward(call: int, outputs: tuple[torch.Tensor, ...]) -> None:
             both = torch.cat(outputs)

@@ -212,7 +212,7 @@ def comparable_warnings(caught: Sequence[warnings.WarningMessage]) -> list[tuple
 class LogLines(logging.Handler):
     """Keeps the warnings and errors of our loggers and of those for graph capture.
 
-    Whether the native parts are there is told once in a process, by whoever comes first, and left out.
+    The message on whether the native parts exist is logged once per process, so it is left out.
     """
 
     _COMPARED = re.compile(r"cudagraph|pygraph(?!_trees\.native)|inductor_patches")

@@ -128,13 +128,13 @@ def grid(device: torch.device, seconds: float, seed: int) -> list[dict[str, Any]
 
 
 def ratios_of(times: Mapping[str, float], *, is_graphed: bool) -> dict[str, float]:
-    """The function's time, and that of the forced way that it goes, by the better forced way's."""
+    """The ratios of the function's time, and of the time of the forced way that it goes, to the better forced way's."""
     best = min(times["compile"], times["ours:graphed"])
     return {"ratio": times["ours"] / best, "choice_ratio": times["ours:graphed" if is_graphed else "compile"] / best}
 
 
 def summary_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """How many functions go the better forced way, and how many are as fast as it, each within 3%."""
+    """The numbers of functions that go the better forced way, and that are as fast as it, each within 3%."""
     chosen, own = ([record[name] for record in records] for name in ("choice_ratio", "ratio"))
     within, as_fast = (sum(ratio <= _CLOSE for ratio in ratios) for ratios in (chosen, own))
     return (

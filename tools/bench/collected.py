@@ -17,12 +17,12 @@ _OTHERS = ("upstream", "compile")
 
 @dataclass(frozen=True)
 class Workload:
-    """What one run measured of a workload."""
+    """The measurements of a workload in one run."""
 
     name: str
     mode: str
     batch: int
-    by_way: Mapping[tuple[str, str], Measurement]  # by way and regime, those that did not fail
+    by_way: Mapping[tuple[str, str], Measurement]  # by way and regime, without failed ones
     errors: Mapping[tuple[str, str], str]
 
     def get(self, way: str, regime: str, figure: str) -> float | None:
@@ -30,17 +30,17 @@ class Workload:
         return None if found is None else getattr(found, figure)
 
     def ratio(self, figure: str, regime: str) -> float | None:
-        """Upstream's figure by ours, of those of which less is better."""
+        """The ratio of upstream's figure to ours, for figures that are better if lower."""
         ours, upstream = (self.get(way, regime, figure) for way in ("ours", "upstream"))
         return upstream / ours if ours and upstream else None
 
     def ratio_to_best(self, figure: str, regime: str) -> float | None:
-        """The figure of the better one of upstream's graphs and no graphs by ours, if all three were measured."""
+        """The ratio of the better figure of upstream's graphs and no graphs to ours, if all three were measured."""
         ours, best = self.get("ours", regime, figure), self.best_other(figure, regime)
         return best[1] / ours if ours and best and all(self.get(way, regime, figure) for way in _OTHERS) else None
 
     def rounds(self, figure: str, regime: str) -> list[float]:
-        """The ratio of each round in which both were measured."""
+        """The ratio of upstream's figure to ours in each round in which both were measured."""
         ours, upstream = (self.by_way.get((way, regime)) for way in ("ours", "upstream"))
         if ours is None or upstream is None:
             return []
@@ -48,12 +48,12 @@ class Workload:
         return [theirs / own for theirs, own in found if own]
 
     def limit(self, way: str, regime: str) -> float | None:
-        """Latency by the GPU's time inside of graphs, which is the least that it can be."""
+        """The ratio of latency to the GPU's time inside graphs, which is the least possible latency."""
         latency, inside = (self.get(way, regime, figure) for figure in ("latency_ms", "gpu_ms"))
         return latency / inside if latency and inside else None
 
     def best_other(self, figure: str, regime: str) -> tuple[str, float] | None:
-        """The better one of upstream's graphs and no graphs, of those that were measured."""
+        """The better one of upstream's graphs and no graphs, among those that were measured."""
         found = [(self.get(way, regime, figure), way) for way in _OTHERS]
         known = [(value, way) for value, way in found if value]
         return (min(known)[1], min(known)[0]) if known else None
@@ -71,11 +71,11 @@ class Summary:
     starts: Mapping[Path, Results]  # files that have only times to compile and record
 
     def ratios(self, figure: str, regime: str) -> list[float]:
-        """Over upstream, of what is on the paper's list."""
+        """The ratios to upstream, for workloads on the paper's list."""
         return [ratio for w in self._listed() if (ratio := w.ratio(figure, regime)) is not None]
 
     def ratios_to_best(self, figure: str, regime: str) -> list[float]:
-        """Over the better one of upstream's graphs and no graphs, of what is on the paper's list."""
+        """The ratios to the better of upstream's graphs and no graphs, for workloads on the paper's list."""
         return [ratio for w in self._listed() if (ratio := w.ratio_to_best(figure, regime)) is not None]
 
     def _listed(self) -> list[Workload]:
@@ -83,7 +83,7 @@ class Summary:
 
 
 def read_all(paths: Iterable[Path]) -> dict[Path, Results]:
-    """The result files among these; files of other figures, which have "results" and no "records", are passed over.
+    """The result files among these; files with other figures, which have "results" and no "records", are skipped.
 
     Raises:
         ResultsFormatError: a file is neither.
@@ -93,7 +93,7 @@ def read_all(paths: Iterable[Path]) -> dict[Path, Results]:
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
-            body = None  # let its reader say what is wrong
+            body = None  # its reader reports the error
         if not (isinstance(body, dict) and "results" in body):
             found[path] = Results.read(path)
     return found
@@ -102,10 +102,10 @@ def read_all(paths: Iterable[Path]) -> dict[Path, Results]:
 def summarise(
     files: Mapping[Path, Results], names: Sequence[str], starts: Mapping[Path, Results] | None = None
 ) -> Summary:
-    """Takes each workload from the latest file that has it; ``names`` are all that there are, in order.
+    """Takes each workload from the latest file that has it; ``names`` lists all workloads in order.
 
     Args:
-        starts: files from which times to compile and record are taken where the others have none.
+        starts: files from which times to compile and record are taken if the others have none.
 
     Raises:
         ValueError: there is no file.

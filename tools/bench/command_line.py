@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(
         prog="python tools/bench",
         description="Measures workloads in four ways (eager, compile, upstream, ours), each in a process of its own. "
-        "Without --out page, plots and the README's table are made anew at the end.",
+        "Without --out page, plots and the README's table are regenerated at the end.",
     )
     parse.add_argument("names", nargs="*", metavar="NAMES", help="workloads; all of them by default")
     parse.add_argument("--list", action="store_true", help="show the workloads and do nothing")
@@ -244,7 +244,7 @@ def _summarise() -> None:
     from bench import summary
 
     if importlib.util.find_spec("matplotlib") is None:
-        print("without matplotlib the plots stay as they are: python tools/bench/summary.py makes page and plots anew")
+        print("without matplotlib the plots stay as they are: python tools/bench/summary.py regenerates page and plots")
     else:
         summary.main([])
 
@@ -257,7 +257,7 @@ def _resume(results: Results, out: Path, ways: Sequence[str]) -> tuple[Results, 
     before = Results.read(out)
     differ = results.differs_in(before)
     if differ:
-        print(f"{out} differs in {', '.join(differ)}; starting anew", flush=True)
+        print(f"{out} differs in {', '.join(differ)}; starting from scratch", flush=True)
         return results, set()
     return replace(results, records=before.records), before.finished(ways)
 

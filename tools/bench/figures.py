@@ -25,7 +25,7 @@ def options_of(doc: str | None, names: Sequence[str], *, rounds: int, calls: int
         doc: the script's docstring; its first line is the description.
         names: the programs that are measured by default.
         rounds: rounds by default.
-        calls: calls in a block by default; without any there is no such option.
+        calls: calls in a block by default; if 0, there is no such option.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(names), metavar="NAMES", help=f"default: {' '.join(names)}")

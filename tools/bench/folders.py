@@ -6,4 +6,4 @@ from pathlib import Path
 
 WORKLOADS_FOLDER = Path(__file__).parent / "workloads"
 RESULTS_FOLDER = Path(__file__).parent / "results"
-START_FOLDER = "start"  # in it, with files of times to compile and record alone
+START_FOLDER = "start"  # its subfolder for files that have only times to compile and record

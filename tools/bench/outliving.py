@@ -45,14 +45,14 @@ Step = Callable[[Any, bool], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is compiled, and a step of the program, which returns values to compare."""
+    """The function to compile, and a step of the program, which returns values to compare."""
 
     fn: Callable[..., Any]
     step: Step
 
 
 def _cached(name: str) -> Case:
-    """A model of timm's that caches a tensor in its first call."""
+    """A model from timm that caches a tensor in its first call."""
     import timm
 
     model = timm.create_model(name, pretrained=False).to(_DEVICE).eval()
@@ -129,7 +129,7 @@ def optimizer() -> Case:
 
 
 def state() -> Case:
-    """A state that is carried on for 32 calls and kept after each."""
+    """A state that is passed on through 32 calls and kept after each."""
     cell = nn.GRUCell(256, 256).to(_DEVICE)
     inputs = torch.randn(32, 64, 256, device=_DEVICE).unbind()
 
@@ -274,7 +274,7 @@ def _ungraphed(report: pygraph_trees.Report) -> int:
 
 @contextlib.contextmanager
 def _own_marks(marks: dict[str, int], way: str) -> Iterator[None]:
-    """Gives a way its own count of marks: once a step was marked, steps begin at marks alone."""
+    """Gives a way its own count of marks: once a step is marked, steps begin only at marks."""
     MarkStepBox.mark_step_counter = marks.get(way, 0)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Small programs that are no workloads, by name, and workloads beside them.
+"""Small programs that are not workloads, by name, and the workloads.
 
 :func:`program_of` builds MLP, MLP-N (the same for any batch size), CHAIN (three graphs in one step) and RESNET18 (a
 training step; needs torchvision) on the GPU. Any other name is a workload's.
@@ -23,7 +23,7 @@ def perceptron(device: torch.device) -> Program:
 
 
 def perceptron_of_any_batch(device: torch.device) -> Program:
-    """Compiled for any batch size, which is an input then."""
+    """Two small layers compiled for any batch size, which is then an input."""
     program = perceptron(device)
     torch._dynamo.mark_dynamic(program.args[0], 0)
     return dataclasses.replace(program, name="MLP-N")

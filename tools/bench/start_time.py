@@ -37,7 +37,7 @@ COUNTERS = {
         "autograd_cache_saved",
     ),
 }
-PERCEPTRONS = ("MLP", "MLP-T")  # two small layers, in inference and in training; no workloads
+PERCEPTRONS = ("MLP", "MLP-T")  # two small layers, in inference and in training; not workloads
 _CALLS = 3
 _TIMEOUT_S = 600.0
 _SMALLER: Mapping[str, Any] = {"batch": 2, "sequence": 32, "layers": 1, "hidden": 64}  # of a workload

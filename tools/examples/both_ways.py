@@ -36,7 +36,7 @@ def clock(device: torch.device) -> float:
 def observe(step: Callable[[], object], device: torch.device) -> dict[str, int]:
     """Takes one more step and returns the CUDA graphs that exist and what the step did with them.
 
-    ``recordings`` are all of the process, ``skips`` the graphs that were compiled and not recorded, ``replays`` and
+    ``recordings`` counts those of the process, ``skips`` graphs that were compiled but not recorded, ``replays`` and
     ``copied_bytes`` those of this step, and ``extra_copies`` inputs that our graphs had to copy at single calls.
     """
     from torch._dynamo.utils import counters
@@ -123,7 +123,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def new_file(text: str) -> Path:
-    """Reads an option that names a file to write, and checks it before there is anything to lose."""
+    """Reads an option that names a file to write, and checks it before any work is done."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists; got {text!r}")

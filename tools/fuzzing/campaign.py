@@ -1,8 +1,8 @@
 """Checks random cases for a given time, in worker processes that may die.
 
 A worker writes each case to a file before it runs it, and makes a failing case smaller itself. If the process dies or
-loses the GPU, its last case is made smaller in other processes. If eager lost the GPU, or the control dies of the case
-too, another worker replaces it. A seed repeats the cases for as many workers.
+loses the GPU, its last case is made smaller in other processes. If eager lost the GPU, or the control also dies
+of the case, another worker replaces it. A seed gives the same cases again for the same number of workers.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Campaign:
     seed: int
     most_cases: int | None = None
     jobs: int = 1  # worker processes at a time
-    compares: bool = True  # False: a case only runs in the way under test, for what that does to the process
+    compares: bool = True  # False: a case only runs in the way under test, to see whether the process survives
 
 
 @dataclass(slots=True)
 class Counts:
-    """The numbers of what was run so far."""
+    """The counts so far."""
 
     cases: int = 0
     calls: int = 0

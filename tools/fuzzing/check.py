@@ -216,7 +216,7 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor in a row, those of complex ones in pairs."""
+    """The numbers of a tensor in a row; complex numbers as pairs."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
 
 

@@ -25,7 +25,7 @@ from .case import read
 from .check import InvalidCase, Mismatch, check
 
 _MINUTES, _MOST_MINUTES = 5.0, 60.0  # the second if the number of programs is limited
-_MOST_JOBS = 12  # each has a context and a compiler of its own
+_MOST_JOBS = 12  # each has its own context and compiler
 
 
 def main(arguments: Sequence[str]) -> int:

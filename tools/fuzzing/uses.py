@@ -1,4 +1,4 @@
-"""What a case makes use of, by name: a campaign counts its cases by these names, to show that each is tried."""
+"""The named features that a case uses; a campaign counts cases by feature, to show that each one is tried."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ USES = (
 
 
 def uses(case: Case) -> tuple[str, ...]:
-    """Those of :data:`USES` that a case makes use of."""
+    """The features in :data:`USES` that a case uses."""
     around = case.around
     found = (
         case.backward,

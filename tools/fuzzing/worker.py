@@ -126,7 +126,7 @@ class Worker:
             for name in uses(case):
                 self.counts.uses[name] = self.counts.uses.get(name, 0) + 1
             self.counts.torch_differs += verdict.torch_differs is not None
-            self._end_if_poisoned(POISONED)  # by what runs when the way is closed
+            self._end_if_poisoned(POISONED)  # code that runs when the way is closed may lose the GPU
         finally:
             self._write_counts()
         return None
@@ -149,7 +149,7 @@ class Worker:
         self.counts.ungraphed_calls += sum(f.ungraphed_calls for f in functions)
 
     def _end_if_poisoned(self, status: int) -> None:
-        """After a fault every later call on the GPU fails too, and says nothing about its case."""
+        """After a fault, every later call on the GPU also fails, which says nothing about its case."""
         if is_lost(self._device):
             self._write_counts()
             os._exit(status)

@@ -72,7 +72,7 @@ class Table:
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
-        """Goes around a whole capture, on the stream on which it begins; kernels in the capture read the slots."""
+        """Wraps a whole capture, on the stream on which it begins; kernels in the capture read the slots."""
         self._readers.clear()
         self._write()
         with through(self):
@@ -239,7 +239,7 @@ class Warmups:
         is_backward: bool,
         builds: bool,
     ) -> contextlib.AbstractContextManager[None]:
-        """Goes around a function's warmup: notes which kernels read live inputs and, if ``builds``, builds variants.
+        """Wraps a function's warmup: notes which kernels read live inputs and, if ``builds``, builds variants.
 
         Live inputs of a forward that its backward takes are still static for the backward, and will be found to be
         live. If another static input turns out to move, the function is recorded again without a warmup, and the input
