@@ -119,13 +119,13 @@ def _ignored_prefix_lists(config: Any) -> list[list[str]]:
 def _version() -> str:
     """The version of the code that shapes artifacts; if it cannot be read, one for this process, which shares none."""
     from pygraph_trees.code_hash import artifact_hash
-    from pygraph_trees.version import __version__
+    from pygraph_trees.version import ArtifactVersion, __version__
 
     try:
         code = artifact_hash()
     except OSError:
         code = secrets.token_hex(32)
-    return f"{__version__}+{code}"
+    return ArtifactVersion(f"{__version__}+{code}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def value_of(variable: str, values: Sequence[str], default: str | int) -> str | 
     if word.isascii() and word.isdigit():
         with contextlib.suppress(ValueError):  # Python's limit of digits
             return int(word)
-    _warn(ValueIgnored, variable, value, "", allowed="0, 1, 2, ...", instead=instead)
+    _warn(ValueIgnored, variable, value, "", allowed="0, 1, 2 and so on", instead=instead)
     return None
 
 

@@ -8,6 +8,7 @@ the meantime, that function does not touch it and warns.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import warnings
@@ -26,7 +27,11 @@ class PatchWarning(UserWarning):
     template: str
 
     def __init__(self, **fields: object) -> None:
+        self._fields = fields
         super().__init__(self.template.format(**fields))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), **self._fields), ()
 
 
 class PatchOverwritten(PatchWarning):

@@ -69,15 +69,15 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--ways",
         metavar="A,B",
-        help="some of eager,compile,upstream,ours (the default), ours:patch,ours:table,ours:graphed,"
-        "ours:keep,ours:overwrite",
+        help="some of eager, compile, upstream, ours (the default), ours:patch, ours:table, ours:graphed, "
+        "ours:keep, ours:overwrite",
     )
     _add_files(compare, "measurements and report")
     compare.add_argument(
         "--baseline", type=_file, metavar="FILE", help="exit with 1 if a way is slower than in FILE, from --json"
     )
     compare.add_argument(
-        "--tolerance", type=_percent, default=5, metavar="PERCENT", help="by which it may be slower (default 5)"
+        "--tolerance", type=_percent, default=5, metavar="PERCENT", help="by which a way may be slower (default 5)"
     )
     compare.set_defaults(command=_compare)
 
@@ -91,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     built = commands.add_parser("build", help="build the parts in C and C++ for the installed torch")
     built.set_defaults(command=_build)
 
-    profiles = commands.add_parser("profiles", help="list what was decided of functions in earlier processes")
-    profiles.add_argument("--clear", action="store_true", help="remove all of it, so that functions are measured again")
+    profiles = commands.add_parser("profiles", help="list the decisions that earlier processes stored")
+    profiles.add_argument("--clear", action="store_true", help="remove them, so that functions are measured again")
     profiles.set_defaults(command=_profiles)
     for command in (compare, explain, built, profiles):
         _add_traceback(command, default=argparse.SUPPRESS)  # keeps the one given before the command

@@ -1,11 +1,13 @@
 """The project's errors and warnings: one class each, with a message template.
 
-An error takes the template's fields as keywords, keeps them as attributes and formats its message. Code chooses a path
-by the class, never by the text. Errors that belong to one part are defined there, as subclasses.
+An error takes the template's fields as keywords, keeps them as attributes and formats its message. It can be pickled,
+as process pools require. Code chooses a path by the class, never by the text. Errors that belong to one part are
+defined there, as subclasses.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 
@@ -20,6 +22,16 @@ class PygraphError(Exception):
             setattr(self, name, value)
         super().__init__(self.template.format(**fields))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.fields)
+
+
+def _restored(kind: type[PygraphError], fields: dict[str, Any]) -> PygraphError:
+    """An error with these fields, made without the constructor of its class, which may take others."""
+    error = kind.__new__(kind)
+    PygraphError.__init__(error, **fields)
+    return error
+
 
 class PygraphWarning(UserWarning):
     """The base of all warnings; pass a formatted template to :func:`warnings.warn`."""
@@ -29,6 +41,9 @@ class PygraphWarning(UserWarning):
     def __init__(self, **fields: Any) -> None:
         self.fields = fields
         super().__init__(self.template.format(**fields))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), **self.fields), ()
 
 
 NOT_FOUND = "NOT_FOUND"  # stands for the code of a call that the bindings or the installed driver lack

@@ -58,7 +58,7 @@ class Flag:
         if self.is_number:
             if type(value) is int and value >= 0:
                 return value
-            raise InvalidFlag(name=self.name, allowed="0, 1, 2, ...", value=value, hint="")
+            raise InvalidFlag(name=self.name, allowed="0, 1, 2 and so on", value=value, hint="")
         if self.is_switch and isinstance(value, bool):
             return "on" if value else "off"
         if isinstance(value, str) and value in self.values:

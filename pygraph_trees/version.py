@@ -5,6 +5,12 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 
+class ArtifactVersion(str):
+    """The version in Inductor's configuration. A process that unpickles the configuration thereby gets the patches."""
+
+    __slots__ = ()
+
+
 def triton_version() -> str | None:
     """The version of the installed Triton; None without one."""
     try:

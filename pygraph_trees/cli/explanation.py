@@ -201,7 +201,7 @@ def _kernels(counts: Counter[str]) -> str:
 
 def _placement(found: Explanation) -> Iterator[str]:
     parts, outside = found.split
-    now = f"{counted(parts, 'partition')}, {outside or 'none'} outside of CUDA graphs"
+    now = f"{counted(parts, 'partition')}, {outside or 'none'} outside of CUDA graphs" if parts else "no partitions"
     if found.unplaced is None or found.unplaced == (parts, outside):
         yield now
     else:
@@ -216,8 +216,8 @@ def _placement(found: Explanation) -> Iterator[str]:
 def _features(found: Explanation) -> str:
     settings = found.settings
     graphed = [p for g in found.graphs if g.not_graphed is None for p in g.partitions if p.partition.graphed]
-    done = "nothing is graphed" if settings["selective"] == "never" else f"{counted(len(graphed), 'function')} graphed"
-    if settings["selective"] == "auto":
+    done = f"{counted(len(graphed), 'function')} graphed" if graphed else "nothing is graphed"
+    if graphed and settings["selective"] == "auto":
         done += ", if that is faster"
     placement, *moves = _placement(found)
     indirection = "; ".join(_given(graphed, by_address=settings["indirection"] != "off")) or "no live inputs"

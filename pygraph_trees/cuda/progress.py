@@ -1,7 +1,7 @@
-"""Asks how far the GPU has come, without waiting and without breaking a capture of another thread.
+"""Asks how far the GPU has come, or waits for it, without breaking a capture of another thread.
 
-While a thread captures in CUDA's global mode, which is the default of ``torch.cuda.graph``, such a question from any
-thread is an error and ends the capture.
+While a thread captures in CUDA's global mode, which is the default of ``torch.cuda.graph``, such a question or wait of
+any thread is an error and ends the capture.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ def is_over(work: Any) -> bool:
 
     Raises RuntimeError if the event or stream is part of a capture.
     """
-    with _without_disturbing_captures():
+    with without_disturbing_captures():
         done: bool = work.query()
         return done
 
 
 def us_between(begin: Any, end: Any) -> float | None:
     """GPU time between two events of ``torch.cuda`` that take times; None if the GPU has not reached the second one."""
-    with _without_disturbing_captures():
+    with without_disturbing_captures():
         return begin.elapsed_time(end) * 1e3 if end.query() else None
 
 
 @contextlib.contextmanager
-def _without_disturbing_captures() -> Iterator[None]:
+def without_disturbing_captures() -> Iterator[None]:
+    """Wraps questions and waits of this thread; see :meth:`.Driver.without_disturbing_captures`."""
     with contextlib.ExitStack() as stack:
         found = driver()
         if found is not None:

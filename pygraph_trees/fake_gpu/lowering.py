@@ -287,6 +287,7 @@ class Lowerings:
             "benchmark_kernel": False,
             "benchmark_fusion": False,
             "shape_padding": False,
+            "freezing": False,  # computes with the values of parameters
             "cpp_wrapper": False,
         }
 

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from pygraph_trees.cuda.host_reads import HostRead
+from pygraph_trees.cuda.progress import without_disturbing_captures
 
 MOST_BUFFERS = 8  # launches that may be queued before the next one waits
 _MOST_NBYTES = 64 << 20  # for all buffers of a recording, unless two of them take more
 # From 32768 elements on, torch divides a copy among threads. If the machine runs other threads in their place, each
 # call waits for them: 8 ms a call for 300 KB (measured on an H200's host).
 _COPIED_BY_TORCH = (32 << 10) - 1  # bytes, at most
-# Placement stages no larger value. The program reads part of a larger input, and the common copy would take all of it.
+# A larger input has its own copy: the program may read only a part of it, and the common copy would take all of it.
 _MOST_TOGETHER_NBYTES = 320 << 10
 # Torch's allocations begin at multiples of 512 bytes, and libraries choose kernels by alignment.
 _ALIGNMENT, _SMALL_ALIGNMENT = 512, 64
@@ -140,6 +141,10 @@ class Staging:
         of sources read so until the next call. The current stream must not be capturing: a wait ends a capture, and
         the captured launch would read the buffer again after later calls have written to it.
         """
+        with without_disturbing_captures():
+            return self._put(values)
+
+    def _put(self, values: Sequence[torch.Tensor]) -> list[int]:
         if self.is_fixed:
             if self._next.read is not None:
                 self._next.read.synchronize()
@@ -248,9 +253,10 @@ def _is_free(buffer: _Buffer) -> bool:
 
 
 def _wait_for(buffers: list[_Buffer]) -> None:
-    for buffer in buffers:
-        if buffer.read is not None:
-            buffer.read.synchronize()
+    with without_disturbing_captures():
+        for buffer in buffers:
+            if buffer.read is not None:
+                buffer.read.synchronize()
 
 
 def pinned_bytes(nbytes: int) -> torch.Tensor:

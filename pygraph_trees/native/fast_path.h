@@ -147,7 +147,8 @@ struct Mortal {
     PyObject *ask = nullptr; // the question in Python, which recognizes more dead outputs; NULL without outputs
     std::vector<Run> runs;
 
-    /* Takes None, or pairs of lists and indices with the question to ask; false with an exception. */
+    /* Takes None, or pairs of lists and places with the question to ask; false with an exception. A place has the index
+       of an output, and the address of the storage that it was made with. */
     bool take(PyObject *given);
     int visit(visitproc visit, void *arg) const;
     void clear();
@@ -163,7 +164,7 @@ struct Mortal {
   private:
     struct Dying {
         size_t input; // position among the inputs, or NOWHERE
-        uint64_t index;
+        uint64_t index, address;
     };
     std::vector<Dying> places; // of each output; empty if not known
     bool seem_dead();

@@ -21,8 +21,8 @@ bool has_attributes(PyObject *dictionary) {
     return false;
 }
 
-/* Whether a cached output is as it was made, and has nothing that its last user left: a gradient or its type, a history
-   that is not replaced, hooks, attributes, weak references. It must also be an inference tensor if `is_inference`. */
+/* Whether a cached output is as it was made, and has nothing that its last user left: a gradient or its type, a
+   tangent, a history that is not replaced, hooks, attributes, weak references. It must also be an inference tensor if `is_inference`. */
 bool is_untouched(PyObject *output, const Replay::Made &made, const int64_t *shape, bool has_new_history,
                   bool is_inference) {
     if (output != made.known.object || Py_TYPE(output) != made.kind)
@@ -41,7 +41,7 @@ bool is_untouched(PyObject *output, const Replay::Made &made, const int64_t *sha
             return false;
     if (impl->autograd_meta() != nullptr) {
         const auto *known = static_cast<const torch::autograd::AutogradMeta *>(impl->autograd_meta());
-        if (known->grad_.defined() || known->requires_grad_ || known->retains_grad_ ||
+        if (known->grad_.defined() || known->fw_grad_ != nullptr || known->requires_grad_ || known->retains_grad_ ||
             known->post_acc_grad_hooks_ != nullptr || known->grad_dtype_.has_value() ||
             known->allow_grad_dtype_mismatch_ || (!has_new_history && known->grad_fn_ != nullptr))
             return false;

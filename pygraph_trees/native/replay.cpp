@@ -31,6 +31,14 @@ static PyObject *item_of(PyObject *list, uint64_t index) {
                                                                 : nullptr;
 }
 
+/* Whether an output seems dead. If the program gave it other memory, somebody may hold the storage that it had. */
+static bool seems_dead(PyObject *list, uint64_t index, uint64_t address) {
+    PyObject *object = item_of(list, index);
+    return object != nullptr && object != Py_None && is_dead(object) &&
+           reinterpret_cast<uintptr_t>(THPVariable_Unpack(object).unsafeGetTensorImpl()->unsafe_storage().data()) ==
+               address;
+}
+
 bool Mortal::died_as(const std::vector<Watched> &inputs) const {
     if (places.empty())
         return false;
@@ -50,11 +58,8 @@ bool Mortal::others_seem_dead() const {
     const Dying *place = places.data();
     for (const Run &run : runs)
         for (const Dying *end = place + run.outputs.size(); place < end; place++)
-            if (place->input == NOWHERE) {
-                PyObject *object = item_of(run.list, place->index);
-                if (object == nullptr || object == Py_None || !is_dead(object))
-                    return false;
-            }
+            if (place->input == NOWHERE && !seems_dead(run.list, place->index, place->address))
+                return false;
     return true;
 }
 
@@ -67,7 +72,7 @@ bool Mortal::find_among(std::vector<Watched> *inputs) {
     for (const Run &run : runs)
         for (const Watched &output : run.outputs) {
             const auto place = by_object.find(output.known.object);
-            places.push_back({place == by_object.end() ? NOWHERE : place->second, output.index});
+            places.push_back({place == by_object.end() ? NOWHERE : place->second, output.index, output.address});
             if (place != by_object.end())
                 (*inputs)[place->second].dies = true;
         }
@@ -85,14 +90,13 @@ bool Mortal::take(PyObject *given) {
     ask = Py_NewRef(asked);
     for (Py_ssize_t g = 0; g < PyTuple_GET_SIZE(groups); g++) {
         PyObject *list = nullptr, *bytes = nullptr;
-        std::vector<uint64_t> indices;
+        Packed<Place> outputs;
         if (!is_tuple(PyTuple_GET_ITEM(groups, g)) ||
-            !PyArg_ParseTuple(PyTuple_GET_ITEM(groups, g), "O!O", &PyList_Type, &list, &bytes) ||
-            !unpack(bytes, &indices))
+            !PyArg_ParseTuple(PyTuple_GET_ITEM(groups, g), "O!O", &PyList_Type, &list, &bytes) || !outputs.take(bytes))
             return false;
         runs.push_back({Py_NewRef(list), {}});
-        for (const uint64_t index : indices)
-            runs.back().outputs.push_back({index, 0, {}});
+        for (Py_ssize_t i = 0; i < outputs.count; i++)
+            runs.back().outputs.push_back({outputs[i].index, outputs[i].address, {}});
     }
     return true;
 }
@@ -126,10 +130,9 @@ bool Mortal::seem_dead() {
         for (size_t i = 0; i < run.outputs.size(); i++) {
             load<&Watched::load_references>(run.outputs, i);
             Watched &output = run.outputs[i];
-            PyObject *object = item_of(run.list, output.index);
-            if (object == nullptr || object == Py_None || !is_dead(object))
+            if (!seems_dead(run.list, output.index, output.address))
                 return false;
-            output.known.note(object);
+            output.known.note(item_of(run.list, output.index));
         }
     return true;
 }

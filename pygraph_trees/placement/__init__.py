@@ -83,7 +83,9 @@ def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool
     placed = Placed()
     try:
         inside = _depth.get() > 1
-        stages = not inside and settings.indirection != "off" and not config.cpp_wrapper and has_addresses()
+        # Graphs without trees are captured by torch alone.
+        by_address = settings.indirection != "off" and config.triton.cudagraph_trees and not config.cpp_wrapper
+        stages = not inside and by_address and has_addresses()
         place(graph, exact=settings.placement == "exact", stages=stages, folds=not inside, placed=placed)
     except Exception:
         # Each step leaves a valid graph, so the steps before the error stay.

@@ -9,17 +9,28 @@ conversions.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .lookups import LOOKUPS
 from .nodes import REARRANGES, aten, prims, tensors_given, tensors_of
 
 _COUNTS = frozenset({aten.arange, prims.iota})
 _CONVERTS = frozenset({aten._to_copy, prims.convert_element_type})
-_KEEPS = REARRANGES | {aten.view, prims.view_of, prims.rev}
+# Kernels count their results as they count the first input: with another index.
+_KEEPS = (
+    REARRANGES
+    | (LOOKUPS.keys() - {aten.index_put})
+    | {
+        aten.view, aten.diagonal, aten.unfold, aten.split, aten.split_with_sizes, aten.unbind, prims.view_of,
+        prims.rev, prims.device_put,
+    }
+)  # fmt: skip
 # What Inductor puts into one expression.
 _COMPUTES = frozenset(
     {
@@ -28,6 +39,7 @@ _COMPUTES = frozenset(
         aten.relu, aten.sign, aten.bitwise_not,
     }
 )  # fmt: skip
+_REDUCES = frozenset({aten.sum, aten.prod, aten.amax, aten.amin})  # the same, over a few elements
 # Assumed if a number is known only at the call: it is a size or a position, and no program makes more elements on
 # the CPU at each call. Torch itself assumes the same of the values that it moves.
 _MOST_ELEMENTS, _MOST_SYMBOLIC = 1 << 24, 1 << 30
@@ -60,19 +72,29 @@ class Counting:
             return None
         return "a kernel would compute it with 32 bits, or without a conversion"
 
+    def loses_rounding(self, node: fx.Node, dtype: torch.dtype) -> bool:
+        """Whether a kernel that converts a value to a type would go on with numbers that the type does not hold.
+
+        Inductor drops the conversion of what a kernel counts, and of a number that fills a tensor.
+        """
+        self.why_not_counted(node)
+        found = self._found[node] or _filled_with(node)
+        return found is not None and not _fits(found, dtype)
+
     def _of(self, node: fx.Node) -> Interval | None:
         target: Any = node.target
         packet = getattr(target, "overloadpacket", None)
         if packet in _COUNTS:
             return _counted(node)
+        if _keeps(node):
+            return self._found[node.all_input_nodes[0]]
         sources = node.all_input_nodes
-        if packet not in _KEEPS | _CONVERTS | _COMPUTES or all(self._found[source] is None for source in sources):
+        known = packet in _CONVERTS | _COMPUTES or (packet in _REDUCES and _is_written_out(node))
+        if not known or all(self._found[source] is None for source in sources):
             return None
-        if any(self._found[source] is None for source in sources if tensors_of(source)):
+        if any(self._found[s] is None and _filled_with(s) is None for s in sources if tensors_of(s)):
             # A loaded operand ends the expression; the numbers of the other operands are computed before it.
             return None
-        if packet in _KEEPS:
-            return self._found[sources[0]]
         if packet in _CONVERTS:
             # A number that does not fit the type becomes another number for the next node.
             found = self._found[sources[0]]
@@ -126,9 +148,30 @@ class Counting:
     def _interval(self, value: Any) -> Interval:
         if not isinstance(value, fx.Node) or not tensors_of(value):
             return _given(value)
-        found = self._found.get(value)
+        found = self._found.get(value) or _filled_with(value)
         fits = found is not None and all(_fits(found, tensor.dtype) for tensor in tensors_of(value))
         return found if found is not None and fits else _UNKNOWN
+
+
+def _is_written_out(node: fx.Node) -> bool:
+    """Whether Inductor puts all that a reduction reads for an element into the expression."""
+    from torch._inductor import config
+
+    (given,), (left,) = tensors_given(node), tensors_of(node)
+    return statically_known_true(given.numel() <= (config.unroll_reductions_threshold - 1) * left.numel())
+
+
+def _keeps(node: fx.Node) -> bool:
+    return node.target is operator.getitem or getattr(node.target, "overloadpacket", None) in _KEEPS
+
+
+def _filled_with(node: fx.Node) -> Interval | None:
+    """The integer that all elements have, which Inductor puts into the expression; None if they are loaded."""
+    while _keeps(node):
+        node = node.all_input_nodes[0]
+    if node.target is not aten.full.default or isinstance(node.args[1], float):
+        return None
+    return _given(node.args[1])
 
 
 def _given(value: Any) -> Interval:

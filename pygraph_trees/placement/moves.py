@@ -8,6 +8,7 @@ GPU at compile time. A graph with no GPU or several is left alone, with the reas
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .arithmetic import (
     rounds_numbers_to,
     terms_of,
 )
+from .counting import Counting
 from .nodes import (
     HALVES,
     aten,
@@ -81,6 +83,7 @@ class _Rewriting:
         self._mode = detect_fake_mode([tensor for node in graph.nodes for tensor in tensors_of(node)])
         self._anchor: fx.Node | None = None  # a tensor on the GPU, after the inputs
         self._there: dict[fx.Node, fx.Node] = {}  # from a CPU value to the same value on the GPU
+        self._counting = Counting()
         self._waits = any(map(_waits_for_stream, graph.nodes))  # in the graph before the rewrite
 
     def run(self) -> None:
@@ -194,7 +197,21 @@ class _Rewriting:
         if is_row_of_input(node) and _when_read(node, waits=False) is not HostRead.AT_ONCE:
             return "it is a part of an input with gaps"  # otherwise the CPU would copy it at the call
         nbytes = nbytes_of(node)
-        return f"{nbytes} bytes are too many to be staged" if nbytes > MOST_STAGED_NBYTES else None
+        if nbytes <= MOST_STAGED_NBYTES or self._would_differ(node):
+            return None
+        return "its size is not known" if nbytes == math.inf else f"{nbytes} bytes are too many to be staged"
+
+    def _would_differ(self, node: fx.Node) -> bool:
+        """Whether the GPU would count other numbers: Inductor computes a constant there in place of a copy."""
+        todo = [node] if node in self._plan.folding.constants else []
+        seen = set(todo)
+        while todo:
+            current = todo.pop()
+            if self._counting.why_not_counted(current) is not None:
+                return True
+            todo += [source for source in current.all_input_nodes if source not in seen]
+            seen.update(current.all_input_nodes)
+        return False
 
     def _made_there(self, node: fx.Node) -> fx.Node:
         args, given = fx.map_arg((node.args, node.kwargs), lambda n: self._there.get(n, n))
@@ -241,7 +258,11 @@ class _Rewriting:
             return _rounded(value, torch.float32)
         if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], torch.Tensor):
             return value
-        return self._converted(self._converted(value, torch.float32, like), torch.float64, like)
+        single = self._converted(value, torch.float32, like)
+        if self._counting.loses_rounding(value, torch.float32):
+            one = self._call(aten.full.default, ([], 1.0), like, {"dtype": torch.float32, "device": self._gpu})
+            single = self._call(rounded_product, (single, one), like)
+        return self._converted(single, torch.float64, like)
 
     def _converted(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
         given = node.meta["val"].dtype

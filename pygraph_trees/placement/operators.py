@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from .arithmetic import COMPUTES_NEARLY, CONVERSIONS, SINGLE, computes_in_double
@@ -275,7 +276,9 @@ def _is_small_power(node: fx.Node) -> bool:
 def _writes_one_number(node: fx.Node) -> bool:
     """Whether all writes to one place carry the same number, so that the order of ``index_put`` does not matter."""
     values, *accumulates = node.args[2:]
-    return not any(accumulates) and isinstance(values, fx.Node) and all(t.numel() == 1 for t in tensors_of(values))
+    if any(accumulates) or not isinstance(values, fx.Node):
+        return False
+    return all(statically_known_true(tensor.numel() == 1) for tensor in tensors_of(values))
 
 
 def _may_divide_by_zero(node: fx.Node) -> bool:

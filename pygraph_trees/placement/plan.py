@@ -130,12 +130,16 @@ class Plan:
             self.why[node] = "it is an input"
             return How.COPIED
         if is_copy_between_devices(node) and is_on_gpu(node.args[0]):
-            value = node.meta["val"]
-            if node.args[0].op == "placeholder" or value.dtype == torch.bool or not is_narrow(value):
+            value, why = node.meta["val"], self._counting.why_not_counted(node)
+            if node.args[0].op != "placeholder" and value.dtype != torch.bool and is_narrow(value):
+                why = "a kernel may hold it in more bits than its type has"
+            if why is None:
                 return How.KEPT
-            self.why[node] = "a kernel may hold it in more bits than its type has"
+            self.why[node] = why
             return How.COPIED
-        why = why_not_elsewhere(node, exact=self._exact) or self._counting.why_not_counted(node)
+        why = why_not_elsewhere(node, exact=self._exact)
+        if why is None and not _shares_memory(node):  # a view has the numbers of its base
+            why = self._counting.why_not_counted(node)
         if node in self.folding.constants:
             if why is None and rounds_nearly(node):
                 why = "its last place may differ"

@@ -90,18 +90,20 @@ def render(
 
 
 def environment_lines(environment: Environment) -> list[str]:
-    """The versions; the patches that are on; a line for each feature that is off."""
+    """The versions; the patches that are on; the others, by state and reason."""
     on = [f.name for f in environment.features if f.state == "on"]
-    waiting = [f.name for f in environment.features if f.state == "waiting"]
+    others: dict[tuple[str, str | None], list[str]] = {}
+    for f in environment.features:
+        if f.state != "on":
+            state = "waiting for torch's compiler" if f.state == "waiting" else f.state
+            others.setdefault((state, f.reason), []).append(f.name)
     return [
         f"pygraph_trees {environment.pygraph_trees}, torch {environment.torch}, triton {environment.triton or 'none'}, "
         f"{environment.gpu or 'no GPU'}",
         f"patches on: {', '.join(on) or 'none'}; native: {environment.native}",
-        *([f"patches waiting for torch's compiler: {', '.join(waiting)}"] if waiting else []),
         *(
-            f"patches {f.state}: {f.name}{f', {f.reason}' if f.reason else ''}"
-            for f in environment.features
-            if f.state not in ("on", "waiting")
+            f"patches {state}: {', '.join(names)}{f', {reason}' if reason else ''}"
+            for (state, reason), names in others.items()
         ),
     ]
 

@@ -48,8 +48,9 @@ def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def compile_fx(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        given = call.arguments["config_patches"]
-        with config.patch(given or {}):
+        given = call.arguments["config_patches"] or {}
+        # Since torch 2.15, other names may be options of a device, which are not in this configuration.
+        with config.patch({name: value for name, value in given.items() if name.startswith("triton.")}):
             patches = without_graphs(Settings.current(), given) if config.triton.cudagraphs else None
         if patches is None:
             return upstream(*args, **kwargs)
@@ -159,6 +160,7 @@ def _memory(log: FunctionLog, settings: Settings, device: int, has_fast_path: bo
     matters = {
         "indirection": settings.indirection,
         "placement": settings.placement,
+        "outputs": settings.outputs,
         "fast path": "yes" if has_fast_path else "no",
         "partition": str(log.partition) if log.mode == INFERENCE else "all",
     }

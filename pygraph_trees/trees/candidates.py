@@ -62,7 +62,7 @@ def candidate_filter(facts: Sequence[tuple[Sequence[tuple[int, int]], Any]]) -> 
     for number, (fixed, deaths) in enumerate(facts):
         for index, address in fixed:
             places[index][address] |= 1 << number
-        for cached, _, index in () if deaths is None else deaths.places:
+        for cached, _, index, _ in () if deaths is None else deaths.places:
             _, before = held.get((id(cached), index), (cached, 0))
             held[id(cached), index] = cached, before | 1 << number
 

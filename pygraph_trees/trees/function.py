@@ -72,10 +72,10 @@ def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
     return 0 if is_backward else int(meta.num_forward)
 
 
-def _has_collective(model: Callable[..., Any]) -> bool:
-    """Whether generated code calls collectives, such as ``torch.ops._c10d_functional.all_reduce_``."""
+def _names_in(model: Callable[..., Any]) -> Sequence[str]:
+    """The attributes and globals of generated code, such as those of ``torch.ops._c10d_functional.all_reduce_``."""
     code = getattr(getattr(model, "__func__", model), "__code__", None)
-    return code is not None and not _COLLECTIVES.isdisjoint(code.co_names)
+    return () if code is None else tuple(code.co_names)
 
 
 class FunctionModel:
@@ -94,6 +94,7 @@ class FunctionModel:
         self.outputs = OutputPlan()  # the outputs for which later recordings have further inputs
         self.is_entered = False  # by :func:`entered`
         self.tangents: Sequence[int] = ()  # inputs of a backward that may be zeros without memory
+        self._makes_zeros = "_efficientzerotensor" in _names_in(model)  # outputs may be zeros without memory
         self.stop: Callable[[str], None] | None = None  # lets it run un-graphed from the next call on, with a reason
         if hasattr(model, "__name__"):
             self.__name__ = model.__name__
@@ -119,6 +120,8 @@ class FunctionModel:
                 outputs = self.model(inputs)
         else:
             outputs = self.model(inputs)
+        if self._makes_zeros:
+            give_memory(outputs := list(outputs))
         if self.as_returned is not None:
             outputs = self.as_returned(outputs)
         return outputs if allocations is None else allocations.finished(outputs)
@@ -140,7 +143,7 @@ class FunctionModel:
             partition=1,
             settings=asdict(settings),
             graph=graph,
-            has_collective=_has_collective(model),
+            has_collective=not _COLLECTIVES.isdisjoint(_names_in(model)),
         )
         if graph is not None:
             graph.functions += 1

@@ -15,6 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd import forward_ad
 
 from pygraph_trees.native.binding import packed
 
@@ -27,6 +28,7 @@ class HoldsOutputs(Protocol):
 
     cached_tensor_outputs: Any
     cached_as_made: Sequence[AsMade | None]
+    outputs_metadata: Any
     outputs_weakrefs: Any
     path_weakrefs: Any
     cuda_graphs_pool: Any
@@ -77,6 +79,7 @@ def _is_untouched(output: Any, made: AsMade | None, has_new_history: bool) -> bo
         as_made(output) == made
         and (has_new_history or output.grad_fn is None)
         and output._grad is None
+        and forward_ad.unpack_dual(output).tangent is None
         and (output.grad_fn is not None or (not output.requires_grad and output.grad_dtype == output.dtype))
         and not output.retains_grad
         and output._post_accumulate_grad_hooks is None
@@ -89,15 +92,15 @@ class Deaths:
     """The check of whether all of some outputs are dead.
 
     A place has the list of its recording's cached outputs, the list of torch's weak references to all of its outputs,
-    and the output's index in both.
+    the output's index in both, and the address of the storage that it was made with.
     """
 
-    def __init__(self, places: Sequence[tuple[list[Any], list[Any], int]], release: Callable[[], bool]) -> None:
+    def __init__(self, places: Sequence[tuple[list[Any], list[Any], int, int]], release: Callable[[], bool]) -> None:
         """``release``: drops unneeded references to such outputs, and returns whether there were any."""
         self.places, self._release = tuple(places), release
         # Runs of outputs of the same recording, the form in which C++ takes them.
         runs = [list(run) for _, run in itertools.groupby(self.places, key=lambda place: id(place[0]))]
-        self.groups = tuple((run[0][0], packed([index for _, _, index in run])) for run in runs)
+        self.groups = tuple((run[0][0], packed([n for _, _, *place in run for n in place])) for run in runs)
 
     def ask(self) -> bool:
         """Whether all are dead. C++ calls this if it sees a reference to one of them."""
@@ -105,7 +108,7 @@ class Deaths:
 
     def are_dead(self) -> bool:
         """Whether all are dead, without releasing any."""
-        return all(references[index]() is None for _, references, index in self.places)
+        return all(references[index]() is None for _, references, index, _ in self.places)
 
 
 # The recordings that have outputs, by graph pool. One manager uses a pool, and one thread at a time calls it.
@@ -144,7 +147,10 @@ def release_unneeded(pool: Any) -> bool:
 def deaths(recording: HoldsOutputs, indices: list[tuple[int, int]]) -> Deaths | None:
     """The check of whether outputs on the path to a recording (depth, number) are dead; None without outputs."""
     path = list(recording._path_from_root) if indices else []
-    places = [(path[d].cached_tensor_outputs, recording.path_weakrefs[d], number) for d, number in indices]
+    places = [
+        (path[d].cached_tensor_outputs, recording.path_weakrefs[d], n, path[d].outputs_metadata[n]["data_ptr"])
+        for d, n in indices
+    ]
     return Deaths(places, functools.partial(release_unneeded, recording.cuda_graphs_pool)) if places else None
 
 

@@ -133,8 +133,11 @@ def conform(layouts: Sequence[tuple[Any, ...]], inputs: list[Any]) -> None:
         wanted = strides if sizes is not None else _dense_strides(value.shape, strides)
         is_alike = value.dtype is dtype and value.device == device and _has_strides(value, wanted)
         if not is_alike or _reads_otherwise(value):
+            # Torch does not write to a tensor that repeats elements.
+            once = tuple(slice(1) if stride == 0 else slice(None) for stride in wanted)
             with torch.no_grad():
-                inputs[number] = torch.empty_strided(value.shape, wanted, dtype=dtype, device=device).copy_(value)
+                inputs[number] = torch.empty_strided(value.shape, wanted, dtype=dtype, device=device)
+                inputs[number][once].copy_(value[once])
 
 
 def _has_strides(value: torch.Tensor, strides: Sequence[int]) -> bool:

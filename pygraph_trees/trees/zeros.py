@@ -1,4 +1,4 @@
-"""Tensors of zeros without memory, which autograd and programs may pass as tangents.
+"""Tensors of zeros without memory, which autograd and programs may pass as tangents, and compiled code may return.
 
 A replay copies them like any input, but upstream cannot warm up or record with them, and generated code that is given
 one reads address 0.
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def give_memory(inputs: list[Any], indices: Iterable[int] | None = None) -> None:
-    """Replaces inputs that are zeros without memory by zeros with memory.
+def give_memory(values: list[Any], indices: Iterable[int] | None = None) -> None:
+    """Replaces inputs or outputs that are zeros without memory by zeros with memory.
 
     Args:
-        indices: the inputs to look at; None for all.
+        indices: the values to look at; None for all.
     """
-    for index in range(len(inputs)) if indices is None else indices:
-        value = inputs[index]
+    for index in range(len(values)) if indices is None else indices:
+        value = values[index]
         if isinstance(value, torch.Tensor) and value._is_zerotensor():
             with torch.no_grad():
-                inputs[index] = value.clone()
+                values[index] = value.clone()

@@ -57,7 +57,7 @@ class Outputs:
             elif kind == "held in C++":
                 self.holders.append(cached[-1].detach())
             references.append(Reference(kind == "cached" or (dead and not kind.startswith("held"))))
-            self.places.append((cleared if kind == "list cleared" else cached, references, index))
+            self.places.append((cleared if kind == "list cleared" else cached, references, index, 8 * index))
         self.are_dead = all(reference.dead for reference in references)
 
 
@@ -80,10 +80,10 @@ class TestDeaths(TestCase):
             outputs = Outputs(drawn)
             deaths = Deaths(outputs.places, lambda: False)
             self.assertIs(deaths.ask(), outputs.are_dead)
-            listed = [(list_, i) for list_, packed in deaths.groups for (i,) in struct.iter_unpack("Q", packed)]
-            for (cached, index), (list_, _, number) in zip(listed, outputs.places, strict=True):
+            listed = [(list_, *place) for list_, packed in deaths.groups for place in struct.iter_unpack("QQ", packed)]
+            for (cached, *place), (list_, _, *expected) in zip(listed, outputs.places, strict=True):
                 self.assertIs(cached, list_)
-                self.assertEqual(index, number)
+                self.assertEqual(place, expected)
 
         check()
 
@@ -95,7 +95,7 @@ class TestDeaths(TestCase):
             references[1].dead = len(released) == 2
             return len(released) > 1
 
-        deaths = Deaths([([None] * 2, references, n) for n in range(2)], release)
+        deaths = Deaths([([None] * 2, references, n, 0) for n in range(2)], release)
         self.assertEqual((deaths.ask(), len(released)), (False, 1))  # nothing was released
         self.assertEqual((deaths.ask(), deaths.ask(), len(released)), (True, True, 2))
 
@@ -139,7 +139,7 @@ class TestCandidateFilter(TestCase):
         choices = [
             (
                 [(0, given_[0].data_ptr()), (1, given_[1].data_ptr() + (number >= 64))],
-                Deaths([(cached, references, n) for n in range(7) if not number >> n & 1], fail),
+                Deaths([(cached, references, n, 0) for n in range(7) if not number >> n & 1], fail),
             )
             for number in range(128)
         ]
@@ -184,7 +184,7 @@ class TestCandidateFilter(TestCase):
         x, lists = [torch.zeros(1)], [[torch.zeros(1)] for _ in range(3)]
         for is_cycle in (False, True):
             before = references_to([*x, *lists])
-            find = candidate_filter([([(0, 7)], Deaths([(cached, [None], 0)], fail)) for cached in lists])
+            find = candidate_filter([([(0, 7)], Deaths([(cached, [None], 0, 0)], fail)) for cached in lists])
             self.assertEqual([find(0, x) for _ in range(9)], [0] * 9)
             if is_cycle:
                 lists[0].append(find)

@@ -84,7 +84,7 @@ class Trees:
             "cudagraph_managed_idxs": [],
             "expected_dead_indices_before_graph": list(dead),
             "expected_dead_indices_after_graph": [],
-            "outputs_metadata": [{}] * outputs,
+            "outputs_metadata": [{"data_ptr": tensor.untyped_storage().data_ptr()} for tensor in cached],
             "static_output_tensors": [None] * outputs,
             "cached_tensor_outputs": cached,
             "outputs_weakrefs": references,

@@ -542,13 +542,30 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
             self.explained(lambda x: x + torch.arange(4).to(x.device))
         self.assertEqual(lowered, ["full", "full", "off"])
 
+    def test_without_partitions_a_cpu_input_prevents_graphs(self):
+        from torch._inductor import config
+
+        with config.patch({"graph_partition": False}):
+            _, out, _ = run("explain", f"{self.file}:net")
+        self.assertIn("Net [0/0], inference: not graphed", out)
+        for line in ("placement full: no partitions", "selective auto: nothing is graphed"):
+            self.assertIn(f"  {line}\n", out)
+
+    def test_a_program_that_inductor_would_freeze(self):
+        from torch._inductor import config
+
+        with config.patch({"freezing": True}):
+            status, out, err = run("explain", f"{self.file}:net")
+        self.assertEqual(status, 0, err)
+        self.assertIn("1 live input", out)
+
     def test_never(self):
         from torch._inductor import config
 
         with config.patch({"triton.pygraph_selective": "never"}):
             _, out, _ = run("explain", f"{self.file}:net")
-        self.assertIn("placement off", out)
-        self.assertIn("selective never: nothing is graphed", out)
+        for line in ("placement off: no partitions", "selective never: nothing is graphed"):
+            self.assertIn(f"  {line}\n", out)
         self.assertRegex(out, "Net .*: not graphed, .*: pygraph_selective is 'never'")
 
     def test_python_without_docstrings(self):

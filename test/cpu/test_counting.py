@@ -74,6 +74,8 @@ class TestIntervals(TestCase):
             lambda: (torch.arange(5000) // 3).clamp(max=7) % 5,
             lambda: torch.arange(200).to(torch.uint8),
             lambda: torch.arange(1 << 12).float(),
+            lambda: torch.arange(1 << 12) * torch.full((), 1 << 10),
+            lambda: torch.full((4,), 1 << 40),
         ):
             graph = make_fx(program)().graph
             self.assertIsNone(Counting().why_not_counted(result(graph)))
@@ -88,9 +90,34 @@ class TestIntervals(TestCase):
             lambda: torch.arange(4096).half(),
             lambda: torch.arange(4096, dtype=torch.int16) * 100,
             lambda: torch.arange(1 << 24, (1 << 24) + 4).float(),
+            lambda: torch.arange(4096) * torch.full((4096,), 1 << 20),
+            lambda: torch.arange(4096).view(64, 64) * torch.full((64, 1), 1 << 20).expand(64, 64),
+            lambda: torch.full((), 100, dtype=torch.int8) + torch.arange(100, dtype=torch.int8),
+            lambda: torch.arange(4096).view(64, 64).diagonal() * (1 << 20),
+            lambda: torch.arange(4096).unfold(0, 64, 64) * (1 << 20),
+            lambda: torch.arange(4096).split(2048)[1] * (1 << 20),
+            lambda: torch.arange(4096).view(2, 2048).unbind()[1] * (1 << 20),
+            lambda: torch.arange(4096)[torch.arange(4096).flip(0)] * (1 << 20),
+            lambda: torch.arange(4096).view(2048, 2).sum(1) * (1 << 20),
+            lambda: torch.arange(4096).view(2048, 2).amax(1) * (1 << 20),
+            lambda: torch.arange(1 << 17).view(-1, 2).prod(1),
         ):
             graph = make_fx(program)().graph
             self.assertIsNotNone(Counting().why_not_counted(result(graph)))
+
+    def test_longer_reductions_read_what_was_computed(self):
+        for program in (
+            lambda n: torch.arange(n).sum(),
+            lambda n: torch.arange(4096).view(-1, 16).sum(1),
+        ):
+            graph = make_fx(program, tracing_mode="symbolic")(64).graph
+            self.assertIsNone(Counting().why_not_counted(result(graph)))
+
+    def test_short_reductions_of_symbolic_sizes(self):
+        graph = make_fx(lambda x: torch.arange(2 * len(x)).view(-1, 2).sum(1) * (1 << 30), tracing_mode="symbolic")(
+            torch.ones(64)
+        ).graph
+        self.assertIsNotNone(Counting().why_not_counted(result(graph)))
 
 
 class TestLowered(TestCase):
@@ -114,9 +141,70 @@ class TestLowered(TestCase):
         hows, _ = self.placed(lambda x, ids: x + (ids + torch.arange(26) * 3).to("cuda"), self.gpu(26), ids)
         self.assertEqual(hows["mul"], "made on the GPU")
 
+    def test_numbers_beside_what_is_counted_are_not_loaded(self):
+        """Inductor puts them into the same expression, and follows it through views."""
+        for counted in (
+            lambda: torch.arange(100, dtype=torch.int8) * torch.tensor(100, dtype=torch.int8),
+            lambda: torch.arange(200, dtype=torch.uint8).split(100)[1] * 100,
+        ):
+            hows, _ = self.placed(lambda x: x + counted().to("cuda"), self.gpu(100))  # noqa: B023
+            self.assertEqual(hows, {"mul": "computed once, a constant on the GPU"})
+
+    def test_what_the_gpu_counts_goes_to_the_cpu_and_back(self):
+        """The CPU has 64 bits, and its memory has the type of the copy."""
+        for program, hows in (
+            (lambda n: n.cpu() * (1 << 20), {"device_put": "taken where it came from", "mul": "made on the GPU"}),
+            (lambda n: n.cpu() * (1 << 26), {"mul": "staged"}),
+            (lambda n: (n + 4000).half().cpu(), {"device_put": "staged"}),
+            (lambda n: (n + (1 << 24)).to("cpu", torch.float32), {"device_put": "staged"}),
+        ):
+            found, _ = self.placed(
+                lambda x: x + program(torch.arange(100, device="cuda")).to("cuda"),  # noqa: B023
+                self.gpu(100, dtype=torch.float64),
+            )
+            self.assertEqual(found, hows)
+
+    def test_a_view_of_a_constant_keeps_its_strides(self):
+        """Otherwise its copy would stay, which Inductor computes on the GPU."""
+        hows, _ = self.placed(
+            lambda x: x + (torch.arange(200, dtype=torch.uint8).square())[::2].to("cuda"), self.gpu(100)
+        )
+        self.assertEqual(set(hows.values()), {"computed once, a constant on the GPU", "made on the GPU"})
+
     def test_numbers_of_single_precision_are_rounded(self):
         _, graph = self.placed(lambda x, v: x + (v * torch.full((40,), 0.1)).to("cuda"), self.gpu(40), torch.rand(40))
         self.assertIn("0.10000000149011612", graph.source_code)
+
+    def test_what_is_counted_beyond_single_precision_is_rounded(self):
+        """As the CPU does, which computes with single-precision numbers; too large to be computed once."""
+        size = 1 << 19
+        for start, rounds in ((0, False), (1 << 24, True)):
+            _, graph = self.placed(
+                lambda x: x + (torch.arange(start, start + size) * 0.3).to("cuda"),  # noqa: B023
+                self.gpu(size),
+            )
+            before, _, _ = graph.source_code.partition(".to(tl.float64)")
+            self.assertEqual(".to(tl.float32)" in before, rounds)
+
+    def test_an_integer_beyond_single_precision_is_rounded(self):
+        number = (1 << 24) + 1
+        for filled in (lambda: torch.tensor(number), lambda: torch.full((40,), number, dtype=torch.float32)):
+            _, graph = self.placed(
+                lambda x, v: x + (v * filled()).to("cuda"),  # noqa: B023
+                self.gpu(40),
+                torch.rand(40),
+            )
+            self.assertIn(f"tl.full([1], {number}.0, tl.float32)", graph.source_code)
+
+    def test_large_constants_that_a_kernel_would_count_otherwise_are_staged(self):
+        """Of a constant that is copied, Inductor makes a computation on the GPU."""
+        size = 1 << 19
+        squares = lambda x: x + (torch.arange(size) ** 2).to("cuda")  # noqa: E731
+        hows, graph = self.placed(squares, self.gpu(size, dtype=torch.int64))
+        self.assertEqual(hows, {"pow_1": "staged"})
+        self.assertIn("cpp_fused", graph.source_code)
+        hows, _ = self.placed(lambda x: x + torch.arange(size).sin().to("cuda"), self.gpu(size))
+        self.assertEqual(hows, {"sin": "copied"})
 
     def test_bytes_that_are_read_as_another_type(self):
         """A kernel converts what it counts to the type before, or loads it if the sizes differ."""

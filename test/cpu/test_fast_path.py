@@ -638,7 +638,7 @@ class TestNative(TestCase):
     def test_an_input_that_is_taken_while_python_is_asked(self):
         """It is taken after the inputs were looked at and seen to die."""
         earlier, held, taken = some(1), [], [False]
-        before = Deaths([([None], [lambda: None], 0)], fail)
+        before = Deaths([([None], [lambda: None], 0, 0)], fail)
         before.ask = lambda: (held.append(earlier[0]) if taken[0] else None) or True
         trees = Trees({0: earlier[0]}, some(1), managed=[0], before=before, after=deaths(earlier, 0))
         call = trees.entry()

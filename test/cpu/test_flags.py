@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from inductor_patches import environment
 from pygraph_trees.code_hash import artifact_hash
 from pygraph_trees.report import compiled
 from pygraph_trees.report.summary import clear
-from pygraph_trees.selection.functions import are_graphs_left_out, compiling_without_graphs
+from pygraph_trees.selection.functions import are_graphs_left_out, compiling_without_graphs, leaving_graphs_out
 from pygraph_trees.settings import FLAGS, Flag, InvalidFlag, Settings, UnknownFlag, flags_table
 from pygraph_trees.trees.compiled_graph import putting_to_use
 
@@ -76,7 +77,7 @@ class TestFlags(TestCase):
             with config.patch({"triton.pygraph_pool_bytes": value}):
                 self.assertEqual(Settings.current().pool_bytes, value)
         for wrong in (-1, True, "1", 1.0, None):
-            with self.assertRaisesRegex(InvalidFlag, "pygraph_pool_bytes must be one of 0, 1, 2, ...; got"):
+            with self.assertRaisesRegex(InvalidFlag, "pygraph_pool_bytes must be one of 0, 1, 2 and so on; got"):
                 config.triton.pygraph_pool_bytes = wrong
         endless = "1" * 5000  # Python reads 4,300 digits
         for word, value, warned in (
@@ -86,6 +87,7 @@ class TestFlags(TestCase):
                 warnings.simplefilter("always")
                 self.assertEqual(environment.value_of("PYGRAPH_POOL_BYTES", (), 0), value)
             self.assertEqual(len(found), warned, word)
+            self.assertTrue(all("must be one of 0, 1, 2 and so on. The default 0" in str(w.message) for w in found))
 
     def test_a_switch_takes_bools(self):
         """They may be set as a value, by a patch or as an option. Reading the switch always gives "on" or "off"."""
@@ -179,6 +181,17 @@ class TestFlags(TestCase):
         self.assertEqual([has_flags for has_flags, _ in states], [True, False, True])
         self.assertNotEqual(states[1][1], states[0][1])
         self.assertEqual(states[2][1], states[0][1])
+
+    def test_a_process_that_is_sent_the_configuration_knows_the_flags(self):
+        """Torch's compile workers patch the configuration that the program's process sends."""
+        with config.patch({"triton.pygraph_placement": "exact"}):
+            sent = pickle.dumps(config.save_config_portable())
+        code = (
+            f"import pickle; from torch._inductor import config; config.patch(pickle.loads({sent!r})).__enter__(); "
+            "print(config.triton.pygraph_placement)"
+        )
+        done = run_python(code)
+        self.assertEqual((done.returncode, done.stdout), (0, "exact\n"), done.stderr)
 
     def test_threads(self):
         # Since 2.12 an override is a context variable that a new thread does not see, so nothing may depend on one.
@@ -428,6 +441,18 @@ class TestNever(TestCase):
         with config.patch({"triton.cudagraphs": True, "triton.pygraph_placement": "exact"}):
             torch._dynamo.reset()
             self.assertEqual(self.settings_seen(product, [torch.ones(3, 3)]), [(True, "exact", False)])
+
+    def test_options_of_a_device_are_left_to_torch(self):
+        """Since 2.15 they are in a configuration of the device's."""
+
+        def upstream(model_, example_inputs_, inner_compile=len, config_patches=None):
+            return config_patches
+
+        compile_fx = leaving_graphs_out(upstream)
+        options = {"some_device.level": 2}
+        self.assertEqual(compile_fx(None, [], config_patches=options), options)
+        found = compile_fx(None, [], config_patches={**options, **self.OPTIONS[0]})
+        self.assertEqual(found, {**options, **self.OPTIONS[0], "triton.cudagraphs": False})
 
     def test_artifacts_are_those_of_torch_without_graphs(self):
         """Neither cache returns an artifact that was made for CUDA graphs."""

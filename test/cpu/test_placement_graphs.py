@@ -351,11 +351,17 @@ class TestLowered(TestCase):
 
     def test_narrow_integers_that_go_to_the_cpu_and_back(self):
         """In the CPU's memory, which has their type, they wrap; in a kernel that kept them, they would not."""
-        for dtype, moves in ((torch.uint8, False), (torch.int16, False), (torch.int32, True), (torch.bool, True)):
-            program = lambda x: x * torch.arange(300, device="cuda").to(dtype).cpu().cuda()  # noqa: B023, E731
+        for function, moves in (
+            (lambda x: torch.arange(300, device="cuda").to(torch.uint8), False),
+            (lambda x: torch.arange(300, device="cuda").to(torch.int16), False),
+            (lambda x: torch.arange(300, device="cuda").to(torch.int32), True),
+            (lambda x: torch.arange(300, device="cuda").to(torch.bool), False),
+            (lambda x: x > 0, True),
+        ):
+            program = lambda x: x * function(x).cpu().cuda()  # noqa: B023, E731
             graph, _ = self.partitions(program, (torch.empty(300, device="meta"),), "full")
             on_cpu = [node for node in graph.gm.graph.nodes if is_on_cpu(node)]
-            self.assertEqual(not on_cpu, moves, dtype)
+            self.assertEqual(not on_cpu, moves)
 
     def test_constants_that_are_looked_up_where_they_may_not_be(self):
         """On the CPU, an index out of bounds is an error; on the GPU, it ends all work."""
@@ -514,6 +520,18 @@ class TestLowered(TestCase):
             )
             self.assertEqual(found, (1, 1))
 
+    def test_as_many_numbers_as_the_data_say(self):
+        def program(x, v, mask):
+            written = torch.zeros(64)
+            written[mask] = v[mask]
+            return x * written.to("cuda")
+
+        inputs = torch.empty(64, device="meta"), torch.rand(64), torch.rand(64) > 0.5
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            graph, _ = self.partitions(program, inputs, "full")
+        self.assertIsNone(graph.gm.meta[WHY_NOT_PLACED])
+        self.assertEqual([record.how for record in graph.gm.meta[PLACED]], ["staged"])
+
     def test_symbolic_numbers_are_made_single_first(self):
         """The CPU does this, so values that are not known to fit are computed on the CPU."""
         for function in (lambda v, n: v - n, lambda v, n: v * n, lambda v, n: v / n):
@@ -581,11 +599,13 @@ class TestLowered(TestCase):
 
     def test_without_addresses(self):
         """Values that graphs cannot copy themselves are copied outside the graphs."""
-        with torch._inductor.config.patch({"triton.pygraph_indirection": "off"}):
-            for program in (lambda x, v: x * v.to("cuda"), lambda x, v: x * (v + 1).to("cuda")):
-                graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
-                self.assertEqual(found, (1, 1))
-                self.assertNotIn("pygraph_trees.staged", graph.source_code)
+        programs = (lambda x, v: x * v.to("cuda"), lambda x, v: x * (v + 1).to("cuda"))
+        for flags in ({"triton.pygraph_indirection": "off"}, {"triton.cudagraph_trees": False}):
+            for program in programs:
+                with self.subTest(flags), torch._inductor.config.patch(flags):
+                    graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+                    self.assertEqual(found, (1, 1))
+                    self.assertNotIn("pygraph_trees.staged", graph.source_code)
 
     def records(self, program, *inputs):
         """For each CPU value that the GPU needs: what became of it, why, and the line of the program."""
@@ -653,6 +673,10 @@ class TestLowered(TestCase):
             wanted = wanted or ("copied", f"it is an input, and {nbytes} bytes are too many to be staged")
             ((how, why, _),) = self.records(lambda x, v: x.sum() + v.to("cuda"), x, torch.rand(nbytes // 4))
             self.assertEqual((how, why), wanted)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            chosen = lambda x, v, mask: x.sum() + v[mask].to("cuda").sum()  # noqa: E731
+            ((how, why, _),) = self.records(chosen, x, torch.rand(64), torch.rand(64) > 0.5)
+        self.assertEqual((how, why.rpartition(", and ")[2]), ("copied", "its size is not known"))
 
     def test_scalars_of_numpy(self):
         x = torch.empty(64, device="meta")

@@ -326,6 +326,13 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         self.assertEqual([graph.kernels_outside for graph in graphs], [1, 7])
         self.assertEqual(replace(graphs[0], partitions=()).kernels_outside, 0)
 
+    def test_features_that_are_off_are_listed_by_state_and_reason(self):
+        states = (("flags", "on"), ("trees", "mismatch", "no f"), ("calls", "mismatch", "no f"), ("table", "off"))
+        environment = replace(ENVIRONMENT, features=tuple(FeatureState(*found) for found in states))
+        _, on, *others = render(environment, (), (), 80).splitlines()[:4]
+        self.assertIn("patches on: flags;", on)
+        self.assertEqual(others, ["patches mismatch: trees, calls, no f", "patches off: table"])
+
     def test_text_and_page_say_how_inputs_are_given(self):
         facts = Facts(kernels=20, inputs=5, host_bound=8)
         for reason, words in (

@@ -40,7 +40,9 @@ class TestConform(TestCase):
 
     def test_tensors_of_another_layout_are_copied(self):
         nhwc = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-        for saved in (nhwc, torch.randn(4, 3), torch.randn(3, 4).t(), torch.randn(6), torch.randn(2, 4, 3)[:, ::2]):
+        plain = nhwc, torch.randn(4, 3), torch.randn(3, 4).t(), torch.randn(6), torch.randn(2, 4, 3)[:, ::2]
+        expanded = torch.randn(4, 1).expand(4, 3), torch.randn(2, 1, 3).expand(5, 2, 4, 3), torch.randn(()).expand(6)
+        for saved in (*plain, *expanded):
             for returned in [*changed(saved), saved.double(), torch._neg_view(-saved)]:
                 inputs = [returned, 7, None]
                 conform(self.layouts(saved, 7, None), inputs)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from test_live_inputs import LiveInputsTestCase, at
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+from pygraph_trees.cuda import progress
 from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.indirection import choosing, staging
 from pygraph_trees.indirection.addresses import CAPTURED
@@ -256,6 +257,41 @@ class TestBuffers(StagingTestCase):
         buffers.launched(None)
         del buffers
         self.assertEqual((self.queue.done, self.queue.waits), (1, 1))
+
+    def test_questions_and_waits_break_no_capture(self):
+        """Of another thread: while it captures in the global mode, they are errors that end the capture."""
+        modes = self.api.CUstreamCaptureMode
+        before, found = self.api.capture_mode, []
+
+        class Noted(Event):
+            def query(event):
+                found.append(self.api.capture_mode)
+                return super().query()
+
+            def synchronize(event):
+                found.append(self.api.capture_mode)
+                super().synchronize()
+
+        def note(*args):
+            found.append(self.api.capture_mode)
+            return mock.Mock(synchronize=note)
+
+        self.pin()
+        with (
+            mock.patch.object(progress, "driver", lambda: self.driver),
+            mock.patch.object(torch.cuda, "Event", lambda: Noted(self.queue)),
+            mock.patch.object(torch.cuda, "current_stream", note),
+            mock.patch.object(torch.cuda, "synchronize"),
+        ):
+            buffers = Staging([torch.zeros(4)])
+            for number in range(MOST_BUFFERS + 2):
+                buffers.put([torch.full((4,), float(number))])
+                self.queue.queued += 1
+                buffers.launched(None)
+            del buffers
+        self.assertGreater(len(found), 2 * MOST_BUFFERS)
+        self.assertEqual(set(found), {modes.CU_STREAM_CAPTURE_MODE_RELAXED})
+        self.assertIs(self.api.capture_mode, before)
 
     def test_buffers_work_in_inference_mode_and_outside(self):
         parameter = torch.nn.Parameter(torch.ones(4))

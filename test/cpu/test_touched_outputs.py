@@ -21,6 +21,7 @@ from fake_trees import Recording as FakeRecording
 from fake_trees import Trees, some
 from recordings_on_cpu import SIZE, Function
 from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState, StorageWeakRefWrapper, TensorWeakRef
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -102,6 +103,17 @@ class TestDropped(OnCpuTestCase):
         found = self.check_next(function, fast=fast)
         self.assertFalse(hasattr(found, "tag"))
         found.add_(1)
+
+    @parametrize("fast", [False, True])
+    def test_a_tangent(self, fast):
+        """It is of the output that the program changed, and lasts as long as the level of forward-mode autograd."""
+        function = Function()
+        with forward_ad.dual_level():
+            (output,) = function.call(3.0)
+            output.add_(forward_ad.make_dual(all_of(1), all_of(5)))
+            self.assertEqual(forward_ad.unpack_dual(output).tangent, all_of(5))
+            del output
+            self.assertIsNone(forward_ad.unpack_dual(self.check_next(function, fast=fast)).tangent)
 
     @parametrize("is_held", [False, True])
     def test_outputs_are_looked_at_before_they_are_moved(self, is_held):
@@ -235,6 +247,24 @@ class TestKept(OnCpuTestCase):
         for step in (4, 5):
             function.call(step)
         self.assertEqual((view, output), (all_of(3)[:2], all_of(77)))
+
+    @parametrize("how", ["data", "set_"])
+    @parametrize("is_storage", [False, True])
+    @parametrize("fast", [False, True])
+    def test_memory_that_an_output_had_before_it_was_dropped(self, how, is_storage, fast):
+        """The memory that the output has last is held by nobody else."""
+        function = Function()
+        (output,) = function.call(3.0)
+        kept = output.untyped_storage() if is_storage else output.detach()
+        if how == "data":
+            output.data = all_of(77)
+        else:
+            output.set_(all_of(77))
+        output.untyped_storage()  # torch remembers the object
+        del output
+        for step in (4, 5):
+            self.assertEqual(function.call(step, fast=fast), [all_of(step)])
+        self.assertEqual(torch.empty(0).set_(kept), all_of(3))
 
     @parametrize("typed", [False, True])
     def test_a_storage_alone(self, typed):
@@ -387,7 +417,7 @@ class TestInputsThatMoveMeanwhile(OnCpuTestCase):
             x.data = torch.zeros(4)
             return True
 
-        asked = Deaths([(outputs, [lambda: alive.pop() if alive else None], 0)], release)
+        asked = Deaths([(outputs, [lambda: alive.pop() if alive else None], 0, 0)], release)
         trees = Trees({0: x}, some(1), before=asked)
         self.assertIsNone(trees.entry()([x]))
         self.assertEqual((trees.graph.launches, held.shape), (0, outputs[0].shape))
@@ -400,7 +430,7 @@ class TestInputsThatMoveMeanwhile(OnCpuTestCase):
             x.data = torch.zeros(4)
 
         with mock.patch.object(FakeRecording, "check_what_died", check):
-            trees = Trees({0: x}, some(1), after=Deaths([(outputs, [lambda: 7], 0)], lambda: False))
+            trees = Trees({0: x}, some(1), after=Deaths([(outputs, [lambda: 7], 0, 0)], lambda: False))
         held = outputs[0]
         with self.assertRaisesRegex(RuntimeError, "other memory"):
             trees.entry()([x])

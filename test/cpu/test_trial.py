@@ -1113,10 +1113,10 @@ class TestTrialOf(TestCase):
 
     def test_a_profile_is_of_the_code_and_the_settings(self):
         graph = GraphLog("Net", "7/2", "forward", (), code="cabc")
-        memory = self.of(graph, "7/2")._memory
+        memory = self.of(graph, "7/2", replace(self.AUTO, outputs="upstream"))._memory
         self.assertEqual((memory._code, memory._what), ("cabc", "Net 7/2 forward 1"))
-        expected = {"indirection": "auto", "placement": "off", "fast path": "yes", "partition": "all"}
-        self.assertEqual(memory._settings, expected)
+        flags = {"indirection": "auto", "placement": "off", "outputs": "upstream"}
+        self.assertEqual(memory._settings, {**flags, "fast path": "yes", "partition": "all"})
         self.assertIsNone(self.of(GraphLog("Net", "7/3", "forward", ()), "7/3")._memory)
 
 

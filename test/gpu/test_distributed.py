@@ -19,7 +19,7 @@ from torch.testing._internal.common_utils import TestCase, instantiate_parametri
 
 RANKS = Path(__file__).with_name("ranks.py")
 PROGRAMS = ("data_parallel", "fully_sharded", "tensor_parallel", "collective_inside", "collective_between")
-LONGEST_S = 150
+LONGEST_S = 240
 SETTLES = 3  # steps that may record
 
 
@@ -113,7 +113,7 @@ class TestDistributed(TestCase):
         ended = run("a_rank_raises", 2)
         self.assertNotEqual(ended.returncode, 0)
         self.assertIn("rank 1 leaves", ended.stderr)
-        self.assertLess(time.monotonic() - begin, 100)
+        self.assertLess(time.monotonic() - begin, LONGEST_S)  # the launcher did, before its own end
 
     @requires_two_gpus
     @parametrize("name", ["a_rank_raises", "a_rank_dies"])
