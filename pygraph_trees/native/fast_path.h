@@ -42,16 +42,16 @@ struct Known {
         ahead(storage, 31), ahead(storage, 60);
     }
 
-    /* Loads the fields that is_dead reads. */
+    /* Loads the fields that is_dead reads. The last one of each Python object is the list of its weak references. */
     __attribute__((always_inline)) void load_references() const {
-        ahead(object, 0), ahead(object, 31);
+        ahead(object, 0), ahead(object, 47);
         ahead(tensor, 8), ahead(tensor, 31);
         ahead(storage, 8);
         load_own();
     }
 
     /* Loads what tells whether only its storage is held. */
-    __attribute__((always_inline)) void load_own() const { ahead(storage, 71), ahead(own, 0); }
+    __attribute__((always_inline)) void load_own() const { ahead(storage, 71), ahead(own, 0), ahead(own, 31); }
 
     void note(PyObject *found) {
         const c10::TensorImpl *impl = THPVariable_Unpack(found).unsafeGetTensorImpl();

@@ -82,10 +82,15 @@ struct Place {
     uint64_t index, address;
 };
 
+/* Whether the program has weak references to a tensor or a storage, through which it would get the object again. */
+inline bool has_weak_references(PyObject *object) {
+    return Py_TYPE(object)->tp_weaklistoffset != 0 && *PyObject_GET_WEAKREFS_LISTPTR(object) != nullptr;
+}
+
 /* Whether a tensor has only the given number of references in Python and none in C++, no autograd graph, and a storage
-   that only the tensor and its Python object reference, which nothing else references. */
+   that only the tensor and its Python object reference, which nothing else references. Weak references count, too. */
 inline bool is_dead(PyObject *object, Py_ssize_t references = 1) {
-    if (Py_REFCNT(object) != references)
+    if (Py_REFCNT(object) != references || has_weak_references(object))
         return false;
     const at::Tensor *tensor = tensor_of(object);
     if (tensor == nullptr || tensor->use_count() != 1)
@@ -96,8 +101,8 @@ inline bool is_dead(PyObject *object, Py_ssize_t references = 1) {
     const c10::Storage &storage = impl->unsafe_storage(); // torch's other accessors are virtual functions
     if (!storage || storage.use_count() != 2)
         return false;
-    const PyObject *own = storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
-    return own != nullptr && Py_REFCNT(const_cast<PyObject *>(own)) == 1;
+    PyObject *own = storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
+    return own != nullptr && Py_REFCNT(own) == 1 && !has_weak_references(own);
 }
 
 /* Calls a function and turns C++ exceptions into Python's. */

@@ -119,7 +119,8 @@ def register(recording: HoldsOutputs) -> object:
     """Adds a recording to those of its pool, as long as it holds the returned object.
 
     Upstream's references to cached outputs regard an output as dead if only its storage is held and, before torch 2.15,
-    if only autograd holds it. From now on they regard it as alive. One that the program gave other memory is dead.
+    if only autograd holds it. From now on they regard it as alive. One that the program gave other memory is dead. One
+    to which it has weak references is freed when a reference finds it dead, so that they do not give it back.
     """
     held = _by_pool.setdefault(recording.cuda_graphs_pool, weakref.WeakSet())
     held.add(recording)
@@ -169,7 +170,16 @@ def _is_released(recording: Callable[[], Any], number: int, check: Callable[[], 
         node.cached_tensor_outputs[number]._use_count() > 1
         or sys.getrefcount(node.cached_tensor_outputs[number].untyped_storage()) > 2
     )
-    return not is_held and check()
+    if is_held or not check():
+        return False
+    if _has_weak_references(node.cached_tensor_outputs[number]):
+        node.remove_node_cached_tensors()  # otherwise the program would get a tensor whose memory is overwritten
+    return True
+
+
+def _has_weak_references(output: torch.Tensor) -> bool:
+    """Whether there are weak references to a tensor or its storage."""
+    return bool(weakref.getweakrefcount(output) or weakref.getweakrefcount(output.untyped_storage()))
 
 
 def _release_autograd(recording: HoldsOutputs) -> bool:

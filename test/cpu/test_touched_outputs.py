@@ -276,6 +276,36 @@ class TestKept(OnCpuTestCase):
         untyped = storage.untyped() if typed else storage
         self.assertEqual(torch.empty(0).set_(untyped), all_of(3))
 
+    @parametrize("of_storage", [False, True])
+    @parametrize("fast", [False, True])
+    def test_weak_references_when_memory_is_overwritten(self, of_storage, fast):
+        """They are dead by then, as in eager, and do not give the program a tensor that another step writes to."""
+        function, seen = Function(), []
+        (output,) = function.call(3.0)
+        held = weakref.ref(output.untyped_storage() if of_storage else output)
+        del output
+
+        def launched():
+            seen.append(held())
+            function.pool.fill_(function.value)
+
+        with mock.patch.object(function.recording.graph, "replay", launched):
+            self.assertEqual(function.call(4.0, fast=fast), [all_of(4)])
+        self.assertEqual(seen, [None])
+
+    @parametrize("of_storage", [False, True])
+    def test_weak_references_when_an_ungraphed_forward_begins_a_step(self, of_storage):
+        """It ends the path, and another function may then write to the memory."""
+        function = Function()
+        (output,) = function.call(3.0)
+        held = weakref.ref(output.untyped_storage() if of_storage else output)
+        del output
+        with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
+            function.manager.current_gen = 0
+            function.manager.note_ungraphed([], is_forward=True)
+        self.assertIsNone(held())
+        self.assertEqual(function.call(4.0), [all_of(4)])
+
     @parametrize("state", [ExecutionState.RECORDING, ExecutionState.WARMUP])
     def test_other_memory_of_a_first_output(self, state):
         """Upstream makes the remaining first outputs of a recording unreadable, and frees their memory."""
