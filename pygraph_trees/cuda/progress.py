@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from pygraph_trees.errors import DriverError
 
 from .driver import driver
@@ -29,6 +31,17 @@ def us_between(begin: Any, end: Any) -> float | None:
     """GPU time between two events of ``torch.cuda`` that take times; None if the GPU has not reached the second one."""
     with without_disturbing_captures():
         return begin.elapsed_time(end) * 1e3 if end.query() else None
+
+
+def wait_for_device(index: int) -> None:
+    """Waits until the GPU has finished the work of all streams.
+
+    Returns at once if CUDA has not started, or refuses to wait during a capture.
+    """
+    if not torch.cuda.is_initialized():
+        return
+    with contextlib.suppress(RuntimeError), without_disturbing_captures():
+        torch.cuda.synchronize(index)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.compat import has_skip_table
+from pygraph_trees.cuda.progress import wait_for_device
 from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.indirection.table.pointer_table import Warmups
@@ -136,7 +137,11 @@ class Manager(fast_path.TreeState, Steps):
             is_known = self.path_state is _EXECUTION and getattr(node, "has_fast_path", False)
             if is_known and not is_last and (node.outliving is None or node.outliving.are_dead()):
                 return
+            if is_last:  # the last replay may be on any stream, and so may the program's next use of its outputs
+                wait_for_device(self.device_index)
             move_alive(node)
+            if is_last:
+                wait_for_device(self.device_index)
             self.handing_out.moved(self, node._path_from_root)
 
     def move_last_outputs(self) -> None:

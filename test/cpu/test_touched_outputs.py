@@ -207,7 +207,18 @@ class TestDropped(OnCpuTestCase):
         self.check_next(function, fast=fast).zero_()
         self.assertEqual(other, all_of(77))
         self.check_next(function, 5.0)
-        function.manager.move_last_outputs()
+        function.end()
+
+    def test_last_outputs_wait_for_all_streams(self):
+        """The last replay may still be queued on another stream, on which the program then reads its output."""
+        function, done = Function(), []
+        (output,) = function.call(3.0)
+        wait = mock.patch.object(manager_module, "wait_for_device", lambda index: done.append("wait"))
+        copy = mock.patch.object(kept_outputs, "copy_bits", lambda to, source: done.append("copy"))
+        with wait, copy:
+            function.end()
+        self.assertEqual(done, ["wait", "copy", "wait"])
+        del output
 
     @parametrize("has_graph", [False, True])
     def test_untouched_outputs_are_returned_again(self, has_graph):

@@ -249,6 +249,24 @@ class TestInference(Kept):
                 self.close(found, wanted)
             del others
 
+    def test_outputs_on_another_stream_whose_function_is_gone(self) -> None:
+        """They are moved after the replay that is still queued, and before they are read on its stream."""
+        model, stream = self.layers().eval(), torch.cuda.Stream()
+        with torch.no_grad():
+            graphed = self.graphed(model)
+            with torch.cuda.stream(stream):
+                for _ in range(5):
+                    graphed(self.some())  # dropped, so outputs stay in the pool
+                x = self.some()
+                wanted = model(x)
+                torch.cuda._sleep(400_000_000)  # cycles: some 0.2 s
+                found = graphed(x)
+            torch._dynamo.reset()
+            del graphed
+            gc.collect()
+            with torch.cuda.stream(stream):
+                self.close(found, wanted)
+
     def test_outputs_of_a_thread_that_has_ended(self) -> None:
         model, kept = self.layers().eval(), []
         functions = [self.graphed(model)]
