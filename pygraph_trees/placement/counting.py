@@ -75,11 +75,20 @@ class Counting:
     def loses_rounding(self, node: fx.Node, dtype: torch.dtype) -> bool:
         """Whether a kernel that converts a value to a type would go on with numbers that the type does not hold.
 
-        Inductor drops the conversion of what a kernel counts, and of a number that fills a tensor.
+        Inductor drops the conversion of what a kernel counts, of a number that fills a tensor, and of sums of what a
+        kernel counts, in floating point as well.
         """
         self.why_not_counted(node)
-        found = self._found[node] or _filled_with(node)
+        found = self._found[node] or _filled_with(node) or self._added(node)
         return found is not None and not _fits(found, dtype)
+
+    def _added(self, node: fx.Node) -> Interval | None:
+        """The numbers of a floating-point sum or difference of two counted values; None for any other node."""
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet not in (aten.add, aten.sub) or not all(isinstance(term, fx.Node) for term in node.args[:2]):
+            return None
+        counts = all(self._found[term] is not None for term in node.args[:2])
+        return self._computed(packet, node) if counts else None
 
     def _of(self, node: fx.Node) -> Interval | None:
         target: Any = node.target

@@ -245,7 +245,7 @@ class _Rewriting:
                 result = self._call(rounded_quotient, tuple(self._tensor(term, node) for term in terms), node)
             else:
                 result = self._call(node.target, args, node, kwargs)
-            return self._converted(result, torch.float32, node)
+            return self._in_single(result, node)
 
     def _tensor(self, value: Any, like: fx.Node) -> fx.Node:
         if isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor):
@@ -258,11 +258,15 @@ class _Rewriting:
             return _rounded(value, torch.float32)
         if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], torch.Tensor):
             return value
+        return self._converted(self._in_single(value, like), torch.float64, like)
+
+    def _in_single(self, value: fx.Node, like: fx.Node) -> fx.Node:
+        """A value in single precision, rounded even if Inductor would drop the conversion."""
         single = self._converted(value, torch.float32, like)
-        if self._counting.loses_rounding(value, torch.float32):
-            one = self._call(aten.full.default, ([], 1.0), like, {"dtype": torch.float32, "device": self._gpu})
-            single = self._call(rounded_product, (single, one), like)
-        return self._converted(single, torch.float64, like)
+        if not self._counting.loses_rounding(value, torch.float32):
+            return single
+        one = self._call(aten.full.default, ([], 1.0), like, {"dtype": torch.float32, "device": self._gpu})
+        return self._call(rounded_product, (single, one), like)
 
     def _converted(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
         given = node.meta["val"].dtype

@@ -186,6 +186,18 @@ class TestLowered(TestCase):
             before, _, _ = graph.source_code.partition(".to(tl.float64)")
             self.assertEqual(".to(tl.float32)" in before, rounds)
 
+    def test_sums_of_what_is_counted_are_rounded(self):
+        """Inductor adds up counted floating-point numbers as integers, without the CPU's rounding after each sum."""
+        size = 1 << 19  # too large to be computed once
+        for start, rounds in ((0, False), (9_000_001, True)):
+
+            def program(x):
+                counted = torch.arange(start, start + size).float()  # noqa: B023
+                return x + (counted + counted + counted).double().to("cuda")
+
+            _, graph = self.placed(program, self.gpu(size, dtype=torch.float64))
+            self.assertEqual("mul_rn" in graph.source_code, rounds)
+
     def test_an_integer_beyond_single_precision_is_rounded(self):
         number = (1 << 24) + 1
         for filled in (lambda: torch.tensor(number), lambda: torch.full((40,), number, dtype=torch.float32)):
