@@ -106,7 +106,7 @@ class Folding:
             constant = self._constant(node)
             if constant.is_complex():
                 constant = torch.view_as_real(constant)
-            if _is_written_as_literals(constant) and not _literals_keep_bits(constant):
+            if _is_written_as_literals(constant) and not (_literals_keep_bits(constant) and _fits_single(constant)):
                 constant = constant.view(1, -1)
         name = next(name for n in itertools.count() if not hasattr(module, name := f"_folded_constant{n}"))
         module.register_buffer(name, constant, persistent=False)
@@ -191,6 +191,11 @@ def _literals_keep_bits(value: torch.Tensor) -> bool:
     if value.dtype not in _LITERALS:
         return False
     return bool((value.isfinite() & ~((value == 0) & value.signbit())).all())
+
+
+def _fits_single(value: torch.Tensor) -> bool:
+    """Whether single precision holds a number. Inductor drops conversions of a literal, and so their rounding."""
+    return value.numel() != 1 or value.item() == value.float().item()
 
 
 @contextlib.contextmanager
