@@ -106,7 +106,7 @@ class Folding:
             constant = self._constant(node)
             if constant.is_complex():
                 constant = torch.view_as_real(constant)
-            if _is_written_as_literals(constant) and not (_literals_keep_bits(constant) and _fits_single(constant)):
+            if _is_written_as_literals(constant) and not (_literals_keep_bits(constant) and _may_be_counted(constant)):
                 constant = constant.view(1, -1)
         name = next(name for n in itertools.count() if not hasattr(module, name := f"_folded_constant{n}"))
         module.register_buffer(name, constant, persistent=False)
@@ -193,9 +193,14 @@ def _literals_keep_bits(value: torch.Tensor) -> bool:
     return bool((value.isfinite() & ~((value == 0) & value.signbit())).all())
 
 
-def _fits_single(value: torch.Tensor) -> bool:
-    """Whether single precision holds a number. Inductor drops conversions of a literal, and so their rounding."""
-    return value.numel() != 1 or value.item() == value.float().item()
+def _may_be_counted(value: torch.Tensor) -> bool:
+    """Whether no result changes if Inductor merges a single number with what a kernel counts.
+
+    It drops conversions, and so their rounding to single precision, and computes integers with 32 bits.
+    """
+    if value.numel() != 1 or value.dtype == torch.bool:
+        return True  # several numbers are no part of an expression
+    return value.is_floating_point() and value.item() == value.float().item()
 
 
 @contextlib.contextmanager
