@@ -202,16 +202,16 @@ class _Rewriting:
         return "its size is not known" if nbytes == math.inf else f"{nbytes} bytes are too many to be staged"
 
     def _would_differ(self, node: fx.Node) -> bool:
-        """Whether the GPU would count other numbers: Inductor computes a constant there in place of a copy."""
-        todo = [node] if node in self._plan.folding.constants else []
-        seen = set(todo)
+        """Whether the GPU would count other numbers: instead of a copy, Inductor computes what reads no input there."""
+        todo, seen, differs = [node], {node}, False
         while todo:
             current = todo.pop()
-            if self._counting.why_not_counted(current) is not None:
-                return True
+            if current.op == "placeholder" and tensors_of(current):
+                return False
+            differs = differs or self._counting.why_not_counted(current) is not None
             todo += [source for source in current.all_input_nodes if source not in seen]
             seen.update(current.all_input_nodes)
-        return False
+        return differs
 
     def _made_there(self, node: fx.Node) -> fx.Node:
         args, given = fx.map_arg((node.args, node.kwargs), lambda n: self._there.get(n, n))

@@ -241,6 +241,13 @@ class TestLowered(TestCase):
         hows, _ = self.placed(lambda x: x + torch.arange(size).sin().to("cuda"), self.gpu(size))
         self.assertEqual(hows, {"sin": "copied"})
 
+    def test_large_numbers_that_the_gpu_counts_and_the_cpu_changes_are_staged(self):
+        """Inductor would compute all of it on the GPU, without the CPU's 64 bits."""
+        program = lambda x: x + (torch.arange(1 << 19, device="cuda").cpu() * (1 << 20)).to("cuda")  # noqa: E731
+        hows, graph = self.placed(program, self.gpu(1 << 19, dtype=torch.int64))
+        self.assertEqual(hows, {"mul": "staged"})
+        self.assertIn("cpp_fused", graph.source_code)
+
     def test_bytes_that_are_read_as_another_type(self):
         """A kernel converts what it counts to the type before, or loads it if the sizes differ."""
         _, graph = self.placed(
