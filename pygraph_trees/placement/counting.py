@@ -99,7 +99,7 @@ class Counting:
             return self._found[node.all_input_nodes[0]]
         sources = node.all_input_nodes
         known = packet in _CONVERTS | _COMPUTES or (packet in _REDUCES and _is_written_out(node))
-        if not known or all(self._found[source] is None for source in sources):
+        if not known or all(self._found[source] is None and not _is_symbolic(source) for source in sources):
             return None
         if any(self._found[s] is None and _filled_with(s) is None for s in sources if tensors_of(s)):
             # A loaded operand ends the expression; the numbers of the other operands are computed before it.
@@ -176,11 +176,22 @@ def _keeps(node: fx.Node) -> bool:
 
 def _filled_with(node: fx.Node) -> Interval | None:
     """The integer that all elements have, which Inductor puts into the expression; None if they are loaded."""
+    number = _number_in(node)
+    return None if number is None or isinstance(number, float) else _given(number)
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    """Whether a node is an integer that is known only at the call, or a tensor filled with one."""
+    number = _number_in(node) if tensors_of(node) else node
+    return isinstance(number, fx.Node) and isinstance(number.meta.get("val"), torch.SymInt)
+
+
+def _number_in(node: fx.Node) -> Any:
+    """The number that fills a tensor; None for any other tensor."""
     while _keeps(node):
         node = node.all_input_nodes[0]
-    if node.target is not aten.full.default or isinstance(node.args[1], float):
-        return None
-    return _given(node.args[1])
+    position = {aten.full.default: 1, aten.scalar_tensor.default: 0}.get(node.target)
+    return None if position is None else node.args[position]
 
 
 def _given(value: Any) -> Interval:

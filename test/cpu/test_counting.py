@@ -105,6 +105,16 @@ class TestIntervals(TestCase):
             graph = make_fx(program)().graph
             self.assertIsNotNone(Counting().why_not_counted(result(graph)))
 
+    def test_numbers_that_are_known_at_the_call(self):
+        for program, fits in (
+            (lambda k: torch.full((), k), True),
+            (lambda k: torch.arange(100) + torch.scalar_tensor(k, dtype=torch.int64), True),
+            (lambda k: torch.arange(100) * torch.scalar_tensor(k, dtype=torch.int64), False),
+            (lambda k: torch.arange(100) * (torch.full((3,), 0) + k)[0], False),
+        ):
+            graph = make_fx(lambda x: program(x.shape[0]), tracing_mode="symbolic")(torch.ones(64)).graph  # noqa: B023
+            self.assertEqual(Counting().why_not_counted(result(graph)) is None, fits)
+
     def test_longer_reductions_read_what_was_computed(self):
         for program in (
             lambda n: torch.arange(n).sum(),
@@ -230,6 +240,13 @@ class TestLowered(TestCase):
         )
         self.assertEqual(hows["mul"], "made on the GPU")
         self.assertNotIn(str(1_000_003 + 63 * 32), graph.source_code)
+
+    def test_a_number_that_is_known_at_the_call_is_rounded(self):
+        with torch._dynamo.config.patch(assume_static_by_default=False):
+            _, graph = self.placed(
+                lambda x, v, k: x + (v * torch.tensor(k)).to("cuda"), self.gpu(40), torch.rand(40), 5
+            )
+        self.assertIn("tl.full([1], 1.0, tl.float32)", graph.source_code)
 
     def test_large_constants_that_a_kernel_would_count_otherwise_are_staged(self):
         """Of a constant that is copied, Inductor makes a computation on the GPU."""
