@@ -102,8 +102,9 @@ class Counting:
         if not known or all(self._found[source] is None and not _is_symbolic(source) for source in sources):
             return None
         if any(self._found[s] is None and _filled_with(s) is None for s in sources if tensors_of(s)):
-            # A loaded operand ends the expression; the numbers of the other operands are computed before it.
-            return None
+            # A loaded operand ends the expression; the numbers of the other operands are computed before it, and so is
+            # a counted operand's product with `alpha`.
+            return None if node.kwargs.get("alpha", 1) == 1 else _UNKNOWN
         if packet in _CONVERTS:
             # A number that does not fit the type becomes another number for the next node.
             found = self._found[sources[0]]

@@ -115,6 +115,11 @@ class TestIntervals(TestCase):
             graph = make_fx(lambda x: program(x.shape[0]), tracing_mode="symbolic")(torch.ones(64)).graph  # noqa: B023
             self.assertEqual(Counting().why_not_counted(result(graph)) is None, fits)
 
+    def test_the_factor_of_a_sum_with_a_loaded_number(self):
+        for factor, fits in ((1, True), (65537, False)):
+            graph = make_fx(lambda v: torch.add(v, torch.arange(1 << 19), alpha=factor))(torch.tensor(3)).graph  # noqa: B023
+            self.assertEqual(Counting().why_not_counted(result(graph)) is None, fits)
+
     def test_longer_reductions_read_what_was_computed(self):
         for program in (
             lambda n: torch.arange(n).sum(),
