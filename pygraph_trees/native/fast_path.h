@@ -192,6 +192,12 @@ struct Replay {
             Known::ahead(known.storage, 8), Known::ahead(known.storage, 31);
         }
     };
+    /* An output without elements, which is a new tensor at each call. */
+    struct Empty {
+        size_t output;
+        std::vector<int64_t> sizes, strides;
+        at::TensorOptions options;
+    };
     struct State {
         PyObject *recording = nullptr; // a weak reference
         PyObject *prepare = nullptr;   // makes the graph hold other addresses, in Python; NULL without live inputs
@@ -211,6 +217,7 @@ struct Replay {
         bool has_new_history = false;  // whether autograd gives the outputs a new history at each call
         Mortal before, after;
         Mortal outliving; // outputs that are moved if they are alive when the next step begins
+        std::vector<Empty> empty;
         std::vector<Made> made; // the cached outputs as they were made; empty if not known
         std::vector<int64_t> shapes; // the sizes and strides of each
 
@@ -260,9 +267,9 @@ Answer accept(Replay::State *state, Inputs &inputs, bool *is_copied);
 /* Counts the replay and launches the graph; false with an exception. */
 bool launch(const Replay::State *replay);
 
-/* Outputs of a recording that exist already, valid until other code runs: cached outputs, substitutes for others, and
-   inputs that are outputs. False if an output must be made. */
-bool at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs);
+/* Outputs of a recording, valid until other code runs: cached outputs, substitutes for others, inputs that are outputs,
+   and outputs without elements, which are made now and kept in `made`. False if another output must be made. */
+bool at_hand(const Replay::State *replay, PyObject *returned, std::vector<Ref> *made, std::vector<PyObject *> *outputs);
 
 /* Notes the cached outputs, which Python has just made. */
 void note_made(Replay::State *replay);

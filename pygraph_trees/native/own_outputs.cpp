@@ -22,7 +22,8 @@ bool has_attributes(PyObject *dictionary) {
 }
 
 /* Whether a cached output is as it was made, and has nothing that its last user left: a gradient or its type, a
-   tangent, a history that is not replaced, hooks, attributes, weak references. It must also be an inference tensor if `is_inference`. */
+   tangent, a history that is not replaced, hooks, attributes, weak references. It must also be an inference tensor if
+   `is_inference`. */
 bool is_untouched(PyObject *output, const Replay::Made &made, const int64_t *shape, bool has_new_history,
                   bool is_inference) {
     if (output != made.known.object || Py_TYPE(output) != made.kind)
@@ -93,7 +94,14 @@ bool pygraph::are_untouched(const Replay::State *replay) {
     return true;
 }
 
-bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs) {
+bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vector<Ref> *made,
+                      std::vector<PyObject *> *outputs) {
+    made->clear();
+    for (const Replay::Empty &like : replay->empty) { // first, since making a tensor may run other code
+        made->emplace_back(THPVariable_Wrap(at::empty_strided(like.sizes, like.strides, like.options)));
+        if (!made->back())
+            return false;
+    }
     const Py_ssize_t count = PyList_GET_SIZE(replay->others);
     if (count == 0 || PyList_GET_SIZE(replay->cached) != count)
         return false;
@@ -113,6 +121,8 @@ bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vect
             return false;
         (*outputs)[static_cast<size_t>(i)] = output;
     }
+    for (size_t i = 0; i < replay->empty.size(); i++)
+        (*outputs)[replay->empty[i].output] = (*made)[i].get();
     for (size_t i = 0; i < replay->returned.size(); i++)
         if (replay->returned[i].output < outputs->size())
             (*outputs)[replay->returned[i].output] = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));

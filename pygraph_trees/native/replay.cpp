@@ -178,6 +178,14 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
         (returned != Py_None && !unchanged.take(returned)) ||
         !state->before.take(before) || !state->after.take(after) || !state->outliving.take(outliving))
         return nullptr;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(others); i++) {
+        PyObject *other = PyList_GET_ITEM(others, i);
+        const at::Tensor *like = PyTuple_Check(other) && PyTuple_GET_SIZE(other) == 1 ? tensor_of(PyTuple_GET_ITEM(other, 0))
+                                                                                     : nullptr;
+        if (like != nullptr)
+            state->empty.push_back(
+                {static_cast<size_t>(i), like->sizes().vec(), like->strides().vec(), like->options()});
+    }
     state->lasting = state->managed;
     for (Py_ssize_t i = 0; i < fixed.count; i++)
         state->fixed.push_back({fixed[i].index, fixed[i].address, {}});

@@ -89,11 +89,11 @@ Ref returned(const Results *state, const Ref &kept, bool sees, const TakeOutputs
     if (!tuple || !take_outputs(&rows[0]))
         return Ref();
     const uint64_t first_view = static_cast<uint64_t>(rows[0].count) + static_cast<uint64_t>(rows[1].count);
-    const uint64_t behind_views = first_view + state->views.size();
+    const uint64_t after_views = first_view + state->views.size();
     for (size_t i = 0; i < state->picks.size(); i++) {
         uint64_t number = state->picks[i];
         if (views_some && !makes_views && number >= first_view) // the row of views is empty
-            number = number < behind_views ? state->views[number - first_view].number : number - state->views.size();
+            number = number < after_views ? state->views[number - first_view].number : number - state->views.size();
         PyObject *item = item_at(rows, 4, number);
         if (item == nullptr)
             return Ref();
@@ -105,7 +105,8 @@ Ref returned(const Results *state, const Ref &kept, bool sees, const TakeOutputs
 /* The outputs as a list; NULL if they are not at hand, possibly with an exception. */
 Ref list_at_hand(Results *state, const Replay::State *replay, PyObject *given) {
     Ref list(PyList_New(PyList_GET_SIZE(replay->others)));
-    if (!list || !at_hand(replay, given, &state->outputs) ||
+    std::vector<Ref> made;
+    if (!list || !at_hand(replay, given, &made, &state->outputs) ||
         static_cast<size_t>(PyList_GET_SIZE(list.get())) != state->outputs.size())
         return Ref();
     for (size_t i = 0; i < state->outputs.size(); i++)
@@ -155,8 +156,9 @@ Ref pygraph::result_at_hand(Results *state, const Replay::State *replay, const R
     if (!state->picks_some)
         return list_at_hand(state, replay, given);
     const bool sees = !state->has_own || !are_only_accumulated(&state->parameters);
+    std::vector<Ref> made;
     return returned(state, kept, sees, [&](Items *row) {
-        const bool found = at_hand(replay, given, &state->outputs);
+        const bool found = at_hand(replay, given, &made, &state->outputs);
         *row = Items{state->outputs.data(), static_cast<Py_ssize_t>(state->outputs.size())};
         return found;
     });

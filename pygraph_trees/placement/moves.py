@@ -155,13 +155,13 @@ class _Rewriting:
         if how is How.FOLDED:
             return self._folded(node)
         if how is How.CONSTANT and node.op == "get_attr":
-            with self._graph.inserting_after(_behind_inputs(node)):
+            with self._graph.inserting_after(_after_placeholders(node)):
                 return self._put_there(node, node)
         if how is How.CONSTANT or why_not_staged:
-            with self._graph.inserting_after(_behind_inputs(node)):
+            with self._graph.inserting_after(_after_placeholders(node)):
                 return self._call(prims.device_put.default, (node, self._gpu, _may_be_late(node)), node)
         if self._anchor is None:
-            with self._graph.inserting_after(_behind_inputs(next(iter(self._graph.nodes)))):
+            with self._graph.inserting_after(_after_placeholders(next(iter(self._graph.nodes)))):
                 self._anchor = self._call(aten.empty.memory_format, ([0],), node, {"device": self._gpu})
         host = node
         if not is_a_whole(node):
@@ -172,7 +172,7 @@ class _Rewriting:
 
     def _folded(self, node: fx.Node) -> fx.Node:
         """Computes the value of a node now and makes it a constant of the graph."""
-        with self._graph.inserting_after(_behind_inputs(node)):
+        with self._graph.inserting_after(_after_placeholders(node)):
             held = self._plan.folding.held(node, self._mode)
         with self._graph.inserting_after(held):
             there = self._put_there(held, node)
@@ -221,8 +221,8 @@ class _Rewriting:
         if kwargs.get("pin_memory"):
             kwargs |= {"pin_memory": False}
         value = node.meta["val"]
-        behind = max([node, *(self._there[source] for source in cpu_inputs(node))])
-        with self._graph.inserting_before(behind.next):
+        latest = max([node, *(self._there[source] for source in cpu_inputs(node))])
+        with self._graph.inserting_before(latest.next):
             if is_conversion(node) and value.dtype in HALVES:
                 return self._converted(args[0], value.dtype, node)
             if is_negation(node):
@@ -371,7 +371,7 @@ def _mutates(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _behind_inputs(node: fx.Node) -> fx.Node:
+def _after_placeholders(node: fx.Node) -> fx.Node:
     """The place right after a node, or after all inputs of the graph if the node is one of them."""
     while node.op == "placeholder" and node.next.op == "placeholder":
         node = node.next

@@ -153,7 +153,8 @@ def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any], *
 
     Args:
         managed: the indices of the inputs that are released.
-        others: by output, the value that is not cached, or ``NotImplemented`` if there is no such value.
+        others: by output, the value that is not cached, or ``NotImplemented`` if there is no such value. A tuple with
+            a tensor without elements stands for a new one like it at each call.
         in_python: whether ``recording.replay`` launches the graph.
     """
     if binding.extension is None:

@@ -7,6 +7,7 @@ resolved copy.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from pygraph_trees.cuda.extent import flat
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from pygraph_trees.indirection.inputs import LiveInputs
 
@@ -27,6 +28,22 @@ def is_on_live_input(live: LiveInputs, position: int, output: torch.Tensor) -> b
     is_whole = output is item.placeholder_tensor
     live.outputs[position] = item.index, None if is_whole else _view_of(output, item.placeholder_tensor)
     return True
+
+
+def makers_of_empty(
+    outputs: Sequence[torch.Tensor | None], rebuilt: Container[int]
+) -> dict[int, Callable[[], torch.Tensor]]:
+    """By position, functions that make outputs without elements and memory anew, except those that are rebuilt."""
+    return {
+        position: functools.partial(
+            torch.empty_strided, output.size(), output.stride(), dtype=output.dtype, device=output.device
+        )
+        for position, output in enumerate(outputs)
+        if output is not None
+        and position not in rebuilt
+        and output.numel() == 0
+        and output.untyped_storage().data_ptr() == 0
+    }
 
 
 def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,11 +38,11 @@ from .input_records import describe
 from .kept_outputs import kept_indices
 from .liveness import AsMade, are_untouched, as_made, deaths, register, release_unneeded
 from .output_records import describe_outputs
-from .outputs import as_they_read, is_on_live_input, without_staged
+from .outputs import as_they_read, is_on_live_input, makers_of_empty, without_staged
 from .pools import ranges_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.host_reads import HostRead
@@ -89,6 +90,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     outliving: Any = None  # outputs that must be moved if they are alive when the next step begins
     cached_as_made: Sequence[AsMade | None] = ()  # of each cached output, in their order
     has_new_history = False  # whether autograd gives the outputs a new history at each call
+    empty_outputs: Mapping[int, Callable[[], torch.Tensor]] = MappingProxyType({})  # make outputs without memory
     older_outputs: Any = ()  # references to outputs that newer ones have replaced
     _attempts: Attempts | None = None  # while it is made
     graph: Any
@@ -139,11 +141,13 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def _native(self, *, in_python: bool) -> Any:
         dropped = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
-        # By output: a number, None, or a tensor on a static input; NotImplemented for other tensors.
+        # By output: a number, None, a tensor on a static input, or one in a tuple; NotImplemented for other tensors.
         others = [
             made_of if not isinstance(made_of, dict) else NotImplemented if static is None else static
             for made_of, static in zip(self.outputs_metadata, self.static_output_tensors, strict=True)
         ]
+        for position in self.empty_outputs:
+            others[position] = (self.static_output_tensors[position],)
         return fast_path.replay(self, dropped, others, in_python=in_python)
 
     def _initialize_cached_tensors(self) -> None:
@@ -293,16 +297,15 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def _add_first_outputs(self, outputs: Any, static_input_persistent_storage_ptrs: dict[int, Any]) -> None:
         live = self._live
-        if live is None:
-            super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs)
-            return
         # Upstream neither frees nor checks outputs on a persistent input. It only checks that the input is alive, and
         # placeholder tensors are.
-        persistent = static_input_persistent_storage_ptrs | dict.fromkeys(live.storages, _is_alive)
-        super()._add_first_outputs(outputs, persistent)
+        placeholders = {} if live is None else dict.fromkeys(live.storages, _is_alive)
+        super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs | placeholders)
         for position, output in enumerate(outputs):
-            if is_cuda(output) and is_on_live_input(live, position, output):
+            if live is not None and is_cuda(output) and is_on_live_input(live, position, output):
                 self.static_output_tensors[position] = torch.empty(0)  # the output is rebuilt from each call's input
+        if self._gives_addresses:  # upstream returns one tensor again and again, whatever the program did to it
+            self.empty_outputs = makers_of_empty(self.static_output_tensors, () if live is None else live.outputs)
 
     def _finish_first_call(self, live: LiveInputs) -> None:
         """Completes the call after the launch that upstream does when it makes a node."""
@@ -420,6 +423,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         """All outputs except those on live inputs."""
         if self._gives_addresses and not self._is_untouched():
             self.remove_node_cached_tensors()
+        for position, make in self.empty_outputs.items():
+            self.static_output_tensors[position] = make()
         return super().reconstruct_outputs()
 
     def reconstruct_outputs(self) -> Any:

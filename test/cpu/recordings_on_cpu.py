@@ -23,6 +23,7 @@ from pygraph_trees.trees import fast_path
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.kept_outputs import kept_indices
 from pygraph_trees.trees.liveness import deaths
+from pygraph_trees.trees.outputs import makers_of_empty
 from pygraph_trees.trees.recording import Recording
 
 SIZE = 4  # elements of an output
@@ -38,9 +39,15 @@ def _tensor_of(metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch
 
 
 class Function:
-    """A function whose outputs all hold the value of the step; each :meth:`call` begins a step."""
+    """A function whose outputs all hold the value of the step; each :meth:`call` begins a step.
 
-    def __init__(self, outputs: int = 1, mode: CompilationMode = CompilationMode.INFERENCE) -> None:
+    The last output has no elements if it ``ends_empty``.
+    """
+
+    def __init__(
+        self, outputs: int = 1, mode: CompilationMode = CompilationMode.INFERENCE, *, ends_empty: bool = False
+    ) -> None:
+        self.ends_empty = ends_empty
         self.pool, self.value = torch.zeros(SIZE * outputs), 0.0
         settings = Settings(placement="off", indirection="auto", selective="always", outputs="keep")
         model = FunctionModel(self._fail, settings, FunctionLog("f", "0/0", "inference", 1, {}))
@@ -123,6 +130,13 @@ class Function:
         made.log = RecordingLog(number=0, parent=None, counter=new_counter())
         made.graph = _Graph(self._fill)
         made.deaths_before = made.deaths_after = None
+        if self.ends_empty:  # as upstream notes it
+            made.static_output_tensors[-1] = empty = torch.empty(0)
+            made.outputs_metadata[-1] |= {"nbytes": 0, "data_ptr": 0, "size": empty.size()}
+            made.output_storage_alias[-1] = made.outputs_weakrefs[-1] = None
+            made.unaliased_in_all_paths[-1] = False
+            made.live_indices_after_graph.pop()
+            made.empty_outputs = makers_of_empty(made.static_output_tensors, ())
         made.outliving = deaths(made, kept_indices(made))
         made.native = made._native(in_python=False)
         recording: Recording = made

@@ -209,6 +209,17 @@ class TestDropped(OnCpuTestCase):
         self.check_next(function, 5.0)
         function.end()
 
+    @parametrize("fast", [False, True])
+    def test_an_output_without_elements(self, fast):
+        """It is new at each call, so what the program does to one is not seen in the next."""
+        function = Function(2, ends_empty=True)
+        first, second = function.call(3.0, fast=fast), function.call(4.0, fast=fast)
+        self.assertIsNot(first[1], second[1])
+        torch.add(torch.ones(3), 1, out=first[1])
+        for empty in (second[1], function.call(5.0, fast=fast)[1]):
+            self.assertEqual((empty.shape, empty.stride(), empty.dtype), ((0,), (1,), torch.float32))
+        self.assertEqual((first[0], second[0]), (all_of(3), all_of(4)))
+
     def test_last_outputs_wait_for_all_streams(self):
         """The last replay may still be queued on another stream, on which the program then reads its output."""
         function, done = Function(), []

@@ -249,6 +249,16 @@ class TestInference(Kept):
                 self.close(found, wanted)
             del others
 
+    def test_an_output_without_elements(self) -> None:
+        graphed = self.graphed(lambda x: (x * 2, torch.zeros(0, 3, device=x.device)))
+        for call in range(5):
+            x = self.some()
+            doubled, empty = graphed(x)
+            self.assertEqual((doubled, empty.shape), (x * 2, torch.Size([0, 3])), call)
+            torch.add(torch.ones(3, device=self.device), 1, out=empty)  # gives it elements
+        (function,) = self.functions()
+        self.assertEqual((len(function.recordings), function.ungraphed_calls), (1, 0))
+
     def test_outputs_on_another_stream_whose_function_is_gone(self) -> None:
         """They are moved after the replay that is still queued, and before they are read on its stream."""
         model, stream = self.layers().eval(), torch.cuda.Stream()
