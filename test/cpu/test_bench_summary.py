@@ -79,19 +79,24 @@ class TestSummary(TestCase):
 
     def test_times_to_compile_from_a_file_of_their_own(self):
         untimed = {"compile_s": None, "record_s": None}
-        files = {Path("a.json"): results(*both("A", untimed, {"latency_ms": 2.0, **untimed}), *both("B", {}))}
+        names, bare = ("A", "C"), {"latency_ms": 2.0, **untimed}
+        files = {Path("a.json"): results(*both("B", {}), *(m for name in names for m in both(name, untimed, bare)))}
         slow = {"compile_s": 9.0, "record_s": 0.5, "latency_ms": None}
         starts = {
             Path("mine.json"): results(*both("A", slow), *both("B", slow)),
-            Path("else.json"): results(*both("A", {**slow, "compile_s": 7.0}), gpu="A100"),
+            Path("else.json"): results(*(m for n in names for m in both(n, {**slow, "compile_s": 7.0})), gpu="A100"),
+            Path("newer.json"): results(*both("C", slow), torch="2.12"),
         }
-        found = pages.summarise(files, ["A", "B"], starts)
-        a, b = found.workloads
+        found = pages.summarise(files, ["A", "B", "C"], starts)
+        a, b, c = found.workloads
         self.assertEqual([a.get("ours", "same", name) for name in slow], [9.0, 0.5, 1.0])
         self.assertEqual(b.get("ours", "same", "compile_s"), 2.0)
+        self.assertEqual(c.get("ours", "same", "compile_s"), 7.0)
         text = pages.page(found)
-        self.assertIn("](start/mine.json): 2026-01-01, code abcdefabcdef: times to compile and record", text)
-        self.assertNotIn("else.json", text)
+        for path, gpu, name in (("mine.json", "H200", "A"), ("else.json", "A100", "C")):
+            line = f"](start/{path}): 2026-01-01, {gpu}, code abcdefabcdef: times to compile and record of {name}\n"
+            self.assertIn(line, text)
+        self.assertNotIn("newer.json", text)
         self.assertIn("**A**: 9.5 s to compile and record, upstream 2.0", text)
 
     def test_the_ratio_of_each_round(self):
@@ -135,11 +140,13 @@ class TestSummary(TestCase):
     def test_causes_that_a_file_cannot_tell(self):
         found = pages.summarise({Path("a.json"): results(*both("DBV2", {"max_diff_upstream": 0.5}))}, ["DBV2", "TEFD"])
         text = pages.page(found)
-        self.assertRegex(text, r"\*\*DBV2\*\*: outputs differ from upstream's by at most 0.5; Inductor's code")
+        self.assertRegex(text, r"\*\*DBV2\*\*: outputs differ from upstream's by at most 0.5; Inductor times")
         self.assertRegex(text, r"## Not measured\n\n- \*\*TEFD\*\*: not ready after")
         self.assertIn("| geometric mean of 1 |", pages.short_table(found))
         self.assertNotIn("geometric mean", pages.short_table(dataclasses.replace(found, missing=["TEFD", "EOS"])))
-        for name in (*causes.DIFFERENT, *causes.NOT_MEASURED):
+        untimed = pages.summarise({Path("a.json"): results(*both("VM", {"compile_s": None}))}, [])
+        self.assertRegex(pages.page(untimed), r"so not compared in them: VM \(its first call caches")
+        for name in (*causes.DIFFERENT, *causes.NOT_MEASURED, *causes.UNTIMED):
             self.assertIn(name, load_workloads())
         for cause in causes.DIFFERENT.values():
             for path in re.findall(r"\]\(([^)]+)\)", cause):

@@ -68,7 +68,7 @@ class Summary:
     workloads: Sequence[Workload]  # in the order of the list
     source: Mapping[str, Path]  # by workload
     missing: Sequence[str]  # workloads that were not measured
-    starts: Mapping[Path, Results]  # files that have only times to compile and record
+    starts: Mapping[Path, tuple[Results, Sequence[str]]]  # files of times to compile and record, and their workloads
 
     def ratios(self, figure: str, regime: str) -> list[float]:
         """The ratios to upstream, for workloads on the paper's list."""
@@ -105,7 +105,8 @@ def summarise(
     """Takes each workload from the latest file that has it; ``names`` lists all workloads in order.
 
     Args:
-        starts: files from which times to compile and record are taken if the others have none.
+        starts: files of the same torch, from which times to compile and record are taken if the others have none. One
+            of another GPU is used for the workloads that those of the same GPU lack.
 
     Raises:
         ValueError: there is no file.
@@ -116,12 +117,20 @@ def summarise(
     latest = by_date[-1][1]
     same = {path: r for path, r in by_date if (r.gpu, r.torch) == (latest.gpu, latest.torch)}
     source = {m.workload: path for path, results in same.items() for m in results.records}
-    started = {path: r for path, r in (starts or {}).items() if (r.gpu, r.torch) == (latest.gpu, latest.torch)}
-    times = {(m.workload, m.way, m.regime): m for r in started.values() for m in r.records if m.error is None}
+    started = [(path, r) for path, r in (starts or {}).items() if r.torch == latest.torch]
+    started.sort(key=lambda item: item[1].gpu == latest.gpu)  # later ones prevail
+    start_of = {m.workload: path for path, r in started for m in r.records if m.error is None}
+    times = {
+        (m.workload, m.way, m.regime): m
+        for path, r in started
+        for m in r.records
+        if m.error is None and start_of[m.workload] == path
+    }
     order = [*(n for n in names if n in source), *(n for n in source if n not in names)]
-    workloads = []
+    workloads, untimed = [], []
     for name in order:
         found = [m for m in same[source[name]].records if m.workload == name]
+        untimed += [name] if any(m.compile_s is None for m in found) else []
         workloads.append(
             Workload(
                 name,
@@ -133,7 +142,8 @@ def summarise(
         )
     used = {path: results for path, results in same.items() if path in source.values()}
     left_out, missing = [path for path in files if path not in same], [n for n in names if n not in source]
-    return Summary(used, left_out, workloads, source, missing, started)
+    timed = {path: (r, [name for name in untimed if start_of.get(name) == path]) for path, r in reversed(started)}
+    return Summary(used, left_out, workloads, source, missing, {path: what for path, what in timed.items() if what[1]})
 
 
 def _started(measured: Measurement, times: Mapping[tuple[str, str, str], Measurement]) -> Measurement:

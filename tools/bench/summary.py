@@ -91,7 +91,8 @@ def regressions(summary: Summary) -> Iterator[str]:
         yield f"without a figure of no graphs, so compared with upstream alone: {', '.join(untold)}"
     untold = [w.name for w in measured if any(_to_start(w, way) is None for way in ("ours", "upstream"))]
     if untold:
-        yield f"without times to compile and record, so not compared in them: {', '.join(untold)}"
+        told = [f"{name} ({causes.UNTIMED[name]})" if name in causes.UNTIMED else name for name in untold]
+        yield f"without times to compile and record, so not compared in them: {', '.join(told)}"
     for figure, what in (("latency_ms", "latency"), ("throughput_ms", "time a call without waits")):
         for w in summary.workloads:
             for regime in REGIMES:
@@ -303,10 +304,10 @@ def _described(summary: Summary) -> Iterator[str]:
             f"- [{path.name}]({path.name}): {results.date[:10]}, {results.rounds} rounds, driver {results.driver}, "
             f"triton {results.triton}, code {results.code_hash[:12]}: {of}"
         )
-    for path, results in summary.starts.items():
+    for path, (results, names) in summary.starts.items():
         yield (
-            f"- [{START_FOLDER}/{path.name}]({START_FOLDER}/{path.name}): {results.date[:10]}, code "
-            f"{results.code_hash[:12]}: times to compile and record"
+            f"- [{START_FOLDER}/{path.name}]({START_FOLDER}/{path.name}): {results.date[:10]}, {results.gpu}, code "
+            f"{results.code_hash[:12]}: times to compile and record of {', '.join(names)}"
         )
     for path in summary.left_out:
         yield f"- {path.name} is of another GPU or torch and left out"
