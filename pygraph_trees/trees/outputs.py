@@ -33,7 +33,7 @@ def is_on_live_input(live: LiveInputs, position: int, output: torch.Tensor) -> b
 def makers_of_empty(
     outputs: Sequence[torch.Tensor | None], rebuilt: Container[int]
 ) -> dict[int, Callable[[], torch.Tensor]]:
-    """By position, functions that make outputs without elements and memory anew, except those that are rebuilt."""
+    """By position, functions that make a new output like each one without elements and memory that is not rebuilt."""
     return {
         position: functools.partial(
             torch.empty_strided, output.size(), output.stride(), dtype=output.dtype, device=output.device
