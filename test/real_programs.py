@@ -1,4 +1,4 @@
-"""Five programs as people write them, each of which passes a CPU value to the GPU at each call.
+"""Five realistic programs. Each one passes a CPU value to the GPU at each call.
 
 Functions return ``(callable, arguments)``, so that ``python -m pygraph_trees compare test/real_programs.py:tokens``
 measures it. ``small`` makes one for tests.

@@ -111,7 +111,7 @@ def _lowered(program: Program, arch: str, breaks: Counter[str]) -> tuple[Sequenc
 
 
 def _left_on_cpu(program: Program) -> tuple[str, str] | None:
-    """The part that is alone on the CPU, inputs or model, and a sentence that says so; None if neither is."""
+    """Which part is alone on the CPU, inputs or model, with a message about it; None if neither is."""
     leaves = pytree.tree_leaves((program.args, dict(program.kwargs)))
     inputs = {leaf.is_cpu for leaf in leaves if isinstance(leaf, torch.Tensor)}
     parameters = {

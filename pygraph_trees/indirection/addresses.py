@@ -90,11 +90,11 @@ class Addresses:
         self._settles = self._is_simple and not (patches.sets_always or staged is not None)
         self._seen: list[int] = []  # of the inputs of the latest call
         self._settled: list[int] | None = None  # addresses of inputs at which a call needs no further check
-        # By position: addresses that fit, and those that the graph is given for them. Valid for one state of the pool.
+        # By position: addresses that fit, and the addresses that the graph gets. Valid for one state of the pool.
         self._fitting: tuple[dict[int, int], ...] = tuple({} for _ in items)
-        self._known: dict[tuple[int, ...], list[int]] = {}  # by all inputs' addresses: those that the graph is given
+        self._known: dict[tuple[int, ...], list[int]] = {}  # from all inputs' addresses to those that the graph gets
         self._pool_seen = pool.changes
-        self._given = patches.addresses[: len(items)]  # the addresses that the graph is given next
+        self._given = patches.addresses[: len(items)]  # the addresses that the graph gets next
         self._again = has_managed  # whether the latest call's addresses must be found again at the next call
         self._is_preparing = False
         self.sampler: Sampler | None = None  # until the route is chosen
@@ -287,7 +287,7 @@ class Addresses:
         temporary: dict[int, torch.Tensor],
         stays: Callable[[torch.Tensor], bool],
     ) -> int | str:
-        """The address that the graph is given for an input, its own or a copy's; as a string, why there is none."""
+        """The address that the graph gets for an input, its own or a copy's, or the reason why there is none."""
         item = self._items[position]
         in_pool = self._pool.holds(address)
         if in_pool and item.mutated:

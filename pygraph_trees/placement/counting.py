@@ -73,7 +73,7 @@ class Counting:
         return "a kernel would compute it with 32 bits, or without a conversion"
 
     def loses_rounding(self, node: fx.Node, dtype: torch.dtype) -> bool:
-        """Whether a kernel that converts a value to a type would go on with numbers that the type does not hold.
+        """Whether a kernel that converts a value to a type would keep numbers that the type cannot hold.
 
         Inductor drops the conversion of what a kernel counts, of a number that fills a tensor, and of sums of what a
         kernel counts, in floating point as well.

@@ -107,6 +107,6 @@ _native: Callable[[], str] = str
 
 
 def tell_state(features: Callable[[], Iterable[FeatureState]], native: Callable[[], str]) -> None:
-    """Sets the functions that tell reports the state of the features, and whether the native parts are used."""
+    """Sets the functions that reports call for the state of the features and of the native parts."""
     global _features, _native
     _features, _native = features, native

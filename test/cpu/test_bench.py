@@ -91,7 +91,7 @@ PACKAGES = {
 INPUTS = {"ALNET": 1, "BERT": 2, "BERT-I": 3, "DR-I": 1, "DR-T": 1, "DLRM": 28, "EOS": 3, "MMC": 2, "ST": 3, "TKE": 21}
 INPUTS |= {"BSCG": 2, "DALLE2": 3, "DBV2": 3, "DCGAN": 2, "DGPT2": 2, "DMLM": 2, "DNET": 1, "LCNET": 1, "MBERT": 3}
 INPUTS |= {"MTCG-I": 2, "MTCG-T": 2, "STCLM": 2, "TEFD": 3, "VM": 1, "XLNET-I": 1, "XLNET-T": 2}
-BREAK = ("DMLM", "VM")  # into several graphs, whose number depends on the installed packages
+BREAK = ("DMLM", "VM")  # the number of their graphs depends on the installed packages
 # Some of each kind: with and without a backward, inputs from the CPU, packages, breaks into several graphs.
 EXPLAINED = ("ALNET", "BERT", "DLRM", "MMC", "DMLM", "LCNET", "VM")
 FROM_THE_CPU = ("DALLE2", "MMC", "ST")  # one input of each

@@ -97,7 +97,7 @@ class TestPackaging(TestCase):
         self.assertIn(f"torch>=2.11,<{newest[0]}.{newest[1] + 1}", (ROOT / "setup.py").read_text())
 
     def test_what_messages_tell_to_install_is_an_extra(self):
-        """No message tells to install this package itself, because it is in no index."""
+        """No message suggests installing this package, because it is in no index."""
         setup = (ROOT / "setup.py").read_text()
         for path in (ROOT / "pygraph_trees").rglob("*.py"):
             for package in re.findall(r"pip install ([\w.-]+)", path.read_text(encoding="utf-8")):
@@ -206,7 +206,7 @@ class TestBuild(TestCase):
 
 class TestProcess(TestCase):
     def test_a_compiler_that_fails_is_told_of_in_the_log(self):
-        """A program that needs the parts goes on, and a detached process leaves the compiler's output."""
+        """A program that needs the parts continues, and a detached process leaves the compiler's output."""
         program = "from pygraph_trees.native import build; build.start(); print(build.LOG)"
         with tempfile.TemporaryDirectory() as folder:
             environment = {**os.environ, "TORCH_EXTENSIONS_DIR": folder, "CC": "false", "CXX": "false"}

@@ -255,7 +255,7 @@ class TestCandidates(TestCase):
         return root, children, run
 
     def test_each_of_fifty_recordings_is_found_by_what_is_alive(self):
-        """Each is found by the live outputs; once they are told apart, no other recording is asked."""
+        """Recordings are found by their live outputs. Once these differ, no other recording is checked."""
         _, _, run = self.fifty()
         for _ in range(2):
             for kept in range(50):

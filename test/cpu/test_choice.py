@@ -1,4 +1,4 @@
-"""Threads and torch's trees: which managers hear of a function whose way is measured, and which thread graphs it."""
+"""Threads and torch's trees: which managers learn of a function that is measured, and which thread graphs it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def in_thread(fn):
 
 
 def choice_of(function):
-    """The object that the function's trial tells about its decision."""
+    """The object that the function's trial notifies of its decision."""
     return function.dispatch.call.__self__
 
 
@@ -77,7 +77,7 @@ class ChoiceTestCase(TestCase):
 
 
 class TestFlags(ChoiceTestCase):
-    """What upstream's manager is told about un-graphed forwards and backwards."""
+    """Upstream's manager learns of un-graphed forwards and backwards."""
 
     def runs(self):
         trees = choice._Trees(0)

@@ -254,7 +254,7 @@ class TestLowered(TestCase):
         self.assertIn("tl.full([1], 1.0, tl.float32)", graph.source_code)
 
     def test_large_constants_that_a_kernel_would_count_otherwise_are_staged(self):
-        """Of a constant that is copied, Inductor makes a computation on the GPU."""
+        """Inductor turns the copy of a constant into a computation on the GPU."""
         size = 1 << 19
         squares = lambda x: x + (torch.arange(size) ** 2).to("cuda")  # noqa: E731
         hows, graph = self.placed(squares, self.gpu(size, dtype=torch.int64))

@@ -458,7 +458,7 @@ class WithWrongBackends(TestCase):
         return str(caught.exception)
 
     def _is_found(self, case: Case, backend: str) -> bool:
-        """Returns whether a wrong backend is told from a right one."""
+        """Returns whether the comparison finds a wrong backend wrong and a right one right."""
         check(case, CPU, under_test="aot_eager")
         try:
             check(case, CPU, under_test=f"wrong_backends:{backend}")

@@ -1,4 +1,4 @@
-"""In real autograd backwards, which gradients of a recording are given as they are, and which as other tensors."""
+"""Gradients in real autograd backwards: the recording's own tensors, or other tensors on their memory."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ SEEN = {
     "a hook": lambda ps, y, into: hold(into, ps[1].register_hook),
     "a hook of two": lambda ps, y, into: hold(into, lambda h: torch.autograd.graph.register_multi_grad_hook(ps, h)),
     "before the accumulation": lambda ps, y, into: hold(into, accumulates(ps[2]).register_prehook),
-    "behind it": lambda ps, y, into: hold(into, accumulates(ps[0]).register_hook),
+    "after the accumulation": lambda ps, y, into: hold(into, accumulates(ps[0]).register_hook),
     "a hook that may put on others": lambda ps, y, into: ps[1].register_post_accumulate_grad_hook(
         lambda p: into.append(p.grad.clone())
     ),
-    "behind the backward": lambda ps, y, into: hold(into, y.grad_fn.register_hook),
+    "after the backward": lambda ps, y, into: hold(into, y.grad_fn.register_hook),
 }
 UNSEEN = {
     "nobody": lambda ps, y, into: None,
@@ -110,7 +110,7 @@ class TestGradients(TestCase):
                     self.assertEqual(bool(addresses), seen)
                     for parameter in parameters:
                         if parameter.grad.data_ptr() in addresses:
-                            self.assertEqual(name, "behind it")  # torch has taken the gradient over by then
+                            self.assertEqual(name, "after the accumulation")  # torch takes the gradient over first
                     del handle
         self.assertEqual(self.trees.searched, [])
 

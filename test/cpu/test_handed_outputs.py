@@ -1,4 +1,4 @@
-"""Outputs in memory that each call is given: which allocation of generated code each output is in."""
+"""Outputs in memory that each call provides, and the allocation of generated code that holds each output."""
 
 from __future__ import annotations
 

@@ -964,7 +964,7 @@ class TestLifetimes(LiveInputsTestCase):
         self.assertWaitedFor(0)
 
     def test_memory_is_given_back_with_its_graph_once_nothing_runs_there(self):
-        """Nothing is waited for, and captures elsewhere go on."""
+        """Nothing waits, and captures elsewhere continue."""
         for calls in (0, 2):
             recordings = [self.hidden()]
             for _ in range(calls):

@@ -268,7 +268,7 @@ class TestPage(TestCase):
         self.assertIn("flex-wrap: wrap", strip)
 
     def visible(self, text):
-        """The text that is read without a pointer: no attributes."""
+        """The text that can be read without a pointer; attributes do not count."""
         return html.unescape(re.sub(r"<[^>]*>", "\n", text))
 
     def test_parts_are_told_in_text(self):

@@ -189,7 +189,7 @@ class TestWays(TestCase):
 
 
 class TestSteps(TestCase):
-    """Steps of several models, each of which always runs one way: graphed or un-graphed."""
+    """Steps of several models; each model is either always graphed or never."""
 
     def chain(self, outputs, ways, steps=40):
         """Each model takes the output of the model before it; the last output stays alive until the next step's."""

@@ -194,7 +194,7 @@ class TestCalls(TestCase):
 
 
 class TestMismatch(TestCase):
-    """If a patch does not fit torch, its feature stays off and the other patches go on."""
+    """If a patch does not fit torch, its feature stays off and the other patches are applied."""
 
     def setUp(self):
         super().setUp()

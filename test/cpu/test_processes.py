@@ -1,4 +1,4 @@
-"""tools/processes.py: a tool that is told to end also ends the processes it started."""
+"""tools/processes.py: a tool that is terminated also ends the processes it started."""
 
 from __future__ import annotations
 

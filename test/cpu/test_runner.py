@@ -336,7 +336,7 @@ class TestViewsInside(RunnerTestCase):
         check()
 
     def check_gradients(self, call, own):
-        """Python makes a new tensor for each view; C++ is told for which views it may return the function's own."""
+        """Python makes a new tensor for each view; C++ knows for which views it may return the function's own."""
         partition = Partition([torch.zeros(64), torch.ones(64)[4:]])
         with mock.patch.object(trees_runner, "entry") as entry:
             found, model = self.check(call, 3, partition, is_backward=True)

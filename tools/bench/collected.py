@@ -118,7 +118,7 @@ def summarise(
     same = {path: r for path, r in by_date if (r.gpu, r.torch) == (latest.gpu, latest.torch)}
     source = {m.workload: path for path, results in same.items() for m in results.records}
     started = [(path, r) for path, r in (starts or {}).items() if r.torch == latest.torch]
-    started.sort(key=lambda item: item[1].gpu == latest.gpu)  # later ones prevail
+    started.sort(key=lambda item: item[1].gpu == latest.gpu)  # later files take precedence
     start_of = {m.workload: path for path, r in started for m in r.records if m.error is None}
     times = {
         (m.workload, m.way, m.regime): m
