@@ -373,7 +373,7 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         program = target.resolve(f"{self.file}:plain", META)
         return str(explain(replace(program, fn=fn, args=(torch.ones(4, 4, device="meta"),))))
 
-    def test_what_comes_behind_a_value_cannot_be_told(self):
+    def test_what_comes_after_a_value_cannot_be_told(self):
         found = self.explained(lambda x: x.sin() if (x * 2).sum() > 0 else x.cos())
         self.assertIn(": 1 graph\n", found)
         self.assertRegex(found, r"The rest is unknown: .* reads the value of a tensor")

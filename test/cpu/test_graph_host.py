@@ -132,7 +132,7 @@ class TestGraphHost(TestCase):
                 "workload   way       inputs     host    trees   launch  outside   latency      gpu   rest",
                 "MLP        upstream  same       80.0     40.0      5.0     35.0     100.0        -      -  1.00",
                 "MLP        ours      same       48.0      8.0      5.0     35.0      60.0     12.5   12.5  0.60",
-                "MLP ours same, before and behind each launch: 3.0 + 1.2, 2.5 + 1.2",
+                "MLP ours same, before and after each launch: 3.0 + 1.2, 2.5 + 1.2",
             ],
         )
 

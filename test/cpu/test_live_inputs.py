@@ -632,11 +632,11 @@ class TestCopies(LiveInputsTestCase):
         def before(patches, *addresses):
             raise KeyboardInterrupt
 
-        def behind(patches, *addresses):
+        def after(patches, *addresses):
             apply(patches, *addresses)
             raise KeyboardInterrupt
 
-        for interrupted in (before, behind):
+        for interrupted in (before, after):
             a, b = at(0), at(0)
             live, graph = self.replayable(self.one_kernel(), a)
             self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])

@@ -224,8 +224,8 @@ class TestPage(TestCase):
     def test_a_tree_across_functions(self):
         forward = function(recording(0), recording(3), mode="forward")
         backward = function(recording(1, 0), recording(4, 3), recording(5, 0, "static input arg3_1 moved"))
-        behind_both = function(recording(2, 1), recording(6, 4), recording(7, 5))
-        self.assertEqual(self.shape(forward, backward, behind_both), "( 0 [ ( 1 2 ) ( 5 7 ) ] ) ( 3 4 6 )")
+        after_both = function(recording(2, 1), recording(6, 4), recording(7, 5))
+        self.assertEqual(self.shape(forward, backward, after_both), "( 0 [ ( 1 2 ) ( 5 7 ) ] ) ( 3 4 6 )")
 
     def test_a_tree_of_one_function(self):
         tree = function(*[recording(n, p) for n, p in ((0, None), (1, 0), (2, 1), (3, 0), (4, 9))])

@@ -192,7 +192,7 @@ class TestPatcher(LiveInputsTestCase):
         self.assertIsNone(live.addresses.prepare(sets[1]))
         self.assertEqual(list(live.addresses.temporary), [0])
 
-    def test_behind_a_call_with_copies_python_is_asked(self):
+    def test_after_a_call_with_copies_python_is_asked(self):
         live, graph, sets = self.recorded()
         self.call(live, graph, at(4), sets[0][1])  # less aligned
         self.assertEqual(live.addresses.extra_copies, 1)

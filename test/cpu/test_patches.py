@@ -176,10 +176,10 @@ class TestCalls(TestCase):
 
     def test_a_profiler_that_comes_or_goes_in_between(self):
         profiler = torch.autograd.profiler
-        for before, behind in ((False, True), (True, False)):
+        for before, after in ((False, True), (True, False)):
             with mock.patch.object(profiler, "_is_profiler_enabled", before):
                 mark = dynamo_utils.record_pregraph_bytecode_enter()
-            with mock.patch.object(profiler, "_is_profiler_enabled", behind):
+            with mock.patch.object(profiler, "_is_profiler_enabled", after):
                 dynamo_utils.record_pregraph_bytecode_exit(mark)
 
     def test_upstream_without_a_wrapper(self):

@@ -88,7 +88,7 @@ class TestPlaceholders(TestCase):
     def placeholders(self, *extents: Extent, device: int = 0) -> Placeholders:
         return Placeholders(self.driver, device, extents)
 
-    def behind(self, address: int) -> tuple[int, bool]:
+    def mapped_at(self, address: int) -> tuple[int, bool]:
         """The memory that is mapped at an address, and whether it may be used."""
         for start, mapping in self.api.mappings.items():
             if start <= address < start + mapping.nbytes:
@@ -231,15 +231,15 @@ class TestPlaceholders(TestCase):
         """Inputs are materialised one by one. The others are no longer mapped."""
         placeholders = self.placeholders_with(64 * MIB, *SOME[:3])
         placeholders.materialise(1)
-        own, access = self.behind(placeholders.placeholders[1].start)
+        own, access = self.mapped_at(placeholders.placeholders[1].start)
         self.assertEqual((self.api.memories[own].nbytes, access), (6 * MIB, True))
-        self.assertEqual(self.behind(placeholders.placeholders[1].end - 1), (own, True))
+        self.assertEqual(self.mapped_at(placeholders.placeholders[1].end - 1), (own, True))
         self.assertEqual(len(self.api.mappings), 1)
         placeholders.materialise(0)
         self.assertEqual(
-            self.behind(placeholders.placeholders[0].start), self.behind(placeholders.placeholders[2].start)
+            self.mapped_at(placeholders.placeholders[0].start), self.mapped_at(placeholders.placeholders[2].start)
         )
-        self.assertEqual(self.behind(placeholders.placeholders[1].start), (own, True))
+        self.assertEqual(self.mapped_at(placeholders.placeholders[1].start), (own, True))
         placeholders.release_memory()
         self.assertEqual(len(self.api.mappings), 2)
         placeholders.close()
@@ -247,26 +247,26 @@ class TestPlaceholders(TestCase):
 
     def test_a_materialised_input_has_memory_without_aliases(self):
         placeholders = self.placeholders(*SOME)
-        shared, _ = self.behind(placeholders.placeholders[1].start)
+        shared, _ = self.mapped_at(placeholders.placeholders[1].start)
         placeholders.materialise(3)
-        own, access = self.behind(placeholders.placeholders[3].start)
+        own, access = self.mapped_at(placeholders.placeholders[3].start)
         self.assertNotEqual(own, shared)
         self.assertTrue(access)
-        self.assertEqual(self.behind(placeholders.placeholders[3].end - 1), (own, True))
+        self.assertEqual(self.mapped_at(placeholders.placeholders[3].end - 1), (own, True))
         # No part of it aliases another part.
         mapped = [mapping.nbytes for mapping in self.api.mappings.values() if mapping.memory == own]
         self.assertEqual(mapped, [self.api.memories[own].nbytes])
-        self.assertEqual(self.behind(placeholders.placeholders[1].start), (shared, True))
+        self.assertEqual(self.mapped_at(placeholders.placeholders[1].start), (shared, True))
         self.assertFalse(any(memory.held for memory in self.api.memories.values()))
 
     def test_small_inputs_of_a_page_are_materialised_together(self):
         placeholders = self.placeholders(*SOME)
         placeholders.materialise(2)
         self.assertEqual(
-            self.behind(placeholders.placeholders[0].start), self.behind(placeholders.placeholders[2].start)
+            self.mapped_at(placeholders.placeholders[0].start), self.mapped_at(placeholders.placeholders[2].start)
         )
         self.assertNotEqual(
-            self.behind(placeholders.placeholders[0].start), self.behind(placeholders.placeholders[1].start)
+            self.mapped_at(placeholders.placeholders[0].start), self.mapped_at(placeholders.placeholders[1].start)
         )
         calls = len(self.api.calls)
         placeholders.materialise(2)
@@ -277,20 +277,20 @@ class TestPlaceholders(TestCase):
         """Everything on the same page is spared too, and addresses are found as before."""
         placeholders = self.placeholders(*SOME)
         placeholders.materialise(1)
-        own, _ = self.behind(placeholders.placeholders[1].start)
+        own, _ = self.mapped_at(placeholders.placeholders[1].start)
         placeholders.release_memory()
         self.assertEqual({mapping.memory for mapping in self.api.mappings.values()}, {own})
-        self.assertEqual(self.behind(placeholders.placeholders[1].end - 1), (own, True))
+        self.assertEqual(self.mapped_at(placeholders.placeholders[1].end - 1), (own, True))
         found = [placeholders.find(placeholder.start) for placeholder in placeholders.placeholders]
         self.assertEqual(found, [0, 1, 2, 3])
         materialise_all(placeholders)
         for kept in ((1, 3), (1,), ()):
-            memories = {self.behind(placeholders.placeholders[index].start)[0] for index in kept}
+            memories = {self.mapped_at(placeholders.placeholders[index].start)[0] for index in kept}
             placeholders.release_memory(kept)
             self.assertEqual({mapping.memory for mapping in self.api.mappings.values()}, memories)
         self.assertEqual(self.api.leaks(), [])
         placeholders.materialise(0)
-        self.assertTrue(self.behind(placeholders.placeholders[0].start)[1])
+        self.assertTrue(self.mapped_at(placeholders.placeholders[0].start)[1])
         placeholders.close()
         self.assertEqual(self.api.leaks(), [])
 

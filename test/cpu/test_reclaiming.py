@@ -385,8 +385,8 @@ class TestHandedOn(TestCase):
         # replayed.
         last = self.node(neighbour, 6, ((1, 1), (2, 0)))
         older, newer = self.node(plain, 4, ((1, 0),) * 9), self.node(plain, 5, ((1, 0), (1, 0), (1, 1), None))
-        behind = self.node(partition, 3, ((1, 0),), outputs=(9,), a=[last], b=[older, newer])
-        newest = self.node(first, 2, outputs=(100, 500), depth=1, a=[behind])
+        follower = self.node(partition, 3, ((1, 0),), outputs=(9,), a=[last], b=[older, newer])
+        newest = self.node(first, 2, outputs=(100, 500), depth=1, a=[follower])
         above = self.node(neighbour, 0, a=[newest])
         roots = {1: [self.node(first, 1, outputs=(9,))], 2: [above], 3: [self.node(neighbour, 7, ((0, 0),))]}
         manager = bare_manager(roots=roots)

@@ -88,13 +88,13 @@ class TestKernels(RelocationsTestCase):
     def test_guards_belong_to_the_input(self):
         """They belong to it as far as no other allocation can own a pointer there."""
         for index, placeholder in enumerate(self.placeholders.placeholders):
-            before, behind = (placeholder.start - placeholder.low) // 4, (placeholder.high - placeholder.end) // 4
+            before, after = (placeholder.start - placeholder.low) // 4, (placeholder.high - placeholder.end) // 4
             near = (
                 placeholder.start - before,
                 placeholder.start - 1,
                 placeholder.end - 1,
                 placeholder.end,
-                placeholder.end + behind,
+                placeholder.end + after,
             )
             for address in near:
                 kernel = self.api.make_kernel([address])
@@ -102,7 +102,7 @@ class TestKernels(RelocationsTestCase):
             for address in (
                 placeholder.low,
                 placeholder.start - before - 1,
-                placeholder.end + behind + 1,
+                placeholder.end + after + 1,
                 placeholder.high - 1,
             ):
                 kernel = self.api.make_kernel([address, placeholder.start])

@@ -52,14 +52,14 @@ class Event:
         self.queue = queue
 
     def record(self, stream):
-        self.behind = self.queue.queued
+        self.place = self.queue.queued
 
     def query(self):
-        return self.queue.done >= self.behind
+        return self.queue.done >= self.place
 
     def synchronize(self):
         self.queue.waits += not self.query()
-        self.queue.done = max(self.queue.done, self.behind)
+        self.queue.done = max(self.queue.done, self.place)
 
 
 class StagingTestCase(LiveInputsTestCase):

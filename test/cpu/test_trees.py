@@ -838,7 +838,7 @@ class TestFastPath(TestCase):
         inputs.clear()
         return [len(self.replayed)]
 
-    def behind(self, node, *, new_step):
+    def after(self, node, *, new_step):
         """Sets the state after the replay of a node that upstream found, in this step or in the previous one."""
         self.manager._candidates.clear()
         self.manager.current_node = node
@@ -867,7 +867,7 @@ class TestFastPath(TestCase):
         ):
             with self.subTest(attributes=list(attributes), new_step=new_step):
                 node = self.node(**attributes)
-                self.behind(node, new_step=new_step)
+                self.after(node, new_step=new_step)
                 self.assertEqual(self.call("x") is not None, replays)
                 self.assertIs(self.manager.current_node, self.recording if replays else node)
 
@@ -888,7 +888,7 @@ class TestFastPath(TestCase):
             ([object(), first], x, None),
             ([first, object()], x, first),
         ):
-            self.behind(self.node(children={self.FUNCTION: others}), new_step=False)
+            self.after(self.node(children={self.FUNCTION: others}), new_step=False)
             self.assertEqual(self.fast_call([given_]) is not None, expected is not None)
             if expected is not None:
                 self.assertIs(self.manager.current_node, expected)
@@ -902,13 +902,13 @@ class TestFastPath(TestCase):
         self.manager.try_end_curr_execution = lambda: (ended.append(1), setattr(self.manager, "current_node", None))
         child = self.child()
         for new_step, current, ends in ((True, self.recording, 1), (False, child, 1)):
-            self.behind(self.node(children={self.FUNCTION: [child]}), new_step=new_step)
+            self.after(self.node(children={self.FUNCTION: [child]}), new_step=new_step)
             self.assertIsNotNone(self.fast_call(["x"]))
             self.assertIs(self.manager.current_node, current)
             self.assertEqual(len(ended), ends)
         # Both steps again in the same way; the path ends as well.
         with mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -3):
-            self.behind(self.recording, new_step=True)
+            self.after(self.recording, new_step=True)
             for step in (-3, -4):
                 cudagraph_trees.MarkStepBox.mark_step_counter = step
                 self.assertIsNotNone(self.call("x"))
@@ -916,17 +916,17 @@ class TestFastPath(TestCase):
 
     def test_a_place_where_upstream_does_not_graph_has_no_fast_path(self):
         """Upstream gave up after too many recordings, or because of an input, even if no input is written to."""
-        for where in ("behind the node", "at the begin of a step"):
+        for where in ("after the node", "at the begin of a step"):
             node = self.node()
-            self.behind(node, new_step=True)
+            self.after(node, new_step=True)
             self.skipped.clear()
-            self.skipped[node.id if where == "behind the node" else None][self.FUNCTION] = True
+            self.skipped[node.id if where == "after the node" else None][self.FUNCTION] = True
             self.assertIsNone(self.call("x"))
             self.skipped.clear()
-            self.behind(node, new_step=True)
+            self.after(node, new_step=True)
             self.assertEqual(len(self.call("x")), 1)
         self.manager.exceed_rerecord_limit = lambda node_id, function_id: node_id is None
-        self.behind(self.node(), new_step=True)
+        self.after(self.node(), new_step=True)
         self.assertIsNone(self.call("x"))
 
     def test_calls_that_are_left_to_upstream(self):
@@ -934,10 +934,10 @@ class TestFastPath(TestCase):
         self.assertIsNone(self.call("x"))
         self.function.function_id = self.FUNCTION
         for state in ("WARMUP", "RECORDING"):  # of other functions
-            self.behind(self.node(), new_step=True)
+            self.after(self.node(), new_step=True)
             self.manager.path_state = cudagraph_trees.ExecutionState[state]
             self.assertIsNone(self.call("x"))
-        self.behind(self.node(), new_step=True)
+        self.after(self.node(), new_step=True)
         self.manager.warmed_up_functions.clear()  # it is to be warmed up again
         self.assertIsNone(self.call("x"))
         self.manager.warmed_up_functions.add(self.FUNCTION)
@@ -955,7 +955,7 @@ class TestFastPath(TestCase):
             (False, True, False),
             (False, False, True),
         ):
-            self.behind(node, new_step=True)
+            self.after(node, new_step=True)
             self.skipped.clear()
             for place, known in ((node.id, there), (None, at_the_begin)):
                 if known is not None:
@@ -972,10 +972,10 @@ class TestFastPath(TestCase):
             self.assertEqual(self.manager.running_forwards_with_pending_backwards, pending)
             self.assertIs(self.manager.mode, mode)
         self.manager.running_forwards_with_pending_backwards = True
-        self.behind(self.node(), new_step=True)
+        self.after(self.node(), new_step=True)
         self.assertIsNone(self.call("x"))
         with mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -3):  # unless the user says so
-            self.behind(self.node(), new_step=True)
+            self.after(self.node(), new_step=True)
             self.assertIsNotNone(self.call("x"))
 
     def test_a_function_has_a_fast_path_after_a_replay_of_a_recording_that_has_one(self):
@@ -1108,11 +1108,11 @@ class TestFastPath(TestCase):
         x = torch.ones(2)
         with uses, upstream:
             for _ in range(2):
-                self.behind(self.recording, new_step=False)
+                self.after(self.recording, new_step=False)
                 self.assertEqual(self.manager._run([x], other), ["un-graphed", x])
                 self.assertIs(self.manager.current_node, self.recording)
                 self.assertIs(self.manager.path_state, cudagraph_trees.ExecutionState.EXECUTION)
-            self.behind(self.recording, new_step=True)
+            self.after(self.recording, new_step=True)
             self.recording.clear_path_state = lambda: None
             self.assertEqual(self.manager._run([x], other), ["un-graphed", x])
             self.assertIsNone(self.manager.current_node)  # the new step's path begins with the next function
@@ -1138,7 +1138,7 @@ class TestFastPath(TestCase):
         ):
             capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)  # noqa: B023
             with self.subTest(is_capturing, inputs=inputs), uses, upstream, capturing:
-                self.behind(self.recording, new_step=False)
+                self.after(self.recording, new_step=False)
                 self.assertEqual(self.manager._run(inputs, other), expected)
                 if is_capturing and expected != ["upstream's"]:
                     self.assertIs(self.manager.current_node, self.recording)

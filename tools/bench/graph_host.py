@@ -255,8 +255,8 @@ def table(records: list[dict[str, Any]]) -> str:
         )
     for r in records:
         if r["parts"]:
-            each = [f"{before:.1f} + {behind:.1f}" for before, behind in zip(*[iter(r["parts"])] * 2, strict=True)]
-            lines.append(f"{r['workload']} {r['way']} {r['regime']}, before and behind each launch: {', '.join(each)}")
+            each = [f"{before:.1f} + {after:.1f}" for before, after in zip(*[iter(r["parts"])] * 2, strict=True)]
+            lines.append(f"{r['workload']} {r['way']} {r['regime']}, before and after each launch: {', '.join(each)}")
     return "\n".join(lines)
 
 

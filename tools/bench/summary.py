@@ -291,10 +291,10 @@ def short_table(summary: Summary) -> str:
 def with_table(text: str, table: str) -> str:
     """Replaces the table between a README's two marks; raises :class:`ValueError` if they are missing."""
     before, found, rest = text.partition(BEGIN)
-    _, ended, behind = rest.partition(END)
+    _, ended, after = rest.partition(END)
     if not (found and ended):
         raise ValueError(f"README.md has no lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{table}\n{END}{behind}"
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 def _described(summary: Summary) -> Iterator[str]:
