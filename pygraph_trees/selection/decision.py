@@ -163,9 +163,9 @@ class Gain:
     def needed_us(self) -> float:
         return max(self.margin_us, self.noise_us)
 
-    def is_better(self, way: Execution, factor: float = 1.0) -> bool:
+    def is_better(self, way: Execution) -> bool:
         """Whether a way is faster, beyond the margin and the noise."""
-        return self.of(way) > factor * self.needed_us
+        return self.of(way) > self.needed_us
 
     def is_worse(self, way: Execution) -> bool:
         """Whether a way is slower by more than the margin, as far as the median shows."""
@@ -198,14 +198,14 @@ class Comparison:
     def is_clear(self) -> bool:
         return self.latency.is_clear and self.throughput.is_clear
 
-    def prefers(self, way: Execution, factor: float = 1.0) -> bool:
+    def prefers(self, way: Execution) -> bool:
         """Whether a way is better in latency or in throughput, and worse in neither.
 
         A modelled latency is no reason for un-graphed code: it is too low if the long kernels come last.
         """
         gains = self.latency, self.throughput
         counts = gains[1:] if self.latency.is_modelled and way is Execution.UNGRAPHED else gains
-        return any(gain.is_better(way, factor) for gain in counts) and not any(gain.is_worse(way) for gain in gains)
+        return any(gain.is_better(way) for gain in counts) and not any(gain.is_worse(way) for gain in gains)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,15 +315,9 @@ def _steps_us(parts: Sequence[Part], number: int, objective: Objective, costs: C
     return ungraphed, graphed
 
 
-def decide(compared: Comparison, standing: Decision | None = None) -> Decision:
-    """The decision after a measurement: graphed, unless un-graphed code is better.
-
-    A previous decision, ``standing``, changes only if the other way is better by twice what a first decision needs.
-    """
-    if standing is None:
-        return Decision(Execution.UNGRAPHED if compared.prefers(Execution.UNGRAPHED) else Execution.GRAPHED, compared)
-    other = standing.way.other
-    return Decision(other if compared.prefers(other, factor=2.0) else standing.way, compared)
+def decide(compared: Comparison) -> Decision:
+    """The decision after a measurement: graphed, unless un-graphed code is better."""
+    return Decision(Execution.UNGRAPHED if compared.prefers(Execution.UNGRAPHED) else Execution.GRAPHED, compared)
 
 
 def next_way(made: int, rules: Rules = Rules(), *, is_clear: bool = False) -> Execution | None:

@@ -11,16 +11,9 @@ class Environment:
     def ended(self, way: Execution) -> None:
         """Notes the way that is taken from now on."""
 
-    def restarted(self) -> None:
-        """Notes that the trial starts again and needs the function's calls again."""
-
     def handed(self) -> Handed:
         """The extra work of graphed functions downstream if this one is un-graphed."""
         return Handed()
-
-    def has_room(self) -> bool:
-        """Whether memory suffices to record it again while it runs un-graphed."""
-        return True
 
     def why_not_tried(self) -> str | None:
         """Why un-graphed calls would disturb other functions too much; None if they would not."""

@@ -32,7 +32,6 @@ from .decision import (
     plain_text,
     plain_way,
 )
-from .drift import Drift, Sample
 from .environment import Environment
 from .measurements import Measurements
 from .turn import TURN
@@ -40,7 +39,7 @@ from .turn import TURN
 if TYPE_CHECKING:
     from pygraph_trees.report.log import FunctionLog
 
-    from .device import CudaDevice, TimedCall
+    from .device import CudaDevice
     from .profiles import Kept
     from .turn import Turn
 
@@ -50,7 +49,6 @@ _log = logging.getLogger("pygraph_trees.selection")
 
 _MOST_STEPS = 60  # with the measured integers, in a trial; also the limit of consecutive steps with others
 _MOST_WAITED = 4096  # steps until the GPU must have finished what is measured
-_MOST_RESTARTS = 3  # of a trial
 _LONGEST_ROW = 4 * _MOST_STEPS  # forwards of one step before their backwards
 _LOST_AFTER = 16  # forwards of one step among which backwards come: another backward never comes
 
@@ -88,8 +86,6 @@ class TrialMember:
         self._thread: int | None = None
         self.calls = 0  # since a step began
         self.measurements = Measurements(log, device)
-        self._drift: Drift | None = None  # set after a decision
-        self._sampled: tuple[TimedCall, tuple[int, ...]] | None = None  # with the integers among its inputs
 
     def __call__(self, inputs: list[Any]) -> Any:
         trial = self._trial
@@ -106,23 +102,6 @@ class TrialMember:
             counts = timed.end is not None and trial.phase is Phase.MEASURING and trial.measures_step()
             if counts and self.measurements.add(way, timed):
                 trial.was_measured()
-        return outputs
-
-    def sample(self, inputs: list[Any]) -> Any:
-        """Runs a call after the trial and samples it; the trial may start again afterwards."""
-        way = self._trial.way
-        if not self._trial.may_restart() or not self.is_in_its_thread() or self._device.is_captured():
-            return self._run[way](inputs)
-        sizes = _integers(inputs)
-        outputs, timed = self.measurements.time(way, self._run[way], inputs)
-        sampled, self._sampled = self._sampled, None if timed.end is None else (timed, sizes)
-        if sampled is not None:
-            before, sizes = sampled
-            gpu_us = before.gpu_us(self._device)
-            if gpu_us is not None:
-                self._drift = self._drift or Drift()
-                if self._drift.add(Sample(before.host_us, gpu_us, before.was_idle, sizes)):
-                    self._trial.restart(in_flight=int(self.mode == "forward"))
         return outputs
 
     def run(self, way: Execution, inputs: list[Any]) -> Any:
@@ -147,17 +126,6 @@ class TrialMember:
 
     def part(self) -> Part:
         return self.measurements.part(self.environment.handed())
-
-    def reset_drift(self) -> None:
-        """Takes the calls from now on as the reference."""
-        self._drift = self._sampled = None
-
-    def restart(self) -> None:
-        """Prepares for a new start of the trial."""
-        self.reset_drift()
-        self.calls = 0
-        self.measurements.start_over()
-        self.environment.restarted()
 
     def end(self, way: Execution, why: str | None) -> None:
         self.measurements.drop_pending()
@@ -187,11 +155,9 @@ class Trial:
         self.backward: object = None  # the backward graph, for callers that ask
         self._in_flight = 0  # forwards whose backwards are still to come
         self.lock = threading.RLock()  # reentrant: freeing an object under it may call a function
-        self._members: list[weakref.ref[TrialMember]] = []  # the one whose calls begin steps is first, after the end
+        self._members: list[weakref.ref[TrialMember]] = []
         self._way = Execution.GRAPHED
         self.phase = Phase.RECORDING
-        self._standing: Decision | None = None  # the decision in force during a new measurement
-        self._restarts = 0
         self._first: weakref.ref[TrialMember] | None = None  # the one whose calls begin steps
         self._steps = 0
         self._others = 0  # consecutive steps with other integers
@@ -199,7 +165,7 @@ class Trial:
         self._repeats = 0  # forwards of one step, after the first one
         self._asked: tuple[int, ...] = ()  # integers of the memory's lookup
         self._integers: tuple[int, ...] | None = None  # integers of the measured steps
-        self._given: tuple[int, ...] | None = ()  # this step's; None right after a new start
+        self._given: tuple[int, ...] = ()  # this step's
         self._is_disturbed = False  # whether other processes would measure something else
         self._why: str | None = None  # the final way, in numbers
         self.decision: Decision | None = None
@@ -221,34 +187,6 @@ class Trial:
         """The way currently taken."""
         return self._way
 
-    def may_restart(self) -> bool:
-        """Whether the trial is over with a decision that may still change."""
-        return self.is_over and self.decision is not None and self._restarts < _MOST_RESTARTS
-
-    def restart(self, *, in_flight: int = 0) -> None:
-        """Starts the measurement again: from the next step on, beginning with the way decided so far.
-
-        ``in_flight``: forwards whose backwards are still to come.
-        """
-        with self.lock:
-            found = self._alive()
-            if not self.may_restart() or not found or self._members[0]() is not found[0]:
-                return
-            if self._way is Execution.GRAPHED and not all(member.environment.has_room() for member in found):
-                _log.info("calls are no longer what was measured (%s): no memory to measure again", self._why)
-                for member in found:
-                    member.reset_drift()
-                return
-            self._restarts += 1
-            self._first = weakref.ref(found[0])
-            self._standing = self.decision
-            self._is_disturbed = False
-            self._start_over(Phase.WAITING)
-            self._in_flight, self._given = in_flight, None
-            for member in found:
-                member.restart()
-        _log.info("calls are no longer what was measured (%s): measured again", self._why)
-
     def _alive(self) -> list[TrialMember]:
         return [member for reference in self._members if (member := reference()) is not None]
 
@@ -267,7 +205,7 @@ class Trial:
 
     def measures_step(self) -> bool:
         """Whether this step has the integers of the measured steps."""
-        return self._given is not None and self._integers in (None, self._given)
+        return self._integers in (None, self._given)
 
     def was_measured(self) -> None:
         """Notes that a call of this step was measured."""
@@ -380,13 +318,13 @@ class Trial:
             self._decide(compared)
 
     def _wait(self, members: Sequence[TrialMember]) -> None:
-        """Keeps the way in force while another trial measures."""
+        """Graphs the calls while another trial measures."""
         if self.phase is Phase.MEASURING:
             self._start_over(Phase.WAITING)
             for member in members:
                 member.measurements.start_over()
         self._steps = self._others = 0
-        self._way = Execution.GRAPHED if self._standing is None else self._standing.way
+        self._way = Execution.GRAPHED
 
     def leave(self, member: TrialMember) -> None:
         """Takes out a function that goes its own way from now on; the last one ends the trial."""
@@ -403,15 +341,11 @@ class Trial:
             self._end_undecided(None)
 
     def _end_undecided(self, why: str | None) -> None:
-        """Ends the trial graphed, or as an earlier decision says."""
-        standing = self._standing
-        if standing is None:
-            self._end(Execution.GRAPHED, None, why)
-        else:
-            self._end(standing.way, standing, standing.text)
+        """Ends the trial graphed."""
+        self._end(Execution.GRAPHED, None, why)
 
     def _decide(self, compared: Comparison) -> None:
-        decision = decide(compared, self._standing)
+        decision = decide(compared)
         is_kept = compared.is_clear and not self._is_disturbed and self._integers == self._asked
         if self._end(decision.way, decision, decision.text) and is_kept and self._memory is not None:
             self._memory.store(decision)
@@ -421,10 +355,8 @@ class Trial:
         if self.is_over:
             return False
         self._way, self._why, self.decision, self.phase = way, why, decision, Phase.OVER
-        first, members, self._first = None if self._first is None else self._first(), self._alive(), None
-        members.sort(key=lambda member: member is not first)
-        self._members = [weakref.ref(member) for member in members]
-        for member in members:
+        self._first = None
+        for member in self._alive():
             member.end(way, why)
         _log.info("%s", why or f"{way.value}: not enough calls could be measured")
         return True

@@ -24,7 +24,6 @@ from pygraph_trees.selection.environment import Environment
 from pygraph_trees.selection.functions import trial_of
 from pygraph_trees.selection.trial import TrialMember
 
-from . import dispatch as dispatch_module
 from .dispatch import PER_THREAD, Way
 from .manager import Manager
 from .storms import OTHER_SIZES, REFUSED, Sizes
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     Run = Callable[[list[Any]], Any]
 
 _MOST_BELOW = 8  # recordings that a trial may cause to be made again
+_MOST_TRIES = 64  # un-graphed calls after a decision that try to give the graph pool back
 _TREES = ("tree_manager_containers", "tree_manager_locks")  # dictionaries of each thread, by device
 
 
@@ -76,6 +76,7 @@ class _Choice(Environment):
         self._aligned = aligned
         self._ungraphed = _as_upstream_has_it(aligned, function.log.mode, trees)
         self._is_stopped = False
+        self._tries = _MOST_TRIES  # left
 
     # -- calls
 
@@ -100,26 +101,17 @@ class _Choice(Environment):
         member = self.member()
         outputs = self._ungraphed(inputs) if member is None else member.run(Execution.GRAPHED, inputs)
         if self._dispatch.is_added:
-            self._dispatch.go_on()
+            self._dispatch.go(Way.REPLAYED)
         return outputs
 
-    def sample(self, inputs: list[Any]) -> Any:
+    def until_given_back(self, inputs: list[Any]) -> Any:
+        """Makes un-graphed calls until the pool is given back: the program may hold an output in it until then."""
+        self._tries -= 1
         member = self.member()
-        self._dispatch.sampling()
-        try:
-            return self._ungraphed(inputs) if member is None else member.sample(inputs)
-        finally:
-            if self._dispatch.way is Way.REPLAYED:
-                self._dispatch.go_on()
-
-    def sample_ungraphed(self, inputs: list[Any]) -> Any:
-        member = self.member()
-        if member is None:
-            return self._ungraphed(inputs)
-        manager = self._manager() if member.is_in_its_thread() else None
-        if manager is not None:
-            manager.give_pool_back()  # an output in the pool may have been held until now
-        return member.sample(inputs)
+        manager = self._manager() if member is not None and member.is_in_its_thread() else None
+        if (manager is not None and manager.give_pool_back()) or self._tries <= 0:
+            self._dispatch.go(Way.UNGRAPHED, self._ungraphed)
+        return self._ungraphed(inputs)
 
     def stop(self, why: str) -> None:
         """Lets the function run un-graphed from the next call on, whatever its trial decides."""
@@ -139,22 +131,17 @@ class _Choice(Environment):
         manager = self._trees.manager()
         return manager if isinstance(manager, Manager) else None
 
-    def restarted(self) -> None:
-        if not self._is_stopped:
-            self._dispatch.go(Way.MEASURED, self.measured)
-
     def ended(self, way: Execution) -> None:
         if self._is_stopped:
             return
         dispatch = self._dispatch
         if way is Execution.GRAPHED:
-            samples = self.sample if self._trial.may_restart() else None
             if PER_THREAD or dispatch.is_added:
-                dispatch.go(Way.REPLAYED, sample=samples)
+                dispatch.go(Way.REPLAYED)
             else:
-                dispatch.go(Way.FIRST_GRAPHED, self.until_added, sample=samples)
+                dispatch.go(Way.FIRST_GRAPHED, self.until_added)
         else:
-            dispatch.go(Way.UNGRAPHED, _now_and_then(self.sample_ungraphed, self._ungraphed))
+            dispatch.go(Way.UNGRAPHED, self.until_given_back)
             manager = self._manager()
             if manager is not None:
                 manager.forget(self._function, later=self._trial.is_elsewhere)
@@ -165,10 +152,6 @@ class _Choice(Environment):
         if self._function.settings.indirection == "off":
             return Handed(copied=len(sizes), copied_bytes=sum(sizes))
         return Handed(patched=len(sizes))  # each in at least one kernel
-
-    def has_room(self) -> bool:
-        manager = self._manager()
-        return manager is None or manager.has_room_for_another()
 
     def why_not_tried(self) -> str | None:
         manager = self._manager()
@@ -203,7 +186,7 @@ def only_sizes_that_come_again(
     def instead(inputs: list[Any]) -> Any:
         """After many un-graphed calls, makes calls without other checks, until one has sizes that are graphed."""
         if sizes.are_graphed(tuple([inputs[index] for index in indices])):
-            dispatch.go_on()
+            dispatch.go(Way.REPLAYED)
         return ungraphed(inputs)
 
     def call(inputs: list[Any]) -> Any:
@@ -219,7 +202,7 @@ def only_sizes_that_come_again(
             if function.trial is not None:
                 function.trial.give_up()
             if dispatch.way is Way.REPLAYED:
-                dispatch.leave(instead)
+                dispatch.go(Way.UNGRAPHED, instead)
         return ungraphed(inputs)
 
     return call
@@ -278,21 +261,6 @@ def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
             if isinstance(made, dict):
                 taken.append(made["nbytes"])
     return taken
-
-
-def _now_and_then(sample: Run, run: Run) -> Run:
-    """Calls ``run``, and ``sample`` once every ``SAMPLE_EVERY`` calls."""
-    left = dispatch_module.SAMPLE_EVERY
-
-    def call(inputs: list[Any]) -> Any:
-        nonlocal left
-        left -= 1
-        if left > 0:
-            return run(inputs)
-        left = dispatch_module.SAMPLE_EVERY
-        return sample(inputs)
-
-    return call
 
 
 class _Trees:

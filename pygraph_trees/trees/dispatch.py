@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     Call = Callable[[list[Any]], Any]
 
 PER_THREAD = has_trees_per_thread()
-SAMPLE_EVERY = 4096  # if functions are chosen by measurement, one call in this many is sampled
 
 
 class Way(enum.Enum):
@@ -31,33 +30,11 @@ class Way(enum.Enum):
     REPLAYED = enum.auto()  # on the fast path if that is possible, otherwise by upstream's code
     MEASURED = enum.auto()  # as the trial decides for each call
     FIRST_GRAPHED = enum.auto()  # graphed, but not yet known to a manager
-    SAMPLED = enum.auto()  # the next call is measured, as a sample of the replayed ones
     UNGRAPHED = enum.auto()
 
 
 def _nobody() -> None:
     return None
-
-
-class _Counted:
-    """Returns the manager that may replay a function; once in ``SAMPLE_EVERY`` times None, to sample the next call."""
-
-    __slots__ = ("_dispatch", "left")
-
-    def __init__(self, dispatch: Dispatch) -> None:
-        self._dispatch = weakref.ref(dispatch)
-        self.left = SAMPLE_EVERY
-
-    def __call__(self) -> Any:
-        dispatch = self._dispatch()
-        if dispatch is None:
-            return None
-        self.left -= 1
-        if self.left > 0:
-            return dispatch.replayer()
-        self.left = SAMPLE_EVERY
-        dispatch.sample_next()
-        return None
 
 
 class Dispatch(FunctionState):
@@ -78,59 +55,26 @@ class Dispatch(FunctionState):
         self.thread, self.was_asked, self.handed = 0, False, ()
         # The manager that may replay it, if the way allows that. A manager must not outlive its functions.
         self.replayer: Callable[[], Any] = _nobody
-        self._counted = _Counted(self)
-        self._sample: Call | None = None  # makes one call in many instead of a replay
         self._added = 0
         self._of_integers = False
         self._with_values: dict[tuple[int, ...], Dispatch] = {}
         self._by_id: dict[Any, Dispatch] = {}
 
-    def go(self, way: Way, call: Call | None = None, *, sample: Call | None = None) -> None:
-        """Lets the next calls go another way.
-
-        Args:
-            call: makes the calls; None if they are replayed.
-            sample: makes one call in ``SAMPLE_EVERY`` instead of a replay; it must call :meth:`sampling`.
-        """
-        self.way, self.call, self._sample = way, call, sample
+    def go(self, way: Way, call: Call | None = None) -> None:
+        """Lets the next calls go another way; ``call`` makes them, or None if they are replayed."""
+        self.way, self.call = way, call
         self._update()
-
-    def go_on(self) -> None:
-        """Lets the next calls be replayed; samples are taken as before."""
-        self.go(Way.REPLAYED, sample=self._sample)
-
-    def leave(self, call: Call) -> None:
-        """Lets ``call`` make the next calls instead of replays, until :meth:`go_on`."""
-        self.way, self.call = Way.UNGRAPHED, call
-        self._update()
-
-    def sample_next(self) -> None:
-        """Lets the next call be sampled, if calls are replayed and samples are taken."""
-        if self.way is Way.REPLAYED and self._sample is not None:
-            self.way, self.call = Way.SAMPLED, self._sample
-            self._update()
-
-    def sampling(self) -> None:
-        """Ends ``SAMPLED`` when the sample begins; :meth:`go_on` lets later calls be replayed."""
-        if self.way is Way.SAMPLED:
-            self.way, self.call = Way.REPLAYED, None
 
     def replay(self, fast_call: Call, inputs: list[Any]) -> Any:
         """Makes a fast replay, whatever the way; returns None if that is not possible."""
-        self._let_replay()
+        self.manager = self.replayer
         try:
             return fast_call(inputs)
         finally:
             self._update()
 
-    def _let_replay(self) -> None:
-        self.manager = self.replayer if self._sample is None else self._counted
-
     def _update(self) -> None:
-        if self.way is Way.REPLAYED:
-            self._let_replay()
-        else:
-            self.manager = _nobody
+        self.manager = self.replayer if self.way is Way.REPLAYED else _nobody
 
     def add(self, *, of_integers: bool) -> None:
         """Notes that it was added to a manager: once, or once for each set of values if it takes integers."""

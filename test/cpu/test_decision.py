@@ -16,7 +16,6 @@ from pygraph_trees.selection.decision import (
     Call,
     Comparison,
     Costs,
-    Decision,
     Execution,
     Facts,
     Gain,
@@ -227,8 +226,6 @@ class TestMeasuredLatency(TestCase):
         found = compare([self.part(None, 255)])
         self.assertTrue(found.latency.is_modelled and found.latency.is_better(UNGRAPHED))
         self.assertIs(decide(found).way, GRAPHED)
-        standing = decide(compare([self.part(200, 255)]))
-        self.assertIs(decide(found, standing).way, UNGRAPHED)  # nor is it a reason against it
         better = compare([part((140, 190), (45, 210), 10)])
         self.assertIs(decide(better).way, UNGRAPHED)
         self.assertEqual(decide(better).text, "un-graphed: 190 us a call against 210 us (0 kernels, without waiting)")
@@ -293,18 +290,6 @@ class TestNoise(TestCase):
             compare([part((1, 1), (1, 1)), Part([Call(1, 1)] * 9, [Call(1, 1)] * 4)])
         with self.assertRaises(TooFewPairs):
             compare([])
-
-
-class TestStanding(TestCase):
-    def test_a_decision_changes_for_twice_what_a_first_one_needs(self):
-        for way, other_gains, after in (
-            (GRAPHED, 3.9, GRAPHED),
-            (GRAPHED, 4.1, UNGRAPHED),
-            (UNGRAPHED, 3.9, UNGRAPHED),
-            (UNGRAPHED, 4.1, GRAPHED),
-        ):
-            found = compared(gain(100, 100 + (other_gains if way is GRAPHED else -other_gains)))
-            self.assertIs(decide(found, Decision(way, found)).way, after)
 
 
 class TestNextWay(TestCase):

@@ -6,14 +6,12 @@ import gc
 import sys
 import weakref
 from pathlib import Path
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fake_trees import replaying
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.trees import dispatch as dispatch_module
 from pygraph_trees.trees.dispatch import Dispatch, Way
 from pygraph_trees.trees.fast_path import entry
 
@@ -103,26 +101,6 @@ class TestWays(TestCase):
         dispatch.go(Way.MEASURED, len)
         self.assertRaises(ZeroDivisionError, dispatch.replay, lambda _: 1 / 0, [])
         self.assertIsNone(dispatch.manager())
-
-    def test_one_replayed_call_of_many_is_sampled(self):
-        with mock.patch.object(dispatch_module, "SAMPLE_EVERY", 4):
-            dispatch, manager = replayed()
-            sample = mock.Mock()
-            dispatch.go(Way.REPLAYED, sample=sample)
-            for _ in range(2):
-                self.assertEqual([dispatch.manager() for _ in range(4)], [manager] * 3 + [None])
-                self.assertEqual((dispatch.way, dispatch.call), (Way.SAMPLED, sample))
-                self.assertIsNone(dispatch.manager())
-                dispatch.sampling()
-                self.assertEqual((dispatch.way, dispatch.call), (Way.REPLAYED, None))
-                self.assertIsNone(dispatch.manager())  # until the sample is taken
-                dispatch.go_on()
-            dispatch.go(Way.UNGRAPHED, len)
-            dispatch.sampling()
-            dispatch.sample_next()
-            self.assertEqual((dispatch.way, dispatch.call), (Way.UNGRAPHED, len))
-            dispatch.go_on()
-            self.assertEqual([dispatch.manager() for _ in range(9)], [manager] * 9)  # no samples are taken from here on
 
 
 if __name__ == "__main__":

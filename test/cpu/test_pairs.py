@@ -123,7 +123,7 @@ class TestWays(TestCase):
                 self.random_program(random.Random(seed))
 
     def random_program(self, draw):
-        """Outputs and gradients are held for a while. A trial may end at any time and start again."""
+        """Outputs and gradients are held for a while. A trial may end at any time; new models replace decided ones."""
         training, in_flight, held = Training(), [], []
         with training.running():
             models = [training.model() for _ in range(2)]
@@ -146,7 +146,7 @@ class TestWays(TestCase):
                 elif what < 0.95 and in_flight:
                     in_flight.pop(draw.randrange(len(in_flight)))
                 elif models[index].trial.is_over:
-                    models[index].trial.reopen()
+                    models[index] = training.model()
                 else:
                     models[index].trial._end(draw.choice(list(Execution)), None, None)
                 while len(held) > 4:

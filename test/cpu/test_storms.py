@@ -318,7 +318,6 @@ class TestFunctions(TestCase):
             self.assertEqual(model.dispatch.call([3, torch.ones(2)]), [torch.full((2,), 2.0)])
             self.assertTrue(model.trial.is_over)  # it has no other function
             self.assertEqual(model.dispatch.call([3, torch.ones(2)]), [torch.full((2,), 2.0)])
-            kept.environment.restarted()
             kept.environment.ended(Execution.GRAPHED)
             self.assertIs(model.dispatch.way, Way.UNGRAPHED)
         manager.forget.assert_called_once_with(model, later=True)

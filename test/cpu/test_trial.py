@@ -31,7 +31,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, tracing
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
-from traced import artifacts
 
 from pygraph_trees.report.log import Count, FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.report.naming import compile_id
@@ -39,13 +38,11 @@ from pygraph_trees.selection import functions as selection
 from pygraph_trees.selection import measurements
 from pygraph_trees.selection import trial as trials
 from pygraph_trees.selection.decision import Comparison, Decision, Execution, Gain, Handed, Rules
-from pygraph_trees.selection.drift import DriftRules
 from pygraph_trees.selection.profiles import Profile
 from pygraph_trees.selection.trial import Environment, Phase, Trial, TrialMember
 from pygraph_trees.selection.turn import Turn
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import choice
-from pygraph_trees.trees import dispatch as dispatch_module
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.manager import Manager
 
@@ -97,8 +94,8 @@ class Function(Environment):
         self.world, self.kernels = world, kernels
         self.times = {Execution.UNGRAPHED: ungraphed, Execution.GRAPHED: graphed}
         self.log = FunctionLog("Net", "0/0", mode, 1, {})
-        self.went, self.graphed_calls, self.began = [], 0, 0
-        self.extra, self.room, self.why_not = Handed(), True, None
+        self.went, self.graphed_calls = [], 0
+        self.extra, self.why_not = Handed(), None
         self.member = TrialMember(trial, self.log, self.graph, self.ungraph, world, self)
         trial.join(self.member)
         self.calls = []
@@ -106,14 +103,8 @@ class Function(Environment):
     def ended(self, way):
         self.went.append(way)
 
-    def restarted(self):
-        self.began += 1
-
     def handed(self):
         return self.extra
-
-    def has_room(self):
-        return self.room
 
     def why_not_tried(self):
         return self.why_not
@@ -139,9 +130,6 @@ class Function(Environment):
             self.log.recordings[-1].counter.value += 1
             self.world.work(*self.times[Execution.GRAPHED])
         return self.outputs(inputs)
-
-    def sample(self, number, sizes=()):
-        return self.member.sample([float(number), *sizes])
 
     def outputs(self, inputs):
         return [int(x) + 1 for x in inputs if type(x) is float]
@@ -196,7 +184,6 @@ class TestPlain(TrialTestCase):
         self.assertEqual(function.calls, ["g"] * 3)
         self.assertEqual(function.log.trial_runs, 0)
         self.assertRegex(function.log.decision, "^graphed: 40 launches in one replay")
-        self.assertFalse(trial.may_restart())
         memory.store.assert_not_called()
 
     def test_large_copies_leave_the_graph(self):
@@ -760,219 +747,17 @@ class TestTrial(TrialTestCase):
         self.steps(30, function)
         self.assertTrue(trial.is_over)
 
-
-class TestRestart(TrialTestCase):
-    """Trials that start again because calls differ from those that were measured."""
-
-    SAMPLES = DriftRules().samples
-
-    def decided(self, trial, *functions):
-        self.steps(60, *functions)
-        self.assertTrue(trial.is_over)
-        return trial.decision.way
-
-    def becomes(self, function, ungraphed, graphed):
-        function.times = {Execution.UNGRAPHED: ungraphed, Execution.GRAPHED: graphed}
-
-    def samples(self, count, *functions):
-        """Makes steps of sampled calls while there is a decision; returns their number."""
-        for number in range(count):
-            for function in functions:
-                if function.member._trial.is_over:
-                    self.assertEqual(function.sample(number), [number + 1])
-                else:
-                    self.assertEqual(function(number), [number + 1])
-            self.world.wait()
-            if not functions[0].member._trial.is_over:
-                return number + 1
-        return count
-
-    def test_calls_as_before_are_not_measured_again(self):
-        trial, function = self.one()
-        self.decided(trial, function)
-        self.assertEqual(self.samples(200, function), 200)
-        self.assertEqual((trial.is_over, function.began, function.went), (True, 0, [Execution.GRAPHED]))
-
-    def test_a_decision_turns_if_calls_change(self):
-        light = {"ungraphed": (100.0, 50.0), "graphed": (10.0, 40.0)}
-        for before, after, ways, text in (
-            (light, self.HEAVY, [Execution.GRAPHED, Execution.UNGRAPHED], "^un-graphed: 45 us a call against 130 us"),
-            (self.HEAVY, light, [Execution.UNGRAPHED, Execution.GRAPHED], "^graphed: 50 us a call against 112 us"),
-        ):
-            trial, function = self.one(**before)
-            self.assertEqual(self.decided(trial, function), ways[0])
-            self.samples(2 * self.SAMPLES, function)
-            self.becomes(function, **after)
-            self.assertLess(self.samples(100, function), 4 * self.SAMPLES)
-            self.assertEqual((trial.is_over, function.began), (False, 1))
-            self.steps(60, function)
-            self.assertEqual((trial.decision.way, function.went), (ways[1], ways))
-            self.assertRegex(function.log.decision, text)
-
-    def test_each_decision_is_traced(self):
-        trial, function = self.one()
-        with artifacts() as found:
-            self.decided(trial, function)
-            self.assertEqual([artifact.content["decision"] for artifact in found], [function.log.decision])
-            self.samples(2 * self.SAMPLES, function)
-            self.steps(30, function)  # replays
-            self.assertEqual(len(found), 1)
-            self.becomes(function, **self.HEAVY)
-            self.samples(100, function)
-            self.steps(100, function)
-        graphed, ungraphed = (artifact.content for artifact in found)
-        self.assertEqual((graphed["ungraphed_reason"], len(graphed["recordings"])), (None, 1))
-        self.assertEqual(ungraphed["decision"], function.log.decision)
-        self.assertRegex(ungraphed["decision"], "^un-graphed: ")
-        self.assertRegex(ungraphed["ungraphed_reason"], "faster un-graphed")
-
-    def test_a_decision_that_is_confirmed_is_stored_again(self):
-        memory = no_memory()
-        trial, function = self.one(memory)
-        self.decided(trial, function)
-        first = trial.decision
-        self.samples(2 * self.SAMPLES, function)
-        self.becomes(function, (400.0, 200.0), (40.0, 160.0))
-        self.samples(100, function)
-        self.steps(60, function)
-        self.assertEqual(trial.decision.way, Execution.GRAPHED)
-        self.assertIsNot(trial.decision, first)
-        self.assertEqual([call.args for call in memory.store.call_args_list], [(first,), (trial.decision,)])
-        memory.find.assert_called_once()
-
-    def test_a_small_change_does_not_turn_a_decision(self):
-        """The other way needs twice the advantage that a first decision needs."""
-        trial, function = self.one(ungraphed=(100.0, 5.0), graphed=(100.0, 5.0), kernels=1)
-        self.assertIs(self.decided(trial, function), Execution.GRAPHED)
-        self.becomes(function, (100.0, 5.0), (103.0, 5.0))
-        trial.restart()
-        self.steps(60, function)
-        self.assertEqual(function.went, [Execution.GRAPHED, Execution.GRAPHED])
-
-    def test_a_step_goes_one_way(self):
-        """It does so whichever function finds that calls changed, before or after the step's other functions."""
-        for finder in (0, 1):
-            for modes in (("inference", "inference"), ("forward", "backward")):
-                with self.subTest(finder=finder, modes=modes):
-                    trial = self.trial()
-                    functions = [Function(self.world, trial, kernels=2, mode=mode) for mode in modes]
-                    self.decided(trial, *functions)
-                    self.samples(2 * self.SAMPLES, *functions)
-                    self.becomes(functions[finder], **self.HEAVY)
-                    self.becomes(functions[1 - finder], (100.0, 50.0), (10.0, 40.0))
-                    self.samples(100, *functions)
-                    self.assertFalse(trial.is_over)
-                    self.steps(100, *functions)
-                    self.assertTrue(trial.is_over)
-                    self.assertEqual(functions[0].calls, functions[1].calls)
-                    self.assertEqual(functions[0].went, functions[1].went)
-
-    def test_a_backward_of_an_earlier_forward_is_not_measured(self):
-        trial = self.trial()
-        forward, backward = (Function(self.world, trial, kernels=2, mode=mode) for mode in ("forward", "backward"))
-
-        def step(number, size):
-            for function in (forward, backward):
-                function(number, sizes=(size,) if function is forward else ())
-            self.world.wait()
-
-        for number in range(60):
-            step(number, 8)
-        self.assertTrue(trial.is_over)
-        trial.restart()  # in the forward's call: its backward is still to come
-        backward(0)
-        backward(0)
-        self.assertEqual((trial._integers, backward.member.measurements.made(Execution.GRAPHED)), (None, 0))
-        for number in range(60):
-            step(number, 16)
-        self.assertTrue(trial.is_over)
-        self.assertEqual(trial._integers, (16,))
-        self.assertEqual(len(forward.went), 2)
-
-    def test_a_graphed_function_is_not_tried_again_without_memory_for_both_ways(self):
-        """Its recordings stay while it runs un-graphed."""
-        for times, begins in (({}, 0), (self.HEAVY, 1)):
-            trial, function = self.one(**times)
-            self.decided(trial, function)
-            function.room = False
-            trial.restart()
-            self.assertEqual((function.began, trial.is_over), (begins, not begins))
-
-    def test_another_thread_measures_nothing_and_ends_what_is_begun(self):
-        trial, function = self.one()
-        self.decided(trial, function)
-        with ThreadPoolExecutor(1) as other:
-            with mock.patch.object(self.world, "mark", side_effect=AssertionError("it is not measured")):
-                self.assertEqual(other.submit(function.sample, 3).result(), [4])
-            self.assertFalse(trial.is_elsewhere)
-            trial.restart()
-            self.assertEqual(other.submit(function, 3).result(), [4])
-        self.assertEqual((trial.is_over, trial.is_elsewhere), (True, True))
-
-    def test_a_trial_begins_again_so_many_times_at_most(self):
-        trial, function = self.one()
-        self.decided(trial, function)
-        for number in range(10):
-            self.samples(100, function)
-            factor = 1.0 + 9.0 * (number % 2)
-            self.becomes(function, (100.0 * factor, 50.0 * factor), (10.0 * factor, 40.0 * factor))
-            self.samples(100, function)
-            self.steps(60, function)
-        self.assertEqual(function.began, trials._MOST_RESTARTS)
-        self.assertFalse(trial.may_restart())
-        with mock.patch.object(self.world, "mark", side_effect=AssertionError("it is not measured")):
-            self.assertEqual(function.sample(3), [4])
-
-    def test_a_decision_that_cannot_be_measured_again_stays(self):
-        for times in ({}, self.HEAVY):
-            trial, function = self.one(**times)
-            way = self.decided(trial, function)
-            standing = trial.decision
-            trial.restart()
-            self.world.behind = True
-            self.steps(trials._MOST_WAITED + trials._MOST_STEPS + 4, function)
-            self.world.behind = False
-            self.assertEqual((trial.is_over, trial.decision, function.went), (True, standing, [way, way]))
-
-    def test_without_a_decision_nothing_starts_again(self):
-        trial, function = self.one()
-        self.world.behind = True
-        self.steps(trials._MOST_WAITED + trials._MOST_STEPS + 4, function)
-        self.assertFalse(trial.may_restart())
-        trial.restart()
-        self.assertEqual((trial.is_over, function.began), (True, 0))
-
-    def test_functions_that_are_gone_are_not_waited_for(self):
-        trial = self.trial()
-        functions = [Function(self.world, trial, kernels=1) for _ in range(3)]
-        self.decided(trial, *functions)
-        first, *others = functions
-        gone = weakref.ref(others.pop().member)
-        del functions
-        gc.collect()
-        self.assertIsNone(gone())
-        trial.restart()
-        self.assertEqual([f.began for f in (first, *others)], [1, 1])
-        self.steps(60, first, *others)
-        self.assertTrue(trial.is_over)
-        del first  # its calls begin steps
-        gc.collect()
-        trial.restart()
-        self.assertEqual((trial.is_over, others[0].began), (True, 1))
-
     @settings(deadline=None)
     @given(st.lists(st.tuples(st.booleans(), st.floats(1, 500), st.floats(1, 500)), min_size=100, max_size=200))
     def test_every_call_is_made_once(self, drawn):
         self.world = World()
-        trial, function = self.one()
+        _, function = self.one()
         for number, (wait, host_us, gpu_us) in enumerate(drawn):
-            self.becomes(function, (host_us, gpu_us), (gpu_us, host_us))
-            called = function.sample if trial.is_over else function
-            self.assertEqual(called(number), [number + 1])
+            function.times = {Execution.UNGRAPHED: (host_us, gpu_us), Execution.GRAPHED: (gpu_us, host_us)}
+            self.assertEqual(function(number), [number + 1])
             self.assertEqual(len(function.calls), number + 1)
             if wait:
                 self.world.wait()
-        self.assertLessEqual(function.began, trials._MOST_RESTARTS)
 
 
 class TestMemory(TrialTestCase):
@@ -1178,40 +963,20 @@ class TestChoice(TrialTestCase):
         self.assertIs(model.dispatch.manager(), manager)
         self.assertEqual(calls.count("run"), 2)
 
-    def test_decided_functions_are_sampled(self):
-        """One of many calls is sampled, whichever way was decided; and a function is tried again."""
-        for way in Execution:
-            model, samples = self.model(), []
-            manager = mock.Mock(spec=Manager)
-            with (
-                self.subTest(way=way.value),
-                mock.patch.object(dispatch_module, "SAMPLE_EVERY", 10),
-                mock.patch.object(cudagraph_trees, "get_manager", lambda *args, **kwargs: manager),  # noqa: B023
-            ):
-                model.dispatch._counted.left = 10
-                call = self.enter(model, lambda inputs: ["graphed"])
-                measured, trial = model.dispatch.call, model.trial
-                model.dispatch.add(of_integers=False)
-                self.assertIsNone(model.dispatch.manager())
-                with mock.patch.object(TrialMember, "sample", lambda _, x: samples.append(x) or ["sample"]):  # noqa: B023
-                    trial._end(way, Decision(way, mock.Mock()), "why")
-                    found = [call([torch.ones(2)]) for _ in range(95)]
-                self.assertIn(found.count(["sample"]), (8, 9))
-                self.assertEqual(len(samples), found.count(["sample"]))
-                # If calls have changed, the member handles them again.
-                trial.restart()
-                self.assertEqual(model.dispatch.call, measured)
-                self.assertIsNone(model.dispatch.manager())
-                trial._end(way, None, None)  # for good
-                with mock.patch.object(self.world, "mark", side_effect=AssertionError("there is no decision")):
-                    for _ in range(50):
-                        call([torch.ones(2)])
-                gone = weakref.ref(model)
-                manager.give_pool_back.assert_called() if way is Execution.UNGRAPHED else None
-                manager.reset_mock()  # the mock holds its arguments
-                del model, call, measured, trial
-                gc.collect()
-                self.assertIsNone(gone())
+    def test_ungraphed_calls_give_the_pool_back_once_no_output_is_held(self):
+        for answers, tries in (([False, False, True], 3), ([False] * 100, choice._MOST_TRIES)):
+            model, manager = self.model(), mock.Mock(spec=Manager, give_pool_back=mock.Mock(side_effect=answers))
+            with mock.patch.object(cudagraph_trees, "get_manager", lambda *args, **kwargs: manager):  # noqa: B023
+                call = self.enter(model, lambda inputs: self.fail("graphed"))
+                call.kept.end(Execution.UNGRAPHED, None)
+                for _ in range(100):
+                    self.assertEqual(call([torch.ones(2)]), [torch.full((2,), 2.0)])
+            self.assertEqual(manager.give_pool_back.call_count, tries)
+            gone = weakref.ref(model)
+            manager.reset_mock()  # the mock holds its arguments
+            del model, call
+            gc.collect()
+            self.assertIsNone(gone())
 
     def test_torch_lets_go_of_what_is_compiled(self):
         """It holds a function as long as its compiled callable lives, and the trees as long as there is a function."""

@@ -25,7 +25,7 @@ from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState, Sto
 from pygraph_trees.report.log import FunctionLog, RecordingLog
 from pygraph_trees.report.naming import BACKWARD
 from pygraph_trees.selection.decision import Execution
-from pygraph_trees.selection.trial import Phase, Trial
+from pygraph_trees.selection.trial import Trial
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import choice
 from pygraph_trees.trees.function import FunctionModel, entered
@@ -200,11 +200,6 @@ class Told(Trial):
         if not self.is_over:
             self._way = self.next_way
         return self._way
-
-    def reopen(self):
-        self.phase = Phase.RECORDING
-        for member in self._alive():
-            member.environment.restarted()
 
 
 class Training:

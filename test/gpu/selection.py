@@ -28,7 +28,7 @@ _GAIN = Gain(ungraphed_us=20.0, graphed_us=10.0, gain_us=-10.0, margin_us=1.0, n
 def deciding(choose: Callable[[], Execution]) -> Iterator[None]:
     """Makes each function's trial measure calls, and end with the next way that ``choose`` returns."""
 
-    def decide(compared: Comparison, standing: Decision | None = None) -> Decision:
+    def decide(compared: Comparison) -> Decision:
         return Decision(choose(), compared)
 
     with (

@@ -1,7 +1,7 @@
 """Trials on a GPU: the measurements decide, decisions are kept, and memory is given back.
 
-The tests cover functions that are chosen after others, in training, with errors in a trial, and with loads and numbers
-that change.
+The tests cover functions that are chosen after others, in training, with errors in a trial, and with numbers that
+change.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ import pygraph_trees
 from pygraph_trees.selection import trial
 from pygraph_trees.selection.decision import Execution, Rules
 from pygraph_trees.selection.device import CudaDevice
-from pygraph_trees.selection.drift import Drift, DriftRules
 from pygraph_trees.selection.profiles import Profiles
-from pygraph_trees.trees import dispatch as dispatch_module
 from pygraph_trees.trees import storms
 
 
@@ -162,47 +160,6 @@ class TestTrials(SelectionTestCase):
         after = binding.extension.counts()
         self.assertEqual((after[0] - before[0], after[1] - before[1]), (10, 10))
 
-    def test_a_load_that_changes(self):
-        """Samples of single calls detect a changed load, which is then measured; each call is made once, in any way."""
-        ways = iter([Execution.GRAPHED, Execution.UNGRAPHED, Execution.GRAPHED])
-        taken = []
-        big = torch.ones(8192, 8192, device=self.device, dtype=torch.bfloat16)
-        state = torch.zeros(64, device=self.device)
-
-        def choose():
-            taken.append(next(ways, taken[-1] if taken else Execution.GRAPHED))
-            return taken[-1]
-
-        def program(x, state):
-            state.add_(1)
-            return x.sin() * 2
-
-        # The test controls whether the GPU is idle; other processes affect the time of calls.
-        rules = DriftRules(factor=1e9)
-        with (
-            deciding(choose),
-            mock.patch.object(trial, "Drift", lambda: Drift(rules)),
-            mock.patch.object(dispatch_module, "SAMPLE_EVERY", 5),
-        ):
-            graphed = torch.compile(program, mode="reduce-overhead")
-            for phase in range(3):
-                results = []
-                for number in range(250):
-                    x = torch.full((64,), float(number), device=self.device)
-                    is_busy = phase == 1
-                    if not is_busy or number % 8 == 0:
-                        torch.cuda.synchronize()
-                    if is_busy:
-                        big @ big
-                    torch.compiler.cudagraph_mark_step_begin()
-                    results.append((x, graphed(x, state).clone()))
-                for x, result in results:
-                    self.assertEqual(result, x.sin() * 2)
-                self.assertEqual(len(taken), phase + 1)
-                (function,) = self.functions()
-                self.assertTrue(str(function.decision).startswith(f"{taken[-1].value}: "), function.decision)
-        self.assertEqual(state, torch.full_like(state, 750.0))
-
     def test_recordings_are_given_back(self):
         """Recordings are given back also if another, graphed function runs earlier in each step."""
         first, second = (torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x * 2, lambda x: x.cos()))
@@ -241,7 +198,7 @@ class TestTrials(SelectionTestCase):
             graphed = torch.compile(lambda x: (x.sin() @ x, x.cos()), mode="reduce-overhead")
             x = torch.randn(2048, 2048, device=self.device)
             outputs, most = (), 0
-            with decided(Execution.UNGRAPHED), mock.patch.object(dispatch_module, "SAMPLE_EVERY", 5):
+            with decided(Execution.UNGRAPHED):
                 for number in range(CALLS):
                     if not is_held:
                         outputs = ()
@@ -260,11 +217,7 @@ class TestTrials(SelectionTestCase):
         first, second = (torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x * 2, lambda x: x.cos()))
         x = torch.randn(1 << 20, device=self.device)
         ways = iter([Execution.GRAPHED, Execution.UNGRAPHED])
-        with (
-            deciding(ways.__next__),
-            mock.patch.object(trial, "_MOST_RESTARTS", 0),
-            mock.patch.object(dispatch_module, "SAMPLE_EVERY", 5),
-        ):
+        with deciding(ways.__next__):
             for _ in range(2 * CALLS):
                 torch.compiler.cudagraph_mark_step_begin()
                 self.assertEqual(second(first(x)), (x * 2).cos())
