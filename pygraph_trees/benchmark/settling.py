@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pygraph_trees.indirection.route_rule import SAMPLES
-from pygraph_trees.indirection.sampler import EVERY
+from pygraph_trees.indirection.route_rule import REPLAYS
 from pygraph_trees.report.log import journal
 from pygraph_trees.report.text import title
 
-CALLS = EVERY * (SAMPLES + 2)  # calls with new addresses, within which a route is chosen
+CALLS = 2 * REPLAYS  # calls with new addresses, within which a route is chosen
 _MOST_S = 3.0  # limit of the time, for programs with long calls
 _AWAITED_S = 60.0  # time in which a chosen table has to be in use
 
@@ -35,7 +34,7 @@ def call_until_chosen(call: Callable[[], Any], first: int, share: float = 1.0) -
     for number in itertools.count(1):
         call()
         spent_s = time.monotonic() - began
-        if number % EVERY and spent_s < _MOST_S:
+        if number % REPLAYS and spent_s < _MOST_S:
             continue
         is_long_enough = number >= calls or spent_s >= _MOST_S
         if is_long_enough and (spent_s >= _AWAITED_S or not _is_table_awaited(first)):

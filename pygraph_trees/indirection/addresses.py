@@ -18,14 +18,14 @@ from pygraph_trees.cuda.extent import extent
 
 from .patching import PatchFailed
 from .placeholder_tensors import copy_at
+from .route_rule import LEAST_CHANGES, REPLAYS
 from .routes import fits
-from .sampler import EVERY
 
 if TYPE_CHECKING:
     from .live_input import Item
     from .patching import Patches
     from .pool import PoolRanges
-    from .sampler import KernelNames, Sampler
+    from .route_rule import KernelNames, RouteChooser
     from .staged_inputs import StagedInputs
 
 _MOST_FITTING = 256  # addresses remembered for one input: more than an allocator uses in turn
@@ -48,6 +48,20 @@ def _no_names() -> None:
 
 def _is_signed(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+class _Counts:
+    """Counts changes of addresses as :attr:`Addresses.native` does, without the native parts."""
+
+    def __init__(self, count: int) -> None:
+        self.countdown = 0  # replays with new addresses until the chooser is asked, that one included; 0 for never
+        self.changes = [0] * count  # by position of the input, since the countdown began
+
+    def add(self, held: Sequence[int], addresses: Sequence[int]) -> None:
+        if self.countdown:
+            moved = [one != other for one, other, _ in zip(held, addresses, self.changes, strict=False)]
+            self.countdown -= self.countdown > 1 and any(moved)
+            self.changes = [count + has_moved for count, has_moved in zip(self.changes, moved, strict=True)]
 
 
 class Addresses:
@@ -97,13 +111,14 @@ class Addresses:
         self._given = patches.addresses[: len(items)]  # the addresses that the graph gets next
         self._again = has_managed  # whether the latest call's addresses must be found again at the next call
         self._is_preparing = False
-        self.sampler: Sampler | None = None  # until the route is chosen
+        self.chooser: RouteChooser | None = None  # until the route is chosen and used
         # A weak reference: the method holds the live inputs, which hold this object.
         self._kernels_holding: Callable[[], KernelNames | None] = _no_names
         self.temporary: dict[int, torch.Tensor] = {}  # by index: copies for the call that was prepared
         self.refused: dict[int, str] = {}  # by index: inputs whose address the driver refused at a replay
         self.extra_copies = self.extra_copied_bytes = 0  # so far, of inputs that did not fit a patch
         self.native = patches.native(pool.counter) if items and self._settles else None
+        self._counts = _Counts(len(items)) if self.native is None else self.native
 
     @property
     def set_calls(self) -> int:
@@ -116,17 +131,21 @@ class Addresses:
         self._given = [address - item.lead for address, item in zip(seen, self._items, strict=True)]
         self._hold(seen, inputs)
 
-    def begin_sampling(self, sampler: Sampler, kernels_holding: KernelNames) -> None:
-        """Lets replays with new addresses be sampled, unless no route has to be chosen."""
-        if sampler.can_choose([item.index for item in self._items], kernels_holding):
-            self.sampler, self._kernels_holding = sampler, weakref.WeakMethod(kernels_holding)
-            if self.native is not None:
-                self.native.ask_every = EVERY
+    def begin_choosing(self, chooser: RouteChooser, kernels_holding: KernelNames) -> None:
+        """Counts replays with new addresses until the route is chosen, unless no table can pay."""
+        if chooser.may_choose([item.index for item in self._items], kernels_holding):
+            self.chooser, self._kernels_holding = chooser, weakref.WeakMethod(kernels_holding)
+            self._counts.countdown = REPLAYS
 
-    def _end_sampling(self) -> None:
-        self.sampler, self._kernels_holding = None, _no_names
-        if self.native is not None:
-            self.native.ask_every = 0
+    def _go_on_choosing(self, chooser: RouteChooser) -> None:
+        if torch.cuda.is_current_stream_capturing():  # no kernel can be loaded
+            return
+        counts, names = self._counts, self._kernels_holding()
+        changed = [item.index for item, n in zip(self._items, counts.changes, strict=True) if n >= LEAST_CHANGES]
+        if names is not None and chooser.go_on(changed, names):
+            counts.countdown = REPLAYS
+        else:
+            self.chooser, self._kernels_holding, counts.countdown = None, _no_names, 0
 
     def reaches(self, address: int) -> bool:
         """Whether an address is in the memory that was an input at the latest call, copies not counted."""
@@ -226,28 +245,23 @@ class Addresses:
 
     def _hold(self, seen: list[int], inputs: Any) -> None:
         """Makes the graph hold the addresses found for these inputs, and those of the staging buffer."""
-        patches, sampler = self._patches, self.sampler
-        addresses, forced = self._given, list[int]()
+        patches, addresses, forced = self._patches, self._given, list[int]()
         if self._staged is not None and self._staged.put_indices:
             buffers, in_place = self._staged.put(inputs)
             forced = [len(addresses) + number for number in in_place]
             addresses = [*addresses, *buffers]
-        moved: list[int] | None = None
-        if sampler is not None and sampler.is_due():
-            changes = zip(self._items, addresses, patches.addresses, strict=False)
-            moved = [item.index for item, address, before in changes if address != before]
-        count = patches.apply(addresses, forced)
+        is_due = self._counts.countdown == 1
+        if self.native is None:
+            self._counts.add(patches.addresses, addresses)
+        patches.apply(addresses, forced)
         self._seen = seen
         if self._settles and not self._again:
             if self.native is None:
                 self._settled = seen
             else:
                 self.native.settle(seen)
-        if sampler is None or moved is None:
-            return
-        names = self._kernels_holding()
-        if names is None or not sampler.sample(moved, count, self.set_calls, names):
-            self._end_sampling()
+        if is_due and self.chooser is not None:
+            self._go_on_choosing(self.chooser)
 
     def _find_all(self, seen: list[int], inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool]) -> str | None:
         if self._pool.changes != self._pool_seen:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pygraph_trees.cuda.host_reads import HostRead
 
     from .pool import PoolRanges
-    from .sampler import Sampler
+    from .route_rule import RouteChooser
 
 
 class LiveInputs:
@@ -114,7 +114,7 @@ class LiveInputs:
         self.patched: tuple[Item, ...] = ()  # the inputs given by address
         self._copied: dict[int, Item] = {}  # by index
         self._copied_back: tuple[Item, ...] = ()
-        self.sampler: Sampler | None = None  # passed on by ``set_up``
+        self.chooser: RouteChooser | None = None  # passed on by ``set_up``
         self.is_of_backward = False  # whether inputs may be tangents; assigned before ``set_up``
         self._launches = LastLaunches()  # of a graph that reads copies
         self.outputs: dict[int, tuple[int, tuple[Any, ...] | None]] = {}  # by output: its input, and the view of it
@@ -208,9 +208,9 @@ class LiveInputs:
             give_back(lambda: self._placeholders.release_memory(at_placeholders))
         else:
             give_back(self._placeholders.close)
-        if self.sampler is not None:
-            self.addresses.begin_sampling(self.sampler, self.kernels_holding)
-            self.sampler = None
+        if self.chooser is not None:
+            self.addresses.begin_choosing(self.chooser, self.kernels_holding)
+            self.chooser = None
         self.copy_in()
 
     def _read(self, graph: Any, returned: Collection[int]) -> tuple[Scan, list[Decision]]:

@@ -1,44 +1,45 @@
 """The rule that chooses a recording's route: its inputs are patched unless a table pays.
 
-A table pays if at least 16 kernels with variants hold at least 4 inputs whose addresses change in at least a quarter of
-the replays, and if most of the first eight sampled replays are host-bound. :func:`choose_route` decides from these
-:class:`Facts`. A choice is kept for a function and its sizes, even if the function is recorded again; its log gets each
-choice as a sentence.
+A table pays if at least 16 kernels with variants hold at least 4 inputs whose addresses change. A :class:`RouteChooser`
+decides that once, from counts of a recording's first replays with new addresses. If a table pays, it builds the
+variants (:mod:`.table.builds`) and asks for a recording with the table. A choice is kept for a function and its sizes,
+even if the function is recorded again; its log gets each choice as a sentence.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
 from .table import builds
-from .table.pointer_table import taken_by_variants
+from .table.pointer_table import readers_of, taken_by_variants
 
-SAMPLES = 8
+REPLAYS = 64  # with new addresses: counted before the choice, and from one step of a build to the next
+LEAST_CHANGES = REPLAYS // 4  # of an input's address; inputs that move less often count as staying
 LEAST_KERNELS = 16
 LEAST_INPUTS = 4
-LEAST_SHARE = 0.25  # of replays with new addresses; inputs that move less often count as staying
+
+_PATIENCE = 64  # steps for which a function whose variants are built waits for other functions
+
+_log = logging.getLogger("pygraph_trees.indirection")
+
+KernelNames = Callable[[Collection[int]], Iterable[str | None]]  # of the nodes that hold an address of these inputs
 
 
 class Reason(Enum):
     """What a choice rests on; the value is its phrase in the report, after "inputs are passed"."""
 
-    SELDOM = "by address: addresses change in {share:.0%} of replays, fewer than {least_share:.0%}"
     FEW_INPUTS = (
         "by address: the addresses of {inputs} inputs that a table could hold change, fewer than {least_inputs}"
     )
     FEW_KERNELS = "by address: {kernels} kernels could read inputs from a table, fewer than {least_kernels}"
-    GPU_BOUND = (
-        "by address: the GPU was idle before {host_bound} of {samples} sampled replays, which is not most of them"
-    )
     TABLE_AWAITED = "by address, until a table for {kernels} kernels that read {inputs} inputs is built"
-    TABLE = (
-        "by table: {kernels} kernels read {inputs} inputs whose addresses change, "
-        "and the GPU was idle before {host_bound} of {samples} sampled replays"
-    )
+    TABLE = "by table: {kernels} kernels read {inputs} inputs whose addresses change"
     NOT_COMPILED = "by address: no kernel could be compiled to read a table"
     NOT_RECORDED = "by address: recording it with a table failed: {error}"
     NOT_READ = "by address: a table is built, but this recording cannot use it"
@@ -53,8 +54,6 @@ class Facts:
 
     kernels: int = 0  # nodes of kernels with variants that hold inputs whose addresses change
     inputs: int = 0  # inputs whose addresses change and that a table could hold
-    host_bound: int = 0  # sampled replays before which the GPU was idle
-    share: float = 1.0  # of replays in which addresses change
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +63,15 @@ class Choice:
     error: str = ""
 
     def __str__(self) -> str:
-        least = {"least_kernels": LEAST_KERNELS, "least_inputs": LEAST_INPUTS, "least_share": LEAST_SHARE}
-        return self.reason.value.format(**asdict(self.facts), **least, samples=SAMPLES, error=self.error)
+        least = {"least_kernels": LEAST_KERNELS, "least_inputs": LEAST_INPUTS}
+        return self.reason.value.format(**asdict(self.facts), **least, error=self.error)
 
 
 def choose_route(facts: Facts) -> Choice:
-    if facts.share < LEAST_SHARE:
-        return Choice(Reason.SELDOM, facts)
     if facts.inputs < LEAST_INPUTS:
         return Choice(Reason.FEW_INPUTS, facts)
     if facts.kernels < LEAST_KERNELS:
         return Choice(Reason.FEW_KERNELS, facts)
-    if 2 * facts.host_bound <= SAMPLES:
-        return Choice(Reason.GPU_BOUND, facts)
     return Choice(Reason.TABLE_AWAITED, facts)
 
 
@@ -120,3 +115,79 @@ def take_choice(function: Any, sizes: Hashable, choice: Choice) -> None:
 
 def _tell(function: Any, choice: Choice) -> None:
     function.log.route_was_found(str(choice), awaits_table=choice.reason is Reason.TABLE_AWAITED)
+
+
+class RouteChooser:
+    """Chooses the route of one recording whose inputs are patched, then takes the steps to its table."""
+
+    def __init__(self, function: Any, sizes: Hashable, device: int) -> None:
+        """``function``: its ``log`` gets the choice."""
+        self.ready: Callable[[str], None] | None = None  # called with a reason if it must be recorded again
+        self._function, self._sizes, self._device = weakref.ref(function), sizes, device
+        self._patience = _PATIENCE
+
+    def may_choose(self, indices: Collection[int], names: KernelNames) -> bool:
+        """Whether a table for these inputs may pay, or is chosen already."""
+        function = self._function()
+        if function is None:
+            return False
+        facts = _facts(function, indices, names)
+        return choice_of(function, self._sizes) is not None or choose_route(facts).reason in BY_TABLE
+
+    def go_on(self, changed: Collection[int], names: KernelNames) -> bool:
+        """Chooses, or takes one step of the build; it may load a kernel or start a process, and never raises.
+
+        ``changed``: the indices of the inputs whose addresses change. Returns whether more steps follow.
+        """
+        function = self._function()
+        try:
+            return function is not None and self._go_on(function, changed, names)
+        except Exception as error:
+            _log.warning("inputs are patched, because their route was not chosen: %s: %s", type(error).__name__, error)
+            return False
+
+    def _go_on(self, function: Any, changed: Collection[int], names: KernelNames) -> bool:
+        choice = choice_of(function, self._sizes)
+        if choice is None:
+            choice = choose_route(_facts(function, changed, names))
+            take_choice(function, self._sizes, choice)
+            if choice.reason is Reason.TABLE_AWAITED:
+                builds.begin(function, self._device)
+            return choice.reason is Reason.TABLE_AWAITED
+        if choice.reason not in BY_TABLE:
+            return False
+        is_built = builds.go_on(function)
+        if is_built is None:
+            return True
+        if not is_built:
+            take_choice(function, self._sizes, Choice(Reason.NOT_COMPILED))
+            return False
+        # Functions that follow in the step are recorded again too, so functions wait for each other.
+        _waiting.add(self)
+        self._patience -= 1
+        if self._patience and builds.is_any_under_way():
+            return True
+        with contextlib.suppress(KeyError):  # it is empty
+            while True:
+                ready = _waiting.pop().ready
+                if ready is not None:
+                    ready("its inputs are read from a table from now on")
+        return False
+
+
+_waiting: weakref.WeakSet[RouteChooser] = weakref.WeakSet()  # of functions that can be recorded with a table
+
+
+def chooser_for(function: Any, sizes: Hashable, device: int) -> RouteChooser | None:
+    """For a recording without a table; None if no kernel could read one, or if the route is chosen."""
+    if not readers_of(function) or builds.is_over(function) or not may_use_table(function, sizes):
+        return None
+    return RouteChooser(function, sizes, device)
+
+
+def _facts(function: Any, indices: Collection[int], names: KernelNames) -> Facts:
+    """How many kernels could read some of these inputs in a table, and how many of the inputs they could read."""
+    readers = readers_of(function)
+    readable = {index for reader in readers for _, index in reader.inputs}.intersection(indices)
+    kernels = {reader.kernel for reader in readers}
+    return Facts(sum(name in kernels for name in names(readable)), len(readable))

@@ -47,6 +47,16 @@ PyObject *as_list(const std::vector<uint64_t> &numbers) {
     return list.release();
 }
 
+/* Counts the inputs whose addresses change, until the route is chosen. */
+void count_changes(Addresses::State *state, const std::vector<uint64_t> &next) {
+    if (state->countdown == 0 || next == state->held)
+        return;
+    if (state->countdown > 1)
+        state->countdown--;
+    for (size_t i = 0; i < next.size(); i++)
+        state->changes[i] += next[i] != state->held[i];
+}
+
 /* Finds the next addresses in the graph, and the nodes to set; false if an input's address is not known to fit. */
 bool find_given(Addresses::State *state, const std::vector<uint64_t> &seen) {
     std::fill(state->is_due.begin(), state->is_due.end(), 0);
@@ -111,6 +121,7 @@ PyObject *make_addresses(PyTypeObject *type, PyObject *arguments, PyObject *keyw
     for (Py_ssize_t i = 0; i < addresses.count; i++)
         state->held.push_back(addresses[i]);
     state->given.resize(count);
+    state->changes.resize(count);
     state->accepted.resize(count);
     state->holders.resize(count);
     for (Py_ssize_t i = 0; i < all.count; i++)
@@ -184,9 +195,12 @@ PyObject *unsettle(PyObject *self, PyObject *) {
 }
 
 PyObject *note_held(PyObject *self, PyObject *list) {
+    std::vector<uint64_t> next;
     Addresses::State *state = state_of(self);
-    if (!take_list(list, state->held.size(), &state->held))
+    if (!take_list(list, state->held.size(), &next))
         return nullptr;
+    count_changes(state, next);
+    state->held = std::move(next);
     Py_RETURN_NONE;
 }
 
@@ -217,13 +231,15 @@ PyObject *get_set_calls(PyObject *self, void *) { return PyLong_FromUnsignedLong
 
 PyObject *get_is_stuck(PyObject *self, void *) { return PyBool_FromLong(state_of(self)->is_stuck); }
 
-PyObject *get_ask_every(PyObject *self, void *) { return PyLong_FromUnsignedLongLong(state_of(self)->ask_every); }
+PyObject *get_changes(PyObject *self, void *) { return as_list(state_of(self)->changes); }
 
-int set_ask_every(PyObject *self, PyObject *value, void *) {
+PyObject *get_countdown(PyObject *self, void *) { return PyLong_FromUnsignedLongLong(state_of(self)->countdown); }
+
+int set_countdown(PyObject *self, PyObject *value, void *) {
     const unsigned long long number = value == nullptr ? 0 : PyLong_AsUnsignedLongLong(value);
     if (PyErr_Occurred())
         return -1;
-    state_of(self)->ask_every = number;
+    state_of(self)->countdown = number;
     return 0;
 }
 
@@ -243,7 +259,8 @@ PyGetSetDef addresses_fields[] = {
     {"seen", get_seen, nullptr, "The addresses of the inputs of the latest call; None unless the graph is settled.", nullptr},
     {"set_calls", get_set_calls, nullptr, "How many nodes fast replays have set.", nullptr},
     {"is_stuck", get_is_stuck, nullptr, "Whether the graph must not be launched again.", nullptr},
-    {"ask_every", get_ask_every, set_ask_every, "One change in so many is left to Python; 0 for none.", nullptr},
+    {"changes", get_changes, nullptr, "How often each input's address has changed since the countdown began.", nullptr},
+    {"countdown", get_countdown, set_countdown, "Replays with new addresses until one is left to Python; 0 for never.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
@@ -302,12 +319,8 @@ bool pygraph::has_settled(const Addresses::State *state) {
 }
 
 bool pygraph::patch(Addresses::State *state, const std::vector<uint64_t> &seen) {
-    if (!has_settled(state) || state->nodes.empty() || seen.size() != state->held.size())
+    if (!has_settled(state) || state->nodes.empty() || seen.size() != state->held.size() || state->countdown == 1)
         return false;
-    if (state->ask_every != 0 && ++state->calls >= state->ask_every) {
-        state->calls = 0;
-        return false;
-    }
     void *context = nullptr; // may be another device's, or none in a thread that has not used the GPU yet
     if (state->get_context(&context) != 0 || context != state->context || !find_given(state, seen))
         return false;
@@ -317,6 +330,7 @@ bool pygraph::patch(Addresses::State *state, const std::vector<uint64_t> &seen) 
         state->is_stuck = set(state, state->held, done) != done;
         return false;
     }
+    count_changes(state, state->given);
     state->held = state->given;
     state->seen = seen;
     state->set_calls += static_cast<unsigned long long>(std::count(state->is_due.begin(), state->is_due.end(), 1));

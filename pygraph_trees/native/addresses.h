@@ -49,7 +49,8 @@ struct Addresses {
         std::vector<char> is_due;    // by node: whether this call sets it
         bool is_settled = false, is_stuck = false;
         unsigned long long set_calls = 0;
-        unsigned long long ask_every = 0, calls = 0; // calls since the last one that was left to Python
+        unsigned long long countdown = 0; // replays with new addresses until one of them is left to Python; 0: never
+        std::vector<uint64_t> changes;    // by position: how often the input's address changed since the countdown began
     } *state;
 };
 

@@ -103,7 +103,7 @@ class FunctionLog:
     is_ungraphed_by_decision: bool = False  # and the reason says so
     trial_runs: int = 0  # of the compiled code, un-graphed for a measurement
     decision: str | None = None  # the measurements and the way that was taken
-    route: str | None = None  # how inputs are given since replays were sampled, and why
+    route: str | None = None  # how inputs are given since that was chosen, and why
     awaits_table: bool = False
     moved: dict[int, tuple[int, int]] = field(default_factory=dict)  # by output: how often it was moved, and bytes
     why_not_kept: str | None = None

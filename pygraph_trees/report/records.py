@@ -162,7 +162,7 @@ class FunctionRecord:
     ungraphed_reason: str | None
     decision: str | None = None  # "graphed: 41 us a call against 58 us (2 kernels)", with "auto"
     trial_calls: int = 0  # un-graphed calls that a measurement took
-    route: str | None = None  # "by address: ..." or "by table: ...", once replays were sampled to choose
+    route: str | None = None  # "by address: ..." or "by table: ...", once it was chosen
     awaits_table: bool = False  # a table was chosen, and its kernels are not built yet
     moved_outputs: tuple[MovedOutput, ...] = ()
     why_not_kept: str | None = None  # why outputs are overwritten although they should be kept

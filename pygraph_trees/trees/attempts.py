@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.inputs import LiveInputs
-from pygraph_trees.indirection.route_rule import leave_table, may_use_table
-from pygraph_trees.indirection.sampler import sampler_for
+from pygraph_trees.indirection.route_rule import chooser_for, leave_table, may_use_table
 from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.indirection.table.pointer_table import taken_by_variants
 from pygraph_trees.report.naming import BACKWARD
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.indirection.pool import PoolRanges
-    from pygraph_trees.report.log import RecordingLog
 
 
 class Attempts:
@@ -78,7 +76,6 @@ class Attempts:
         copied: list[int],
         pool: PoolRanges,
         managed: Collection[int],
-        log: RecordingLog,
         *,
         may_be_kept: bool,
     ) -> LiveInputs | None:
@@ -110,7 +107,7 @@ class Attempts:
             return None
         try:
             is_chosen = live.has_table or not may_choose
-            live.sampler = None if is_chosen else sampler_for(model, sizes, device, log)
+            live.chooser = None if is_chosen else chooser_for(model, sizes, device)
             if (live.has_placeholders or live.has_staged) and may_be_kept:
                 self._kept = list(inputs)
             live.is_of_backward = model.log.mode == BACKWARD

@@ -319,7 +319,7 @@ class Manager(fast_path.TreeState, Steps):
         limit = given.function.model.settings.pool_bytes
         if limit:
             self.reclaiming.limit(self, self._pool.nbytes(), limit)
-        self._let_sampler_rerecord(self.current_node, function_id)
+        self._let_chooser_rerecord(self.current_node, function_id)
         self.handing_out.recorded(self, given.function.model, self.current_node)
         if verification is not None:
             verification.check(self.current_node, outputs, function.name)
@@ -335,10 +335,10 @@ class Manager(fast_path.TreeState, Steps):
             model.stop(why)
         return why
 
-    def _let_sampler_rerecord(self, recording: Recording, function_id: Any) -> None:
-        """Lets the samples of a recording cause another one, with a table."""
-        sampler = None if recording.live is None else recording.live.addresses.sampler
-        if sampler is None:
+    def _let_chooser_rerecord(self, recording: Recording, function_id: Any) -> None:
+        """Lets the choice of a recording's route cause another recording, with a table."""
+        chooser = None if recording.live is None else recording.live.addresses.chooser
+        if chooser is None:
             return
         reclaiming = weakref.ref(self.reclaiming)
 
@@ -347,7 +347,7 @@ class Manager(fast_path.TreeState, Steps):
             if found is not None:
                 found.record_again(function_id, why)
 
-        sampler.ready = ready
+        chooser.ready = ready
 
     def _given(self, inputs: list[Any], function_id: Any) -> Given:
         is_managed = self._get_cuda_graph_recorded_tensor_checker()

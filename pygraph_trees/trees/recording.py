@@ -205,7 +205,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         elif not compat.is_kernel_free(self.wrapped_function):
             pool = ranges_of(self.device, self.cuda_graphs_pool)
             self._live = attempts.choose_live(
-                *(api, self.device, inputs, copied, pool, self._managed_and_moving(attempts), self.log),
+                *(api, self.device, inputs, copied, pool, self._managed_and_moving(attempts)),
                 may_be_kept=self._may_be_kept(inputs),
             )
             for index in self.wrapped_function.mutated_input_idxs:

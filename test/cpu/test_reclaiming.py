@@ -137,19 +137,19 @@ class TestForgotten(TestCase):
                 self.assertEqual((self.manager.reclaiming.forgotten, self.first.children), ([], {}))
                 self.assertNotIn(1, self.manager._candidates)
 
-    def test_samples_have_a_function_recorded_again_and_do_not_keep_the_manager(self):
-        sampler = SimpleNamespace(ready=None)
-        lives = [SimpleNamespace(addresses=SimpleNamespace(sampler=found)) for found in (None, sampler)]
+    def test_a_chosen_table_has_a_function_recorded_again_and_does_not_keep_the_manager(self):
+        chooser = SimpleNamespace(ready=None)
+        lives = [SimpleNamespace(addresses=SimpleNamespace(chooser=found)) for found in (None, chooser)]
         for live in (None, *lives):
-            self.manager._let_sampler_rerecord(SimpleNamespace(live=live), 2)
-        sampler.ready("of the test")
+            self.manager._let_chooser_rerecord(SimpleNamespace(live=live), 2)
+        chooser.ready("of the test")
         self.assertEqual(self.manager.reclaiming.forgotten, [2])
         self.manager.reclaiming.forgotten.clear()
         self.assertEqual(self.manager.reclaiming.why_again(2), "of the test")
         gone = weakref.ref(self.manager)
         del self.manager
         self.assertIsNone(gone())
-        sampler.ready("of the test")  # the manager is gone
+        chooser.ready("of the test")  # the manager is gone
 
 
 class TestPool(TestCase):

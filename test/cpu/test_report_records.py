@@ -334,7 +334,7 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         self.assertEqual(others, ["patches mismatch: trees, calls, no f", "patches off: table"])
 
     def test_text_and_page_say_how_inputs_are_given(self):
-        facts = Facts(kernels=20, inputs=5, host_bound=8)
+        facts = Facts(kernels=20, inputs=5)
         for reason, words in (
             (Reason.TABLE, "passed by table: 20 kernels read 5 inputs whose addresses change"),
             (Reason.FEW_KERNELS, "passed by address: 20 kernels could read inputs from a table"),

@@ -403,7 +403,7 @@ class TestSlots(LiveInputsTestCase):
 
         given: list[Collection[int]] = []
         live, may_be_kept = (
-            SimpleNamespace(has_placeholders=False, has_staged=False, has_table=False, items=[], sampler=None),
+            SimpleNamespace(has_placeholders=False, has_staged=False, has_table=False, items=[], chooser=None),
             False,
         )
         model.log = SimpleNamespace(mode="inference")  # type: ignore[attr-defined]
@@ -418,7 +418,7 @@ class TestSlots(LiveInputsTestCase):
             mock.patch.object(recording.Recording, "_driver_for_addresses", lambda node: (self.driver, "")),
             mock.patch.object(recording.Recording, "_copied_indices", lambda node: []),
             mock.patch.object(recording.Recording, "_may_be_kept", lambda *_: may_be_kept),
-            mock.patch.object(attempts, "sampler_for", lambda *_: "a sampler"),
+            mock.patch.object(attempts, "chooser_for", lambda *_: "a chooser"),
             mock.patch.object(recording.Upstream, "_allocate_and_copy_recording_inputs", lambda node, inputs: inputs),
         ):
             node._allocate_and_copy_recording_inputs([1])
@@ -431,21 +431,21 @@ class TestSlots(LiveInputsTestCase):
                 node._allocate_and_copy_recording_inputs([1])
                 may_be_kept = True
                 node._allocate_and_copy_recording_inputs([1])
-                self.assertEqual(live.sampler, "a sampler")
-                # It is not chosen if samples showed that replays do not need one.
+                self.assertEqual(live.chooser, "a chooser")
+                # It is not chosen if replays were found not to need one.
                 with mock.patch.object(attempts, "may_use_table", lambda *_: False):
                     node._allocate_and_copy_recording_inputs([1])
                 live.has_table = True
                 node._allocate_and_copy_recording_inputs([1])
-                self.assertIsNone(live.sampler)
+                self.assertIsNone(live.chooser)
                 live.has_table = False
                 model.settings.indirection = "table"  # type: ignore[attr-defined]
                 node._allocate_and_copy_recording_inputs([1])
-                self.assertIsNone(live.sampler)
-                live.sampler = "another"
+                self.assertIsNone(live.chooser)
+                live.chooser = "another"
                 model.settings.indirection = "patch"  # type: ignore[attr-defined]
                 node._allocate_and_copy_recording_inputs([1])
-                self.assertIsNone(live.sampler)
+                self.assertIsNone(live.chooser)
         self.assertEqual(given, [set(), {0, 2}, (), (), {0, 2}, (), {0, 2}, {0, 2}, ()])
 
     def test_warmup_of_functions_that_have_a_table(self) -> None:
