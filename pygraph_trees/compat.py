@@ -47,14 +47,6 @@ def clones_live_outputs() -> bool:
     return "has_live_user_visible_output_cloning" in code.co_names
 
 
-def exchanges_memory() -> bool:
-    """Whether a storage can exchange its memory for another's."""
-    # Since 2.12.
-    import torch
-
-    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
 def has_skip_table() -> bool:
     """Whether ``non_cudagraph_managed_mutation_hint`` of a manager is named ``skip_cudagraph``."""
     # Since 2.15.

@@ -117,9 +117,9 @@ def why_missing() -> str | None:
 
 
 def status() -> str:
-    """``yes``, or ``no, because`` with the reason."""
+    """``yes``, or ``no`` with what this process lacks, and the reason."""
     why = why_missing()
-    return "yes" if why is None else f"no, because {why}"
+    return "yes" if why is None else f"no (replays are slower, outputs are not kept), because {why}"
 
 
 def announce() -> None:

@@ -212,7 +212,7 @@ class Environment:
     triton: str | None
     gpu: str | None
     features: tuple[FeatureState, ...] = field(default=())
-    native: str = "yes"  # whether the parts in C++ are used: "yes", or "no, because" and the reason
+    native: str = "yes"  # whether the parts in C++ are used: "yes", or "no", what is lacking, and the reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,11 @@ another stream, do not follow. A recording forgets the tensors it cached, and ma
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor.cudagraph_trees import StorageWeakRefWrapper
 
-from pygraph_trees.compat import exchanges_memory
 from pygraph_trees.cuda.extent import copy_bits
 from pygraph_trees.native import binding
 
@@ -24,12 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-@functools.cache
 def why_not_moved() -> str | None:
-    """Why storages cannot be given other memory; None if they can."""
-    if exchanges_memory() or binding.extension is not None:
-        return None
-    return "this version of torch needs the native parts to move them"
+    """Why outputs are torch's and cannot be given other memory; None if they can."""
+    return "the native parts are missing" if binding.extension is None else None
 
 
 def keeps_outputs(model: Any) -> bool:
@@ -69,7 +64,7 @@ def move_alive(node: Any) -> None:
             if hasattr(made_by, "remove_node_cached_tensors"):  # a warm-up has none
                 made_by.remove_node_cached_tensors()
         for (storage, held_by), copy in zip(alive, copies, strict=True):
-            _exchange(storage, copy.untyped_storage())
+            binding.extension.exchange_memory(_bytes_of(storage), _bytes_of(copy.untyped_storage()))
             _forget(held_by, copy.untyped_storage())
     for made_by in kept_by:  # if the program gave a tensor other memory, upstream would free that memory
         made_by.tensor_weakrefs[:] = [None] * len(made_by.tensor_weakrefs)
@@ -77,14 +72,6 @@ def move_alive(node: Any) -> None:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def _exchange(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchanges the memory of two storages of the same size."""
-    if exchanges_memory():
-        storage._swap_data_ptr_(other)
-    else:
-        binding.extension.exchange_memory(_bytes_of(storage), _bytes_of(other))
 
 
 def _forget(places: Sequence[tuple[Any, int]], gone: torch.UntypedStorage) -> None:

@@ -21,6 +21,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding, build, location
 
+NO = "no (replays are slower, outputs are not kept), because "
+
 
 class TestLocation(TestCase):
     def folder(self, version="2.13.0+cpu", **environment):
@@ -197,7 +199,7 @@ class TestBuild(TestCase):
                 build.announce()
             self.popen.assert_not_called()
             binding.do_without_extension("it needs attributes that are missing: x")
-            self.assertEqual(build.status(), "no, because it needs attributes that are missing: x")
+            self.assertEqual(build.status(), NO + "it needs attributes that are missing: x")
         self.assertEqual(logs.output, ["INFO:pygraph_trees.native:native: yes"])
         build.build()
         binding.why_without = None
@@ -221,7 +223,7 @@ class TestProcess(TestCase):
             )
             self.assertTrue(failed.exists())
             told = subprocess.run([sys.executable, "-m", "pygraph_trees", "--version"], check=True, **arguments).stdout
-        self.assertIn("native: no, because its build failed: see", " ".join(told.split()))
+        self.assertIn(f"native: {NO}its build failed: see", " ".join(told.split()))
 
 
 if __name__ == "__main__":

@@ -95,10 +95,6 @@ OF_TORCH = {
     ),
     "registers_generators": lambda: of_method(NODE, "__init__", "register_generator_state"),
     "clones_live_outputs": lambda: of_method(MANAGER, "__init__", "has_live_user_visible_output_cloning"),
-    "exchanges_memory": lambda: (
-        mock.patch.object(torch, "UntypedStorage", SimpleNamespace(_swap_data_ptr_=None)),
-        mock.patch.object(torch, "UntypedStorage", SimpleNamespace()),
-    ),
     "has_skip_table": lambda: of_method(MANAGER, "__init__", "skip_cudagraph"),
     "checks_deaths_after_copies": lambda: of_method(NODE, "run", "expected_dead_indices_after_graph"),
     "has_size_hint": lambda: (holding(SizeVarAllocator, "size_hint"), lacking(SizeVarAllocator, "size_hint")),

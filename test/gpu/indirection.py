@@ -299,7 +299,7 @@ class IndirectionTestCase(TestCase):
 
 
 class KeptTestCase(IndirectionTestCase):
-    """Base of tests whose outputs are kept; skipped on torch 2.11 without the parts in C++."""
+    """Base of tests whose outputs are kept; skipped without the parts in C++."""
 
     outputs = "keep"
 
