@@ -81,6 +81,7 @@ STEPS = (
         "the host's time for replays, of a training step",
     ),
     Step("many", _script("many.py"), "replays among many functions, and among many recordings"),
+    Step("training-loops", _script("training_loops.py"), "training loops as people write them"),
     Step("slots", _script("slots.py"), "what a slot costs a kernel"),
     Step("routes", _script("routes.py", "--rounds", "9"), "routes of inputs against each other"),
     *map(_program, ("relative_positions", "noise_schedule", "mask_of_lengths", "numpy_positions", "tokens")),

@@ -13,10 +13,11 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
-from bench import causes, paper
+from bench import causes, loops_table, paper
 from bench.collected import Summary, Workload, read_all, summarise
 from bench.folders import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER
 from bench.loading import load_workloads
@@ -183,8 +184,8 @@ def _latency_table(summary: Summary, figure: str, regime: str) -> str:
     return markdown_table(["workload", *(_NAMES[way] for way in ways), *means], rows)
 
 
-def page(summary: Summary, plots: Sequence[str] = ()) -> str:
-    """The page, in Markdown. ``plots``: names of the drawn plots."""
+def page(summary: Summary, plots: Sequence[str] = (), training: dict[str, Any] | None = None) -> str:
+    """The page, in Markdown. ``plots``: names of the drawn plots. ``training``: the file of the training loops."""
     latest = max(summary.files.values(), key=lambda r: r.date)
     parts = [
         f"# Benchmarks: {latest.gpu}, torch {latest.torch}",
@@ -257,13 +258,19 @@ def page(summary: Summary, plots: Sequence[str] = ()) -> str:
             ),
         ),
     ]
+    if training is not None:
+        parts.append(loops_table.section(training))
     return "\n\n".join(parts) + "\n"
 
 
-def short_table(summary: Summary) -> str:
-    """The table of the project's README: workloads of different kinds, and means once all were measured."""
+def short_table(summary: Summary, training: dict[str, Any] | None = None) -> str:
+    """The table of the project's README: workloads of different kinds, and means once all were measured.
+
+    BERT's training loops, if they were measured, take the place of the last workload.
+    """
+    loops = loops_table.readme_row(training)
     measured = {w.name: w for w in summary.workloads if w.ratio("latency_ms", "fresh")}
-    names = [name for name in _SHOWN if name in measured][:5]
+    names = [name for name in _SHOWN if name in measured][: 4 if loops else 5]
     shown = [w for name, w in measured.items() if name in (names or measured)]
     ways = [way for way in ("compile", "upstream", "ours") if any(w.get(way, "fresh", "latency_ms") for w in shown)]
     rows = [
@@ -276,6 +283,17 @@ def short_table(summary: Summary) -> str:
         ]
         for w in shown
     ]
+    if loops:
+        times, host = loops["done_us"], loops["host_us"]
+        rows.append(
+            [
+                f"BERT, {loops['loops']} training loops",
+                *(_ms(times[way] / 1e3) for way in ways),
+                _times(times["upstream"] / times["ours"]),
+                " → ".join(_us(host[way]) for way in ("upstream", "ours")),
+                "",
+            ]
+        )
     over, over_best = (ratios("latency_ms", "fresh") for ratios in (summary.ratios, summary.ratios_to_best))
     if over and set(summary.missing) <= causes.NOT_MEASURED.keys():
         means = _times(geometric_mean(over))
@@ -334,14 +352,17 @@ def main(arguments: Sequence[str]) -> int:
     if not files:
         parse.error("there is no result file")
     summary = summarise(files, list(load_workloads(WORKLOADS_FOLDER)), starts)
+    latest = max(summary.files.values(), key=lambda r: r.date)
+    training = None if options.files else loops_table.latest(RESULTS_FOLDER, latest.gpu, latest.torch)
     plots: list[str] = []
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.no_plots:
         plots = draw(summary, options.out / "plots")
-    (options.out / "README.md").write_text(page(summary, plots), encoding="utf-8")
+    (options.out / "README.md").write_text(page(summary, plots, training), encoding="utf-8")
     print(options.out / "README.md")
     if not options.files and options.out == RESULTS_FOLDER:
-        README.write_text(with_table(README.read_text(encoding="utf-8"), short_table(summary)), encoding="utf-8")
+        table = short_table(summary, training)
+        README.write_text(with_table(README.read_text(encoding="utf-8"), table), encoding="utf-8")
         print(README)
     return 0
 

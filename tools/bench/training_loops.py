@@ -1,0 +1,292 @@
+"""Measures training loops as people write them: upstream, no graphs, ours, and ours with outputs as upstream's.
+
+usage: python tools/bench/training_loops.py [MODELS ...] [--ways WAY,...] [--rounds N] [--budget S] [--ranks N]
+
+Each model and way has a process of its own, which runs the loops one after the other, as a notebook does. All compile
+at the same time. Then one process at a time runs: first each warms up its loops, then ways take turns in each loop, in
+rounds. With ``--ranks``, models are trained under DistributedDataParallel on that number of GPUs. README.md describes
+the loops and the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
+
+from processes import end, end_on_termination, how_it_ended
+
+WORKER = Path(__file__).parent / "loops_worker.py"
+ROOT = Path(__file__).resolve().parents[2]
+WAYS = ("upstream", "compile", "ours", "ours-upstream")
+LOOPS = "ABCEFG"
+OF_RANKS = {"models": ("bert",), "ways": ("upstream", "ours"), "loops": "ABCEF"}
+_ENVIRONMENT = {"ours-upstream": {"PYGRAPH_OUTPUTS": "upstream"}}
+_WARM = 16  # steps of each loop before the rounds
+_COMPILE_THREADS = "2"  # of each process; up to twenty of them compile at the same time
+_STEP_S = 60.0  # limit of one turn of a loop
+_SHARE = 0.6  # of the budget, within which a process must have compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model in one way."""
+
+    model: str
+    way: str
+    device: str = "cuda"
+    ranks: int = 0  # 0: one process without a process group
+
+
+@dataclass(slots=True)
+class Measured:
+    """The answers of one job about one loop."""
+
+    job: Job
+    loop: str
+    settled: dict[str, Any] = field(default_factory=dict)
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+
+
+class Process:
+    """One process of a job, which is told what to do and answers."""
+
+    def __init__(self, job: Job, rank: int, folder: Path) -> None:
+        name = f"{job.model}-{job.way}-{rank}"
+        told = {**dataclasses.asdict(job), "rank": rank, "store": str(folder / f"{job.model}-{job.way}.store")}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", _COMPILE_THREADS),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / f"{name}.caches"),
+            **_ENVIRONMENT.get(job.way, {}),
+        }
+        self.log = folder / f"{name}.log"
+        with self.log.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, str(WORKER), json.dumps(told)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                text=True,
+                start_new_session=True,
+            )
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def tell(self, **command: Any) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended, which its answer will show
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
+
+    def answer(self, until: float) -> dict[str, Any]:
+        """Its answer; if it ends, or has none until a monotonic time, the error."""
+        try:
+            found = self._answers.get(timeout=max(until - time.monotonic(), 0.0))
+        except queue.Empty:
+            return {"error": "no answer in time", "is_dead": True}
+        if found is None:
+            return {"error": how_it_ended(self.process.wait(), self.log), "is_dead": True}
+        return found
+
+    def _follow(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._answers.put(json.loads(line))
+        self._answers.put(None)
+
+
+class Group:
+    """The processes of one job: one, or one for each rank. They are told the same; the slowest counts."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self.job = job
+        self._processes = [Process(job, rank, folder) for rank in range(max(job.ranks, 1))]
+        self.error: str | None = None  # why it takes no more commands
+
+    def tell(self, **command: Any) -> None:
+        for process in self._processes:
+            process.tell(**command)
+
+    def answer(self, until: float) -> dict[str, Any]:
+        answers = [process.answer(until) for process in self._processes]
+        failed = [answer for answer in answers if "error" in answer]
+        if failed:
+            if len(answers) > 1 or "is_dead" in failed[0]:  # the other ranks wait for one that failed
+                self.error = failed[0]["error"]
+                self.end()
+            return failed[0]
+        return max(answers, key=lambda answer: answer.get("step_us", 0.0))
+
+    def ask(self, within_s: float, **command: Any) -> dict[str, Any]:
+        if self.error is not None:
+            return {"error": self.error}
+        self.tell(**command)
+        return self.answer(time.monotonic() + within_s)
+
+    def end(self) -> None:
+        for process in self._processes:
+            end(process.process)
+
+
+def measure(
+    jobs: Sequence[Job], loops: str, rounds: int, budget_s: float, say: Callable[[str], None], warm: int = _WARM
+) -> list[Measured]:
+    """Measures all jobs; a process that fails leaves the others."""
+    began = time.monotonic()
+    found = {(job, loop): Measured(job, loop) for job in jobs for loop in loops}
+    with tempfile.TemporaryDirectory(prefix="training_loops_") as name:
+        groups: list[Group] = []
+        try:
+            groups += [Group(job, Path(name)) for job in jobs]
+            for group in groups:
+                group.tell(do="prepare")
+            for group in groups:
+                answer = group.answer(began + _SHARE * budget_s)
+                if "error" in answer:
+                    group.error = answer["error"]
+                    say(f"{group.job.model}, {group.job.way}: {group.error}")
+            say(f"compiled after {time.monotonic() - began:.0f} s")
+            for group in groups:
+                for loop in loops:
+                    one = found[group.job, loop]
+                    one.settled = group.ask(_STEP_S, do="settle", loop=loop, steps=warm)
+                    one.error = one.settled.pop("error", None)
+            say(f"warmed up after {time.monotonic() - began:.0f} s")
+            _rounds(groups, loops, rounds, found, began + budget_s, say)
+        finally:
+            for group in groups:
+                group.end()
+    say(f"done after {time.monotonic() - began:.0f} s")
+    return list(found.values())
+
+
+def _rounds(
+    groups: Sequence[Group],
+    loops: str,
+    rounds: int,
+    found: dict[tuple[Job, str], Measured],
+    until: float,
+    say: Callable[[str], None],
+) -> None:
+    by_model: dict[str, list[Group]] = {}
+    for group in groups:
+        by_model.setdefault(group.job.model, []).append(group)
+    for number in range(rounds):
+        begin = time.monotonic()
+        for ways in by_model.values():
+            for loop in loops:
+                for group in ways if number % 2 == 0 else reversed(ways):
+                    one = found[group.job, loop]
+                    if one.error is not None:
+                        continue
+                    answer = group.ask(_STEP_S, do="measure", loop=loop)
+                    if "error" in answer:
+                        one.error = answer["error"]
+                    else:
+                        one.rounds.append(answer)
+        took = time.monotonic() - begin
+        say(f"round {number + 1} took {took:.0f} s")
+        if time.monotonic() + took > until:
+            break
+
+
+TIMES = ("forward_us", "backward_us", "host_us", "done_us", "step_us")
+
+
+def result(one: Measured) -> dict[str, Any]:
+    """What the file has of a loop: medians over rounds, lowest and highest round, counts of the last round."""
+    known: dict[str, Any] = {"model": one.job.model, "way": one.job.way, "loop": one.loop, **one.settled}
+    if one.error is not None or not one.rounds:
+        return {**known, "error": one.error or "no round"}
+    last = one.rounds[-1]
+    over = {name: [answer[name] for answer in one.rounds] for name in (*TIMES, "allocations")}
+    return {
+        **known,
+        **{name: round(statistics.median(values), 2) for name, values in over.items()},
+        "spread": {name: [round(min(over[name]), 1), round(max(over[name]), 1)] for name in TIMES},
+        "peak_bytes": max(answer["peak_bytes"] for answer in one.rounds),
+        "reserved_bytes": max(answer["reserved_bytes"] for answer in one.rounds),
+        **{name: last[name] for name in ("recordings", "steps_counted", "counters")},
+        "rounds": len(one.rounds),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from bench.figures import has_gpu, write_figures
+    from bench.folders import RESULTS_FOLDER
+    from bench.loops_table import table
+    from bench.trained_models import MODELS
+    from pygraph_trees.benchmark.results import file_stem
+
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="MODELS", help=f"some of {', '.join(MODELS)}; all by default")
+    parser.add_argument("--ways", help=f"separated by commas: {', '.join(WAYS)}, or eager")
+    parser.add_argument("--loops", help=f"letters among {LOOPS}")
+    parser.add_argument("--rounds", type=int, default=5, help="at most (5)")
+    parser.add_argument("--budget", type=float, default=280.0, metavar="S", help="seconds in all (280)")
+    parser.add_argument(
+        "--ranks", type=int, default=0, metavar="N", help="train with DistributedDataParallel on N GPUs"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small models, as a trial")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="file of the figures; in tools/bench/results by default"
+    )
+    options = parser.parse_args(arguments)
+    of_ranks = OF_RANKS if options.ranks else {"models": tuple(MODELS), "ways": WAYS, "loops": LOOPS}
+    models = options.models or of_ranks["models"]
+    ways = options.ways.split(",") if options.ways else of_ranks["ways"]
+    loops = options.loops or of_ranks["loops"]
+    for what, given, known in (
+        ("model", models, MODELS),
+        ("way", ways, (*WAYS, "eager")),
+        ("loop", loops, LOOPS),
+    ):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"there is no {what} {unknown[0]!r}; there are {', '.join(known)}")
+    if options.ranks and "sac" in models:
+        parser.error("with --ranks, a model is one module: sac has three")
+    if options.device == "cuda" and not has_gpu():
+        return 2
+    jobs = [Job(model, way, options.device, options.ranks) for model in models for way in ways]
+    measured = measure(jobs, loops, options.rounds, options.budget, lambda text: print(text, flush=True))
+    results = [result(one) for one in measured]
+    print(table(results))
+    out = options.out
+    if out is None and options.device == "cuda":
+        import torch
+
+        stem = file_stem(torch.cuda.get_device_name(), torch.__version__)
+        ranks = f"-{options.ranks}-ranks" if options.ranks else ""
+        out = RESULTS_FOLDER / f"{stem}-training-loops{ranks}.json"
+    write_figures(out, results, **_how(options, results))
+    return 0 if any("error" not in found for found in results) else 1
+
+
+def _how(options: argparse.Namespace, results: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    rounds = max((found.get("rounds", 0) for found in results), default=0)
+    how = {"date": time.strftime("%Y-%m-%d"), "rounds": rounds, "budget_s": options.budget}
+    return {**how, "ranks": options.ranks} if options.ranks else how
+
+
+if __name__ == "__main__":
+    end_on_termination()
+    sys.exit(main())
