@@ -27,7 +27,7 @@ class TestTrainingLoops(TestCase):
         self.assertEqual({found["error"] for found in failed}, {"KeyError: 'missing'"})
         self.assertIn("missing, eager: KeyError: 'missing'", said)
         self.assertIn("| C zero_grad after the forward |", loops_table.table(measured))
-        self.assertIsNone(loops_table.readme_row({"results": results}))
+        self.assertIsNone(loops_table.readme_row([{"results": results}]))
         times = {"compile": 8.0, "upstream": 4.0, "ours": 2.0}
         bert = [
             {"model": "bert", "way": way, "loop": loop, "done_us": factor * us, "host_us": us}
@@ -35,7 +35,7 @@ class TestTrainingLoops(TestCase):
             for way, us in times.items()
         ]
         bert += [{"model": "bert", "way": way, "loop": "C", "error": "RuntimeError: overwritten"} for way in times]
-        row = loops_table.readme_row({"results": bert})
+        row = loops_table.readme_row([{"results": bert}, {"results": bert[:2], "ranks": 2}])
         self.assertEqual(row, {"loops": 2, "done_us": {way: 2 * us for way, us in times.items()}, "host_us": times})
         (line,) = (line for line in loops_table.problems(bert) if "upstream" in line)
         self.assertEqual(line, "**bert**, C, upstream: failed: RuntimeError: overwritten")

@@ -184,8 +184,8 @@ def _latency_table(summary: Summary, figure: str, regime: str) -> str:
     return markdown_table(["workload", *(_NAMES[way] for way in ways), *means], rows)
 
 
-def page(summary: Summary, plots: Sequence[str] = (), training: dict[str, Any] | None = None) -> str:
-    """The page, in Markdown. ``plots``: names of the drawn plots. ``training``: the file of the training loops."""
+def page(summary: Summary, plots: Sequence[str] = (), training: Sequence[dict[str, Any]] = ()) -> str:
+    """The page, in Markdown. ``plots``: names of the drawn plots. ``training``: files of training loops."""
     latest = max(summary.files.values(), key=lambda r: r.date)
     parts = [
         f"# Benchmarks: {latest.gpu}, torch {latest.torch}",
@@ -258,12 +258,11 @@ def page(summary: Summary, plots: Sequence[str] = (), training: dict[str, Any] |
             ),
         ),
     ]
-    if training is not None:
-        parts.append(loops_table.section(training))
+    parts += map(loops_table.section, training)
     return "\n\n".join(parts) + "\n"
 
 
-def short_table(summary: Summary, training: dict[str, Any] | None = None) -> str:
+def short_table(summary: Summary, training: Sequence[dict[str, Any]] = ()) -> str:
     """The table of the project's README: workloads of different kinds, and means once all were measured.
 
     BERT's training loops, if they were measured, take the place of the last workload.
@@ -353,7 +352,7 @@ def main(arguments: Sequence[str]) -> int:
         parse.error("there is no result file")
     summary = summarise(files, list(load_workloads(WORKLOADS_FOLDER)), starts)
     latest = max(summary.files.values(), key=lambda r: r.date)
-    training = None if options.files else loops_table.latest(RESULTS_FOLDER, latest.gpu, latest.torch)
+    training = [] if options.files else loops_table.latest(RESULTS_FOLDER, latest.gpu, latest.torch)
     plots: list[str] = []
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.no_plots:
