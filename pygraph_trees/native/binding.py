@@ -1,7 +1,7 @@
 """The C++ module, if it was built for the torch in use, and what Python and C++ share.
 
 ``extension`` is the module or None; ``why_without`` is the reason if it was built but is not used. Without it no replay
-is fast, and the Python versions here serve the slow path.
+is fast, outputs are torch's, and the Python versions here serve the slow path.
 """
 
 from __future__ import annotations

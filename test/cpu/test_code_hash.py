@@ -381,6 +381,9 @@ class TestEvidence(TestCase):
         self.assertTrue(done.stdout.startswith("no ("), done.stdout)
         self.assertIn("BuildFailed", done.stderr)
 
+    def test_the_files_of_a_run_without_the_native_parts_exist(self):
+        self.assertEqual([name for name in suite().WITHOUT_NATIVE if not (suite().LANE / name).exists()], [])
+
     def test_check_runs_without_torch(self):
         done = subprocess.run(
             [sys.executable, "-S", ROOT / "tools" / "gpu_suite", "--check"], capture_output=True, text=True

@@ -306,7 +306,7 @@ def _recordings(device: torch.device) -> int:
     from torch._inductor.cudagraph_trees import get_manager
 
     manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
-    found, pending = 0, [] if manager is None else [node for nodes in manager.roots.values() for node in nodes]
+    found, pending = 0, [] if manager is None else [node for nodes in (manager.roots or {}).values() for node in nodes]
     while pending:
         found += 1
         pending += [child for children in pending.pop().children.values() for child in children]
