@@ -130,7 +130,8 @@ class Group:
         answers = [process.answer(until) for process in self._processes]
         failed = [answer for answer in answers if "error" in answer]
         if failed:
-            if len(answers) > 1 or "is_dead" in failed[0]:  # the other ranks wait for one that failed
+            # If only some ranks failed, the others may wait for them for ever.
+            if len(failed) < len(answers) or any("is_dead" in answer for answer in failed):
                 self.error = failed[0]["error"]
                 self.end()
             return failed[0]
