@@ -80,6 +80,7 @@ class Driver:
         self._memories: dict[int, Any] = {}
         self._accesses: dict[int, Any] = {}
         self._granularities: dict[int, int] = {}
+        self._loaded: dict[tuple[int, str], int] = {}  # functions of kernels, by device and name
 
     def find(self, name: str) -> Any:
         try:
@@ -114,6 +115,23 @@ class Driver:
         status, _, graph, *_ = self.call("cuStreamGetCaptureInfo", stream)
         active = self.api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
         return int(graph) if int(status) == int(active) else None
+
+    def captured_last(self, stream: int) -> list[int]:
+        """The nodes after which the next one of a capturing stream comes; one after a launch."""
+        _, _, _, nodes, *_ = self.call("cuStreamGetCaptureInfo", stream)
+        return [int(node) for node in nodes]
+
+    def load_kernel(self, device: int, source: str, name: str) -> int:
+        """Loads a kernel from PTX for the current device, once and for as long as the process lives."""
+        if (device, name) not in self._loaded:
+            (module,) = self.call("cuModuleLoadData", source.encode() + b"\0")
+            (function,) = self.call("cuModuleGetFunction", module, name.encode())
+            self._loaded[device, name] = int(function)
+        return self._loaded[device, name]
+
+    def launch(self, function: int, blocks: int, threads: int, stream: int, parameters: int) -> None:
+        """Launches a kernel in the current context; ``parameters``: the address of its parameters' addresses."""
+        self.call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
 
     def context(self) -> Any:
         """The current context, for :meth:`GraphNode.bind`; a node can name its own only since CUDA 13.2."""

@@ -272,6 +272,17 @@ class KernelNode(GraphNode):
         """The 8 bytes at an offset of the parameters, in place: assign to ``value``."""
         return ctypes.c_uint64.from_buffer(self.block, offset)
 
+    def pointer(self, parameter: int) -> ctypes.c_uint64:
+        """Where the struct has the address of a parameter's bytes, in place: assign another one to ``value``.
+
+        Raises :class:`ValueError` if there is no such parameter.
+        """
+        if self._layout is None or parameter >= len(self._layout):
+            raise ValueError(f"the kernel has no parameter {parameter} of its own")
+        pointers = self._pointers or self._point_to(self._layout.pointers_at(self._given))
+        self._taken.append(parameter)
+        return ctypes.c_uint64.from_buffer(pointers, 8 * parameter)
+
     def take_from(self, offset: int, table: ctypes.Array[ctypes.c_uint64], index: int) -> bool:
         """Makes :meth:`set` read the parameter at an offset from a table that nodes share, not from the block.
 

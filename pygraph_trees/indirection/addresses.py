@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _MOST_FITTING = 256  # addresses remembered for one input: more than an allocator uses in turn
 _MOST_KNOWN = 64  # sets of addresses remembered for all inputs: more than a program's buffers in turn
 
-# Each replay of the program's graph would read a staging buffer that belongs to later calls by then, and a wait for a
-# buffer ends the capture. Such a call runs without our graphs.
+# Each replay of the program's graph would read a staging buffer that belongs to later calls by then, or the values of
+# the call, and a wait for a buffer ends the capture. Such a call runs without our graphs.
 CAPTURED = "the program captures the call in a graph of its own, and an input is on the CPU"
 
 _MUTATED_IN_POOL = "a mutated input lies in the graph pool"
@@ -100,8 +100,9 @@ class Addresses:
         has_managed = any(item.managed for item in items)
         # Whether addresses that fitted once fit again.
         self._is_simple = not (self._copied_back or self._complex or has_managed)
-        # Whether a graph that holds such addresses needs nothing more.
-        self._settles = self._is_simple and not (patches.sets_always or staged is not None)
+        # Whether a graph that holds such addresses needs nothing more, except values that its nodes hold.
+        has_buffers = staged is not None and staged.has_buffers
+        self._settles = self._is_simple and not (patches.sets_always or has_buffers)
         self._seen: list[int] = []  # of the inputs of the latest call
         self._settled: list[int] | None = None  # addresses of inputs at which a call needs no further check
         # By position: addresses that fit, and the addresses that the graph gets. Valid for one state of the pool.
@@ -117,7 +118,9 @@ class Addresses:
         self.temporary: dict[int, torch.Tensor] = {}  # by index: copies for the call that was prepared
         self.refused: dict[int, str] = {}  # by index: inputs whose address the driver refused at a replay
         self.extra_copies = self.extra_copied_bytes = 0  # so far, of inputs that did not fit a patch
-        self.native = patches.native(pool.counter) if items and self._settles else None
+        values = [] if staged is None else staged.values
+        has_native = self._settles and (items or values)
+        self.native = patches.native(pool.counter, len(self._items), values) if has_native else None
         self._counts = _Counts(len(items)) if self.native is None else self.native
 
     @property
@@ -169,13 +172,14 @@ class Addresses:
         """
         if seen is None:
             seen = [inputs[item.index].data_ptr() for item in self._items]
-        if self._staged is not None and self._staged.put_indices and torch.cuda.is_current_stream_capturing():
+        puts = self._staged is not None and bool(self._staged.put_indices)
+        if puts and torch.cuda.is_current_stream_capturing():
             return CAPTURED
         for index in self._tangents:
             if inputs[index].is_neg():
                 return "an input is a negated view"
         same_pool = self._pool.changes == self._pool_seen
-        if same_pool and (seen == self._settled if self.native is None else self.native.is_settled(seen)):
+        if not puts and same_pool and (seen == self._settled if self.native is None else self.native.is_settled(seen)):
             return None
         if self._patches.broken:
             if self._patches.is_stuck:

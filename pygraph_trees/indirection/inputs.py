@@ -83,7 +83,7 @@ class LiveInputs:
                     )
                 ]
                 held_items = [in_memory(index, tensor) for index, (tensor, _) in held.items()]
-            self._staged = StagedInputs(staged, device) if staged else None
+            self._staged = StagedInputs(driver, staged, device) if staged else None
             self._table = table_for(device, [item.recorded for item in on_placeholders if item.index in tabled])
         except BaseException:
             give_back(self._placeholders.close)
@@ -216,7 +216,8 @@ class LiveInputs:
     def _read(self, graph: Any, returned: Collection[int]) -> tuple[Scan, list[Decision]]:
         """Scans the captured graph, and decides the routes."""
         passed = {position for position, item in enumerate(self.items) if item.index in returned}
-        found = scan(self._driver, int(graph.raw_cuda_graph()), self._placeholders, self._sources)
+        nodes = {} if self._staged is None else self._staged.nodes
+        found = scan(self._driver, int(graph.raw_cuda_graph()), self._placeholders, self._sources, nodes)
         return found, decide(found, len(self._placeholders.placeholders), passed, self._slots(found))
 
     @property
@@ -278,9 +279,9 @@ class LiveInputs:
         )
 
     @property
-    def together(self) -> torch.Tensor | None:
-        """The memory of the staged inputs that a single copy in the graph may take to the GPU."""
-        return None if self._staged is None else self._staged.together
+    def staged_copies(self) -> tuple[torch.Tensor | None, Callable[[torch.Tensor, torch.Tensor], None] | None]:
+        """The staged inputs' memory that one copy may take to the GPU, and what captures a copy in place of torch."""
+        return (None, None) if self._staged is None else (self._staged.together, self._staged.capture)
 
     def _all_copied(self, why: str) -> list[Decision]:
         return [Decision(Route.COPY, why) for _ in self._placeholders.placeholders]
@@ -360,7 +361,7 @@ class LiveInputs:
     @property
     def copies_some(self) -> bool:
         """Whether an input is copied at each call."""
-        return bool(self._copied or self._staged is not None)
+        return bool(self._copied or (self._staged is not None and self._staged.has_buffers))
 
     @property
     def is_copied(self) -> bool:

@@ -21,6 +21,8 @@ _FAMILIES = (
     r"triton_$",
     # The writer of a recording's table, whose parameters are the addresses.
     r"pygraph_write_slots_\d+$",
+    # The kernel that holds staged bytes by value.
+    r"pygraph_put_\d+$",
     # ATen: elementwise, reductions, foreach, indexing, embedding bag, sort. Its grouped matmuls read tables that an
     # earlier kernel of the same graph makes.
     r"_ZN2at(6native|4cuda)",

@@ -17,12 +17,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import torch
+
 from pygraph_trees.cuda.driver import SetRefused
 from pygraph_trees.cuda.graph_nodes import CopyNode, GraphNode, KernelNode, MemcpyNode
+from pygraph_trees.cuda.value_kernel import BYTES
 from pygraph_trees.errors import DriverError, PygraphError
 from pygraph_trees.native import binding
 
-from .relocations import HOST_SOURCE, SOURCE
+from .relocations import BY_VALUE, HOST_SOURCE, SOURCE
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
@@ -125,7 +128,7 @@ class Patches:
             self._nodes[position].add(number)
             if isinstance(node, KernelNode):
                 kernels[number] = node
-                if node.take_from(offset, self._table, entry):
+                if offset != BY_VALUE and node.take_from(offset, self._table, entry):
                     continue
             elif offset != HOST_SOURCE:  # a staging buffer keeps its address; the program's own memory is in ``forced``
                 self._always.add(number)
@@ -177,20 +180,24 @@ class Patches:
         """The nodes set so far by changes that succeeded."""
         return self._set_calls + (0 if self._native is None else self._native.set_calls)
 
-    def native(self, pool_changes: Any) -> Any:
+    def native(self, pool_changes: Any, count: int, values: Sequence[tuple[int, torch.Tensor, bool]] = ()) -> Any:
         """The addresses in C++ for the fast path (``native/addresses.cpp``); None without the native parts.
 
         It sets no node, and so knows only addresses that the graph holds already, if nodes other than kernels hold
-        addresses. All inputs must be patched.
+        addresses; then it is None if there are values. All inputs must be patched.
 
         Args:
             pool_changes: counts changes of the graph pool; see :func:`.binding.new_counter`.
+            count: how many addresses are those of inputs. From the others, kernels copy ``values``.
+            values: see :attr:`.StagedInputs.values`.
         """
         if binding.extension is None:
             return None
         change = self._all_changed
         setter, context_getter = self._setter(), self._context_getter()
         can_set = change.kernels and not change.others and setter and context_getter and self._context is not None
+        if values and not can_set:
+            return None
         words: list[tuple[int, int, int]] = []
         nodes: list[KernelNode] = []
         holders: list[tuple[int, int]] = []
@@ -213,6 +220,9 @@ class Patches:
             set=setter or 0,
             get_context=context_getter or 0,
             context=int(self._context) if can_set else 0,
+            count=count,
+            values=values,
+            is_capturing=torch._C._cuda_isCurrentStreamCapturing,  # in C: it runs no other Python code
         )
         return self._native
 
@@ -339,6 +349,6 @@ class CapturedCopies:
 def _word(node: GraphNode, offset: int) -> Word:
     """The word of a node at a relocation's offset (see ``Relocation.offset``)."""
     if isinstance(node, KernelNode):
-        return node.word(offset)
+        return node.pointer(BYTES) if offset == BY_VALUE else node.word(offset)
     name = {SOURCE: "source", HOST_SOURCE: "host_source"}.get(offset, "target")
     return _Field(node, name if isinstance(node, MemcpyNode) else "target")

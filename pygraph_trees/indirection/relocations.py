@@ -12,8 +12,9 @@ import ctypes
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -42,13 +43,14 @@ _COLLECTIVE = re.compile(r"(_ZN?\d+)?nccl\w*Kernel")
 
 
 SOURCE, TARGET, HOST_SOURCE = 0, 8, 16  # values of Relocation.offset in a memcpy node
+BY_VALUE = -1  # in a kernel node that holds staged bytes by value: the address from which it copies them
 
 
 class Relocation(NamedTuple):
     """A place where a graph holds an input's address."""
 
     node: int  # index into Scan.nodes
-    offset: int  # bytes into a kernel's parameter block; for a memcpy one of the values above; for a memset 0
+    offset: int  # bytes into a kernel's parameter block, or one of the values above; for a memset 0
     input: int  # index of the placeholder; after the placeholders, of the memory of staged inputs
     addend: int  # bytes from the start; in the guards it is negative, or not less than the size
 
@@ -67,13 +69,20 @@ class Scan:
     unknown: tuple[str, ...] = ()  # names of kernels that may be given an address in a form that is no word
 
 
-def scan(driver: Driver, graph: int, placeholders: Placeholders, staged: Sequence[tuple[int, int]] = ()) -> Scan:
+def scan(
+    driver: Driver,
+    graph: int,
+    placeholders: Placeholders,
+    staged: Sequence[tuple[int, int]] = (),
+    by_value: Mapping[int, int] = MappingProxyType({}),
+) -> Scan:
     """Finds the relocations of a captured graph. Raises :class:`DriverError` if the graph's nodes cannot be listed.
 
     Args:
         staged: address and size in bytes of each memory of staged inputs; one copy may take several inputs from it.
+        by_value: the kernel nodes that hold staged bytes by value, and the address from which each copies them.
     """
-    reader = _Reader(driver, placeholders, staged)
+    reader = _Reader(driver, placeholders, staged, by_value)
     found = driver.search(graph, placeholders.low, placeholders.high)
     if found is not None:
         reader.take(found)
@@ -87,10 +96,16 @@ def scan(driver: Driver, graph: int, placeholders: Placeholders, staged: Sequenc
 class _Reader:
     """The findings so far in one graph; a position is that of a node in the graph."""
 
-    def __init__(self, driver: Driver, placeholders: Placeholders, staged: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        placeholders: Placeholders,
+        staged: Sequence[tuple[int, int]],
+        by_value: Mapping[int, int],
+    ) -> None:
         self._driver = driver
         self._placeholders = placeholders
-        self._staged = staged
+        self._staged, self._by_value = staged, by_value
         self._kernels: list[tuple[int, KernelNode, bool]] = []  # position, node, whether it is a collective
         self._nodes: dict[int, GraphNode] = {}  # by position
         self._relocations: list[tuple[int, int, int, int]] = []  # position, offset, input, addend
@@ -122,6 +137,9 @@ class _Reader:
 
     def _kernel(self, position: int, handle: int) -> None:
         node = self._driver.kernel_node(handle, self._layouts)
+        if handle in self._by_value:
+            self._staged_at(position, node, BY_VALUE, self._by_value[handle])
+            return
         self._kernels.append((position, node, self._look_at_name(node.function, node.kernel)))
 
     def _memcpy(self, position: int, handle: int) -> None:
@@ -133,17 +151,20 @@ class _Reader:
             if address is not None and (found := self._input_at(address)) is not None:
                 self._relocation(position, node, offset, found, address)
         if node.host_source is not None:
-            for number, (start, nbytes) in enumerate(self._staged):
-                if start <= node.host_source < start + nbytes:
-                    self._nodes[position] = node
-                    self._relocations.append(
-                        (position, HOST_SOURCE, len(self._placeholders.placeholders) + number, node.host_source - start)
-                    )
+            self._staged_at(position, node, HOST_SOURCE, node.host_source)
             try:
                 for address in _host_words(node.host_source, node.nbytes, node.target or 0, self._placeholders):
                     self._refuse(self._near(address), "its address is in a host array")
             except OSError:
                 self._hide("a copy from host memory that cannot be read")
+
+    def _staged_at(self, position: int, node: GraphNode, offset: int, address: int) -> None:
+        """Notes a node that copies staged inputs from an address, if they are there."""
+        for number, (start, nbytes) in enumerate(self._staged):
+            if start <= address < start + nbytes:
+                self._nodes[position] = node
+                first = len(self._placeholders.placeholders)
+                self._relocations.append((position, offset, first + number, address - start))
 
     def _memset(self, position: int, handle: int) -> None:
         node = self._driver.memset_node(handle)
@@ -172,7 +193,7 @@ class _Reader:
         """Takes the findings in all kernels at once; the other nodes are read one by one."""
         kernels = 0
         for position, (handle, kind) in enumerate(search.nodes):
-            if kind is NodeKind.KERNEL:
+            if kind is NodeKind.KERNEL and handle not in self._by_value:
                 kernels += 1
             else:
                 self.read(position, kind, handle)

@@ -29,7 +29,7 @@ class Route(enum.Enum):
     PATCH = "patch"
     TABLE = "table"  # patched too: in the kernel that writes the table, and in kernels that do not read the table
     COPY = "copy"
-    STAGE = "stage"  # through pinned memory, by a copy in the graph
+    STAGE = "stage"  # from the CPU: held by a node of the graph, or copied by one from pinned memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The CPU inputs of one recording, which nodes of its graph copy from staging buffers.
+"""The CPU inputs of one recording, which nodes of its graph copy from staging buffers or hold by value.
 
 :class:`StagedInputs` knows when the program reads each of them, checks that the captured graph copies all of them, and
 fills the buffers at each replay. An input's *number* is its position among the staged inputs.
@@ -7,8 +7,8 @@ fills the buffers at each replay. An input's *number* is its position among the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,8 +16,11 @@ from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.errors import PygraphError
 
 from .live_input import Item, in_staging_buffer
-from .relocations import Scan
-from .staging import Staging
+from .relocations import BY_VALUE, Scan
+from .staged_values import StagedValues, staging_for
+
+if TYPE_CHECKING:
+    from pygraph_trees.cuda.driver import Driver
 
 _MOST_NBYTES = 16 << 20  # torch copies larger CPU inputs
 
@@ -38,10 +41,11 @@ class StagedInputs:
         tensors: the tensors of the call that is recorded, by index of the input; at least one.
     """
 
-    def __init__(self, tensors: Mapping[int, torch.Tensor], device: int) -> None:
+    def __init__(self, driver: Driver, tensors: Mapping[int, torch.Tensor], device: int) -> None:
         self.indices = list(tensors)
         self._device = device
-        self._staging = Staging(list(tensors.values()), device)
+        self._staging = staging_for(driver, device, list(tensors.values()))
+        self._values = self._staging if isinstance(self._staging, StagedValues) else None
         self.items: tuple[Item, ...] = tuple(map(in_staging_buffer, self.indices, self._staging.placeholder_tensors))
         self._reads: dict[int, HostRead] = {}  # by number
         self.put_indices: tuple[int, ...] = ()  # of the inputs that the instantiated graph copies
@@ -50,6 +54,27 @@ class StagedInputs:
     def sources(self) -> list[tuple[int, int]]:
         """Address and size in bytes of the memory that each captured copy reads."""
         return list(self._staging.recorded)
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether launches read the inputs in buffers, not in nodes."""
+        return self._values is None
+
+    @property
+    def nodes(self) -> Mapping[int, int]:
+        """The captured nodes that hold inputs by value, and the address from which each copies its bytes."""
+        return {} if self._values is None else self._values.nodes
+
+    @property
+    def capture(self) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+        """Captures a node that holds the second tensor and writes it to the first; None if a copy node must."""
+        return None if self._values is None else self._values.capture
+
+    @property
+    def values(self) -> list[tuple[int, torch.Tensor, bool]]:
+        """By input that nodes hold: its index, where it is put, and whether it must be waited for if it is pinned."""
+        places = [] if self._values is None else self._values.places
+        return [(index, *place) for index, place in zip(self.put_indices, places, strict=False)]
 
     @property
     def together(self) -> torch.Tensor | None:
@@ -69,11 +94,11 @@ class StagedInputs:
         self._reads = found
 
     def check(self, found: Scan, first: int, returned: Collection[int], copied: Iterable[int]) -> None:
-        """Raises :class:`NotStaged` if the graph does not read an input, or if a captured copy was not found.
+        """Raises :class:`NotStaged` if the graph does not read an input, or if a captured copy cannot be given others.
 
         An input that the graph does not read may have been read during the recording, and its value be fixed in the
         graph. One that is returned without being read is needed by a later partition. Every copy must be found to be
-        given other addresses; several may read the same memory.
+        given other addresses or values; several may read the same memory.
 
         Args:
             first: the number of the first staging buffer in the scan's relocations.
@@ -81,11 +106,10 @@ class StagedInputs:
             copied: the addresses at which the captured copies begin.
         """
         recorded = self._staging.recorded
-        held = Counter(
-            recorded[relocation.input - first][0] + relocation.addend
-            for relocation in found.relocations
-            if relocation.input >= first
-        )
+        staged = [relocation for relocation in found.relocations if relocation.input >= first]
+        if not self.has_buffers and any(relocation.offset != BY_VALUE for relocation in staged):
+            raise NotStaged(index=self.indices[0])  # a launch would read the block
+        held = Counter(recorded[relocation.input - first][0] + relocation.addend for relocation in staged)
         for address in Counter(copied) - held:
             on_it = (item.index for item in self.items if 0 <= address - item.recorded < item.nbytes)
             raise NotStaged(index=next(on_it, self.indices[0]))
@@ -107,7 +131,11 @@ class StagedInputs:
 
         Args:
             found: None if the graph could not be read; it then reads all inputs, at their recorded addresses.
+
+        Raises :class:`NotStaged` if nodes hold inputs by value in a graph that could not be read.
         """
+        if found is None and not self.has_buffers:
+            raise NotStaged(index=self.indices[0])
         numbers = list(range(len(self.indices))) if found is None else self._read_by(found, first)
         sources = [] if found is None else sorted({self._staging.source_of(number) for number in numbers})
         self.put_indices = tuple(self.indices[number] for number in numbers)

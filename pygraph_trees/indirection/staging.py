@@ -1,4 +1,4 @@
-"""Staging: how a recording gets inputs that are on the CPU.
+"""Staging: how a recording gets inputs that are on the CPU, from pinned memory.
 
 Before a launch, :meth:`Staging.put` writes the call's inputs to a pinned block that no queued launch still reads, and
 returns the addresses for the graph's copies (:class:`Source`): one copy takes most inputs, the others have their own.
@@ -56,9 +56,21 @@ class _Place:
             return torch.frombuffer(memory, dtype=torch.uint8).view(self.dtype).as_strided(self.shape, self.stride)
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The sources in a buffer, starting with that of several inputs, and the place of each input."""
+
+    sources: list[Source]
+    places: list[_Place]
+
+    @property
+    def nbytes(self) -> int:
+        return max(source.start + source.nbytes for source in self.sources)
+
+
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """A pinned block, and tensors in it for the inputs of each launch."""
+    """A block, and tensors in it for the inputs of each launch."""
 
     block: torch.Tensor
     memories: list[torch.Tensor]
@@ -71,19 +83,19 @@ class Staging:
 
     is_fixed = False  # whether the graph reads the first buffer at each launch
 
-    def __init__(self, inputs: Sequence[torch.Tensor], device: int | None = None) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor], device: int | None = None, layout: Layout | None = None) -> None:
         """
         Args:
             inputs: CPU inputs of the recorded call, whose values are written to the first buffer.
             device: the device whose current stream reads them; torch's current device by default.
+            layout: by default, one copy takes small inputs that are not pinned.
         """
         self._device = device
-        # A pinned input may be read in its own place.
         pinned = [tensor.is_pinned() for tensor in inputs]
-        self.sources, self._places = _laid_out(inputs, pinned)
-        self._nbytes = max(source.start + source.nbytes for source in self.sources)
+        layout = layout or laid_out(inputs, _together(inputs, pinned))
+        self.sources, self._places, self._nbytes = layout.sources, layout.places, layout.nbytes
         self._most = max(2, min(MOST_BUFFERS, _MOST_NBYTES // max(1, self._nbytes)))
-        block = pinned_bytes(self._nbytes)
+        block = self._block(self._nbytes)
         self._recorded = block
         self.placeholder_tensors = [place.within(block) for place in self._places]  # for the recording
         self._next = _Buffer(block, self.placeholder_tensors)  # used like all other buffers later
@@ -94,6 +106,9 @@ class Staging:
         self._write(inputs, {})
         # Torch reuses pinned memory at once if it does not know that a stream reads it.
         weakref.finalize(self, _wait_for, self._buffers).atexit = False
+
+    def _block(self, nbytes: int) -> torch.Tensor:
+        return pinned_bytes(nbytes)
 
     @property
     def together(self) -> torch.Tensor | None:
@@ -188,7 +203,7 @@ class Staging:
             return buffers[-1]
         if not _is_free(buffers[0]):
             if len(buffers) < self._most:
-                block = pinned_bytes(self._nbytes)
+                block = self._block(self._nbytes)
                 buffers.append(_Buffer(block, [self._places[number].within(block) for number in self._numbers]))
                 return buffers[-1]
             buffers[0].read.synchronize()
@@ -214,13 +229,17 @@ class Staging:
                 torch._foreach_copy_(to, of)  # 23 us for 48 numbers; a loop of copies takes 55 us (measured)
 
 
-def _laid_out(inputs: Sequence[torch.Tensor], pinned: Sequence[bool]) -> tuple[list[Source], list[_Place]]:
-    """The sources, starting with that of several inputs, and the place of each input."""
+def _together(inputs: Sequence[torch.Tensor], pinned: Sequence[bool]) -> list[int]:
+    """The inputs that one copy takes. A pinned input has its own, since it may be read in its own place."""
+    nbytes = [tensor.numel() * tensor.element_size() for tensor in inputs]
+    found = [n for n in range(len(inputs)) if not pinned[n] and nbytes[n] <= _MOST_TOGETHER_NBYTES]
+    return found if len(found) > 1 else []
+
+
+def laid_out(inputs: Sequence[torch.Tensor], together: Sequence[int]) -> Layout:
+    """A layout in which one source holds the inputs of these numbers."""
     numbers = range(len(inputs))
     layouts = [torch.empty_like(tensor, device="meta") for tensor in inputs]  # dense, as a copy to the GPU is
-    together = [n for n in numbers if not pinned[n] and layouts[n].nbytes <= _MOST_TOGETHER_NBYTES]
-    if len(together) < 2:
-        together = []
     places: dict[int, _Place] = {}
     sources: list[Source] = []
     end = 0
@@ -234,7 +253,7 @@ def _laid_out(inputs: Sequence[torch.Tensor], pinned: Sequence[bool]) -> tuple[l
             sources.append(Source(start, layout.nbytes, (n,)))
         elif n == together[-1]:
             sources.append(Source(0, end, tuple(together)))
-    return sources, [places[n] for n in numbers]
+    return Layout(sources, [places[n] for n in numbers])
 
 
 def _are_alike(memory: torch.Tensor, value: torch.Tensor) -> bool:

@@ -60,6 +60,12 @@ void count_changes(Addresses::State *state, const std::vector<uint64_t> &next) {
 /* Finds the next addresses in the graph, and the nodes to set; false if an input's address is not known to fit. */
 bool find_given(Addresses::State *state, const std::vector<uint64_t> &seen) {
     std::fill(state->is_due.begin(), state->is_due.end(), 0);
+    state->given = state->held;
+    for (size_t i = seen.size(); i < state->held.size(); i++) // nodes that hold values have those of the last call
+        for (const size_t node : state->holders[i])
+            state->is_due[node] = 1;
+    if (seen == state->seen)
+        return true;
     for (size_t i = 0; i < seen.size(); i++) {
         const auto found = state->accepted[i].find(seen[i]);
         if (found == state->accepted[i].end())
@@ -89,12 +95,13 @@ size_t set(const Addresses::State *state, const std::vector<uint64_t> &addresses
 
 /* Not tracked by the collector: what an Addresses holds is in no cycle. */
 PyObject *make_addresses(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"owner", "pool_changes", "held", "words", "nodes", "holders",
-                                  "exec", "set", "get_context", "context", nullptr};
-    PyObject *owner, *pool_changes, *held, *words, *nodes, *holders;
-    unsigned long long exec, set, get_context, context;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOKKKK", const_cast<char **>(known), &owner, &pool_changes,
-                                     &held, &words, &nodes, &holders, &exec, &set, &get_context, &context))
+    static const char *known[] = {"owner", "pool_changes", "held", "words", "nodes", "holders", "exec", "set",
+                                  "get_context", "context", "count", "values", "is_capturing", nullptr};
+    PyObject *owner, *pool_changes, *held, *words, *nodes, *holders, *values = nullptr, *is_capturing = nullptr;
+    unsigned long long exec, set, get_context, context, inputs = ~0ULL;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOKKKK|KOO", const_cast<char **>(known), &owner,
+                                     &pool_changes, &held, &words, &nodes, &holders, &exec, &set, &get_context, &context,
+                                     &inputs, &values, &is_capturing))
         return nullptr;
     Packed<uint64_t> addresses;
     Packed<Addresses::Word> written;
@@ -122,8 +129,10 @@ PyObject *make_addresses(PyTypeObject *type, PyObject *arguments, PyObject *keyw
         state->held.push_back(addresses[i]);
     state->given.resize(count);
     state->changes.resize(count);
-    state->accepted.resize(count);
+    state->accepted.resize(std::min<size_t>(inputs, count));
     state->holders.resize(count);
+    if (values != nullptr && !state->staged.take(values, is_capturing))
+        return nullptr;
     for (Py_ssize_t i = 0; i < all.count; i++)
         state->nodes.push_back(all[i]);
     state->is_due.resize(state->nodes.size());
@@ -150,6 +159,7 @@ void addresses_dealloc(PyObject *self) {
     if (state != nullptr) {
         Py_XDECREF(state->owner);
         Py_XDECREF(state->pool_changes);
+        Py_XDECREF(state->staged.is_capturing);
     }
     delete state;
     type->tp_free(self);
@@ -183,7 +193,7 @@ PyObject *forget(PyObject *self, PyObject *) {
 
 PyObject *settle(PyObject *self, PyObject *list) {
     Addresses::State *state = state_of(self);
-    if (!take_list(list, state->held.size(), &state->seen))
+    if (!take_list(list, state->accepted.size(), &state->seen))
         return nullptr;
     state->is_settled = true;
     Py_RETURN_NONE;
@@ -207,13 +217,13 @@ PyObject *note_held(PyObject *self, PyObject *list) {
 PyObject *is_settled(PyObject *self, PyObject *list) {
     std::vector<uint64_t> seen;
     const Addresses::State *state = state_of(self);
-    return take_list(list, state->held.size(), &seen) ? PyBool_FromLong(has_settled(state) && state->seen == seen) : nullptr;
+    return take_list(list, state->accepted.size(), &seen) ? PyBool_FromLong(has_settled(state) && state->seen == seen) : nullptr;
 }
 
 PyObject *try_patch(PyObject *self, PyObject *list) {
     std::vector<uint64_t> seen;
     Addresses::State *state = state_of(self);
-    return take_list(list, state->held.size(), &seen) ? PyBool_FromLong(pygraph::patch(state, seen)) : nullptr;
+    return take_list(list, state->accepted.size(), &seen) ? PyBool_FromLong(pygraph::patch(state, seen)) : nullptr;
 }
 
 /* Calls a method and turns C++ exceptions into Python's. */
@@ -319,7 +329,8 @@ bool pygraph::has_settled(const Addresses::State *state) {
 }
 
 bool pygraph::patch(Addresses::State *state, const std::vector<uint64_t> &seen) {
-    if (!has_settled(state) || state->nodes.empty() || seen.size() != state->held.size() || state->countdown == 1)
+    if (!has_settled(state) || state->nodes.empty() || seen.size() != state->accepted.size() ||
+        (state->countdown == 1 && seen != state->seen))
         return false;
     void *context = nullptr; // may be another device's, or none in a thread that has not used the GPU yet
     if (state->get_context(&context) != 0 || context != state->context || !find_given(state, seen))

@@ -11,6 +11,7 @@
 #include "own_outputs.cpp"
 #include "replay.cpp"
 #include "results.cpp"
+#include "staged_values.cpp"
 #include "tree.cpp"
 
 pygraph::Names pygraph::names;

@@ -268,13 +268,14 @@ bool is_settled(const Addresses::State *known, const std::vector<Watched> &input
 /* Makes the graph hold the addresses that were found, or asks Python to do so and sets `asked`. */
 Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *asked) {
     Addresses::State *known = addresses_in(state->addresses);
-    if (known != nullptr && is_settled(known, state->asked))
+    const bool has_values = known != nullptr && !known->staged.values.empty();
+    if (known != nullptr && !has_values && is_settled(known, state->asked))
         return Answer::yes;
     std::vector<uint64_t> addresses; // of this call: making a list may collect garbage, which may call the same graph
     addresses.reserve(state->asked.size());
     for (const Watched &input : state->asked)
         addresses.push_back(input.address);
-    if (known != nullptr && patch(known, addresses))
+    if (known != nullptr && (!has_values || known->staged.write(inputs)) && patch(known, addresses))
         return Answer::yes;
     *asked = true;
     Ref seen(PyList_New(static_cast<Py_ssize_t>(addresses.size())));

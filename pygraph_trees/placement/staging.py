@@ -1,7 +1,7 @@
 """The operator ``pygraph_trees::staged``, by which a compiled graph takes a CPU tensor.
 
 It copies the tensor to the GPU of another tensor, and Inductor leaves it in the partition that needs it. In a CUDA
-graph that we record, one copy of a pinned block serves all values in the block (:class:`Observed`). Everywhere else the
+graph that we record, one copy of a block serves all values in the block (:class:`Observed`). Everywhere else the
 operator waits for the GPU only if the program's own copy does.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,18 +23,20 @@ _library.define("staged(Tensor there, Tensor host, int read=1) -> Tensor", tags=
 _observed = threading.local()
 _ALIGNMENT = 64  # bytes; compiled code assumes that an operator returns aligned memory
 
+Copy = Callable[[torch.Tensor, torch.Tensor], None]  # from the second one to the first
+
 
 class Observed:
-    """The values staged while a function is captured, and the copy of the pinned block that serves them.
+    """The values staged while a function is captured, and the copy of the block that serves them.
 
     The graph copies the block once for each stream that needs it, so a copy precedes every view in the view's own
     stream. No byte of the copy serves two values: compiled code may write to one of them in place.
     """
 
-    def __init__(self, block: torch.Tensor | None) -> None:
+    def __init__(self, block: torch.Tensor | None, copy: Copy | None) -> None:
         self.reads: list[tuple[int, HostRead]] = []  # CPU address of each value, and when the program reads it
         self.copied: list[int] = []  # CPU address at which each captured copy begins
-        self._block = block
+        self._block, self._copy = block, copy or _copy_later
         self._copies: dict[int, torch.Tensor] = {}  # on the GPU, by stream
         self._given: dict[int, list[tuple[int, int]]] = {}  # by stream: first byte, and the byte after the last
 
@@ -51,7 +53,8 @@ class Observed:
         if view is not None:
             return view
         self.copied.append(host.data_ptr())
-        return made.copy_(host, non_blocking=True)
+        self._copy(made, host)
+        return made
 
     def _view(self, device: torch.device, host: torch.Tensor) -> torch.Tensor | None:
         """A dense tensor's bytes in the copy of the block; None if they are outside, misaligned or already taken."""
@@ -68,8 +71,8 @@ class Observed:
         copy = self._copies.get(stream)
         if copy is None:
             self.copied.append(self._block.data_ptr())
-            copy = torch.empty(self._block.numel(), dtype=torch.uint8, device=device)
-            self._copies[stream] = copy.copy_(self._block, non_blocking=True)
+            copy = self._copies[stream] = torch.empty(self._block.numel(), dtype=torch.uint8, device=device)
+            self._copy(copy, self._block)
         given.append((begin, end))
         return copy[begin:end].view(host.dtype).as_strided(host.shape, host.stride())
 
@@ -105,14 +108,15 @@ class Observed:
 
 
 @contextlib.contextmanager
-def observed(block: torch.Tensor | None = None) -> Iterator[Observed]:
+def observed(block: torch.Tensor | None = None, copy: Copy | None = None) -> Iterator[Observed]:
     """Collects what this thread stages inside.
 
     Args:
-        block: pinned bytes that hold values which one copy may take to the GPU while a graph is captured.
+        block: bytes that hold values which one copy may take to the GPU while a graph is captured.
+        copy: captures a copy of dense memory to new memory on the GPU; by default a copy node.
     """
     outer = getattr(_observed, "found", None)
-    found = Observed(block)
+    found = Observed(block, copy)
     _observed.found = found
     try:
         yield found
@@ -148,6 +152,10 @@ def _copied(there: torch.Tensor, host: torch.Tensor, read: HostRead) -> torch.Te
         is_late = read is HostRead.LATER and (not is_captured or host.is_pinned())
         return made.copy_(host, non_blocking=is_late)
     return made.copy_(_pinned(host), non_blocking=True)
+
+
+def _copy_later(there: torch.Tensor, host: torch.Tensor) -> None:
+    there.copy_(host, non_blocking=True)
 
 
 def _pinned(host: torch.Tensor) -> torch.Tensor:

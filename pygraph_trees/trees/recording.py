@@ -270,8 +270,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         def on_placeholder_tensors(model_inputs: list[Any]) -> Any:
             for item in () if live is None else live.items:
                 model_inputs[item.index] = item.placeholder_tensor
-            together = None if live is None else live.together
-            with nullcontext() if live is None else live.captured(), observed(together) as staged:
+            block, copy = (None, None) if live is None else live.staged_copies
+            with nullcontext() if live is None else live.captured(), observed(block, copy) as staged:
                 outputs = staged.with_own_memory(as_they_read(model(model_inputs)))
             reads.extend(staged.reads)
             copied.extend(staged.copied)

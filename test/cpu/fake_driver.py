@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import re
 import threading
 import weakref
 from collections.abc import Sequence
@@ -215,6 +216,8 @@ class FakeApi(FakeMemory):
         self._execs: dict[int, dict[int, bytes | dict[str, int]]] = {}
         self._reserved_sides: dict[tuple[int, int], dict[str, bool]] = {}  # of copies and fills, by graph and node
         self._streams: dict[int, tuple[CUstreamCaptureStatus, int]] = {}
+        self._modules: dict[int, str] = {}  # PTX by handle
+        self._captured_last: dict[int, list[int]] = {}  # nodes by stream
         self._host: dict[int, tuple[ctypes.Array, bool]] = {}  # by address: memory, whether it is pinned
         self.held: list[object] = []  # objects that must live as long
 
@@ -362,8 +365,43 @@ class FakeApi(FakeMemory):
     def cuStreamGetCaptureInfo(self, stream: int):
         assert isinstance(stream, int) and stream in self._streams, f"no stream {stream!r}"
         status, graph = self._streams[stream]
+        last = [CUgraphNode(node) for node in self._captured_last.get(stream, ())]
         # As in CUDA 13: status, id, graph, dependencies, edge data, number of dependencies.
-        return self._answer("cuStreamGetCaptureInfo", status, 7, graph, [], [], 0)
+        return self._answer("cuStreamGetCaptureInfo", status, 7, graph, last, [None for _ in last], len(last))
+
+    # Kernels that are loaded from PTX
+
+    def cuModuleLoadData(self, image: bytes):
+        assert isinstance(image, bytes) and image.endswith(b"}\n\0"), image
+        answer = self._answer("cuModuleLoadData", next(self._handles))
+        if answer[0] == 0:
+            self._modules[answer[1]] = image.decode()
+        return answer
+
+    def cuModuleGetFunction(self, module: int, name: bytes):
+        entry = re.search(rf"\.entry {name.decode()}\((.*)\)\n", self._modules[module])
+        sizes = {".u64": 8, ".u32": 4}
+        parameters = [
+            bytes(sizes[kind] if kind in sizes else int(count))
+            for kind, count in re.findall(r"\.param (?:\.align 16 )?(\.\w+) \w+(?:\[(\d+)\])?", entry[1])
+        ]
+        answer = self._answer("cuModuleGetFunction", next(self._handles))
+        if answer[0] == 0:
+            self._functions[answer[1], True] = Kernel(parameters, False, name.decode(), known=True)
+        return answer
+
+    def cuLaunchKernel(self, function, *more):
+        *grid, shared, stream, parameters, extra = more
+        assert (grid[1:3], grid[4:], shared, extra) == ([1, 1], [1, 1], 0, 0) and min(grid) > 0, more
+        loaded = self._kernel(function, True)
+        block = loaded.read(parameters, extra)
+        result = self._enter("cuLaunchKernel")
+        if result == 0 and stream in self._streams and self._streams[stream][1]:
+            kernel = Kernel([block[at : at + nbytes] for at, nbytes in loaded.layout], False, loaded.name, known=True)
+            node = self._add(Node(CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, kernel, function))
+            self._graphs[self._streams[stream][1]].append(node)
+            self._captured_last[stream] = [node]
+        return (result,)
 
     def cuGraphGetNodes(self, graph: int, count: int):
         assert graph in self._graphs, f"no graph {graph!r}"

@@ -9,6 +9,7 @@ import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,7 +24,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda import progress
 from pygraph_trees.cuda.host_reads import HostRead
-from pygraph_trees.indirection import choosing, staging
+from pygraph_trees.indirection import choosing, staged_values, staging
 from pygraph_trees.indirection.addresses import CAPTURED
 from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.routes import Route
@@ -71,12 +72,16 @@ class StagingTestCase(LiveInputsTestCase):
         for target, name, value in (
             (staging, "pinned_bytes", self.pinned_bytes),
             (torch.cuda, "Event", self.queue.event),
-            (torch.cuda, "current_stream", lambda device: None),
+            (torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream)),
             (torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing),
+            (staged_values, "value_kernel", self.value_kernel),
         ):
             patch = mock.patch.object(target, name, value)
             patch.start()
             self.addCleanup(patch.stop)
+
+    def value_kernel(self, *_):
+        """There is none: inputs are copied from pinned memory."""
 
     def pinned_bytes(self, nbytes):
         self.blocks.append(torch.full((nbytes,), 0xA5, dtype=torch.uint8))

@@ -1,0 +1,417 @@
+"""Small inputs on the CPU that kernel nodes hold by value: each launch gets those of its call, and nothing waits."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import struct
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from fake_driver import CUresult
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_fast_path import Trees as FakeTrees
+from test_live_inputs import KERNEL, Graph, at, words
+from test_staging import StagingTestCase, numbers
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.cuda import value_kernel
+from pygraph_trees.cuda.driver import Driver
+from pygraph_trees.cuda.host_reads import HostRead
+from pygraph_trees.indirection import choosing
+from pygraph_trees.indirection.addresses import CAPTURED, Addresses
+from pygraph_trees.indirection.choosing import choose
+from pygraph_trees.indirection.routes import Route
+from pygraph_trees.indirection.staged_inputs import NotStaged
+from pygraph_trees.native import binding
+from pygraph_trees.placement import staging as operator
+
+requires_cpp = unittest.skipIf(binding.extension is None, "the part in C++ was not built")
+DTYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.uint8)
+
+
+def observation(call=0, size=(32, 64)):
+    return torch.arange(float(torch.Size(size).numel())).view(size) + 1000 * call
+
+
+class ValuesTestCase(StagingTestCase):
+    value_kernel = staticmethod(value_kernel.value_kernel)
+
+    def setUp(self):
+        super().setUp()
+        value_kernel._failed.clear()
+        self.on_gpu = []
+        for target, name, value in (
+            (operator, "_is_captured", lambda there: True),
+            (operator, "_stream", lambda device: self.stream),
+            (choosing, "may_be_staged", lambda tensor: not any(tensor is other for other in self.on_gpu)),
+            (torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.is_capturing),
+        ):
+            self.enterContext(mock.patch.object(target, name, value))
+
+    def record(self, *inputs, read=HostRead.IN_ORDER, nodes=lambda found: [], stages=None, fails=None):
+        """A recording that is about to be launched; its kernels hold the values of the inputs that are not ``on_gpu``.
+
+        Args:
+            nodes: other nodes, from the recorded addresses of all inputs.
+            stages: calls the operator, given the placeholder tensors of the staged inputs.
+            fails: takes part of the driver away once the graph is captured.
+        """
+        live, reasons = choose(self.driver, 0, list(inputs), range(len(inputs)), set(), self.pool, {}, stage=True)
+        self.assertEqual(reasons, {})
+        by_index = {item.index: item.placeholder_tensor.data_ptr() for item in live.items}
+        graph = Graph(self.api, nodes([by_index[index] for index in sorted(by_index)]))
+        staged = [item.placeholder_tensor for item in live.items if item.index in live._staged.indices]
+        with self.captured(graph), operator.observed(*live.staged_copies) as found:
+            for tensor in staged if stages is None else ():
+                torch.ops.pygraph_trees.staged(torch.empty(0), tensor, int(read))
+            if stages is not None:
+                stages(*staged)
+        self.writers = [node for node in self.api._graphs[graph._graph] if node not in graph._nodes]
+        if fails is not None:
+            fails()
+        live.set_up(graph, found.reads, found.copied)
+        return live, graph
+
+    @contextlib.contextmanager
+    def captured(self, graph):
+        """Launches on the current stream become nodes of the graph."""
+        before, self.stream = self.stream, self.api.make_stream()
+        self.api.capture(self.stream, graph._graph)
+        yield
+        self.api.capture(self.stream, 0, "NONE")
+        self.stream = before
+
+    def recorded(self, *inputs, **more):
+        """A recording that was launched once."""
+        live, graph = self.record(*inputs, **more)
+        live.finish()
+        return live, graph
+
+    def launched(self, graph):
+        """The bytes that each kernel writes in a launch."""
+        found = []
+        for node in self.writers:
+            block = self.api.exec_parameters(graph._exec, node)
+            target, nbytes = struct.unpack_from("QI", block)
+            self.assertEqual(target % 16, 0)
+            found.append(block[16 : 16 + nbytes])
+        return found
+
+    def values(self, live, written, *like):
+        """The values of tensors like these in the bytes that the first kernel writes."""
+        begin = live._staged._staging._recorded.data_ptr()
+        found = []
+        for item, tensor in zip(live.items[-len(like) :], like, strict=True):
+            memory = bytearray(written[0][item.recorded - begin :][: item.nbytes])
+            dense = torch.frombuffer(memory, dtype=torch.uint8).view(item.placeholder_tensor.dtype)
+            found.append(dense.as_strided(tensor.shape, item.placeholder_tensor.stride()))
+        return found
+
+    def check(self, make, calls=4, read=HostRead.IN_ORDER):
+        live, graph = self.record(*make(0), read=read)
+        self.assertEqual({decision.route for decision in live.decisions.values()}, {Route.STAGE})
+        self.assertFalse(live.copies_some)
+        queued = [(self.launched(graph), make(0))]
+        live.finish()
+        for call in range(1, calls):
+            given_ = make(call)
+            self.begin(live, *given_)
+            queued.append((self.launched(graph), make(call)))
+            live.finish()
+            for value in given_:
+                if value.is_contiguous():
+                    value.zero_()  # the program may write to it at once
+        for written, wanted in queued:
+            self.assertEqual(self.values(live, written, *wanted), wanted, rtol=0, atol=0)
+        self.assertEqual((self.blocks, self.queue.waits), ([], 0))
+        return live, graph
+
+
+class TestInPython(ValuesTestCase):
+    def test_each_launch_has_the_values_of_its_call(self):
+        for make in (
+            lambda call: [observation(call)],
+            lambda call: [observation(call), torch.tensor(call)],
+            lambda call: numbers(call, DTYPES),
+            lambda call: [observation(call, (8, 4)).t(), torch.tensor([call % 2 == 0] * 3)],
+            lambda call: [observation(call, (8, 8))[:, ::2], observation(call, (3, 1)).expand(3, 5)],
+            lambda call: [observation(call, (5,)).to(torch.uint8)],
+        ):
+            self.check(make)
+
+    def test_one_node_is_set_for_each_call(self):
+        live, _ = self.recorded(*numbers(0))
+        for call in range(1, 4):
+            self.api.calls.clear()
+            self.begin(live, *numbers(call))
+            self.assertEqual(self.api.calls, [KERNEL])
+
+    def test_up_to_16_kib_are_held_by_value(self):
+        for count, is_by_value in ((1, True), (64, True), (65, True), (4096, True), (4097, False)):
+            live, _ = choose(self.driver, 0, [torch.ones(count)], [0], set(), self.pool, {}, stage=True)
+            self.assertIs(live.staged_copies[1] is not None, is_by_value, count)
+            self.assertIs(live.copies_some, not is_by_value)
+            if is_by_value:
+                self.check(lambda call: [torch.full((count,), float(call))])  # noqa: B023
+
+    def test_pinned_inputs_and_without_the_kernel_there_are_buffers(self):
+        with (
+            mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True),
+            mock.patch.object(torch.cuda, "synchronize"),
+        ):
+            live, _ = choose(self.driver, 0, [observation()], [0], set(), self.pool, {}, stage=True)
+            self.assertIsNone(live.staged_copies[1])
+        for call in ("cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"):
+            self.restart()
+            value_kernel._failed.clear()
+            self.api.fail(call, 0, CUresult.CUDA_ERROR_NOT_SUPPORTED)
+            with self.assertLogs("pygraph_trees.cuda", "WARNING") as logs:
+                for _ in range(2):
+                    live, _ = choose(self.driver, 0, [observation()], [0], set(), self.pool, {}, stage=True)
+                    self.assertIsNone(live.staged_copies[1])
+            self.assertRegex(
+                "".join(logs.output), f"copied from pinned memory: {call} returned CUDA_ERROR_NOT_SUPPORTED"
+            )
+            self.assertEqual((len(logs.output), self.api.calls.count("cuModuleLoadData")), (1, 1))
+
+    def test_a_kernel_is_loaded_once(self):
+        for _ in range(3):
+            self.recorded(observation())
+        self.assertEqual(self.api.calls.count("cuModuleLoadData"), 1)
+
+    def test_a_pinned_value_is_waited_for_unless_the_program_reads_it_at_once(self):
+        """The driver reads it at the call, and the GPU may still have to write to it."""
+        for read, waits in ((HostRead.AT_ONCE, False), (HostRead.IN_ORDER, True), (HostRead.LATER, True)):
+            live, graph = self.recorded(observation(), read=read)
+            value = observation(3)
+            synchronize = mock.Mock(side_effect=lambda: value.add_(1))  # noqa: B023
+            stream = SimpleNamespace(cuda_stream=0, synchronize=synchronize)
+            with (
+                mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True),
+                mock.patch.object(torch.cuda, "current_stream", lambda device: stream),  # noqa: B023
+            ):
+                self.begin(live, value)
+            self.assertEqual(synchronize.call_count, waits)
+            self.assertEqual(self.values(live, self.launched(graph), value), [observation(3) + waits])
+
+    def test_values_that_look_like_addresses_are_no_addresses(self):
+        """While the graph is captured, its nodes hold zeros."""
+        x = at(0)
+        self.on_gpu = [x]
+        low = self.record(x, torch.tensor(0))[0].items[0].recorded
+        numbers_ = [low + (2 << 20) * i for i in range(64)]
+        live, graph = self.recorded(x, torch.tensor(numbers_), nodes=self.one_kernel_of_the_first)
+        self.assertEqual([d.route for d in live.decisions.values()], [Route.PATCH, Route.STAGE])
+        other = at(0)
+        self.begin(live, other, torch.tensor(numbers_) + 1)
+        self.assertEqual(graph.launch()[0], [other.data_ptr()])
+        self.assertEqual(words(self.launched(graph)[0]), [number + 1 for number in numbers_])
+
+    def one_kernel_of_the_first(self, found):
+        return [self.api.make_kernel([found[0]])]
+
+    def test_a_part_that_is_read_again_has_a_node_of_its_own(self):
+        """Compiled code may write to a value in place. All nodes are set at each call."""
+
+        def stages(first, second):
+            for value in (first, second, first, first[8:24]):
+                torch.ops.pygraph_trees.staged(torch.empty(0), value)
+
+        live, graph = self.recorded(torch.zeros(64), torch.tensor(0.0), stages=stages)
+        self.begin(live, torch.arange(64.0), torch.tensor(7.0))
+        together, again, part = self.launched(graph)
+        self.assertEqual(self.values(live, [together], torch.zeros(64), torch.tensor(0.0))[1], torch.tensor(7.0))
+        self.assertEqual(again, torch.arange(64.0).numpy().tobytes())
+        self.assertEqual(part, torch.arange(8.0, 24.0).numpy().tobytes())
+
+    def test_an_input_that_is_read_by_other_means_is_not_staged(self):
+        """A copy node would read the block when the GPU reaches it, and a constant would keep its first value."""
+        reads = lambda first, second: torch.ops.pygraph_trees.staged(torch.empty(0), first)  # noqa: E731
+        for more in (
+            {"nodes": lambda found: [self.api.make_memcpy(found[0], 0x100, 4, "HOST")]},
+            {"stages": reads},
+            {"fails": lambda: self.api.fail("cuGraphGetNodes", 0, CUresult.CUDA_ERROR_INVALID_VALUE)},
+            {"fails": lambda: self.api.fail(KERNEL, 0, CUresult.CUDA_ERROR_INVALID_VALUE)},
+        ):
+            with self.assertRaises(NotStaged):
+                self.record(torch.tensor(1.0), torch.tensor(2.0), **more)
+
+    def test_a_graph_of_the_programs_own_takes_no_replay(self):
+        live, graph = self.recorded(torch.tensor(1))
+        self.is_capturing = True
+        self.assertEqual(live.addresses.prepare([torch.tensor(2)]), CAPTURED)
+        self.assertEqual(words(self.launched(graph)[0]), [1])
+
+    def test_a_refused_node_refuses_all_that_it_holds(self):
+        live, _ = self.recorded(*numbers(0))
+        for _ in range(2):  # C++ asks first
+            self.api.fail(KERNEL, 0, CUresult.CUDA_ERROR_INVALID_VALUE)
+        self.assertRegex(live.addresses.prepare(numbers(1)), "refused an address")
+        self.assertEqual(list(live.addresses.refused), list(range(48)))
+        self.assertEqual(live.addresses.prepare(numbers(1)), "a driver call failed")
+
+
+@requires_cpp
+class TestInCpp(TestInPython):
+    """The same with the reader of nodes, and replays without Python."""
+
+    native = True
+
+    def entry(self, live, order=None):
+        self.trees = FakeTrees({}, [torch.zeros(1)], live=live)
+        return self.trees.entry(order=order)
+
+    @contextlib.contextmanager
+    def without_python(self):
+        with mock.patch.object(Addresses, "prepare", side_effect=AssertionError("C++ does it")):
+            yield
+
+    @settings(deadline=None, max_examples=30)
+    @given(st.sampled_from([None, [2, 0, 1], [1, 2, 0]]), st.lists(st.integers(0, 2), max_size=8))
+    def test_a_steady_call_is_in_cpp_alone(self, order, calls):
+        self.restart()
+        places = [at(0) for _ in range(3)]
+        self.on_gpu = places
+        live, graph = self.recorded(places[0], observation(), torch.tensor(0), nodes=self.one_kernel_of_the_first)
+        for place in (*places, *places):
+            self.call(live, graph, place, observation(), torch.tensor(0))
+        entry = self.entry(live, order)
+        queued = []
+        with self.without_python():
+            for call, which in enumerate(calls):
+                inputs = [places[which], observation(call), torch.tensor(call)]
+                given_ = list(inputs)
+                for index, place in enumerate(order or range(3)):
+                    given_[place] = inputs[index]
+                self.assertEqual(len(entry(given_)), 1)
+                inputs[1].zero_()
+                queued.append((graph.launch()[0], self.launched(graph)))
+        for call, ((address,), written) in enumerate(queued):
+            self.assertEqual(address, places[calls[call]].data_ptr())
+            wanted = observation(call), torch.tensor(call)
+            self.assertEqual(self.values(live, written, *wanted), list(wanted))
+        self.assertEqual((self.trees.graph.launches, self.trees.recording.calls), (len(calls), []))
+
+    def test_without_inputs_on_the_gpu(self):
+        live, graph = self.recorded(torch.tensor(0))
+        entry = self.entry(live)
+        with self.without_python():
+            for call in range(1, 4):
+                self.assertIsNotNone(entry([torch.tensor(call)]))
+                self.assertEqual(words(self.launched(graph)[0]), [call])
+        self.assertEqual(live.addresses.set_calls, 4)
+
+    def test_an_input_that_is_also_returned(self):
+        live, graph = self.recorded(torch.tensor(0))
+        live.outputs[0] = 0, None
+        trees = FakeTrees({}, [torch.zeros(1)], live=live, others=[None])
+        value = torch.tensor(7)
+        with self.without_python():
+            (output,) = trees.entry()([value])
+        self.assertIs(output, value)
+        self.assertEqual(words(self.launched(graph)[0]), [7])
+
+    def test_python_writes_what_is_laid_out_differently(self):
+        """Then C++ launches, and the next plain value is written in C++ again."""
+        live, graph = self.recorded(observation(0, (4, 4)))
+        entry = self.entry(live)
+        wide = observation(1, (4, 8))
+        for value in (
+            *(wide[:, ::2], wide[:, :4].t(), observation(1, (4, 1)).expand(4, 4)),
+            *(torch._neg_view(observation(1, (4, 4))), observation(1, (4, 4)).double()),
+            *(torch._efficientzerotensor((4, 4)), torch.ones(4, 4, dtype=torch.int64)),
+        ):
+            with mock.patch.object(Addresses, "prepare", autospec=True, side_effect=Addresses.prepare) as asked:
+                self.assertIsNotNone(entry([value]))
+            self.assertEqual(asked.call_count, 1)
+            found = self.values(live, self.launched(graph), value)
+            self.assertEqual(found, [value.float().resolve_neg()], rtol=0, atol=0)
+            plain = observation(5, (4, 4))
+            with self.without_python():
+                self.assertIsNotNone(entry([plain]))
+            self.assertEqual(self.values(live, self.launched(graph), plain), [plain])
+        self.assertEqual(self.trees.recording.calls, [])
+
+    def test_a_call_that_the_program_captures_is_not_replayed(self):
+        live, graph = self.recorded(torch.tensor(1))
+        entry = self.entry(live)
+        self.is_capturing = True
+        self.assertIsNone(entry([torch.tensor(2)]))
+        self.assertEqual((words(self.launched(graph)[0]), self.trees.graph.launches), ([1], 0))
+        self.is_capturing = False
+        self.assertIsNotNone(entry([torch.tensor(2)]))
+        self.assertEqual(words(self.launched(graph)[0]), [2])
+
+    @given(st.integers(0, 2))
+    def test_what_is_refused_once_is_set_by_python(self, after):
+        self.restart()
+        places = [at(0), at(0)]
+        self.on_gpu = places
+        live, graph = self.recorded(places[0], torch.tensor(0), nodes=self.one_kernel_of_the_first)
+        for place in (*places, *places):
+            self.call(live, graph, place, torch.tensor(0))
+        entry = self.entry(live)
+        self.api.fail(KERNEL, after)
+        for call, place in enumerate((places[0], places[1], places[0])):
+            self.assertIsNotNone(entry([place, torch.tensor(call)]))
+            self.assertEqual((graph.launch()[0], words(self.launched(graph)[0])), ([place.data_ptr()], [call]))
+
+    def test_python_replays_if_cpp_cannot_set_nodes(self):
+        self.driver = Driver(self.api)
+        live, graph = self.recorded(torch.tensor(0))
+        self.assertIsNone(live.addresses.native)
+        self.assertIsNotNone(self.entry(live)([torch.tensor(3)]))
+        self.assertEqual(words(self.launched(graph)[0]), [3])
+
+    def test_the_memory_of_values_lives_as_long_as_it_is_written_to(self):
+        live, graph = self.recorded(observation())
+        native = live.addresses.native
+        entry = FakeTrees({}, [torch.zeros(1)], live=live).entry()
+        del live
+        gc.collect()
+        self.assertIsNotNone(entry([observation(2)]))
+        self.assertEqual(self.launched(graph)[0], observation(2).numpy().tobytes())
+        self.assertEqual(native.set_calls, 1)
+
+
+class TestKernel(TestCase):
+    def test_it_assembles_for_every_width_and_gpu(self):
+        ptxas = self._ptxas()
+        with tempfile.TemporaryDirectory() as folder:
+            for width in value_kernel.WIDTHS:
+                path = Path(folder) / "kernel.ptx"
+                path.write_text(value_kernel.source(width))
+                for arch in ("sm_70", "sm_80", "sm_90"):
+                    made = subprocess.run(
+                        [ptxas, "-v", f"-arch={arch}", str(path), "-o", f"{folder}/kernel.cubin"],
+                        *(),
+                        capture_output=True,
+                        text=True,
+                    )
+                    self.assertEqual(made.returncode, 0, made.stderr)
+                    self.assertRegex(made.stderr, "0 bytes stack frame")  # no thread has a copy of the parameters
+
+    def _ptxas(self):
+        try:
+            from triton.backends import nvidia
+        except ImportError:
+            raise unittest.SkipTest("there is no triton") from None
+        path = Path(nvidia.__file__).parent / "bin" / "ptxas"
+        if not path.exists():
+            raise unittest.SkipTest("this triton has no ptxas")
+        return str(path)
+
+
+if __name__ == "__main__":
+    run_tests()
