@@ -801,15 +801,16 @@ class TestFigures(TestCase):
 class TestHostTime(TestCase):
     def _measure(self, rounds: int) -> dict[str, Any]:
         program = Program(lambda x: x @ x, (torch.ones(2, 2),), name="SMALL")
-        with mock.patch.object(host_time, "resolve", lambda name, device: program):
+        with mock.patch.object(host_time, "program_of", lambda name: program):
             return host_time.measure("SMALL", rounds, 2)
 
     def test_both_are_measured_twice_in_turn(self):
         found = self._measure(3)
-        self.assertEqual(list(found["host_us"]), ["upstream 1", "ours 2", "ours 3", "upstream 4"])
-        self.assertTrue(all(us > 0 for us in found["host_us"].values()))
-        self.assertEqual((found["workload"], len(found["ratios"])), ("SMALL", 3))
-        self.assertIn(found["ratio"], found["ratios"])
+        for figure in ("host", "latency", "call"):
+            self.assertEqual(list(found[f"{figure}_us"]), ["upstream 1", "ours 2", "ours 3", "upstream 4"])
+            self.assertTrue(all(us > 0 for us in found[f"{figure}_us"].values()))
+            self.assertEqual((found["workload"], len(found["ratios"][figure])), ("SMALL", 3))
+            self.assertIn(found["ratio"][figure], found["ratios"][figure])
 
     def test_the_ratio_is_of_what_each_took(self):
         # In every round and position, a call takes 100 us with upstream and 103 us with ours.
@@ -830,11 +831,11 @@ class TestHostTime(TestCase):
             return [SimpleNamespace(callable=way.callable, active=noted)]
 
         def block(*_: Any) -> SimpleNamespace:
-            return SimpleNamespace(host_s=[taken[active[-1]]])
+            return SimpleNamespace(host_s=[taken[active[-1]]], latency_s=[1.0], throughput_s=2 * taken[active[-1]])
 
         with mock.patch.object(host_time, "make_ways", made), mock.patch.object(host_time, "time_block", block):
             found = self._measure(4)
-        self.assertEqual(found["ratios"], [1.03] * 4)
+        self.assertEqual(found["ratios"], {"host": [1.03] * 4, "latency": [1.0] * 4, "call": [1.03] * 4})
         self.assertEqual(active[:4], ["upstream", "ours", "ours", "upstream"])
 
     def test_each_takes_every_turn(self):

@@ -1,16 +1,18 @@
-"""Host time per call, ours against upstream's, without the bias of compilation order.
+"""Time per call, ours against upstream's, without the bias of compilation order.
 
 usage: python tools/bench/host_time.py [NAMES ...] [--rounds N] [--calls N] [--out FILE]
 
-Each way is compiled twice in one process, in the order upstream, ours, ours, upstream. All four alternate in rounds, in
-blocks of calls that are waited for, and as many that are not. The figure is the ratio of the means of the pairs, as the
-median over rounds. The spread within a pair shows how reliable it is.
+NAMES are workloads or the programs of ``small_programs.py``. Each way is compiled twice in one process, in the order
+upstream, ours, ours, upstream. All four alternate in rounds, in blocks of calls that are waited for (host time and
+latency), and as many that are not (throughput). A figure is the ratio of the means of the pairs, as the median over
+rounds. The spread within a pair shows how reliable it is.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,22 +22,27 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 
 from bench.figures import has_gpu, options_of, write_figures
+from bench.small_programs import program_of
 from pygraph_trees.benchmark.rings import Ring
-from pygraph_trees.benchmark.timing import synchroniser, time_block
+from pygraph_trees.benchmark.timing import Block, synchroniser, time_block
 from pygraph_trees.benchmark.tuning import own_cache
 from pygraph_trees.benchmark.ways import make_ways
-from pygraph_trees.cli.target import resolve
 
 _ORDER = ("upstream", "ours", "ours", "upstream")  # of compilation
 _SETTLE = 5  # un-timed calls before a block
+_FIGURES: dict[str, Callable[[Block], float]] = {  # seconds per call
+    "host": lambda block: median(block.host_s),
+    "latency": lambda block: median(block.latency_s),
+    "call": lambda block: block.throughput_s,
+}
 
 
 def measure(name: str, rounds: int, calls: int) -> dict[str, Any]:
     """Microseconds per call: median over rounds for each of the four, and the ratio of ours to upstream's."""
-    program = resolve(name, torch.device("cuda"))
+    program = program_of(name)
     ring, wait = Ring(program, 4), synchroniser(program.device)
     ways = [way for kind in _ORDER for way in make_ways(program, [kind])]
-    samples: list[list[float]] = [[] for _ in ways]
+    samples: dict[str, list[list[float]]] = {figure: [[] for _ in ways] for figure in _FIGURES}
     limit = torch._dynamo.config.recompile_limit * len(ways)
     with (
         torch._dynamo.config.patch(recompile_limit=limit),
@@ -57,14 +64,17 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, Any]:
                         _SETTLE,
                         wait,
                     )
-                samples[index].append(median(block.host_s) * 1e6)
-    ratios = [(o1 + o2) / (u1 + u2) for u1, o1, o2, u2 in zip(*samples, strict=True)]
+                for figure, seconds in _FIGURES.items():
+                    samples[figure][index].append(seconds(block) * 1e6)
+    ratios = {
+        figure: [(o1 + o2) / (u1 + u2) for u1, o1, o2, u2 in zip(*found, strict=True)]
+        for figure, found in samples.items()
+    }
+    names = [f"{kind} {number}" for number, kind in enumerate(_ORDER, 1)]
     return {
         "workload": name,
-        "host_us": {
-            f"{kind} {number}": median(s) for number, (kind, s) in enumerate(zip(_ORDER, samples, strict=True), 1)
-        },
-        "ratio": median(ratios),
+        **{f"{figure}_us": dict(zip(names, map(median, found), strict=True)) for figure, found in samples.items()},
+        "ratio": {figure: median(found) for figure, found in ratios.items()},
         "ratios": ratios,
     }
 
@@ -81,8 +91,9 @@ def main() -> int:
         return 2
     found = [measure(name, options.rounds, options.calls) for name in options.names]
     for result in found:
-        figures = ", ".join(f"{way} {us:.1f} us" for way, us in result["host_us"].items())
-        print(f"{result['workload']}: ours {result['ratio']:.4f} of upstream ({figures})")
+        for figure, ratio in result["ratio"].items():
+            figures = ", ".join(f"{way} {us:.1f} us" for way, us in result[f"{figure}_us"].items())
+            print(f"{result['workload']}, {figure}: ours {ratio:.4f} of upstream ({figures})")
     write_figures(options.out, found, rounds=options.rounds, calls=options.calls)
     return 0
 

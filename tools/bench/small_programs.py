@@ -1,7 +1,7 @@
 """Small programs that are not workloads, by name, and the workloads.
 
-:func:`program_of` builds MLP, MLP-N (the same for any batch size), CHAIN (three graphs in one step) and RESNET18 (a
-training step; needs torchvision) on the GPU. Any other name is a workload's.
+:func:`program_of` builds MLP, MLP-N (the same for any batch size), ACTOR (small inputs that arrive on the CPU), CHAIN
+(three graphs in one step) and RESNET18 (a training step; needs torchvision) on the GPU. Any other name is a workload's.
 """
 
 from __future__ import annotations
@@ -27,6 +27,23 @@ def perceptron_of_any_batch(device: torch.device) -> Program:
     program = perceptron(device)
     torch._dynamo.mark_dynamic(program.args[0], 0)
     return dataclasses.replace(program, name="MLP-N")
+
+
+def actor_critic(device: torch.device) -> Program:
+    """An actor and a critic of two hidden layers each; the observations arrive on the CPU."""
+
+    def hidden(outputs: int) -> torch.nn.Module:
+        layers = torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 256), torch.nn.Tanh()
+        return torch.nn.Sequential(*layers, torch.nn.Linear(256, outputs)).to(device)
+
+    torch.manual_seed(0)
+    actor, critic = hidden(8), hidden(1)
+
+    def fn(observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        there = observations.to(device)
+        return actor(there), critic(there)
+
+    return Program(fn, (torch.randn(32, 64),), context=torch.no_grad, name="ACTOR")
 
 
 def chain(device: torch.device) -> Program:
@@ -55,6 +72,7 @@ def resnet18(device: torch.device) -> Program:
 PROGRAMS: dict[str, Callable[[torch.device], Program]] = {
     "MLP": perceptron,
     "MLP-N": perceptron_of_any_batch,
+    "ACTOR": actor_critic,
     "CHAIN": chain,
     "RESNET18": resnet18,
 }
