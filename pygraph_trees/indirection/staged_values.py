@@ -45,8 +45,9 @@ class StagedValues(Staging):
             return
         stream = torch.cuda.current_stream(self._device).cuda_stream
         self._kernel.launch(stream, target.data_ptr(), nbytes)
-        (node,) = self._kernel.driver.captured_last(stream)
-        self.nodes[node] = host.data_ptr()
+        nodes = self._kernel.driver.captured_last(stream)
+        if len(nodes) == 1:  # otherwise the graph will be refused
+            self.nodes[nodes[0]] = host.data_ptr()
 
     def take(self, numbers: Sequence[int], reads: Mapping[int, HostRead], sources: Sequence[int]) -> None:
         super().take(numbers, reads, sources)

@@ -481,7 +481,9 @@ class TestSlots(LiveInputsTestCase):
             done.append("captured")
             return inputs
 
-        live = SimpleNamespace(items=(), has_staged=False, together=None, captured=captured, kinds=Counter())
+        live = SimpleNamespace(
+            items=(), has_staged=False, staged_copies=(None, None), captured=captured, kinds=Counter()
+        )
         live.set_up = lambda graph, reads, copied, surroundings: done.append("set up")
         node = recording.Recording.__new__(recording.Recording)
         node._live, node.graph, node.device, node.stream = live, "upstream's", 0, "of captures"
