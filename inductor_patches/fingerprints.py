@@ -154,6 +154,10 @@ torch._inductor.output_code.CompiledFxGraph.__init__
     2.11-2.15  CompiledFxGraph.__init__(self, current_callable, graph, gm, output_strides, disabled_cudagraphs_reason):
                    cudagraph_info partition_maps device_types disabled_cudagraphs_reason
 
+torch.Tensor.record_stream
+  in torch.overrides
+    2.11-2.15  get_testing_overrides: record_stream
+
 torch._dynamo.variables.optimizer._is_static_for_cudagraphs
   in torch._dynamo.variables.optimizer
     2.11-2.15  _is_static_for_cudagraphs(x): get_manager get_static_address_type current_node

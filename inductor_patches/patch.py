@@ -162,15 +162,17 @@ class Rebind(Patch):
         *path, attribute = self.name.split(".")
         for part in path:
             owner = getattr(owner, part)
-        original = inspect.getattr_static(owner, attribute)
+        original, is_inherited = inspect.getattr_static(owner, attribute), attribute not in vars(owner)
         replacement = self.replace(original)
         setattr(owner, attribute, replacement)
 
         def undo() -> None:
-            if inspect.getattr_static(owner, attribute) is replacement:
-                setattr(owner, attribute, original)
-            else:
+            if inspect.getattr_static(owner, attribute) is not replacement:
                 warnings.warn(PatchOverwritten(target=self.target), stacklevel=3)
+            elif is_inherited:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, original)
 
         return undo
 

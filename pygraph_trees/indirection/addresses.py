@@ -9,7 +9,7 @@ patches for the slow path and reports to it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -75,6 +75,7 @@ class Addresses:
         numbers: the number of each item in the relocations.
         copied_back: inputs that are copied, and copied back after the launch.
         is_of_backward: whether inputs may be tangents: nothing guards that these are not negated.
+        own: the indices of inputs that are own memory of outputs: torch's allocations, which fit if they are aligned.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Addresses:
         numbers: Sequence[int],
         copied_back: Sequence[Item],
         is_of_backward: bool,
+        own: Collection[int] = (),
     ) -> None:
         self._patches, self._items, self._aligned, self._pool = patches, tuple(items), tuple(aligned), pool
         self._staged, self._first, self._numbers = staged, first, dict(zip(numbers, items, strict=True))
@@ -120,8 +122,14 @@ class Addresses:
         self.extra_copies = self.extra_copied_bytes = 0  # so far, of inputs that did not fit a patch
         values = [] if staged is None else staged.values
         has_native = self._settles and (items or values)
-        self.native = patches.native(pool.counter, len(self._items), values) if has_native else None
+        own_positions = [position for position, item in enumerate(items) if item.index in own and not item.lead]
+        self.native = patches.native(pool.counter, len(self._items), values, own_positions) if has_native else None
         self._counts = _Counts(len(items)) if self.native is None else self.native
+
+    @property
+    def sets(self) -> Any:
+        """Counts the nodes that were set."""
+        return self._patches.sets
 
     @property
     def set_calls(self) -> int:

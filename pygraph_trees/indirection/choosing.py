@@ -7,6 +7,7 @@ copied.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,7 @@ def choose(
     *,
     stage: bool = False,
     tabled: Collection[int] = (),
+    own: Mapping[int, bool] = MappingProxyType({}),
 ) -> tuple[LiveInputs | None, dict[int, str]]:
     """The inputs that can be recorded at placeholder addresses; for each other candidate, why it is copied.
 
@@ -46,6 +48,8 @@ def choose(
         stage: whether copies in the graph read inputs on the CPU, so that these may be staged.
         managed: inputs that may be in the graph pool, because they are alive while the function is recorded.
         tabled: inputs that get a slot in a table if they are at placeholder addresses.
+        own: own memory of outputs, by index, and whether only copies of ours write to it, so that no other kernel can
+            hide its address.
 
     Upstream records, and so calls this, under its capture lock if it has one.
     """
@@ -76,7 +80,7 @@ def choose(
         some = chosen or held or staged
 
         def made() -> LiveInputs:
-            return LiveInputs(driver, device, chosen, mutated, pool, held, managed, staged, tabled)
+            return LiveInputs(driver, device, chosen, mutated, pool, held, managed, staged, tabled, own)
 
         live = with_memory(made) if some else None
     except DriverError as error:

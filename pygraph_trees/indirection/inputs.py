@@ -12,6 +12,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,7 @@ class LiveInputs:
         managed: Collection[int] = (),
         staged: Mapping[int, torch.Tensor] | None = None,
         tabled: Collection[int] = (),
+        own: Mapping[int, bool] = MappingProxyType({}),
     ) -> None:
         self._driver, self._device, self._pool = driver, device, pool
         spans = [span_of(t) for t in tensors.values()]
@@ -99,10 +101,10 @@ class LiveInputs:
             min(self.storages, default=0),
             max((item.recorded - item.lead + item.nbytes for item in self.items), default=0),
         )
+        self._own = {position: own[index] for position, index in enumerate(tensors) if index in own}
         self._held = [Decision(Route.COPY, why) for _, why in held.values()]
         self.decisions: dict[int, Decision] = {}  # by index, once set up
-        # The tensors of this call, by index.
-        self._given: dict[int, torch.Tensor] | Sequence[Any] = {
+        self._given: dict[int, torch.Tensor] | Sequence[Any] = {  # the tensors of this call, by index
             **tensors,
             **{index: tensor for index, (tensor, _) in held.items()},
             **(staged or {}),
@@ -187,13 +189,11 @@ class LiveInputs:
         self.kinds = found.kinds
         self._copies = CapturedCopies(found.nodes, found.relocations)
         try:
-            if found.unknown and any(decision.by_address for decision in decisions):
+            if found.unknown and any(d.by_address and not self._own.get(p) for p, d in enumerate(decisions)):
                 failing = self._rehearse(graph, found, decisions, surroundings())
                 found, decisions = self._read(graph, returned)  # nodes can be used for one instantiation
-                decisions = [
-                    Decision(Route.COPY, failing[position]) if position in failing else decision
-                    for position, decision in enumerate(decisions)
-                ]
+                for position, why in failing.items():
+                    decisions[position] = Decision(Route.COPY, why)
             self._arrange(graph, found, decisions)
         except (DriverError, PatchFailed) as error:
             # Nothing was launched, or everything is restored. Another instantiation holds the placeholder addresses.
@@ -218,7 +218,8 @@ class LiveInputs:
         passed = {position for position, item in enumerate(self.items) if item.index in returned}
         nodes = {} if self._staged is None else self._staged.nodes
         found = scan(self._driver, int(graph.raw_cuda_graph()), self._placeholders, self._sources, nodes)
-        return found, decide(found, len(self._placeholders.placeholders), passed, self._slots(found))
+        copied_to = [position for position, is_copied in self._own.items() if is_copied]
+        return found, decide(found, len(self._placeholders.placeholders), passed, self._slots(found), copied_to)
 
     @property
     def _sources(self) -> list[tuple[int, int]]:
@@ -243,7 +244,7 @@ class LiveInputs:
         self, graph: Any, found: Scan, decisions: Sequence[Decision], surroundings: Surroundings
     ) -> dict[int, str]:
         """By position, why an input cannot be given by address although a scan found its address."""
-        wanted = [position for position, decision in enumerate(decisions) if decision.by_address]
+        wanted = [p for p, decision in enumerate(decisions) if decision.by_address and not self._own.get(p)]
         kernels, why_not = listed(found.unknown), why_not_launched()
         if why_not is not None:
             return dict.fromkeys(wanted, f"{kernels}, {why_not}, may hide its address")
@@ -320,6 +321,7 @@ class LiveInputs:
             numbers=patched,
             copied_back=self._copied_back,
             is_of_backward=self.is_of_backward,
+            own={self.items[position].index for position in self._own},
         )
 
     def _materialise(self, position: int) -> None:

@@ -103,7 +103,7 @@ class Patches:
             raise ValueError(f"each input once, and an address for each: got {inputs!r} at {recorded!r}")
         self._addresses = list(recorded)
         self._is_broken = False
-        self._set_calls = 0  # by ``apply``
+        self.sets = binding.new_counter()  # nodes set so far by changes that succeeded
         self._native: Any = None  # sets nodes too
         self._inputs = tuple(inputs)
         positions = {index: position for position, index in enumerate(inputs)}
@@ -178,9 +178,15 @@ class Patches:
     @property
     def set_calls(self) -> int:
         """The nodes set so far by changes that succeeded."""
-        return self._set_calls + (0 if self._native is None else self._native.set_calls)
+        return self.sets.value
 
-    def native(self, pool_changes: Any, count: int, values: Sequence[tuple[int, torch.Tensor, bool]] = ()) -> Any:
+    def native(
+        self,
+        pool_changes: Any,
+        count: int,
+        values: Sequence[tuple[int, torch.Tensor, bool]] = (),
+        own: Sequence[int] = (),
+    ) -> Any:
         """The addresses in C++ for the fast path (``native/addresses.cpp``); None without the native parts.
 
         It sets no node, and so knows only addresses that the graph holds already, if nodes other than kernels hold
@@ -190,6 +196,7 @@ class Patches:
             pool_changes: counts changes of the graph pool; see :func:`.binding.new_counter`.
             count: how many addresses are those of inputs. From the others, kernels copy ``values``.
             values: see :attr:`.StagedInputs.values`.
+            own: the positions of own memory of outputs, which fits wherever it is aligned.
         """
         if binding.extension is None:
             return None
@@ -212,7 +219,9 @@ class Patches:
         self._native = binding.extension.Addresses(
             owner=(self._table, nodes, self._words),
             pool_changes=pool_changes,
+            sets=self.sets,
             held=binding.packed(self._addresses),
+            own=binding.packed(own),
             words=binding.packed([number % 2**64 for word in words for number in word]),
             nodes=binding.packed([number for node in nodes for number in (node.handle, node.address)]),
             holders=binding.packed([number for holder in holders for number in holder]),
@@ -264,7 +273,7 @@ class Patches:
         self._addresses[:] = addresses
         if self._native is not None:
             self._native.hold(self._addresses)
-        self._set_calls += change.count
+        self.sets.value += change.count
         self._is_broken = False
         return change.count
 

@@ -79,17 +79,25 @@ def why_not_placeholder(tensor: torch.Tensor, device: int, in_pool: bool) -> str
     return None
 
 
-def decide(scan: Scan, count: int, passed_through: Collection[int], slots: Slots = NO_SLOTS) -> list[Decision]:
+def decide(
+    scan: Scan,
+    count: int,
+    passed_through: Collection[int],
+    slots: Slots = NO_SLOTS,
+    copied_to: Collection[int] = (),
+) -> list[Decision]:
     """The route of each of ``count`` placeholders.
 
-    An input that is passed through is returned, so no node has to hold its address.
+    Args:
+        passed_through: inputs that are returned, so that no node has to hold their addresses.
+        copied_to: inputs that were only given to copies of ours, so that no other node can hide their addresses.
     """
     written = {relocation.input for relocation in scan.relocations if relocation.node in slots.writers}
     with_relocation = {relocation.input for relocation in scan.relocations if relocation.node not in slots.writers}
     decisions = []
     for index in range(count):
         why = scan.refused.get(index)
-        if why is None and scan.opaque is not None:
+        if why is None and scan.opaque is not None and index not in copied_to:
             why = f"{scan.opaque} may hide its address"
         if why is None and index in slots.read and index not in written:
             why = "no node writes its slot"

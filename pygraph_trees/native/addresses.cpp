@@ -14,6 +14,8 @@ namespace {
 
 constexpr size_t MOST_ACCEPTED = 256; // addresses of one input: more than an allocator uses in turn
 
+constexpr uint64_t MOST_ALIGNED = 512; // bytes: see indirection/routes.py
+
 struct Holder {
     uint64_t position, node;
 };
@@ -67,11 +69,14 @@ bool find_given(Addresses::State *state, const std::vector<uint64_t> &seen) {
     if (seen == state->seen)
         return true;
     for (size_t i = 0; i < seen.size(); i++) {
+        if (seen[i] == state->seen[i]) // the graph is settled
+            continue;
         const auto found = state->accepted[i].find(seen[i]);
-        if (found == state->accepted[i].end())
+        const bool is_known = found != state->accepted[i].end();
+        if (!is_known && !(state->is_own[i] && seen[i] % MOST_ALIGNED == 0))
             return false;
-        state->given[i] = found->second;
-        if (found->second != state->held[i])
+        state->given[i] = is_known ? found->second : seen[i];
+        if (state->given[i] != state->held[i])
             for (const size_t node : state->holders[i])
                 state->is_due[node] = 1;
     }
@@ -95,22 +100,24 @@ size_t set(const Addresses::State *state, const std::vector<uint64_t> &addresses
 
 /* Not tracked by the collector: what an Addresses holds is in no cycle. */
 PyObject *make_addresses(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"owner", "pool_changes", "held", "words", "nodes", "holders", "exec", "set",
-                                  "get_context", "context", "count", "values", "is_capturing", nullptr};
-    PyObject *owner, *pool_changes, *held, *words, *nodes, *holders, *values = nullptr, *is_capturing = nullptr;
+    static const char *known[] = {"owner", "pool_changes", "sets", "held", "own", "words", "nodes", "holders",
+                                  "exec", "set", "get_context", "context", "count", "values", "is_capturing", nullptr};
+    PyObject *owner, *pool_changes, *sets, *held, *own, *words, *nodes, *holders, *values = nullptr,
+                                                                                  *is_capturing = nullptr;
     unsigned long long exec, set, get_context, context, inputs = ~0ULL;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOKKKK|KOO", const_cast<char **>(known), &owner,
-                                     &pool_changes, &held, &words, &nodes, &holders, &exec, &set, &get_context, &context,
-                                     &inputs, &values, &is_capturing))
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOOOKKKK|KOO", const_cast<char **>(known), &owner,
+                                     &pool_changes, &sets, &held, &own, &words, &nodes, &holders, &exec, &set,
+                                     &get_context, &context, &inputs, &values, &is_capturing))
         return nullptr;
     Packed<uint64_t> addresses;
+    std::vector<uint64_t> own_positions;
     Packed<Addresses::Word> written;
     Packed<Addresses::Node> all;
     Packed<Holder> held_by;
-    if (!addresses.take(held) || !written.take(words) || !all.take(nodes) || !held_by.take(holders))
+    if (!addresses.take(held) || !unpack(own, &own_positions) || !written.take(words) || !all.take(nodes) || !held_by.take(holders))
         return nullptr;
-    if (counter_in(pool_changes) == nullptr) {
-        PyErr_SetString(PyExc_TypeError, "expected a Counter");
+    if (counter_in(pool_changes) == nullptr || counter_in(sets) == nullptr) {
+        PyErr_SetString(PyExc_TypeError, "expected two Counter objects");
         return nullptr;
     }
     Ref made(type->tp_alloc(type, 0));
@@ -119,6 +126,7 @@ PyObject *make_addresses(PyTypeObject *type, PyObject *arguments, PyObject *keyw
     auto *state = reinterpret_cast<Addresses *>(made.get())->state = new Addresses::State;
     state->owner = Py_NewRef(owner);
     state->pool_changes = Py_NewRef(pool_changes);
+    state->sets = Py_NewRef(sets);
     state->pool_seen = counter_in(pool_changes)->value;
     state->exec = reinterpret_cast<void *>(exec);
     state->set = reinterpret_cast<int (*)(void *, void *, const void *)>(set);
@@ -129,6 +137,7 @@ PyObject *make_addresses(PyTypeObject *type, PyObject *arguments, PyObject *keyw
         state->held.push_back(addresses[i]);
     state->given.resize(count);
     state->changes.resize(count);
+    state->is_own.resize(count);
     state->accepted.resize(std::min<size_t>(inputs, count));
     state->holders.resize(count);
     if (values != nullptr && !state->staged.take(values, is_capturing))
@@ -136,6 +145,9 @@ PyObject *make_addresses(PyTypeObject *type, PyObject *arguments, PyObject *keyw
     for (Py_ssize_t i = 0; i < all.count; i++)
         state->nodes.push_back(all[i]);
     state->is_due.resize(state->nodes.size());
+    for (const uint64_t position : own_positions)
+        if (position < count)
+            state->is_own[position] = 1;
     bool fits = state->nodes.empty() || (exec != 0 && set != 0 && get_context != 0 && context != 0);
     for (Py_ssize_t i = 0; i < written.count; i++) {
         state->words.push_back(written[i]);
@@ -160,6 +172,7 @@ void addresses_dealloc(PyObject *self) {
         Py_XDECREF(state->owner);
         Py_XDECREF(state->pool_changes);
         Py_XDECREF(state->staged.is_capturing);
+        Py_XDECREF(state->sets);
     }
     delete state;
     type->tp_free(self);
@@ -237,8 +250,6 @@ PyObject *get_seen(PyObject *self, void *) {
     return state_of(self)->is_settled ? as_list(state_of(self)->seen) : Py_NewRef(Py_None);
 }
 
-PyObject *get_set_calls(PyObject *self, void *) { return PyLong_FromUnsignedLongLong(state_of(self)->set_calls); }
-
 PyObject *get_is_stuck(PyObject *self, void *) { return PyBool_FromLong(state_of(self)->is_stuck); }
 
 PyObject *get_changes(PyObject *self, void *) { return as_list(state_of(self)->changes); }
@@ -267,7 +278,6 @@ PyMethodDef addresses_methods[] = {
 PyGetSetDef addresses_fields[] = {
     {"held", get_held, nullptr, "The addresses that the graph holds.", nullptr},
     {"seen", get_seen, nullptr, "The addresses of the inputs of the latest call; None unless the graph is settled.", nullptr},
-    {"set_calls", get_set_calls, nullptr, "How many nodes fast replays have set.", nullptr},
     {"is_stuck", get_is_stuck, nullptr, "Whether the graph must not be launched again.", nullptr},
     {"changes", get_changes, nullptr, "How often each input's address has changed since the countdown began.", nullptr},
     {"countdown", get_countdown, set_countdown, "Replays with new addresses until one is left to Python; 0 for never.", nullptr},
@@ -344,6 +354,6 @@ bool pygraph::patch(Addresses::State *state, const std::vector<uint64_t> &seen) 
     count_changes(state, state->given);
     state->held = state->given;
     state->seen = seen;
-    state->set_calls += static_cast<unsigned long long>(std::count(state->is_due.begin(), state->is_due.end(), 1));
+    counter_in(state->sets)->value += static_cast<unsigned long long>(std::count(state->is_due.begin(), state->is_due.end(), 1));
     return true;
 }

@@ -43,13 +43,14 @@ struct Addresses {
         void *context = nullptr; // in which nodes are set
         // By position: each address of the input that fits, with the address that the graph then gets.
         std::vector<std::unordered_map<uint64_t, uint64_t>> accepted;
+        std::vector<char> is_own;    // by position: whether it is own memory, which fits if it is aligned
         std::vector<uint64_t> held;  // the addresses in the graph: of inputs, then those from which nodes take values
         std::vector<uint64_t> seen;  // the inputs' addresses for which the graph holds these, if it is settled
         std::vector<uint64_t> given; // the next addresses in the graph, during one call
         std::vector<char> is_due;    // by node: whether this call sets it
         bool is_settled = false, is_stuck = false;
         StagedValues staged;
-        unsigned long long set_calls = 0;
+        PyObject *sets = nullptr;         // a Counter: nodes set so far
         unsigned long long countdown = 0; // replays with new addresses until one of them is left to Python; 0: never
         std::vector<uint64_t> changes;    // by position: how often the input's address changed since the countdown began
     } *state;

@@ -7,8 +7,7 @@
 #include "results.h"
 #include "tree.h"
 
-#include <ATen/ops/empty_strided.h>
-
+#include <optional>
 #include <utility>
 
 namespace {
@@ -16,8 +15,8 @@ namespace {
 using namespace pygraph;
 
 struct {
-    unsigned long long asked = 0, fast = 0;
-} counted; // calls that asked for a fast replay, and those that got one
+    unsigned long long asked = 0, fast = 0, in_python = 0;
+} counted; // calls that asked for a fast replay, those that got one, and those among them that Python made
 
 struct Entry {
     PyObject_HEAD
@@ -140,14 +139,16 @@ Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inp
     return result;
 }
 
-/* Lets Python replay the recording, if inputs are copied or outputs are views of inputs. */
+/* Lets Python replay the recording, if inputs are copied. */
 Ref replayed_in_python(const Entry::State *state, Found &found, const Replay::State *replay, Inputs &inputs,
                        const Ref &kept) {
     if (!inputs.arrange()) {
         PyErr_SetString(PyExc_IndexError, "the inputs have changed");
         return Ref();
     }
-    Ref outputs(PyObject_CallFunctionObjArgs(replay->run, found.recording.get(), inputs.list, nullptr));
+    const AtTheEnd own(inputs);
+    Ref outputs(own.appended ? PyObject_CallFunctionObjArgs(replay->run, found.recording.get(), inputs.list, nullptr)
+                             : nullptr);
     return outputs ? of_list(&state->results, kept, outputs) : Ref();
 }
 
@@ -155,7 +156,7 @@ Ref replayed_in_python(const Entry::State *state, Found &found, const Replay::St
 Answer replay_for_values(const Entry::State *state, PyObject *list, Ref *result) {
     const FunctionState *function = state->own();
     const std::vector<uint64_t> *order = state->order.empty() ? nullptr : &state->order;
-    Inputs inputs{list, order};
+    Inputs inputs(list, order);
     Items integers;
     if (function->integers == nullptr || !integers.take(function->integers))
         return PyErr_Occurred() ? Answer::error : Answer::no;
@@ -186,88 +187,82 @@ Answer replay_for_values(const Entry::State *state, PyObject *list, Ref *result)
     return *result ? Answer::yes : Answer::error;
 }
 
-/* Memory for outputs at the end of the inputs, which its destructor removes. */
-class OutputMemory {
-  public:
-    OutputMemory() = default;
-    ~OutputMemory() {
-        if (list == nullptr || PyList_GET_SIZE(list) < count)
-            return;
-        PyObject *type, *value, *trace;
-        PyErr_Fetch(&type, &value, &trace);
-        PyList_SetSlice(list, count, PyList_GET_SIZE(list), nullptr);
-        PyErr_Restore(type, value, trace);
-    }
-    OutputMemory(const OutputMemory &) = delete;
-    OutputMemory &operator=(const OutputMemory &) = delete;
+/* Releases the own memory that was given away at a call, once the call has no turn. */
+struct GivenAway {
+    Ref own;
 
-    /* Appends a new tensor for each template. False if there is no memory; then Python allocates, and raises. */
-    bool append(Inputs *inputs, PyObject *handed) {
-        if (handed == nullptr || !PyTuple_Check(handed) || PyTuple_GET_SIZE(handed) < 2)
-            return true;
-        templates = Ref::dup(handed);
-        inputs->handed = handed;
-        list = inputs->list;
-        count = PyList_GET_SIZE(list);
-        try {
-            const at::Tensor *like = tensor_of(PyTuple_GET_ITEM(handed, 0));
-            for (Py_ssize_t i = 1; like != nullptr && i < PyTuple_GET_SIZE(handed); i++) {
-                const at::Tensor *shape = tensor_of(PyTuple_GET_ITEM(handed, i));
-                Ref made(shape == nullptr ? nullptr
-                                          : THPVariable_Wrap(at::empty_strided(
-                                                shape->sizes(), shape->strides(), like->options().dtype(shape->dtype()))));
-                if (!made || PyList_Append(list, made.get()) < 0)
-                    return false;
-            }
-            return like != nullptr;
-        } catch (const c10::Error &) {
-            return false;
-        }
+    ~GivenAway() {
+        if (OwnMemory::State *state = own_memory_in(own.get()); state != nullptr)
+            const auto released = std::exchange(state->dropped, {});
     }
-
-  private:
-    Ref templates;
-    PyObject *list = nullptr;
-    Py_ssize_t count = 0;
 };
 
-/* Makes a fast replay. */
-Answer replay_fast(Entry::State *state, PyObject *list, Ref *result) {
+void count_slow(const FunctionState *function, Slow why) {
+    const auto number = static_cast<Py_ssize_t>(why);
+    if (function->slow == nullptr || !PyTuple_Check(function->slow) || PyTuple_GET_SIZE(function->slow) <= number)
+        return;
+    if (Counter *counter = counter_in(PyTuple_GET_ITEM(function->slow, number)); counter != nullptr)
+        counter->value++;
+}
+
+/* Makes a fast replay. With `no`, `why` is set unless the entry for these integers has counted the call. */
+Answer replay_fast(Entry::State *state, PyObject *list, Ref *result, std::optional<Slow> *why) {
     FunctionState *function = state->own();
+    *why = Slow::not_ready;
     if (function->manager == nullptr)
         return Answer::no;
+    GivenAway given_away;
     OwnTurn turn;
     Found found;
     if (!(found.manager = Ref(PyObject_CallNoArgs(function->manager))))
         return Answer::error;
     if (!is_tree_state(found.manager.get())) // None, if no manager may replay it now
         return Answer::no;
-    if (function->by_values != nullptr)
+    if (function->by_values != nullptr) {
+        *why = std::nullopt;
         return replay_for_values(state, list, result);
+    }
     counted.asked++;
-    if (const Answer answer = find_candidates(function, state->counters, &turn, &found); answer != Answer::yes)
+    Slow reason = Slow::not_ready;
+    const auto no = [&](Answer answer) {
+        *why = reason;
         return answer;
+    };
+    if (const Answer answer = find_candidates(function, state->counters, &turn, &found, &reason); answer != Answer::yes)
+        return no(answer);
     Ref kept = kept_inputs(&state->results, list);
     if (!kept)
         return PyErr_Occurred() ? Answer::error : Answer::no;
     const std::vector<uint64_t> *order = state->order.empty() ? nullptr : &state->order;
-    Inputs inputs{list, order};
-    OutputMemory memory;
-    if (!memory.append(&inputs, function->handed))
-        return PyErr_Occurred() ? Answer::error : Answer::no;
+    Inputs inputs(list, order);
+    OwnMemory::State *own = own_memory_in(function->own);
+    if (own != nullptr) {
+        given_away.own = Ref::dup(function->own);
+        inputs.add(function->own);
+        reason = Slow::no_memory;
+        if (std::string error; !own->take(&error)) // Python frees some, or raises
+            return no(Answer::no);
+    }
     bool is_copied = false;
-    if (const Answer accepted = first_accepting(&found, inputs, &is_copied); accepted != Answer::yes) {
+    if (const Answer accepted = first_accepting(&found, inputs, &is_copied, &reason); accepted != Answer::yes) {
         if (order != nullptr)
             inputs.arrange_back(order);
-        return accepted;
+        return no(accepted);
     }
     counted.fast++;
     go_on_from(&found, state->execution);
     Replay::State *replay = replay_in(found.replay.get());
-    *result = is_copied || replay->in_python ? replayed_in_python(state, found, replay, inputs, kept)
-                                             : replayed(state, found, replay, inputs, kept);
+    const bool in_python = is_copied || replay->in_python;
+    if (in_python) {
+        counted.in_python++;
+        count_slow(function, Slow::in_python);
+    }
+    *result = in_python ? replayed_in_python(state, found, replay, inputs, kept)
+                        : replayed(state, found, replay, inputs, kept);
     if (!*result)
         return Answer::error;
+    if (own != nullptr)
+        own->launched();
     PyObject *mode = found.all()->mode;
     if (mode == state->forward || mode == state->backward)
         assign(&found.trees()->pending, mode == state->forward ? Py_True : Py_False);
@@ -291,8 +286,11 @@ PyObject *entry_fast_call(Entry::State *state, PyObject *list) {
                                            PyList_GET_ITEM(state->partitions, 0) == state->partition)))
         Py_RETURN_NONE;
     Ref result;
-    switch (replay_fast(state, list, &result)) {
+    std::optional<Slow> why;
+    switch (replay_fast(state, list, &result, &why)) {
     case Answer::no:
+        if (why)
+            count_slow(state->own(), *why);
         state->own()->was_asked = state->partitions != nullptr;
         Py_RETURN_NONE;
     case Answer::yes: // the turn is free again, since releasing the inputs may run other code

@@ -6,8 +6,10 @@
 #include "addresses.cpp"
 #include "call.cpp"
 #include "candidates.cpp"
+#include "deaths.cpp"
 #include "entry.cpp"
 #include "gradients.cpp"
+#include "own_memory.cpp"
 #include "own_outputs.cpp"
 #include "replay.cpp"
 #include "results.cpp"
@@ -21,7 +23,19 @@ namespace {
 
 using namespace pygraph;
 
-PyObject *counts(PyObject *, PyObject *) { return Py_BuildValue("KK", counted.asked, counted.fast); }
+PyObject *counts(PyObject *, PyObject *) {
+    return Py_BuildValue("KKK", counted.asked, counted.fast, counted.in_python);
+}
+
+PyObject *note_stream(PyObject *, PyObject *object) {
+    return translated([&]() -> PyObject * {
+        const at::Tensor *tensor = tensor_of(object);
+        if (tensor == nullptr)
+            return nullptr;
+        pygraph::note_stream(*tensor);
+        Py_RETURN_NONE;
+    });
+}
 
 PyObject *thread_id(PyObject *, PyObject *) {
     return PyLong_FromUnsignedLongLong(PyThreadState_GetID(PyThreadState_Get()));
@@ -70,8 +84,9 @@ PyMethodDef methods[] = {
     {"collector_forked", collector_forked, METH_NOARGS, "Turns it on after a fork, if it was off for any."},
     {"collector_off", collector_off, METH_O, "Turns the collector off, and sets the list's only item."},
     {"collector_on", collector_on, METH_O, "Turns it on again, unless it is off for others, if the item was set."},
-    {"counts", counts, METH_NOARGS, "How many calls asked for a fast replay, and how many got one."},
+    {"counts", counts, METH_NOARGS, "How many calls asked for a fast replay, got one, and got one that Python made."},
     {"exchange_memory", exchange_memory, METH_VARARGS, "Exchanges the memory of the storages of two tensors."},
+    {"note_stream", note_stream, METH_O, "Notes that another stream uses a tensor's memory."},
     {"thread_id", thread_id, METH_NOARGS, "A number that identifies this thread among all, also those that have ended."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -105,6 +120,7 @@ bool add_types(PyObject *module) {
         {&addresses_spec, &other},
         {&counter_spec, &other},
         {&candidate_filter_spec, &other},
+        {&own_memory_spec, &other},
         {&candidates_spec, &types.candidates},
         {&tree_state_spec, &types.tree_state},
         {&function_state_spec, &types.function_state},

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "addresses.h"
+#include "own_memory.h"
 
 #include <array>
 #include <utility>
@@ -28,43 +28,6 @@ struct Names {
 #undef DECLARE
 extern Names names; // interned
 
-/* Where a tensor's object, implementation and storage were at the last call, and the storage's Python object. */
-struct Known {
-    const void *object = nullptr, *tensor = nullptr, *storage = nullptr, *own = nullptr;
-
-    /* Loads the fields that find reads: the first and last byte of each, whatever the boundaries of cache lines. It is
-       always inlined, since the compiler takes a function that only prefetches for one that does nothing. */
-    __attribute__((always_inline)) void load() const {
-        ahead(object, 0), ahead(object, 31);
-        ahead(tensor, 8), ahead(tensor, 31);
-        ahead(storage, 8);
-        ahead(tensor, sizeof(c10::TensorImpl) - 32), ahead(tensor, sizeof(c10::TensorImpl) - 1);
-        ahead(storage, 31), ahead(storage, 60);
-    }
-
-    /* Loads the fields that is_dead reads. The last one of each Python object is the list of its weak references. */
-    __attribute__((always_inline)) void load_references() const {
-        ahead(object, 0), ahead(object, 47);
-        ahead(tensor, 8), ahead(tensor, 31);
-        ahead(storage, 8);
-        load_own();
-    }
-
-    /* Loads what tells whether only its storage is held. */
-    __attribute__((always_inline)) void load_own() const { ahead(storage, 71), ahead(own, 0), ahead(own, 31); }
-
-    void note(PyObject *found) {
-        const c10::TensorImpl *impl = THPVariable_Unpack(found).unsafeGetTensorImpl();
-        c10::StorageImpl *held = impl->unsafe_storage().unsafeGetStorageImpl();
-        if (object != found || tensor != impl || storage != held)
-            *this = Known{found, impl, held, held == nullptr ? nullptr : held->pyobj_slot()->load_pyobj()};
-    }
-
-    __attribute__((always_inline)) static void ahead(const void *begin, size_t offset) {
-        __builtin_prefetch(static_cast<const char *>(begin) + offset);
-    }
-};
-
 struct Watched {
     uint64_t index, address;
     Known known;
@@ -80,12 +43,30 @@ struct Watched {
     __attribute__((always_inline)) void load_references() const { known.load_references(); }
 };
 
-/* The inputs of a call, in the order of the caller or in that of the recording. Memory for outputs may follow them; it
-   is in the same place in both orders. */
+constexpr size_t TENSORS_AHEAD = 24; // tensors
+
+/* Loads the tensor TENSORS_AHEAD places later; at the first tensor, all tensors up to that one. */
+template <void (Watched::*what)() const>
+__attribute__((always_inline)) inline void load_ahead(const std::vector<Watched> &watched, size_t i) {
+    for (size_t next = i == 0 ? 0 : i + TENSORS_AHEAD; next <= i + TENSORS_AHEAD && next < watched.size(); next++)
+        (watched[next].*what)();
+}
+
+/* The inputs of a call, in the order of the caller or in that of the recording, then the tensors of own memory. */
 struct Inputs {
     PyObject *list;
     const std::vector<uint64_t> *order; // NULL if the orders are the same
-    PyObject *handed = nullptr; // borrowed: the templates from which the memory for outputs was made; NULL without any
+    PyObject *own = nullptr;            // an OwnMemory, or NULL
+    uint64_t own_from = 0;              // the index of its first tensor
+
+    Inputs(PyObject *list, const std::vector<uint64_t> *order) : list(list), order(order) {}
+
+    void add(PyObject *memory) {
+        own = memory;
+        own_from = static_cast<uint64_t>(PyList_GET_SIZE(list));
+    }
+
+    bool is_own(uint64_t index) const { return own != nullptr && index >= own_from; }
 
     Py_ssize_t place(uint64_t index) const {
         return static_cast<Py_ssize_t>(order != nullptr && index < order->size() ? (*order)[index] : index);
@@ -93,6 +74,8 @@ struct Inputs {
 
     /* NULL if there is no such input. */
     PyObject *at(uint64_t index) const {
+        if (is_own(index))
+            return own_memory_in(own)->item(index - own_from);
         const Py_ssize_t found = place(index);
         return found >= 0 && found < PyList_GET_SIZE(list) ? PyList_GET_ITEM(list, found) : nullptr;
     }
@@ -126,9 +109,33 @@ struct Inputs {
 
     /* Whether the list still has all inputs. */
     bool has_length(const std::vector<uint64_t> *inputs) const {
-        const Py_ssize_t more = handed == nullptr ? 0 : PyTuple_GET_SIZE(handed) - 1;
-        return PyList_GET_SIZE(list) == static_cast<Py_ssize_t>(inputs->size()) + more;
+        return PyList_GET_SIZE(list) == static_cast<Py_ssize_t>(inputs->size());
     }
+};
+
+/* Own memory at the end of the list of inputs, for a call to Python. It is there until this object goes. */
+class AtTheEnd {
+  public:
+    /* `appended` is false with an exception. */
+    explicit AtTheEnd(const Inputs &inputs) : list(inputs.list), count(PyList_GET_SIZE(inputs.list)) {
+        for (uint64_t index = inputs.own_from; appended && inputs.own != nullptr && inputs.at(index) != nullptr; index++)
+            appended = PyList_Append(list, inputs.at(index)) == 0;
+    }
+    ~AtTheEnd() {
+        if (PyList_GET_SIZE(list) <= count) // they were consumed
+            return;
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        PyList_SetSlice(list, count, PyList_GET_SIZE(list), nullptr);
+        PyErr_Restore(type, value, trace);
+    }
+    AtTheEnd(const AtTheEnd &) = delete;
+    AtTheEnd &operator=(const AtTheEnd &) = delete;
+    bool appended = true;
+
+  private:
+    PyObject *list;
+    Py_ssize_t count;
 };
 
 /* False with an exception. */
@@ -138,7 +145,7 @@ inline bool is_tuple(PyObject *object) {
     return PyTuple_Check(object);
 }
 
-/* Outputs that must be dead, or are expected to be. */
+/* Outputs that must be dead, or are expected to be; see native/deaths.cpp. */
 struct Mortal {
     struct Run {
         PyObject *list;
@@ -172,8 +179,14 @@ struct Mortal {
 
 struct Replay {
     PyObject_HEAD
+    /* An output that is an input of the call, or a view of one or of own memory. */
     struct Returned {
-        uint64_t input, output;
+        uint64_t input = 0;
+        size_t output = 0;
+        bool is_whole = false; // whether it is the input itself
+        bool is_own = false;   // whether the input is own memory
+        bool lends = false;    // whether the tensor of own memory is an output if only autograd uses that
+        Strided layout;         // of a view; its offset counts from the first element of the input
     };
     /* What a cached output was when it was made; `known` is of NULLs for another output. */
     struct Made {
@@ -205,14 +218,15 @@ struct Replay {
         PyObject *replays = nullptr;   // a Counter
         PyObject *graph = nullptr;
         PyObject *cached = nullptr, *others = nullptr; // the cached outputs, and the values of the others
-        PyObject *handed = nullptr; // templates of its last inputs, which are memory for outputs
+        PyObject *own = nullptr; // an OwnMemory, or None
         // Python functions of the recording: check which tensors died, make all outputs, replay with inputs.
         PyObject *check = nullptr, *make = nullptr, *run = nullptr;
         std::vector<Watched> fixed, asked;
         std::vector<uint64_t> managed; // inputs that are released before the launch
         std::vector<uint64_t> lasting; // managed inputs that need not be seen to die
-        std::vector<Returned> returned; // inputs that are outputs, unchanged
-        bool in_python = false;        // inputs are copied, or an output is made from an input in another way
+        std::vector<Returned> returned;
+        bool lends = false; // whether own memory is returned itself to code that only accumulates gradients
+        bool in_python = false;        // inputs are copied at each call
         bool python_checks = false;    // if Python replays, it also checks which tensors have died
         bool has_new_history = false;  // whether autograd gives the outputs a new history at each call
         Mortal before, after;
@@ -223,7 +237,7 @@ struct Replay {
 
         std::array<PyObject **, 11> held() {
             return {&recording, &prepare, &addresses, &replays, &graph, &cached,
-                    &others,    &handed,  &check,     &make,    &run};
+                    &others,    &own,     &check,     &make,    &run};
         }
     } *state;
 };
@@ -260,16 +274,30 @@ bool sift(const CandidateFilter::State *state, const Inputs &inputs, size_t *pos
 /* The state of a Replay; NULL for any other object. */
 Replay::State *replay_in(PyObject *object);
 
+/* Why a call takes the slow path; `native/binding.py` has the names. */
+enum class Slow : size_t {
+    not_ready,      // no recording replays the function yet, or it is measured
+    another_call,   // another call has the turn, or another thread replays it
+    not_found,      // no recording follows here
+    moved,          // a static input moved
+    outputs_alive,  // other outputs are alive than when it was recorded
+    not_given,      // the graph cannot be given the inputs
+    no_memory,      // for outputs
+    in_python,      // a fast replay that Python makes
+};
+
 /* Whether a recording accepts the inputs of a call. If so, its graph holds their addresses, and inputs that must be dead
-   are released. Sets `is_copied` if inputs were copied for this call, so that Python must replay. */
-Answer accept(Replay::State *state, Inputs &inputs, bool *is_copied);
+   are released. Sets `is_copied` if inputs were copied for this call, so that Python must replay, and `why` with `no`. */
+Answer accept(Replay::State *state, Inputs &inputs, bool *is_copied, Slow *why);
 
 /* Counts the replay and launches the graph; false with an exception. */
 bool launch(const Replay::State *replay);
 
-/* Outputs of a recording, valid until other code runs: cached outputs, substitutes for others, inputs that are outputs,
-   and outputs without elements, which are made now and kept in `made`. False if another output must be made. */
-bool at_hand(const Replay::State *replay, PyObject *returned, std::vector<Ref> *made, std::vector<PyObject *> *outputs);
+/* Outputs of a recording, valid until other code runs: cached outputs, substitutes for others, and those that are made for
+   each call. These are made once, and kept in `made`: outputs without elements, and `returned` ones, from the tensors
+   `given`. Code that only accumulates gradients does not `see` them. False if another output must be made. */
+bool at_hand(const Replay::State *replay, PyObject *given, bool sees, std::vector<Ref> *made,
+             std::vector<PyObject *> *outputs);
 
 /* Notes the cached outputs, which Python has just made. */
 void note_made(Replay::State *replay);
@@ -279,7 +307,7 @@ void note_made(Replay::State *replay);
 bool are_untouched(const Replay::State *replay);
 
 /* The outputs of a recording as a list, made in Python; NULL with an exception. */
-Ref outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned);
+Ref outputs_of(PyObject *recording, const Replay::State *replay, PyObject *given);
 
 /* Where a parameter was at the last call. */
 struct Parameter {

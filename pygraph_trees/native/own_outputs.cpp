@@ -3,6 +3,7 @@
 #include "fast_path.h"
 
 #include <c10/core/InferenceMode.h>
+#include <torch/csrc/inductor/inductor_ops.h>
 
 namespace {
 
@@ -51,6 +52,17 @@ bool is_untouched(PyObject *output, const Replay::Made &made, const int64_t *sha
            (made.attributes == nullptr || *made.attributes == nullptr || !has_attributes(*made.attributes));
 }
 
+/* An output that is made for each call; NULL with an exception. */
+Ref made_from(const Replay::Returned &output, PyObject *given, bool sees) {
+    if (output.is_whole || (output.lends && !sees))
+        return Ref::dup(given);
+    if (output.is_own)
+        return Ref(alias(given, output.layout));
+    const at::Tensor &tensor = THPVariable_Unpack(given);
+    return Ref(THPVariable_Wrap(torch::inductor::_reinterpret_tensor(tensor, output.layout.sizes, output.layout.strides,
+                                                                     output.layout.offset)));
+}
+
 } // namespace
 
 void pygraph::note_made(Replay::State *replay) {
@@ -87,19 +99,21 @@ bool pygraph::are_untouched(const Replay::State *replay) {
             replay->made[i + further].load();
         PyObject *output = PyList_GET_ITEM(replay->cached, static_cast<Py_ssize_t>(i));
         const Replay::Made &made = replay->made[i];
-        if (is_tensor(output) && !is_untouched(output, made, replay->shapes.data() + made.shape, replay->has_new_history,
-                                               is_inference))
+        if (is_tensor(output) &&
+            !is_untouched(output, made, replay->shapes.data() + made.shape, replay->has_new_history, is_inference))
             return false;
     }
     return true;
 }
 
-bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vector<Ref> *made,
+bool pygraph::at_hand(const Replay::State *replay, PyObject *given, bool sees, std::vector<Ref> *made,
                       std::vector<PyObject *> *outputs) {
-    made->clear();
-    for (const Replay::Empty &like : replay->empty) { // first, since making a tensor may run other code
-        made->emplace_back(THPVariable_Wrap(at::empty_strided(like.sizes, like.strides, like.options)));
-        if (!made->back())
+    if (made->empty()) { // first, since making a tensor may run other code
+        for (const Replay::Empty &like : replay->empty)
+            made->emplace_back(THPVariable_Wrap(at::empty_strided(like.sizes, like.strides, like.options)));
+        for (size_t i = 0; i < replay->returned.size(); i++)
+            made->push_back(made_from(replay->returned[i], PyTuple_GET_ITEM(given, static_cast<Py_ssize_t>(i)), sees));
+        if (!std::all_of(made->begin(), made->end(), [](const Ref &output) { return bool(output); }))
             return false;
     }
     const Py_ssize_t count = PyList_GET_SIZE(replay->others);
@@ -121,19 +135,20 @@ bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vect
             return false;
         (*outputs)[static_cast<size_t>(i)] = output;
     }
-    for (size_t i = 0; i < replay->empty.size(); i++)
-        (*outputs)[replay->empty[i].output] = (*made)[i].get();
-    for (size_t i = 0; i < replay->returned.size(); i++)
-        if (replay->returned[i].output < outputs->size())
-            (*outputs)[replay->returned[i].output] = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));
+    auto next = made->begin();
+    for (const Replay::Empty &like : replay->empty)
+        (*outputs)[like.output] = (next++)->get();
+    for (const Replay::Returned &output : replay->returned)
+        (*outputs)[output.output] = (next++)->get();
     return true;
 }
 
-Ref pygraph::outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned) {
+Ref pygraph::outputs_of(PyObject *recording, const Replay::State *replay, PyObject *given) {
     Ref outputs(PyObject_CallOneArg(replay->make, recording));
     for (size_t i = 0; outputs && i < replay->returned.size(); i++) {
-        PyObject *input = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));
-        if (PySequence_SetItem(outputs.get(), static_cast<Py_ssize_t>(replay->returned[i].output), input) < 0)
+        Ref made = made_from(replay->returned[i], PyTuple_GET_ITEM(given, static_cast<Py_ssize_t>(i)), true);
+        if (!made ||
+            PySequence_SetItem(outputs.get(), static_cast<Py_ssize_t>(replay->returned[i].output), made.get()) < 0)
             return Ref();
     }
     return outputs;

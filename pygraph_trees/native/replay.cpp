@@ -6,151 +6,61 @@
 
 #include "fast_path.h"
 
-#include <unordered_map>
 #include <unordered_set>
 
 using namespace pygraph;
 
 namespace {
 
-constexpr size_t TENSORS_AHEAD = 24; // tensors
-constexpr size_t NOWHERE = ~size_t{0};
-
-/* Loads the tensor TENSORS_AHEAD places later; at the first tensor, all tensors up to that one. */
-template <void (Watched::*what)() const>
-__attribute__((always_inline)) inline void load(const std::vector<Watched> &watched, size_t i) {
-    for (size_t next = i == 0 ? 0 : i + TENSORS_AHEAD; next <= i + TENSORS_AHEAD && next < watched.size(); next++)
-        (watched[next].*what)();
-}
-
-} // namespace
-
-/* NULL if the list has become shorter. */
-static PyObject *item_of(PyObject *list, uint64_t index) {
-    return index < static_cast<uint64_t>(PyList_GET_SIZE(list)) ? PyList_GET_ITEM(list, static_cast<Py_ssize_t>(index))
-                                                                : nullptr;
-}
-
-/* Whether an output seems dead. If the program gave it other memory, somebody may hold the storage that it had. */
-static bool seems_dead(PyObject *list, uint64_t index, uint64_t address) {
-    PyObject *object = item_of(list, index);
-    return object != nullptr && object != Py_None && is_dead(object) &&
-           reinterpret_cast<uintptr_t>(THPVariable_Unpack(object).unsafeGetTensorImpl()->unsafe_storage().data()) ==
-               address;
-}
-
-bool Mortal::died_as(const std::vector<Watched> &inputs) const {
-    if (places.empty())
-        return false;
-    const Dying *place = places.data();
-    for (const Run &run : runs)
-        for (const Dying *end = place + run.outputs.size(); place < end; place++) {
-            if (place->input == NOWHERE)
-                continue;
-            const Watched &input = inputs[place->input];
-            if (!input.dies_here || input.known.object != item_of(run.list, place->index))
-                return false;
-        }
-    return true;
-}
-
-bool Mortal::others_seem_dead() const {
-    const Dying *place = places.data();
-    for (const Run &run : runs)
-        for (const Dying *end = place + run.outputs.size(); place < end; place++)
-            if (place->input == NOWHERE && !seems_dead(run.list, place->index, place->address))
-                return false;
-    return true;
-}
-
-bool Mortal::find_among(std::vector<Watched> *inputs) {
-    if (runs.empty() || !places.empty())
-        return false;
-    std::unordered_map<const void *, size_t> by_object;
-    for (size_t i = 0; i < inputs->size(); i++)
-        by_object.emplace((*inputs)[i].known.object, i);
-    for (const Run &run : runs)
-        for (const Watched &output : run.outputs) {
-            const auto place = by_object.find(output.known.object);
-            places.push_back({place == by_object.end() ? NOWHERE : place->second, output.index, output.address});
-            if (place != by_object.end())
-                (*inputs)[place->second].dies = true;
-        }
-    return true;
-}
-
-bool Mortal::take(PyObject *given) {
-    PyObject *groups = nullptr, *asked = nullptr;
-    if (given == Py_None)
-        return true;
-    if (!PyTuple_Check(given) || !PyArg_ParseTuple(given, "O!O", &PyTuple_Type, &groups, &asked)) {
-        PyErr_SetString(PyExc_TypeError, "expected groups of outputs and what to ask");
-        return false;
-    }
-    ask = Py_NewRef(asked);
-    for (Py_ssize_t g = 0; g < PyTuple_GET_SIZE(groups); g++) {
-        PyObject *list = nullptr, *bytes = nullptr;
-        Packed<Place> outputs;
-        if (!is_tuple(PyTuple_GET_ITEM(groups, g)) ||
-            !PyArg_ParseTuple(PyTuple_GET_ITEM(groups, g), "O!O", &PyList_Type, &list, &bytes) || !outputs.take(bytes))
+/* Takes (input, output, block or None, layout or None): see trees/fast_path.py; false with an exception. */
+bool take_returned(Replay::State *state, PyObject *returned, PyObject *others) {
+    const OwnMemory::State *own = own_memory_in(state->own);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(returned); i++) {
+        unsigned long long input = 0, output = 0;
+        PyObject *number, *layout, *sizes, *strides, *dtype;
+        long long offset = 0;
+        Replay::Returned &made = state->returned.emplace_back();
+        if (!is_tuple(PyTuple_GET_ITEM(returned, i)) ||
+            !PyArg_ParseTuple(PyTuple_GET_ITEM(returned, i), "KKOO", &input, &output, &number, &layout))
             return false;
-        runs.push_back({Py_NewRef(list), {}});
-        for (Py_ssize_t i = 0; i < outputs.count; i++)
-            runs.back().outputs.push_back({outputs[i].index, outputs[i].address, {}});
+        const bool is_own = number != Py_None;
+        const size_t block = is_own ? PyLong_AsSize_t(number) : 0;
+        if (PyErr_Occurred())
+            return false;
+        if (output >= static_cast<uint64_t>(PyList_GET_SIZE(others)) || (is_own && (own == nullptr || block >= own->blocks.size()))) {
+            PyErr_SetString(PyExc_ValueError, "expected an output and a block that exist");
+            return false;
+        }
+        made.input = input;
+        made.output = output;
+        made.is_own = is_own;
+        made.is_whole = !is_own && layout == Py_None;
+        if (layout != Py_None && (!is_tuple(layout) || !PyArg_ParseTuple(layout, "OOLO", &sizes, &strides, &offset, &dtype) ||
+                                  !take_strided(sizes, strides, offset, dtype, &made.layout)))
+            return false;
+        if (is_own) {
+            const OwnMemory::Block &lent = own->blocks[block];
+            if (layout == Py_None)
+                made.layout = lent.layout;
+            made.lends = lent.lends && made.layout.sizes == lent.layout.sizes && made.layout.strides == lent.layout.strides &&
+                         made.layout.offset == 0 && made.layout.dtype == lent.layout.dtype;
+            state->lends |= made.lends;
+        }
     }
     return true;
 }
-
-int Mortal::visit(visitproc visit, void *arg) const {
-    Py_VISIT(ask);
-    for (const Run &run : runs)
-        Py_VISIT(run.list);
-    return 0;
-}
-
-void Mortal::clear() {
-    Py_CLEAR(ask);
-    for (Run &run : runs)
-        Py_CLEAR(run.list);
-    runs.clear();
-}
-
-int Mortal::are_dead(bool *asked) {
-    if (ask == nullptr || seem_dead())
-        return 1;
-    if (PyErr_Occurred())
-        return -1;
-    *asked = true;
-    Ref answer(PyObject_CallNoArgs(ask));
-    return answer ? PyObject_IsTrue(answer.get()) : -1;
-}
-
-bool Mortal::seem_dead() {
-    for (Run &run : runs)
-        for (size_t i = 0; i < run.outputs.size(); i++) {
-            load<&Watched::load_references>(run.outputs, i);
-            Watched &output = run.outputs[i];
-            if (!seems_dead(run.list, output.index, output.address))
-                return false;
-            output.known.note(item_of(run.list, output.index));
-        }
-    return true;
-}
-
-namespace {
 
 PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"recording", "prepare", "addresses", "replays", "graph", "cached", "others",
-                                  "places",    "patched", "managed", "returned", "before", "after", "outliving", "handed",
-                                  "check", "make", "run", "python_checks", "has_new_history", nullptr};
+                                  "places",    "patched", "managed", "returned", "before", "after", "outliving", "own",
+                                  "check", "make", "run", "in_python", "python_checks", "has_new_history", nullptr};
     PyObject *recording, *prepare, *addresses, *replays, *graph, *cached, *others, *places, *patched, *managed, *returned,
-        *before, *after, *outliving, *handed, *check, *make, *run;
-    int python_checks = 0, has_new_history = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOOOO!OOOpp", const_cast<char **>(known), &recording,
+        *before, *after, *outliving, *own, *check, *make, *run;
+    int in_python = 0, python_checks = 0, has_new_history = 0;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOO!OOOOOOOppp", const_cast<char **>(known), &recording,
                                      &prepare, &addresses, &replays, &graph, &PyList_Type, &cached, &PyList_Type, &others,
-                                     &places, &patched, &managed, &returned, &before, &after, &outliving,
-                                     &PyTuple_Type, &handed, &check, &make, &run, &python_checks,
-                                     &has_new_history))
+                                     &places, &patched, &managed, &PyTuple_Type, &returned, &before, &after,
+                                     &outliving, &own, &check, &make, &run, &in_python, &python_checks, &has_new_history))
         return nullptr;
     if ((addresses != Py_None && addresses_in(addresses) == nullptr) || counter_in(replays) == nullptr) {
         PyErr_SetString(PyExc_TypeError, "expected an Addresses or None, and a Counter");
@@ -167,16 +77,14 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
     state->graph = Py_NewRef(graph);
     state->cached = Py_NewRef(cached);
     state->others = Py_NewRef(others);
-    state->handed = Py_NewRef(handed);
+    state->own = Py_NewRef(own);
     state->check = Py_NewRef(check);
     state->make = Py_NewRef(make);
     state->run = Py_NewRef(run);
     Packed<Place> fixed;
-    Packed<Replay::Returned> unchanged;
     std::vector<uint64_t> asked;
     if (!fixed.take(places) || !unpack(patched, &asked) || !unpack(managed, &state->managed) ||
-        (returned != Py_None && !unchanged.take(returned)) ||
-        !state->before.take(before) || !state->after.take(after) || !state->outliving.take(outliving))
+        !take_returned(state, returned, others) || !state->before.take(before) || !state->after.take(after) || !state->outliving.take(outliving))
         return nullptr;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(others); i++) {
         PyObject *other = PyList_GET_ITEM(others, i);
@@ -191,11 +99,9 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
         state->fixed.push_back({fixed[i].index, fixed[i].address, {}});
     for (const uint64_t index : asked)
         state->asked.push_back({index, 0, {}});
-    state->in_python = returned == Py_None;
+    state->in_python = in_python != 0;
     state->python_checks = python_checks != 0;
     state->has_new_history = has_new_history != 0;
-    for (Py_ssize_t i = 0; i < unchanged.count; i++)
-        state->returned.push_back(unchanged[i]);
     note_made(state);
     return made.release();
 }
@@ -238,7 +144,7 @@ void replay_dealloc(PyObject *self) {
 Answer find(Replay::State *state, const Inputs &inputs) {
     for (std::vector<Watched> *all : {&state->fixed, &state->asked})
         for (size_t i = 0; i < all->size(); i++) {
-            load<&Watched::load>(*all, i);
+            load_ahead<&Watched::load>(*all, i);
             Watched &input = (*all)[i];
             PyObject *object = inputs.at(input.index);
             if (object == nullptr || !is_tensor(object))
@@ -291,6 +197,9 @@ Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *aske
         PyErr_SetString(PyExc_IndexError, "the inputs have changed");
         return Answer::error;
     }
+    const AtTheEnd own(inputs);
+    if (!own.appended)
+        return Answer::error;
     Ref copies(PyObject_CallFunctionObjArgs(state->prepare, inputs.list, seen.get(), nullptr));
     if (!copies)
         return Answer::error;
@@ -337,7 +246,7 @@ Replay::State *pygraph::replay_in(PyObject *object) {
     return Py_TYPE(object)->tp_dealloc == replay_dealloc ? reinterpret_cast<Replay *>(object)->state : nullptr;
 }
 
-/* Whether the inputs that were not released are where `find` found them. */
+/* Whether the inputs that were not released are where `find` found them, and own memory is still free. */
 static bool are_still_there(const Replay::State *state, const Inputs &inputs) {
     for (const std::vector<Watched> *all : {&state->fixed, &state->asked})
         for (const Watched &input : *all) {
@@ -345,7 +254,8 @@ static bool are_still_there(const Replay::State *state, const Inputs &inputs) {
             if (object == Py_None)
                 continue;
             if (object == nullptr || !is_tensor(object) ||
-                reinterpret_cast<uintptr_t>(THPVariable_Unpack(object).data_ptr()) != input.address)
+                reinterpret_cast<uintptr_t>(THPVariable_Unpack(object).data_ptr()) != input.address ||
+                (inputs.is_own(input.index) && !own_memory_in(inputs.own)->is_free(input.index - inputs.own_from)))
                 return false;
         }
     return true;
@@ -365,17 +275,21 @@ static bool release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &
     return true;
 }
 
-Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied) {
+Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied, Slow *why) {
     *is_copied = false;
-    if (state->handed != inputs.handed && (PyTuple_GET_SIZE(state->handed) != 0 || inputs.handed != nullptr))
-        return Answer::no; // it was recorded with memory for other outputs
+    *why = Slow::not_ready;
+    if ((state->own == Py_None ? nullptr : state->own) != inputs.own)
+        return Answer::no; // it was recorded with own memory of other outputs
+    *why = Slow::moved;
     const Answer found = find(state, inputs);
     if (found != Answer::yes)
         return found;
+    *why = Slow::outputs_alive;
     bool has_run = false; // whether code ran that may have changed the inputs
     const int died = state->before.are_dead(&has_run);
     if (died <= 0)
         return died < 0 ? Answer::error : Answer::no;
+    *why = Slow::not_given;
     if (state->prepare != nullptr) {
         const Answer prepared = prepare(state, inputs, is_copied, &has_run);
         if (prepared != Answer::yes)

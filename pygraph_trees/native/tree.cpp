@@ -84,7 +84,8 @@ PyMemberDef function_state_members[] = {
     ATTRIBUTE(FunctionState, "manager", manager),
     ATTRIBUTE(FunctionState, "function_id", function_id),
     ATTRIBUTE(FunctionState, "integers", integers),
-    ATTRIBUTE(FunctionState, "handed", handed),
+    ATTRIBUTE(FunctionState, "own", own),
+    ATTRIBUTE(FunctionState, "slow", slow),
     ATTRIBUTE(FunctionState, "by_values", by_values),
     {"thread", T_ULONGLONG, offsetof(FunctionState, thread), 0, nullptr},
     {"was_asked", T_BOOL, offsetof(FunctionState, was_asked), 0, nullptr},
@@ -203,12 +204,15 @@ bool pygraph::OwnTurn::take(TreeState *trees) {
     return true;
 }
 
-Answer pygraph::find_candidates(const FunctionState *function, const Counters &counters, OwnTurn *turn, Found *found) {
+Answer pygraph::find_candidates(const FunctionState *function, const Counters &counters, OwnTurn *turn, Found *found,
+                                Slow *why) {
+    *why = Slow::another_call;
     if (function->thread != 0 && function->thread != PyThreadState_GetID(PyThreadState_Get()))
         return Answer::no;
     TreeState *trees = found->trees();
     if (!turn->take(trees))
         return Answer::no;
+    *why = Slow::not_found;
     for (PyObject **held : trees->held()) // unset, if upstream names its state otherwise
         if (*held == nullptr && held != &trees->mode && held != &trees->compile_id)
             return Answer::no;
@@ -244,7 +248,7 @@ Answer pygraph::find_candidates(const FunctionState *function, const Counters &c
     return clones_now < 0 ? Answer::error : Answer::yes;
 }
 
-Answer pygraph::first_accepting(Found *found, Inputs &inputs, bool *is_copied) {
+Answer pygraph::first_accepting(Found *found, Inputs &inputs, bool *is_copied, Slow *why) {
     Candidates *candidates = found->all();
     const auto count = static_cast<size_t>(PyTuple_GET_SIZE(candidates->replays));
     if (count > 1 && candidates->filter == nullptr && ++candidates->asked > ASKED_BEFORE) {
@@ -268,7 +272,7 @@ Answer pygraph::first_accepting(Found *found, Inputs &inputs, bool *is_copied) {
             found->recording = Ref(PyObject_CallNoArgs(replay->recording));
             if (!found->recording)
                 return Answer::error;
-            const Answer accepted = found->recording.get() == Py_None ? Answer::no : accept(replay, inputs, is_copied);
+            const Answer accepted = found->recording.get() == Py_None ? Answer::no : accept(replay, inputs, is_copied, why);
             if (accepted != Answer::no)
                 return accepted;
         }

@@ -40,12 +40,13 @@ struct FunctionState {
     PyObject *manager;     // returns the manager that may replay the function now, or None
     PyObject *function_id; // its id in the manager
     PyObject *integers;    // the indices of its integers
-    PyObject *handed;      // a tuple: a tensor on the device, and a template of each output that is handed out
+    PyObject *own;         // the OwnMemory of its outputs, or None
     PyObject *by_values;   // the entry for each set of values of its integers; NULL for a function without integers
+    PyObject *slow;        // a tuple of Counter objects: the calls that took the slow path, by Slow
     unsigned long long thread; // the only thread that may replay it; 0 if any thread may
     char was_asked;            // whether this call's caller has tried a fast replay without success
 
-    std::array<PyObject **, 5> held() { return {&manager, &function_id, &integers, &handed, &by_values}; }
+    std::array<PyObject **, 6> held() { return {&manager, &function_id, &integers, &own, &by_values, &slow}; }
 };
 
 /* The recordings of one function at one place, in upstream's order. */
@@ -103,11 +104,11 @@ struct Found {
     Candidates *all() { return reinterpret_cast<Candidates *>(candidates.get()); }
 };
 
-/* Takes the turn and finds the candidates of a call whose manager was found. */
-Answer find_candidates(const FunctionState *function, const Counters &counters, OwnTurn *turn, Found *found);
+/* Takes the turn and finds the candidates of a call whose manager was found. Sets `why` with `no`. */
+Answer find_candidates(const FunctionState *function, const Counters &counters, OwnTurn *turn, Found *found, Slow *why);
 
 /* Finds the first candidate that accepts the inputs; see `accept`. */
-Answer first_accepting(Found *found, Inputs &inputs, bool *is_copied);
+Answer first_accepting(Found *found, Inputs &inputs, bool *is_copied, Slow *why);
 
 /* Sets the state of the trees once the recording is chosen. */
 void go_on_from(Found *found, PyObject *path_state);

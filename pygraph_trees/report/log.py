@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from torch._guards import CompileId
 from torch._logging import trace_structured
 
 from .records import (
+    SLOW_CALLS,
     Cause,
     FunctionRecord,
     GraphRecord,
@@ -64,6 +65,7 @@ class RecordingLog:
     extra_copies: int = 0
     extra_copied_bytes: int = 0
     has_fast_path: bool = True  # whether C++ may replay it
+    sets: Counted = field(default_factory=Count)  # of nodes that replays gave other addresses
 
     @property
     def replays(self) -> int:
@@ -80,7 +82,8 @@ class RecordingLog:
         return Counter(given[_ROUTE] for given in self.inputs if len(given) > _ROUTE and given[_ROUTE] is not None)
 
     def record(self) -> RecordingRecord:
-        facts = {f.name: getattr(self, f.name) for f in fields(RecordingRecord)}
+        facts = {f.name: getattr(self, f.name) for f in fields(RecordingRecord) if f.name != "set_nodes"}
+        facts["set_nodes"] = self.sets.value
         facts["inputs"] = tuple(InputRecord(*given) for given in self.inputs)
         facts["outputs"] = tuple(OutputRecord(*made) for made in self.outputs)
         return RecordingRecord(**facts)
@@ -107,6 +110,9 @@ class FunctionLog:
     awaits_table: bool = False
     moved: dict[int, tuple[int, int]] = field(default_factory=dict)  # by output: how often it was moved, and bytes
     why_not_kept: str | None = None
+    slow: Sequence[Counted] = ()  # calls that took the slow path, in the order of SLOW_CALLS
+    blocks_allocated: Counted = field(default_factory=Count)
+    blocks_given_away: Counted = field(default_factory=Count)
     traced_reasons: set[str] = field(default_factory=set)  # once each: two reasons may alternate from call to call
 
     @property
@@ -192,6 +198,9 @@ class FunctionLog:
             awaits_table=self.awaits_table,
             moved_outputs=tuple(MovedOutput(n, *seen) for n, seen in sorted(self.moved.copy().items())),
             why_not_kept=self.why_not_kept,
+            slow_calls={why: calls.value for why, calls in zip(SLOW_CALLS, self.slow, strict=False) if calls.value},
+            blocks_allocated=self.blocks_allocated.value,
+            blocks_given_away=self.blocks_given_away.value,
         )
 
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from .markup import Section, render
 from .recorded_tree import function_anchor, recorded_tree, recording_anchor
 from .records import (
-    HANDED_OUT,
     IN_POOL,
     ON_INPUT,
+    OWN_MEMORY,
     FunctionRecord,
     GraphRecord,
     InputRecord,
@@ -152,7 +152,7 @@ def _functions(functions: Sequence[FunctionRecord]) -> Markup:
     )
 
 
-_PLACES = {HANDED_OUT: "handed out by address", IN_POOL: "in the graph pool", ON_INPUT: "on an input"}
+_PLACES = {OWN_MEMORY: "in own memory", IN_POOL: "in the graph pool", ON_INPUT: "on an input"}
 
 
 def _places_of(outputs: Sequence[OutputRecord]) -> str:

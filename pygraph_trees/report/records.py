@@ -88,7 +88,7 @@ class InputRecord:
 
     index: int
     name: str | None  # the placeholder node's name
-    kind: str  # "static", "managed", "live"; "output": memory for an output; "value" if it is not a tensor
+    kind: str  # "static", "managed", "live"; "output": own memory of outputs; "value" if it is not a tensor
     device: str | None
     nbytes: int
     copied_bytes: int  # copied into the recording at each replay
@@ -97,7 +97,18 @@ class InputRecord:
     why_copied: str | None = None
 
 
-HANDED_OUT, IN_POOL, ON_INPUT = "handed out", "pool", "input"
+OWN_MEMORY, IN_POOL, ON_INPUT = "own", "pool", "input"
+# Why calls took the slow path, each to follow "because", in the order in which C++ counts (native/fast_path.h: Slow).
+SLOW_CALLS = (
+    "no recording was ready",
+    "another call or thread used the graphs",
+    "no recording followed the one before",
+    "a static input moved",
+    "other outputs were alive than when it was recorded",
+    "the graph could not be given the inputs",
+    "there was no memory for outputs",
+    "inputs were copied, in Python",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +116,10 @@ class OutputRecord:
     """An output of a recording that is a tensor."""
 
     number: int  # among the function's outputs
-    place: str  # HANDED_OUT (in memory of each call, by address), IN_POOL (the graph pool) or ON_INPUT
+    place: str  # OWN_MEMORY (used again while the program does not use it), IN_POOL (the graph pool) or ON_INPUT
     nbytes: int
-    nodes: int = 0  # of the graph; if the output is handed out, a replay sets their parameters
-    copied_bytes: int = 0  # by the graph at each replay: a library allocated an output that is handed out
+    nodes: int = 0  # of the graph that hold the address of own memory
+    copied_bytes: int = 0  # by the graph at each replay, to own memory: a library allocates the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +138,7 @@ class RecordingRecord:
     extra_copies: int = 0  # inputs copied for one call: less aligned than recorded, or in the graph pool
     extra_copied_bytes: int = 0
     outputs: tuple[OutputRecord, ...] = ()
+    set_nodes: int = 0  # nodes that replays gave other addresses
 
     @property
     def copied_bytes(self) -> int:
@@ -166,6 +178,9 @@ class FunctionRecord:
     awaits_table: bool = False  # a table was chosen, and its kernels are not built yet
     moved_outputs: tuple[MovedOutput, ...] = ()
     why_not_kept: str | None = None  # why outputs are overwritten although they should be kept
+    slow_calls: dict[str, int] = field(default_factory=dict)  # by reason (SLOW_CALLS): calls that took the slow path
+    blocks_allocated: int = 0  # of own memory of outputs
+    blocks_given_away: int = 0  # to the program, which used them when a replay needed memory
 
     @property
     def why_ungraphed(self) -> str:

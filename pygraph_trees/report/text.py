@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from .records import (
-    HANDED_OUT,
+    OWN_MEMORY,
     Cause,
     Environment,
     FunctionRecord,
@@ -24,6 +24,7 @@ from .records import (
 
 _MOST_CAUSES = 6  # of one graph
 _MOST_REASONS = 4  # of one function
+_USUAL_SLOW_CALLS = 16  # for warm-ups, recordings, and a decision
 _MOST_OUTPUTS = 3  # of one function
 _SHORT = {"inference": "inf", "forward": "fwd", "backward": "bwd"}
 
@@ -193,18 +194,28 @@ def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
         if f.route:
             yield f"{_place(f)}: inputs are passed {f.route}"
         yield from _outlived(f)
+        yield from _slow(f)
         if f.ungraphed_calls:
             yield _ungraphed(f)
 
 
+def _slow(function: FunctionRecord) -> Iterator[str]:
+    """Why calls took the slow path, if more did than until a function is recorded."""
+    count = sum(function.slow_calls.values())
+    if count > _USUAL_SLOW_CALLS and function.recordings:
+        whys = sorted(function.slow_calls.items(), key=lambda found: -found[1])
+        reasons = ", ".join(f"{calls} because {why}" for why, calls in whys)
+        yield f"{_place(function)}: {count} calls took the slow path: {reasons}"
+
+
 def _outlived(function: FunctionRecord) -> Iterator[str]:
     """What became of outputs that were alive when the next step began."""
-    handed = {output.number for r in function.recordings[-1:] for output in r.outputs if output.place == HANDED_OUT}
-    # An output of a warm-up is mostly moved once, and handed out from then on.
-    worth_saying = [output for output in function.moved_outputs if output.times > 1 or output.number not in handed]
+    own = {output.number for r in function.recordings[-1:] for output in r.outputs if output.place == OWN_MEMORY}
+    # An output of a warm-up is mostly moved once, and has own memory from then on.
+    worth_saying = [output for output in function.moved_outputs if output.times > 1 or output.number not in own]
     moved = sorted(worth_saying, key=lambda output: -output.nbytes)
     for output in moved[:_MOST_OUTPUTS]:
-        since = ", handed out since" if output.number in handed else ""
+        since = ", in memory of its own since" if output.number in own else ""
         times = counted(output.times, "time")
         yield (
             f"{_place(function)}: output {output.number} outlived its step: moved out of the graph pool {times}, "

@@ -8,6 +8,7 @@ inputs cannot be kept. Inputs that were refused are also copied in later recordi
 from __future__ import annotations
 
 import traceback
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.indirection.choosing import choose
@@ -18,7 +19,7 @@ from pygraph_trees.indirection.table.pointer_table import taken_by_variants
 from pygraph_trees.report.naming import BACKWARD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.indirection.pool import PoolRanges
@@ -78,6 +79,7 @@ class Attempts:
         managed: Collection[int],
         *,
         may_be_kept: bool,
+        own: Mapping[int, bool] = MappingProxyType({}),
     ) -> LiveInputs | None:
         """Chooses the inputs that this attempt gives by address; None if no input is chosen.
 
@@ -86,6 +88,7 @@ class Attempts:
             copied: the indices of the inputs that upstream would copy; the chosen ones are removed.
             managed: the indices of managed inputs whose addresses change.
             may_be_kept: whether the inputs may be held while the function is recorded.
+            own: own memory of outputs, by index; see :func:`.choosing.choose`.
         """
         model, sizes = self._function.model, self._function.id  # a function of integers has an id for each value
         # If a recording with a table fails, the next attempt needs the inputs again.
@@ -102,6 +105,7 @@ class Attempts:
             managed,
             stage=model.settings.placement != "off",
             tabled=taken_by_variants(model) if may_use else (),
+            own=own,
         )
         if live is None:
             return None

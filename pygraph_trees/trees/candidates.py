@@ -24,7 +24,7 @@ from .recording import Recording
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .handing_out import HandingOut
+    from pygraph_trees.outputs.policy import OutputPolicy
 
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 
@@ -86,7 +86,7 @@ class Searched(Reclaimed, Protocol):
     id_to_mode: Any
     id_to_compile_id: Any
     reclaiming: Reclaiming
-    handing_out: HandingOut
+    output_policy: OutputPolicy
 
     @property
     def ends_steps(self) -> bool: ...
@@ -109,7 +109,7 @@ class Search:
 
         None if upstream might do anything except replay a recording that has a fast path.
         """
-        if function_id not in manager.warmed_up_functions or manager.handing_out.changes_next:
+        if function_id not in manager.warmed_up_functions or manager.output_policy.changes_next:
             return None
         node = manager.current_node
         wanted: bool | None = None
@@ -128,7 +128,7 @@ class Search:
                 wanted = False if manager.ends_steps else None
             else:
                 manager.try_end_curr_execution()
-                if manager.current_node is not None or manager.handing_out.changes_next:
+                if manager.current_node is not None or manager.output_policy.changes_next:
                     return None
                 if manager.reclaiming.forgotten:
                     manager.reclaiming.give_back(manager)

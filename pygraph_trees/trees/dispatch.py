@@ -43,16 +43,18 @@ class Dispatch(FunctionState):
     __slots__ = ("__dict__", "__weakref__", "call")  # a slot for the attribute that each call reads
     manager: Callable[[], Any]  # the manager that may replay the function now, or None
     was_asked: bool  # whether this call's caller has tried a fast replay without success
-    handed: tuple[Any, ...]  # :attr:`.Templates.native` of the outputs that are handed out; empty without any
+    own: Any  # the ``OwnMemory`` of the function in C++; None without any
+    slow: tuple[Any, ...]  # counters of the calls that took the slow path, in the order of ``SLOW_CALLS``
     thread: int  # the only thread that may replay it, if each thread has its own trees; 0 otherwise
     integers: tuple[int, ...]  # the indices of its integers, once it is added with integers
     by_values: dict[tuple[int, ...], Call | None]  # by their values, the entry of the function with these values
 
-    def __init__(self) -> None:
+    def __init__(self, slow: tuple[Any, ...] = ()) -> None:
+        self.slow = slow
         self.way = Way.REPLAYED
         self.call: Call | None = None
         self.manager, self.function_id = _nobody, None
-        self.thread, self.was_asked, self.handed = 0, False, ()
+        self.thread, self.was_asked, self.own = 0, False, None
         # The manager that may replay it, if the way allows that. A manager must not outlive its functions.
         self.replayer: Callable[[], Any] = _nobody
         self._added = 0
@@ -98,21 +100,21 @@ class Dispatch(FunctionState):
             self.by_values = {}
         own = self._with_values.get(values)
         if own is None:
-            own = self._with_values[values] = Dispatch()
+            own = self._with_values[values] = Dispatch(self.slow)
             self.by_values[values] = entry(own)
         own.add(of_integers=False)
         self._by_id[function_id] = own
 
-    def may_be_replayed_by(self, manager: Any, function_id: Any, handed: tuple[Any, ...] = ()) -> None:
-        """Notes that ``manager`` has a recording with a fast path, and the templates of outputs that it hands out."""
+    def may_be_replayed_by(self, manager: Any, function_id: Any, own: Any = None) -> None:
+        """Notes that ``manager`` has a recording with a fast path, and the own memory of its outputs in C++."""
         if self._of_integers:
-            own = self._by_id.get(function_id)
-            if own is None:
+            with_values = self._by_id.get(function_id)
+            if with_values is None:
                 return
-            own.may_be_replayed_by(manager, function_id, handed)
+            with_values.may_be_replayed_by(manager, function_id, own)
         elif self._added != 1:
             return
-        self.handed = handed
+        self.own = own
         self.replayer, self.function_id = weakref.ref(manager), function_id
         self.thread = binding.thread_id() if PER_THREAD and not self._of_integers else 0
         self._update()

@@ -3,7 +3,8 @@
 Each function takes upstream's function and returns its replacement. Torch calls :func:`cudagraphify` while Inductor
 compiles, :func:`cudagraphify_impl` at a function's first call and for ``backend="cudagraphs"``,
 :func:`reset_cudagraph_trees` when all recordings are dropped, and :func:`is_static_for_cudagraphs` when Dynamo compiles
-an optimizer. A function that the settings keep un-graphed runs as compiled, and its log says why.
+an optimizer. Programs call :func:`record_stream`. A function that the settings keep un-graphed runs as compiled, and
+its log says why.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from torch._dynamo.utils import get_static_address_type
 from torch._inductor import cudagraph_trees
 
+from pygraph_trees.cuda.extent import tensors_with_memory
 from pygraph_trees.indirection.retired import release_retired
+from pygraph_trees.native import binding
 from pygraph_trees.selection.functions import why_not_graphed
 
 from .choice import chooser, only_sizes_that_come_again
@@ -100,6 +103,20 @@ def is_static_for_cudagraphs(upstream: Callable[[Any], bool]) -> Callable[[Any],
         return upstream(x)
 
     return is_static_for_cudagraphs
+
+
+def record_stream(upstream: Callable[..., None]) -> Callable[..., None]:
+    """Also notes that another stream uses the memory: own memory of outputs there is not written again."""
+    if binding.extension is None:
+        return upstream
+
+    @functools.wraps(upstream)
+    def record_stream(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        upstream(self, *args, **kwargs)
+        for tensor in tensors_with_memory(self):
+            binding.extension.note_stream(tensor)
+
+    return record_stream
 
 
 def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:

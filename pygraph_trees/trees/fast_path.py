@@ -7,6 +7,7 @@ Without the native part no replay is fast, and upstream's code replays.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pygraph_trees.indirection.inputs import LiveInputs
+    from pygraph_trees.outputs.own_memory import OwnMemory
     from pygraph_trees.report.log import RecordingLog
 
-    from .handed_outputs import Templates
     from .liveness import Deaths
 
     FastCall = Callable[[list[Any]], Any]
@@ -86,7 +87,7 @@ class Replayed(Protocol):
     deaths_before: Deaths | None
     deaths_after: Deaths | None
     outliving: Deaths | None  # outputs that must be moved if they are alive when the next step begins
-    templates: Templates | None  # of its inputs that are memory for outputs
+    own: OwnMemory | None  # of its outputs; its last inputs
     has_new_history: bool  # whether autograd gives the outputs a new history at each call
 
     @property
@@ -171,25 +172,37 @@ def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any], *
         places=packed([number for place in recording.fixed for number in place]),
         patched=packed([] if live is None else [item.index for item in live.patched]),
         managed=packed(managed),
-        returned=None if in_python else _returned(live),
+        returned=() if live is None else _returned(live, recording.own),
         before=_to_ask(recording.deaths_before),
         after=_to_ask(recording.deaths_after),
         outliving=_to_ask(recording.outliving),
-        handed=() if recording.templates is None else recording.templates.native,
+        own=None if recording.own is None else recording.own.native,
         check=kind.check_what_died,
         make=kind.own_outputs,
         run=kind.replay,
+        in_python=in_python or (live is not None and _changes_dtype(live, recording.own)),
         python_checks=CHECKS_LATE,
         has_new_history=recording.has_new_history,
     )
 
 
-def _returned(live: LiveInputs | None) -> bytes | None:
-    """The numbers of inputs that are returned unchanged, each with its output's; None if an output is a view of one."""
-    outputs = {} if live is None else live.outputs
-    if any(view is not None for _, view in outputs.values()):
-        return None
-    return packed([number for position, (index, _) in outputs.items() for number in (index, position)])
+def _returned(live: LiveInputs, own: OwnMemory | None) -> tuple[tuple[Any, ...], ...]:
+    """The input of each output that is made for each call, the output, its block of own memory, and its view of it."""
+    takes = sys.maxsize if own is None else own.takes
+    return tuple(
+        (index, position, None if index < takes else index - takes, view)
+        for position, (index, view) in live.outputs.items()
+    )
+
+
+def _changes_dtype(live: LiveInputs, own: OwnMemory | None) -> bool:
+    """Whether an output is a view of an input, not of own memory, with another dtype."""
+    dtypes = {item.index: item.placeholder_tensor.dtype for item in live.items}
+    return any(
+        view is not None and view[-1] != dtypes[index]
+        for index, view in live.outputs.values()
+        if own is None or index < own.takes
+    )
 
 
 def _to_ask(deaths: Deaths | None) -> tuple[Any, Any] | None:

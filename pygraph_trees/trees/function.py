@@ -16,14 +16,15 @@ from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._guards import TracingContext
 
 from pygraph_trees.native import binding
+from pygraph_trees.outputs.allocations import is_watching, watching
+from pygraph_trees.outputs.own_memory import OwnOutputs
 from pygraph_trees.report.log import FunctionLog, journal
 from pygraph_trees.report.naming import BACKWARD, compile_id, mode_name, program_name
+from pygraph_trees.report.records import SLOW_CALLS
 from pygraph_trees.settings import Settings
 
-from .allocations import is_watching, watching
 from .dispatch import Dispatch
 from .fast_path import entry
-from .handed_outputs import OutputPlan
 from .zeros import give_memory
 
 if TYPE_CHECKING:
@@ -85,13 +86,15 @@ class FunctionModel:
         self.model = model
         self.settings = settings
         self.log = log
-        self.dispatch = Dispatch()
+        log.slow = [binding.new_counter() for _ in SLOW_CALLS]
+        log.blocks_allocated, log.blocks_given_away = binding.new_counter(), binding.new_counter()
+        self.dispatch = Dispatch(tuple(log.slow))
         self.trial: Trial | None = None  # changes the way of ``dispatch``
         self.refused: dict[int, str] = {}  # inputs that are copied in every later recording, and why
         self.moving: set[int] = set()  # managed inputs whose addresses changed: live ones in every later recording
         self.first_inside: int | None = None  # the first output that a recording may hold as it is returned
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes outputs from the model's outputs
-        self.outputs = OutputPlan()  # the outputs for which later recordings have further inputs
+        self.outputs = OwnOutputs()
         self.is_entered = False  # by :func:`entered`
         self.tangents: Sequence[int] = ()  # inputs of a backward that may be zeros without memory
         self._makes_zeros = "_efficientzerotensor" in _names_in(model)  # outputs may be zeros without memory
@@ -112,7 +115,7 @@ class FunctionModel:
     def ungraphed(self, inputs: list[Any]) -> Any:
         """Runs the compiled code and returns its outputs; no run is counted.
 
-        The last inputs may be memory for the outputs that are handed out.
+        The last inputs may be own memory of outputs.
         """
         allocations = self.outputs.allocations(inputs)
         if allocations is not None or is_watching():

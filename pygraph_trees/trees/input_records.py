@@ -35,8 +35,8 @@ def describe(
     static, managed = set(node.static_input_idxs), set(node.cudagraph_managed_idxs)
     placeholder_tensors = {} if live is None else {item.index: item.placeholder_tensor for item in live.items}
     decisions = {} if live is None else live.decisions
-    templates = getattr(node, "templates", None)
-    first_output = len(node.reconstructed_inputs) - (0 if templates is None else len(templates))
+    own = getattr(node, "own", None)
+    first_output = len(node.reconstructed_inputs) if own is None else own.takes
     devices: dict[torch.device, str] = {}
     for index, value in enumerate(node.reconstructed_inputs):
         name = placeholders[index].name if index < len(placeholders) else None

@@ -32,6 +32,12 @@ def keeps_outputs(model: Any) -> bool:
     return isinstance(model, FunctionModel) and model.settings.outputs == "keep" and why_not_moved() is None
 
 
+def models_that_keep(node: Any) -> list[Any]:
+    """The compiled code of the functions on the path to a recording whose outputs must be kept, each once."""
+    models = {id(made_by.wrapped_function.model): made_by.wrapped_function.model for made_by in node._path_from_root}
+    return [model for model in models.values() if keeps_outputs(model)]
+
+
 def kept_indices(node: Any) -> list[tuple[int, int]]:
     """Depth and number of the outputs on the path to a recording that may be alive after it and must be kept."""
     keeps = [keeps_outputs(recording.wrapped_function.model) for recording in node._path_from_root]

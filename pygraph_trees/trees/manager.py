@@ -25,15 +25,16 @@ from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.indirection.table.pointer_table import Warmups
 from pygraph_trees.native import build
+from pygraph_trees.outputs.allocations import generated_by_inductor
+from pygraph_trees.outputs.policy import OutputPolicy
 
 from . import fast_path, input_rules, pools
 from .attempts import forget_frames
 from .candidates import Search
 from .collector import paused
 from .function import FunctionModel
-from .handing_out import HandingOut
 from .input_rules import Given
-from .kept_outputs import keeps_outputs, move_alive, why_not_moved
+from .kept_outputs import keeps_outputs, models_that_keep, move_alive, why_not_moved
 from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
@@ -86,7 +87,7 @@ class Manager(fast_path.TreeState, Steps):
         self._candidates, self._find = search.known, search.find  # a fast replay reads them
         self.reclaiming = Reclaiming(functools.partial(type(self), *args, **kwargs), self._candidates)
         self._warmups = Warmups()
-        self.handing_out = HandingOut(self._candidates)
+        self.output_policy = OutputPolicy(self._candidates)
         build.announce()
         super().__init__(*args, **kwargs)
         pools.OWNED.add(self.cuda_graphs_thread_pool)
@@ -142,7 +143,7 @@ class Manager(fast_path.TreeState, Steps):
             move_alive(node)
             if is_last:
                 wait_for_device(self.device_index)
-            self.handing_out.moved(self, node._path_from_root)
+            self.output_policy.moved(self, models_that_keep(node))
 
     def move_last_outputs(self) -> None:
         """Moves outputs that are alive, before the graph pool is freed; logs a warning if that is impossible."""
@@ -174,7 +175,7 @@ class Manager(fast_path.TreeState, Steps):
         try:  # an interrupt may come anywhere
             if not self.take_turn(new_inputs):
                 return self._run_beside(new_inputs, function_id)
-            with self.handing_out.call(self, function_id, new_inputs):
+            with self.output_policy.call(self, function_id, new_inputs):
                 return super().run(new_inputs, function_id)
         finally:
             self.end_turn(new_inputs)
@@ -202,14 +203,14 @@ class Manager(fast_path.TreeState, Steps):
         outputs = super().execute_node(node, new_inputs)
         if getattr(node, "has_fast_path", False):
             function = node.wrapped_function
-            handed = () if node.templates is None else node.templates.native
-            function.model.dispatch.may_be_replayed_by(self, function.id, handed)
+            function.model.dispatch.may_be_replayed_by(self, function.id, getattr(node.own, "native", None))
         return outputs
 
     def shutdown(self) -> None:
         self.move_last_outputs()
         self._candidates.clear()
         self.reclaiming.clear()
+        self.output_policy.release(self)
         todo = list(itertools.chain.from_iterable((self.roots or {}).values()))
         while todo:  # ``native`` holds the graph too
             node = todo.pop()
@@ -219,7 +220,8 @@ class Manager(fast_path.TreeState, Steps):
         release_retired()
 
     def forget(self, model: FunctionModel, *, later: bool = False) -> None:
-        """Gives back a function's recordings; see :meth:`.Reclaiming.forget`."""
+        """Gives back a function's recordings and own memory; see :meth:`.Reclaiming.forget`."""
+        self.output_policy.release(self, model)
         self.reclaiming.forget(self, model, later=later)
 
     def give_pool_back(self) -> bool:
@@ -318,9 +320,9 @@ class Manager(fast_path.TreeState, Steps):
         function.recorded(log)
         limit = given.function.model.settings.pool_bytes
         if limit:
-            self.reclaiming.limit(self, self._pool.nbytes(), limit)
+            self.reclaiming.limit(self, self._pool.nbytes() + self.output_policy.held_bytes(self), limit)
         self._let_chooser_rerecord(self.current_node, function_id)
-        self.handing_out.recorded(self, given.function.model, self.current_node)
+        self.output_policy.recorded(self, self.current_node, self._pool.nbytes())
         if verification is not None:
             verification.check(self.current_node, outputs, function.name)
         return outputs
@@ -340,12 +342,12 @@ class Manager(fast_path.TreeState, Steps):
         chooser = None if recording.live is None else recording.live.addresses.chooser
         if chooser is None:
             return
-        reclaiming = weakref.ref(self.reclaiming)
+        reclaiming, number = weakref.ref(self.reclaiming), recording.log.number
 
         def ready(why: str) -> None:
             found = reclaiming()
             if found is not None:
-                found.record_again(function_id, why)
+                found.record_again(function_id, why, number)
 
         chooser.ready = ready
 
@@ -396,16 +398,25 @@ class Manager(fast_path.TreeState, Steps):
         function.warmups += 1
         before = self._pool.nbytes()
         try:
-            with (
-                self._warming_up(new_inputs, function_id),
-                self.handing_out.watched(self, function_id, new_inputs) as found,
-            ):
+            with self._warming_up(new_inputs, function_id), self._watching(new_inputs, function_id) as found:
                 outputs = super().run_eager(new_inputs, function_id)
         finally:
             self._pool.forget()
-        found(outputs, self._pool.holds)
+        if found is not None:
+            found(outputs, self._pool.holds)
         function.warmup_pool_bytes += self._pool.nbytes() - before
         return outputs
+
+    def _watching(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[Any]:
+        model = self.ids_to_funcs[function_id].model
+        may_have_own = (
+            keeps_outputs(model)
+            and not self.output_policy.knows(function_id)
+            and input_rules.uses_addresses(model)
+            and input_rules.knows_its_writes(model)
+            and generated_by_inductor(model.model)
+        )
+        return self.output_policy.watched(self, function_id, inputs) if may_have_own else nullcontext()
 
     def _warming_up(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[None]:
         wrapped = self.ids_to_funcs[function_id]

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pygraph_trees.report.records import HANDED_OUT, IN_POOL, ON_INPUT
+from pygraph_trees.report.records import IN_POOL, ON_INPUT, OWN_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pygraph_trees.indirection.inputs import LiveInputs
+    from pygraph_trees.outputs.own_memory import OwnMemory
 
-    from .handed_outputs import Templates
 
-
-def describe_outputs(node: Any, live: LiveInputs | None, templates: Templates | None) -> Iterator[tuple[Any, ...]]:
+def describe_outputs(node: Any, live: LiveInputs | None, own: OwnMemory | None) -> Iterator[tuple[Any, ...]]:
     """Yields the fields of an :class:`~pygraph_trees.report.records.OutputRecord` for each output that is a tensor.
 
     Args:
         node: the recording; only upstream's attributes are read.
         live: its inputs that are given by address.
-        templates: of its last inputs, which are memory for outputs.
+        own: the own memory of its outputs.
     """
     on_live = {} if live is None else live.outputs
     sizes = {} if live is None else {item.index: item.placeholder_tensor.nbytes for item in live.items}
-    handed = {} if templates is None else dict(zip(templates.handed.outputs, templates.handed.allocations, strict=True))
+    blocks = {} if own is None else own.outputs
     for number, (made_of, alias) in enumerate(zip(node.outputs_metadata, node.output_storage_alias, strict=True)):
         if number in on_live and live is not None:
             index, _ = on_live[number]
-            if number not in handed:
+            if own is None or index < own.takes:
                 yield number, ON_INPUT, sizes[index]
                 continue
-            copied = 0 if handed[number] is not None else sizes[index]
-            yield number, HANDED_OUT, sizes[index], len(live.kernels_holding([index])), copied
+            copied = sizes[index] if blocks[number].allocation is None else 0
+            yield number, OWN_MEMORY, sizes[index], len(live.kernels_holding([index])), copied
         elif isinstance(made_of, dict):
             yield number, ON_INPUT if alias is None else IN_POOL, made_of["nbytes"]

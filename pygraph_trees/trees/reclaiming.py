@@ -57,6 +57,7 @@ class Reclaiming:
         "_dropped",
         "_is_unknown",
         "_left",
+        "_newest",
         "_remake",
         "_seen",
         "forgotten",
@@ -72,6 +73,7 @@ class Reclaiming:
         self._candidates = candidates
         self.forgotten: list[Any] = []  # ids of functions whose recordings are to be given back
         self._again: dict[Any, str] = {}  # why, by id of a function that is to be recorded again
+        self._newest: dict[Any, int] = {}  # the number of its newest recording that is to be given back
         self._dropped: dict[Any, str] = {}  # why, by id of a function whose recordings the pool has no room for
         self._seen = 0  # bytes of the pool when recordings were dropped last; 0 if it is a new pool
         self._left: list[Any] | None = None  # references to outputs of recordings given back; None if none was
@@ -85,8 +87,8 @@ class Reclaiming:
         ids = [id_ for id_, function in list(manager.ids_to_funcs.items()) if function.model is model]
         self.forgotten += ids
         for function_id in ids:
-            self._again.pop(function_id, None)
-            self._dropped.pop(function_id, None)
+            for noted in (self._again, self._dropped, self._newest):
+                noted.pop(function_id, None)
         self._candidates.clear()
         if later or manager.graph is None:
             return
@@ -94,16 +96,17 @@ class Reclaiming:
             manager.try_end_curr_execution()
         self.give_back(manager)
 
-    def record_again(self, function_id: Any, why: str) -> None:
-        """Lets a function be recorded again after its recordings are given back; may be called during a call."""
-        self._again[function_id] = why
+    def record_again(self, function_id: Any, why: str, newest: int) -> None:
+        """Lets a function be recorded again; may be called during a call.
+
+        ``newest``: the number of its newest recording. This and older ones are given back.
+        """
+        self._again[function_id], self._newest[function_id] = why, newest
         self.forgotten.append(function_id)
         self._candidates.clear()
 
     def why_again(self, function_id: Any) -> str | None:
-        """Why a function is recorded again, returned once; None if it is not, or still has its old recordings."""
-        if function_id in self.forgotten:
-            return None
+        """Why a function is recorded again, returned once; None if it is not."""
         return self._again.pop(function_id, None) or self._dropped.pop(function_id, None)
 
     def limit(self, manager: Reclaimed, nbytes: int, limit: int) -> None:
@@ -127,13 +130,17 @@ class Reclaiming:
         if manager.current_node is not None or manager.roots is None or torch.cuda.is_current_stream_capturing():
             return
         ids, self.forgotten = self.forgotten, []
+        newest, self._newest = self._newest, {}
         self._candidates.clear()  # some may have been found since ``forget``
         gone: list[Any] = []
         todo = [manager.roots]
         while todo:
             below = todo.pop()
             for function_id in ids:
-                gone += below.pop(function_id, ())
+                found = below.pop(function_id, ())
+                gone += [node for node in found if node.id.id <= newest.get(function_id, node.id.id)]
+                if kept := [node for node in found if node.id.id > newest.get(function_id, node.id.id)]:
+                    below[function_id] = kept
             todo += [node.children for nodes in below.values() for node in nodes]
         if gone:
             self._left = self._left or []

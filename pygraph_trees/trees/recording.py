@@ -33,7 +33,6 @@ from . import fast_path, pools
 from .attempts import Attempts
 from .captured_graph import captured_nodes, is_cuda, kept_graph, surroundings
 from .function import FunctionModel
-from .handed_outputs import Templates, templates_of_call
 from .input_records import describe
 from .kept_outputs import kept_indices
 from .liveness import AsMade, are_untouched, as_made, deaths, register, release_unneeded
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.host_reads import HostRead
+    from pygraph_trees.outputs.own_memory import OwnMemory
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
 _IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # called twice per input
@@ -86,7 +86,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     native: Any = None  # its part of a fast replay in C++
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
-    templates: Templates | None = None  # of its inputs that are memory for outputs
+    own: OwnMemory | None = None  # of its outputs; its last inputs
     outliving: Any = None  # outputs that must be moved if they are alive when the next step begins
     cached_as_made: Sequence[AsMade | None] = ()  # of each cached output, in their order
     has_new_history = False  # whether autograd gives the outputs a new history at each call
@@ -100,7 +100,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any
     ) -> None:
         self.log = RecordingLog(number=id.id, parent=None if parent is None else parent.id.id, counter=new_counter())
-        self.templates = templates_of_call()
+        self.own, self._takes = getattr(wrapped_function, "own", None), len(inputs)
         model = wrapped_function.model
         self._gives_addresses = isinstance(model, FunctionModel) and model.settings.indirection != "off"
         self.has_new_history = isinstance(model, FunctionModel) and model.log.mode == FORWARD
@@ -118,12 +118,14 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         )
         self.log.has_fast_path = self.has_fast_path
         self.log.inputs = tuple(describe(self, self._live, self._copied_indices(), attempts.why_copied))
-        self.log.outputs = tuple(describe_outputs(self, self._live, self.templates))
+        self.log.outputs = tuple(describe_outputs(self, self._live, self.own))
         if isinstance(wrapped_function.model, FunctionModel):
             decisions = {} if self._live is None else self._live.decisions
             reads_table = any(decision.route is Route.TABLE for decision in decisions.values())
             if decisions:
                 recorded(wrapped_function.model, wrapped_function.id, reads_table=reads_table)
+        if self._live is not None:
+            self.log.sets = self._live.addresses.sets
         self.copies = self.log.copied_bytes > 0
         copies_some = self.copies or (self._live is not None and self._live.copies_some)
         if self.has_fast_path:
@@ -207,6 +209,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             self._live = attempts.choose_live(
                 *(api, self.device, inputs, copied, pool, self._managed_and_moving(attempts)),
                 may_be_kept=self._may_be_kept(inputs),
+                own={} if self.own is None else self.own.inputs,
             )
             for index in self.wrapped_function.mutated_input_idxs:
                 if index in copied and isinstance(inputs[index], torch.Tensor) and inputs[index].numel():
@@ -299,7 +302,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         live = self._live
         # Upstream neither frees nor checks outputs on a persistent input. It only checks that the input is alive, and
         # placeholder tensors are.
-        placeholders = {} if live is None else dict.fromkeys(live.storages, _is_alive)
+        placeholders = {} if live is None else dict.fromkeys(live.storages, lambda: True)
         super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs | placeholders)
         for position, output in enumerate(outputs):
             if live is not None and is_cuda(output) and is_on_live_input(live, position, output):
@@ -311,8 +314,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         """Completes the call after the launch that upstream does when it makes a node."""
         if live.outputs:
             outputs = list(self.recording_outputs)
-            for position, (index, view) in live.outputs.items():
-                outputs[position] = live.output(index, view)
+            self._put_given(outputs, live)
             self.recording_outputs = outputs
         live.finish()
 
@@ -325,8 +327,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def check_invariants(self, inputs: list[Any]) -> Any:
         self.unfit = None
-        if self.templates is not templates_of_call():
-            self.unfit = "it was recorded with memory for other outputs"
+        if not (len(inputs) == self._takes if self.own is None else self.own.is_given(inputs)):
+            self.unfit = "it was recorded with own memory of other outputs"
             return _MISMATCH, lambda: self.unfit
         # Giving a graph addresses takes time, so the other checks come first.
         if any(inputs[index].data_ptr() != address for index, address in self.fixed):
@@ -431,13 +433,14 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         outputs = self.own_outputs()
         live = self._live
         if live is not None:
-            for position, (index, view) in live.outputs.items():
-                outputs[position] = live.output(index, view)
+            self._put_given(outputs, live)
         return outputs
 
-
-def _is_alive() -> bool:
-    return True
+    def _put_given(self, outputs: Any, live: LiveInputs) -> None:
+        """Puts the outputs that are made for each call in their places: inputs, views of them, and own memory."""
+        for position, (index, view) in live.outputs.items():
+            of = live if self.own is None or index < self.own.takes else self.own
+            outputs[position] = of.output(index, view)
 
 
 def _is_debugged() -> bool:

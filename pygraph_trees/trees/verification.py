@@ -22,8 +22,7 @@ from pygraph_trees.report.naming import source_line
 
 if TYPE_CHECKING:
     from pygraph_trees.indirection.inputs import LiveInputs
-
-    from .handed_outputs import Templates
+    from pygraph_trees.outputs.own_memory import OwnMemory
 
 _log = logging.getLogger("pygraph_trees.verification")
 
@@ -36,7 +35,7 @@ class Replayable(Protocol):
     wrapped_function: Any
     static_input_idxs: Any
     reconstructed_inputs: Any
-    templates: Templates | None  # of its inputs that are memory for outputs
+    own: OwnMemory | None  # of its outputs; its last inputs
 
     @property
     def live(self) -> LiveInputs | None: ...
@@ -173,9 +172,9 @@ class Verification:
                     return None, (f"output {number}", _apart(one, other))
         finally:
             live.finish()
-        # Memory for outputs was compared above; un-graphed code does not copy a library's allocations to it.
-        handed = 0 if recording.templates is None else len(recording.templates)
-        for i in sorted(stands & set(range(len(replayed) - handed))):
+        # Outputs were compared above; un-graphed code does not write to own memory.
+        takes = len(replayed) if recording.own is None else recording.own.takes
+        for i in sorted(stands & set(range(takes))):
             if not _equal(replayed[i], wanted_inputs[i]):
                 return None, (f"content of input {_name(recording, i)}", _apart(replayed[i], wanted_inputs[i]))
         return None, None

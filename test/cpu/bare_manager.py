@@ -8,8 +8,8 @@ from typing import Any
 from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState
 
 from pygraph_trees.compat import has_skip_table
+from pygraph_trees.outputs.policy import OutputPolicy
 from pygraph_trees.trees.candidates import Search
-from pygraph_trees.trees.handing_out import HandingOut
 from pygraph_trees.trees.manager import Manager
 from pygraph_trees.trees.reclaiming import Reclaiming
 
@@ -40,7 +40,7 @@ def bare_manager(kind: type[Manager] = Manager, **state: Any) -> Manager:
         SKIPPED: collections.defaultdict(dict),
         "_candidates": search.known,
         "_find": search.find,
-        "handing_out": HandingOut(search.known),
+        "output_policy": OutputPolicy(search.known),
         "reclaiming": Reclaiming(lambda: kind(0), search.known),
     }
     for name, value in (known | state).items():

@@ -63,7 +63,7 @@ class Live:
     """Live inputs; a graph settles on the addresses that it is asked for if the answer is None."""
 
     def __init__(self, patched, settled, outputs=()):
-        self.patched = [Plain(index=index) for index in patched]
+        self.patched = self.items = [Plain(index=index, placeholder_tensor=torch.empty(0)) for index in patched]
         self.outputs, self.temporary, self.prepared = dict(outputs), {}, []
         self.answer = lambda: None
         self.pool_changes, nothing = binding.new_counter(), binding.packed([])
@@ -71,6 +71,8 @@ class Live:
         self.native = binding.extension and binding.extension.Addresses(
             owner=None,
             pool_changes=self.pool_changes,
+            sets=binding.new_counter(),
+            own=nothing,
             held=binding.packed([0] * len(patched)),
             **dict.fromkeys(("words", "nodes", "holders"), nothing),
             **dict.fromkeys(("exec", "set", "get_context", "context"), 0),
@@ -99,21 +101,21 @@ class Live:
 class Recording:
     are_held, has_new_history = True, False
 
-    def __init__(self, fixed, cached, *, live=None, before=None, after=None, outliving=None, templates=None):
+    def __init__(self, fixed, cached, *, live=None, before=None, after=None, outliving=None, own=None):
         self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(counter=binding.new_counter()), live
-        self.cached_tensor_outputs, self.own, self.calls = cached, list(cached), []
+        self.cached_tensor_outputs, self.outputs, self.calls = cached, list(cached), []
         self.deaths_before, self.deaths_after = before, after
-        self.outliving, self.templates = outliving, templates
+        self.outliving, self.own = outliving, own
         self.fixed = [(index, tensor.data_ptr()) for index, tensor in fixed.items()]
 
     def replay(self, inputs):
         self.calls.append(list(inputs))
         inputs.clear()
-        return list(self.own)
+        return list(self.outputs)
 
     def own_outputs(self):
         self.calls.append("own outputs")
-        return list(self.own)
+        return list(self.outputs)
 
     def check_what_died(self):
         self.calls.append("check")
@@ -181,7 +183,7 @@ class _InPython:
     def __init__(self, replay, function_id):
         self.result, self.graph, self.log = None, None, Plain(counter=binding.new_counter())
         self.fixed, self.cached_tensor_outputs = (), []
-        self.deaths_before = self.deaths_after = self.outliving = self.templates = None
+        self.deaths_before = self.deaths_after = self.outliving = self.own = None
         self.has_new_history = False
 
         def prepare(inputs, _):

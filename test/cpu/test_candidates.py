@@ -161,31 +161,32 @@ class TestCandidates(TestCase):
         self.step()
         self.check_none(call, [])
 
-    def test_python_answers_the_call_from_which_outputs_are_handed_out(self):
+    def test_python_answers_the_call_from_which_outputs_have_own_memory(self):
         number, call = self.trees.function()
         node, manager = self.trees.recording(number), self.trees.manager
         manager.keeps_outputs = True
         self.enterContext(mock.patch("torch.cuda.is_current_stream_capturing", lambda: False))
-        outlives = None
+        policy = manager.output_policy = Plain(changes_next=False)
+        outlives = False
 
         def keep(self, **_):
-            if outlives is not None:
-                manager.handing_out._outlived.append(outlives)
+            if outlives:
+                policy.changes_next = True
                 manager._candidates.clear()
 
         self.enterContext(mock.patch.object(type(manager), "_keep_outputs", keep))
         for _ in range(2):
             self.step()
             self.check(call, [], node)
-        outlives = self.trees.wrapped[number].model
+        outlives = True
         self.step()
         manager._candidates.clear()
         given: list = []
         self.assertIsNone(call(given))  # the search itself ends the path
-        self.assertTrue(manager.handing_out.changes_next)
-        outlives = None
+        self.assertTrue(policy.changes_next)
+        outlives = False
         self.check_none(call, [])
-        manager.handing_out._outlived.clear()
+        policy.changes_next = False
         self.check(call, [], node)
 
     @contextlib.contextmanager
@@ -367,7 +368,7 @@ class TestCandidates(TestCase):
                 manager._run([], number)
 
         def forget():
-            manager.reclaiming.record_again(number, "of the test")
+            manager.reclaiming.record_again(number, "of the test", 0)
             manager.reclaiming.forgotten.clear()  # as if none were left to be given back
 
         def end():

@@ -17,6 +17,7 @@ import torch
 from fake_trees import MAY_CLONE, MODE, Failed, FakeFunction, Live, Plain, Recording, Trees, deaths, fail, ordered, some
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_own_memory import own_memory, storage
 from torch._dynamo.mutation_guard import GenerationTracker
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -28,6 +29,16 @@ from pygraph_trees.trees.liveness import Deaths
 
 EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 ORDERS = (None, [2, 0, 1])  # which is not its own inverse
+BITS = (4,), (1,), 0, torch.int32  # a view that C++ does not make
+
+
+class _Ids(Live):
+    """Notes the ids of inputs, and holds none: own memory that is held is not written to."""
+
+    def prepare_fast(self, inputs, seen):
+        found = super().prepare_fast(inputs, seen)
+        self.prepared[-1] = [id(one) for one in inputs]
+        return found
 
 
 class TestPython(TestCase):
@@ -77,12 +88,13 @@ class TestNative(TestCase):
             trees = Trees(dict(enumerate(given_)), cached, mode=mode)
             call, m = trees.entry(), trees.manager
             for number in range(1, 4):
-                asked, were = binding.extension.counts()
+                asked, were, in_python = binding.extension.counts()
                 self.check_replays(call, given_, cached)
                 state = (m.mode, m.compile_id, m._current_node, m.path_state, m.running_forwards_with_pending_backwards)
                 self.assertAreSame(state, (mode, trees.compile_id, trees.recording, EXECUTION, pending))
                 counts = m.current_gen, trees.graph.launches, trees.log.counter.value, *binding.extension.counts()
-                self.assertEqual(counts, (GenerationTracker.generation, number, number, asked + 1, were + 1))
+                wanted = GenerationTracker.generation, number, number, asked + 1, were + 1, in_python
+                self.assertEqual(counts, wanted)
             self.assertEqual((trees.searched, trees.recording.calls, trees.function.was_asked), ([], [], False))
 
     def test_what_is_returned(self):
@@ -101,14 +113,14 @@ class TestNative(TestCase):
             others = [kind[1] for kind, _ in outputs]
             fixed = {index: theirs[index] for index in data.draw(st.sets(numbers))}
             trees = Trees(fixed, cached, live=Live([], [], returned) if returned else None, others=others)
-            trees.recording.own = [b if a is None else a for a, b in zip(cached, others, strict=True)]
-            made = [theirs[returned[i][0]] if i in returned else one for i, one in enumerate(trees.recording.own)]
+            trees.recording.outputs = [b if a is None else a for a, b in zip(cached, others, strict=True)]
+            made = [theirs[returned[i][0]] if i in returned else one for i, one in enumerate(trees.recording.outputs)]
             spoilt = data.draw(st.sampled_from(["", "hook", "clear"]))  # torch has to make the outputs
             if spoilt == "hook":
                 kinds[0][0].requires_grad_().register_hook(fail)
             elif spoilt == "clear":
                 cached.clear()
-            is_made = spoilt == "clear" or not outputs or any(one is NotImplemented for one in trees.recording.own)
+            is_made = spoilt == "clear" or not outputs or any(one is NotImplemented for one in trees.recording.outputs)
             kept = data.draw(st.lists(numbers, max_size=3))
             constants = data.draw(st.lists(st.sampled_from([None, 7, "constant"]), max_size=2))
             row, views, seen = [*made, *ordered(given_, kept)], [], []
@@ -140,17 +152,32 @@ class TestNative(TestCase):
         check()
 
     def test_what_is_replayed_in_python(self):
-        """Outputs that are views of inputs, and inputs that are copied for one call or at each call."""
+        """Outputs that are inputs with another dtype, and inputs that are copied for one call or at each call."""
         for order, picks, why in itertools.product(ORDERS, (None, [1, 2]), ("views", "copied", "always")):
-            given_, views = some(3), {0: (1, None), 1: (1, "a view")}
-            live = Live([], [], views) if why == "views" else Live([2], None)
+            given_, views = some(3), {0: (1, None), 1: (1, BITS)}
+            live = Live([1], None, views) if why == "views" else Live([2], None)
             trees = Trees({}, some(2), live=live, in_python=why == "always")
             trees.live.temporary = {2: "a copy"} if why == "copied" else {}
             call = trees.entry(order=order, kept=[0], picks=picks)
-            self.check_replays(call, given_, ordered([*trees.recording.own, given_[0]], picks or [0, 1]))
+            self.check_replays(call, given_, ordered([*trees.recording.outputs, given_[0]], picks or [0, 1]))
             self.assertAreSame(trees.recording.calls[0], ordered(given_, order))
             self.assertEqual((len(trees.recording.calls), trees.graph.launches), (1, 0))
             self.assertIs(trees.manager._current_node, trees.recording)
+
+    def test_python_is_given_own_memory_at_the_end_of_the_inputs(self):
+        """Whether it prepares or replays. A refused call has its inputs back, in the caller's order."""
+        for order, in_python in itertools.product(ORDERS, (False, True)):
+            given_, own = some(3), own_memory(storage(0), storage(1, allocation=1), takes=3)
+            live = _Ids([1, 3, 4], None, {0: (3, None), 1: (4, None)})
+            trees = Trees({}, [None] * 2, live=live, own=own, others=some(2), in_python=in_python)
+            trees.function.own, call = own.native, trees.entry(order=order)
+            live.answer = lambda: "why not"
+            self.check_none(trees, call, given_, False)
+            live.answer = lambda: None
+            outputs, memory = call(given := list(given_)), [own.native.item(number) for number in range(2)]
+            self.assertEqual((given, len(outputs), trees.graph.launches), ([], 2, 1 - in_python))
+            seen = live.prepared + [[id(one) for one in given] for given in trees.recording.calls]
+            self.assertEqual(seen[1:], [[id(one) for one in (*ordered(given_, order), *memory)]] * (1 + in_python))
 
     def check_missed(self, trees, call, inputs, *searched, was_asked=False):
         """The call returns None and changes nothing; ``searched`` are the searches for candidates that it causes."""
@@ -192,7 +219,7 @@ class TestNative(TestCase):
             trees.manager._find = fail
             self.assertRaises(Failed, call, list(given_))
             trees.manager._find, trees.answer = trees.find, candidates
-            self.check_replays(call, given_, trees.recording.own)
+            self.check_replays(call, given_, trees.recording.outputs)
             self.assertEqual((trees.searched, trees.manager.is_taken), ([(7, True)], False))
 
     def test_a_function_of_integers(self):
@@ -311,7 +338,7 @@ class TestNative(TestCase):
                 elif clones is fail and expected:
                     self.assertRaises(AttributeError, call, [])
                 else:
-                    self.check_replays(call, [], trees.recording.own)
+                    self.check_replays(call, [], trees.recording.outputs)
                     self.assertEqual(trees.manager.current_gen, marked or generation)
                     self.assertEqual(trees.manager.ended, bool(clones and expected))
 
@@ -435,7 +462,7 @@ class TestNative(TestCase):
             trees.function.thread = here + 1
             self.check_missed(trees, call, given_)
             trees.function.thread = here
-            self.check_replays(call, given_, trees.recording.own)
+            self.check_replays(call, given_, trees.recording.outputs)
 
     def test_where_inputs_lie(self):
         for order in ORDERS:
@@ -443,11 +470,11 @@ class TestNative(TestCase):
             theirs, others = ordered(given_, order), [t.clone() for t in given_]
             addresses = [theirs[2].data_ptr(), theirs[0].data_ptr()]
             trees = Trees({1: theirs[1]}, some(1), live=Live([2, 0], None))
-            call, live, (asked, were) = trees.entry(order=order), trees.live, binding.extension.counts()
+            call, live, (asked, *were) = trees.entry(order=order), trees.live, binding.extension.counts()
             self.check_none(trees, call, others, False)
             self.check_none(trees, trees.entry(order=order, around=True, kept=[0], picks=[0]), others, True)
             trees.function.was_asked = False
-            self.assertEqual((binding.extension.counts(), live.prepared), ((asked + 2, were), []))
+            self.assertEqual((binding.extension.counts(), live.prepared), ((asked + 2, *were), []))
             live.answer = lambda: "why not"
             self.check_none(trees, call, given_, False)
             live.answer, inputs = fail, list(given_)
@@ -461,12 +488,12 @@ class TestNative(TestCase):
                 live.settle(settled)
                 live.pool_changes.value = changes
                 live.prepared.clear()
-                self.check_replays(call, inputs, trees.recording.own)
+                self.check_replays(call, inputs, trees.recording.outputs)
                 self.assertEqual(len(live.prepared), is_prepared)
                 for found, seen in live.prepared:
                     self.assertAreSame(found, ordered(inputs, order))
                     self.assertEqual(seen, [found[2].data_ptr(), found[0].data_ptr()])
-            self.check_replays(call, others, trees.recording.own)
+            self.check_replays(call, others, trees.recording.outputs)
             self.assertEqual((len(live.prepared), trees.graph.launches, trees.recording.calls), (1, 7, []))
 
     def several(self, order, lives):
@@ -496,7 +523,7 @@ class TestNative(TestCase):
                     live.settle(None)
                     live.answer = lambda number=number, refusing=refusing: "why not" if number < refusing else None
                 taken = trees.recordings[1 + refusing]
-                self.check_replays(call, given_, taken.own)
+                self.check_replays(call, given_, taken.outputs)
                 self.assertIs(trees.manager._current_node, taken)
                 self.assertEqual(
                     [r.graph.launches for r in trees.recordings], [0, *[1] * (refusing + 1), *[0] * (2 - refusing)]
@@ -613,7 +640,7 @@ class TestNative(TestCase):
         """With torch 2.15, Python checks this after it has made the copies. Until then an input may be alive."""
         for late, why in itertools.product((False, True), ("plain", "copied", "always", "views")):
             earlier, static = some(1), torch.zeros(1)
-            views = {0: (1, "a view")} if why == "views" else {}
+            views = {0: (1, BITS)} if why == "views" else {}
             live = Live([1], None, views) if why in ("copied", "views") else None
             with mock.patch.object(fast_path, "CHECKS_LATE", late):
                 trees = Trees(

@@ -338,7 +338,7 @@ class TestFastPath(TestCase):
     def trees(self, *, begins=True, keeps=True, outliving=()):
         trees = Trees({0: self.x}, some(1), mode=MODE.INFERENCE)
         last = Trees({0: self.x}, self.outputs, outliving=deaths(self.outputs, *outliving) if outliving else None)
-        last.recording.own.clear()  # they hold the outputs
+        last.recording.outputs.clear()  # they hold the outputs
         trees.before = last.recording
         trees.before.native = last.native
         trees.put(trees.candidates(trees.native))

@@ -382,15 +382,15 @@ class TestPage(TestCase):
 
     def test_outputs(self):
         outputs = (
-            OutputRecord(0, "handed out", 2000, nodes=3),
-            OutputRecord(1, "handed out", 1000, nodes=1, copied_bytes=1000),
+            OutputRecord(0, "own", 2000, nodes=3),
+            OutputRecord(1, "own", 1000, nodes=1, copied_bytes=1000),
             OutputRecord(2, "pool", 8),
         )
         made = replace(recording(0), outputs=outputs)
         shown = report([function(made, moved_outputs=(MovedOutput(2, 1, 8),))]).to_html()
         self.elements(shown)
-        handed = "2 handed out by address (3.0 kB, 4 nodes set a replay, 1.0 kB copied)"
-        self.assertIn(f"Outputs: {handed}, 1 in the graph pool (8 B).", shown)
+        own = "2 in own memory (3.0 kB, 4 nodes set a replay, 1.0 kB copied)"
+        self.assertIn(f"Outputs: {own}, 1 in the graph pool (8 B).", shown)
         self.assertIn("Output 2 outlived its step: moved out of the graph pool 1 time, 8 B.", shown)
 
     def test_figures(self):

@@ -31,6 +31,11 @@ def end_path(manager):
     manager.current_node = None
 
 
+def number(value):
+    """The id of a recording."""
+    return SimpleNamespace(id=value)
+
+
 class TestForgotten(TestCase):
     """Recordings of functions that are no longer graphed."""
 
@@ -40,8 +45,8 @@ class TestForgotten(TestCase):
         self.enterContext(mock.patch.object(input_rules, "why_not_staged", lambda *_: None))
         self.model = object()
         own = {"outputs_weakrefs": [], "older_outputs": [], "unaliased_in_all_paths": []}
-        self.below = mock.Mock(children={}, graph="captured", **own)
-        self.first = mock.Mock(children={1: [self.below]}, graph="captured", **own)
+        self.below = mock.Mock(id=number(1), children={}, graph="captured", **own)
+        self.first = mock.Mock(id=number(0), children={1: [self.below]}, graph="captured", **own)
         functions = {
             number: SimpleNamespace(model=model, mutated_input_idxs=())
             for number, model in ((1, self.model), (2, None))
@@ -68,7 +73,7 @@ class TestForgotten(TestCase):
             mock.patch.object(Upstream, "_run", self.run_upstream),
             mock.patch("pygraph_trees.trees.reclaiming.release_retired") as released,
         ):
-            self.manager.reclaiming.record_again(1, "it is recorded again")
+            self.manager.reclaiming.record_again(1, "it is recorded again", 1)
             self.manager.forget(self.model)
             self.manager._run([], 2)
             self.assertEqual((self.first.children[1], released.call_count), ([self.below], 0))
@@ -85,7 +90,7 @@ class TestForgotten(TestCase):
         """The current step keeps replaying; the function's recordings are given back when the next step begins, and the
         reason for recording again is given once."""
         self.manager._candidates[2] = "candidates"
-        self.manager.reclaiming.record_again(2, "of the test")
+        self.manager.reclaiming.record_again(2, "of the test", 0)
         self.assertEqual((self.manager._candidates, self.manager.current_node), ({}, self.first))
         self.assertEqual((self.first.graph, self.manager.roots), ("captured", {2: [self.first]}))
         recorded, log = [], mock.Mock(recordings=[object()])
@@ -102,7 +107,7 @@ class TestForgotten(TestCase):
         self.assertIsNone(self.manager.current_node)
 
         def record(manager, inputs, function_id):
-            manager.current_node = mock.Mock(live=None)
+            manager.current_node = mock.Mock(live=None, own=None)
             recorded.append(function_id)
 
         with (
@@ -118,6 +123,15 @@ class TestForgotten(TestCase):
                 self.manager.record_function([], 2)
                 self.assertEqual(self.manager.current_node.log.reason, reason)
         self.assertEqual(recorded, [2, 2])
+
+    def test_recordings_that_were_made_since_stay(self):
+        newer = mock.Mock(id=number(7), children={}, graph="captured")
+        self.manager.roots[2].append(newer)
+        self.manager.reclaiming.record_again(2, "of the test", 5)
+        end_path(self.manager)
+        with mock.patch("pygraph_trees.trees.reclaiming.release_retired"):
+            self.manager.reclaiming.give_back(self.manager)
+        self.assertEqual((self.manager.roots, self.first.graph, newer.graph), ({2: [newer]}, None, "captured"))
 
     def test_no_candidates_are_left_of_what_is_given_back(self):
         """Candidates that were found before the recording could be given back are dropped, even if no path is open."""
@@ -141,7 +155,7 @@ class TestForgotten(TestCase):
         chooser = SimpleNamespace(ready=None)
         lives = [SimpleNamespace(addresses=SimpleNamespace(chooser=found)) for found in (None, chooser)]
         for live in (None, *lives):
-            self.manager._let_chooser_rerecord(SimpleNamespace(live=live), 2)
+            self.manager._let_chooser_rerecord(SimpleNamespace(live=live, log=SimpleNamespace(number=0)), 2)
         chooser.ready("of the test")
         self.assertEqual(self.manager.reclaiming.forgotten, [2])
         self.manager.reclaiming.forgotten.clear()
@@ -161,7 +175,7 @@ class TestPool(TestCase):
 
     def node(self):
         node = mock.Mock(children={}, graph="graph", native="in C++", outputs_weakrefs=[], older_outputs=[])
-        node.unaliased_in_all_paths, node.log = [], RecordingLog(counter=Count(3))
+        node.unaliased_in_all_paths, node.log, node.id = [], RecordingLog(counter=Count(3)), number(0)
         return node
 
     def recorded(self, node, kind=Manager, **state):
@@ -207,7 +221,7 @@ class TestPool(TestCase):
                 if is_held:
                     self.assertFalse(manager.give_pool_back())
                     is_held = False
-                    manager.reclaiming.record_again(1, "a reason")
+                    manager.reclaiming.record_again(1, "a reason", 0)
                     manager.reclaiming.forgotten.clear()
                     self.assertFalse(manager.give_pool_back())  # it is about to be used
                     manager.reclaiming.why_again(1)
@@ -256,7 +270,7 @@ class TestPool(TestCase):
     def test_a_manager_that_is_shut_down_has_nothing_to_give_back(self):
         model = object()
         manager = bare_manager(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: []})
-        manager.reclaiming.record_again(1, "of the test")
+        manager.reclaiming.record_again(1, "of the test", 0)
         manager.shutdown()
         self.assertEqual(manager.reclaiming.forgotten, [])
         manager.forget(model)

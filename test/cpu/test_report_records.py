@@ -21,6 +21,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
 from pygraph_trees.indirection.route_rule import Choice, Facts, Reason
+from pygraph_trees.outputs.allocations import Block
 from pygraph_trees.report import summary
 from pygraph_trees.report.log import (
     Count,
@@ -146,12 +147,13 @@ class TestOutputs(TestCase):
         self.assertEqual(self.lines(log), [f"{where} 2 {moved} 1 time, 4.1 kB"])
         for number in (2, 0):
             log.output_moved(number, 4096)
-        outputs = ((0, "pool", 4096), (2, "handed out", 4096))
+        outputs = ((0, "pool", 4096), (2, "own", 4096))
         log.recorded(RecordingLog(number=0, reason="first call", outputs=outputs))
-        seldom, often = f"{where} 0 {moved} 1 time, 4.1 kB", f"{where} 2 {moved} 2 times, 8.2 kB, handed out since"
+        seldom = f"{where} 0 {moved} 1 time, 4.1 kB"
+        often = f"{where} 2 {moved} 2 times, 8.2 kB, in memory of its own since"
         self.assertEqual(self.lines(log), [often, seldom])
         log.output_moved(7, 4096)  # of a warm-up
-        log.recordings[-1].outputs = (*outputs, (7, "handed out", 4096))
+        log.recordings[-1].outputs = (*outputs, (7, "own", 4096))
         self.assertEqual(self.lines(log), [often, seldom])
         for number in (5, 6):
             log.output_moved(number, 1024)
@@ -167,15 +169,15 @@ class TestOutputs(TestCase):
         items = [SimpleNamespace(index=index, placeholder_tensor=torch.ones(index)) for index in (3, 4)]
         live = SimpleNamespace(items=items, outputs={0: (4, None), 4: (3, None)})
         live.kernels_holding = lambda indices: ["triton", "gemm"] if indices == [4] else []
-        templates = SimpleNamespace(handed=SimpleNamespace(outputs=(0,), allocations=(2,)))
-        found = list(describe_outputs(node, live, templates))
-        self.assertEqual(found, [(0, "handed out", 16, 2, 0), (1, "input", 8), (2, "pool", 16), (4, "input", 12)])
-        templates.handed.allocations = (None,)  # a library's
-        self.assertEqual(next(describe_outputs(node, live, templates)), (0, "handed out", 16, 2, 16))
+        own = SimpleNamespace(takes=4, outputs={0: Block((0,), 2)})
+        found = list(describe_outputs(node, live, own))
+        self.assertEqual(found, [(0, "own", 16, 2, 0), (1, "input", 8), (2, "pool", 16), (4, "input", 12)])
+        own.outputs = {0: Block((0,), None)}  # a library's
+        self.assertEqual(next(describe_outputs(node, live, own)), (0, "own", 16, 2, 16))
         self.assertEqual(list(describe_outputs(node, None, None)), [(1, "input", 8), (2, "pool", 16)])
         log = function()
         log.recorded(RecordingLog(number=0, reason="first call", outputs=tuple(found)))
-        self.assertEqual(log.record().recordings[0].outputs[0], OutputRecord(0, "handed out", 16, nodes=2))
+        self.assertEqual(log.record().recordings[0].outputs[0], OutputRecord(0, "own", 16, nodes=2))
 
     def test_outputs_that_cannot_be_kept(self):
         (line,) = self.lines(function(why_not_kept="torch is old"))

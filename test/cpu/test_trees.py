@@ -7,6 +7,7 @@ import functools
 import gc
 import sys
 import threading
+import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,6 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import torch
 from bare_manager import SKIPPED, bare_manager
 from fake_trees import CHECKS_LIVENESS_AGAIN, LIMITS, FakeFunction, liveness_check, replaying
+from test_own_memory import own_memory, storage
 from torch._inductor import compile_fx, config, cudagraph_trees
 from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, WrappedFunction
 from torch._inductor.utils import BoxedBool
@@ -1249,6 +1251,14 @@ class TestReplay(TestCase):
                 recording.replay(["there"])
             live.is_copied = True
             self.assertEqual(recording.replay(["there"]), ["upstream's way"])
+
+    @unittest.skipIf(binding.extension is None, "not built for this torch")
+    def test_a_call_with_other_own_memory_does_not_replay_it(self):
+        one, other = own_memory(storage(0)), own_memory(storage(0))
+        for own, given in ((None, one), (one, None), (one, other)):
+            inputs = [torch.ones(1), *([] if given is None else given.native.take())]
+            _, why = self.recording(own=own, _takes=1).check_invariants(inputs)
+            self.assertEqual(why(), "it was recorded with own memory of other outputs")
 
 
 if __name__ == "__main__":

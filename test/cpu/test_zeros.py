@@ -9,10 +9,10 @@ import torch
 from bare_manager import bare_manager
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+from pygraph_trees.outputs.allocations import Allocations
 from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import choice, entry_points
-from pygraph_trees.trees.allocations import memory_of_libraries
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.manager import Manager
 from pygraph_trees.trees.recording import Recording, Upstream
@@ -103,17 +103,17 @@ class TestZeros(TestCase):
                 self.assertEqual([aligned([zeros(2), zeros(2)]) for _ in range(2)], [expected] * 2)
 
     def test_outputs_that_compiled_code_makes_have_memory(self):
-        """Upstream, and the search for outputs to hand out, ask for the address of each output."""
+        """Upstream, and the search for the storages of outputs, ask for the address of each output."""
         code = "def call(args):\n    return (args[0], torch.ops.aten._efficientzerotensor.default([2, 3]), None)"
         exec(code, scope := {"torch": torch})
         given = torch.ones(2)
         with self.assertRaisesRegex(RuntimeError, "invalid python storage"):
-            memory_of_libraries(scope["call"]([given]), lambda address: True)
+            Allocations().storages(scope["call"]([given]), lambda address: True)
         outputs = self.model(scope["call"], "inference")([given])
         self.assertIs(outputs[0], given)
         self.assertTrue(has_memory(outputs[1]))
         self.assertEqual(outputs[1:], [torch.zeros(2, 3), None])
-        self.assertIn(1, memory_of_libraries(outputs, lambda address: True))
+        self.assertEqual(len(Allocations().storages(outputs, lambda address: True)), 2)
 
     def test_one_in_the_place_of_an_output_is_none(self):
         """Zeros may replace a moving output of another graph; torch then has no address to compare."""

@@ -1,0 +1,193 @@
+"""The memory that one run of generated code allocates, watched or replaced.
+
+Generated code allocates with ``empty_strided_cuda``, a global of its module, which :func:`watching` replaces. Libraries
+allocate outputs too. :meth:`Allocations.storages` tells which storages outputs are in, and who allocated each. A
+captured run may be given a tensor for each: generated code gets it instead of a new one, and the graph copies a
+library's storage to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pygraph_trees.cuda.extent import copy_bits
+
+_NAME = "empty_strided_cuda"  # of the global in generated code: sizes, strides, dtype
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """An output as a view of its storage."""
+
+    number: int  # of the output
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in elements
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(number: int, output: torch.Tensor) -> View:
+        return View(number, tuple(output.shape), output.stride(), output.storage_offset(), output.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Outputs in one storage, and who allocates it."""
+
+    outputs: tuple[int, ...]
+    allocation: int | None  # its number among the allocations of generated code in one run; None: a library's
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A storage that outputs of one run are in."""
+
+    views: tuple[View, ...]
+    allocation: int | None
+    nbytes: int
+    size: tuple[int, ...]  # as it is allocated
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def block(self) -> Block:
+        return Block(tuple(view.number for view in self.views), self.allocation)
+
+
+class Allocations:
+    """The allocations of one run of generated code."""
+
+    def __init__(self, given: Mapping[Block, torch.Tensor] | None = None) -> None:
+        """``given``: a tensor for each of some blocks; the outputs are in its storage if the run is captured."""
+        given = given or {}
+        self._given = {block.allocation: tensor for block, tensor in given.items() if block.allocation is not None}
+        self._copied_to = {block.outputs: tensor for block, tensor in given.items() if block.allocation is None}
+        self._count = 0
+        self._latest: dict[int, tuple[int, torch.Tensor, StorageWeakRef]] = {}  # by address
+
+    def allocate(self, upstream: Callable[..., torch.Tensor], size: Any, stride: Any, dtype: torch.dtype) -> Any:
+        number, self._count = self._count, self._count + 1
+        like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        given = self._given.pop(number, None)
+        if given is not None and given.untyped_storage().nbytes() == like.untyped_storage().nbytes():
+            tensor = tensor_in(given.untyped_storage(), View(-1, tuple(size), tuple(stride), 0, dtype))
+        else:
+            tensor = upstream(size, stride, dtype)
+        self._latest[tensor.data_ptr()] = number, like, StorageWeakRef(tensor.untyped_storage())
+        return tensor
+
+    def finished(self, outputs: Any) -> Any:
+        """The outputs of a captured run.
+
+        Those in a library's storage are replaced by views of the given tensor, to which the graph copies the storage.
+        """
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        found = list(outputs)
+        for numbers, tensor in self._copied_to.items():
+            storage, to = outputs[numbers[0]].untyped_storage(), tensor.untyped_storage()
+            views = [View.of(number, outputs[number]) for number in numbers]
+            is_same = all(outputs[number].untyped_storage().data_ptr() == storage.data_ptr() for number in numbers)
+            if not is_same or storage.nbytes() != to.nbytes():
+                continue
+            pairs.append((_bytes_of(to), _bytes_of(storage)))
+            for view in views:
+                found[view.number] = tensor_in(to, view)
+        if not pairs:
+            return outputs
+        with torch.inference_mode():  # both kinds of tensors may be written to
+            copy_bits([to for to, _ in pairs], [of for _, of in pairs])
+        return found
+
+    def storages(self, outputs: Sequence[Any], is_in_pool: Callable[[int], bool]) -> tuple[Storage, ...]:
+        """The storages that the run allocated and outputs are in.
+
+        Args:
+            is_in_pool: whether a library may have allocated the memory at an address.
+        """
+        by_storage: dict[int, list[View]] = {}
+        for number, output in enumerate(outputs):
+            if isinstance(output, torch.Tensor) and output.numel() and not (output.is_conj() or output.is_neg()):
+                by_storage.setdefault(output.untyped_storage().data_ptr(), []).append(View.of(number, output))
+        found: list[Storage] = []
+        for address, views in by_storage.items():
+            storage = outputs[views[0].number].untyped_storage()
+            nbytes, latest = storage.nbytes(), self._latest.pop(address, None)
+            if latest is not None and not latest[-1].expired():
+                number, like, _ = latest
+                found.append(Storage(tuple(views), number, nbytes, tuple(like.shape), like.stride(), like.dtype))
+            elif is_in_pool(address):
+                found.append(Storage(tuple(views), None, nbytes, (nbytes,), (1,), torch.uint8))
+        return tuple(found)
+
+
+def tensor_in(storage: torch.UntypedStorage, view: View) -> torch.Tensor:
+    """A tensor in a storage."""
+    made = torch.empty(0, dtype=view.dtype, device=storage.device)
+    return made.set_(storage, view.offset, view.size, view.stride)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+class _Running(threading.local):
+    allocations: Allocations | None = None
+
+
+_running = _Running()
+_lock = threading.RLock()  # reentrant: a finalizer may run generated code
+_watched: dict[int, list[Any]] = {}  # by id of a module's globals: how many watch it, and torch's function
+
+
+def is_watching() -> bool:
+    """Whether this thread runs generated code whose allocations are watched."""
+    return _running.allocations is not None
+
+
+def generated_by_inductor(model: Any) -> bool:
+    """Whether the code of a function allocates as generated code does."""
+    return _globals_of(model) is not None
+
+
+@contextlib.contextmanager
+def watching(model: Any, allocations: Allocations | None) -> Iterator[None]:
+    """Wraps one run of ``model`` in this thread; with None, its allocations are not watched."""
+    names = _globals_of(model)
+    if names is None:
+        yield
+        return
+    with _lock:
+        watched = _watched.setdefault(id(names), [0, names[_NAME]])
+        watched[0] += 1
+        if watched[0] == 1:
+            names[_NAME] = functools.partial(_allocate, watched[1])
+    before, _running.allocations = _running.allocations, allocations
+    try:
+        yield
+    finally:
+        _running.allocations = before
+        with _lock:
+            watched[0] -= 1
+            if watched[0] == 0:
+                names[_NAME] = watched[1]
+                del _watched[id(names)]
+
+
+def _allocate(upstream: Callable[..., torch.Tensor], size: Any, stride: Any, dtype: torch.dtype) -> Any:
+    allocations = _running.allocations
+    if allocations is None:  # another thread's watch
+        return upstream(size, stride, dtype)
+    return allocations.allocate(upstream, size, stride, dtype)
+
+
+def _globals_of(model: Any) -> dict[str, Any] | None:
+    names: dict[str, Any] | None = getattr(getattr(model, "__func__", model), "__globals__", None)
+    return names if names is not None and callable(names.get(_NAME)) else None

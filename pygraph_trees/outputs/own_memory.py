@@ -1,0 +1,129 @@
+"""Memory of a function's outputs outside of the graph pool: a replay writes it again if the program no longer uses it.
+
+A function with own memory has one more input for each :class:`~.allocations.Block`, which its graph writes to, and
+outputs in it. C++ owns the memory (``native/own_memory.cpp``): before each replay, it gives blocks that are still used
+to the program and allocates others in their place; all other blocks are written again. It needs the native parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pygraph_trees.cuda.extent import extent
+from pygraph_trees.native import binding
+
+from .allocations import Allocations, Block, Storage
+
+MOST_CHANGES = 3  # of the outputs of one function that have own memory, not counting those before its first recording
+
+
+@dataclass(slots=True)
+class OwnOutputs:
+    """Which outputs of one function have own memory from its next call on."""
+
+    takes: int = 0  # how many inputs Inductor gives the function, once it was added to a manager
+    blocks: tuple[Block, ...] = ()
+    copied: set[tuple[int, ...]] = field(default_factory=set)  # outputs of generated code that the graph must copy
+    refused: set[tuple[int, ...]] = field(default_factory=set)  # outputs that stay in the graph pool
+    changes: int = 0
+    watch: Allocations | None = None  # watches the next run of the compiled code
+
+    def allocations(self, inputs: list[Any]) -> Allocations | None:
+        """The allocations of a run with these inputs, if they are watched or replaced.
+
+        Inputs after the first :attr:`takes` are own memory, and are removed. Only a captured run writes to it: torch
+        replays what was captured, and un-graphed code allocates its outputs itself.
+        """
+        if self.blocks and len(inputs) == self.takes + len(self.blocks):
+            given = inputs[self.takes :]
+            del inputs[self.takes :]
+            is_captured = torch.cuda.is_current_stream_capturing()
+            return Allocations(dict(zip(self.blocks, given, strict=True))) if is_captured else None
+        watch, self.watch = self.watch, None
+        return watch
+
+    def blocks_of(self, storages: Iterable[Storage], wanted: Iterable[int]) -> tuple[Block, ...]:
+        """The present blocks and those of the ``wanted`` outputs, which were found in ``storages``."""
+        numbers = set(wanted).union(*(block.outputs for block in self.blocks))
+        found = (storage.block for storage in storages)
+        return tuple(
+            Block(block.outputs, None) if block.outputs in self.copied else block
+            for block in found
+            if block.outputs not in self.refused and not numbers.isdisjoint(block.outputs)
+        )
+
+
+class OwnMemory:
+    """The blocks of one function, for one set of its integers."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        storages: Iterable[Storage],
+        device: torch.device,
+        counters: tuple[Any, Any],
+        *,
+        takes: int,
+        is_backward: bool,
+        holds: bool,
+    ) -> None:
+        """
+        Args:
+            storages: where a warm-up found the outputs of each block.
+            counters: of blocks that are allocated and given away.
+            takes: how many inputs precede the blocks.
+            is_backward: whether outputs are gradients; those that only autograd uses are the same tensors at each call.
+            holds: whether memory is kept at first. It is after calls whose outputs were dead before the next one.
+        """
+        self.blocks, self.takes = tuple(blocks), takes
+        by_outputs = {storage.block.outputs: storage for storage in storages}
+        self.native = binding.extension.OwnMemory(
+            like=torch.empty(0, device=device),
+            blocks=[_described(by_outputs[block.outputs], block, is_backward, holds) for block in blocks],
+            is_capturing=torch._C._cuda_isCurrentStreamCapturing if device.type == "cuda" else None,
+            allocated=counters[0],
+            given_away=counters[1],
+        )
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @staticmethod
+    def fits(blocks: Iterable[Block], storages: Iterable[Storage]) -> bool:
+        """Whether a warm-up found all blocks, where they are expected."""
+        found = {storage.block.outputs: storage.allocation for storage in storages}
+        return all(block.outputs in found and block.allocation in (None, found[block.outputs]) for block in blocks)
+
+    def is_given(self, inputs: Sequence[Any]) -> bool:
+        """Whether these inputs of a call end with this memory."""
+        return len(inputs) == self.takes + len(self) and inputs[self.takes] is self.native.item(0)
+
+    def output(self, index: int, view: tuple[Any, ...] | None) -> torch.Tensor:
+        """A new tensor for an output of this call; ``index`` and ``view`` are as in ``LiveInputs.outputs``."""
+        return self.native.alias(index - self.takes, view)
+
+    @property
+    def inputs(self) -> dict[int, bool]:
+        """By index of the input that a block is, whether only a copy at the end of the graph writes to it."""
+        return {index: block.allocation is None for index, block in enumerate(self.blocks, self.takes)}
+
+    @property
+    def outputs(self) -> dict[int, Block]:
+        """The block of each output."""
+        return {number: block for block in self.blocks for number in block.outputs}
+
+
+def _described(storage: Storage, block: Block, is_backward: bool, holds: bool) -> tuple[Any, ...]:
+    """What the constructor in C++ takes. A gradient that is lent is a tensor of its own layout."""
+    view = storage.views[0]
+    is_plain = view.offset == 0 and (block.allocation is None or view.dtype == storage.dtype)
+    reached = extent(torch.empty_strided(view.size, view.stride, device="meta")) * view.dtype.itemsize
+    if is_backward and len(storage.views) == 1 and is_plain and 4 * reached >= storage.nbytes:
+        return storage.nbytes, view.size, view.stride, view.dtype, True, holds
+    if block.allocation is None:
+        return storage.nbytes, (storage.nbytes,), (1,), torch.uint8, False, holds
+    return storage.nbytes, storage.size, storage.stride, storage.dtype, False, holds

@@ -1,0 +1,247 @@
+"""Which outputs get own memory, and when.
+
+A function of a graph for inference keeps the outputs that its code allocates in own memory, if it is the graph's only
+partition. Other outputs get it after one of them has outlived two steps: then all outputs on the path that outlived a
+step, from the next call on. A function's outputs change at most :data:`~.own_memory.MOST_CHANGES` times, the last time
+all that the program sees; outputs that outlive their step after that are moved. Each change records functions again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch._inductor.cudagraph_utils import PlaceholderInfo, WrappedFunction
+
+from pygraph_trees.report.naming import BACKWARD, INFERENCE
+
+from .allocations import Allocations, Storage
+from .own_memory import MOST_CHANGES, OwnMemory, OwnOutputs
+
+_OUTLIVED = 2  # steps that one output outlives before outputs get own memory
+_Found = Callable[[Sequence[Any], Callable[[int], bool]], None]
+
+
+@dataclass(frozen=True)
+class OwnFunction(WrappedFunction):
+    """Upstream's record of a function, with the function's own memory."""
+
+    own: OwnMemory | None = None
+
+
+class RecordsAgain(Protocol):
+    """Gives back recordings of functions, which are then recorded again."""
+
+    def record_again(self, function_id: Any, why: str, newest: int) -> None: ...
+
+
+class Manages(Protocol):
+    """The manager whose functions have own memory."""
+
+    ids_to_funcs: Any
+    device_index: int
+
+    @property
+    def reclaiming(self) -> RecordsAgain: ...
+
+
+class OutputPolicy:
+    """The own memory of the functions of one manager; methods are given the manager and do not keep it."""
+
+    __slots__ = ("_candidates", "_changing", "_storages")
+
+    def __init__(self, candidates: dict[Any, Any]) -> None:
+        """Args:
+        candidates: the manager's known candidates. They are cleared if outputs will change, so that the next call
+            searches for recordings and finds none (:attr:`changes_next`).
+        """
+        self._candidates = candidates
+        self._storages: dict[Any, tuple[Storage, ...]] = {}  # by function: where a warm-up found its outputs
+        self._changing: list[tuple[Any, set[int]]] = []  # compiled code, and its outputs, at the next call
+
+    @property
+    def changes_next(self) -> bool:
+        """Whether outputs of functions get own memory from the next :meth:`call` on."""
+        return bool(self._changing)
+
+    @contextlib.contextmanager
+    def call(self, manager: Manages, function_id: Any, inputs: list[Any]) -> Iterator[None]:
+        """Wraps a call of the manager; appends own memory to its inputs."""
+        while self._changing:
+            self._change(manager, *self._changing.pop(), "outputs that outlive their steps get memory of their own")
+        own = getattr(manager.ids_to_funcs[function_id], "own", None)
+        if own is None:
+            yield
+            return
+        inputs += self._taken(manager, own)
+        try:
+            yield
+        finally:
+            own.native.finish()
+
+    def _taken(self, manager: Manages, own: OwnMemory) -> list[torch.Tensor]:
+        try:
+            return own.native.take()
+        except torch.OutOfMemoryError:
+            self.release(manager)
+            return own.native.take()
+
+    def release(self, manager: Manages, model: Any = None) -> None:
+        """Frees own memory that the program does not use: of all functions, or of those with this compiled code."""
+        for function in list(manager.ids_to_funcs.values()):
+            own = getattr(function, "own", None)
+            if own is not None and (model is None or function.model is model):
+                own.native.release()
+
+    @contextlib.contextmanager
+    def watched(self, manager: Manages, function_id: Any, inputs: list[Any]) -> Iterator[_Found]:
+        """Wraps a warm-up of a function whose outputs may get own memory; yields a function that must be called
+        afterwards, with the outputs and with whether the graph pool holds an address."""
+        model = manager.ids_to_funcs[function_id].model
+        plan: OwnOutputs = model.outputs
+        plan.takes, plan.watch = len(inputs), (watch := Allocations())
+        given = {
+            value.untyped_storage().data_ptr()
+            for value in inputs
+            if isinstance(value, torch.Tensor) and not value._is_zerotensor()  # a tangent without memory
+        }
+
+        def found(outputs: Sequence[Any], is_in_pool: Callable[[int], bool]) -> None:
+            storages = watch.storages(outputs, lambda address: address not in given and is_in_pool(address))
+            self._storages[function_id] = storages
+            graph = model.log.graph
+            # A collective may hide the address of any memory but that to which the graph copies.
+            if model.log.has_collective:
+                plan.copied.update(storage.block.outputs for storage in storages)
+            # The function is added to the manager after its first call.
+            elif not model.dispatch.is_added and model.log.mode == INFERENCE and graph and graph.functions == 1:
+                generated = [storage for storage in storages if storage.allocation is not None]
+                plan.blocks = plan.blocks_of(generated, [n for s in generated for n in s.block.outputs])
+            self._give_memory(manager, function_id)
+
+        try:
+            yield found
+        finally:
+            plan.watch = None
+
+    def knows(self, function_id: Any) -> bool:
+        """Whether a warm-up of the function was watched."""
+        return function_id in self._storages
+
+    def recorded(self, manager: Manages, node: Any, pool_bytes: int) -> None:
+        """Changes the means of outputs that a new recording cannot write to own memory; limits the memory that is kept.
+
+        Args:
+            pool_bytes: of the graph pool. Functions other than those used last keep at most as much.
+        """
+        own: OwnMemory | None = node.own
+        if own is None:
+            return
+        plan: OwnOutputs = node.wrapped_function.model.outputs
+        decisions, returned = {}, set()
+        if node.live is not None:
+            decisions, returned = node.live.decisions, {index for index, _ in node.live.outputs.values()}
+        refused = [
+            block
+            for index, block in enumerate(own.blocks, own.takes)
+            if index not in returned or not decisions[index].by_address
+        ]
+        if refused and plan.blocks == own.blocks:
+            plan.copied.update(block.outputs for block in refused if block.allocation is not None)
+            plan.refused.update(block.outputs for block in refused if block.allocation is None)
+            self._change(manager, node.wrapped_function.model, (), "an output cannot be given by address")
+        kept = [found.own.native for found in manager.ids_to_funcs.values() if getattr(found, "own", None) is not None]
+        kept.sort(key=lambda native: native.used, reverse=True)
+        for native in kept[1:]:
+            pool_bytes -= native.held_bytes
+            if pool_bytes < 0:
+                native.hold(False)
+
+    def held_bytes(self, manager: Manages) -> int:
+        """Bytes of own memory that are kept from call to call."""
+        owned = (getattr(function, "own", None) for function in manager.ids_to_funcs.values())
+        return sum(own.native.held_bytes for own in owned if own is not None)
+
+    def moved(self, manager: Manages, models: Sequence[Any]) -> None:
+        """Lets outputs on a path get own memory from the next call on, if one of them has outlived two steps.
+
+        The call that is under way has its inputs already, and may be one of the same function.
+
+        Args:
+            models: the compiled code of the functions on the path, in its order, each once.
+        """
+        first = next((n for n, model in enumerate(models) if self._wanted(manager, model, _OUTLIVED)), None)
+        if first is None or any(model.outputs.changes >= MOST_CHANGES for model in models[first:]):
+            return
+        for model in models[first:]:  # these are recorded again anyway
+            model.outputs.changes += 1
+            is_last = model.outputs.changes == MOST_CHANGES
+            wanted = self._wanted(manager, model, 1, with_seen=is_last)
+            if wanted:
+                self._changing.append((model, wanted))
+        if self._changing:
+            self._candidates.clear()
+
+    def _wanted(self, manager: Manages, model: Any, times: int, *, with_seen: bool = False) -> set[int]:
+        """The outputs that outlived so many steps and can get own memory, and with ``with_seen`` those that the program
+        sees; none of them has it."""
+        plan: OwnOutputs = model.outputs
+        ids = self._ids(manager, model)
+        if not ids:
+            return set()
+        numbers = {number for number, (moves, _) in model.log.moved.items() if moves >= times}
+        possible = {number for storage in self._storages[ids[0]] for number in storage.block.outputs}
+        if with_seen and (model.log.mode in (INFERENCE, BACKWARD) or model.first_inside is not None):
+            seen = model.first_inside if model.log.mode not in (INFERENCE, BACKWARD) else None
+            numbers |= {number for number in possible if seen is None or number < seen}
+        has = set().union(*(block.outputs for block in plan.blocks))
+        never = set().union(*plan.refused)
+        return (numbers & possible) - has - never
+
+    def _ids(self, manager: Manages, model: Any) -> list[Any]:
+        """The ids of a function that was warmed up: one, or one for each set of its integers."""
+        return [id_ for id_ in self._storages if manager.ids_to_funcs[id_].model is model]
+
+    def _change(self, manager: Manages, model: Any, wanted: Iterable[int], why: str) -> None:
+        plan: OwnOutputs = model.outputs
+        ids = self._ids(manager, model)
+        plan.blocks = plan.blocks_of(self._storages[ids[0]], wanted)
+        for index in [index for index in model.refused if index >= plan.takes]:
+            del model.refused[index]
+        for function_id in ids:
+            self._give_memory(manager, function_id)
+            newest = max((recording.number for recording in model.log.recordings), default=-1)
+            manager.reclaiming.record_again(function_id, why, newest)
+
+    def _give_memory(self, manager: Manages, function_id: Any) -> None:
+        """Gives a function an input for each of its blocks, from its next call on."""
+        wrapped, storages = manager.ids_to_funcs[function_id], self._storages[function_id]
+        model = wrapped.model
+        plan: OwnOutputs = model.outputs
+        takes, own = plan.takes, None
+        if plan.blocks and OwnMemory.fits(plan.blocks, storages):
+            own = OwnMemory(
+                plan.blocks,
+                storages,
+                torch.device("cuda", manager.device_index),
+                (model.log.blocks_allocated, model.log.blocks_given_away),
+                takes=takes,
+                is_backward=model.log.mode == BACKWARD,
+                holds=bool(model.log.moved),
+            )
+        count = 0 if own is None else len(own)
+        outputs = () if own is None else [block.outputs[0] for block in own.blocks]
+        known = {field.name: getattr(wrapped, field.name) for field in dataclasses.fields(WrappedFunction)}
+        known["mutated_input_idxs"] = (
+            *(index for index in wrapped.mutated_input_idxs if index < takes),
+            *range(takes, takes + count),
+        )
+        known["placeholders"] = (
+            *wrapped.placeholders[:takes],
+            *(PlaceholderInfo(f"output {number}", None, [], None) for number in outputs),
+        )
+        manager.ids_to_funcs[function_id] = OwnFunction(**known, own=own)

@@ -1,0 +1,245 @@
+"""The memory that a run of generated code allocates: found, and exchanged for own memory while the run is captured."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import types
+import weakref
+from pathlib import Path
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+import torch
+from fake_trees import Plain
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.outputs.allocations import Allocations, Block, Storage, View, generated_by_inductor, watching
+from pygraph_trees.report.log import FunctionLog, GraphLog
+from pygraph_trees.settings import Settings
+from pygraph_trees.trees.function import FunctionModel
+from pygraph_trees.trees.verification import Verification, VerificationFailed
+
+F32 = torch.float32
+# As Inductor writes it: an output that reuses a buffer's memory, a scratch buffer, an output, and a library's outputs.
+CODE = """
+def call(args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.mul(x, 2, out=buf0)
+    buf1 = buf0; del buf0  # reuse
+    buf1.add_(1)
+    buf2 = empty_strided_cuda((2, 4), (4, 1), torch.float32)
+    buf2.copy_(buf1)
+    buf3 = empty_strided_cuda((2,), (1,), torch.float32)
+    torch.sum(buf2, 1, out=buf3)
+    del buf2
+    buf4 = library(x)
+    inside()
+    return (buf1, buf3, x, buf4[1:], buf4[:2])
+"""
+FIRST, SECOND = Block((0,), 0), Block((1,), 2)
+COPIED, LIBRARY = Block((0,), None), Block((3, 4), None)
+
+
+def generated(code=CODE, **names):
+    """Returns the function ``call`` of a module of generated code that allocates on the CPU."""
+    module = types.ModuleType("generated")
+    module.torch, module.made, module.inside, module.library = torch, [], lambda: None, lambda x: x * 3
+
+    def allocate(size, stride, dtype):
+        module.made.append(tuple(size))
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    module.empty_strided_cuda = allocate
+    vars(module).update(names)
+    exec(code, vars(module))
+    return module.call
+
+
+def wanted(x):
+    return [x * 2 + 1, (x * 2 + 1).sum().repeat(2), x, (x * 3)[1:], (x * 3)[:2]]
+
+
+def function(call=None, *, mode="inference", partitions=1, has_collective=False, outputs="keep"):
+    settings = Settings(placement="off", indirection="auto", selective="always", outputs=outputs)
+    log = FunctionLog("f", "0/0", mode, 1, {}, GraphLog("f", "0/0", mode, (), functions=partitions))
+    log.has_collective = has_collective
+    return FunctionModel(call or generated(), settings, log)
+
+
+def captured(is_captured=True):
+    return mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
+
+
+def addresses(*tensors):
+    return [tensor.untyped_storage().data_ptr() for tensor in tensors]
+
+
+class TestAllocations(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.x = torch.arange(4.0)
+        self.use(CODE)
+
+    def use(self, code, **names):
+        self.call = generated(code, **names)
+        self.names = self.call.__globals__
+
+    def run_with(self, watch):
+        with watching(self.call, watch):
+            return watch.finished(self.call([self.x]))
+
+    def found(self):
+        outputs = self.run_with(watch := Allocations())
+        return watch.storages(outputs, lambda address: address not in addresses(self.x))
+
+    def test_outputs_are_found_in_the_storages_that_the_run_allocates(self):
+        """An input is none of them. Libraries allocate in the graph pool."""
+        first, second, library = self.found()
+        self.assertEqual(first, Storage((View(0, (4,), (1,), 0, F32),), 0, 16, (4,), (1,), F32))
+        self.assertEqual(second, Storage((View(1, (2,), (1,), 0, F32),), 2, 8, (2,), (1,), F32))
+        views = View(3, (3,), (1,), 1, F32), View(4, (2,), (1,), 0, F32)
+        self.assertEqual(library, Storage(views, None, 16, (16,), (1,), torch.uint8))
+        self.assertEqual((first.block, second.block, library.block), (FIRST, SECOND, LIBRARY))
+        others = "buf3[1:], buf3.view(torch.int32), buf1[:0], None, 7, buf4.to(torch.cfloat).conj(), buf3._neg_view()"
+        self.use(CODE.replace("buf1, buf3, x, buf4[1:], buf4[:2]", others))
+        whole = View(1, (2,), (1,), 0, torch.int32)
+        self.assertEqual(self.found(), (Storage((View(0, (1,), (1,), 1, F32), whole), 2, 8, (2,), (1,), F32),))
+
+    def test_memory_that_a_freed_buffer_had_is_a_librarys(self):
+        buffer = torch.empty(2, 4)
+
+        def at_buffer(*_):  # a new storage in the same memory each time
+            return torch.from_dlpack(torch.utils.dlpack.to_dlpack(buffer))
+
+        def allocate(size, stride, dtype):
+            return at_buffer() if size == (2, 4) else torch.empty_strided(size, stride, dtype=dtype)
+
+        self.use(CODE.replace("buf3, x, buf4[1:], buf4[:2]", "buf4"), empty_strided_cuda=allocate, library=at_buffer)
+        self.assertEqual([storage.block for storage in self.found()], [FIRST, Block((1,), None)])
+
+    def test_given_memory_is_used_instead(self):
+        """Generated code gets it, in the layout that it asks for; the storages of libraries are copied to it."""
+        given = {FIRST: torch.empty(2, 2).t(), SECOND: torch.empty(2), LIBRARY: torch.empty(16, dtype=torch.uint8)}
+        outputs = self.run_with(Allocations(given))
+        self.assertEqual(list(outputs), wanted(self.x))
+        self.assertEqual(addresses(*outputs), addresses(*list(given.values())[:2], self.x, *[given[LIBRARY]] * 2))
+        self.assertEqual(self.names["made"], [(2, 4)])
+        outputs = self.run_with(Allocations({COPIED: given[FIRST]}))  # generated, but copied
+        self.assertEqual((list(outputs), addresses(outputs[0])), (wanted(self.x), addresses(given[FIRST])))
+
+    def test_memory_that_does_not_fit_is_not_used(self):
+        """It has another size, or the outputs are no longer in one storage."""
+        given = torch.empty(8)[::2]
+        for block, other in ((FIRST, given), (COPIED, given), (LIBRARY, given), (Block((0, 3), None), torch.empty(4))):
+            outputs = self.run_with(Allocations({block: other}))
+            self.assertEqual(list(outputs), wanted(self.x))
+            self.assertNotIn(other.data_ptr(), addresses(*outputs))
+
+    def test_the_module_is_as_before_afterwards(self):
+        before = self.names["empty_strided_cuda"]
+        with self.assertRaises(ValueError), watching(self.call, Allocations()), watching(self.call, Allocations()):
+            self.assertIsNot(self.names["empty_strided_cuda"], before)
+            raise ValueError
+        self.assertIs(self.names["empty_strided_cuda"], before)
+
+    def test_code_that_inductor_did_not_generate_cannot_be_watched(self):
+        self.assertTrue(generated_by_inductor(self.call))
+        for other in (wanted, len, torch.nn.Linear(1, 1), types.MethodType(wanted, 1)):
+            self.assertFalse(generated_by_inductor(other))
+
+
+class TestFunction(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.x, self.function = torch.arange(4.0), function()
+        self.function.outputs.takes, self.function.outputs.blocks = 1, (FIRST, LIBRARY)
+        self.given = [torch.empty(4), torch.empty(16, dtype=torch.uint8)]
+
+    def test_only_a_captured_run_writes_to_own_memory(self):
+        for is_captured in (False, True):
+            inputs = [self.x, *self.given]
+            with captured(is_captured):
+                outputs = self.function(inputs)
+            self.assertEqual((inputs, list(outputs)), ([], wanted(self.x)))
+            self.assertEqual(addresses(outputs[0], outputs[4]) == addresses(*self.given), is_captured)
+        gone = [weakref.ref(tensor) for tensor in self.given]
+        del self.given, outputs
+        gc.collect()
+        self.assertEqual([reference() for reference in gone], [None, None])  # nobody keeps it
+        self.assertEqual(list(self.function([self.x])), wanted(self.x))  # without own memory
+        other = FunctionModel.of(lambda inputs: [len(inputs)], is_backward=False, is_inference=True)
+        self.assertEqual(other([self.x] * 3), [3])
+
+    def test_calls_of_the_same_code_during_another_allocate(self):
+        """A finalizer, an operator of the program or another thread can make one."""
+        names, calls = self.function.model.__globals__, []
+
+        def inside():
+            names["inside"] = lambda: None
+            for function in (self.function, self.function.model):
+                thread = threading.Thread(target=lambda: calls.append(function([self.x + 5])))  # noqa: B023
+                thread.start()
+                thread.join(60)
+            calls.append(self.function([self.x + 5]))
+
+        names["inside"] = inside
+        with captured():
+            outputs = self.function([self.x, *self.given])
+        self.assertEqual((list(outputs), addresses(outputs[0])), (wanted(self.x), addresses(self.given[0])))
+        self.assertEqual([list(found) for found in calls], [wanted(self.x + 5)] * 3)
+
+    def test_only_one_run_is_watched(self):
+        self.function.outputs.watch = watch = Allocations()
+        outputs = self.function([self.x])
+        self.function([self.x + 1])
+        self.assertIsNone(self.function.outputs.watch)
+        self.assertEqual([storage.block for storage in watch.storages(outputs, lambda _: False)], [FIRST, SECOND])
+
+
+def verified(model, result):
+    """A recording whose graph copies ``result(x)``, allocated by a library, to its last input."""
+    given, live = [], mock.Mock(items=[Plain(index=0), Plain(index=1)], outputs={0: (1, None)})
+    live.addresses = Plain(prepare=lambda inputs: given.__setitem__(slice(None), inputs), extra_copies=0)
+    live.addresses.extra_copied_bytes = 0
+    live.output, live.kernels_of = lambda index, view: given[index], lambda index: []
+    made = mock.Mock(wrapped_function=Plain(model=model, placeholders=()), live=live, own=Plain(takes=1))
+    made.static_input_idxs = made.reconstructed_inputs = ()
+    made.replay_for_verification = lambda: given[1].copy_(result(given[0]))
+    return made
+
+
+class TestVerification(TestCase):
+    def check(self, result, x=None):
+        x = torch.arange(4.0) if x is None else x
+        code = (
+            "def call(args):\n    x, = args\n    args.clear()\n"
+            f"    assert (tuple(x.shape), x.stride()) == {(tuple(x.shape), x.stride())}\n"
+            "    return (torch.mul(x, 2),)"
+        )
+        model = function(generated(code))
+        model.outputs.takes, model.outputs.blocks = 1, (COPIED,)
+        with captured(False):
+            inputs = [x, torch.full_like(x * 2, -1)]
+            Verification(inputs, [0]).check(verified(model, result), [x * 2], "f")
+
+    def test_own_memory_is_compared_as_an_output(self):
+        """The graph writes to own memory; un-graphed code does not."""
+        self.check(lambda x: x * 2)
+        with self.assertRaisesRegex(VerificationFailed, "output 0"):
+            self.check(lambda x: x * 3)
+
+    def test_inputs_keep_the_layouts_that_were_compiled_for(self):
+        """Compiled code asserts them, also for inputs on the CPU and for views that a copy resolves."""
+        numbers = torch.arange(8.0)
+        for x in (numbers[::2], numbers[:1].expand(4), torch._neg_view(numbers[::2]), torch.empty(4, 0).t()):
+            self.check(lambda x: x * 2, x)
+        self.check(lambda x: x * 2, torch.complex(numbers, -numbers)[1::2].conj())
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,454 @@
+"""Own memory of outputs: a replay writes it again only if nothing else uses it, whoever held it and however."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import unittest
+import weakref
+from pathlib import Path
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+import torch
+from fake_trees import MODE, Live, Plain, Trees
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.native import binding
+from pygraph_trees.outputs.allocations import Block, Storage, View
+from pygraph_trees.outputs.own_memory import OwnMemory
+
+CPU, SIZE = torch.device("cpu"), 6  # elements of a block
+
+
+def storage(number, *views, allocation=0, size=(SIZE,), dtype=torch.float32):
+    """A storage that generated code allocates, with one output as a whole or these views of it."""
+    views = views or ((size, torch.empty(size, device="meta").stride(), 0),)
+    nbytes = torch.empty(size, dtype=dtype, device="meta").untyped_storage().nbytes()
+    stride = torch.empty(size, device="meta").stride()
+    found = tuple(View(number + n, size, stride, offset, dtype) for n, (size, stride, offset) in enumerate(views))
+    return Storage(found, allocation, nbytes, size, stride, dtype)
+
+
+def own_memory(*storages, takes=1, is_backward=False, holds=True):
+    counters = binding.new_counter(), binding.new_counter()
+    made = OwnMemory(
+        *([s.block for s in storages], storages, CPU, counters), takes=takes, is_backward=is_backward, holds=holds
+    )
+    made.allocated, made.given_away = counters
+    return made
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = x
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(SIZE)
+
+
+def _saved(output):
+    loss = (output.requires_grad_() * output).sum()
+    del output
+    return lambda: torch.autograd.grad(loss, _leaves(loss), retain_graph=True)[0] / 2
+
+
+def _leaves(loss):
+    node = loss.grad_fn
+    while not hasattr(node, "variable"):
+        node = node.next_functions[0][0]
+    return node.variable
+
+
+def _in_cpp(output):
+    graph = _Keep.apply(output.requires_grad_()).grad_fn
+    return lambda: graph.kept
+
+
+# By name: makes something that keeps an output alive, and returns a function that reads the output's values.
+HOLDERS = {
+    "tensor": lambda output: lambda: output,
+    "view": lambda output: (lambda view: lambda: view)(output[:]),
+    "storage": lambda output: (lambda held: lambda: torch.empty(0).set_(held))(output.untyped_storage()),
+    "detached": lambda output: (lambda held: lambda: held)(output.detach()),
+    "numpy": lambda output: (lambda held: lambda: torch.from_numpy(held))(output.numpy()),
+    "dlpack": lambda output: (lambda held: lambda: held)(torch.from_dlpack(output)),
+    "saved for a backward": _saved,
+    "held by a node of autograd": _in_cpp,
+    "alias in a list": lambda output: (lambda held: lambda: held[0])([output.view(2, 3).view(SIZE)]),
+}
+
+
+@unittest.skipIf(binding.extension is None, "not built for this torch")
+class TestBlocks(TestCase):
+    def write(self, own, value):
+        """A replay that fills all blocks; returns its outputs."""
+        for base in own.native.take():
+            base.fill_(value)
+        outputs = [own.output(own.takes + number, None) for number in range(len(own))]
+        own.native.finish()
+        return outputs
+
+    def test_memory_is_written_again_while_it_is_dead(self):
+        own = own_memory(storage(0), storage(1, allocation=1))
+        addresses = {tuple(output.data_ptr() for output in self.write(own, step)) for step in range(5)}
+        self.assertEqual(len(addresses), 1)
+        self.assertEqual((own.allocated.value, own.given_away.value), (2, 0))
+
+    def test_whatever_holds_an_output_keeps_its_values(self):
+        for name, hold in HOLDERS.items():
+            own = own_memory(storage(0))
+            read = hold(self.write(own, 1.0)[0])
+            gc.collect()
+            self.write(own, 2.0)
+            self.assertEqual(own.given_away.value, 1, name)
+            self.write(own, 3.0)
+            self.assertEqual(read().detach().clone(), torch.full((SIZE,), 1.0), name)
+            self.assertEqual((own.allocated.value, own.given_away.value), (2, 1), name)
+
+    def test_random_holders_of_many_outputs(self):
+        drawn, own, held = random.Random(3), own_memory(*(storage(n, allocation=n) for n in range(5))), []
+        for step in range(400):
+            outputs = self.write(own, float(step))
+            for output in outputs:
+                if drawn.random() < 0.3:
+                    name = drawn.choice(list(HOLDERS))
+                    held.append((step + drawn.randrange(6), float(step), HOLDERS[name](output), name))
+            del output, outputs
+            for _, value, read, name in held:
+                self.assertEqual(read().detach().clone(), torch.full((SIZE,), value), f"{name} at step {step}")
+            held = [kept for kept in held if kept[0] > step]
+        self.assertGreater(own.given_away.value, 100)
+        self.assertLess(own.allocated.value, 1900)
+
+    def test_a_weak_reference_finds_no_tensor_that_was_overwritten(self):
+        own = own_memory(storage(0))
+        output = self.write(own, 1.0)[0]
+        tensor, memory = weakref.ref(output), weakref.ref(output.untyped_storage())
+        del output
+        self.assertIsNone(tensor())
+        self.write(own, 2.0)
+        found = memory()
+        if found is not None:
+            self.assertEqual(torch.empty(0).set_(found), torch.full((SIZE,), 1.0))
+
+    def test_memory_that_the_program_resizes_or_takes_is_not_written(self):
+        own = own_memory(storage(0))
+        output = self.write(own, 1.0)[0]
+        output.untyped_storage().resize_(4096)
+        del output
+        self.write(own, 2.0)
+        self.assertEqual(own.given_away.value, 1)
+
+    def test_memory_on_another_stream_is_given_away(self):
+        own = own_memory(storage(0))
+        output = self.write(own, 1.0)[0]
+        binding.extension.note_stream(torch.ones(1))
+        self.write(own, 1.0)
+        self.assertEqual(own.given_away.value, 1)  # it was held
+        output = self.write(own, 1.0)[0]
+        binding.extension.note_stream(output)
+        del output
+        self.write(own, 2.0)
+        self.assertEqual(own.given_away.value, 2)
+
+    def test_memory_is_kept_or_not_as_the_program_uses_it(self):
+        own = own_memory(storage(0), holds=False)
+        for step in range(4):  # as un-graphed: nothing is kept
+            self.assertEqual(own.native.held_bytes, 0)
+            self.assertIsNone(own.native.item(0))
+            self.write(own, step)
+        self.write(own, 4.0)  # dead at four calls in a row
+        self.assertEqual(own.native.held_bytes, 4 * SIZE)
+        before = own.allocated.value
+        self.write(own, 5.0)
+        self.assertEqual(own.allocated.value, before)
+        kept = [self.write(own, step) for step in range(3)]
+        self.assertEqual(own.native.held_bytes, 0)
+        self.assertEqual([outputs[0][0].item() for outputs in kept], [0, 1, 2])
+        own.native.hold(False)
+        for step in range(9):
+            self.write(own, step)
+        self.assertEqual(own.native.held_bytes, 0)
+
+    def test_outputs_that_share_a_block(self):
+        own = own_memory(storage(0, ((2,), (1,), 0), ((2, 2), (1, 2), 2)))
+        for base in own.native.take():
+            base.copy_(torch.arange(6.0))
+        first = own.output(1, ((2,), (1,), 0, torch.float32))
+        second = own.output(1, (torch.Size((2, 2)), (1, 2), 2, torch.float32))
+        bits = own.output(1, ((6,), (1,), 0, torch.int32))
+        own.native.finish()
+        self.assertEqual((first, second), (torch.tensor([0.0, 1.0]), torch.tensor([[2.0, 4.0], [3.0, 5.0]])))
+        self.assertEqual(bits, torch.arange(6.0).view(torch.int32))
+        self.assertEqual(first.untyped_storage().data_ptr(), second.untyped_storage().data_ptr())
+        first.add_(1)
+        self.assertEqual((first._version, second._version), (1, 0))  # as un-graphed code makes them
+
+    def test_tensors_are_of_the_mode_of_their_call(self):
+        own = own_memory(storage(0))
+        for is_inference in (True, False, True):
+            with torch.inference_mode(is_inference):
+                self.assertEqual(self.write(own, 1.0)[0].is_inference(), is_inference)
+        self.assertEqual(own.allocated.value, 1)
+
+    def test_the_programs_capture_gets_memory_of_its_own(self):
+        own, answer = own_memory(storage(0)), [False]
+        own.native = binding.extension.OwnMemory(
+            *(torch.empty(0), [(4 * SIZE, (SIZE,), (1,), torch.float32, False, True)], lambda: answer[0]),
+            *(own.allocated, own.given_away),
+        )
+        before = self.write(own, 1.0)[0].data_ptr()
+        answer[0] = True
+        captured = self.write(own, 2.0)[0]
+        self.assertNotEqual(captured.data_ptr(), before)
+        own.native.take()  # a call that is not launched
+        answer[0] = False
+        self.assertEqual(self.write(own, 3.0)[0].data_ptr(), before)
+        self.assertEqual(captured, torch.full((SIZE,), 2.0))
+
+    def test_without_memory_nothing_is_lost(self):
+        own = own_memory(
+            storage(0), Storage((View(1, (1,), (1,), 0, torch.uint8),), 1, 1 << 62, (1,), (1,), torch.uint8)
+        )
+        self.assertRaises(torch.OutOfMemoryError, own.native.take)
+        self.assertRaises(torch.OutOfMemoryError, own.native.take)
+        self.assertEqual(own.allocated.value, 1)
+        own.native.release()
+        self.assertIsNone(own.native.item(0))
+
+    def test_errors(self):
+        made, counter = binding.extension.OwnMemory, binding.new_counter()
+        for given in (
+            (1, [], None, counter, counter),
+            (torch.ones(1), 3, None, counter, counter),
+            (torch.ones(1), [(4, (1,), (1,), "f", True, True)], None, counter, counter),
+            (torch.ones(1), [], None, 1, counter),
+        ):
+            self.assertRaises(TypeError, made, *given)
+        self.assertRaises(ValueError, made, torch.ones(1), [(4, (1,), (), torch.int8, 0, 0)], None, counter, counter)
+        self.assertRaises(IndexError, own_memory(storage(0)).native.alias, 1, None)
+
+
+class _Live(Live):
+    def prepare_fast(self, inputs, seen):
+        found = super().prepare_fast(inputs, seen)
+        self.prepared[-1] = seen  # the inputs are not held
+        return found
+
+
+class Program:
+    """A function of one live input, replayed in C++; the graph fills its own memory with the input's value."""
+
+    def __init__(self, *storages, mode=MODE.INFERENCE, holds=True, views=None):
+        self.own = own_memory(*storages, is_backward=mode is MODE.BACKWARD, holds=holds)
+        self.x = torch.zeros(1)
+        count = len(self.own)
+        views = views or {n: (1 + n, None) for n in range(count)}
+        self.live = _Live([0, *range(1, 1 + count)], None, outputs=views)
+        self.live.items = [Plain(index=n, placeholder_tensor=self.x) for n in range(1 + count)]
+        substitutes = [torch.empty(0)] * len(views)
+        self.trees = Trees({}, [None] * len(views), live=self.live, own=self.own, others=substitutes, mode=mode)
+        self.trees.graph.at_launch = self._fill
+        self.trees.function.own = self.own.native
+        self.entry = self.trees.entry()
+
+    def _fill(self):
+        for number in range(len(self.own)):
+            self.own.native.item(number).fill_(self.x.item())
+
+    def __call__(self, value):
+        self.x.fill_(value)
+        outputs = self.entry([self.x])
+        assert outputs is not None
+        return outputs
+
+
+@unittest.skipIf(binding.extension is None, "not built for this torch")
+class TestFastPath(TestCase):
+    def test_random_holders(self):
+        drawn, program, held = random.Random(5), Program(*(storage(n, allocation=n) for n in range(4))), []
+        before = binding.extension.counts()
+        for step in range(300):
+            for output in program(float(step)):
+                if drawn.random() < 0.25:
+                    name = drawn.choice(list(HOLDERS))
+                    held.append((step + drawn.randrange(6), float(step), HOLDERS[name](output), name))
+            del output
+            for _, value, read, name in held:
+                self.assertEqual(read().detach().clone(), torch.full((SIZE,), value), f"{name} at step {step}")
+            held = [kept for kept in held if kept[0] > step]
+        asked, fast, in_python = (after - one for after, one in zip(binding.extension.counts(), before, strict=True))
+        self.assertEqual((asked, fast, in_python), (300, 300, 0))
+        self.assertGreater(program.own.given_away.value, 50)
+
+    def test_a_steady_loop_allocates_nothing_and_asks_nobody(self):
+        program = Program(storage(0), storage(1, allocation=1))
+        for step in range(8):
+            outputs = program(step)
+            self.assertEqual(outputs, [torch.full((SIZE,), float(step))] * 2)
+            del outputs
+        self.assertEqual((program.own.allocated.value, program.own.given_away.value), (2, 0))
+        self.assertEqual(len(program.live.prepared), 1)
+
+    def test_views_are_made_in_cpp(self):
+        views = {
+            0: (1, ((2,), (1,), 4, torch.float32)),
+            1: (1, None),
+            2: (0, ((1, 1), (1, 1), 0, torch.float32)),
+            3: (0, None),
+        }
+        program = Program(storage(0), views=views)
+        before = binding.extension.counts()[2]
+        for step in range(3):
+            part, whole, view, x = program(float(step))
+            self.assertEqual((part, whole), (torch.full((2,), float(step)), torch.full((SIZE,), float(step))))
+            self.assertEqual(part.storage_offset(), 4)
+            self.assertEqual((view, view.data_ptr()), (torch.full((1, 1), float(step)), program.x.data_ptr()))
+            self.assertIs(x, program.x)
+        self.assertEqual(binding.extension.counts()[2], before)
+
+    def test_a_recording_with_other_own_memory_is_passed_over(self):
+        program = Program(storage(0))
+        program.trees.function.own = own_memory(storage(0)).native
+        slow = tuple(binding.new_counter() for _ in range(8))
+        program.trees.function.slow = slow
+        inputs = [program.x]
+        self.assertIsNone(program.entry(inputs))
+        self.assertEqual(inputs, [program.x])
+        self.assertEqual([counter.value for counter in slow], [1, 0, 0, 0, 0, 0, 0, 0])
+
+    def test_no_memory_is_no_error_here(self):
+        big = Storage((View(0, (1,), (1,), 0, torch.uint8),), 0, 1 << 62, (1,), (1,), torch.uint8)
+        program = Program(big)
+        program.trees.function.slow = slow = tuple(binding.new_counter() for _ in range(8))
+        self.assertIsNone(program.entry([program.x]))
+        self.assertEqual([counter.value for counter in slow], [0, 0, 0, 0, 0, 0, 1, 0])
+
+    def test_python_that_runs_meanwhile_may_take_memory(self):
+        """A finalizer that runs while Python is asked holds a block: the recording does not write to it."""
+        program, taken = Program(storage(0)), []
+        program(1.0)
+        program.live.settle(None)
+        program.live.answer = lambda: taken.append(program.own.native.item(0).detach()) if not taken else None
+        self.assertIsNone(program.entry([program.x]))
+        self.assertEqual(taken[0], torch.full((SIZE,), 1.0))
+
+
+class _Backward(torch.autograd.Function):
+    """A node like AOTAutograd's: its gradients come from a program with own memory."""
+
+    @staticmethod
+    def forward(ctx, program, value, *parameters):
+        ctx.program, ctx.value = program, value
+        return sum(parameter.sum() for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, None, *ctx.program(ctx.value)
+
+
+_Backward.__name__ = "CompiledFunction"
+
+
+def _node_class():
+    return type("CompiledFunction", (_Backward,), {})
+
+
+@unittest.skipIf(binding.extension is None, "not built for this torch")
+class TestGradients(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.node = _node_class()
+        self.parameters = [torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(3)]
+        found = [storage(n, ((2, 3), (3, 1), 0), allocation=n) for n in range(3)]
+        views = {n: (1 + n, ((2, 3), (3, 1), 0, torch.float32)) for n in range(3)}
+        self.program = Program(*found, mode=MODE.BACKWARD, views=views)
+        self.addCleanup(mock.patch.stopall)
+
+    def backward(self, value, **options):
+        self.node.apply(self.program, value, *self.parameters).backward(**options)
+
+    def values(self):
+        return [parameter.grad[0, 0].item() for parameter in self.parameters]
+
+    def addresses(self):
+        return [parameter.grad.data_ptr() for parameter in self.parameters]
+
+    def counts(self):
+        return self.program.own.allocated.value, self.program.own.given_away.value
+
+    def test_gradients_are_the_memory_itself_and_used_again_once_dropped(self):
+        bases = None
+        for step in range(6):
+            self.backward(float(step))
+            self.assertEqual(self.values(), [float(step)] * 3)
+            if bases is None:
+                bases = self.addresses()
+            self.assertEqual(self.addresses(), bases)
+            for parameter in self.parameters:
+                parameter.grad = None
+        self.assertEqual(self.counts(), (3, 0))
+
+    def test_gradients_that_are_kept_or_accumulated(self):
+        kept = []
+        for step in range(4):
+            self.backward(float(step))
+            kept.append([parameter.grad for parameter in self.parameters])
+            for parameter in self.parameters:
+                parameter.grad = None
+        self.assertEqual([[g[1, 2].item() for g in row] for row in kept], [[float(n)] * 3 for n in range(4)])
+        for cycle in range(3):
+            for micro in range(4):
+                self.backward(float(micro + cycle))
+            self.assertEqual(self.values(), [6.0 + 4 * cycle] * 3)
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def test_zeroed_in_place_gradients_are_kept_apart(self):
+        self.backward(1.0)
+        for parameter in self.parameters:
+            parameter.grad.zero_()
+        for step in range(5):
+            self.backward(float(step))
+            self.assertEqual(self.values(), [float(step)] * 3)
+            for parameter in self.parameters:
+                parameter.grad.zero_()
+        self.assertEqual(self.counts(), (6, 3))  # once, as the first gradients stayed
+
+    def test_a_hook_sees_tensors_of_its_own(self):
+        seen = []
+        self.parameters[1].register_hook(lambda gradient: seen.append(gradient))
+        for step in range(3):
+            self.backward(float(step))
+            self.parameters[1].grad.add_(10)
+            for parameter in self.parameters:
+                parameter.grad = None
+        self.assertEqual([gradient[0, 0].item() for gradient in seen], [0.0, 1.0, 2.0])
+
+    def test_gradients_that_the_program_asks_for(self):
+        found = []
+        for step in range(3):
+            loss = self.node.apply(self.program, float(step), *self.parameters)
+            found += torch.autograd.grad(loss, self.parameters)
+        self.assertEqual([gradient[0, 0].item() for gradient in found], [0.0] * 3 + [1.0] * 3 + [2.0] * 3)
+        self.assertEqual(len({id(gradient) for gradient in found}), 9)
+
+
+class TestPlan(TestCase):
+    def test_blocks_and_storages(self):
+        one, library = storage(0, allocation=4), storage(2, ((2,), (1,), 0), ((2,), (1,), 2), allocation=None)
+        self.assertEqual((one.block, library.block), (Block((0,), 4), Block((2, 3), None)))
+        self.assertTrue(OwnMemory.fits([one.block, library.block], [library, one]))
+        self.assertTrue(OwnMemory.fits([Block((0,), None)], [one]))  # the graph copies it
+        self.assertFalse(OwnMemory.fits([Block((0,), 3)], [one]))
+        self.assertFalse(OwnMemory.fits([one.block], [library]))
+
+
+if __name__ == "__main__":
+    run_tests()
