@@ -129,8 +129,13 @@ Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inp
         CollectorOff until_launched; // during the launch, other threads run
         given = given_back(replay, inputs);
         result = given && are_untouched(replay) ? result_at_hand(&state->results, replay, kept, given.get()) : Ref();
-        if (PyErr_Occurred() || !launch(replay))
+        if (PyErr_Occurred())
             return Ref();
+        order_streams(found.trees());
+        replay->stream = found.trees()->stream;
+        if (!launch(replay))
+            return Ref();
+        note_launch(found.trees());
     }
     if (!result) {
         Ref outputs = outputs_of(found.recording.get(), replay, given.get());
@@ -140,15 +145,18 @@ Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inp
 }
 
 /* Lets Python replay the recording, if inputs are copied. */
-Ref replayed_in_python(const Entry::State *state, Found &found, const Replay::State *replay, Inputs &inputs,
+Ref replayed_in_python(const Entry::State *state, Found &found, Replay::State *replay, Inputs &inputs,
                        const Ref &kept) {
     if (!inputs.arrange()) {
         PyErr_SetString(PyExc_IndexError, "the inputs have changed");
         return Ref();
     }
     const AtTheEnd own(inputs);
+    order_streams(found.trees());
+    replay->stream = found.trees()->stream;
     Ref outputs(own.appended ? PyObject_CallFunctionObjArgs(replay->run, found.recording.get(), inputs.list, nullptr)
                              : nullptr);
+    note_launch(found.trees());
     return outputs ? of_list(&state->results, kept, outputs) : Ref();
 }
 

@@ -13,6 +13,7 @@
 #include "own_outputs.cpp"
 #include "replay.cpp"
 #include "results.cpp"
+#include "streams.cpp"
 #include "staged_values.cpp"
 #include "tree.cpp"
 

@@ -225,7 +225,8 @@ struct Replay {
         std::vector<uint64_t> managed; // inputs that are released before the launch
         std::vector<uint64_t> lasting; // managed inputs that need not be seen to die
         std::vector<Returned> returned;
-        bool lends = false; // whether own memory is returned itself to code that only accumulates gradients
+        long long stream = 0; // the number of the stream of its last launch
+        bool lends = false;   // whether own memory is returned itself to code that only accumulates gradients
         bool in_python = false;        // inputs are copied at each call
         bool python_checks = false;    // if Python replays, it also checks which tensors have died
         bool has_new_history = false;  // whether autograd gives the outputs a new history at each call

@@ -220,6 +220,25 @@ PyObject *is_untouched(PyObject *self, PyObject *) {
     return translated([&] { return PyBool_FromLong(state != nullptr && are_untouched(state)); });
 }
 
+PyObject *get_stream(PyObject *self, void *) {
+    const auto *state = reinterpret_cast<Replay *>(self)->state;
+    return PyLong_FromLongLong(state == nullptr ? 0 : state->stream);
+}
+
+int set_stream(PyObject *self, PyObject *value, void *) {
+    const long long number = value == nullptr ? 0 : PyLong_AsLongLong(value);
+    if (PyErr_Occurred())
+        return -1;
+    if (auto *state = reinterpret_cast<Replay *>(self)->state; state != nullptr)
+        state->stream = number;
+    return 0;
+}
+
+PyGetSetDef replay_fields[] = {
+    {"stream", get_stream, set_stream, "The number of the stream of the last launch.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
 PyMethodDef replay_methods[] = {
     {"note_cached", note_cached, METH_NOARGS, "Notes the cached outputs, which were just made."},
     {"is_untouched", is_untouched, METH_NOARGS, "Whether the program left the cached outputs as they were made."},
@@ -228,6 +247,7 @@ PyMethodDef replay_methods[] = {
 
 PyType_Slot replay_slots[] = {
     {Py_tp_methods, replay_methods},
+    {Py_tp_getset, replay_fields},
     {Py_tp_doc, const_cast<char *>("One recording's part in a fast replay; see the source.")},
     {Py_tp_new, reinterpret_cast<void *>(translate<make_replay>)},
     {Py_tp_dealloc, reinterpret_cast<void *>(replay_dealloc)},

@@ -37,7 +37,28 @@ PyObject *is_taken(PyObject *self, void *) {
     return PyBool_FromLong(reinterpret_cast<TreeState *>(self)->turn_of != nullptr);
 }
 
+PyObject *order_current_stream(PyObject *self, PyObject *) {
+    return translated([&]() -> PyObject * {
+        pygraph::order_streams(reinterpret_cast<TreeState *>(self));
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject *note_last_launch(PyObject *self, PyObject *) {
+    return translated([&]() -> PyObject * {
+        pygraph::note_launch(reinterpret_cast<TreeState *>(self));
+        Py_RETURN_NONE;
+    });
+}
+
+void tree_state_dealloc(PyObject *self) {
+    pygraph::forget_streams(reinterpret_cast<TreeState *>(self));
+    held_dealloc<TreeState>(self);
+}
+
 PyMethodDef tree_state_methods[] = {
+    {"order_streams", order_current_stream, METH_NOARGS, "Lets the current stream wait for the last launch on another."},
+    {"note_launch", note_last_launch, METH_NOARGS, "Must be called after a launch."},
     {"take_turn", take_turn, METH_O, "Takes the turn for the call with this list, and returns whether the call has it."},
     {"has_turn", has_turn, METH_O, "Whether the call with this list has the turn."},
     {"end_turn", end_turn, METH_O, "Gives the turn back if the call with this list has it."},
@@ -66,17 +87,29 @@ PyMemberDef tree_state_members[] = {
     ATTRIBUTE(TreeState, "running_forwards_with_pending_backwards", pending),
     ATTRIBUTE(TreeState, "_candidates", candidates),
     ATTRIBUTE(TreeState, "_find", find),
+    ATTRIBUTE(TreeState, "used_streams", streams),
+    {"ordered_device", T_SHORT, offsetof(TreeState, device), 0, "The device whose streams are ordered; negative: none."},
+    {"last_stream", T_LONGLONG, offsetof(TreeState, stream), READONLY, "The number of the last launch's stream."},
     {"keeps_outputs", T_BOOL, offsetof(TreeState, keeps_outputs), 0, "Whether outputs may have to be moved."},
     {nullptr, 0, 0, 0, nullptr},
 };
 
+PyObject *make_tree_state(PyTypeObject *type, PyObject *, PyObject *) {
+    PyObject *made = type->tp_alloc(type, 0);
+    if (made != nullptr)
+        reinterpret_cast<TreeState *>(made)->device = -1;
+    return made;
+}
+
 PyType_Slot tree_state_slots[] = {
     {Py_tp_doc, const_cast<char *>("The part of a manager's state that each replay reads and writes.")},
-    {Py_tp_new, reinterpret_cast<void *>(PyType_GenericNew)},
+    {Py_tp_new, reinterpret_cast<void *>(make_tree_state)},
     {Py_tp_methods, tree_state_methods},
     {Py_tp_members, tree_state_members},
     {Py_tp_getset, tree_state_properties},
-    OBJECT_SLOTS(TreeState),
+    {Py_tp_dealloc, reinterpret_cast<void *>(tree_state_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void *>(held_traverse<TreeState>)},
+    {Py_tp_clear, reinterpret_cast<void *>(held_clear<TreeState>)},
     {0, nullptr},
 };
 
@@ -214,7 +247,7 @@ Answer pygraph::find_candidates(const FunctionState *function, const Counters &c
         return Answer::no;
     *why = Slow::not_found;
     for (PyObject **held : trees->held()) // unset, if upstream names its state otherwise
-        if (*held == nullptr && held != &trees->mode && held != &trees->compile_id)
+        if (*held == nullptr && held != &trees->mode && held != &trees->compile_id && held != &trees->streams)
             return Answer::no;
     if (trees->graph == Py_None || !PyDict_Check(trees->candidates) || function->function_id == nullptr)
         return Answer::no;

@@ -17,6 +17,12 @@ struct TreeState {
        GIL protects it. */
     const void *turn_of;
     char keeps_outputs; // whether outputs that are alive when a new step begins are moved
+    // Of the last launch, see native/streams.cpp.
+    char has_launched;
+    short device;     // the device whose streams are put in order; negative: none are
+    long long stream; // its number
+    void *event;      // after the last launch, if torch did not make its stream
+    PyObject *streams; // numbers of streams that use memory of the pool: the next launch waits for them
 
     bool take_turn(const void *call) {
         if (turn_of == nullptr)
@@ -29,10 +35,20 @@ struct TreeState {
             turn_of = nullptr;
     }
 
-    std::array<PyObject **, 9> held() {
-        return {&graph, &current_node, &path_state, &mode, &compile_id, &generation, &pending, &candidates, &find};
+    std::array<PyObject **, 10> held() {
+        return {&graph, &current_node, &path_state, &mode, &compile_id,
+                &generation, &pending, &candidates, &find, &streams};
     }
 };
+
+/* Lets the current stream wait for the last launch, if that was on another one, and notes the current stream. */
+void order_streams(TreeState *trees);
+
+/* Must be called after a launch. */
+void note_launch(TreeState *trees);
+
+/* Frees what was noted. */
+void forget_streams(TreeState *trees);
 
 /* The part of a function's state that each replay reads; trees/dispatch.py derives from it. */
 struct FunctionState {

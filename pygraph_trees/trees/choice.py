@@ -160,7 +160,19 @@ class _Choice(Environment):
         below = recordings_below(manager, self._function)
         if below > _MOST_BELOW:
             return f"{below} recordings after it would be made again for a trial"
-        return None if manager.has_room_for_another() else "the GPU has no memory to run it un-graphed beside its graph"
+        return None if has_room_for_another(manager) else "the GPU has no memory to run it un-graphed beside its graph"
+
+
+def has_room_for_another(manager: Manager) -> bool:
+    """Whether the GPU has 10% more memory free than the graph pool takes."""
+    pool, device = manager.pool_bytes, manager.device_index
+    try:
+        free, _ = torch.cuda.mem_get_info(device)
+    except RuntimeError:
+        return False
+    # Memory that torch has reserved counts as free, but not the pool's.
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return bool(free + max(0, reserve - pool) > 1.1 * pool)
 
 
 def only_sizes_that_come_again(

@@ -22,6 +22,7 @@ from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.native import binding
 from pygraph_trees.selection.functions import why_not_graphed
 
+from . import pools
 from .choice import chooser, only_sizes_that_come_again
 from .collector import paused
 from .function import FunctionModel, entered
@@ -106,15 +107,21 @@ def is_static_for_cudagraphs(upstream: Callable[[Any], bool]) -> Callable[[Any],
 
 
 def record_stream(upstream: Callable[..., None]) -> Callable[..., None]:
-    """Also notes that another stream uses the memory: own memory of outputs there is not written again."""
+    """Also notes that another stream uses the memory.
+
+    Own memory of outputs there is not written again; the next replay of a graph pool waits for the stream.
+    """
     if binding.extension is None:
         return upstream
 
     @functools.wraps(upstream)
     def record_stream(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         upstream(self, *args, **kwargs)
+        (stream,) = args or kwargs.values()
         for tensor in tensors_with_memory(self):
-            binding.extension.note_stream(tensor)
+            if tensor.is_cuda:
+                binding.extension.note_stream(tensor)
+                pools.note_stream(tensor, stream)
 
     return record_stream
 

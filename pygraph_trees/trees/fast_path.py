@@ -41,6 +41,7 @@ class _TreeState:
     """The base of managers without C++: at most one call at a time has the turn."""
 
     keeps_outputs = False
+    ordered_device, last_stream = -1, 0
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__new__(cls)
@@ -64,6 +65,11 @@ class _TreeState:
         """Gives the turn back if the call with this list has it."""
         if self.has_turn(inputs):
             del self._turn["call"]
+
+    def order_streams(self) -> None:
+        """As upstream: replays on different streams are not put in order."""
+
+    note_launch = order_streams
 
     _turn: dict[str, list[Any]]
 

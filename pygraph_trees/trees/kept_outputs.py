@@ -7,6 +7,7 @@ another stream, do not follow. A recording forgets the tensors it cached, and ma
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ from .liveness import release_unneeded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_CUDA = 1  # c10's number of the type of device
 
 
 def why_not_moved() -> str | None:
@@ -45,7 +48,9 @@ def kept_indices(node: Any) -> list[tuple[int, int]]:
 
 
 def move_alive(node: Any) -> None:
-    """Moves the outputs that are alive on the path to ``node`` out of the graph pool, on the current stream.
+    """Moves the outputs that are alive on the path to ``node`` out of the graph pool.
+
+    Each is copied on the stream on which it was made. The caller waits for the device before and after.
 
     Raises ``torch.OutOfMemoryError`` if there is no memory for them; nothing has changed then.
     """
@@ -61,19 +66,46 @@ def move_alive(node: Any) -> None:
     found = [(torch.UntypedStorage._new_with_weak_ptr(storage), held_by) for storage, held_by in places.items()]
     alive = [(storage, held_by) for storage, held_by in found if storage is not None]
     if alive:
-        with torch.inference_mode(False), torch.no_grad():
-            before = [_bytes_of(storage) for storage, _ in alive]
-            copies = [torch.empty_like(tensor) for tensor in before]
-            copy_bits(copies, before)
+        copies = []
+        for storage, held_by in alive:
+            # Memory belongs to the stream on which it is allocated: freed, it is used again after that stream's work.
+            with torch.inference_mode(False), torch.no_grad(), _on_stream_of(held_by[0][0], storage.device):
+                before = _bytes_of(storage)
+                copies.append(torch.empty_like(before))
+                copy_bits(copies[-1:], [before])
         # First of all: after an interrupt, a recording that had a moved tensor in its cache would return it again.
         for made_by in {id(made_by): made_by for _, held_by in alive for made_by, _ in held_by}.values():
             if hasattr(made_by, "remove_node_cached_tensors"):  # a warm-up has none
                 made_by.remove_node_cached_tensors()
         for (storage, held_by), copy in zip(alive, copies, strict=True):
-            binding.extension.exchange_memory(_bytes_of(storage), _bytes_of(copy.untyped_storage()))
+            _exchange(storage, copy.untyped_storage())
             _forget(held_by, copy.untyped_storage())
     for made_by in kept_by:  # if the program gave a tensor other memory, upstream would free that memory
         made_by.tensor_weakrefs[:] = [None] * len(made_by.tensor_weakrefs)
+
+
+def note_stream_of(node: Any, number: int) -> None:
+    """Notes the number of the stream on which a recording or warm-up was launched; C++ notes it for fast replays."""
+    native = getattr(node, "native", None)
+    if native is not None:
+        native.stream = number
+    elif node is not None:
+        node.launched_on = number
+
+
+def _on_stream_of(node: Any, device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, the current stream is the one on which a recording or warm-up was launched last, if that is known."""
+    native = getattr(node, "native", None)
+    number = getattr(node, "launched_on", None) if native is None else native.stream
+    if number is None or not torch.cuda.is_initialized():
+        return nullcontext()
+    stream = torch.cuda.Stream(stream_id=number, device_index=device.index, device_type=_CUDA)
+    return torch.cuda.stream(stream)
+
+
+def _exchange(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchanges the memory of two storages of the same size."""
+    binding.extension.exchange_memory(_bytes_of(storage), _bytes_of(other))
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -34,7 +34,7 @@ from .candidates import Search
 from .collector import paused
 from .function import FunctionModel
 from .input_rules import Given
-from .kept_outputs import keeps_outputs, models_that_keep, move_alive, why_not_moved
+from .kept_outputs import keeps_outputs, models_that_keep, move_alive, note_stream_of, why_not_moved
 from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
@@ -81,6 +81,7 @@ class Manager(fast_path.TreeState, Steps):
     current_node: Any
     path_state: Any
     keeps_outputs: bool  # whether a function was added whose outputs must be kept; C++ reads it
+    used_streams: list[int]  # numbers of streams for which the next replay waits
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         search = Search()
@@ -90,7 +91,8 @@ class Manager(fast_path.TreeState, Steps):
         self.output_policy = OutputPolicy(self._candidates)
         build.announce()
         super().__init__(*args, **kwargs)
-        pools.OWNED.add(self.cuda_graphs_thread_pool)
+        self.ordered_device, self.used_streams = getattr(self, "device_index", -1), []
+        pools.OWNED[self.cuda_graphs_thread_pool] = weakref.ref(self)
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         # Read before the function's first call consumes the inputs.
@@ -138,11 +140,9 @@ class Manager(fast_path.TreeState, Steps):
             is_known = self.path_state is _EXECUTION and getattr(node, "has_fast_path", False)
             if is_known and not is_last and (node.outliving is None or node.outliving.are_dead()):
                 return
-            if is_last:  # the last replay may be on any stream, and so may the program's next use of its outputs
-                wait_for_device(self.device_index)
+            wait_for_device(self.device_index)  # replays, and the program's reads and writes, may be on any streams
             move_alive(node)
-            if is_last:
-                wait_for_device(self.device_index)
+            wait_for_device(self.device_index)
             self.output_policy.moved(self, models_that_keep(node))
 
     def move_last_outputs(self) -> None:
@@ -175,9 +175,13 @@ class Manager(fast_path.TreeState, Steps):
         try:  # an interrupt may come anywhere
             if not self.take_turn(new_inputs):
                 return self._run_beside(new_inputs, function_id)
+            self.order_streams()
             with self.output_policy.call(self, function_id, new_inputs):
-                return super().run(new_inputs, function_id)
+                outputs = super().run(new_inputs, function_id)
+            note_stream_of(self.current_node, self.last_stream)
+            return outputs
         finally:
+            self.note_launch()
             self.end_turn(new_inputs)
 
     def _run_beside(self, inputs: list[Any], function_id: Any) -> Any:
@@ -227,17 +231,6 @@ class Manager(fast_path.TreeState, Steps):
     def give_pool_back(self) -> bool:
         """Gives back the graph pool if nothing is left in it; see :meth:`.Reclaiming.give_pool_back`."""
         return self.reclaiming.give_pool_back(self)
-
-    def has_room_for_another(self) -> bool:
-        """Whether the GPU has 10% more memory free than the graph pool takes."""
-        pool = self._pool.nbytes()
-        try:
-            free, _ = torch.cuda.mem_get_info(self.device_index)
-        except RuntimeError:
-            return False
-        # Memory that torch has reserved counts as free, but not the pool's.
-        reserve = torch.cuda.memory_reserved(self.device_index) - torch.cuda.memory_allocated(self.device_index)
-        return bool(free + max(0, reserve - pool) > 1.1 * pool)
 
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
         # When a step begins, upstream looks for a child of the last step's recording, finds none, ends the path and
@@ -426,6 +419,11 @@ class Manager(fast_path.TreeState, Steps):
         is_backward = self.id_to_mode[function_id] is _BACKWARD
         given = self.get_curr_generation(), inputs, wrapped.static_input_idxs, self.device_index, self._pool
         return self._warmups.begin(wrapped.model, *given, is_backward=is_backward, builds=indirection == "table")
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that the graph pool has reserved."""
+        return self._pool.nbytes()
 
     @property
     def _pool(self) -> PoolRanges:

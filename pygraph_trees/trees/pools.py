@@ -7,13 +7,26 @@ the pool must call its ``forget`` whenever the pool may have grown; nothing does
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from pygraph_trees.indirection.pool import PoolRanges
 
-OWNED: set[Any] = set()  # the pools of all managers of this package
+OWNED: dict[Any, Callable[[], Any]] = {}  # the pools of this package, and weak references to their managers
+
+
+def note_stream(tensor: torch.Tensor, stream: Any) -> None:
+    """Lets the next replay of the pool that a tensor is in wait for another stream, which uses the tensor."""
+    for pool, reference in list(OWNED.items()):
+        manager = reference()
+        if manager is None:
+            OWNED.pop(pool, None)
+        elif tensor.device.index == manager.device_index and ranges_of(manager.device_index, pool).holds(
+            tensor.untyped_storage().data_ptr()
+        ):
+            manager.used_streams.append(stream.stream_id)
 
 
 @functools.cache

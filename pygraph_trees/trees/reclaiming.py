@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -184,7 +185,8 @@ class Reclaiming:
         old = manager.cuda_graphs_thread_pool
         for name in ("graph", "stream", "cuda_graphs_thread_pool"):
             setattr(manager, name, getattr(fresh, name))
-        pools.OWNED.discard(old)
+        pools.OWNED.pop(old, None)
+        pools.OWNED[manager.cuda_graphs_thread_pool] = weakref.ref(manager)
         self._left, self._seen = None, 0
         torch.cuda.empty_cache()
         return True

@@ -75,7 +75,7 @@ class TestUsableDriver(TestCase):
         wrapped = SimpleNamespace(model=model, mutated_input_idxs=[1], static_input_idxs=[], constants=())
         manager = bare_manager(ids_to_funcs={0: wrapped})
         with (
-            mock.patch.object(pools, "OWNED", {made.cuda_graphs_pool}),
+            mock.patch.object(pools, "OWNED", {made.cuda_graphs_pool: None}),
             mock.patch.object(cudagraph_trees, "CUDAGraphNode", Recording),
             mock.patch.object(
                 Manager, "_get_cuda_graph_recorded_tensor_checker", lambda manager: lambda t: False, create=True

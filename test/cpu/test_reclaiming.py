@@ -209,7 +209,7 @@ class TestPool(TestCase):
             node.older_outputs = [mock.Mock(expired=lambda: not is_held)]  # noqa: B023
             manager, model = self.recorded(node, Fresh, graph="first graph")
             made.clear()
-            owned = {(0, 7), (0, 9)}
+            owned = dict.fromkeys([(0, 7), (0, 9)])
             with (
                 mock.patch.object(pools, "OWNED", owned),
                 mock.patch.object(torch.cuda, "empty_cache") as emptied,
@@ -227,7 +227,7 @@ class TestPool(TestCase):
                     manager.reclaiming.why_again(1)
                     self.assertTrue(manager.give_pool_back())
                 self.assertEqual((manager.cuda_graphs_thread_pool, manager.stream), ((0, 9), "stream"))
-                self.assertEqual(owned, {(0, 9)})
+                self.assertEqual([*owned], [(0, 9)])
                 self.assertFalse(manager.give_pool_back())  # once
             self.assertEqual((made, emptied.call_count), ([0], 1))
 

@@ -998,9 +998,10 @@ class TestFastPath(TestCase):
             manager.cuda_graphs_thread_pool = "its pool"
             given.append((args, kwargs))
 
-        with mock.patch.object(Upstream, "__init__", init), mock.patch.object(pools, "OWNED", set()) as owned:
+        with mock.patch.object(Upstream, "__init__", init), mock.patch.object(pools, "OWNED", {}) as owned:
             manager = Manager(3, initial_mempool_allocation_gb=1.5)  # since torch 2.15
-            self.assertEqual((given, owned), ([((3,), {"initial_mempool_allocation_gb": 1.5})], {"its pool"}))
+            self.assertEqual((given, [*owned]), ([((3,), {"initial_mempool_allocation_gb": 1.5})], ["its pool"]))
+            self.assertIs(owned["its pool"](), manager)
             self.assertIsInstance(manager.reclaiming._remake(), Manager)
         self.assertEqual(given, 2 * given[:1])
 
@@ -1010,7 +1011,7 @@ class TestFastPath(TestCase):
         node = Recording.__new__(Recording)
         node.wrapped_function, node.device = SimpleNamespace(model=model), 0
         node.cuda_graphs_pool = "its pool"
-        for owned, found in (({"its pool"}, "the driver"), (set(), None)):
+        for owned, found in (({"its pool": None}, "the driver"), ({}, None)):
             with (
                 mock.patch.object(pools, "OWNED", owned),
                 mock.patch.object(recording_module, "usable_driver", lambda: "the driver"),

@@ -264,13 +264,13 @@ class TestByValue(PlacementTestCase):
         if binding.extension is None:
             self.skipTest("not built for this torch")
         wrong = AssertionError("C++ does it")
-        asked, fast = binding.extension.counts()
+        asked, fast, in_python = binding.extension.counts()
         with (
             mock.patch.object(Addresses, "prepare", side_effect=wrong),
             mock.patch.object(Recording, "replay", side_effect=wrong),
         ):
             yield
-        self.assertEqual(binding.extension.counts(), (asked + calls, fast + calls))
+        self.assertEqual(binding.extension.counts(), (asked + calls, fast + calls, in_python))
 
     def check_in_cpp(self, fn, make, calls=50):
         """Makes calls without a wait; the memory of each call's values is written to at once."""

@@ -1,0 +1,89 @@
+/* The order of replays that share a graph pool: a replay on another stream than the last one waits for it.
+
+   Without that, two functions, or two sizes of one, would use the same memory at the same time. The event is made only
+   when the stream changes; one on a stream that torch did not make is recorded after each launch, since the program may
+   destroy such a stream. Streams that the program names for memory of the pool are waited for at the next launch. */
+
+#include "tree.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+using namespace pygraph;
+
+namespace {
+
+constexpr auto CUDA = c10::DeviceType::CUDA;
+
+c10::Stream stream_of(const TreeState *trees, c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(CUDA, static_cast<c10::DeviceIndex>(trees->device)), id);
+}
+
+c10::StreamId current_stream(const TreeState *trees) {
+    const c10::Device device(CUDA, static_cast<c10::DeviceIndex>(trees->device));
+    return c10::impl::VirtualGuardImpl(CUDA).getStream(device).id();
+}
+
+/* Torch's own streams have odd numbers, the default one 0; others are pointers. */
+bool is_external(c10::StreamId id) { return id != 0 && (id & 1) == 0; }
+
+void wait_for(const TreeState *trees, c10::StreamId before, c10::StreamId now) {
+    if (before == now)
+        return;
+    c10::Event event(CUDA);
+    event.record(stream_of(trees, before));
+    event.block(stream_of(trees, now));
+}
+
+c10::Event *event_of(const TreeState *trees) { return static_cast<c10::Event *>(trees->event); }
+
+bool is_captured() {
+    Ref torch(PyImport_ImportModule("torch._C"));
+    Ref answer(torch ? PyObject_CallMethod(torch.get(), "_cuda_isCurrentStreamCapturing", nullptr) : nullptr);
+    if (!answer)
+        PyErr_Clear();
+    return answer.get() == Py_True;
+}
+
+} // namespace
+
+void pygraph::order_streams(TreeState *trees) {
+    if (trees->device < 0)
+        return;
+    const c10::StreamId now = current_stream(trees);
+    const bool has_others = trees->streams != nullptr && PyList_Check(trees->streams) && PyList_GET_SIZE(trees->streams) > 0;
+    const bool is_same = trees->has_launched && trees->stream == now && trees->event == nullptr;
+    if ((is_same && !has_others) || is_captured())
+        return; // a capture waits for nothing outside of it
+    if (event_of(trees) != nullptr) // another stream may have the same number by now
+        event_of(trees)->block(stream_of(trees, now));
+    else if (trees->has_launched)
+        wait_for(trees, trees->stream, now);
+    for (Py_ssize_t i = 0; has_others && i < PyList_GET_SIZE(trees->streams); i++) {
+        const long long other = PyLong_AsLongLong(PyList_GET_ITEM(trees->streams, i));
+        if (PyErr_Occurred())
+            PyErr_Clear();
+        else
+            wait_for(trees, other, now);
+    }
+    if (has_others && PyList_SetSlice(trees->streams, 0, PyList_GET_SIZE(trees->streams), nullptr) < 0)
+        PyErr_Clear();
+    delete event_of(trees);
+    trees->event = nullptr;
+    trees->stream = now;
+    trees->has_launched = 1;
+}
+
+void pygraph::note_launch(TreeState *trees) {
+    if (trees->device < 0 || !is_external(trees->stream) || current_stream(trees) != trees->stream)
+        return;
+    delete event_of(trees);
+    auto *event = new c10::Event(CUDA);
+    trees->event = event;
+    event->record(stream_of(trees, trees->stream));
+}
+
+void pygraph::forget_streams(TreeState *trees) {
+    delete event_of(trees);
+    trees->event = nullptr;
+}

@@ -1,0 +1,205 @@
+"""Programs with several streams, which only wait for each other where eager needs it; eager is the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import user_operators
+from indirection import KeptTestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+SLEEP = 40_000_000  # cycles: some 0.02 s
+CALLS = 10
+
+
+def library(x: torch.Tensor) -> torch.Tensor:
+    """A library allocates the output."""
+    return torch.ops.pygraph_indirection_test.cloned(x.sin())
+
+
+def generated(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * 2
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"library": library, "generated": generated}
+
+
+def chain(x: torch.Tensor) -> torch.Tensor:
+    """Many intermediates, which are in the graph pool."""
+    for _ in range(8):
+        x = torch.relu(x @ x.mT) / x.shape[0] + x.sum(0, keepdim=True) * 1e-3
+    return x
+
+
+class TestStreams(KeptTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        assert user_operators.cloned is not None
+        torch.manual_seed(0)
+        self.enterContext(torch.no_grad())
+        self.first, self.second = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def graphed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = torch.compile(fn, mode="reduce-overhead", dynamic=False)
+        return compiled
+
+    def some(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*(shape or (1 << 20,)), device=self.device)
+
+    @contextlib.contextmanager
+    def on(self, stream: Any, *, sleeps: bool = False) -> Iterator[None]:
+        with torch.cuda.stream(stream):
+            if sleeps:
+                torch.cuda._sleep(SLEEP)
+            yield
+
+    def overwrite(self, size: torch.Size) -> list[torch.Tensor]:
+        return [torch.full(size, float("nan"), device=self.device) for _ in range(4)]
+
+    @parametrize("name", ["two functions", "two sizes"])
+    def test_replays_on_two_streams_share_the_pool(self, name: str) -> None:
+        f = self.graphed(chain)
+        g, wanted_g = (
+            (f, chain) if name == "two sizes" else (self.graphed(lambda x: chain(x * 2)), lambda x: chain(x * 2))
+        )
+        for call in range(CALLS + 4):
+            a, b = self.some(512, 512), self.some(256 if name == "two sizes" else 512, 512)
+            wanted = chain(a), wanted_g(b)
+            torch.cuda.synchronize()
+            if call < 4:
+                f(a), g(b)
+                torch.cuda.synchronize()
+                continue
+            with self.on(self.first, sleeps=True):
+                found = [f(a) for _ in range(3)]
+            with self.on(self.second):
+                others = [g(b) for _ in range(3)]
+            torch.cuda.synchronize()
+            for output in found:
+                self.assertEqual(output, wanted[0], atol=1e-4, rtol=1e-3, msg=f"call {call}")
+            for output in others:
+                self.assertEqual(output, wanted[1], atol=1e-4, rtol=1e-3, msg=f"call {call}")
+
+    @parametrize("name", list(FUNCTIONS))
+    def test_an_output_is_read_where_it_was_made_while_another_stream_begins_a_step(self, name: str) -> None:
+        fn, graphed = FUNCTIONS[name], self.graphed(FUNCTIONS[name])
+        for call in range(CALLS):
+            a, b = self.some(), self.some()
+            wanted = fn(a)
+            torch.cuda.synchronize()
+            with self.on(self.first, sleeps=True):
+                output = graphed(a)
+            with self.on(self.second):
+                graphed(b)
+            with self.on(self.first):
+                read = output + 0
+            torch.cuda.synchronize()
+            self.assertEqual(read, wanted, msg=f"call {call}")
+            del output, read
+
+    @parametrize("name", list(FUNCTIONS))
+    def test_memory_of_an_output_belongs_to_the_stream_that_made_it(self, name: str) -> None:
+        """It is freed while its stream still reads it, after another stream began a step."""
+        fn, graphed, main = FUNCTIONS[name], self.graphed(FUNCTIONS[name]), torch.cuda.current_stream()
+        for call in range(CALLS):
+            a, b = self.some(), self.some()
+            wanted, output = fn(a), graphed(a)
+            self.second.wait_stream(main)
+            with self.on(self.second):
+                graphed(b)
+            main.wait_stream(self.second)
+            torch.cuda._sleep(SLEEP)
+            read = output.clone()
+            del output
+            with self.on(self.second):
+                spoilt = self.overwrite(read.shape)
+            main.wait_stream(self.second)
+            torch.cuda.synchronize()
+            self.assertEqual(read, wanted, msg=f"call {call}")
+            del read, spoilt
+
+    @parametrize("name", list(FUNCTIONS))
+    @parametrize("what", ["output", "view"])
+    def test_record_stream(self, name: str, what: str) -> None:
+        fn, graphed, main = FUNCTIONS[name], self.graphed(FUNCTIONS[name]), torch.cuda.current_stream()
+        for call in range(CALLS):
+            a, b = self.some(), self.some()
+            wanted, output = fn(a), graphed(a)
+            self.second.wait_stream(main)
+            with self.on(self.second, sleeps=True):
+                read = output.clone()
+            (output if what == "output" else output[7:]).record_stream(self.second)
+            del output
+            again = graphed(b)
+            main.wait_stream(self.second)
+            self.assertEqual(read, wanted, msg=f"call {call}")
+            self.assertEqual(again, fn(b), msg=f"call {call}")
+            del read, again
+
+    def test_gradients_that_another_stream_changes_when_a_step_begins(self) -> None:
+        model = torch.nn.Linear(512, 512).to(self.device)
+        graphed = self.graphed(model)
+        for step in range(CALLS):
+            with torch.enable_grad():
+                model.zero_grad(set_to_none=True)
+                x = self.some(64, 512)
+                graphed(x).sum().backward()
+            wanted = 2 * x.sum(0, keepdim=True).expand_as(model.weight)
+            self.second.wait_stream(torch.cuda.current_stream())
+            with self.on(self.second, sleeps=True):
+                model.weight.grad.mul_(2)
+            with torch.enable_grad():
+                graphed(self.some(64, 512))  # begins a step
+            torch.cuda.current_stream().wait_stream(self.second)
+            self.assertEqual(model.weight.grad, wanted, atol=1e-3, rtol=1e-3, msg=f"step {step}")
+
+    def test_threads_with_a_stream_each(self) -> None:
+        graphed, errors = self.graphed(chain), []
+        for _ in range(3):
+            graphed(self.some(256, 256))
+        torch.cuda.synchronize()
+
+        def work(stream: Any) -> None:
+            try:
+                with torch.no_grad(), torch.cuda.stream(stream):
+                    for call in range(CALLS):
+                        x = self.some(256, 256)
+                        self.assertEqual(graphed(x), chain(x), atol=1e-4, rtol=1e-3, msg=f"call {call}")
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(torch.cuda.Stream(),)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        self.assertEqual(errors, [])
+
+    def test_a_stream_that_the_program_made_and_destroys(self) -> None:
+        """Torch did not make it, so the event after its last launch is what later replays wait for."""
+        from cuda.bindings import runtime
+
+        f, g = self.graphed(chain), self.graphed(lambda x: chain(x * 2))
+        for call in range(CALLS):
+            a, b = self.some(256, 256), self.some(256, 256)
+            wanted = chain(a), chain(b * 2)
+            torch.cuda.synchronize()
+            _, made = runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)
+            with self.on(torch.cuda.ExternalStream(int(made)), sleeps=call > 4):
+                found = f(a)
+            runtime.cudaStreamDestroy(made)  # once its work is done
+            with self.on(self.second):
+                other = g(b)
+            torch.cuda.synchronize()
+            self.assertEqual(found, wanted[0], atol=1e-4, rtol=1e-3, msg=f"call {call}")
+            self.assertEqual(other, wanted[1], atol=1e-4, rtol=1e-3, msg=f"call {call}")
+
+
+instantiate_parametrized_tests(TestStreams)
+
+if __name__ == "__main__":
+    run_tests()
