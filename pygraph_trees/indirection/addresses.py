@@ -96,8 +96,9 @@ class Addresses:
         self._staged, self._first, self._numbers = staged, first, dict(zip(numbers, items, strict=True))
         self._copied_back = tuple(copied_back)
         # An address does not tell if an input is conjugated or negated.
-        self._complex = tuple(item.index for item in items if item.placeholder_tensor.is_complex())
-        signed = (item.index for item in items if _is_signed(item.placeholder_tensor))
+        given = [item for item in items if item.index not in own]  # own memory is neither
+        self._complex = tuple(item.index for item in given if item.placeholder_tensor.is_complex())
+        signed = (item.index for item in given if _is_signed(item.placeholder_tensor))
         self._tangents = tuple(signed) if is_of_backward else ()
         has_managed = any(item.managed for item in items)
         # Whether addresses that fitted once fit again.

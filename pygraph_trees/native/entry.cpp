@@ -250,6 +250,7 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result, std::option
         reason = Slow::no_memory;
         if (std::string error; !own->take(&error)) // Python frees some, or raises
             return no(Answer::no);
+        reason = Slow::not_found;
     }
     bool is_copied = false;
     if (const Answer accepted = first_accepting(&found, inputs, &is_copied, &reason); accepted != Answer::yes) {

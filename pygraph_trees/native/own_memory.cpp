@@ -44,6 +44,18 @@ bool is_whole(const Block &block) {
            storage->data_ptr().get_deleter() == block.deleter;
 }
 
+/* Other threads may run Python code while it exists. */
+class WithoutLock {
+  public:
+    WithoutLock() : state(PyEval_SaveThread()) {}
+    ~WithoutLock() { PyEval_RestoreThread(state); }
+    WithoutLock(const WithoutLock &) = delete;
+    WithoutLock &operator=(const WithoutLock &) = delete;
+
+  private:
+    PyThreadState *state;
+};
+
 OwnMemory::State *memory_of(PyObject *self) { return reinterpret_cast<OwnMemory *>(self)->state; }
 
 } // namespace
@@ -62,11 +74,16 @@ bool OwnMemory::State::allocate(Block *block, const c10::Stream &stream, std::st
         const c10::DeviceGuard guard(device);
         const c10::InferenceMode none(false);
         c10::Allocator *allocator = c10::GetAllocator(device.type());
+        c10::DataPtr memory;
+        {
+            const WithoutLock others_run; // the allocator may wait for the device, and the device for Python
+            memory = allocator->allocate(block->nbytes);
+        }
         Ref storage, base;
         {
             at::Tensor tensor =
                 tensor_in(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), block->nbytes,
-                                                                allocator->allocate(block->nbytes), allocator, true),
+                                                                std::move(memory), allocator, true),
                           block->layout);
             storage = Ref(THPStorage_Wrap(tensor.storage())); // is_dead needs it; the storage keeps it
             base = Ref(THPVariable_Wrap(std::move(tensor)));
@@ -82,14 +99,20 @@ bool OwnMemory::State::allocate(Block *block, const c10::Stream &stream, std::st
         block->base = base.release();
         block->stream = stream;
         block->is_used = false;
+        block->is_new = true;
         counter_in(allocated)->value++;
         if (block->lends && !in_capture)
-            at::caching::add_cached_tensor(THPVariable_Unpack(block->base));
+            try {
+                at::caching::add_cached_tensor(THPVariable_Unpack(block->base));
+            } catch (const c10::Error &) { // torch has turned its registry off: AccumulateGrad copies the gradient
+            }
         return true;
-    } catch (const c10::Error &raised) {
+    } catch (const c10::OutOfMemoryError &raised) {
         *error = raised.what_without_backtrace();
-    } catch (const std::exception &raised) {
-        *error = raised.what();
+    } catch (const c10::Error &raised) { // on the CPU, it has no type of its own
+        if (!device.is_cpu())
+            throw;
+        *error = raised.what_without_backtrace();
     }
     return false;
 }
@@ -97,8 +120,9 @@ bool OwnMemory::State::allocate(Block *block, const c10::Stream &stream, std::st
 void OwnMemory::State::give_away(Block *block) {
     if (block->base == nullptr)
         return;
-    if (block->lends)
-        at::caching::remove_cached_tensor(THPVariable_Unpack(block->base));
+    // It is in no registry after torch has turned that off; then removing it would raise, in a destructor.
+    if (const at::Tensor &base = THPVariable_Unpack(block->base); block->lends && at::caching::is_cached_tensor(base))
+        at::caching::remove_cached_tensor(base);
     dropped.emplace_back(std::exchange(block->base, nullptr));
 }
 
@@ -110,12 +134,22 @@ void OwnMemory::State::end_capture() {
         if (block.base != nullptr) {
             block.known.note(block.base);
             block.address = storage_of(block.base)->data();
+            block.stream = block.kept_on;
+            block.is_used = block.kept_is_used;
         }
     }
     in_capture = false;
 }
 
 bool OwnMemory::State::take(std::string *error) {
+    struct Taking {
+        bool &is;
+        ~Taking() { is = false; }
+    } taking{is_taking = true};
+    return take_all(error);
+}
+
+bool OwnMemory::State::take_all(std::string *error) {
     used = ++calls;
     if (in_capture) // the captured call was not launched
         end_capture();
@@ -127,9 +161,12 @@ bool OwnMemory::State::take(std::string *error) {
         Block &block = blocks[i];
         if (in_capture) {
             block.kept = std::exchange(block.base, nullptr);
+            block.kept_on = block.stream;
+            block.kept_is_used = block.is_used;
         } else if (block.base != nullptr) {
             if (block.stream == stream && is_free(i)) {
-                block.alive = 0;
+                if (!block.is_new) // else a call was not launched
+                    block.alive = 0;
                 continue;
             }
             if (!is_dead(block.base) && ++block.alive >= ALIVE_IN_A_ROW)
@@ -154,6 +191,8 @@ bool OwnMemory::State::is_free(size_t number) const {
 }
 
 void OwnMemory::State::launched() {
+    for (Block &block : blocks)
+        block.is_new = false;
     if (in_capture)
         return end_capture();
     for (Block &block : blocks)
@@ -191,8 +230,11 @@ void pygraph::note_stream(const at::Tensor &tensor) {
     if (storage == nullptr)
         return;
     for (OwnMemory::State *state : all)
-        for (Block &block : state->blocks)
-            block.is_used |= block.base != nullptr && storage_of(block.base) == storage;
+        for (Block &block : state->blocks) {
+            if (block.address == storage->data()) // else nothing of it need be read
+                block.is_used |= block.base != nullptr && storage_of(block.base) == storage;
+            block.kept_is_used |= block.kept != nullptr && storage_of(block.kept) == storage;
+        }
 }
 
 namespace {
@@ -261,14 +303,14 @@ void own_memory_dealloc(PyObject *self) {
 PyObject *take(PyObject *self, PyObject *) {
     return translated([&]() -> PyObject * {
         OwnMemory::State *state = memory_of(self);
+        Ref list(PyList_New(static_cast<Py_ssize_t>(state->blocks.size()))); // first: it may collect garbage
         std::string error;
-        if (!state->take(&error)) {
+        if (list && !state->take(&error)) {
             Ref torch(PyImport_ImportModule("torch"));
             if (Ref kind(torch ? PyObject_GetAttrString(torch.get(), "OutOfMemoryError") : nullptr); kind)
                 PyErr_SetString(kind.get(), error.c_str());
             return nullptr;
         }
-        Ref list(PyList_New(static_cast<Py_ssize_t>(state->blocks.size())));
         for (size_t i = 0; list && i < state->blocks.size(); i++)
             PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), Py_NewRef(state->blocks[i].base));
         return list.release();
@@ -334,6 +376,13 @@ PyObject *get_held_bytes(PyObject *self, void *) {
     return PyLong_FromSize_t(held);
 }
 
+PyObject *get_nbytes(PyObject *self, void *) {
+    size_t all = 0;
+    for (const Block &block : memory_of(self)->blocks)
+        all += block.nbytes;
+    return PyLong_FromSize_t(all);
+}
+
 PyObject *get_used(PyObject *self, void *) { return PyLong_FromUnsignedLongLong(memory_of(self)->used); }
 
 PyMethodDef own_memory_methods[] = {
@@ -349,6 +398,7 @@ PyMethodDef own_memory_methods[] = {
 
 PyGetSetDef own_memory_fields[] = {
     {"used", get_used, nullptr, "The number of its latest call, among all calls.", nullptr},
+    {"nbytes", get_nbytes, nullptr, "Bytes of all blocks.", nullptr},
     {"held_bytes", get_held_bytes, nullptr, "Bytes that are kept from call to call.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
@@ -366,6 +416,8 @@ PyType_Slot own_memory_slots[] = {
 } // namespace
 
 void OwnMemory::State::release() {
+    if (is_taking)
+        return;
     if (in_capture)
         end_capture();
     for (Block &block : blocks)

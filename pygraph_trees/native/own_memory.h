@@ -31,6 +31,10 @@ struct OwnMemory {
             c10::intrusive_ptr<c10::StorageImpl>()}; // of a call that gave it away
         bool holds = true;                           // whether the memory is kept for the next call
         bool is_used = false;                        // whether another stream may use it: see record_stream
+        // Of `kept`, before the program's capture.
+        c10::Stream kept_on{c10::Stream::DEFAULT, c10::Device(c10::kCPU)};
+        bool kept_is_used = false;
+        bool is_new = false;                         // whether no call that was launched has used the memory
         uint8_t alive = 0;                           // consecutive calls at which the program still had the last output
         uint8_t dead = 0; // consecutive calls at which it no longer had it, although the memory was not kept
     };
@@ -43,6 +47,7 @@ struct OwnMemory {
         unsigned long long used = 0;                          // the number of its latest call, among all calls
         bool may_hold = true;
         bool in_capture = false; // whether this call's blocks are for the program's capture
+        bool is_taking = false;  // a finalizer may run meanwhile
 
         /* Makes every block free for this call, on the current stream. False without memory; then `error` says why.
            Blocks that the program still uses are given to it, and others allocated. */
@@ -58,6 +63,7 @@ struct OwnMemory {
 
       private:
         bool is_captured() const;
+        bool take_all(std::string *error);
         bool allocate(Block *block, const c10::Stream &stream, std::string *error);
         void give_away(Block *block);
         void end_capture();

@@ -25,7 +25,7 @@ MOST_CHANGES = 3  # of the outputs of one function that have own memory, not cou
 class OwnOutputs:
     """Which outputs of one function have own memory from its next call on."""
 
-    takes: int = 0  # how many inputs Inductor gives the function, once it was added to a manager
+    takes: int | None = None  # how many inputs Inductor gives the function, once it was added to a manager
     blocks: tuple[Block, ...] = ()
     copied: set[tuple[int, ...]] = field(default_factory=set)  # outputs of generated code that the graph must copy
     refused: set[tuple[int, ...]] = field(default_factory=set)  # outputs that stay in the graph pool
@@ -38,11 +38,12 @@ class OwnOutputs:
         Inputs after the first :attr:`takes` are own memory, and are removed. Only a captured run writes to it: torch
         replays what was captured, and un-graphed code allocates its outputs itself.
         """
-        if self.blocks and len(inputs) == self.takes + len(self.blocks):
+        if self.takes is not None and len(inputs) > self.takes:
             given = inputs[self.takes :]
             del inputs[self.takes :]
-            is_captured = torch.cuda.is_current_stream_capturing()
-            return Allocations(dict(zip(self.blocks, given, strict=True))) if is_captured else None
+            # Another manager, or a check of a recording, may still have the memory of earlier blocks.
+            is_written = len(given) == len(self.blocks) and torch.cuda.is_current_stream_capturing()
+            return Allocations(dict(zip(self.blocks, given, strict=True))) if is_written else None
         watch, self.watch = self.watch, None
         return watch
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -156,10 +157,9 @@ class OutputPolicy:
             self._change(manager, node.wrapped_function.model, (), "an output cannot be given by address")
         kept = [found.own.native for found in manager.ids_to_funcs.values() if getattr(found, "own", None) is not None]
         kept.sort(key=lambda native: native.used, reverse=True)
-        for native in kept[1:]:
-            pool_bytes -= native.held_bytes
-            if pool_bytes < 0:
-                native.hold(False)
+        for native in kept:
+            native.hold(native is kept[0] or pool_bytes >= native.nbytes)
+            pool_bytes -= 0 if native is kept[0] else native.nbytes
 
     def held_bytes(self, manager: Manages) -> int:
         """Bytes of own memory that are kept from call to call."""
@@ -174,10 +174,13 @@ class OutputPolicy:
         Args:
             models: the compiled code of the functions on the path, in its order, each once.
         """
-        first = next((n for n, model in enumerate(models) if self._wanted(manager, model, _OUTLIVED)), None)
-        if first is None or any(model.outputs.changes >= MOST_CHANGES for model in models[first:]):
+        may_change = [model.outputs.changes < MOST_CHANGES for model in models]
+        wanted_by = (n for n, model in enumerate(models) if may_change[n] and self._wanted(manager, model, _OUTLIVED))
+        first = next(wanted_by, None)
+        if first is None:
             return
-        for model in models[first:]:  # these are recorded again anyway
+        # These are recorded again anyway.
+        for model in itertools.compress(models[first:], may_change[first:]):
             model.outputs.changes += 1
             is_last = model.outputs.changes == MOST_CHANGES
             wanted = self._wanted(manager, model, 1, with_seen=is_last)
@@ -223,6 +226,9 @@ class OutputPolicy:
         model = wrapped.model
         plan: OwnOutputs = model.outputs
         takes, own = plan.takes, None
+        assert takes is not None
+        if isinstance(wrapped, OwnFunction) and wrapped.own is not None:
+            wrapped.own.native.release()
         if plan.blocks and OwnMemory.fits(plan.blocks, storages):
             own = OwnMemory(
                 plan.blocks,

@@ -313,11 +313,13 @@ class Manager(fast_path.TreeState, Steps):
         function.recorded(log)
         limit = given.function.model.settings.pool_bytes
         if limit:
-            self.reclaiming.limit(self, self._pool.nbytes() + self.output_policy.held_bytes(self), limit)
+            nbytes = self._pool.nbytes() + self.output_policy.held_bytes(self)
+            if self.reclaiming.limit(self, nbytes, limit):
+                self.output_policy.release(self)
         self._let_chooser_rerecord(self.current_node, function_id)
-        self.output_policy.recorded(self, self.current_node, self._pool.nbytes())
         if verification is not None:
             verification.check(self.current_node, outputs, function.name)
+        self.output_policy.recorded(self, self.current_node, self._pool.nbytes())
         return outputs
 
     def _why_stopped(self, model: FunctionModel, function_id: Any) -> str | None:

@@ -102,7 +102,8 @@ class Reclaiming:
 
         ``newest``: the number of its newest recording. This and older ones are given back.
         """
-        self._again[function_id], self._newest[function_id] = why, newest
+        self._again[function_id] = why
+        self._newest[function_id] = max(newest, self._newest.get(function_id, newest))
         self.forgotten.append(function_id)
         self._candidates.clear()
 
@@ -110,14 +111,14 @@ class Reclaiming:
         """Why a function is recorded again, returned once; None if it is not."""
         return self._again.pop(function_id, None) or self._dropped.pop(function_id, None)
 
-    def limit(self, manager: Reclaimed, nbytes: int, limit: int) -> None:
-        """Drops all recordings, as soon as no path is open, if the pool takes more than ``limit`` bytes.
+    def limit(self, manager: Reclaimed, nbytes: int, limit: int) -> bool:
+        """Drops all recordings, as soon as no path is open, if the pool takes more than ``limit`` bytes; tells if so.
 
         Memory of outputs that are alive stays, so the pool may stay as large as it is; it is only looked at again if it
         grows.
         """
         if nbytes <= max(limit, self._seen):
-            return
+            return False
         self._seen = nbytes
         why = f"the graph pool took {nbytes} bytes, more than pygraph_pool_bytes allows"
         _log.info("all recordings are dropped: %s", why)
@@ -125,6 +126,7 @@ class Reclaiming:
         self.forgotten += ids
         self._dropped = dict.fromkeys(ids, why)
         self._candidates.clear()
+        return True
 
     def give_back(self, manager: Reclaimed) -> None:
         """Gives back the recordings of forgotten functions, unless a path is open."""

@@ -161,12 +161,14 @@ class TestFunction(TestCase):
         self.given = [torch.empty(4), torch.empty(16, dtype=torch.uint8)]
 
     def test_only_a_captured_run_writes_to_own_memory(self):
-        for is_captured in (False, True):
-            inputs = [self.x, *self.given]
+        """And only if it is that of the present blocks."""
+        now = self.function.outputs.blocks
+        for blocks, is_captured, is_written in (([FIRST], True, False), (now, False, False), (now, True, True)):
+            self.function.outputs.blocks, inputs = blocks, [self.x, *self.given]
             with captured(is_captured):
                 outputs = self.function(inputs)
             self.assertEqual((inputs, list(outputs)), ([], wanted(self.x)))
-            self.assertEqual(addresses(outputs[0], outputs[4]) == addresses(*self.given), is_captured)
+            self.assertEqual(addresses(outputs[0], outputs[4]) == addresses(*self.given), is_written)
         gone = [weakref.ref(tensor) for tensor in self.given]
         del self.given, outputs
         gc.collect()

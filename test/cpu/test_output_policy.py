@@ -21,7 +21,7 @@ from pygraph_trees.indirection.routes import Decision, Route
 from pygraph_trees.native import binding
 from pygraph_trees.outputs import policy
 from pygraph_trees.outputs.allocations import Block
-from pygraph_trees.outputs.own_memory import OwnMemory
+from pygraph_trees.outputs.own_memory import MOST_CHANGES, OwnMemory
 from pygraph_trees.trees import input_rules
 from pygraph_trees.trees.manager import Manager
 from pygraph_trees.trees.steps import Upstream
@@ -222,6 +222,31 @@ class TestPolicy(TestCase):
         self.assertIsNotNone(self.item(0))
         self.manager.forget(kept)
         self.assertIsNone(self.item(0))
+
+    def test_memory_that_was_not_kept_for_want_of_room_is_kept_once_there_is_room(self):
+        ids = [self.warm_up(function()) for _ in range(2)]
+        for id_ in ids:
+            self.call(id_, times=5)
+        self.recorded(ids[1], pool_bytes=0)  # the other one was called before
+        self.call(ids[0], times=9)
+        self.assertEqual(self.functions[ids[0]].own.native.held_bytes, 0)
+        self.recorded(ids[0], pool_bytes=1 << 40)
+        self.call(ids[0], times=9)
+        self.assertGreater(self.functions[ids[0]].own.native.held_bytes, 0)
+
+    def test_a_function_that_may_not_change_again_does_not_keep_others_from_it(self):
+        forward = self.warm_up(function(many(6), mode="forward"))
+        self.functions[forward].model.outputs.changes = MOST_CHANGES
+        backward = self.warm_up(function(many(2), mode="backward"))
+        self.outlive((forward, 4), (backward, 0), steps=2)
+        self.assertEqual((len(self.call(forward)), len(self.call(backward))), (0, 1))
+
+    def test_own_memory_of_earlier_blocks_is_left_out_of_a_run(self):
+        """Another manager may still have it, and so may the check of a recording."""
+        id_ = self.warm_up(model := function())
+        with self.policy.call(self.manager, id_, inputs := [X]):
+            model.outputs.blocks = model.outputs.blocks[:1]
+            self.assertEqual(len(model(inputs)), len(function()([X])))
 
 
 if __name__ == "__main__":

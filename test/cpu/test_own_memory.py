@@ -212,6 +212,54 @@ class TestBlocks(TestCase):
         self.assertEqual(self.write(own, 3.0)[0].data_ptr(), before)
         self.assertEqual(captured, torch.full((SIZE,), 2.0))
 
+    def test_a_stream_that_uses_memory_is_remembered_through_a_capture(self):
+        own, answer = own_memory(storage(0)), [False]
+        own.native = binding.extension.OwnMemory(
+            *(torch.empty(0), [(4 * SIZE, (SIZE,), (1,), torch.float32, False, True)], lambda: answer[0]),
+            *(own.allocated, own.given_away),
+        )
+        binding.extension.note_stream(self.write(own, 1.0)[0])
+        answer[0] = True
+        self.write(own, 2.0)
+        answer[0], before = False, own.given_away.value
+        self.write(own, 3.0)
+        self.assertEqual(own.given_away.value, before + 1)
+
+    def test_calls_that_are_not_launched_do_not_hide_outputs_that_stay_alive(self):
+        own, kept = own_memory(storage(0)), []
+        for step in range(6):
+            own.native.take()
+            kept.append(self.write(own, step))
+        self.assertEqual(own.native.held_bytes, 0)
+
+    def test_a_finalizer_may_release_memory_that_is_being_taken(self):
+        own = own_memory(*(storage(number, allocation=number) for number in range(400)))
+        self.write(own, 1.0)
+
+        class Cycle:
+            def __init__(self):
+                self.own = self
+
+            def __del__(self, release=own.native.release):
+                release()
+
+        held, before = self.write(own, 2.0), gc.get_threshold()
+        self.addCleanup(gc.set_threshold, *before)
+        gc.collect()
+        Cycle()
+        gc.set_threshold(150, 100, 100)
+        self.assertEqual(len(own.native.take()), 400)
+        self.assertEqual(held[399], torch.full((SIZE,), 2.0))
+
+    def test_a_registry_that_torch_turned_off_is_no_error(self):
+        self.addCleanup(torch._C._set_cached_tensors_enabled, True)
+        own = own_memory(storage(0), storage(1, allocation=1), is_backward=True)
+        self.write(own, 1.0)
+        torch._C._set_cached_tensors_enabled(False)
+        kept = self.write(own, 2.0), self.write(own, 3.0)
+        self.assertEqual([outputs[1][0].item() for outputs in kept], [2, 3])
+        del own
+
     def test_without_memory_nothing_is_lost(self):
         own = own_memory(
             storage(0), Storage((View(1, (1,), (1,), 0, torch.uint8),), 1, 1 << 62, (1,), (1,), torch.uint8)

@@ -127,7 +127,9 @@ class TestForgotten(TestCase):
     def test_recordings_that_were_made_since_stay(self):
         newer = mock.Mock(id=number(7), children={}, graph="captured")
         self.manager.roots[2].append(newer)
-        self.manager.reclaiming.record_again(2, "of the test", 5)
+        self.first.id = number(4)
+        for newest in (5, 3):  # the first call counts
+            self.manager.reclaiming.record_again(2, "of the test", newest)
         end_path(self.manager)
         with mock.patch("pygraph_trees.trees.reclaiming.release_retired"):
             self.manager.reclaiming.give_back(self.manager)
