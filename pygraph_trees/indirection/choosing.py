@@ -1,7 +1,8 @@
-"""Which inputs of a function are recorded at placeholder addresses, in memory of their own, or in a staging buffer.
+"""Chooses the inputs of a function that are recorded at placeholder addresses, in ordinary memory, or staged.
 
 :func:`choose` makes the :class:`.inputs.LiveInputs` of a recording, and gives the reason for each candidate that is
-copied.
+copied. Own memory of outputs counts as inputs. If the driver refuses placeholder addresses, mutated inputs are recorded
+in ordinary memory, and the others are copied.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def choose(
         managed: inputs that may be in the graph pool, because they are alive while the function is recorded.
         tabled: inputs that get a slot in a table if they are at placeholder addresses.
         own: own memory of outputs, by index, and whether only copies of ours write to it, so that no other kernel can
-            hide its address.
+            hide the address.
 
     Upstream records, and so calls this, under its capture lock if it has one.
     """

@@ -1,7 +1,8 @@
 """The CPU inputs of one recording, which nodes of its graph copy from staging buffers or hold by value.
 
 :class:`StagedInputs` knows when the program reads each of them, checks that the captured graph copies all of them, and
-fills the buffers at each replay. An input's *number* is its position among the staged inputs.
+puts the inputs of each call there. An input's *number* is its position among the staged inputs. :class:`NotStaged` is
+raised if an input cannot be staged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small inputs on the CPU, which kernel nodes of a recording's graph hold by value.
 
-:func:`staging_for` decides whether the inputs of a recording are given so, or from pinned buffers. The inputs are
-written to one block of ordinary memory, from which the driver copies them as soon as the nodes are set. So nothing
+:func:`staging_for` decides whether a recording's inputs on the CPU are given by value or from pinned buffers. By value,
+they are written to one block of ordinary memory, from which the driver copies them when the nodes are set. Nothing
 waits, and the block may be written to again at once.
 """
 
@@ -51,7 +51,7 @@ class StagedValues(Staging):
 
     def take(self, numbers: Sequence[int], reads: Mapping[int, HostRead], sources: Sequence[int]) -> None:
         super().take(numbers, reads, sources)
-        # A pinned input is waited for: the driver reads it at the call.
+        # A pinned input is waited for, since the GPU may still have to write to it: nodes are set during the call.
         self._asked = [(position, read, None) for position, read, _ in self._asked]
 
     def put(self, values: Sequence[torch.Tensor]) -> list[int]:
@@ -61,19 +61,19 @@ class StagedValues(Staging):
 
     @property
     def places(self) -> list[tuple[torch.Tensor, bool]]:
-        """Where each input that is put is written, and whether it must be waited for if it is pinned."""
+        """By input that is put: where it is written, and whether it must be waited for if it is pinned."""
         asked = {position for position, _, _ in self._asked}
         return [(memory, position in asked) for position, memory in enumerate(self._next.memories)]
 
     def launched(self, stream: Any) -> None:
-        """A launch reads nothing in the block."""
+        """Does nothing: no launch reads the block."""
 
 
 def staging_for(driver: Driver, device: int, inputs: Sequence[torch.Tensor]) -> Staging:
     """The buffers of a recording with these inputs, which are on the CPU.
 
-    The GPU may still have to write to a pinned input, and the program may not wait for that. So it is read in its own
-    place, from which only a copy node can read.
+    The GPU may still have to write to a pinned input, and the program need not wait for that. A pinned input is
+    therefore read in its own place, which only a copy node can do.
     """
     if not any(tensor.is_pinned() for tensor in inputs):
         layout = laid_out(inputs, range(len(inputs)))

@@ -1,9 +1,9 @@
 """The memory that one run of generated code allocates, watched or replaced.
 
 Generated code allocates with ``empty_strided_cuda``, a global of its module, which :func:`watching` replaces. Libraries
-allocate outputs too. :meth:`Allocations.storages` tells which storages outputs are in, and who allocated each. A
-captured run may be given a tensor for each: generated code gets it instead of a new one, and the graph copies a
-library's storage to it.
+allocate outputs too. :meth:`Allocations.storages` finds the storages that outputs are in, and tells whether generated
+code or a library allocated each. A captured run may be given a tensor for each storage: generated code gets it instead
+of a new one, and the graph copies a library's storage to it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Outputs in one storage, and who allocates it."""
+    """The outputs in one storage, and the allocation of the storage."""
 
     outputs: tuple[int, ...]
-    allocation: int | None  # its number among the allocations of generated code in one run; None: a library's
+    allocation: int | None  # its number among those of generated code in one run; None if a library allocates it
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A storage that outputs of one run are in."""
+    """A storage with outputs of one run."""
 
     views: tuple[View, ...]
     allocation: int | None
@@ -66,7 +66,7 @@ class Allocations:
     """The allocations of one run of generated code."""
 
     def __init__(self, given: Mapping[Block, torch.Tensor] | None = None) -> None:
-        """``given``: a tensor for each of some blocks; the outputs are in its storage if the run is captured."""
+        """``given``: by block, the tensor in whose storage the outputs of a captured run are put."""
         given = given or {}
         self._given = {block.allocation: tensor for block, tensor in given.items() if block.allocation is not None}
         self._copied_to = {block.outputs: tensor for block, tensor in given.items() if block.allocation is None}
@@ -85,9 +85,9 @@ class Allocations:
         return tensor
 
     def finished(self, outputs: Any) -> Any:
-        """The outputs of a captured run.
+        """Returns the outputs of a captured run.
 
-        Those in a library's storage are replaced by views of the given tensor, to which the graph copies the storage.
+        Outputs in a library's storage are replaced by views of the given tensor, to which the graph copies the storage.
         """
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         found = list(outputs)
@@ -107,10 +107,10 @@ class Allocations:
         return found
 
     def storages(self, outputs: Sequence[Any], is_in_pool: Callable[[int], bool]) -> tuple[Storage, ...]:
-        """The storages that the run allocated and outputs are in.
+        """The storages that the run allocated and that hold outputs.
 
         Args:
-            is_in_pool: whether a library may have allocated the memory at an address.
+            is_in_pool: tells whether an address is in the graph pool, so that a library may have allocated it.
         """
         by_storage: dict[int, list[View]] = {}
         for number, output in enumerate(outputs):
@@ -153,13 +153,13 @@ def is_watching() -> bool:
 
 
 def generated_by_inductor(model: Any) -> bool:
-    """Whether the code of a function allocates as generated code does."""
+    """Whether a function's code allocates as generated code does."""
     return _globals_of(model) is not None
 
 
 @contextlib.contextmanager
 def watching(model: Any, allocations: Allocations | None) -> Iterator[None]:
-    """Wraps one run of ``model`` in this thread; with None, its allocations are not watched."""
+    """Wraps one run of ``model`` in this thread. If ``allocations`` is None, nothing is watched or replaced."""
     names = _globals_of(model)
     if names is None:
         yield
@@ -183,7 +183,7 @@ def watching(model: Any, allocations: Allocations | None) -> Iterator[None]:
 
 def _allocate(upstream: Callable[..., torch.Tensor], size: Any, stride: Any, dtype: torch.dtype) -> Any:
     allocations = _running.allocations
-    if allocations is None:  # another thread's watch
+    if allocations is None:  # only another thread watches
         return upstream(size, stride, dtype)
     return allocations.allocate(upstream, size, stride, dtype)
 

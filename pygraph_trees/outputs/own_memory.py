@@ -1,8 +1,9 @@
-"""Memory of a function's outputs outside of the graph pool: a replay writes it again if the program no longer uses it.
+"""Own memory of a function's outputs, outside of the graph pool: replays write it again while it is dead.
 
-A function with own memory has one more input for each :class:`~.allocations.Block`, which its graph writes to, and
-outputs in it. C++ owns the memory (``native/own_memory.cpp``): before each replay, it gives blocks that are still used
-to the program and allocates others in their place; all other blocks are written again. It needs the native parts.
+A function with own memory has an additional input for each :class:`~.allocations.Block`; its graph writes outputs
+there. C++ owns the blocks (``native/own_memory.cpp``). Before each replay, it gives the blocks that the program still
+uses to the program and allocates others in their place; all other blocks are written again. Without the native parts,
+no function has own memory.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ MOST_CHANGES = 3  # of the outputs of one function that have own memory, not cou
 
 @dataclass(slots=True)
 class OwnOutputs:
-    """Which outputs of one function have own memory from its next call on."""
+    """The outputs of one function that have own memory from its next call on."""
 
     takes: int | None = None  # how many inputs Inductor gives the function, once it was added to a manager
     blocks: tuple[Block, ...] = ()
-    copied: set[tuple[int, ...]] = field(default_factory=set)  # outputs of generated code that the graph must copy
+    copied: set[tuple[int, ...]] = field(default_factory=set)  # outputs of generated code that the graph copies
     refused: set[tuple[int, ...]] = field(default_factory=set)  # outputs that stay in the graph pool
     changes: int = 0
     watch: Allocations | None = None  # watches the next run of the compiled code
@@ -35,8 +36,8 @@ class OwnOutputs:
     def allocations(self, inputs: list[Any]) -> Allocations | None:
         """The allocations of a run with these inputs, if they are watched or replaced.
 
-        Inputs after the first :attr:`takes` are own memory, and are removed. Only a captured run writes to it: torch
-        replays what was captured, and un-graphed code allocates its outputs itself.
+        Inputs after the first :attr:`takes` are own memory, and are removed. Only a captured run writes to own memory;
+        un-graphed code allocates its outputs itself.
         """
         if self.takes is not None and len(inputs) > self.takes:
             given = inputs[self.takes :]
@@ -78,7 +79,7 @@ class OwnMemory:
             counters: of blocks that are allocated and given away.
             takes: how many inputs precede the blocks.
             is_backward: whether outputs are gradients; those that only autograd uses are the same tensors at each call.
-            holds: whether memory is kept at first. It is after calls whose outputs were dead before the next one.
+            holds: whether blocks are kept from call to call at first. Later, that depends on how long outputs live.
         """
         self.blocks, self.takes = tuple(blocks), takes
         by_outputs = {storage.block.outputs: storage for storage in storages}
@@ -95,7 +96,7 @@ class OwnMemory:
 
     @staticmethod
     def fits(blocks: Iterable[Block], storages: Iterable[Storage]) -> bool:
-        """Whether a warm-up found all blocks, where they are expected."""
+        """Whether a warm-up found all blocks, each at its allocation."""
         found = {storage.block.outputs: storage.allocation for storage in storages}
         return all(block.outputs in found and block.allocation in (None, found[block.outputs]) for block in blocks)
 
@@ -109,7 +110,7 @@ class OwnMemory:
 
     @property
     def inputs(self) -> dict[int, bool]:
-        """By index of the input that a block is, whether only a copy at the end of the graph writes to it."""
+        """By index of each block among the inputs, whether only a copy at the end of the graph writes to it."""
         return {index: block.allocation is None for index, block in enumerate(self.blocks, self.takes)}
 
     @property
@@ -119,7 +120,7 @@ class OwnMemory:
 
 
 def _described(storage: Storage, block: Block, is_backward: bool, holds: bool) -> tuple[Any, ...]:
-    """What the constructor in C++ takes. A gradient that is lent is a tensor of its own layout."""
+    """A block as the C++ constructor takes it. A block that is lent as a gradient has the gradient's layout."""
     view = storage.views[0]
     is_plain = view.offset == 0 and (block.allocation is None or view.dtype == storage.dtype)
     reached = extent(torch.empty_strided(view.size, view.stride, device="meta")) * view.dtype.itemsize

@@ -1,9 +1,9 @@
-"""Which outputs get own memory, and when.
+"""Decides which outputs get own memory, and when.
 
-A function of a graph for inference keeps the outputs that its code allocates in own memory, if it is the graph's only
-partition. Other outputs get it after one of them has outlived two steps: then all outputs on the path that outlived a
-step, from the next call on. A function's outputs change at most :data:`~.own_memory.MOST_CHANGES` times, the last time
-all that the program sees; outputs that outlive their step after that are moved. Each change records functions again.
+If an inference graph has one partition, the outputs that its code allocates have own memory from the start. When any
+other output has outlived two steps, all outputs of its function and of later ones on the path that outlived a step get
+own memory from the next call on. This happens at most :data:`~.own_memory.MOST_CHANGES` times for a function, the last
+time for all outputs that the program sees. Each change records functions again.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class Manages(Protocol):
 
 
 class OutputPolicy:
-    """The own memory of the functions of one manager; methods are given the manager and do not keep it."""
+    """Own memory of the functions of one manager. Methods are given the manager and do not keep it."""
 
     __slots__ = ("_candidates", "_changing", "_storages")
 
     def __init__(self, candidates: dict[Any, Any]) -> None:
         """Args:
-        candidates: the manager's known candidates. They are cleared if outputs will change, so that the next call
-            searches for recordings and finds none (:attr:`changes_next`).
+        candidates: the manager's known candidates. They are cleared if outputs will change; the next call then searches
+            for recordings and finds none (:attr:`changes_next`).
         """
         self._candidates = candidates
         self._storages: dict[Any, tuple[Storage, ...]] = {}  # by function: where a warm-up found its outputs
-        self._changing: list[tuple[Any, set[int]]] = []  # compiled code, and its outputs, at the next call
+        self._changing: list[tuple[Any, set[int]]] = []  # compiled code, and its outputs that change at the next call
 
     @property
     def changes_next(self) -> bool:
@@ -71,7 +71,7 @@ class OutputPolicy:
 
     @contextlib.contextmanager
     def call(self, manager: Manages, function_id: Any, inputs: list[Any]) -> Iterator[None]:
-        """Wraps a call of the manager; appends own memory to its inputs."""
+        """Wraps a call of the manager, and appends own memory to its inputs."""
         while self._changing:
             self._change(manager, *self._changing.pop(), "outputs that outlive their steps get memory of their own")
         own = getattr(manager.ids_to_funcs[function_id], "own", None)
@@ -100,8 +100,11 @@ class OutputPolicy:
 
     @contextlib.contextmanager
     def watched(self, manager: Manages, function_id: Any, inputs: list[Any]) -> Iterator[_Found]:
-        """Wraps a warm-up of a function whose outputs may get own memory; yields a function that must be called
-        afterwards, with the outputs and with whether the graph pool holds an address."""
+        """Wraps a warm-up of a function whose outputs may get own memory.
+
+        Yields a function that must be called afterwards, with the outputs and a function that tells whether the graph
+        pool holds an address.
+        """
         model = manager.ids_to_funcs[function_id].model
         plan: OwnOutputs = model.outputs
         plan.takes, plan.watch = len(inputs), (watch := Allocations())
@@ -115,7 +118,7 @@ class OutputPolicy:
             storages = watch.storages(outputs, lambda address: address not in given and is_in_pool(address))
             self._storages[function_id] = storages
             graph = model.log.graph
-            # A collective may hide the address of any memory but that to which the graph copies.
+            # A collective may hide the address of all memory except that to which only copies write.
             if model.log.has_collective:
                 plan.copied.update(storage.block.outputs for storage in storages)
             # The function is added to the manager after its first call.
@@ -134,10 +137,12 @@ class OutputPolicy:
         return function_id in self._storages
 
     def recorded(self, manager: Manages, node: Any, pool_bytes: int) -> None:
-        """Changes the means of outputs that a new recording cannot write to own memory; limits the memory that is kept.
+        """Finds another way for outputs that a new recording cannot write to own memory, and limits the kept memory.
+
+        An output of generated code is copied from then on; one that is copied already stays in the graph pool.
 
         Args:
-            pool_bytes: of the graph pool. Functions other than those used last keep at most as much.
+            pool_bytes: size of the graph pool. All functions but the one used last keep at most as much together.
         """
         own: OwnMemory | None = node.own
         if own is None:
@@ -179,7 +184,7 @@ class OutputPolicy:
         first = next(wanted_by, None)
         if first is None:
             return
-        # These are recorded again anyway.
+        # The functions from the first one on are recorded again anyway.
         for model in itertools.compress(models[first:], may_change[first:]):
             model.outputs.changes += 1
             is_last = model.outputs.changes == MOST_CHANGES
@@ -190,8 +195,10 @@ class OutputPolicy:
             self._candidates.clear()
 
     def _wanted(self, manager: Manages, model: Any, times: int, *, with_seen: bool = False) -> set[int]:
-        """The outputs that outlived so many steps and can get own memory, and with ``with_seen`` those that the program
-        sees; none of them has it."""
+        """The outputs without own memory that outlived so many steps and can get it.
+
+        ``with_seen``: also all that the program sees.
+        """
         plan: OwnOutputs = model.outputs
         ids = self._ids(manager, model)
         if not ids:

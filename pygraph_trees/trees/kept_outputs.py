@@ -1,8 +1,9 @@
-"""Outputs that outlive their step: they get memory of their own before the next step overwrites the graph pool.
+"""Moves outputs that outlive their step out of the graph pool, before the next step overwrites it.
 
-:func:`move_alive` copies each storage that is alive and exchanges its memory for the copy's. Tensors, views and what
-autograd saved stay valid, since they hold the storage. Raw addresses that a program took before, and work queued on
-another stream, do not follow. A recording forgets the tensors it cached, and makes new ones at its next replay.
+:func:`move_alive` copies each storage that is alive and exchanges its memory for the copy's. Tensors, views and
+autograd's saved tensors stay valid, since they hold the storage; raw addresses that the program took do not follow. The
+caller makes sure that no queued work still uses the old memory. A recording forgets the tensors that it cached, and
+makes new ones at its next replay. Without the native parts, nothing is moved.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _CUDA = 1  # c10's number of the type of device
 
 
 def why_not_moved() -> str | None:
-    """Why outputs are torch's and cannot be given other memory; None if they can."""
+    """Why outputs are torch's and cannot be moved; None if they can be."""
     return "the native parts are missing" if binding.extension is None else None
 
 
@@ -50,13 +51,13 @@ def kept_indices(node: Any) -> list[tuple[int, int]]:
 def move_alive(node: Any) -> None:
     """Moves the outputs that are alive on the path to ``node`` out of the graph pool.
 
-    Each is copied on the stream on which it was made. The caller waits for the device before and after.
+    Each is copied on the stream that made it. The caller must wait for the device before and after.
 
     Raises ``torch.OutOfMemoryError`` if there is no memory for them; nothing has changed then.
     """
     release_unneeded(node.cuda_graphs_pool)
     kept_by = [made_by for made_by in node._path_from_root if keeps_outputs(made_by.wrapped_function.model)]
-    # By storage: the recordings or warm-ups that hold references to it, and the output's number there.
+    # By storage: each recording or warm-up that refers to it, with the number of its output.
     places: dict[int, list[tuple[Any, int]]] = {}
     for made_by in kept_by:
         for number, held in enumerate(made_by.outputs_weakrefs):
@@ -68,12 +69,12 @@ def move_alive(node: Any) -> None:
     if alive:
         copies = []
         for storage, held_by in alive:
-            # Memory belongs to the stream on which it is allocated: freed, it is used again after that stream's work.
+            # Once freed, memory is reused after the queued work of the stream on which it was allocated.
             with torch.inference_mode(False), torch.no_grad(), _on_stream_of(held_by[0][0], storage.device):
                 before = _bytes_of(storage)
                 copies.append(torch.empty_like(before))
                 copy_bits(copies[-1:], [before])
-        # First of all: after an interrupt, a recording that had a moved tensor in its cache would return it again.
+        # Before the exchange: after an interrupt, a recording with a moved tensor in its cache would return it again.
         for made_by in {id(made_by): made_by for _, held_by in alive for made_by, _ in held_by}.values():
             if hasattr(made_by, "remove_node_cached_tensors"):  # a warm-up has none
                 made_by.remove_node_cached_tensors()

@@ -1,4 +1,9 @@
-"""Describes a recording's outputs for the report: where each replay writes them, and their bytes."""
+"""Describes a recording's outputs for the report: where each replay writes them, and their bytes.
+
+:func:`describe_outputs` reads a recording that was just made. An output is in own memory, in the graph pool, or on an
+input. For own memory, the record also has the number of nodes that hold its address, and the bytes that the graph
+copies there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""When a step begins: by torch's rules, also if calls run un-graphed, or if a backward never comes."""
+"""Decides when a step begins: by torch's rules, also if calls run un-graphed or a backward never comes.
+
+:class:`Steps` is the part of a manager that answers this. A new step ends the last step's path. While a path ends,
+:meth:`Steps.by_one_answer` makes all of upstream's questions get the same answer, whatever other threads do.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +74,9 @@ class Steps(Upstream):
             self.try_end_curr_warmup(None)
 
     def by_one_answer(self, *calls: Callable[[], None]) -> None:
-        """Makes calls that all get the same answer to whether a step begins, whatever other threads do: if a path ends,
-        outputs are moved.
+        """Makes calls that all get the same answer to whether a step begins, whatever other threads do.
+
+        Otherwise a path could end although its outputs were not moved.
         """
         before = self._begins_step
         try:  # an interrupt may come anywhere, so this is no context manager

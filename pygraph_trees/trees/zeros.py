@@ -1,7 +1,7 @@
 """Tensors of zeros without memory, which autograd and programs may pass as tangents, and compiled code may return.
 
-A replay copies them like any input, but upstream cannot warm up or record with them, and generated code that is given
-one reads address 0.
+A replay copies such a tensor like any input. Upstream cannot warm up or record with one, and generated code would read
+address 0. :func:`give_memory` therefore replaces it first.
 """
 
 from __future__ import annotations

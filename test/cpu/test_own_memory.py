@@ -1,4 +1,8 @@
-"""Own memory of outputs: a replay writes it again only if nothing else uses it, whoever held it and however."""
+"""Own memory of outputs: a replay writes it again only if nothing else uses it, whatever kind of object holds it.
+
+``TestBlocks`` takes blocks from C++ directly. ``TestFastPath`` replays a function whose graph fills its outputs, and
+``TestGradients`` a backward whose gradients autograd accumulates. All run without a GPU, on memory of the CPU.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ CPU, SIZE = torch.device("cpu"), 6  # elements of a block
 
 
 def storage(number, *views, allocation=0, size=(SIZE,), dtype=torch.float32):
-    """A storage that generated code allocates, with one output as a whole or these views of it."""
+    """A storage that generated code allocates; outputs are these views of it, or one output is all of it."""
     views = views or ((size, torch.empty(size, device="meta").stride(), 0),)
     nbytes = torch.empty(size, dtype=dtype, device="meta").untyped_storage().nbytes()
     stride = torch.empty(size, device="meta").stride()
@@ -70,7 +74,7 @@ def _in_cpp(output):
     return lambda: graph.kept
 
 
-# By name: makes something that keeps an output alive, and returns a function that reads the output's values.
+# By name: a function that makes something that keeps an output alive, and returns a function that reads the output.
 HOLDERS = {
     "tensor": lambda output: lambda: output,
     "view": lambda output: (lambda view: lambda: view)(output[:]),
@@ -87,7 +91,7 @@ HOLDERS = {
 @unittest.skipIf(binding.extension is None, "not built for this torch")
 class TestBlocks(TestCase):
     def write(self, own, value):
-        """A replay that fills all blocks; returns its outputs."""
+        """Fills all blocks, as a replay does, and returns the outputs."""
         for base in own.native.take():
             base.fill_(value)
         outputs = [own.output(own.takes + number, None) for number in range(len(own))]
@@ -291,7 +295,7 @@ class _Live(Live):
 
 
 class Program:
-    """A function of one live input, replayed in C++; the graph fills its own memory with the input's value."""
+    """A function of one live input, replayed in C++. Its graph fills own memory with the input's value."""
 
     def __init__(self, *storages, mode=MODE.INFERENCE, holds=True, views=None):
         self.own = own_memory(*storages, is_backward=mode is MODE.BACKWARD, holds=holds)

@@ -1,8 +1,8 @@
 """Training loops as people write them, and their measurement in this process.
 
-A loop is a function that makes one :class:`~bench.trained_models.Update` of a step, with the batch of a number, and
-notes on a :class:`Walk` how long the forward and the backward take the host. :class:`Loops` runs, checks and measures
-the loops of one model in one way. It imports no part of the measured package, so that upstream runs alone.
+A loop is a function that makes one :class:`~bench.trained_models.Update` of a step with a numbered batch. In a
+:class:`Walk`, it notes the host time of the forward and the backward. :class:`Loops` runs, checks and measures the
+loops of one model in one way. No part of the measured package is imported, so upstream runs without it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from bench.trained_models import Update
 MICRO_BATCHES = 4
 _KEPT = 50  # losses
 _SETTLE = 6  # un-timed steps at the start of each turn
-_SINGLE, _BLOCK = 14, 20  # steps with a wait after each, and without
+_SINGLE, _BLOCK = 14, 20  # steps with a wait after each, and steps without waits
 
 
 @dataclass(slots=True)
 class Walk:
-    """What the loops of one process share: clocks, kept losses, and what upstream's graphs need."""
+    """State that the loops of one process share: clocks, kept losses, and whether upstream's graphs need care."""
 
-    is_careful: bool  # whether accumulated gradients have memory of their own, and steps are marked
+    is_careful: bool  # whether gradients are accumulated outside of the graph pool, and steps are marked
     forward_ns: int = 0
     backward_ns: int = 0
     kept: list[torch.Tensor] = field(default_factory=list)
-    seen: list[torch.Tensor | None] | None = None  # copies of the gradients after each backward, if they are wanted
+    seen: list[torch.Tensor | None] | None = None  # copies of the last gradients; None if they are not wanted
 
     def forward(self, update: Update, number: int) -> tuple[torch.Tensor, ...]:
         begin = perf_counter_ns()
@@ -100,7 +100,7 @@ def clipped(update: Update, number: int, walk: Walk) -> None:
 
 
 def accumulated(update: Update, number: int, walk: Walk) -> None:
-    """Upstream's graphs overwrite gradients, so a careful program adds them to memory of its own and marks steps."""
+    """Upstream's graphs overwrite gradients, so a careful program adds them to its own memory and marks steps."""
     if walk.is_careful:
         for parameter in update.parameters:
             if parameter.grad is None:
@@ -134,18 +134,18 @@ TITLES = {
 
 
 def finish(update: Update) -> None:
-    """What follows each update, whatever the loop."""
+    """Does what follows each update in every loop."""
     update.after()
 
 
 class Loops:
-    """The loops of one model in one way; they share the process, as in a notebook."""
+    """The loops of one model in one way. They share the process, as in a notebook."""
 
     def __init__(self, updates: Sequence[Update], device: torch.device, *, is_careful: bool) -> None:
         self._updates, self._device = updates, device
         self._walk = Walk(is_careful)
         self._number = 0
-        self._marks = 0  # the counter of marked steps, which only the loop that marks them may see
+        self._marks = 0  # the counter of marked steps, hidden from the loops that mark none
 
     def steps(self, name: str, count: int) -> None:
         loop = LOOPS[name]
@@ -154,9 +154,9 @@ class Loops:
         self._wait()
 
     def settle(self, name: str, count: int) -> dict[str, Any]:
-        """Makes the first steps of a loop, and compares its gradients with eager's.
+        """Makes the first steps of a loop and checks its values.
 
-        Returns their distance relative to eager's gradients, and what is wrong with losses that are kept.
+        Returns the distance of its gradients from eager's, relative to eager's, and the error in the kept losses.
         """
         with self._turn(name):
             self.steps(name, count)
@@ -164,13 +164,13 @@ class Loops:
             self._number += 1
             wrong = self._wrong_losses() if name == "E" else None
         gc.collect()
-        gc.freeze()  # what is alive now: collections before the turns would take a fifth of a second each
+        gc.freeze()  # otherwise each collection before a turn would take a fifth of a second
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return {"apart": max(apart), "kept_losses": wrong}
 
     def measure(self, name: str) -> dict[str, Any]:
-        """One turn of a loop: µs and allocations per step, and the most memory during the turn."""
+        """Measures one turn of a loop: µs and allocations per step, and the peak memory of the turn."""
         loop, walk = LOOPS[name], self._walk
         with self._turn(name), _collector_off():
             self._reset_peak()
@@ -204,7 +204,7 @@ class Loops:
         }
 
     def abandon(self) -> None:
-        """After an exception in a loop."""
+        """Drops the gradients after an exception in a loop."""
         self._walk.seen = None
         for update in self._updates:
             update.optimizer.zero_grad()
@@ -217,7 +217,7 @@ class Loops:
 
     @contextlib.contextmanager
     def _turn(self, name: str) -> Iterator[None]:
-        """Wraps a turn of a loop, which begins without gradients and without another loop's marks of steps."""
+        """Wraps a turn of a loop, so that it begins without gradients and without other loops' step marks."""
         for update in self._updates:
             update.optimizer.zero_grad()
         if self._device.type != "cuda" or name != "G":
@@ -247,7 +247,7 @@ class Loops:
         return float(_norm(differences) / _norm(wanted))
 
     def _wrong_losses(self) -> str | None:
-        """What is wrong with losses that are read some steps later than their own; None if nothing is."""
+        """The error in losses that are read some steps later; None if there is none."""
         self._walk.kept.clear()
         read: list[float] = []
         for _ in range(4):
@@ -276,7 +276,7 @@ class Loops:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def _peak(self) -> dict[str, int]:
-        """The most allocated bytes, and the most reserved ones, which include graph pools."""
+        """The peaks of allocated and of reserved bytes; reserved ones include graph pools."""
         if self._device.type != "cuda":
             return {"peak_bytes": 0, "reserved_bytes": 0}
         return {
@@ -314,7 +314,7 @@ def _recordings(device: torch.device) -> int:
 
 
 def _counters() -> Counter[str]:
-    """All counts in the package's report, and the calls of its fast path; empty without the package."""
+    """All counts in the package's report and of its fast path; empty without the package."""
     package = sys.modules.get("pygraph_trees")
     if package is None:
         return Counter()

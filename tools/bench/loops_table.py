@@ -1,7 +1,7 @@
 """Tables of the training loops' results, for the script's output, the page of results and the README.
 
-A result is a dictionary, as ``training_loops.py`` writes it: one for each model, way and loop. Times with a wait after
-each step come first, then those without waits.
+A result is a dictionary that ``training_loops.py`` writes for one model, way and loop. In a table's cell, the time with
+a wait after each step comes first, then the time without waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from bench import loops, trained_models
 from pygraph_trees.report.text import markdown_table, nbytes
 
 PATTERN = "*-training-loops*.json"
-APART, TIMES_AS_FAR = 0.02, 3  # of eager's gradients, and of the distance without graphs: more is not rounding
+# A larger distance, relative to eager's gradients and to the distance without graphs, is not due to rounding.
+APART, TIMES_AS_FAR = 0.02, 3
 _NAMES = {
     "eager": "eager",
     "upstream": "upstream",
@@ -28,7 +29,7 @@ Result = dict[str, Any]
 
 
 def latest(folder: Path, gpu: str, torch: str) -> list[Result]:
-    """The files' contents for a torch, one for each number of ranks, of this GPU if there is one of it."""
+    """The files' contents for a torch version: for each number of ranks the latest, of this GPU if it has one."""
     files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(PATTERN))]
     files.sort(key=lambda found: (found["gpu"] == gpu, found["date"]))
     by_ranks = {found.get("ranks", 0): found for found in files if found["torch"] == torch}
@@ -36,7 +37,7 @@ def latest(folder: Path, gpu: str, torch: str) -> list[Result]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """For each model, a table of times and one of what a step does; then what is wrong."""
+    """For each model, a table of times and one of a step's work; then the problems."""
     parts = []
     for model in dict.fromkeys(found["model"] for found in results):
         of_model = [found for found in results if found["model"] == model]
@@ -46,7 +47,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def section(figures: Result) -> str:
-    """The part of the page of results for one file."""
+    """The section for one file, on the page of results."""
     ranks = figures.get("ranks", 0)
     return "\n\n".join(
         [
@@ -62,7 +63,7 @@ def section(figures: Result) -> str:
 
 
 def readme_row(files: Sequence[Result]) -> dict[str, Any] | None:
-    """Geometric means over BERT's loops that all three ways ran without ranks: µs per step by way, and the host's."""
+    """Geometric means of µs per step and host µs, by way, over BERT's loops without ranks that all three ways ran."""
     results = [one for figures in files if not figures.get("ranks") for one in figures["results"]]
     found = {(one["way"], one["loop"]): one for one in results if one["model"] == "bert"}
     ways = ("compile", "upstream", "ours")
@@ -78,7 +79,7 @@ def readme_row(files: Sequence[Result]) -> dict[str, Any] | None:
 
 
 def problems(results: Sequence[Result]) -> Iterator[str]:
-    """Loops that failed, and values that are not eager's, a line each."""
+    """A line for each failure, and for each value that differs from eager's."""
     failed: dict[tuple[str, str, str], list[str]] = {}
     for found in results:
         if "error" in found:
@@ -125,7 +126,7 @@ def _ratio(other: Result | None, ours: Result | None) -> str:
 
 
 def _work(results: Sequence[Result]) -> str:
-    """What a step does, in each way with graphs."""
+    """The work of a step, in each way with graphs."""
     ways = [way for way in dict.fromkeys(found["way"] for found in results) if way != "compile"]
     figures: dict[str, Callable[[Result], str]] = {
         "host, forward": lambda found: f"{found['forward_us']:.0f}",

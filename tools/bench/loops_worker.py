@@ -1,8 +1,8 @@
-"""Runs the training loops of one model in one way, as told: ``loops_worker.py JOB``, with the job as JSON.
+"""Runs the training loops of one model in one way, on command: ``loops_worker.py JOB``, with the job as JSON.
 
-A line of JSON on standard input is a command: ``prepare`` imports, builds and compiles; ``settle`` and ``measure`` name
-a loop and a number of steps. Each has one line of JSON as its answer, with ``error`` if it raised. What programs print
-goes to standard error. The measured package is imported if the way is ours, and otherwise not at all.
+Each line on standard input is a command in JSON. ``prepare`` imports, builds and compiles; ``settle`` warms up and
+checks a loop; ``measure`` measures a turn of it. The answer is a line of JSON, with ``error`` if the command raised.
+Everything else that is printed goes to standard error. The measured package is imported only if the way is ours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Worker:
     def prepare(self) -> dict[str, Any]:
         way, model, ranks = self._job["way"], self._job["model"], self._job["ranks"]
         if way.startswith("ours"):
-            import pygraph_trees  # noqa: F401  its patches are what is measured
+            import pygraph_trees  # noqa: F401  its patches are measured
         import torch
 
         from bench.loops import Loops

@@ -1,8 +1,8 @@
-"""The models of the training loops, and what a step of training does with each of them.
+"""The models of the training loops, and how a step trains each of them.
 
-A model is made of :class:`Update` records: the losses that are minimized, and the optimizer. Most models have one, an
-actor with critics has two. Batches have numbers, from 0 on, and come from four sets of tensors in turn, which stay
-where they are. Nothing here is random but the initial values, so eager code gives the same gradients.
+A model is a list of :class:`Update` records, each with losses to minimize and an optimizer. Most models have one
+record; an actor with critics has two. Batches are numbered from 0 and taken from four sets of tensors in turn, whose
+addresses stay the same. Only the initial values are random, so eager code gives the same gradients.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 BATCHES = 4
-RATE = 1e-4  # small: gradients of later steps stay comparable
+RATE = 1e-4  # small, so that gradients of later steps stay comparable
 
 Losses = Callable[[int], tuple[torch.Tensor, ...]]  # of the batch with this number
-Compile = Callable[[Any], Any]  # a module or a function to a compiled one
+Compile = Callable[[Any], Any]  # compiles a module or a function
 
 
 def _nothing() -> None:
@@ -29,7 +29,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One update of a step: losses, whose sum has the backward, and an optimizer."""
+    """One update of a step: losses, whose sum is differentiated, and an optimizer."""
 
     losses: Losses  # compiled
     plain: Losses  # the same, not compiled
@@ -38,7 +38,7 @@ class Update:
     after: Callable[[], None] = _nothing  # what the program does after the optimizer's step
 
 
-Make = Callable[[torch.device, bool, Compile], list[Update]]  # the second argument: whether a small one, for a CPU
+Make = Callable[[torch.device, bool, Compile], list[Update]]  # the second argument: whether to make a small model
 
 
 def _update(losses: Losses, plain: Losses, parameters: Sequence[nn.Parameter], after: Any = _nothing) -> Update:

@@ -1,11 +1,11 @@
-"""Measures training loops as people write them: upstream, no graphs, ours, and ours with outputs as upstream's.
+"""Measures training loops as people write them: upstream, no graphs, ours, and ours with upstream's outputs.
 
 usage: python tools/bench/training_loops.py [MODELS ...] [--ways WAY,...] [--rounds N] [--budget S] [--ranks N]
 
-Each model and way has a process of its own, which runs the loops one after the other, as a notebook does. All compile
-at the same time. Then one process at a time runs: first each warms up its loops, then ways take turns in each loop, in
-rounds. With ``--ranks``, models are trained under DistributedDataParallel on that number of GPUs. README.md describes
-the loops and the figures.
+Each model and way has its own process, which runs the loops one after the other, as a notebook does. All processes
+compile at the same time; after that, only one runs at a time. First each warms up its loops, then the ways take turns
+in each loop, in rounds. With ``--ranks``, models are trained under DistributedDataParallel on N GPUs. README.md
+describes the loops and the figures.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ OF_RANKS = {"models": ("bert",), "ways": ("upstream", "ours"), "loops": "ABCEF"}
 _ENVIRONMENT = {"ours-upstream": {"PYGRAPH_OUTPUTS": "upstream"}}
 _WARM = 16  # steps of each loop before the rounds
 _COMPILE_THREADS = "2"  # of each process; up to twenty of them compile at the same time
-_STEP_S = 60.0  # limit of one turn of a loop
-_SHARE = 0.6  # of the budget, within which a process must have compiled
+_STEP_S = 60.0  # time limit of one turn of a loop
+_SHARE = 0.6  # share of the budget within which a process must have compiled
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A model in one way."""
+    """One model, run in one way."""
 
     model: str
     way: str
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(slots=True)
 class Measured:
-    """The answers of one job about one loop."""
+    """A job's answers about one loop."""
 
     job: Job
     loop: str
@@ -65,7 +65,7 @@ class Measured:
 
 
 class Process:
-    """One process of a job, which is told what to do and answers."""
+    """A process of a job; it gets commands and answers each."""
 
     def __init__(self, job: Job, rank: int, folder: Path) -> None:
         name = f"{job.model}-{job.way}-{rank}"
@@ -93,12 +93,12 @@ class Process:
 
     def tell(self, **command: Any) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, which its answer will show
+        with contextlib.suppress(OSError):  # it has ended, as its answer will show
             self.process.stdin.write(json.dumps(command) + "\n")
             self.process.stdin.flush()
 
     def answer(self, until: float) -> dict[str, Any]:
-        """Its answer; if it ends, or has none until a monotonic time, the error."""
+        """Its answer, or an error if it ends or gives none until ``until``, in seconds of the monotonic clock."""
         try:
             found = self._answers.get(timeout=max(until - time.monotonic(), 0.0))
         except queue.Empty:
@@ -115,12 +115,12 @@ class Process:
 
 
 class Group:
-    """The processes of one job: one, or one for each rank. They are told the same; the slowest counts."""
+    """The processes of one job, one for each rank. They get the same commands; the slowest one counts."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self.job = job
         self._processes = [Process(job, rank, folder) for rank in range(max(job.ranks, 1))]
-        self.error: str | None = None  # why it takes no more commands
+        self.error: str | None = None  # why it gets no more commands
 
     def tell(self, **command: Any) -> None:
         for process in self._processes:
@@ -130,7 +130,7 @@ class Group:
         answers = [process.answer(until) for process in self._processes]
         failed = [answer for answer in answers if "error" in answer]
         if failed:
-            # If only some ranks failed, the others may wait for them for ever.
+            # If only some ranks failed, the others may wait for them forever.
             if len(failed) < len(answers) or any("is_dead" in answer for answer in failed):
                 self.error = failed[0]["error"]
                 self.end()
@@ -151,7 +151,7 @@ class Group:
 def measure(
     jobs: Sequence[Job], loops: str, rounds: int, budget_s: float, say: Callable[[str], None], warm: int = _WARM
 ) -> list[Measured]:
-    """Measures all jobs; a process that fails leaves the others."""
+    """Measures all jobs. If a process fails, the others continue."""
     began = time.monotonic()
     found = {(job, loop): Measured(job, loop) for job in jobs for loop in loops}
     with tempfile.TemporaryDirectory(prefix="training_loops_") as name:
@@ -214,7 +214,7 @@ TIMES = ("forward_us", "backward_us", "host_us", "done_us", "step_us")
 
 
 def result(one: Measured) -> dict[str, Any]:
-    """What the file has of a loop: medians over rounds, lowest and highest round, counts of the last round."""
+    """A loop's record in the file: medians over rounds, lowest and highest round, counts of the last round."""
     known: dict[str, Any] = {"model": one.job.model, "way": one.job.way, "loop": one.loop, **one.settled}
     if one.error is not None or not one.rounds:
         return {**known, "error": one.error or "no round"}
