@@ -1,6 +1,8 @@
-"""Patch of ``torch.Tensor``: own memory of outputs that another stream uses is not written again.
+"""Patch of ``torch.Tensor``: replays overwrite no memory that a recorded stream may still use.
 
-Torch's allocator only looks at the streams that a program records for a tensor when its memory is freed.
+Torch's allocator looks at the streams that a program records for a tensor only when it frees the tensor's memory.
+Replays write to memory that is not freed: own memory of outputs is then not written again, and the next replay of a
+graph pool waits for the stream.
 """
 
 from __future__ import annotations

@@ -112,10 +112,13 @@ class Reclaiming:
         return self._again.pop(function_id, None) or self._dropped.pop(function_id, None)
 
     def limit(self, manager: Reclaimed, nbytes: int, limit: int) -> bool:
-        """Drops all recordings, as soon as no path is open, if the pool takes more than ``limit`` bytes; tells if so.
+        """Drops all recordings, as soon as no path is open, if ``nbytes`` is more than ``limit``; tells if so.
 
-        Memory of outputs that are alive stays, so the pool may stay as large as it is; it is only looked at again if it
-        grows.
+        Memory of outputs that are alive stays, so the pool may not shrink. After that, nothing is dropped until
+        ``nbytes`` grows.
+
+        Args:
+            nbytes: bytes of the graph pool and of the own memory that is kept from call to call.
         """
         if nbytes <= max(limit, self._seen):
             return False
