@@ -2,8 +2,8 @@
 
 :meth:`Addresses.prepare` gives the graph the addresses of a call before anything of the call is consumed, or returns
 the reason if it cannot. Addresses that fitted once are remembered while the graph pool stays the same. With the native
-parts, :attr:`Addresses.native` holds the same facts for the fast path, which then patches without Python; this module
-patches for the slow path and reports to it.
+parts, :attr:`Addresses.native` holds the same facts for the fast path. This module patches for the slow path and
+reports to the fast one.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Addresses:
         numbers: the number of each item in the relocations.
         copied_back: inputs that are copied, and copied back after the launch.
         is_of_backward: whether inputs may be tangents: nothing guards that these are not negated.
-        own: the indices of inputs that are own memory of outputs: torch's allocations, which fit if they are aligned.
+        own: the indices of own memory of outputs, which torch's allocator returns, so that it fits if it is aligned.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ def choose(
         stage: whether copies in the graph read inputs on the CPU, so that these may be staged.
         managed: inputs that may be in the graph pool, because they are alive while the function is recorded.
         tabled: inputs that get a slot in a table if they are at placeholder addresses.
-        own: own memory of outputs, by index, and whether only copies of ours write to it, so that no other kernel can
+        own: own memory of outputs, by index, and whether only our own copies write to it, so that no other kernel can
             hide the address.
 
     Upstream records, and so calls this, under its capture lock if it has one.

@@ -1,4 +1,4 @@
-"""The live inputs of one recording, which replays get by address or by copy.
+"""The live inputs of one recording, own memory of outputs included, which replays get by address or by copy.
 
 :class:`LiveInputs` makes a placeholder tensor for each live input that can have one. After capture,
 :meth:`LiveInputs.set_up` reads the graph, chooses routes, instantiates the graph and gives it the addresses of its

@@ -2,8 +2,8 @@
 
 A table pays if at least 16 kernels with variants hold at least 4 inputs whose addresses change. A :class:`RouteChooser`
 decides that once, from counts of a recording's first replays with new addresses. If a table pays, it builds the
-variants (:mod:`.table.builds`) and asks for a recording with the table. A choice is kept for a function and its sizes,
-even if the function is recorded again; its log gets each choice as a sentence.
+variants (:mod:`.table.builds`) and asks for another recording. A choice is kept for a function and its sizes, and
+noted in the function's log.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def decide(
 
     Args:
         passed_through: inputs that are returned, so that no node has to hold their addresses.
-        copied_to: inputs that were only given to copies of ours, so that no other node can hide their addresses.
+        copied_to: inputs that were only given to our own copies, so that no other node can hide their addresses.
     """
     written = {relocation.input for relocation in scan.relocations if relocation.node in slots.writers}
     with_relocation = {relocation.input for relocation in scan.relocations if relocation.node not in slots.writers}

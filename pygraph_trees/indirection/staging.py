@@ -2,8 +2,8 @@
 
 Before a launch, :meth:`Staging.put` writes the call's inputs to a pinned block that no queued launch still reads, and
 returns the addresses for the graph's copies (:class:`Source`): one copy takes most inputs, the others have their own.
-It waits only if all blocks are in use, or for an input in pinned memory that the GPU may still write to and that is not
-read in its own place.
+It waits only if all blocks are in use, or for a pinned input that the GPU may still write to, unless the graph reads it
+in place.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decides which outputs get own memory, and when.
 
-If an inference graph has one partition, the outputs that its code allocates have own memory from the start. When any
-other output has outlived two steps, all outputs of its function and of later ones on the path that outlived a step get
-own memory from the next call on. This happens at most :data:`~.own_memory.MOST_CHANGES` times for a function, the last
-time for all outputs that the program sees. Each change records functions again.
+If an inference graph has one partition, outputs that its code allocates have own memory from the start. Once another
+output has outlived two steps, all outputs of its function and of later ones on the path that outlived a step get it. A
+function's outputs change :data:`~.own_memory.MOST_CHANGES` times at most, the last time all that the program sees. Each
+change records functions again.
 """
 
 from __future__ import annotations

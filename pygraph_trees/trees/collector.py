@@ -1,9 +1,9 @@
 """Turns Python's garbage collector off while a graph is captured or a function is warmed up.
 
-A collection may run the program's finalizers: kernels that they launch would be captured, and memory that they allocate
-would come from the graph pool. :func:`paused` may be nested and entered by several threads. When the last one leaves,
-the collector is on again if it was on when the first one entered. Fast replays are counted too. A forked process
-restarts the count, because the threads that were inside do not exist there.
+A collection may run finalizers of the program, whose kernels would be captured and whose memory would come from the
+graph pool. :func:`paused` may be nested and entered by several threads. When the last one leaves, the collector is on
+again if it was on when the first one entered. Fast replays count too. A forked process, which lacks the threads,
+restarts the count.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The way that a function's calls go, and the manager that may replay them on the fast path.
 
-A function has a :class:`Dispatch`; a trial changes its :class:`Way`. C++ reads the manager, the function's id and the
-thread. Torch treats a function of integers as a separate function for each set of their values, so each set has
-its own dispatch and entry.
+A function has a :class:`Dispatch`; a trial changes its :class:`Way`. C++ reads the manager, the function's id, the
+memory of its outputs and the thread. Torch treats a function of integers as a separate function for each set of their
+values, so each set has its own dispatch and entry.
 """
 
 from __future__ import annotations

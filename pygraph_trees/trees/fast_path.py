@@ -93,7 +93,7 @@ class Replayed(Protocol):
     deaths_before: Deaths | None
     deaths_after: Deaths | None
     outliving: Deaths | None  # outputs that must be moved if they are alive when the next step begins
-    own: OwnMemory | None  # of its outputs; its last inputs
+    own: OwnMemory | None  # own memory of its outputs; the blocks are its last inputs
     has_new_history: bool  # whether autograd gives the outputs a new history at each call
 
     @property

@@ -35,7 +35,7 @@ class Replayable(Protocol):
     wrapped_function: Any
     static_input_idxs: Any
     reconstructed_inputs: Any
-    own: OwnMemory | None  # of its outputs; its last inputs
+    own: OwnMemory | None  # own memory of its outputs; the blocks are its last inputs
 
     @property
     def live(self) -> LiveInputs | None: ...
