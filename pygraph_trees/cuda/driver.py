@@ -3,7 +3,7 @@
 :class:`Driver` has one method per call: handles and addresses are integers, sizes are bytes. It accepts any module with
 the bindings' interface, for example a fake. A failed call raises :class:`DriverError` with the names of the call and
 the code; the code is :data:`NOT_FOUND` if the bindings or the installed driver lack the call. :func:`driver` returns
-the process's driver, or None without ``cuda.bindings``. README.md describes the native part, which is optional.
+the process's driver, or None without ``cuda.bindings``. README.md describes the native parts, which are optional.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Driver:
         return [int(node) for node in nodes]
 
     def search(self, graph: int, low: int, high: int) -> Search | None:
-        """Words in [low, high) among all kernels' parameters, at multiples of 4; None without the native part."""
+        """Words in [low, high) among all kernels' parameters, at multiples of 4; None without the native parts."""
         if self.reader is None:
             return None
         try:
@@ -189,7 +189,7 @@ class Driver:
             return number
 
     def set_kernels(self, exec_: int, nodes: Sequence[KernelNode]) -> Callable[[], None] | None:
-        """A function that sets all these nodes, already bound, in an instantiated graph; None without the native part.
+        """A function that sets all these nodes, already bound, in an instantiated graph; None without the native parts.
 
         It can be called repeatedly and sets the nodes in order. If it raises :class:`SetRefused`, the graph holds the
         new parameters of the nodes before the refused one.
@@ -213,11 +213,11 @@ class Driver:
         return set_all
 
     def kernel_setter(self) -> int | None:
-        """Address of the driver's setter for a kernel node; None if it or the native part is missing."""
+        """Address of the driver's setter for a kernel node; None if it or the native parts are missing."""
         return self._address_of("cuGraphExecKernelNodeSetParams_v2")
 
     def context_getter(self) -> int | None:
-        """Address of the driver's getter for the current context; None if it or the native part is missing."""
+        """Address of the driver's getter for the current context; None if it or the native parts are missing."""
         return self._address_of("cuCtxGetCurrent")
 
     def _address_of(self, name: str) -> int | None:

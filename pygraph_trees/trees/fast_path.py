@@ -1,8 +1,8 @@
-"""The fast path in C++, from the call of a compiled graph to its return, if the native part was built.
+"""The fast path in C++, from the call of a compiled graph to its return, if the native parts are built.
 
 :func:`entry` returns a C++ callable that replays a function; :func:`replay` returns a recording's part of it. Managers
 and functions derive from :data:`TreeState` and :data:`FunctionState`, whose attributes C++ reads and writes directly.
-Without the native part no replay is fast, and upstream's code replays.
+Without the native parts, no replay is fast, and upstream's code replays.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class TestInference(Kept):
         return fast
 
     def assertHandedOut(self, function: Any, outputs: int, *, copied: bool) -> None:
-        """All outputs of the newest recording are handed out, and calls that leave them alive replay it."""
+        """All outputs of the newest recording have own memory, and calls that leave them alive replay it."""
         newest = function.recordings[-1]
         self.assertEqual([i.route for i in newest.inputs if i.kind == "output"], ["patch"] * outputs)
         self.assertEqual([output.copied_bytes > 0 for output in newest.outputs], [copied] * outputs)
@@ -367,7 +367,7 @@ class TestTraining(Kept):
                 self.close(one, other, number)
 
     def test_outputs_of_a_forward(self) -> None:
-        """Outputs that outlive two steps are handed out, although a call of the same function is under way."""
+        """Outputs that outlive two steps get own memory, although a call of the same function is under way."""
         model, eager = self.both()
         graphed, kept = self.graphed(model), []
         for step in range(12):

@@ -1,4 +1,4 @@
-"""Programs with several streams, which only wait for each other where eager needs it; eager is the oracle."""
+"""Programs with several streams that wait for each other only if eager code must; eager is the oracle."""
 
 from __future__ import annotations
 

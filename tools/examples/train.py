@@ -5,7 +5,7 @@ usage: python tools/examples/train.py [--out WEIGHTS] [--steps N] [--upstream | 
 A step allocates its rows of text, so their addresses change, and sets the learning rate in a tensor that the compiled
 optimizer reads. ``--upstream`` uses torch's CUDA graphs, which need a mark at the start of each step.
 ``--against-upstream`` runs both ways and exits with 1 if losses differ by over ``--tolerance``: the GPU adds in any
-order, so they drift. With torch 2.11, run ``python -m pygraph_trees build`` first: gradients outlive their step.
+order, so they drift. Run ``python -m pygraph_trees build`` first: gradients outlive their step.
 """
 
 from __future__ import annotations
