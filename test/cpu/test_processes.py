@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-import bench.command_line
-import fuzzing.command_line
-import processes
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 TOOL = """
@@ -56,19 +51,6 @@ class TestTermination(TestCase):
         self.assertEqual(tool.returncode, 128 + signal.SIGTERM)
         with self.assertRaises(ProcessLookupError):
             os.kill(started, 0)
-
-    def test_those_that_start_others_listen(self):
-        before = signal.getsignal(signal.SIGTERM)
-        self.addCleanup(signal.signal, signal.SIGTERM, before)
-        for tool, command_line in (("bench", bench.command_line), ("fuzzing", fuzzing.command_line)):
-            signal.signal(signal.SIGTERM, before)
-            with mock.patch.object(command_line, "main", return_value=0), self.assertRaises(SystemExit):
-                runpy.run_path(str(ROOT / "tools" / tool), run_name="__main__")
-            self.assertIs(signal.getsignal(signal.SIGTERM), processes._terminated)
-        signal.signal(signal.SIGTERM, before)
-        with mock.patch.object(sys, "argv", ["everything.py", "--list"]), self.assertRaises(SystemExit):
-            runpy.run_path(str(ROOT / "tools" / "bench" / "everything.py"), run_name="__main__")
-        self.assertIs(signal.getsignal(signal.SIGTERM), processes._terminated)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,9 @@ class TestProcesses(TestCase):
     def test_a_program_starts_cold_and_warm_in_both_ways(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "found.json"
-            # No variable of the caller that is misspelt or disables the package reaches the processes.
-            with mock.patch.dict("os.environ", PYGRAPH_DISABLE="1"):
+            # No variable of the caller that is misspelt or disables the package reaches the processes. Inductor would
+            # compile programs to find out which vector instructions work.
+            with mock.patch.dict("os.environ", PYGRAPH_DISABLE="1", TORCHINDUCTOR_VEC_ISA_OK="0"):
                 status, text, err = main("MLP", "--device", "cpu", "--repeats", "1", "--out", str(path))
             self.assertEqual((status, err), (0, ""), text)
             found = json.loads(path.read_text())
@@ -65,15 +66,6 @@ class TestProcesses(TestCase):
             start_time.run(Job("no such", "torch", "cold", "cpu"), Path(folder))
         self.assertIn("no such, torch, cold: the process ended with exit status 1", str(caught.exception))
         self.assertIn("KeyError", str(caught.exception))
-
-    def test_without_a_gpu_or_with_a_wrong_name_nothing_is_measured(self):
-        with mock.patch("torch.cuda.is_available", return_value=False):
-            status, text, _ = main()
-        self.assertEqual(status, 2)
-        self.assertIn("need a GPU", text)
-        with self.assertRaises(SystemExit) as caught:
-            main("BERTI", "--device", "cpu")
-        self.assertEqual(caught.exception.code, 2)
 
 
 class TestFigures(TestCase):
@@ -108,9 +100,6 @@ class TestFigures(TestCase):
                 status, text, _ = main("MLP", "--device", "cpu")
             self.assertEqual(status, 1)
             self.assertIn(f"the caches' counters differ: {line}", text)
-        # This also holds if one of several warm processes differs.
-        (line,) = start_time.differing([*same, *warm, *starts("ours", "warm", 3.0, counters=bypassed)])
-        self.assertIn("ours fxgraph_cache_hit 2, autograd_cache_hit 1 or fxgraph_cache_hit 4", line)
 
     def test_no_round_is_begun_that_would_not_fit(self):
         for seconds, rounds in ((1e9, 3), (0.0, 1)):
