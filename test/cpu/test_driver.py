@@ -280,45 +280,6 @@ class TestVirtualMemory(DriverTestCase):
             self.assertEqual((self.api.leaks(), self.api.reservations), (before, reserved))
         self.assertFalse(any(mapping.access for mapping in self.api.mappings.values()))
 
-    def test_fake_checks_its_callers(self):
-        start, memory = self.mapped(2)
-        free = self.driver.reserve(2 * GRANULE)
-        double = self.driver.create_memory(2 * GRANULE, DEVICE)
-        wide = self.driver.reserve(4 * GRANULE)
-        self.driver.map_memory(wide, 2 * GRANULE, double)
-        released = self.driver.create_memory(GRANULE, DEVICE)
-        self.driver.release_memory(released)
-        before = self.api.leaks()
-        for function, *args in (
-            (self.driver.granularity, 99),
-            (self.driver.reserve, GRANULE + 4096),
-            (self.driver.reserve, 0),
-            (self.api.cuMemAddressReserve, GRANULE, 0, 0x2B00_0000_0000, 0),  # a hint, which the driver ignores
-            (self.driver.create_memory, 4096, DEVICE),
-            (self.driver.create_memory, GRANULE, -1),
-            (self.driver.release_memory, released),
-            (self.driver.release_memory, 0xDEAD),
-            (self.driver.map_memory, free + 4096, GRANULE, memory),  # no granule
-            (self.driver.map_memory, free + 2 * GRANULE, GRANULE, memory),  # not reserved
-            (self.driver.map_memory, free + GRANULE, 2 * GRANULE, double),  # beyond the reservation
-            (self.driver.map_memory, start, GRANULE, memory),  # mapped
-            (self.driver.map_memory, free, GRANULE, released),
-            (self.driver.allow_access, free, GRANULE, DEVICE),  # not mapped
-            (self.driver.allow_access, wide, 4 * GRANULE, DEVICE),  # the end is not mapped
-            (self.driver.allow_access, wide, GRANULE, DEVICE),  # part of a mapping
-            (self.driver.allow_access, start, GRANULE, DEVICE + 1),
-            (self.driver.unmap, free, GRANULE),
-            (self.driver.unmap, wide, GRANULE),
-            (self.driver.unmap, wide + GRANULE, GRANULE),
-            (self.driver.unmap, start, 3 * GRANULE),
-            (self.driver.call, "cuMemAddressFree", free, 2 * GRANULE),  # not called any more
-            (self.api.fail, "cuMemAddressFree"),
-            (self.api.lack, "cuMemAddressFree"),
-        ):
-            with self.assertRaises(AssertionError, msg=f"{function.__name__}{args}"):
-                function(*args)
-            self.assertEqual(self.api.leaks(), before)
-
 
 class TestKernelNode(DriverTestCase):
     @given(parameters, st.booleans(), st.booleans(), st.booleans(), st.data())
@@ -397,27 +358,6 @@ class TestKernelNode(DriverTestCase):
             self.assertIsNone(self.driver.function_name(nameless.function, nameless.kernel))
         self.api.lack("cuKernelGetName")
         self.assertIsNone(self.driver.function_name(node.function, node.kernel))
-
-    def test_fake_checks_its_callers(self):
-        node, exec_ = self.bound("kernel", self.api.make_kernel([1]))
-        context = self.driver.context()
-        node.bind(0xDEAD, context)
-        with self.assertRaisesRegex(AssertionError, "no executable graph"):
-            node.set()
-        node.bind(self.api.instantiate(self.api.make_graph("KERNEL")), context)
-        with self.assertRaisesRegex(AssertionError, "is no node of"):
-            node.set()
-        node.bind(exec_, context)
-        content = self.api._nodes[node.handle].content
-        ctypes.memset(content._entries[0], 0xFF, 8)
-        with self.assertRaisesRegex(AssertionError, "own memory was written to"):
-            node.set()
-        for kind in ("memcpy", "memset"):
-            with self.assertRaisesRegex(AssertionError, "is CU_GRAPH_NODE_TYPE_KERNEL"):
-                getattr(self.driver, f"{kind}_node")(node.handle)
-        view = self.api.cuGraphKernelNodeGetParams(node.handle)[1].func
-        with self.assertRaisesRegex(AssertionError, "outlived"):
-            int(view)
 
 
 class TestCopyNodes(DriverTestCase):

@@ -518,20 +518,6 @@ class TestBrowser(TestCase):
             .filter(e => !e.parentElement.closest(".scroll") && e.getBoundingClientRect().right > {width + 1})
             .map(e => e.outerHTML.slice(0, 200))""")
 
-    def test_nothing_is_wider_than_the_screen(self):
-        """Whether details are open or closed, on a phone and on a desktop."""
-        long = "AModelWithANameThatIsLongerThanTheScreenOfAPhoneIsWide"
-        ladder = [recording(9 + n, 9 + (n - 1) // 2 * 2 if n else None) for n in range(30)]
-        deep = [FunctionRecord(long, "0/0", "forward", 2, 3, SETTINGS, tuple(ladder), 1, 0, 0, None)]
-        self.path.write_text(page(report([*deep, *FULL.functions], FULL.graphs, FULL.breaks), sections(MEASURED)))
-        with browser() as shown:
-            for width in (390, 1280):
-                shown.open(self.path, width)
-                for is_open in ("false", "true"):
-                    shown.ask(f"document.querySelectorAll('details').forEach(d => {{ d.open = {is_open}; }})")
-                    self.assertLessEqual(shown.ask("document.documentElement.scrollWidth"), width)
-                    self.assertEqual(self.wider_than(width, shown), [])
-
     def test_sixty_parts_stay_on_the_screen(self):
         parts = tuple(Partition(n % 2 == 0, {"triton": 10_000 if n == 4 else 1 + n}) for n in range(60))
         chain = function(*[recording(n, n - 1 if n else None) for n in range(60)])
@@ -546,28 +532,6 @@ class TestBrowser(TestCase):
                 cut = "[...document.querySelectorAll('.strip a')].filter(e => e.scrollWidth > e.clientWidth).length"
                 self.assertEqual(shown.ask(cut), 0)
 
-    def test_a_keyboard_and_a_finger_reach_a_part(self):
-        cause = Cause("cpu ops", "aten.index.Tensor", "model.py:31")
-        parts = [Partition(True, {"triton": 3}, outputs=("buf1",)), Partition(False, {"cpu": 1}, (cause,))] * 9
-        self.path.write_text(report([], [GraphRecord("Net", "0/0", "forward", tuple(parts), None)]).to_html())
-        is_shown = "document.querySelector('#graph-0-part-{}').checkVisibility()"
-        with browser() as shown:
-            shown.open(self.path, 390)
-            self.assertFalse(shown.ask(is_shown.format(2)))
-            for _ in range(30):
-                shown.press("Tab")
-                if shown.ask("document.activeElement.matches('#graphs > details > summary')"):
-                    break
-            shown.press("Enter")
-            self.assertTrue(shown.ask(is_shown.format(2)))
-            self.assertIn("because of cpu ops", shown.ask("document.querySelector('#graph-0-part-2').innerText"))
-            shown.press("Tab")
-            self.assertEqual(shown.ask("document.activeElement.closest('li').id"), "graph-0-part-1")
-            shown.press(" ")
-            self.assertIn("buf1", shown.ask("document.querySelector('#graph-0-part-1').innerText"))
-            shown.touch(".strip a:last-child")
-            shown.wait_for("location.hash === '#graph-0-part-18'")
-
     def test_light_and_dark(self):
         self.path.write_text(page(FULL, sections(MEASURED)))
         grounds = []
@@ -576,27 +540,6 @@ class TestBrowser(TestCase):
                 shown.open(self.path, 1280, dark=dark)
                 grounds.append(shown.ask("getComputedStyle(document.body).backgroundColor"))
         self.assertEqual(grounds, ["rgb(255, 255, 255)", "rgb(16, 20, 24)"])
-
-    def test_a_keyboard_reaches_a_function_from_the_tree(self):
-        self.path.write_text(FULL.to_html())
-        with browser() as shown:
-            shown.open(self.path, 390)
-            links = shown.ask("document.querySelectorAll('.tree a').length")
-            self.assertEqual(links, 3)
-            for _ in range(60):
-                shown.press("Tab")
-                if shown.ask("document.activeElement.closest('.tree')?.querySelector('a') === document.activeElement"):
-                    break
-            self.assertEqual(shown.ask("document.activeElement.textContent"), "Net 0/0 forward")
-            self.assertNotEqual(shown.ask("getComputedStyle(document.activeElement).outlineStyle"), "none")
-            shown.press("Enter")
-            shown.wait_for("location.hash === '#function-0'")
-            top = shown.ask("document.querySelector('#function-0').getBoundingClientRect().top")
-            self.assertLess(top, 900)
-            shown.press("Tab")
-            self.assertEqual(shown.ask("document.activeElement.parentElement.id"), "function-0")
-            shown.press("Enter")
-            self.assertTrue(shown.ask("document.querySelector('#function-0').open"))
 
 
 if __name__ == "__main__":

@@ -247,15 +247,6 @@ class TestSteps(TestCase):
                 self.assertEqual((recorded[60], warmups[60]), (recorded[-1], warmups[-1]))
                 self.assertGreater(recorded[-1], 0)
 
-    def test_a_forward_within_a_step_does_not_look_at_its_path(self):
-        """In a model of many compiled blocks, looking would take longer than the forward."""
-        program, manager = self.manager()
-        with program.training.running():
-            node, manager.current_gen, manager.running_forwards_with_pending_backwards = manager.current_node, -7, True
-            with mock.patch.object(manager, "_has_endless_path") as looks:
-                manager.note_ungraphed([], is_forward=True)
-            self.assertEqual((looks.call_count, manager.current_node), (0, node))
-
     def manager(self):
         """A manager whose last step, a graphed forward and backward, left a path."""
         program = Program()
