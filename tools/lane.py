@@ -37,16 +37,18 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST_JOBS = 4
 # Files of test/cpu that take longer than their size suggests, the slowest first; the others follow by size.
 SLOWEST: tuple[str, ...] = (
-    "test_bench",
     "test_fuzz",
     "test_placement_graphs",
     "test_import",
     "test_constants",
-    "test_start_time",
     "test_variants",
+    "test_bench",
+    "test_start_time",
+    "test_commands",
     "test_fake_gpu",
-    "test_examples_cpu",
     "test_flags",
+    "test_saved_tensors",
+    "test_examples_cpu",
     "test_torch_logs",
 )
 PRELOADED = ("torch", "torch._inductor.compile_fx", "torch.testing._internal.common_utils")

@@ -313,26 +313,16 @@ class TestIsolation(TestCase):
 
 class TestQuiet(TestCase):
     def test_waits_for_others_but_not_for_ever(self):
-        look = quiet._LOOK_S
-        busy = (9.0 * number for number in range(100))
-        for used, most_s, is_quiet, took_s in (
-            ([7.0, 7.0 + 0.5 * look], 5.0, True, look),
-            ([7.0, 7.0 + 9 * look, 9.0, 9.0 + 9 * look, 12.0, 12.0], 5.0, True, 3 * look),
-            (busy, 2.0, False, 7 * look),
-            ([None], 5.0, True, 0.0),  # Linux does not tell
+        busy = [9.0 * number for number in range(100)]  # seconds of processors, at each look
+        for used, is_quiet, looks in (
+            ([7.0, 7.1], True, 2),
+            ([7.0, 16.0, 16.0, 25.0, 25.0, 25.0], True, 6),
+            (busy, False, 4),
+            ([None], True, 1),  # if Linux does not tell, nothing is waited for
         ):
-            clock, readings = [100.0], iter(used)
-
-            def sleep(seconds, clock=clock):
-                clock[0] += seconds
-
-            found = quiet.wait_until_quiet(
-                most_s,
-                lambda readings=readings: next(readings),
-                lambda clock=clock: clock[0],
-                sleep,
-            )
-            self.assertEqual((found, round((clock[0] - 100.0) / look)), (is_quiet, round(took_s / look)))
+            with mock.patch.object(quiet, "cpu_s", side_effect=used) as look:
+                self.assertEqual((quiet.wait_until_quiet(most_s=0.5 if used is busy else 9.0), look.call_count),
+                                 (is_quiet, looks))  # fmt: skip
 
 
 class TestCommandLine(TestCase):

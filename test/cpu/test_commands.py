@@ -35,7 +35,6 @@ from pygraph_trees.benchmark.results import PLAIN_NAMES
 from pygraph_trees.benchmark.trace import Span
 from pygraph_trees.benchmark.ways import Way
 from pygraph_trees.cli import target
-from pygraph_trees.cli.default_target import masked_rows
 from pygraph_trees.cli.progress import Progress
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.report.records import Environment
@@ -130,12 +129,6 @@ class TestTarget(Folder):
         ids = program.kwargs["input_ids"]
         self.assertEqual((ids.shape, ids.dtype, ids.device), ((4, 256), torch.int64, META))
         self.assertGreater(sum(p.numel() for p in program.fn.parameters()), 80_000_000)
-
-    def test_default_text(self):
-        rows = masked_rows(b"A graphics processor is fast and far away. " * 40)
-        self.assertEqual(bytes(rows[0, :3].tolist()), b"A g")
-        self.assertEqual(rows[0, 3].item(), 256)
-        self.assertEqual((rows == 256).sum().item(), 128)
 
     def test_a_file_named_like_a_loaded_module(self):
         """The file replaces no module; its classes can still be pickled, and be dataclasses."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
@@ -16,28 +15,18 @@ _LOOK_S = 0.3
 FEW_CORES = 1.0
 
 
-def wait_until_quiet(
-    most_s: float = 15.0,
-    used_s: Callable[[], float | None] | None = None,
-    now: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> bool:
-    """Returns once fewer than :data:`FEW_CORES` are busy, or after ``most_s`` seconds; says whether they are.
-
-    Args:
-        used_s: the machine's processor time so far, in s; None if unknown, without a wait.
-    """
-    used_s = cpu_s if used_s is None else used_s
-    begin = now()
+def wait_until_quiet(most_s: float = 15.0) -> bool:
+    """Returns once fewer than :data:`FEW_CORES` are busy, or after ``most_s`` seconds; says whether they are."""
+    begin = time.monotonic()
     while True:
-        at, before = now(), used_s()
+        at, before = time.monotonic(), cpu_s()
         if before is None:
             return True
-        sleep(_LOOK_S)
-        after = used_s()
-        if after is None or (after - before) / max(now() - at, 1e-9) < FEW_CORES:
+        time.sleep(_LOOK_S)
+        after = cpu_s()
+        if after is None or (after - before) / max(time.monotonic() - at, 1e-9) < FEW_CORES:
             return True
-        if now() - begin >= most_s:
+        if time.monotonic() - begin >= most_s:
             return False
 
 
