@@ -6,7 +6,6 @@ expressions, and receives keys as from a keyboard. It needs only the program ``c
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -95,19 +94,6 @@ class Browser:
             pressed = {"key": key, "code": key.strip() or "Space", "windowsVirtualKeyCode": code}
             self._do("Input.dispatchKeyEvent", type="keyDown", text=text, **pressed)
             self._do("Input.dispatchKeyEvent", type="keyUp", **pressed)
-
-    def touch(self, selector: str) -> None:
-        """Taps the middle of an element."""
-        self.ask(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
-        place = "(({x, y, width, height}) => [x + width / 2, y + height / 2])"
-        x, y = self.ask(f"{place}(document.querySelector({selector!r}).getBoundingClientRect())")
-        self._do("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
-        self._do("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-
-    def picture(self, path: Path) -> None:
-        """Writes the whole page as a PNG."""
-        data = self._do("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-        path.write_bytes(base64.b64decode(data))
 
 
 @contextlib.contextmanager

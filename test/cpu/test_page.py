@@ -1,4 +1,4 @@
-"""The report as a page: its contents, no markup from a program, and how a browser shows it."""
+"""The report as a page: its contents, and no markup from a program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from browser import PROGRAM, browser
 from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -499,47 +498,6 @@ class TestPage(TestCase):
             text = path.read_text(encoding="utf-8")
             self.assertIn("<title>Net: pygraph_trees</title>", text)
             self.assertIn("ours and upstream are bit-equal", text)
-
-
-class TestBrowser(TestCase):
-    """Looks at the page in a browser, if there is one."""
-
-    def setUp(self):
-        super().setUp()
-        if PROGRAM is None:
-            self.skipTest("chromium is not installed")
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.path = Path(folder.name) / "page.html"
-
-    def wider_than(self, width, shown):
-        """Elements that stick out of the screen and are not inside an element that scrolls."""
-        return shown.ask(f"""[...document.querySelectorAll("body *:not(.skip)")]
-            .filter(e => !e.parentElement.closest(".scroll") && e.getBoundingClientRect().right > {width + 1})
-            .map(e => e.outerHTML.slice(0, 200))""")
-
-    def test_sixty_parts_stay_on_the_screen(self):
-        parts = tuple(Partition(n % 2 == 0, {"triton": 10_000 if n == 4 else 1 + n}) for n in range(60))
-        chain = function(*[recording(n, n - 1 if n else None) for n in range(60)])
-        self.path.write_text(report([chain], [GraphRecord("Net", "0/0", "forward", parts, None)]).to_html())
-        with browser() as shown:
-            for width in (390, 1280):
-                shown.open(self.path, width)
-                shown.ask("document.querySelectorAll('details').forEach(d => { d.open = true; })")
-                self.assertLessEqual(shown.ask("document.documentElement.scrollWidth"), width)
-                self.assertEqual(self.wider_than(width, shown), [])
-                self.assertEqual(shown.ask("document.querySelectorAll('.strip a').length"), 120)
-                cut = "[...document.querySelectorAll('.strip a')].filter(e => e.scrollWidth > e.clientWidth).length"
-                self.assertEqual(shown.ask(cut), 0)
-
-    def test_light_and_dark(self):
-        self.path.write_text(page(FULL, sections(MEASURED)))
-        grounds = []
-        with browser() as shown:
-            for dark in (False, True):
-                shown.open(self.path, 1280, dark=dark)
-                grounds.append(shown.ask("getComputedStyle(document.body).backgroundColor"))
-        self.assertEqual(grounds, ["rgb(255, 255, 255)", "rgb(16, 20, 24)"])
 
 
 if __name__ == "__main__":
