@@ -21,11 +21,12 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
+import captured
 import torch
 from torch.testing._internal.common_utils import TestCase, run_tests
 from torch.utils import _pytree as pytree
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tools"), str(Path(__file__).resolve().parent)]
 
 from bench import (
     choices,
@@ -172,22 +173,6 @@ class TestWorkloads(TestCase):
         self.assertEqual(one.args, two.args)
         self.assertEqual(list(one.fn.parameters()), list(two.fn.parameters()))
 
-    def test_ocean_models_compute_what_their_equations_say(self):
-        from pygraph_bench_workloads.ocean_eos import specific_volume
-        from pygraph_bench_workloads.ocean_tke import solve_columns, vertical_system
-
-        # Check value of the TEOS-10 toolbox (its 75-term expression gives 1021.840174), and fresh water at 4 degrees.
-        for salinity, temperature, pressure, density in ((34.7118, 28.8099, 10.0, 1021.8402), (0.0, 4.0, 0.0, 999.974)):
-            given = (torch.tensor([value], dtype=torch.float64) for value in (salinity, temperature, pressure))
-            self.assertEqual(1 / specific_volume(*given).item(), density, atol=2e-3, rtol=0)
-        args = WORKLOADS["TKE"].build("cpu", shape=(4, 4, 6)).args
-        lower, diagonal, upper, right, _ = vertical_system(*(args[i] for i in (10, 11, 14, 15, 16, 17, 18, 19)))
-        matrix = (
-            torch.diag_embed(diagonal) + torch.diag_embed(upper[..., :-1], 1) + torch.diag_embed(lower[..., 1:], -1)
-        )
-        expected = torch.linalg.solve(matrix, right.unsqueeze(-1)).squeeze(-1)
-        self.assertEqual(solve_columns(lower, diagonal, upper, right), expected)
-
 
 _BROKEN = """
     import os, time
@@ -248,9 +233,6 @@ class FakeWorker:
     def measure(self, progress: Any = None) -> list[Measurement]:
         self.happened.append(f"measure {self.name}")
         return self._run(self._job, self._timeout_s)
-
-    def end(self) -> None:
-        self.happened.append(f"end {self.name}")
 
 
 BLANK = Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 4)
@@ -335,33 +317,27 @@ class TestCommandLine(TestCase):
             self.addCleanup(patch.stop)
             patch.start()
 
-    def _main(self, *arguments: str) -> tuple[int, str, str]:
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                status = command_line.main(arguments)
-            except SystemExit as end:
-                status = int(end.code or 0)
-        return status, out.getvalue(), err.getvalue()
+    @staticmethod
+    def _main(*arguments: str) -> tuple[int, str, str]:
+        return captured.run(command_line.main, *arguments)
 
-    def test_list(self):
+    def test_usage(self):
         status, out, _ = self._main("--list")
-        self.assertEqual(status, 0)
-        self.assertEqual([line.split()[0] for line in out.splitlines()], list(WORKLOADS))
+        self.assertEqual((status, [line.split()[0] for line in out.splitlines()]), (0, list(WORKLOADS)))
         self.assertIn("BERT     training        16  BERT base, masked", out)
         self.assertLessEqual(max(map(len, out.splitlines())), 120)
-
-    def test_no_gpu(self):
         with mock.patch("torch.cuda.is_available", return_value=False):
             status, out, err = self._main("EOS")
         self.assertEqual((status, out, len(err.splitlines())), (2, "", 1))
         self.assertIn("need a GPU", err)
-
-    def test_wrong_names(self):
-        self.assertIn("did you mean DLRM?", self._main("DLRRM")[2])
-        status, _, err = self._main("EOS", "--ways", "eager,jit")
-        self.assertEqual(status, 2)
-        self.assertIn("there is no way 'jit', only eager, compile, upstream, ours", err)
+        for arguments, problem in (
+            (["DLRRM"], "did you mean DLRM?"),
+            (["EOS", "--ways", "eager,jit"], "there is no way 'jit', only eager, compile, upstream, ours"),
+            (["EOS", "--jobs", "0"], "expected at least 1, got 0"),
+        ):
+            status, _, err = self._main(*arguments)
+            self.assertEqual(status, 2)
+            self.assertIn(problem, err)
 
     def test_measures_writes_and_resumes(self):
         """A run that is resumed keeps what was measured of the same code in the same ways and did not fail."""
@@ -419,7 +395,6 @@ class TestCommandLine(TestCase):
                         self.assertEqual(happened[number - 1], "quiet")
                 # With two jobs, workloads compile beside each other.
                 self.assertEqual({r.compile_s for r in Results.read(out).records}, {2.0 if count == "1" else None})
-        self.assertIn("expected at least 1, got 0", self._main("EOS", "--jobs", "0")[2])
 
     def test_workloads_share_several_gpus(self):
         """As many workloads are timed at a time as there are GPUs, each on its own GPU."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
+import math
 import os
 import sys
 import tempfile
@@ -13,8 +12,9 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "tools" / "examples"
-sys.path[:0] = [str(ROOT), str(EXAMPLES)]
+sys.path[:0] = [str(ROOT), str(EXAMPLES), str(Path(__file__).resolve().parent)]
 
+import captured
 import generate
 import torch
 import train
@@ -27,17 +27,8 @@ SMALL = Size(layers=2, width=16, heads=2, context=24, batch=2)
 
 def run(example, *argv):
     """Returns the exit status and the printed text; nothing is compiled."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(torch, "compile", lambda fn, **options: fn),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
-        try:
-            status = example.main(list(argv))
-        except SystemExit as exit:
-            status = exit.code
-    return status, out.getvalue(), err.getvalue()
+    with mock.patch.object(torch, "compile", lambda fn, **options: fn):
+        return captured.run(example.main, *argv)
 
 
 class Examples(TestCase):
@@ -127,15 +118,12 @@ class TestRuns(Examples):
 
 
 class TestOptions(Examples):
-    def test_without_a_gpu(self):
-        with mock.patch.object(torch.cuda, "is_available", lambda: False):
-            for example in (train, generate):
-                self.assertRefused(example, says="there is no GPU that torch can use; with --device cpu")
-
     def test_bad_options(self):
+        no_gpu = mock.patch.object(torch.cuda, "is_available", lambda: False)
         missing = str(self.folder / "none" / "file")
         on_cpu = ("--device", "cpu")
         for example, options, says in (
+            (train, [], "there is no GPU that torch can use; with --device cpu"),
             (train, ["--steps=0"], "expected a whole number of at least 1; got '0'"),
             (generate, ["--tokens=1"], "expected a whole number of at least 2; got '1'"),
             (train, ["--json", missing], "expected a file in a folder that exists"),
@@ -144,7 +132,8 @@ class TestOptions(Examples):
             (generate, [*on_cpu, "--prompt", "a" * 60], "take 92 bytes together, and the model's context is 64"),
             (train, ["--upstream", "--against-upstream"], "not allowed with argument"),
         ):
-            self.assertRefused(example, *options, says=says)
+            with no_gpu:
+                self.assertRefused(example, *options, says=says)
 
 
 class TestWorksWith(TestCase):
@@ -156,18 +145,8 @@ class TestWorksWith(TestCase):
         self.assertEqual((len(first["values"]), first["replays"]), (works_with.STEPS, 0))
         self.assertTrue(works_with.agree(first["values"], second["values"]))
 
-    def test_what_agrees(self):
-        from works_with import agree
-
-        self.assertTrue(agree([1, 2], [1, 2]) and agree([1.0, 200.0], [1.0, 200.1]))
-        for ours, upstreams in (
-            ([1, 2], [1, 3]),
-            ([1.0], [1.01]),
-            ([], []),
-            ([1.0], [1.0, 1.0]),
-            ([float("nan")], [1.0]),
-        ):
-            self.assertFalse(agree(ours, upstreams), (ours, upstreams))
+        for ours, upstreams in (([1, 2], [1, 3]), ([1.0], [1.01]), ([], []), ([1.0], [1.0, 1.0]), ([math.nan], [1.0])):
+            self.assertFalse(works_with.agree(ours, upstreams), (ours, upstreams))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(Path(__file__).resolve().parent)]
 
+import captured
 import torch
 from bench import start_time
 from bench.product import product_hash
@@ -23,11 +25,7 @@ MISSED = {"fxgraph_cache_miss": 2, "autograd_cache_miss": 1, "autograd_cache_sav
 HIT = {"fxgraph_cache_hit": 2, "autograd_cache_hit": 1}
 
 
-def main(*arguments):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = start_time.main(list(arguments))
-    return status, out.getvalue(), err.getvalue()
+main = functools.partial(captured.run, start_time.main)
 
 
 def starts(way, stage, *seconds, counters=None, name="X"):
