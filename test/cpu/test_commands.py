@@ -103,14 +103,12 @@ class TestTarget(Folder):
         self.assertEqual(program.kwargs["scale"].device.type, "cpu")
         self.assertEqual(next(program.fn.parameters()).device, META)
 
-    def test_callable_and_module(self):
+    def test_callable_module_and_workload(self):
         program = target.resolve(f"{self.file}:plain", META)
         self.assertIs(program.fn, torch.sin)
         self.assertEqual(program.kwargs, {})
         sys.path.insert(0, str(self.file.parent))
         self.assertEqual(target.resolve("program:plain", META).name, "plain")
-
-    def test_workloads(self):
         self.assertIn("BERT-I", target.workload_names())
         program = target.resolve("EOS", META)
         self.assertEqual((program.name, program.args[0].device), ("EOS", META))

@@ -64,9 +64,8 @@ class TestNormalise(TestCase):
 
 class TestNotes(TestCase):
     def test_bits_tell_zeros_and_nans_apart(self) -> None:
-        self.assertEqual(
-            differences(transcript_of(torch.tensor([torch.nan])), transcript_of(torch.tensor([torch.nan]))), []
-        )
+        nans = (transcript_of(torch.tensor([torch.nan])) for _ in range(2))
+        self.assertEqual(differences(*nans), [])
         self.assertNotEqual(differences(transcript_of(torch.tensor([0.0])), transcript_of(torch.tensor([-0.0]))), [])
 
     def test_what_makes_tensors_differ(self) -> None:
