@@ -71,7 +71,7 @@ class TestPolicy(TestCase):
             self.policy.moved(self.manager, self.path)
 
     def call(self, id_, times=1):
-        """Returns the blocks of which a call is given memory. After five calls whose outputs are dead, it is kept."""
+        """Returns the blocks of the last call. After five calls whose outputs are dead, their memory is kept."""
         for _ in range(times):
             with self.policy.call(self.manager, id_, inputs := [X]):
                 own = getattr(self.functions[id_], "own", None)

@@ -133,11 +133,6 @@ TITLES = {
 }
 
 
-def finish(update: Update) -> None:
-    """Does what follows each update in every loop."""
-    update.after()
-
-
 class Loops:
     """The loops of one model in one way. They share the process, as in a notebook."""
 
@@ -212,7 +207,7 @@ class Loops:
     def _step(self, loop: Loop) -> None:
         for update in self._updates:
             loop(update, self._number, self._walk)
-            finish(update)
+            update.after()
         self._number += 1
 
     @contextlib.contextmanager
@@ -241,7 +236,7 @@ class Loops:
                     total += gradient / len(parts)
         self._walk.seen = []
         loop(update, self._number, self._walk)
-        finish(update)
+        update.after()
         seen, self._walk.seen = self._walk.seen, None
         differences = [w if s is None else s - w for s, w in zip(seen or (), wanted, strict=True)]
         return float(_norm(differences) / _norm(wanted))

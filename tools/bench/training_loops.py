@@ -117,8 +117,9 @@ class Process:
 class Group:
     """The processes of one job, one for each rank. They get the same commands; the slowest one counts."""
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: Job, loops: str, folder: Path) -> None:
         self.job = job
+        self.measured = [Measured(job, loop) for loop in loops]
         self._processes = [Process(job, rank, folder) for rank in range(max(job.ranks, 1))]
         self.error: str | None = None  # why it gets no more commands
 
@@ -149,65 +150,57 @@ class Group:
 
 
 def measure(
-    jobs: Sequence[Job], loops: str, rounds: int, budget_s: float, say: Callable[[str], None], warm: int = _WARM
+    jobs: Sequence[Job], loops: str, rounds: int, budget_s: float, log: Callable[[str], None], warm: int = _WARM
 ) -> list[Measured]:
     """Measures all jobs. If a process fails, the others continue."""
     began = time.monotonic()
-    found = {(job, loop): Measured(job, loop) for job in jobs for loop in loops}
-    with tempfile.TemporaryDirectory(prefix="training_loops_") as name:
-        groups: list[Group] = []
+    groups: list[Group] = []
+    with tempfile.TemporaryDirectory(prefix="training_loops_") as folder:
         try:
-            groups += [Group(job, Path(name)) for job in jobs]
+            groups += [Group(job, loops, Path(folder)) for job in jobs]
             for group in groups:
                 group.tell(do="prepare")
             for group in groups:
                 answer = group.answer(began + _SHARE * budget_s)
                 if "error" in answer:
                     group.error = answer["error"]
-                    say(f"{group.job.model}, {group.job.way}: {group.error}")
-            say(f"compiled after {time.monotonic() - began:.0f} s")
+                    log(f"{group.job.model}, {group.job.way}: {group.error}")
+            log(f"compiled after {time.monotonic() - began:.0f} s")
             for group in groups:
-                for loop in loops:
-                    one = found[group.job, loop]
-                    one.settled = group.ask(_STEP_S, do="settle", loop=loop, steps=warm)
+                for one in group.measured:
+                    one.settled = group.ask(_STEP_S, do="settle", loop=one.loop, steps=warm)
                     one.error = one.settled.pop("error", None)
-            say(f"warmed up after {time.monotonic() - began:.0f} s")
-            _rounds(groups, loops, rounds, found, began + budget_s, say)
+            log(f"warmed up after {time.monotonic() - began:.0f} s")
+            for number in range(rounds):
+                begin = time.monotonic()
+                _measure_round(groups, number)
+                took = time.monotonic() - begin
+                log(f"round {number + 1} took {took:.0f} s")
+                if time.monotonic() + took > began + budget_s:
+                    break
         finally:
             for group in groups:
                 group.end()
-    say(f"done after {time.monotonic() - began:.0f} s")
-    return list(found.values())
+    log(f"done after {time.monotonic() - began:.0f} s")
+    return [one for group in groups for one in group.measured]
 
 
-def _rounds(
-    groups: Sequence[Group],
-    loops: str,
-    rounds: int,
-    found: dict[tuple[Job, str], Measured],
-    until: float,
-    say: Callable[[str], None],
-) -> None:
+def _measure_round(groups: Sequence[Group], number: int) -> None:
+    """Measures each loop of each model once; every other round begins with the last way."""
     by_model: dict[str, list[Group]] = {}
     for group in groups:
         by_model.setdefault(group.job.model, []).append(group)
-    for number in range(rounds):
-        begin = time.monotonic()
-        for ways in by_model.values():
-            for loop in loops:
-                for group in ways if number % 2 == 0 else reversed(ways):
-                    one = found[group.job, loop]
-                    if one.error is not None:
-                        continue
-                    answer = group.ask(_STEP_S, do="measure", loop=loop)
-                    if "error" in answer:
-                        one.error = answer["error"]
-                    else:
-                        one.rounds.append(answer)
-        took = time.monotonic() - begin
-        say(f"round {number + 1} took {took:.0f} s")
-        if time.monotonic() + took > until:
-            break
+    for ways in by_model.values():
+        for loop in range(len(ways[0].measured)):
+            for group in ways if number % 2 == 0 else reversed(ways):
+                one = group.measured[loop]
+                if one.error is not None:
+                    continue
+                answer = group.ask(_STEP_S, do="measure", loop=one.loop)
+                if "error" in answer:
+                    one.error = answer["error"]
+                else:
+                    one.rounds.append(answer)
 
 
 TIMES = ("forward_us", "backward_us", "host_us", "done_us", "step_us")
