@@ -34,7 +34,6 @@ from bench import (
     figures,
     graph_host,
     host_time,
-    kept_outputs,
     many,
     quiet,
     record_time,
@@ -495,7 +494,7 @@ class TestChoices(TestCase):
 
 class TestFigures(TestCase):
     def test_no_gpu(self):
-        for module in (graph_host, host_time, kept_outputs, many, record_time, routes):
+        for module in (graph_host, host_time, many, record_time, routes):
             out = io.StringIO()
             with (
                 self.subTest(module.__name__),

@@ -322,7 +322,7 @@ def _counters() -> Counter[str]:
             found["moved_bytes"] += moved.nbytes
     extension = sys.modules["pygraph_trees.native.binding"].extension
     if extension is not None:
-        found.update(zip(("asked", "fast", "in_python"), extension.counts(), strict=False))
+        found.update(dict(zip(("asked", "fast", "in_python"), extension.counts(), strict=True)))
     return found
 
 
