@@ -219,8 +219,8 @@ struct Replay {
         PyObject *graph = nullptr;
         PyObject *cached = nullptr, *others = nullptr; // the cached outputs, and the values of the others
         PyObject *own = nullptr; // an OwnMemory, or None
-        // Python functions of the recording: check which tensors died, make all outputs, replay with inputs.
-        PyObject *check = nullptr, *make = nullptr, *run = nullptr;
+        // Functions of the recording: make a released input again, make all outputs, replay with inputs.
+        PyObject *borrow = nullptr, *make = nullptr, *run = nullptr;
         std::vector<Watched> fixed, asked;
         std::vector<uint64_t> managed; // inputs that are released before the launch
         std::vector<uint64_t> lasting; // managed inputs that need not be seen to die
@@ -238,7 +238,7 @@ struct Replay {
 
         std::array<PyObject **, 11> held() {
             return {&recording, &prepare, &addresses, &replays, &graph, &cached,
-                    &others,    &own,     &check,     &make,    &run};
+                    &others,    &own,     &borrow,    &make,    &run};
         }
     } *state;
 };

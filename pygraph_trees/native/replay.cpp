@@ -53,14 +53,14 @@ bool take_returned(Replay::State *state, PyObject *returned, PyObject *others) {
 PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"recording", "prepare", "addresses", "replays", "graph", "cached", "others",
                                   "places",    "patched", "managed", "returned", "before", "after", "outliving", "own",
-                                  "check", "make", "run", "in_python", "python_checks", "has_new_history", nullptr};
+                                  "borrow", "make", "run", "in_python", "python_checks", "has_new_history", nullptr};
     PyObject *recording, *prepare, *addresses, *replays, *graph, *cached, *others, *places, *patched, *managed, *returned,
-        *before, *after, *outliving, *own, *check, *make, *run;
+        *before, *after, *outliving, *own, *borrow, *make, *run;
     int in_python = 0, python_checks = 0, has_new_history = 0;
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOO!OOOOOOOppp", const_cast<char **>(known), &recording,
                                      &prepare, &addresses, &replays, &graph, &PyList_Type, &cached, &PyList_Type, &others,
                                      &places, &patched, &managed, &PyTuple_Type, &returned, &before, &after,
-                                     &outliving, &own, &check, &make, &run, &in_python, &python_checks, &has_new_history))
+                                     &outliving, &own, &borrow, &make, &run, &in_python, &python_checks, &has_new_history))
         return nullptr;
     if ((addresses != Py_None && addresses_in(addresses) == nullptr) || counter_in(replays) == nullptr) {
         PyErr_SetString(PyExc_TypeError, "expected an Addresses or None, and a Counter");
@@ -78,7 +78,7 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
     state->cached = Py_NewRef(cached);
     state->others = Py_NewRef(others);
     state->own = Py_NewRef(own);
-    state->check = Py_NewRef(check);
+    state->borrow = Py_NewRef(borrow);
     state->make = Py_NewRef(make);
     state->run = Py_NewRef(run);
     Packed<Place> fixed;
@@ -295,6 +295,24 @@ static bool release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &
     return true;
 }
 
+/* Puts tensors with the same memory in the places of inputs that were released; false with an exception. */
+static bool give_back(const Replay::State *state, const Inputs &inputs) {
+    Ref recording(PyObject_CallNoArgs(state->recording));
+    for (const uint64_t index : state->managed) {
+        if (inputs.at(index) != Py_None)
+            continue;
+        Ref number(PyLong_FromUnsignedLongLong(index));
+        Ref tensor(recording && number
+                       ? PyObject_CallFunctionObjArgs(state->borrow, recording.get(), number.get(), nullptr)
+                       : nullptr);
+        if (!tensor)
+            return false;
+        if (inputs.at(index) == Py_None)
+            PyList_SetItem(inputs.list, inputs.place(index), tensor.release());
+    }
+    return true;
+}
+
 Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied, Slow *why) {
     *is_copied = false;
     *why = Slow::not_ready;
@@ -333,15 +351,12 @@ Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied, Sl
     const int dead = state->after.are_dead(&has_run_again);
     if (dead < 0)
         return Answer::error;
-    if (dead == 0) {
-        Ref recording(PyObject_CallNoArgs(state->recording));
-        if (!recording || !Ref(PyObject_CallOneArg(state->check, recording.get())))
-            return Answer::error;
+    if (dead == 0) { // the slow path runs un-graphed
+        *why = Slow::outputs_alive;
+        return give_back(state, inputs) ? Answer::no : Answer::error;
     }
-    if (has_run_again && !are_still_there(state, inputs)) {
-        PyErr_SetString(PyExc_RuntimeError, "an input was given other memory while a call released its inputs");
-        return Answer::error;
-    }
+    if (has_run_again && !are_still_there(state, inputs)) // an input was given other memory meanwhile
+        return give_back(state, inputs) ? Answer::no : Answer::error;
     if (dead == 1 && state->after.find_among(&state->fixed)) {
         std::unordered_set<uint64_t> dying;
         for (const Watched &input : state->fixed)

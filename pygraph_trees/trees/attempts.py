@@ -7,7 +7,6 @@ inputs cannot be kept. Inputs that were refused are also copied in later recordi
 
 from __future__ import annotations
 
-import traceback
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,8 @@ from pygraph_trees.indirection.route_rule import chooser_for, leave_table, may_u
 from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.indirection.table.pointer_table import taken_by_variants
 from pygraph_trees.report.naming import BACKWARD
+
+from .containment import forget_frames, passes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -28,11 +29,12 @@ if TYPE_CHECKING:
 class Attempts:
     """The state of one recording while it is made."""
 
-    __slots__ = ("_function", "_kept", "_left_table", "moving", "refused", "why_copied")
+    __slots__ = ("_function", "_kept", "_left_table", "model", "moving", "refused", "why_copied")
 
     def __init__(self, function: Any, inputs: list[Any]) -> None:
         """``function``: upstream's ``WrappedFunction``; ``inputs``: the inputs of the recorded call."""
         self._function = function
+        self.model = function.model
         self._kept: list[Any] = []  # the inputs, while another attempt may need them
         self._left_table = False  # whether the last attempt failed with a table; the next one has none
         model = function.model
@@ -130,6 +132,8 @@ class Attempts:
     def failed(self, live: LiveInputs, error: BaseException) -> None:
         """After a failure, notes the means that the next attempt must do without."""
         model = self._function.model
+        if passes(error):
+            return
         self._left_table = live.has_table and model.settings.indirection == "auto"
         if self._left_table and not isinstance(error, NotStaged):
             leave_table(model, self._function.id, error)
@@ -139,10 +143,3 @@ class Attempts:
         # only that input is refused.
         refused = [error.fields["index"]] if isinstance(error, NotStaged) else live.in_place
         self.refused |= dict.fromkeys(refused, why)
-
-
-def forget_frames(error: BaseException | None) -> None:
-    """Frees captured tensors that the error's frames hold: memory of the pool that no recording accounts for."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__

@@ -87,6 +87,9 @@ class Searched(Reclaimed, Protocol):
     id_to_compile_id: Any
     reclaiming: Reclaiming
     output_policy: OutputPolicy
+    why_start_over: Exception | None
+
+    def failed(self, error: Exception) -> None: ...
 
     @property
     def ends_steps(self) -> bool: ...
@@ -107,9 +110,20 @@ class Search:
     def find(self, manager: Searched, function_id: Any, begins: bool) -> Any:
         """Searches for a function's recordings in the places where upstream does, which may end the open path.
 
-        None if upstream might do anything except replay a recording that has a fast path.
+        None if upstream might do anything except replay a recording that has a fast path, or after an error.
         """
-        if function_id not in manager.warmed_up_functions or manager.output_policy.changes_next:
+        try:
+            return self._find(manager, function_id, begins)
+        except Exception as error:
+            manager.failed(error)
+            return None
+
+    def _find(self, manager: Searched, function_id: Any, begins: bool) -> Any:
+        if (
+            function_id not in manager.warmed_up_functions
+            or manager.output_policy.changes_next
+            or manager.why_start_over is not None
+        ):
             return None
         node = manager.current_node
         wanted: bool | None = None

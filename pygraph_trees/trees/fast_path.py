@@ -23,6 +23,8 @@ from . import native_names
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.outputs.own_memory import OwnMemory
     from pygraph_trees.report.log import RecordingLog
@@ -99,7 +101,7 @@ class Replayed(Protocol):
     @property
     def live(self) -> LiveInputs | None: ...
 
-    def check_what_died(self) -> None: ...
+    def borrowed(self, index: int) -> torch.Tensor: ...
 
     def own_outputs(self) -> Any: ...
 
@@ -183,7 +185,7 @@ def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any], *
         after=_to_ask(recording.deaths_after),
         outliving=_to_ask(recording.outliving),
         own=None if recording.own is None else recording.own.native,
-        check=kind.check_what_died,
+        borrow=kind.borrowed,
         make=kind.own_outputs,
         run=kind.replay,
         in_python=in_python or (live is not None and _changes_dtype(live, recording.own)),

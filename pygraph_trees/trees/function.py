@@ -23,6 +23,7 @@ from pygraph_trees.report.naming import BACKWARD, compile_id, mode_name, program
 from pygraph_trees.report.records import SLOW_CALLS
 from pygraph_trees.settings import Settings
 
+from .containment import progress_of
 from .dispatch import Dispatch
 from .fast_path import entry
 from .zeros import give_memory
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pygraph_trees.selection.trial import Trial
+
+    from .containment import Progress
 
 
 _COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}  # of torch.ops
@@ -99,6 +102,10 @@ class FunctionModel:
         self.tangents: Sequence[int] = ()  # inputs of a backward that may be zeros without memory
         self._makes_zeros = "_efficientzerotensor" in _names_in(model)  # outputs may be zeros without memory
         self.stop: Callable[[str], None] | None = None  # lets it run un-graphed from the next call on, with a reason
+        self.calls: dict[int, Progress] = {}  # on the slow path, by thread
+        self.failures = 0  # contained errors
+        self.why_ungraphed: str | None = None  # why no call is graphed any more
+        self.keeps_inputs = False  # whether later recordings leave the memory of its inputs alone
         if hasattr(model, "__name__"):
             self.__name__ = model.__name__
 
@@ -110,7 +117,8 @@ class FunctionModel:
     def __call__(self, inputs: list[Any]) -> Any:
         self.log.runs += 1
         give_memory(inputs, self.tangents)
-        return self.ungraphed(inputs)
+        progress = progress_of(self)
+        return self.ungraphed(inputs) if progress is None else progress.run(self.ungraphed, inputs)
 
     def ungraphed(self, inputs: list[Any]) -> Any:
         """Runs the compiled code and returns its outputs; no run is counted.

@@ -29,18 +29,18 @@ from pygraph_trees.outputs.allocations import generated_by_inductor
 from pygraph_trees.outputs.policy import OutputPolicy
 
 from . import fast_path, input_rules, pools
-from .attempts import forget_frames
+from .calls import Calls
 from .candidates import Search
 from .collector import paused
+from .containment import forget_frames
 from .function import FunctionModel
 from .input_rules import Given
-from .kept_outputs import keeps_outputs, models_that_keep, move_alive, note_stream_of, why_not_moved
+from .kept_outputs import keeps_outputs, models_that_keep, move_alive, why_not_moved
 from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
 from .rerecord import siblings_of, why_recorded
 from .sharded import gathered_addresses
-from .steps import Steps
 from .storms import why_stopped
 from .verification import Verification
 from .zeros import give_memory
@@ -74,7 +74,7 @@ class _GraphID(cudagraph_trees.GraphID):
 _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 
-class Manager(fast_path.TreeState, Steps):
+class Manager(Calls):
     """The recordings of one device, and of one thread if each thread has its own trees."""
 
     cuda_graphs_thread_pool: Any
@@ -149,8 +149,9 @@ class Manager(fast_path.TreeState, Steps):
         """Moves outputs that are alive, before the graph pool is freed; logs a warning if that is impossible."""
         try:
             self._keep_outputs(is_last=True)
-        except RuntimeError as error:  # no memory is free, or the GPU is lost
-            _log.warning("outputs of functions that are gone could not be kept: %s", error)
+        except (RuntimeError, AssertionError) as error:  # no memory is free, or the GPU is lost
+            _log.warning("outputs could not be moved, so their graph pool stays until they are gone: %s", error)
+            self.reclaiming.keep_pool(self)
 
     def _log_of(self, function_id: Any) -> FunctionLog | None:
         model = self.ids_to_funcs[function_id].model
@@ -166,33 +167,6 @@ class Manager(fast_path.TreeState, Steps):
         # Upstream reads its configuration even if the function was never recorded again, which is the usual case.
         counts = self.num_rerecord.get(node_id)
         return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
-
-    def run(self, new_inputs: list[Any], function_id: Any) -> Any:
-        # A call has the turn from before it reads the trees until its graph is launched. No call waits for it: calls
-        # that come meanwhile, from a finalizer, a hook or another thread, run un-graphed.
-        if self.has_turn(new_inputs):  # upstream begins again, at a root
-            return super().run(new_inputs, function_id)
-        try:  # an interrupt may come anywhere
-            if not self.take_turn(new_inputs):
-                return self._run_beside(new_inputs, function_id)
-            self.order_streams()
-            with self.output_policy.call(self, function_id, new_inputs):
-                outputs = super().run(new_inputs, function_id)
-            note_stream_of(self.current_node, self.last_stream)
-            return outputs
-        finally:
-            self.note_launch()
-            self.end_turn(new_inputs)
-
-    def _run_beside(self, inputs: list[Any], function_id: Any) -> Any:
-        """Runs a call that comes during another one: un-graphed, so that it does not touch graphs and their pool."""
-        model = self.ids_to_funcs[function_id].model
-        if isinstance(model, FunctionModel):
-            model.log.not_graphed("it was called while another call that uses the same CUDA graph trees was under way")
-        outputs = model(inputs)
-        if (mode := self.id_to_mode[function_id]) in (_FORWARD, _BACKWARD):  # as upstream's run does
-            self.running_forwards_with_pending_backwards = mode == _FORWARD
-        return outputs
 
     def is_graphed(self, function_id: Any, node_id: Any) -> bool:
         """Whether upstream is known to graph a function at a place; if the function mutates inputs, upstream decides
@@ -226,11 +200,18 @@ class Manager(fast_path.TreeState, Steps):
     def forget(self, model: FunctionModel, *, later: bool = False) -> None:
         """Gives back a function's recordings and own memory; see :meth:`.Reclaiming.forget`."""
         self.output_policy.release(self, model)
-        self.reclaiming.forget(self, model, later=later)
+        try:
+            self.reclaiming.forget(self, model, later=later)
+        except Exception as error:
+            self.failed(error)
 
     def give_pool_back(self) -> bool:
         """Gives back the graph pool if nothing is left in it; see :meth:`.Reclaiming.give_pool_back`."""
-        return self.reclaiming.give_pool_back(self)
+        try:
+            return self.reclaiming.give_pool_back(self)
+        except Exception as error:
+            self.failed(error)
+            return False
 
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
         # When a step begins, upstream looks for a child of the last step's recording, finds none, ends the path and
@@ -256,14 +237,8 @@ class Manager(fast_path.TreeState, Steps):
             why_not = input_rules.why_not_staged(self.ids_to_funcs[function_id].model, new_inputs)
             if why_not is not None:
                 self.try_end_curr_execution()
-                return self._run_ungraphed(new_inputs, function_id, why_not)
+                return self.run_ungraphed(new_inputs, function_id, why_not)
         return super()._run(new_inputs, function_id)
-
-    def _run_ungraphed(self, inputs: list[Any], function_id: Any, why: str) -> Any:
-        wrapped = self.ids_to_funcs[function_id]
-        wrapped.model.log.not_graphed(why)
-        give_memory(inputs)
-        return wrapped.model(inputs)
 
     def record_function(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
@@ -284,7 +259,7 @@ class Manager(fast_path.TreeState, Steps):
         if why_not is not None:
             if self.path_state is _EXECUTION and self.current_node is not None:
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
-            return self._run_ungraphed(new_inputs, function_id, why_not)
+            return self.run_ungraphed(new_inputs, function_id, why_not)
         reason = self.reclaiming.why_again(function_id) or why_recorded(self, new_inputs, function_id, function)
         self._demote(given, function_id)
         verification = self._verification(given)
@@ -297,12 +272,16 @@ class Manager(fast_path.TreeState, Steps):
                 raise
             forget_frames(error)
             why_not = str(error)
+            if self.current_node is not None:
+                self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
+        except BaseException:
+            if self.current_node is not None:
+                self.path_state = cudagraph_trees.ExecutionState.RECORDING
+            raise
         finally:
             self._pool.forget()
         if why_not is not None:
-            if self.current_node is not None:
-                self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
-            return self._run_ungraphed(new_inputs, function_id, why_not)
+            return self.run_ungraphed(new_inputs, function_id, why_not)
         record_s = time.perf_counter() - start
         log = getattr(self.current_node, "log", None)
         if log is None:  # the patches were removed, and upstream's own recording was made

@@ -17,6 +17,11 @@ from pygraph_trees.indirection.pool import PoolRanges
 OWNED: dict[Any, Callable[[], Any]] = {}  # the pools of this package, and weak references to their managers
 
 
+def owner_of(pool: Any) -> Any:
+    """The manager that owns a pool; None if there is none."""
+    return OWNED[pool]() if pool in OWNED else None
+
+
 def note_stream(tensor: torch.Tensor, stream: Any) -> None:
     """Lets the next replay of the pool that a tensor is in wait for another stream, which uses the tensor."""
     for pool, reference in list(OWNED.items()):

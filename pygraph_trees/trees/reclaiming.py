@@ -28,6 +28,9 @@ _log = logging.getLogger("pygraph_trees.trees")
 
 _STATE = cudagraph_trees.ExecutionState
 
+# Graphs that keep their pools, with references to the outputs that are alive there; None if not all are known.
+_in_use: list[tuple[Any, list[Any] | None]] = []
+
 
 class Reclaimed(Protocol):
     """The manager whose recordings and pool are given back."""
@@ -43,6 +46,8 @@ class Reclaimed(Protocol):
     def try_end_curr_execution(self) -> None: ...
 
     def clear_current_path_state_and_set_to_none(self) -> None: ...
+
+    def move_last_outputs(self) -> None: ...
 
 
 class Reclaiming:
@@ -181,6 +186,38 @@ class Reclaiming:
         self._left = [held for held in self._left if not held.expired()]
         if self._left:
             return False
+        return self._leave_pool(manager)
+
+    def start_over(self, manager: Reclaimed) -> None:
+        """Drops all recordings and leaves the graph pool, in which unknown memory may be in use.
+
+        Outputs that are alive are moved if that is possible, and the pool stays as long as one is alive.
+        """
+        if manager.graph is None or torch.cuda.is_current_stream_capturing():
+            return
+        manager.move_last_outputs()
+        pool, graph, node = manager.cuda_graphs_thread_pool, manager.graph, manager.current_node
+        if node is not None:
+            self._left = (self._left or []) + [
+                held for n in node._path_from_root for held in n.outputs_weakrefs if held is not None
+            ]
+            manager.current_node, manager.path_state = None, _STATE.NONE
+        self.forgotten, self._newest = list(manager.ids_to_funcs), {}
+        self._left = self._left or []
+        self.give_back(manager)
+        if manager.cuda_graphs_thread_pool == pool:
+            held = graph, None if self._is_unknown else self._left
+            if self._leave_pool(manager):
+                _in_use.append(held)
+
+    def keep_pool(self, manager: Reclaimed) -> None:
+        """Keeps the graph pool of a manager that ends until its last step's outputs are dead."""
+        path = [] if manager.current_node is None else manager.current_node._path_from_root
+        _in_use.append((manager.graph, [held for node in path for held in node.outputs_weakrefs if held is not None]))
+
+    def _leave_pool(self, manager: Reclaimed) -> bool:
+        """Gives the manager a new pool; returns whether there is one."""
+        _in_use[:] = [held for held in _in_use if held[1] is None or not all(output.expired() for output in held[1])]
         # Torch keeps a pool as long as a graph uses it, even the empty graph that its manager begins with.
         try:
             fresh = self._remake()
@@ -192,7 +229,7 @@ class Reclaiming:
             setattr(manager, name, getattr(fresh, name))
         pools.OWNED.pop(old, None)
         pools.OWNED[manager.cuda_graphs_thread_pool] = weakref.ref(manager)
-        self._left, self._seen = None, 0
+        self._left, self._seen, self._is_unknown = None, 0, False
         torch.cuda.empty_cache()
         return True
 

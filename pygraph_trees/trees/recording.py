@@ -1,9 +1,8 @@
 """A recording of a CUDA graph, with a log, whose live inputs are given by address.
 
 :class:`Recording` subclasses the installed ``CUDAGraphNode`` and replaces it. With indirection on, the live inputs are
-recorded at placeholder addresses. Before a replay, the graph is given the call's addresses; if that fails, the
-recording is passed over. With indirection off, it does what upstream does. Upstream's own nodes also count as
-instances of :class:`Recording`; to tell them apart, compare types.
+recorded at placeholder addresses; :mod:`.replaying` has its replays. With indirection off, it does what upstream does.
+Upstream's own nodes also count as instances of :class:`Recording`; to tell them apart, compare types.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from contextlib import nullcontext
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,36 +30,23 @@ from pygraph_trees.report.naming import FORWARD
 from . import fast_path, pools
 from .attempts import Attempts
 from .captured_graph import captured_nodes, is_cuda, kept_graph, surroundings
+from .containment import Stage, progress_of
 from .function import FunctionModel
 from .input_records import describe
 from .kept_outputs import kept_indices
-from .liveness import AsMade, are_untouched, as_made, deaths, register, release_unneeded
+from .liveness import as_made, deaths, register, release_unneeded
 from .output_records import describe_outputs
 from .outputs import as_they_read, is_on_live_input, makers_of_empty, without_staged
 from .pools import ranges_of
+from .replaying import Replayed, Upstream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.host_reads import HostRead
-    from pygraph_trees.outputs.own_memory import OwnMemory
 
-Upstream: type = cudagraph_trees.CUDAGraphNode
 _IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # called twice per input
-_MISMATCH = cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch
-_FITS = cudagraph_trees.CheckInvariantStatus.SUCCESS, lambda: "CheckInvariantStatus.SUCCESS"
-_ALIVE_BEFORE = (
-    cudagraph_trees.CheckInvariantStatus.ExpectedDeadIndicesBeforeGraphMismatch,
-    lambda: "CheckInvariantStatus.ExpectedDeadIndicesBeforeGraphMismatch",
-)
-
-
-class HeldForTooLong(PygraphError, RuntimeError):
-    template = (
-        "{function}: an input that died while its graph was recorded is still held by somebody, "
-        "and the replay would write over it"
-    )
 
 
 class WouldLoseWrites(PygraphError, RuntimeError):
@@ -77,20 +62,11 @@ class _CountsUpstreamNodes(type):
         return type.__instancecheck__(Upstream if cls is Recording else cls, instance)
 
 
-class Recording(Upstream, metaclass=_CountsUpstreamNodes):
+class Recording(Replayed, metaclass=_CountsUpstreamNodes):
     """A recording of a function."""
 
-    unfit: str | None = None  # why the last ``check_invariants`` could not give it the inputs of a call
     has_fast_path = False
-    _gives_addresses = False  # whether inputs may be given by address
-    native: Any = None  # its part of a fast replay in C++
-    _live: LiveInputs | None = None
-    copies = False  # whether a replay copies an input
-    own: OwnMemory | None = None  # own memory of its outputs; the blocks are its last inputs
     outliving: Any = None  # outputs that must be moved if they are alive when the next step begins
-    cached_as_made: Sequence[AsMade | None] = ()  # of each cached output, in their order
-    has_new_history = False  # whether autograd gives the outputs a new history at each call
-    empty_outputs: Mapping[int, Callable[[], torch.Tensor]] = MappingProxyType({})  # make outputs without memory
     older_outputs: Any = ()  # references to outputs that newer ones have replaced
     _attempts: Attempts | None = None  # while it is made
     graph: Any
@@ -106,7 +82,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self.has_new_history = isinstance(model, FunctionModel) and model.log.mode == FORWARD
         self._attempts = attempts = Attempts(wrapped_function, inputs)
         record = functools.partial(super().__init__, wrapped_function, id, parent, inputs, *args, **kwargs)
+        held = list(inputs) if getattr(model, "keeps_inputs", False) else []
         attempts.until_one_works(functools.partial(self._make, attempts, record, parent), inputs)
+        held.clear()
         self._attempts = None
         self._has_moving = self._live is not None and any(item.managed for item in self._live.items)
         self._prepare_checks()
@@ -170,9 +148,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         super().remove_node_cached_tensors()
         held.clear()
 
-    def _is_untouched(self) -> bool:
-        return are_untouched(self) if self.native is None else bool(self.native.is_untouched())
-
     def all_outputs_are_dead(self) -> bool:
         """Whether all outputs of the path from this node to its root are dead."""
         return super().all_outputs_are_dead() or (
@@ -180,13 +155,20 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         )
 
     def _make(self, attempts: Attempts, record: Callable[[], None], parent: Any) -> None:
+        progress = progress_of(attempts.model)
         try:
+            if progress is not None:
+                progress.stage = Stage.PREPARED
             if parent is not None:
                 release_unneeded(parent.cuda_graphs_pool)  # upstream notes which outputs are alive now
             record()
             attempts.launched()
+            if progress is not None:
+                progress.launched(self)
             if self._live is not None:
                 self._finish_first_call(self._live)
+            if progress is not None:
+                progress.launched(self, self.recording_outputs)
         except BaseException as error:
             live = self._live
             if live is not None:
@@ -200,6 +182,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def _allocate_and_copy_recording_inputs(self, inputs: list[Any]) -> list[Any]:
         attempts = self._attempts
         assert attempts is not None
+        self.lent = {
+            index: self._tensor_metadata(inputs[index], ignore_storage_offset=False)
+            for index in self.cudagraph_managed_idxs
+        }
         api, why_not = self._driver_for_addresses()
         copied = self._copied_indices()
         if api is None:
@@ -236,12 +222,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         """The indices of managed inputs that move; because they are alive, this recording does not use their memory."""
         return {index for index, t in attempts.moving.items() if self._is_alias_of_live_recorded_tensor(t) is not None}
 
-    def _stays(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is an output that was alive throughout this recording, so that its memory is not reused."""
-        found = self._is_alias_of_live_recorded_tensor(tensor)
-        # The last level of the path holds this recording's own outputs, whose memory it does write.
-        return found is not None and found[0] < len(self.path_weakrefs) - 1 and found in self.live_indices_after_graph
-
     def _driver_for_addresses(self) -> tuple[Driver | None, str]:
         """The driver that gives the graph addresses, or None and why its inputs are copied."""
         model = self.wrapped_function.model
@@ -274,7 +254,12 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             for item in () if live is None else live.items:
                 model_inputs[item.index] = item.placeholder_tensor
             block, copy = (None, None) if live is None else live.staged_copies
-            with nullcontext() if live is None else live.captured(), observed(block, copy) as staged:
+            progress = progress_of(self.wrapped_function.model)
+            with (
+                nullcontext() if live is None else live.captured(),
+                nullcontext() if progress is None else progress.capturing(),
+                observed(block, copy) as staged,
+            ):
                 outputs = staged.with_own_memory(as_they_read(model(model_inputs)))
             reads.extend(staged.reads)
             copied.extend(staged.copied)
@@ -322,125 +307,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if counts:
             self.log.kernels = counts[NodeKind.KERNEL]
             self.log.other_nodes = counts.total() - counts[NodeKind.KERNEL] - counts[NodeKind.EMPTY]
-
-    # -- replaying
-
-    def check_invariants(self, inputs: list[Any]) -> Any:
-        self.unfit = None
-        if not (len(inputs) == self._takes if self.own is None else self.own.is_given(inputs)):
-            self.unfit = "it was recorded with own memory of other outputs"
-            return _MISMATCH, lambda: self.unfit
-        # Giving a graph addresses takes time, so the other checks come first.
-        if any(inputs[index].data_ptr() != address for index, address in self.fixed):
-            return super().check_invariants(inputs)  # tells which input moved
-        if self.deaths_before is not None and not self.deaths_before.ask():
-            return _ALIVE_BEFORE
-        live = self._live
-        if live is not None:
-            why = self._why_not_alive(live, inputs) if self._has_moving else None
-            if why is None:
-                why = live.addresses.prepare(inputs, stays=self._stays)
-            if why is not None:
-                self.unfit = why
-                self.wrapped_function.model.refused.update(live.addresses.refused)
-                return _MISMATCH, lambda: why
-        # Upstream's check only compares addresses of static inputs if there are no managed inputs and no deaths.
-        if self.rerecord_if_static_inputs_change and not (
-            self.cudagraph_managed_idxs or self.deaths_before or self.deaths_after
-        ):
-            return _FITS
-        status, logger = super().check_invariants(inputs)
-        if status != cudagraph_trees.CheckInvariantStatus.SUCCESS and live is not None:
-            live.drop()
-        return status, logger
-
-    def _why_not_alive(self, live: LiveInputs, inputs: list[Any]) -> str | None:
-        """Why the recording must not be replayed: upstream raises if an output that died while recording is alive."""
-        for item in live.items:
-            if item.managed and not inputs[item.index]._is_zerotensor():
-                found = self._is_alias_of_live_recorded_tensor(inputs[item.index])
-                if found is not None and found in self.expected_dead_indices_after_graph:
-                    return "an input was an output that is expected to be gone"
-        return None
-
-    def check_what_died(self) -> None:
-        """Raises :class:`HeldForTooLong` if an input that died while recording is still held."""
-        if self.deaths_after is not None and not self.deaths_after.ask():
-            if self._live is not None:
-                self._live.drop()
-            raise HeldForTooLong(function=self.wrapped_function.model.log.name)
-
-    def replay(self, inputs: list[Any]) -> Any:
-        """Replays the graph, which has the inputs' addresses, and returns the outputs; consumes the inputs.
-
-        For a fast replay whose inputs are copied or whose outputs are made from them.
-        """
-        live = self._live
-        if self.copies or (live is not None and live.is_copied):
-            return self.run(inputs)
-        if fast_path.CHECKS_LATE:
-            self.check_what_died()
-        if live is not None:
-            live.take_returned(inputs)
-        try:
-            self.run_graph()
-            outputs = self.reconstruct_outputs()
-        finally:
-            if live is not None:
-                live.finish()
-        inputs.clear()
-        return outputs
-
-    def run(self, new_inputs: list[Any]) -> Any:
-        live = self._live
-        if live is None:
-            return super().run(new_inputs)
-        addresses = live.addresses
-        self.log.extra_copies, self.log.extra_copied_bytes = addresses.extra_copies, addresses.extra_copied_bytes
-        live.take(new_inputs, only_ours=fast_path.CHECKS_LATE)
-        try:
-            live.copy_in()
-        except BaseException:
-            live.drop()  # no input may be copied back
-            raise
-        try:
-            return super().run(new_inputs)
-        finally:
-            live.finish()
-
-    @property
-    def live(self) -> LiveInputs | None:
-        """The live inputs that were recorded at placeholder addresses."""
-        return self._live
-
-    def replay_for_verification(self) -> None:
-        """Only launches the graph; no call is counted."""
-        super().run_graph()
-
-    def run_graph(self) -> None:
-        self.log.counter.value += 1
-        super().run_graph()
-
-    def own_outputs(self) -> Any:
-        """All outputs except those on live inputs."""
-        if self._gives_addresses and not self._is_untouched():
-            self.remove_node_cached_tensors()
-        for position, make in self.empty_outputs.items():
-            self.static_output_tensors[position] = make()
-        return super().reconstruct_outputs()
-
-    def reconstruct_outputs(self) -> Any:
-        outputs = self.own_outputs()
-        live = self._live
-        if live is not None:
-            self._put_given(outputs, live)
-        return outputs
-
-    def _put_given(self, outputs: Any, live: LiveInputs) -> None:
-        """Puts the outputs that are made for each call in their places: inputs, views of them, and own memory."""
-        for position, (index, view) in live.outputs.items():
-            of = live if self.own is None or index < self.own.takes else self.own
-            outputs[position] = of.output(index, view)
 
 
 def _is_debugged() -> bool:

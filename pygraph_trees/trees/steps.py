@@ -62,6 +62,8 @@ class Steps(Upstream):
                 self._end_path()
             self.update_generation()
             self._ungraphed = self._ungraphed + 1 if is_forward and not begins else 0
+        except Exception as error:  # the un-graphed call needs none of this
+            self.failed(error)
         finally:
             self.end_turn(inputs)
 
@@ -72,6 +74,10 @@ class Steps(Upstream):
             self.try_end_curr_recording(None)
         elif self.path_state is _STATE.WARMUP:
             self.try_end_curr_warmup(None)
+
+    def failed(self, error: Exception) -> None:
+        """Drops all recordings at the next call."""
+        raise NotImplementedError
 
     def by_one_answer(self, *calls: Callable[[], None]) -> None:
         """Makes calls that all get the same answer to whether a step begins, whatever other threads do.

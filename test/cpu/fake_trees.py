@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import unittest
 from unittest import mock
@@ -99,7 +100,7 @@ class Live:
 
 
 class Recording:
-    are_held, has_new_history = True, False
+    has_new_history = False
 
     def __init__(self, fixed, cached, *, live=None, before=None, after=None, outliving=None, own=None):
         self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(counter=binding.new_counter()), live
@@ -107,6 +108,7 @@ class Recording:
         self.deaths_before, self.deaths_after = before, after
         self.outliving, self.own = outliving, own
         self.fixed = [(index, tensor.data_ptr()) for index, tensor in fixed.items()]
+        self.places = {index: (tensor.data_ptr(), tensor.numel()) for index, tensor in fixed.items()}
 
     def replay(self, inputs):
         self.calls.append(list(inputs))
@@ -117,10 +119,10 @@ class Recording:
         self.calls.append("own outputs")
         return list(self.outputs)
 
-    def check_what_died(self):
-        self.calls.append("check")
-        if self.are_held:
-            raise Failed
+    def borrowed(self, index):
+        address, count = self.places[index]
+        self.calls.append("borrowed")
+        return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
 
 
 class Trees:
@@ -196,7 +198,7 @@ class _InPython:
         inputs.clear()
         return self.result
 
-    check_what_died = own_outputs = fail
+    borrowed = own_outputs = fail
 
 
 def replaying(replay):

@@ -410,7 +410,7 @@ class TestSlots(LiveInputsTestCase):
         model.settings = SimpleNamespace(placement="off", indirection="table")  # type: ignore[attr-defined]
         node = recording.Recording.__new__(recording.Recording)
         node.wrapped_function = SimpleNamespace(model=model, mutated_input_idxs=[], id=3)
-        node.device, node.cuda_graphs_pool, node.log = 0, None, None
+        node.device, node.cuda_graphs_pool, node.log, node.cudagraph_managed_idxs = 0, None, None, []
         node._attempts = attempts.Attempts(node.wrapped_function, [1])
         with (
             mock.patch.object(attempts, "choose", choosing),
@@ -487,6 +487,7 @@ class TestSlots(LiveInputsTestCase):
         live.set_up = lambda graph, reads, copied, surroundings: done.append("set up")
         node = recording.Recording.__new__(recording.Recording)
         node._live, node.graph, node.device, node.stream = live, "upstream's", 0, "of captures"
+        node.wrapped_function = SimpleNamespace(model=None)
         current = SimpleNamespace(wait_stream=lambda stream: done.append(f"waited for the stream {stream}"))
         with (
             mock.patch.object(torch.cuda, "current_stream", lambda device: current),

@@ -28,10 +28,10 @@ from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.trial import Trial
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import choice
+from pygraph_trees.trees.containment import HeldForTooLong
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.manager import Manager
 from pygraph_trees.trees.reclaiming import Reclaiming
-from pygraph_trees.trees.recording import HeldForTooLong
 from pygraph_trees.trees.recording import Upstream as UpstreamRecording
 
 SIZE = 4  # elements of each tensor

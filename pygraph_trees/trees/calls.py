@@ -1,0 +1,119 @@
+"""Calls of a manager, one at a time, and what follows from errors in them.
+
+A call has the turn from before it reads the trees until its graph is launched. No call waits for it: calls that come
+meanwhile, from a finalizer, a hook or another thread, run un-graphed. Errors of the trees are contained
+(:mod:`.containment`). Unless the effect of such an error is known, the next call drops all recordings and the graph
+pool.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from torch._inductor import cudagraph_trees
+
+from . import fast_path
+from .containment import contained
+from .function import FunctionModel
+from .kept_outputs import note_stream_of
+from .steps import Steps
+from .zeros import give_memory
+
+if TYPE_CHECKING:
+    from pygraph_trees.indirection.pool import PoolRanges
+    from pygraph_trees.outputs.policy import OutputPolicy
+
+    from .reclaiming import Reclaiming
+
+_log = logging.getLogger("pygraph_trees.trees")
+
+_FORWARD, _BACKWARD = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.CompilationMode.BACKWARD
+
+
+class Calls(fast_path.TreeState, Steps):
+    """The part of a manager that makes calls."""
+
+    reclaiming: Reclaiming
+    output_policy: OutputPolicy
+    why_start_over: Exception | None = None  # why all recordings are dropped at the next call
+    _candidates: dict[Any, Any]
+
+    @property
+    def _pool(self) -> PoolRanges:
+        raise NotImplementedError
+
+    def run(self, new_inputs: list[Any], function_id: Any) -> Any:
+        if self.has_turn(new_inputs):  # upstream begins again, at a root
+            return super().run(new_inputs, function_id)
+        try:  # an interrupt may come anywhere
+            if not self.take_turn(new_inputs):
+                return self._run_beside(new_inputs, function_id)
+            self.order_streams()
+            outputs = self._run_contained(new_inputs, function_id)
+            note_stream_of(self.current_node, self.last_stream)
+            return outputs
+        finally:
+            self.note_launch()
+            self.end_turn(new_inputs)
+
+    def _run_contained(self, inputs: list[Any], function_id: Any) -> Any:
+        model, upstream = self.ids_to_funcs[function_id].model, super().run
+
+        def run() -> Any:
+            if self.why_start_over is not None:
+                self._start_over()
+            with self.output_policy.call(self, function_id, inputs):
+                return upstream(inputs, function_id)
+
+        if not isinstance(model, FunctionModel):
+            return run()
+        if model.why_ungraphed is not None:
+            if (mode := self.id_to_mode[function_id]) in (_FORWARD, _BACKWARD):
+                self.note_ungraphed(inputs, is_forward=mode == _FORWARD)
+            return self.run_ungraphed(inputs, function_id, model.why_ungraphed)
+        return contained(self, run, inputs, function_id)
+
+    def is_in_pool(self, address: int) -> bool:
+        """Whether an address is in the graph pool."""
+        return self._pool.holds(address)
+
+    def failed(self, error: Exception, function_id: Any = None) -> None:
+        """Drops all recordings and the graph pool at the next call, since the trees raised an error.
+
+        A function whose call failed warms up again.
+        """
+        _log.info("CUDA graphs start over", exc_info=error)
+        self.why_start_over = error
+        self._candidates.clear()
+        self.warmed_up_functions.discard(function_id)
+
+    def _start_over(self) -> None:
+        self.why_start_over = None
+        try:
+            self.reclaiming.start_over(self)
+        except Exception as error:  # the GPU is lost, or another thread captures
+            _log.warning("CUDA graphs could not start over after an error: %s", error)
+
+    def keep_inputs(self, function_id: Any, why: str) -> None:
+        """Records a function again, without using the memory of its inputs: the program holds them sometimes."""
+        model = self.ids_to_funcs[function_id].model
+        model.keeps_inputs = True
+        newest = max((recording.number for recording in model.log.recordings), default=-1)
+        self.reclaiming.record_again(function_id, why, newest)
+
+    def _run_beside(self, inputs: list[Any], function_id: Any) -> Any:
+        """Runs a call that comes during another one: un-graphed, so that it does not touch graphs and their pool."""
+        why = "it was called while another call that uses the same CUDA graph trees was under way"
+        return self.run_ungraphed(inputs, function_id, why)
+
+    def run_ungraphed(self, inputs: list[Any], function_id: Any, why: str) -> Any:
+        """Runs a call without touching graphs and their pool."""
+        model = self.ids_to_funcs[function_id].model
+        if isinstance(model, FunctionModel):
+            model.log.not_graphed(why)
+        give_memory(inputs)
+        outputs = model(inputs)
+        if (mode := self.id_to_mode[function_id]) in (_FORWARD, _BACKWARD):  # as upstream's run does
+            self.running_forwards_with_pending_backwards = mode == _FORWARD
+        return outputs

@@ -1,0 +1,238 @@
+"""Contains errors of the graph trees: such a call runs un-graphed, or returns what its graph has computed.
+
+:class:`Progress` notes how far a call has come and keeps what a second run needs. :func:`contained` makes a call and is
+the only place that decides what follows from an error. Errors of the program pass through: those that its Python code
+raised, those that the un-graphed run raises too, and all that are no ``Exception``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import enum
+import logging
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch._inductor.cudagraph_trees import CUDAGraphNode
+
+from pygraph_trees.errors import PygraphError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_log = logging.getLogger("pygraph_trees.trees")
+
+MOST_FAILURES = 2  # contained errors of a function before it runs un-graphed for good
+_RAISES = {"RAISE_VARARGS", "RERAISE"}
+
+
+class HeldForTooLong(PygraphError, RuntimeError):
+    template = (
+        "{function}: an input that died while its graph was recorded is still held by somebody, "
+        "and the replay would write over it"
+    )
+
+
+class Stage(enum.Enum):
+    """How far a call has come. Only before :attr:`COMPUTED` may its code run again."""
+
+    PREPARED = enum.auto()  # nothing ran, or the code was only captured
+    RUNNING = enum.auto()  # the compiled code runs; what it has done cannot be undone
+    CAPTURING = enum.auto()  # the compiled code is captured, so no kernel runs
+    COMPUTED = enum.auto()  # the outputs are computed, or will be, by work that is queued
+
+
+class _InPool(NamedTuple):
+    """A tensor in the graph pool. A recording that holds it would use other memory, so only its place is kept."""
+
+    metadata: dict[str, Any]
+
+
+class Progress:
+    """One call on the slow path."""
+
+    __slots__ = ("_given", "_list", "node", "outputs", "stage")
+
+    def __init__(self, inputs: list[Any], is_in_pool: Callable[[int], bool]) -> None:
+        self._list = inputs
+        self.stage = Stage.PREPARED
+        self.outputs: Any = None  # once they are computed, if they are known
+        self.node: Any = None  # the recording that was launched
+        self._given = [_kept(value, is_in_pool) for value in inputs]
+
+    def inputs(self) -> list[Any]:
+        """The call's inputs, although the recording may have consumed them."""
+        return [in_place(value.metadata) if isinstance(value, _InPool) else value for value in self._given]
+
+    def run(self, code: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        """Runs the compiled code. Code that runs with another list is captured, or is another call's."""
+        if inputs is not self._list:
+            return code(inputs)
+        self.stage = Stage.RUNNING
+        self.outputs = outputs = code(inputs)
+        self.stage = Stage.COMPUTED
+        return outputs
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside, the compiled code is captured."""
+        self.stage = Stage.CAPTURING
+        yield
+        self.stage = Stage.PREPARED
+
+    def launched(self, node: Any, outputs: Any = None) -> None:
+        """Notes that a recording was launched for this call."""
+        self.stage, self.node, self.outputs = Stage.COMPUTED, node, outputs
+
+
+class Function(Protocol):
+    """The compiled code of a function."""
+
+    log: Any
+    stop: Any
+    calls: dict[int, Progress]  # on the slow path, by thread
+    failures: int  # contained errors
+    why_ungraphed: str | None
+    keeps_inputs: bool
+
+
+class Contains(Protocol):
+    """The manager whose calls are contained."""
+
+    current_node: Any
+    ids_to_funcs: Any
+
+    def run_ungraphed(self, inputs: list[Any], function_id: Any, why: str) -> Any: ...
+
+    def is_in_pool(self, address: int) -> bool: ...
+
+    def failed(self, error: Exception, function_id: Any = None) -> None: ...
+
+    def keep_inputs(self, function_id: Any, why: str) -> None: ...
+
+
+def progress_of(model: Any) -> Progress | None:
+    """The call of a function on the slow path that this thread makes; None if there is none."""
+    calls: dict[int, Progress] | None = getattr(model, "calls", None)
+    return calls.get(threading.get_ident()) if calls else None
+
+
+def in_place(metadata: dict[str, Any]) -> torch.Tensor:
+    """A tensor with upstream's ``metadata`` that does not own its memory."""
+    make, storage = (
+        torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata,
+        torch._C._construct_storage_from_data_pointer,
+    )
+    made: torch.Tensor = make(metadata, storage(metadata["data_ptr"], metadata["device"], metadata["nbytes"]))
+    return made
+
+
+def contained(manager: Contains, run: Callable[[], Any], inputs: list[Any], function_id: Any) -> Any:
+    """Makes a call in Python with ``run`` and returns its outputs, whatever the trees raise.
+
+    What a call leaves depends on its stage. Nothing was launched before ``COMPUTED``, and the memory of inputs in the
+    pool is not used again before the next call, so the code may run; an operator in Python that was captured runs a
+    second time. Later, the outputs are those of the code, or copies of what the recording has written.
+    """
+    model: Function = manager.ids_to_funcs[function_id].model
+    thread, progress = threading.get_ident(), Progress(inputs, manager.is_in_pool)
+    model.calls[thread] = progress
+    try:
+        return run()
+    except Exception as error:
+        if progress.stage is Stage.RUNNING or (progress.stage is Stage.CAPTURING and _is_of_program(error)):
+            raise
+        failure = error
+    finally:
+        model.calls.pop(thread, None)
+    return _after(failure, manager, progress, function_id, model)
+
+
+def _after(error: Exception, manager: Contains, progress: Progress, function_id: Any, model: Function) -> Any:
+    was_captured = progress.stage is Stage.CAPTURING
+    is_held = not model.keeps_inputs and _is_held(error, manager, progress)
+    forget_frames(error)  # they hold memory of the pool that no recording accounts for
+    if progress.stage is Stage.COMPUTED:
+        outputs = progress.outputs if progress.outputs is not None else _written(progress.node, error)
+    else:  # if it raises too, that is what the program gets without graphs
+        outputs = manager.run_ungraphed(progress.inputs(), function_id, _described(error))
+    if is_held:
+        manager.keep_inputs(function_id, _described(error))
+    elif not isinstance(error, torch.OutOfMemoryError):  # that error passes
+        note_failure(model, error)
+        if not was_captured:
+            manager.failed(error, function_id)
+    return outputs
+
+
+def note_failure(model: Function, error: Exception) -> None:
+    """Notes a contained error of a function; after the second one, the function runs un-graphed."""
+    why = _described(error)
+    _log.info("%s: %s", model.log.name, why, exc_info=error)
+    model.log.not_graphed(why)
+    model.failures += 1
+    if model.failures >= MOST_FAILURES:
+        model.why_ungraphed = why
+        if model.stop is not None:
+            model.stop(why)
+
+
+def _is_held(error: Exception, manager: Contains, progress: Progress) -> bool:
+    """Whether a replay was refused because an input is held that died while it was recorded."""
+    if isinstance(error, HeldForTooLong):
+        return True
+    deaths = getattr(manager.current_node, "deaths_after", None)  # since torch 2.15, upstream asks late
+    return progress.stage is Stage.PREPARED and deaths is not None and not deaths.ask()
+
+
+def passes(error: BaseException) -> bool:
+    """Whether an error while a function is recorded says nothing about the next recording."""
+    return not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError) or _is_of_program(error)
+
+
+def _is_of_program(error: Exception) -> bool:
+    """Whether a statement outside of torch raised the error. If torch cannot capture, its own code raises, or C++."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or isinstance(error, PygraphError):
+        return False
+    frame, at = trace.tb_frame, trace.tb_lasti
+    if str(frame.f_globals.get("__name__")).partition(".")[0] == "torch":
+        return False
+    found = next((step for step in dis.get_instructions(frame.f_code) if step.offset == at), None)
+    return found is not None and found.opname in _RAISES
+
+
+def _written(node: Any, error: Exception) -> Any:
+    """Copies of what a recording has written; raises ``error`` if an output is made from the inputs of the call."""
+    if node is None or (node.live is not None and node.live.outputs):
+        raise error
+    return node.copied_outputs()
+
+
+def _kept(value: Any, is_in_pool: Callable[[int], bool]) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_cuda or value._is_zerotensor():
+        return value
+    try:
+        address = value.untyped_storage().data_ptr()
+    except RuntimeError:  # an output that was overwritten; upstream raises when it reads it
+        return value
+    if not address or not is_in_pool(address) or value.is_conj() or value.is_neg():
+        return value
+    return _InPool(CUDAGraphNode._tensor_metadata(value, ignore_storage_offset=False))
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Frees captured tensors that the error's frames hold: memory of the pool that no recording accounts for."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def _described(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"CUDA graphs failed: {type(error).__name__}{f': {text[0][:200]}' if text else ''}"

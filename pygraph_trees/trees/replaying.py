@@ -1,0 +1,222 @@
+"""Replays of a recording: whether it fits a call, the launch, and its outputs.
+
+:class:`Replayed` is the part of a recording that each call on the slow path uses. Before a replay, the graph is given
+the call's addresses; if that fails, the recording is passed over. Outputs on live inputs, and those with own memory,
+are made for each call. After an error in upstream's code, outputs are copies of what the graph has written.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._inductor import cudagraph_trees
+
+from . import fast_path, pools
+from .containment import HeldForTooLong, contained, in_place, note_failure, progress_of
+from .liveness import AsMade, Deaths, are_untouched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pygraph_trees.indirection.inputs import LiveInputs
+    from pygraph_trees.outputs.own_memory import OwnMemory
+    from pygraph_trees.report.log import RecordingLog
+
+Upstream: type = cudagraph_trees.CUDAGraphNode
+_MISMATCH = cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch
+_FITS = cudagraph_trees.CheckInvariantStatus.SUCCESS, lambda: "CheckInvariantStatus.SUCCESS"
+_ALIVE_BEFORE = (
+    cudagraph_trees.CheckInvariantStatus.ExpectedDeadIndicesBeforeGraphMismatch,
+    lambda: "CheckInvariantStatus.ExpectedDeadIndicesBeforeGraphMismatch",
+)
+
+
+class Replayed(Upstream):
+    """The part of a recording that replays it."""
+
+    log: RecordingLog
+    fixed: Sequence[tuple[int, int]]  # index and address of each static input
+    deaths_before: Deaths | None
+    deaths_after: Deaths | None
+    unfit: str | None = None  # why the last ``check_invariants`` could not give it the inputs of a call
+    native: Any = None  # its part of a fast replay in C++
+    _gives_addresses = False  # whether inputs may be given by address
+    _has_moving = False  # whether a managed input is given by address
+    _live: LiveInputs | None = None
+    _takes: int  # how many inputs a call has without own memory
+    copies = False  # whether a replay copies an input
+    own: OwnMemory | None = None  # own memory of its outputs; the blocks are its last inputs
+    cached_as_made: Sequence[AsMade | None] = ()  # of each cached output, in their order
+    has_new_history = False  # whether autograd gives the outputs a new history at each call
+    lent: Mapping[int, dict[str, Any]] = MappingProxyType({})  # upstream's metadata of managed inputs
+    empty_outputs: Mapping[int, Callable[[], torch.Tensor]] = MappingProxyType({})  # make outputs without memory
+
+    def check_invariants(self, inputs: list[Any]) -> Any:
+        self.unfit = None
+        if not (len(inputs) == self._takes if self.own is None else self.own.is_given(inputs)):
+            self.unfit = "it was recorded with own memory of other outputs"
+            return _MISMATCH, lambda: self.unfit
+        # Giving a graph addresses takes time, so the other checks come first.
+        if any(inputs[index].data_ptr() != address for index, address in self.fixed):
+            return super().check_invariants(inputs)  # tells which input moved
+        if self.deaths_before is not None and not self.deaths_before.ask():
+            return _ALIVE_BEFORE
+        live = self._live
+        if live is not None:
+            why = self._why_not_alive(live, inputs) if self._has_moving else None
+            if why is None:
+                why = live.addresses.prepare(inputs, stays=self._stays)
+            if why is not None:
+                self.unfit = why
+                self.wrapped_function.model.refused.update(live.addresses.refused)
+                return _MISMATCH, lambda: why
+        # Upstream's check only compares addresses of static inputs if there are no managed inputs and no deaths.
+        if self.rerecord_if_static_inputs_change and not (
+            self.cudagraph_managed_idxs or self.deaths_before or self.deaths_after
+        ):
+            return _FITS
+        try:
+            status, logger = super().check_invariants(inputs)
+        except RuntimeError:
+            self.check_what_died()
+            raise
+        if status != cudagraph_trees.CheckInvariantStatus.SUCCESS and live is not None:
+            live.drop()
+        return status, logger
+
+    def _why_not_alive(self, live: LiveInputs, inputs: list[Any]) -> str | None:
+        """Why the recording must not be replayed: upstream raises if an output that died while recording is alive."""
+        for item in live.items:
+            if item.managed and not inputs[item.index]._is_zerotensor():
+                found = self._is_alias_of_live_recorded_tensor(inputs[item.index])
+                if found is not None and found in self.expected_dead_indices_after_graph:
+                    return "an input was an output that is expected to be gone"
+        return None
+
+    def check_what_died(self) -> None:
+        """Raises :class:`HeldForTooLong` if an input that died while recording is still held."""
+        if self.deaths_after is not None and not self.deaths_after.ask():
+            if self._live is not None:
+                self._live.drop()
+            raise HeldForTooLong(function=self.wrapped_function.model.log.name)
+
+    def replay(self, inputs: list[Any]) -> Any:
+        """Replays the graph, which has the inputs' addresses, and returns the outputs; consumes the inputs.
+
+        For a fast replay whose inputs are copied or whose outputs are made from them.
+        """
+        manager = pools.owner_of(self.cuda_graphs_pool)
+        if manager is None:
+            return self._replay(inputs)
+        # C++ has released inputs in the pool, whose addresses are those that were recorded.
+        given = [self.borrowed(i) if x is None and i in self.lent else x for i, x in enumerate(inputs)]
+        return contained(manager, lambda: self._replay(inputs), given, self.wrapped_function.id)
+
+    def borrowed(self, index: int) -> torch.Tensor:
+        """A tensor with the memory of a managed input, which the call has released."""
+        return in_place(self.lent[index])
+
+    def _replay(self, inputs: list[Any]) -> Any:
+        live = self._live
+        if self.copies or (live is not None and live.is_copied):
+            return self.run(inputs)
+        if fast_path.CHECKS_LATE:
+            self.check_what_died()
+        if live is not None:
+            live.take_returned(inputs)
+        try:
+            self.run_graph()
+            outputs = self.reconstruct_outputs()
+        finally:
+            if live is not None:
+                live.finish()
+        inputs.clear()
+        return outputs
+
+    def run(self, new_inputs: list[Any]) -> Any:
+        live = self._live
+        if live is None:
+            return super().run(new_inputs)
+        addresses = live.addresses
+        self.log.extra_copies, self.log.extra_copied_bytes = addresses.extra_copies, addresses.extra_copied_bytes
+        live.take(new_inputs, only_ours=fast_path.CHECKS_LATE)
+        try:
+            live.copy_in()
+        except BaseException:
+            live.drop()  # no input may be copied back
+            raise
+        try:
+            return super().run(new_inputs)
+        finally:
+            live.finish()
+
+    @property
+    def live(self) -> LiveInputs | None:
+        """The live inputs that were recorded at placeholder addresses."""
+        return self._live
+
+    def replay_for_verification(self) -> None:
+        """Only launches the graph; no call is counted."""
+        super().run_graph()
+
+    def run_graph(self) -> None:
+        self.log.counter.value += 1
+        super().run_graph()
+        if (progress := progress_of(self.wrapped_function.model)) is not None:
+            progress.launched(self)
+
+    def copied_outputs(self) -> list[Any]:
+        """Copies of the outputs that the last launch has written, except those on live inputs.
+
+        They are made without upstream's code.
+        """
+        outputs: list[Any] = []
+        for made_of, static in zip(self.outputs_metadata, self.static_output_tensors, strict=True):
+            if static is not None or not isinstance(made_of, dict):
+                outputs.append(made_of if static is None else static)
+            else:
+                outputs.append(self._reconstruct_from_tensor_metadata(made_of).clone())
+        return outputs
+
+    def own_outputs(self) -> Any:
+        """All outputs except those on live inputs; after an error, copies of them. C++ calls this after a launch."""
+        try:
+            return self._own_outputs()
+        except Exception as error:
+            manager = pools.owner_of(self.cuda_graphs_pool)
+            if manager is None:
+                raise
+            note_failure(self.wrapped_function.model, error)
+            manager.failed(error, self.wrapped_function.id)
+            return self.copied_outputs()
+
+    def _own_outputs(self) -> Any:
+        if self._gives_addresses and not self._is_untouched():
+            self.remove_node_cached_tensors()
+        for position, make in self.empty_outputs.items():
+            self.static_output_tensors[position] = make()
+        return super().reconstruct_outputs()
+
+    def reconstruct_outputs(self) -> Any:
+        outputs = self.own_outputs()
+        live = self._live
+        if live is not None:
+            self._put_given(outputs, live)
+        return outputs
+
+    def _put_given(self, outputs: Any, live: LiveInputs) -> None:
+        """Puts the outputs that are made for each call in their places: inputs, views of them, and own memory."""
+        for position, (index, view) in live.outputs.items():
+            of = live if self.own is None or index < self.own.takes else self.own
+            outputs[position] = of.output(index, view)
+
+    def _is_untouched(self) -> bool:
+        return are_untouched(self) if self.native is None else bool(self.native.is_untouched())
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is an output that was alive throughout this recording, so that its memory is not reused."""
+        found = self._is_alias_of_live_recorded_tensor(tensor)
+        # The last level of the path holds this recording's own outputs, whose memory it does write.
+        return found is not None and found[0] < len(self.path_weakrefs) - 1 and found in self.live_indices_after_graph

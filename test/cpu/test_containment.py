@@ -1,0 +1,242 @@
+"""Errors of the trees never reach the program; its own errors do. Upstream's part is a function of the test."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from bare_manager import bare_manager
+from torch._inductor.cudagraph_trees import CompilationMode, FunctionID
+from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+
+from pygraph_trees.report.log import FunctionLog
+from pygraph_trees.settings import Settings
+from pygraph_trees.trees import calls, containment
+from pygraph_trees.trees.containment import MOST_FAILURES, HeldForTooLong, Progress, progress_of
+from pygraph_trees.trees.function import FunctionModel
+from pygraph_trees.trees.manager import Manager
+
+ID = FunctionID(0)
+
+
+def doubled(inputs: list[Any]) -> list[Any]:
+    outputs = [value * 2 for value in inputs]
+    inputs.clear()
+    return outputs
+
+
+def of_torch() -> None:
+    """Raises as torch does if an operation cannot be captured: from C++."""
+    torch.empty(1).view(2)
+
+
+class TestContained(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.model = FunctionModel(doubled, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
+        self.manager = bare_manager(ids_to_funcs={ID: SimpleNamespace(model=self.model)}, warmed_up_functions={ID})
+        self.started_over = mock.Mock()
+        self.manager.reclaiming = SimpleNamespace(start_over=self.started_over, forgotten=[], record_again=mock.Mock())
+        self.enterContext(mock.patch.object(Manager, "is_in_pool", lambda manager, address: False))
+
+    def call(self, upstream: Callable[[list[Any]], Any], value: float = 1.0) -> Any:
+        with mock.patch.object(calls.Steps, "run", lambda manager, inputs, function_id: upstream(inputs), create=True):
+            return self.manager.run([torch.tensor(value)], ID)
+
+    def check(self, upstream: Callable[[list[Any]], Any]) -> None:
+        """The outputs are right, the turn is free, and the report says why."""
+        self.assertEqual(self.call(upstream), [torch.tensor(2.0)])
+        self.assertFalse(self.manager.is_taken)
+        self.assertEqual(self.model.calls, {})
+        self.assertIn("CUDA graphs failed: ", str(self.model.log.ungraphed_reason))
+
+    def test_an_error_before_anything_ran(self) -> None:
+        def upstream(inputs: list[Any]) -> Any:
+            assert not inputs, "of upstream about itself"
+
+        self.check(upstream)
+        self.assertEqual(self.model.log.runs, 1)
+        self.assertIn("AssertionError: of upstream about itself", str(self.model.log.ungraphed_reason))
+
+    def test_an_error_after_the_inputs_were_consumed(self) -> None:
+        def upstream(inputs: list[Any]) -> Any:
+            inputs.clear()
+            raise RuntimeError("allocated elsewhere")
+
+        self.check(upstream)
+
+    def test_an_error_after_the_code_ran(self) -> None:
+        """The code does not run twice."""
+
+        def upstream(inputs: list[Any]) -> Any:
+            self.model(inputs)
+            raise RuntimeError("not tracked as outputs")
+
+        self.check(upstream)
+        self.assertEqual(self.model.log.runs, 1)
+
+    def test_an_error_after_the_launch(self) -> None:
+        node = SimpleNamespace(live=None, copied_outputs=lambda: [torch.tensor(2.0)])
+
+        def upstream(inputs: list[Any]) -> Any:
+            found = progress_of(self.model)
+            assert found is not None
+            found.launched(node)
+            raise AssertionError
+
+        self.check(upstream)
+        self.assertEqual(self.model.log.runs, 0)
+        node.live = SimpleNamespace(outputs={0: (0, None)})  # an output is made from the inputs, which are gone
+        self.assertRaises(AssertionError, self.call, upstream)
+
+    def test_an_error_of_the_capture(self) -> None:
+        """Nothing that happened must be undone, so other recordings stay."""
+
+        def upstream(inputs: list[Any]) -> Any:
+            found = progress_of(self.model)
+            assert found is not None
+            inputs.clear()
+            with found.capturing():
+                of_torch()
+
+        self.check(upstream)
+        self.assertIsNone(self.manager.why_start_over)
+
+    def test_errors_of_the_program_pass_through(self) -> None:
+        class OfProgram(Exception):
+            pass
+
+        def fails(inputs: list[Any]) -> Any:
+            raise OfProgram
+
+        def captured(inputs: list[Any]) -> Any:
+            found = progress_of(self.model)
+            assert found is not None
+            with found.capturing():
+                fails(inputs)
+
+        def interrupted(inputs: list[Any]) -> Any:
+            raise KeyboardInterrupt
+
+        self.assertRaises(OfProgram, self.call, captured)
+        self.assertRaises(KeyboardInterrupt, self.call, interrupted)
+        self.model.model = fails
+        self.assertRaises(OfProgram, self.call, self.model)
+        self.assertRaises(OfProgram, self.call, lambda inputs: of_torch())  # the un-graphed run raises it
+        self.assertEqual((self.model.failures, self.model.calls), (0, {}))
+        self.assertFalse(self.manager.is_taken)
+
+    def test_out_of_memory_passes(self) -> None:
+        def upstream(inputs: list[Any]) -> Any:
+            raise torch.OutOfMemoryError("while recording")
+
+        for _ in range(MOST_FAILURES + 1):
+            self.check(upstream)
+        self.assertEqual(self.model.failures, 0)
+        self.assertIsNone(self.manager.why_start_over)
+
+    def test_after_two_errors_a_function_stays_ungraphed(self) -> None:
+        def upstream(inputs: list[Any]) -> Any:
+            done.append(1)
+            raise AssertionError
+
+        done: list[int] = []
+        self.model.stop = mock.Mock()
+        for _ in range(MOST_FAILURES + 2):
+            self.check(upstream)
+        self.assertEqual(len(done), MOST_FAILURES)
+        self.model.stop.assert_called_once()
+
+    def test_the_next_call_starts_over(self) -> None:
+        self.check(lambda inputs: of_torch())
+        self.started_over.assert_not_called()
+        self.assertNotIn(ID, self.manager.warmed_up_functions)  # it warms up again
+        self.assertEqual(self.call(lambda inputs: ["graphed"]), ["graphed"])
+        self.assertEqual(self.call(lambda inputs: ["graphed"]), ["graphed"])
+        self.started_over.assert_called_once()
+
+    def test_an_input_that_is_held_is_left_alone_from_then_on(self) -> None:
+        def upstream(inputs: list[Any]) -> Any:
+            raise HeldForTooLong(function="f")
+
+        self.check(upstream)
+        self.assertTrue(self.model.keeps_inputs)
+        self.assertEqual(self.model.failures, 0)
+        self.manager.reclaiming.record_again.assert_called_once()
+
+    def test_a_call_inside_another_is_not_the_others(self) -> None:
+        def upstream(inputs: list[Any]) -> Any:
+            self.assertEqual(self.model([torch.tensor(5.0)]), [torch.tensor(10.0)])
+            raise AssertionError
+
+        self.check(upstream)
+
+    def test_calls_of_two_threads_are_told_apart(self) -> None:
+        def upstream(inputs: list[Any]) -> Any:
+            thread = threading.Thread(target=lambda: self.model([torch.tensor(5.0)]))
+            thread.start()
+            thread.join()
+            raise AssertionError
+
+        self.check(upstream)
+
+    def test_an_error_of_bookkeeping_for_an_ungraphed_call(self) -> None:
+        self.manager.path_state = None
+        with mock.patch.object(Manager, "take_turn", side_effect=AssertionError("of upstream")):
+            self.manager.note_ungraphed([], is_forward=True)
+        self.assertIsInstance(self.manager.why_start_over, AssertionError)
+
+    @parametrize("mode", [CompilationMode.FORWARD, CompilationMode.BACKWARD])
+    def test_a_backward_is_pending_after_a_forward(self, mode: CompilationMode) -> None:
+        self.manager.id_to_mode = {ID: mode}
+        self.check(lambda inputs: of_torch())
+        self.assertEqual(self.manager.running_forwards_with_pending_backwards, mode == CompilationMode.FORWARD)
+
+
+class TestWhoseErrorItIs(TestCase):
+    def raised(self, run: Callable[[], Any]) -> Exception:
+        try:
+            run()
+        except Exception as error:
+            return error
+        raise AssertionError
+
+    def test_statements_outside_of_torch_are_the_programs(self) -> None:
+        def fails() -> None:
+            raise ValueError
+
+        def asserts() -> None:
+            assert not fails
+
+        for run in (fails, asserts, functools.partial(mock.Mock(side_effect=KeyError))):
+            self.assertTrue(containment.passes(self.raised(run)), run)
+        for run in (of_torch, lambda: torch._check(False), lambda: int("x")):
+            self.assertFalse(containment.passes(self.raised(run)), run)
+
+    def test_errors_about_means_that_failed_do_not_pass(self) -> None:
+        def fails() -> None:
+            raise HeldForTooLong(function="f")
+
+        self.assertFalse(containment.passes(self.raised(fails)))
+        self.assertTrue(containment.passes(torch.OutOfMemoryError()))
+        self.assertTrue(containment.passes(KeyboardInterrupt()))
+
+
+class TestInputs(TestCase):
+    def test_inputs_outside_of_the_pool_are_kept(self) -> None:
+        given = [torch.ones(2), 3, None]
+        progress = Progress(given, lambda address: True)
+        wanted, given[:] = list(given), []
+        self.assertTrue(all(one is other for one, other in zip(progress.inputs(), wanted, strict=True)))
+
+
+instantiate_parametrized_tests(TestContained)
+
+if __name__ == "__main__":
+    sys.exit(run_tests())
