@@ -195,7 +195,7 @@ class TestPrograms(ContainmentTestCase):
             self.close(f(x, scale), (x * scale).sin() + x + 1, f"step {step}")
         (function,) = pygraph_trees.report().functions
         self.assertEqual([r.copied_bytes for r in function.recordings], [0])
-        self.assertGreater(function.replays, 4)
+        self.assertGreater(function.replays, 2)
 
     @parametrize("training", [False, True])
     def test_out_of_memory_while_recording(self, training: bool) -> None:
@@ -314,8 +314,8 @@ class TestPrograms(ContainmentTestCase):
                     self.close(one, value, f"step {step}")
 
 
-for case in (TestInjected, TestPrograms):
-    instantiate_parametrized_tests(case)
+instantiate_parametrized_tests(TestInjected)
+instantiate_parametrized_tests(TestPrograms)
 
 if __name__ == "__main__":
     run_tests()
