@@ -16,6 +16,7 @@ from torch._inductor import cudagraph_trees
 from . import fast_path
 from .containment import contained
 from .function import FunctionModel
+from .interrupts import deferred
 from .kept_outputs import note_stream_of
 from .steps import Steps
 from .zeros import give_memory
@@ -46,7 +47,11 @@ class Calls(fast_path.TreeState, Steps):
     def run(self, new_inputs: list[Any], function_id: Any) -> Any:
         if self.has_turn(new_inputs):  # upstream begins again, at a root
             return super().run(new_inputs, function_id)
-        try:  # an interrupt may come anywhere
+        with deferred():
+            return self._run_in_turn(new_inputs, function_id)
+
+    def _run_in_turn(self, new_inputs: list[Any], function_id: Any) -> Any:
+        try:
             if not self.take_turn(new_inputs):
                 return self._run_beside(new_inputs, function_id)
             self.order_streams()

@@ -26,6 +26,7 @@ from . import pools
 from .choice import chooser, only_sizes_that_come_again
 from .collector import paused
 from .function import FunctionModel, entered
+from .interrupts import deferred
 from .saved_tensors import conforming
 
 
@@ -83,7 +84,7 @@ def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
     def reset_cudagraph_trees() -> None:
         dropped = _containers_of_this_thread()  # freed below, since other threads may run while they are
         try:
-            with paused():  # upstream holds a lock for which a finalizer would wait
+            with paused(), deferred():  # upstream holds a lock for which a finalizer would wait
                 upstream()
         finally:
             cudagraph_trees._set_cached_tensors_enabled(True)

@@ -35,6 +35,7 @@ from .collector import paused
 from .containment import forget_frames
 from .function import FunctionModel
 from .input_rules import Given
+from .interrupts import deferred
 from .kept_outputs import keeps_outputs, models_that_keep, move_alive, why_not_moved
 from .pools import ranges_of
 from .reclaiming import Reclaiming
@@ -148,8 +149,9 @@ class Manager(Calls):
     def move_last_outputs(self) -> None:
         """Moves outputs that are alive, before the graph pool is freed; logs a warning if that is impossible."""
         try:
-            self._keep_outputs(is_last=True)
-        except (RuntimeError, AssertionError) as error:  # no memory is free, or the GPU is lost
+            with deferred():
+                self._keep_outputs(is_last=True)
+        except Exception as error:  # no memory is free, or the GPU is lost
             _log.warning("outputs could not be moved, so their graph pool stays until they are gone: %s", error)
             self.reclaiming.keep_pool(self)
 
@@ -199,16 +201,18 @@ class Manager(Calls):
 
     def forget(self, model: FunctionModel, *, later: bool = False) -> None:
         """Gives back a function's recordings and own memory; see :meth:`.Reclaiming.forget`."""
-        self.output_policy.release(self, model)
-        try:
-            self.reclaiming.forget(self, model, later=later)
-        except Exception as error:
-            self.failed(error)
+        with deferred():
+            self.output_policy.release(self, model)
+            try:
+                self.reclaiming.forget(self, model, later=later)
+            except Exception as error:
+                self.failed(error)
 
     def give_pool_back(self) -> bool:
         """Gives back the graph pool if nothing is left in it; see :meth:`.Reclaiming.give_pool_back`."""
         try:
-            return self.reclaiming.give_pool_back(self)
+            with deferred():
+                return self.reclaiming.give_pool_back(self)
         except Exception as error:
             self.failed(error)
             return False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor import cudagraph_trees
 
+from .interrupts import deferred
 from .kept_outputs import keeps_outputs
 from .storms import is_endless
 
@@ -53,7 +54,11 @@ class Steps(Upstream):
         Otherwise a graphed backward after an un-graphed one would begin a step, although its forward's outputs are
         needed. A forward that begins a step ends the last step's path: while a backward is pending, no later call does.
         """
-        try:  # an interrupt may come anywhere
+        with deferred():
+            self._note_ungraphed(inputs, is_forward=is_forward)
+
+    def _note_ungraphed(self, inputs: list[Any], *, is_forward: bool) -> None:
+        try:
             if not self.take_turn(inputs):  # it is called during another call
                 return
             # A graphed call ends a path that grows at each call: looking for such a path takes longer than this call.

@@ -120,7 +120,7 @@ class TestInjected(ContainmentTestCase):
                     times = injection.times
                 reached += times > 0
                 injection.arm(0, is_lasting=False)
-        self.assertEqual(problems, [])
+        self.assertFalse(problems, "\n".join(problems))
         self.assertGreater(reached, len(injected.PLACES) // 8)
 
 

@@ -1,0 +1,43 @@
+"""Defers interrupts while the trees change, so that no change is left half made.
+
+An interrupt is a Python handler that may raise anywhere, also between two statements that belong together. Inside
+:func:`deferred`, the main thread's handler of SIGINT only notes the signal; the program's handler is called at the end.
+A second signal after :data:`PATIENCE_S` is not deferred: the first call of a function may compile kernels for minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+PATIENCE_S = 2.0
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Inside, SIGINT does not interrupt the main thread; other threads never get signals in Python."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(handler):  # another thread's, ignored, or not Python's
+        yield
+        return
+    came: list[tuple[float, Any]] = []
+
+    def note(number: int, frame: Any) -> None:
+        came.append((time.monotonic(), frame))
+        if came[-1][0] - came[0][0] > PATIENCE_S:
+            del came[:]
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:  # the program may have set another
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(signal.SIGINT, came[0][1])

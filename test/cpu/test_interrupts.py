@@ -1,0 +1,83 @@
+"""An interrupt waits until the trees have changed, and reaches the program then."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+from unittest import mock
+
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.trees import interrupts
+from pygraph_trees.trees.interrupts import deferred
+
+
+class TestDeferred(TestCase):
+    def interrupt(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def test_an_interrupt_comes_at_the_end(self) -> None:
+        done = []
+        with self.assertRaises(KeyboardInterrupt), deferred():
+            self.interrupt()
+            self.interrupt()
+            done.append(1)
+        self.assertEqual(done, [1])
+        self.assertIs(signal.getsignal(signal.SIGINT), signal.default_int_handler)
+        with deferred():
+            done.append(2)
+        self.assertEqual(done, [1, 2])
+
+    def test_it_comes_after_an_error(self) -> None:
+        with self.assertRaises(KeyboardInterrupt) as caught, deferred():
+            self.interrupt()
+            raise ValueError
+        self.assertIsInstance(caught.exception.__context__, ValueError)
+
+    def test_inside_another(self) -> None:
+        done = []
+        with self.assertRaises(KeyboardInterrupt), deferred():
+            with deferred():
+                self.interrupt()
+            done.append(1)
+        self.assertEqual(done, [1])
+
+    def test_a_handler_of_the_program(self) -> None:
+        seen: list[Any] = []
+        before = signal.signal(signal.SIGINT, lambda *given: seen.append(given))
+        try:
+            with deferred():
+                self.interrupt()
+                self.assertEqual(seen, [])
+            self.assertEqual(len(seen), 1)
+            with deferred():
+                mine = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            self.assertIs(signal.getsignal(signal.SIGINT), signal.SIG_IGN)
+            self.assertTrue(callable(mine))
+            with deferred():
+                self.interrupt()
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def test_a_second_one_is_not_deferred_for_long(self) -> None:
+        with mock.patch.object(interrupts, "PATIENCE_S", 0.0), self.assertRaises(KeyboardInterrupt), deferred():
+            self.interrupt()
+            self.interrupt()
+            self.fail("the second one waits")
+
+    def test_other_threads_leave_the_handler_alone(self) -> None:
+        seen: list[Any] = []
+
+        def run() -> None:
+            with deferred():
+                seen.append(signal.getsignal(signal.SIGINT))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        self.assertEqual(seen, [signal.default_int_handler])
+
+
+if __name__ == "__main__":
+    run_tests()

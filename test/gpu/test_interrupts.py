@@ -1,0 +1,133 @@
+"""A program that catches KeyboardInterrupt goes on as if it had not come. Each runs in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from indirection import KeptTestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Compiles, then gets real signals while it makes steps, and then none.
+PROGRAM = """
+import json, os, signal, sys, threading, time
+import torch
+import pygraph_trees
+
+kind, per_second, seconds, dims = sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+torch.manual_seed(0)
+layers = [torch.nn.Linear(dims, dims).cuda() for _ in range(4)]
+parameters = [p for layer in layers for p in layer.parameters()]
+
+def plain(x):
+    for layer in layers:
+        x = torch.tanh(layer(x)) + x
+    return x, x[1:]
+
+compiled = torch.compile(plain, mode="reduce-overhead", dynamic=False)
+kept = []
+
+def step(rows):
+    x = torch.randn(rows, dims, device="cuda")
+    if kind == "inference":
+        with torch.no_grad():
+            return compiled(x), plain(x)
+    y, part = compiled(x)
+    loss = y.square().mean() + part.sum() * 1e-3
+    if kind == "kept":
+        kept.append(y.detach())
+        del kept[:-3]
+    loss.backward()
+    found = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    y, part = plain(x)
+    wanted = torch.autograd.grad(y.square().mean() + part.sum() * 1e-3, parameters)
+    return found, wanted
+
+def check(rows):
+    for one, other in zip(*step(rows)):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+SIZES = (4, 9, 17)
+for rows in SIZES:
+    step(rows)  # compiled, and warmed up
+stop = threading.Event()
+sent = 0
+
+def send():
+    global sent
+    while not stop.wait(1 / per_second):
+        os.kill(os.getpid(), signal.SIGINT)
+        sent += 1
+
+caught, done, until, problems = 0, 0, time.monotonic() + seconds, []
+thread = threading.Thread(target=send, daemon=True)
+thread.start()
+while time.monotonic() < until:
+    try:
+        check(SIZES[done % 3])
+        done += 1
+    except KeyboardInterrupt:
+        caught += 1
+        for p in parameters:
+            p.grad = None
+    except Exception as error:
+        problems.append(f"{type(error).__name__}: {error}"[:300])
+        done += 1
+        for p in parameters:
+            p.grad = None
+while thread.is_alive():
+    try:
+        stop.set()
+        thread.join()
+    except KeyboardInterrupt:
+        pass
+for p in parameters:
+    p.grad = None
+for number in range(12):
+    check(SIZES[number % 3])
+before = [sum(r.replays for r in f.recordings) for f in pygraph_trees.report().functions]
+for number in range(6):
+    check(SIZES[number % 3])
+after = [sum(r.replays for r in f.recordings) for f in pygraph_trees.report().functions]
+print(json.dumps({
+    "sent": sent, "caught": caught, "done": done, "problems": problems[:5],
+    "replays": [a - b for a, b in zip(after, before)],
+    "recordings": [len(f.recordings) for f in pygraph_trees.report().functions],
+    "reasons": [f.ungraphed_reason for f in pygraph_trees.report().functions],
+}))
+"""
+
+
+class TestInterrupts(KeptTestCase):
+    def run_program(self, kind: str, per_second: float, seconds: float, dims: int) -> dict[str, Any]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        environment["PYGRAPH_SELECTIVE"] = "always"
+        command = [sys.executable, "-c", PROGRAM, kind, str(per_second), str(seconds), str(dims)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        self.assertEqual(done.returncode, 0, f"{done.stdout[-500:]}\n{done.stderr[-3000:]}")
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return answer
+
+    @parametrize("kind", ["inference", "training", "kept"])
+    @parametrize("per_second, dims", [(100, 64), (23, 256)])
+    def test_signals_in_a_loop(self, kind: str, per_second: float, dims: int) -> None:
+        """Values are right during and after, and all functions are graphed afterwards."""
+        found = self.run_program(kind, per_second, 12, dims)
+        self.assertEqual(found["problems"], [], str(found))
+        self.assertGreater(found["caught"], found["sent"] // 4, str(found))
+        self.assertTrue(found["replays"] and all(found["replays"]), str(found))
+        self.assertLess(max(found["recordings"]), 12, str(found))
+
+
+instantiate_parametrized_tests(TestInterrupts)
+
+if __name__ == "__main__":
+    run_tests()
