@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import re
 
-# Each family was replayed with poisoned old inputs and gave the right results (H200, torch 2.11; the programs are in
-# test/gpu/test_indirection_kernels.py, test_indirection_libraries.py and test_indirection_matmul.py). Names of torch's
-# own kernels are those that libtorch_cuda.so of torch 2.11 registers.
+# Each family was replayed with poisoned old inputs and gave the right results, unless its comment gives another reason
+# (H200, torch 2.11; the programs are in test/gpu/test_indirection_kernels.py, test_indirection_libraries.py and
+# test_indirection_matmul.py). Names of torch's own kernels are those that libtorch_cuda.so of torch 2.11 registers.
 _FAMILIES = (
     # Inductor's Triton kernels: pointwise, reductions, split scans, templates, combo kernels. Their name is triton_
     # alone if config.triton.unique_kernel_names is off.
@@ -49,6 +49,15 @@ _FAMILIES = (
     r"_ZN5cudnn",
     r"_ZN\d+cutlass__5x_cudnn",
     r"cudnn_",
+    # Not replayed: other names that cuDNN 9.28 registers, of its copies of xmma and cask, and of kernels in SASS.
+    r"_ZN\d+(cask|xmma)__5x_cudnn",
+    r"_ZN4xmma(3ext|4gemm|13implicit_gemm)",
+    r"_5x_cudnn_",
+    r"(volta|turing|ampere|hopper)_([a-z0-9_]*cudnn|first_layer_)",
+    # Not replayed: cuDNN's kernels outside of its namespace, among them gradients of weights. Their names show their
+    # parameters: each pointer is one, next to structures of sizes. Kernels of recurrent networks have others.
+    r"_Z\d+(?!\w*RNN)\w+(\dcudnn[A-Z]|N5cudnn|\d(kernel_(conv|grad)(Nd)?|conv_kernel_common)_params)",
+    r"_Z\d+(fft2d_(r2c|c2r)_\d+x\d+|flip_filter|pointwise_mult_and_sum_complex)I",
 )
 _KNOWN = re.compile("|".join(_FAMILIES))
 

@@ -203,7 +203,7 @@ class TestHiddenAddresses(IndirectionTestCase):
         self.assertEqual(rehearsed, [("hidden_plain_kernel",)])
 
     def test_too_little_memory_for_the_check(self):
-        with mock.patch.object(Rehearsal, "_as_recorded", side_effect=torch.OutOfMemoryError("of the test")):
+        with mock.patch.object(Rehearsal, "_launch_as_recorded", side_effect=torch.OutOfMemoryError("of the test")):
             self.check(Program("unknown", lambda x: doubled(x) + x, (X,), "no memory to check hidden_plain_kernel"))
 
 
