@@ -63,6 +63,23 @@ def why_not_staged(model: Any, inputs: list[Any]) -> str | None:
     return CAPTURED if on_cpu and torch.cuda.is_current_stream_capturing() else None
 
 
+class Moves:
+    """Whether parameters go on being replaced: static inputs were found at new addresses twice.
+
+    From then on, all static inputs are recorded as live ones, not only those that have moved. Otherwise, a program that
+    replaces one parameter at a time would need a recording for each.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self.go_on = False
+
+    def note(self, addresses: set[int]) -> None:
+        """Notes the addresses at which a call's static inputs were found. Two functions may share the inputs."""
+        self.go_on = self.go_on or bool(self._seen and addresses - self._seen)
+        self._seen |= addresses if not self.go_on else set()
+
+
 @dataclass(frozen=True)
 class Given:
     """The inputs of one call of a function, before it is recorded."""
@@ -128,6 +145,17 @@ class Given:
             if index in self.function.static_input_idxs
             and isinstance(self.inputs[index], torch.Tensor)
             and self.inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
+        ]
+
+    def all_static(self) -> list[int]:
+        """Static inputs that can be at placeholder addresses, and are no outputs of recordings on the open path."""
+        tensors = ((i, self.inputs[i]) for i in self.function.static_input_idxs)
+        return [
+            index
+            for index, value in tensors
+            if isinstance(value, torch.Tensor)
+            and not self.is_managed(value)
+            and why_not_placeholder(value, self.device, self.pool.holds(value.data_ptr())) is None
         ]
 
     def static_at(self, addresses: Collection[int]) -> list[int]:

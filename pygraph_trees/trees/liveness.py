@@ -111,8 +111,11 @@ class Deaths:
         return all(references[index]() is None for _, references, index, _ in self.places)
 
 
-# The recordings that have outputs, by graph pool. One manager uses a pool, and one thread at a time calls it.
-_by_pool: weakref.WeakValueDictionary[Any, weakref.WeakSet[HoldsOutputs]] = weakref.WeakValueDictionary()
+# The recordings that have outputs, the newest last, by graph pool. One manager uses a pool, and one thread at a time
+# calls it.
+_by_pool: weakref.WeakValueDictionary[Any, weakref.WeakKeyDictionary[HoldsOutputs, None]] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def register(recording: HoldsOutputs) -> object:
@@ -122,8 +125,8 @@ def register(recording: HoldsOutputs) -> object:
     if only autograd holds it. From now on they regard it as alive. One that the program gave other memory is dead. One
     to which it has weak references is freed when a reference finds it dead, so that they do not give it back.
     """
-    held = _by_pool.setdefault(recording.cuda_graphs_pool, weakref.WeakSet())
-    held.add(recording)
+    held = _by_pool.setdefault(recording.cuda_graphs_pool, weakref.WeakKeyDictionary())
+    held.setdefault(recording)
     reference = weakref.ref(recording)
     for number in range(len(recording.cached_tensor_outputs)):
         if recording.cached_tensor_outputs[number] is not None:
@@ -135,9 +138,10 @@ def register(recording: HoldsOutputs) -> object:
 def release_unneeded(pool: Any) -> bool:
     """Detaches outputs that only their recordings hold from autograd's graphs, as torch 2.15 does; tells if any was.
 
-    Such a graph may hold other outputs, of any recording: tensors saved for it, and tensors saved before.
+    Such a graph may hold other outputs, of any recording: tensors saved for it, and tensors saved before. Most of these
+    belong to earlier recordings, so the newest is looked at first, and one round releases a whole chain of calls.
     """
-    found, recordings = False, list(_by_pool.get(pool, ()))
+    found, recordings = False, list(_by_pool.get(pool, ()))[::-1]
     for _ in range(1 + sum(len(recording.cached_tensor_outputs) for recording in recordings)):
         if not sum(map(_release_autograd, recordings)):
             break
@@ -188,9 +192,9 @@ def _release_autograd(recording: HoldsOutputs) -> bool:
         # The output must have no name here: only the references of the list and of the argument may count.
         if (
             outputs[i] is not None
-            and outputs[i].grad_fn is not None
-            and outputs[i]._use_count() == 1
             and sys.getrefcount(outputs[i]) == 2
+            and outputs[i]._use_count() == 1
+            and outputs[i].grad_fn is not None
             and not outputs[i]._is_view()
         ):
             with torch.inference_mode(False):  # inference mode does not detach

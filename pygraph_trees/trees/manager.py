@@ -33,7 +33,7 @@ from .attempts import forget_frames
 from .candidates import Search
 from .collector import paused
 from .function import FunctionModel
-from .input_rules import Given
+from .input_rules import Given, Moves
 from .kept_outputs import keeps_outputs, models_that_keep, move_alive, note_stream_of, why_not_moved
 from .pools import ranges_of
 from .reclaiming import Reclaiming
@@ -88,6 +88,7 @@ class Manager(fast_path.TreeState, Steps):
         self._candidates, self._find = search.known, search.find  # a fast replay reads them
         self.reclaiming = Reclaiming(functools.partial(type(self), *args, **kwargs), self._candidates)
         self._warmups = Warmups()
+        self._moves = Moves()
         self.output_policy = OutputPolicy(self._candidates)
         build.announce()
         super().__init__(*args, **kwargs)
@@ -326,8 +327,13 @@ class Manager(fast_path.TreeState, Steps):
         """Why a function is not recorded again and runs un-graphed from now on; None if it is recorded."""
         if model.stop is None:
             return None
-        logs = [log for node in siblings_of(self, function_id) if (log := getattr(node, "log", None)) is not None]
-        why = why_stopped(logs)
+        path = () if self.current_node is None else self.current_node._path_from_root
+        on_path = [node for node in path if node.wrapped_function.model is model]
+        found = (
+            [log for node in nodes if (log := getattr(node, "log", None)) is not None]
+            for nodes in (siblings_of(self, function_id), on_path)
+        )
+        why = why_stopped(*found)
         if why is not None:
             model.stop(why)
         return why
@@ -352,7 +358,8 @@ class Manager(fast_path.TreeState, Steps):
 
     def _demote(self, given: Given, function_id: Any) -> None:
         """Makes moved inputs live from now on: static and managed ones whose addresses differ from those in the newest
-        recording here, parameters that FSDP2 gathers, and a forward's live inputs that its backward is given.
+        recording here, parameters that FSDP2 gathers, and a forward's live inputs that its backward is given. If
+        parameters go on being replaced, all static inputs become live.
 
         Only a recording at placeholder addresses finds all places that hold their addresses. They are therefore
         recorded again there, and patched from then on.
@@ -364,8 +371,11 @@ class Manager(fast_path.TreeState, Steps):
         live += given.static_at(gathered_addresses())
         siblings = siblings_of(self, function_id)
         if siblings:
-            live += given.moved_static(siblings[-1])
+            live += (found := given.moved_static(siblings[-1]))
+            self._moves.note({given.inputs[index].data_ptr() for index in found})
             given.function.model.moving |= given.moved_managed(siblings[-1])
+        if self._moves.go_on and given.function.model.gives_addresses:
+            live += given.all_static()
         self.ids_to_funcs[function_id] = given.without_static(live)
 
     def _verification(self, given: Given) -> Verification | None:

@@ -91,7 +91,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     cached_as_made: Sequence[AsMade | None] = ()  # of each cached output, in their order
     has_new_history = False  # whether autograd gives the outputs a new history at each call
     empty_outputs: Mapping[int, Callable[[], torch.Tensor]] = MappingProxyType({})  # make outputs without memory
-    older_outputs: Any = ()  # references to outputs that newer ones have replaced
+    older_outputs: Any = ()  # references to outputs that newer ones have replaced, and to some that are gone
+    _most_older = 0  # how many of them there may be before those to outputs that are gone are removed
     _attempts: Attempts | None = None  # while it is made
     graph: Any
     recording_outputs: Any
@@ -122,6 +123,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if isinstance(wrapped_function.model, FunctionModel):
             decisions = {} if self._live is None else self._live.decisions
             reads_table = any(decision.route is Route.TABLE for decision in decisions.values())
+            wrapped_function.model.gives_addresses = bool(decisions) and all(
+                decision.route is not Route.COPY for decision in decisions.values()
+            )
             if decisions:
                 recorded(wrapped_function.model, wrapped_function.id, reads_table=reads_table)
         if self._live is not None:
@@ -153,8 +157,11 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return fast_path.replay(self, dropped, others, in_python=in_python)
 
     def _initialize_cached_tensors(self) -> None:
-        known = (*self.older_outputs, *self.outputs_weakrefs)
-        self.older_outputs = [held for held in known if held is not None and not held.expired()]
+        older = [*self.older_outputs, *(held for held in self.outputs_weakrefs if held is not None)]
+        if len(older) > self._most_older:  # not at each call: the program may hold all outputs
+            older = [held for held in older if not held.expired()]
+            self._most_older = 2 * len(older)
+        self.older_outputs = older
         try:
             super()._initialize_cached_tensors()
             self.cached_as_made = [None if output is None else as_made(output) for output in self.cached_tensor_outputs]
