@@ -50,6 +50,11 @@ class Slots:
     read: frozenset[int]  # placeholders whose address a kernel reads in the table
 
 
+def are_by_address(decisions: Collection[Decision]) -> bool:
+    """Whether there are live inputs, and none of them is copied."""
+    return bool(decisions) and all(decision.route is not Route.COPY for decision in decisions)
+
+
 _PATCH = Decision(Route.PATCH, None)
 _TABLE = Decision(Route.TABLE, None)
 NO_SLOTS = Slots(frozenset(), frozenset())

@@ -23,9 +23,10 @@ from pygraph_trees.indirection.staged_inputs import may_be_staged
 from .function import FunctionModel
 from .recording import Recording
 from .rerecord import moved
+from .sharded import gathered_addresses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.indirection.pool import PoolRanges
@@ -177,6 +178,28 @@ class Given:
             and not recorded.preserved_aliased_inputs[index]
             and moved(recorded, self.inputs, index)
         }
+
+    def demoted(self, siblings: Sequence[Any], moves: Moves, node: Any) -> Any:
+        """The function with moved inputs live: static and managed ones whose addresses differ from those in the newest
+        recording here, parameters that FSDP2 gathers, and a forward's live inputs that its backward is given. If
+        parameters go on being replaced, all static inputs are live.
+
+        Only a recording at placeholder addresses finds all places that hold their addresses. They are therefore
+        recorded again there, and patched from then on.
+
+        Args:
+            siblings: the function's recordings here, the newest last.
+            node: for a backward, the recording before it; otherwise None.
+        """
+        live = [*self.saved(node), *self.static_at(gathered_addresses())]
+        if siblings:
+            found = self.moved_static(siblings[-1])
+            moves.note({self.inputs[index].data_ptr() for index in found})
+            live += found
+            self.function.model.moving |= self.moved_managed(siblings[-1])
+        if moves.go_on and self.function.model.gives_addresses:
+            live += self.all_static()
+        return self.without_static(live)
 
     def without_static(self, indices: Iterable[int]) -> Any:
         """The function with these inputs live, except mutated ones that cannot be written in place."""

@@ -88,6 +88,27 @@ def _is_untouched(output: Any, made: AsMade | None, has_new_history: bool) -> bo
     )
 
 
+class OlderOutputs:
+    """References to outputs that newer ones of the same recording have replaced, perhaps with some that are gone."""
+
+    def __init__(self) -> None:
+        self._references: list[Any] = []
+        self._most = 0  # references before those to outputs that are gone are removed
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._references)
+
+    def add(self, references: Sequence[Any]) -> None:
+        """Adds those that are no None. All are looked at seldom: the program may hold the outputs of all calls."""
+        self._references += [held for held in references if held is not None]
+        if len(self) > self._most:
+            self._references = [held for held in self._references if not held.expired()]
+            self._most = 2 * len(self)
+
+
 class Deaths:
     """The check of whether all of some outputs are dead.
 

@@ -39,7 +39,6 @@ from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
 from .rerecord import siblings_of, why_recorded
-from .sharded import gathered_addresses
 from .steps import Steps
 from .storms import why_stopped
 from .verification import Verification
@@ -329,11 +328,7 @@ class Manager(fast_path.TreeState, Steps):
             return None
         path = () if self.current_node is None else self.current_node._path_from_root
         on_path = [node for node in path if node.wrapped_function.model is model]
-        found = (
-            [log for node in nodes if (log := getattr(node, "log", None)) is not None]
-            for nodes in (siblings_of(self, function_id), on_path)
-        )
-        why = why_stopped(*found)
+        why = why_stopped(siblings_of(self, function_id), on_path)
         if why is not None:
             model.stop(why)
         return why
@@ -357,26 +352,11 @@ class Manager(fast_path.TreeState, Steps):
         return Given(self.ids_to_funcs[function_id], inputs, self.device_index, self._pool, is_managed)
 
     def _demote(self, given: Given, function_id: Any) -> None:
-        """Makes moved inputs live from now on: static and managed ones whose addresses differ from those in the newest
-        recording here, parameters that FSDP2 gathers, and a forward's live inputs that its backward is given. If
-        parameters go on being replaced, all static inputs become live.
-
-        Only a recording at placeholder addresses finds all places that hold their addresses. They are therefore
-        recorded again there, and patched from then on.
-        """
-        if not given.may_be_live():
-            return
-        node = self.current_node
-        live = given.saved(node) if self.id_to_mode[function_id] is _BACKWARD else []
-        live += given.static_at(gathered_addresses())
-        siblings = siblings_of(self, function_id)
-        if siblings:
-            live += (found := given.moved_static(siblings[-1]))
-            self._moves.note({given.inputs[index].data_ptr() for index in found})
-            given.function.model.moving |= given.moved_managed(siblings[-1])
-        if self._moves.go_on and given.function.model.gives_addresses:
-            live += given.all_static()
-        self.ids_to_funcs[function_id] = given.without_static(live)
+        """Makes inputs that move live from now on."""
+        if given.may_be_live():
+            forward = self.current_node if self.id_to_mode[function_id] is _BACKWARD else None
+            demoted = given.demoted(siblings_of(self, function_id), self._moves, forward)
+            self.ids_to_funcs[function_id] = demoted
 
     def _verification(self, given: Given) -> Verification | None:
         model = given.function.model

@@ -23,7 +23,7 @@ from pygraph_trees.errors import PygraphError
 from pygraph_trees.indirection.availability import usable_driver, why_unusable
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.route_rule import recorded
-from pygraph_trees.indirection.routes import Route
+from pygraph_trees.indirection.routes import Route, are_by_address
 from pygraph_trees.native.binding import new_counter
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
@@ -35,7 +35,7 @@ from .captured_graph import captured_nodes, is_cuda, kept_graph, surroundings
 from .function import FunctionModel
 from .input_records import describe
 from .kept_outputs import kept_indices
-from .liveness import AsMade, are_untouched, as_made, deaths, register, release_unneeded
+from .liveness import AsMade, OlderOutputs, are_untouched, as_made, deaths, register, release_unneeded
 from .output_records import describe_outputs
 from .outputs import as_they_read, is_on_live_input, makers_of_empty, without_staged
 from .pools import ranges_of
@@ -91,8 +91,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     cached_as_made: Sequence[AsMade | None] = ()  # of each cached output, in their order
     has_new_history = False  # whether autograd gives the outputs a new history at each call
     empty_outputs: Mapping[int, Callable[[], torch.Tensor]] = MappingProxyType({})  # make outputs without memory
-    older_outputs: Any = ()  # references to outputs that newer ones have replaced, and to some that are gone
-    _most_older = 0  # how many of them there may be before those to outputs that are gone are removed
+    older_outputs: Any = ()  # references to outputs that newer ones have replaced
     _attempts: Attempts | None = None  # while it is made
     graph: Any
     recording_outputs: Any
@@ -123,9 +122,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if isinstance(wrapped_function.model, FunctionModel):
             decisions = {} if self._live is None else self._live.decisions
             reads_table = any(decision.route is Route.TABLE for decision in decisions.values())
-            wrapped_function.model.gives_addresses = bool(decisions) and all(
-                decision.route is not Route.COPY for decision in decisions.values()
-            )
+            wrapped_function.model.gives_addresses = are_by_address(decisions.values())
             if decisions:
                 recorded(wrapped_function.model, wrapped_function.id, reads_table=reads_table)
         if self._live is not None:
@@ -157,11 +154,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return fast_path.replay(self, dropped, others, in_python=in_python)
 
     def _initialize_cached_tensors(self) -> None:
-        older = [*self.older_outputs, *(held for held in self.outputs_weakrefs if held is not None)]
-        if len(older) > self._most_older:  # not at each call: the program may hold all outputs
-            older = [held for held in older if not held.expired()]
-            self._most_older = 2 * len(older)
-        self.older_outputs = older
+        self.older_outputs = self.older_outputs or OlderOutputs()
+        self.older_outputs.add(self.outputs_weakrefs)
         try:
             super()._initialize_cached_tensors()
             self.cached_as_made = [None if output is None else as_made(output) for output in self.cached_tensor_outputs]

@@ -61,15 +61,16 @@ class Sizes:
         return False
 
 
-def why_stopped(recordings: Sequence[RecordingLog], on_path: Sequence[RecordingLog] = ()) -> str | None:
+def why_stopped(siblings: Sequence[Any], on_path: Sequence[Any]) -> str | None:
     """Why a function runs un-graphed from now on, instead of being recorded again; None if it is recorded.
 
     Args:
-        recordings: the existing ones at the place where it would be recorded.
-        on_path: those on the path to that place. A function that is called many times in a step has one at each of many
-            places, but a path that never ends has ever more.
+        siblings: its recordings at the place where it would be recorded.
+        on_path: its recordings on the path to that place. A function that is called many times in a step has one at
+            each of many places, but a path that never ends has ever more.
     """
-    for found, most in ((recordings, MOST_RECORDINGS), (on_path, MOST_ON_PATH)):
+    for nodes, most in ((siblings, MOST_RECORDINGS), (on_path, MOST_ON_PATH)):
+        found: list[RecordingLog] = [log for node in nodes if (log := getattr(node, "log", None)) is not None]
         count, replays = len(found), sum(recording.replays for recording in found)
         if count >= most and replays < count:
             return f"it was recorded {count} times for {replays} replays, the last time because: {found[-1].reason}"

@@ -92,9 +92,9 @@ class TestRecordings(TestCase):
     def test_more_recordings_than_replays_stop(self):
         limit = storms.MOST_RECORDINGS
         for recordings, replays, stops in ((limit - 1, 0, False), (limit, limit, False), (limit, limit - 1, True)):
-            self.assertEqual(why_stopped(self.logs(recordings, replays)) is not None, stops)
+            self.assertEqual(why_stopped(self.path(recordings, replays)[0], ()) is not None, stops)
         self.assertExpectedInline(
-            str(why_stopped(self.logs(16, 2))),
+            str(why_stopped(self.path(16, 2)[0], ())),
             """it was recorded 16 times for 2 replays, the last time because: of the test""",
         )
 

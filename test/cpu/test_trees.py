@@ -35,7 +35,6 @@ from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import attempts, compiled_graph, fast_path, input_rules, liveness, pools
-from pygraph_trees.trees import manager as manager_module
 from pygraph_trees.trees import recording as recording_module
 from pygraph_trees.trees.containers import Trees
 from pygraph_trees.trees.function import FunctionModel, entered
@@ -554,7 +553,7 @@ class TestInputsThatMove(TestCase):
     def test_parameters_that_are_gathered_are_live_from_the_first_recording_on(self):
         self.manager.roots = {}
         gathered = {self.inputs[index].data_ptr() for index in (1, 3)}
-        with mock.patch.object(manager_module, "gathered_addresses", lambda: gathered):
+        with mock.patch.object(input_rules, "gathered_addresses", lambda: gathered):
             self.assertEqual(self.static(), [0, 2])
         self.assertEqual(self.static(), [0, 2])
 
@@ -688,7 +687,7 @@ class TestWhoHoldsOutputs(TestCase):
     def test_outputs_that_others_have_taken_the_place_of(self):
         """They stay in the pool as long as they are held, although the recording no longer asks for them."""
         node = self.recording(2)
-        self.assertEqual(node.older_outputs, [])
+        self.assertEqual(list(node.older_outputs), [])
         held = node.cached_tensor_outputs[1][1:]  # a view will do
         for _ in range(2):
             node.remove_node_cached_tensors()
