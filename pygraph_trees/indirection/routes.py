@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,9 +50,8 @@ class Slots:
     read: frozenset[int]  # placeholders whose address a kernel reads in the table
 
 
-def are_by_address(decisions: Collection[Decision]) -> bool:
-    """Whether there are live inputs, and none of them is copied."""
-    return bool(decisions) and all(decision.route is not Route.COPY for decision in decisions)
+def is_none_copied(decisions: Iterable[Decision]) -> bool:
+    return all(decision.route is not Route.COPY for decision in decisions)
 
 
 _PATCH = Decision(Route.PATCH, None)

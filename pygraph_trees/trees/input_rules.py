@@ -197,7 +197,8 @@ class Given:
             moves.note({self.inputs[index].data_ptr() for index in found})
             live += found
             self.function.model.moving |= self.moved_managed(siblings[-1])
-        if moves.go_on and self.function.model.gives_addresses:
+        model = self.function.model
+        if moves.go_on and model.gives_addresses and not model.log.has_collective:  # otherwise they may be copied
             live += self.all_static()
         return self.without_static(live)
 

@@ -23,7 +23,7 @@ from pygraph_trees.errors import PygraphError
 from pygraph_trees.indirection.availability import usable_driver, why_unusable
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.route_rule import recorded
-from pygraph_trees.indirection.routes import Route, are_by_address
+from pygraph_trees.indirection.routes import Route, is_none_copied
 from pygraph_trees.native.binding import new_counter
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
@@ -122,7 +122,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if isinstance(wrapped_function.model, FunctionModel):
             decisions = {} if self._live is None else self._live.decisions
             reads_table = any(decision.route is Route.TABLE for decision in decisions.values())
-            wrapped_function.model.gives_addresses = are_by_address(decisions.values())
+            wrapped_function.model.gives_addresses = is_none_copied(decisions.values())
             if decisions:
                 recorded(wrapped_function.model, wrapped_function.id, reads_table=reads_table)
         if self._live is not None:
