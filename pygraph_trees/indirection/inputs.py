@@ -263,7 +263,7 @@ class LiveInputs:
 
         items = [item for item in self.items if item.index in set(self.in_place)]
         try:
-            rehearsal = Rehearsal(items, len(decisions), self.given, surroundings, launch)
+            rehearsal = Rehearsal(items, len(decisions), self.given, surroundings, launch, self._own)
         except torch.OutOfMemoryError:
             return dict.fromkeys(wanted, f"there is no memory to check {kernels}, which may hide its address")
         try:

@@ -23,9 +23,10 @@ from pygraph_trees.indirection.staged_inputs import may_be_staged
 from .function import FunctionModel
 from .recording import Recording
 from .rerecord import moved
+from .sharded import gathered_addresses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.indirection.pool import PoolRanges
@@ -61,6 +62,23 @@ def why_not_staged(model: Any, inputs: list[Any]) -> str | None:
         if inputs[index].numel() and not may_be_staged(inputs[index]):
             return f"input {index} lies on the CPU, and its {inputs[index].nbytes} bytes are too many to be staged"
     return CAPTURED if on_cpu and torch.cuda.is_current_stream_capturing() else None
+
+
+class Moves:
+    """Whether parameters go on being replaced: static inputs were found at new addresses twice.
+
+    From then on, all static inputs are recorded as live ones, not only those that have moved. Otherwise, a program that
+    replaces one parameter at a time would need a recording for each.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self.go_on = False
+
+    def note(self, addresses: set[int]) -> None:
+        """Notes the addresses at which a call's static inputs were found. Two functions may share the inputs."""
+        self.go_on = self.go_on or bool(self._seen and addresses - self._seen)
+        self._seen |= addresses if not self.go_on else set()
 
 
 @dataclass(frozen=True)
@@ -130,6 +148,17 @@ class Given:
             and self.inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
         ]
 
+    def all_static(self) -> list[int]:
+        """Static inputs that can be at placeholder addresses, and are no outputs of recordings on the open path."""
+        tensors = ((i, self.inputs[i]) for i in self.function.static_input_idxs)
+        return [
+            index
+            for index, value in tensors
+            if isinstance(value, torch.Tensor)
+            and not self.is_managed(value)
+            and why_not_placeholder(value, self.device, self.pool.holds(value.data_ptr())) is None
+        ]
+
     def static_at(self, addresses: Collection[int]) -> list[int]:
         """Static inputs at these addresses."""
         if not addresses:
@@ -149,6 +178,29 @@ class Given:
             and not recorded.preserved_aliased_inputs[index]
             and moved(recorded, self.inputs, index)
         }
+
+    def demoted(self, siblings: Sequence[Any], moves: Moves, node: Any) -> Any:
+        """The function with moved inputs live: static and managed ones whose addresses differ from those in the newest
+        recording here, parameters that FSDP2 gathers, and a forward's live inputs that its backward is given. If
+        parameters go on being replaced, all static inputs are live.
+
+        Only a recording at placeholder addresses finds all places that hold their addresses. They are therefore
+        recorded again there, and patched from then on.
+
+        Args:
+            siblings: the function's recordings here, the newest last.
+            node: for a backward, the recording before it; otherwise None.
+        """
+        live = [*self.saved(node), *self.static_at(gathered_addresses())]
+        if siblings:
+            found = self.moved_static(siblings[-1])
+            moves.note({self.inputs[index].data_ptr() for index in found})
+            live += found
+            self.function.model.moving |= self.moved_managed(siblings[-1])
+        model = self.function.model
+        if moves.go_on and model.gives_addresses and not model.log.has_collective:  # otherwise they may be copied
+            live += self.all_static()
+        return self.without_static(live)
 
     def without_static(self, indices: Iterable[int]) -> Any:
         """The function with these inputs live, except mutated ones that cannot be written in place."""

@@ -88,6 +88,27 @@ def _is_untouched(output: Any, made: AsMade | None, has_new_history: bool) -> bo
     )
 
 
+class OlderOutputs:
+    """References to outputs that newer ones of the same recording have replaced, perhaps with some that are gone."""
+
+    def __init__(self) -> None:
+        self._references: list[Any] = []
+        self._most = 0  # references before those to outputs that are gone are removed
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._references)
+
+    def add(self, references: Sequence[Any]) -> None:
+        """Adds those that are no None. All are looked at seldom: the program may hold the outputs of all calls."""
+        self._references += [held for held in references if held is not None]
+        if len(self) > self._most:
+            self._references = [held for held in self._references if not held.expired()]
+            self._most = 2 * len(self)
+
+
 class Deaths:
     """The check of whether all of some outputs are dead.
 
@@ -111,8 +132,11 @@ class Deaths:
         return all(references[index]() is None for _, references, index, _ in self.places)
 
 
-# The recordings that have outputs, by graph pool. One manager uses a pool, and one thread at a time calls it.
-_by_pool: weakref.WeakValueDictionary[Any, weakref.WeakSet[HoldsOutputs]] = weakref.WeakValueDictionary()
+# The recordings that have outputs, the newest last, by graph pool. One manager uses a pool, and one thread at a time
+# calls it.
+_by_pool: weakref.WeakValueDictionary[Any, weakref.WeakKeyDictionary[HoldsOutputs, None]] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def register(recording: HoldsOutputs) -> object:
@@ -122,8 +146,8 @@ def register(recording: HoldsOutputs) -> object:
     if only autograd holds it. From now on they regard it as alive. One that the program gave other memory is dead. One
     to which it has weak references is freed when a reference finds it dead, so that they do not give it back.
     """
-    held = _by_pool.setdefault(recording.cuda_graphs_pool, weakref.WeakSet())
-    held.add(recording)
+    held = _by_pool.setdefault(recording.cuda_graphs_pool, weakref.WeakKeyDictionary())
+    held.setdefault(recording)
     reference = weakref.ref(recording)
     for number in range(len(recording.cached_tensor_outputs)):
         if recording.cached_tensor_outputs[number] is not None:
@@ -135,9 +159,10 @@ def register(recording: HoldsOutputs) -> object:
 def release_unneeded(pool: Any) -> bool:
     """Detaches outputs that only their recordings hold from autograd's graphs, as torch 2.15 does; tells if any was.
 
-    Such a graph may hold other outputs, of any recording: tensors saved for it, and tensors saved before.
+    Such a graph may hold other outputs, of any recording: tensors saved for it, and tensors saved before. Most of these
+    belong to earlier recordings, so the newest is looked at first, and one round releases a whole chain of calls.
     """
-    found, recordings = False, list(_by_pool.get(pool, ()))
+    found, recordings = False, list(_by_pool.get(pool, ()))[::-1]
     for _ in range(1 + sum(len(recording.cached_tensor_outputs) for recording in recordings)):
         if not sum(map(_release_autograd, recordings)):
             break
@@ -188,9 +213,9 @@ def _release_autograd(recording: HoldsOutputs) -> bool:
         # The output must have no name here: only the references of the list and of the argument may count.
         if (
             outputs[i] is not None
-            and outputs[i].grad_fn is not None
-            and outputs[i]._use_count() == 1
             and sys.getrefcount(outputs[i]) == 2
+            and outputs[i]._use_count() == 1
+            and outputs[i].grad_fn is not None
             and not outputs[i]._is_view()
         ):
             with torch.inference_mode(False):  # inference mode does not detach

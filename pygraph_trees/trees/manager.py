@@ -34,14 +34,13 @@ from .candidates import Search
 from .collector import paused
 from .containment import forget_frames
 from .function import FunctionModel
-from .input_rules import Given
+from .input_rules import Given, Moves
 from .interrupts import deferred
 from .kept_outputs import keeps_outputs, models_that_keep, move_alive, why_not_moved
 from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
 from .rerecord import siblings_of, why_recorded
-from .sharded import gathered_addresses
 from .storms import why_stopped
 from .verification import Verification
 from .zeros import give_memory
@@ -89,6 +88,7 @@ class Manager(Calls):
         self._candidates, self._find = search.known, search.find  # a fast replay reads them
         self.reclaiming = Reclaiming(functools.partial(type(self), *args, **kwargs), self._candidates)
         self._warmups = Warmups()
+        self._moves = Moves()
         self.output_policy = OutputPolicy(self._candidates)
         build.announce()
         super().__init__(*args, **kwargs)
@@ -309,8 +309,9 @@ class Manager(Calls):
         """Why a function is not recorded again and runs un-graphed from now on; None if it is recorded."""
         if model.stop is None:
             return None
-        logs = [log for node in siblings_of(self, function_id) if (log := getattr(node, "log", None)) is not None]
-        why = why_stopped(logs)
+        path = () if self.current_node is None else self.current_node._path_from_root
+        on_path = [node for node in path if node.wrapped_function.model is model]
+        why = why_stopped(siblings_of(self, function_id), on_path)
         if why is not None:
             model.stop(why)
         return why
@@ -334,22 +335,11 @@ class Manager(Calls):
         return Given(self.ids_to_funcs[function_id], inputs, self.device_index, self._pool, is_managed)
 
     def _demote(self, given: Given, function_id: Any) -> None:
-        """Makes moved inputs live from now on: static and managed ones whose addresses differ from those in the newest
-        recording here, parameters that FSDP2 gathers, and a forward's live inputs that its backward is given.
-
-        Only a recording at placeholder addresses finds all places that hold their addresses. They are therefore
-        recorded again there, and patched from then on.
-        """
-        if not given.may_be_live():
-            return
-        node = self.current_node
-        live = given.saved(node) if self.id_to_mode[function_id] is _BACKWARD else []
-        live += given.static_at(gathered_addresses())
-        siblings = siblings_of(self, function_id)
-        if siblings:
-            live += given.moved_static(siblings[-1])
-            given.function.model.moving |= given.moved_managed(siblings[-1])
-        self.ids_to_funcs[function_id] = given.without_static(live)
+        """Makes inputs that move live from now on."""
+        if given.may_be_live():
+            forward = self.current_node if self.id_to_mode[function_id] is _BACKWARD else None
+            demoted = given.demoted(siblings_of(self, function_id), self._moves, forward)
+            self.ids_to_funcs[function_id] = demoted
 
     def _verification(self, given: Given) -> Verification | None:
         model = given.function.model

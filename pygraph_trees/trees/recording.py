@@ -21,7 +21,7 @@ from pygraph_trees.errors import PygraphError
 from pygraph_trees.indirection.availability import usable_driver, why_unusable
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.route_rule import recorded
-from pygraph_trees.indirection.routes import Route
+from pygraph_trees.indirection.routes import Route, is_none_copied
 from pygraph_trees.native.binding import new_counter
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
@@ -34,7 +34,7 @@ from .containment import Stage, progress_of
 from .function import FunctionModel
 from .input_records import describe
 from .kept_outputs import kept_indices
-from .liveness import as_made, deaths, register, release_unneeded
+from .liveness import OlderOutputs, as_made, deaths, register, release_unneeded
 from .output_records import describe_outputs
 from .outputs import as_they_read, is_on_live_input, makers_of_empty, without_staged
 from .pools import ranges_of
@@ -100,6 +100,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         if isinstance(wrapped_function.model, FunctionModel):
             decisions = {} if self._live is None else self._live.decisions
             reads_table = any(decision.route is Route.TABLE for decision in decisions.values())
+            wrapped_function.model.gives_addresses = is_none_copied(decisions.values())
             if decisions:
                 recorded(wrapped_function.model, wrapped_function.id, reads_table=reads_table)
         if self._live is not None:
@@ -131,8 +132,8 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         return fast_path.replay(self, dropped, others, in_python=in_python)
 
     def _initialize_cached_tensors(self) -> None:
-        known = (*self.older_outputs, *self.outputs_weakrefs)
-        self.older_outputs = [held for held in known if held is not None and not held.expired()]
+        self.older_outputs = self.older_outputs or OlderOutputs()
+        self.older_outputs.add(self.outputs_weakrefs)
         try:
             super()._initialize_cached_tensors()
             self.cached_as_made = [None if output is None else as_made(output) for output in self.cached_tensor_outputs]

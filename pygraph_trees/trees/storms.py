@@ -25,6 +25,7 @@ COMES_AGAIN = 4  # calls with a later set before it is graphed
 REFUSED = 16  # consecutive calls that are not graphed, after which later ones take the shortest way
 MOST_WAITING = 1024  # sets whose calls are counted
 MOST_RECORDINGS = 16  # of a function at one place in the tree; from then on, it needs as many replays as recordings
+MOST_ON_PATH = 256  # the same for recordings on one path, each of which takes longer than the one before
 MOST_DEAD = 16  # forwards without live outputs at the beginning of a path, before it must end
 
 OTHER_SIZES = (
@@ -60,17 +61,20 @@ class Sizes:
         return False
 
 
-def why_stopped(recordings: Sequence[RecordingLog]) -> str | None:
+def why_stopped(siblings: Sequence[Any], on_path: Sequence[Any]) -> str | None:
     """Why a function runs un-graphed from now on, instead of being recorded again; None if it is recorded.
 
     Args:
-        recordings: the existing ones at the place where it would be recorded. A function that is called many times in a
-            step has a recording at each of many places.
+        siblings: its recordings at the place where it would be recorded.
+        on_path: its recordings on the path to that place. A function that is called many times in a step has one at
+            each of many places, but a path that never ends has ever more.
     """
-    count, replays = len(recordings), sum(recording.replays for recording in recordings)
-    if count < MOST_RECORDINGS or replays >= count:
-        return None
-    return f"it was recorded {count} times for {replays} replays, the last time because: {recordings[-1].reason}"
+    for nodes, most in ((siblings, MOST_RECORDINGS), (on_path, MOST_ON_PATH)):
+        found: list[RecordingLog] = [log for node in nodes if (log := getattr(node, "log", None)) is not None]
+        count, replays = len(found), sum(recording.replays for recording in found)
+        if count >= most and replays < count:
+            return f"it was recorded {count} times for {replays} replays, the last time because: {found[-1].reason}"
+    return None
 
 
 def is_endless(path: Sequence[Any], is_forward: Callable[[Any], bool], *, others: int = 0) -> bool:

@@ -10,6 +10,7 @@ from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState
 from pygraph_trees.compat import has_skip_table
 from pygraph_trees.outputs.policy import OutputPolicy
 from pygraph_trees.trees.candidates import Search
+from pygraph_trees.trees.input_rules import Moves
 from pygraph_trees.trees.manager import Manager
 from pygraph_trees.trees.reclaiming import Reclaiming
 
@@ -41,6 +42,7 @@ def bare_manager(kind: type[Manager] = Manager, **state: Any) -> Manager:
         "_candidates": search.known,
         "_find": search.find,
         "output_policy": OutputPolicy(search.known),
+        "_moves": Moves(),
         "reclaiming": Reclaiming(lambda: kind(0), search.known),
     }
     for name, value in (known | state).items():

@@ -181,6 +181,7 @@ class LiveInputsTestCase(TestCase):
         candidates: Sequence[int] | None = None,
         device: int = 0,
         managed: Collection[int] = (),
+        own: Mapping[int, bool] | None = None,
     ) -> tuple[LiveInputs | None, dict[int, str]]:
         before = list(inputs)
         chosen = choose(
@@ -192,6 +193,7 @@ class LiveInputsTestCase(TestCase):
             self.pool,
             refused or {},
             managed,
+            own=own or {},
         )
         self.assertTrue(all(one is other for one, other in zip(before, inputs, strict=True)))
         return chosen

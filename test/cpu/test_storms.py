@@ -92,24 +92,42 @@ class TestRecordings(TestCase):
     def test_more_recordings_than_replays_stop(self):
         limit = storms.MOST_RECORDINGS
         for recordings, replays, stops in ((limit - 1, 0, False), (limit, limit, False), (limit, limit - 1, True)):
-            self.assertEqual(why_stopped(self.logs(recordings, replays)) is not None, stops)
+            self.assertEqual(why_stopped(self.path(recordings, replays)[0], ()) is not None, stops)
         self.assertExpectedInline(
-            str(why_stopped(self.logs(16, 2))),
+            str(why_stopped(self.path(16, 2)[0], ())),
             """it was recorded 16 times for 2 replays, the last time because: of the test""",
         )
 
+    def path(self, count, replays=0):
+        """A path of recordings of one function, and the function."""
+        model = SimpleNamespace(stop=mock.Mock())
+        nodes = [
+            SimpleNamespace(log=log, children={}, wrapped_function=SimpleNamespace(model=model))
+            for log in self.logs(count, replays)
+        ]
+        for number, node in enumerate(nodes):
+            node.children[7], node._path_from_root = nodes[number + 1 : number + 2], nodes[: number + 1]
+        return nodes, model
+
+    def test_a_path_that_never_ends_stops(self):
+        """Its outputs are kept, for example, and no backward comes. A path that is replayed may be as long."""
+        most = storms.MOST_ON_PATH
+        for count, replays, stops in ((most - 1, 0, False), (most, most - 1, True), (most, most, False)):
+            nodes, model = self.path(count, replays)
+            manager = bare_manager(roots={7: nodes[:1]}, current_node=nodes[-1])
+            self.assertEqual(manager._why_stopped(model, 7) is not None, stops, (count, replays))
+            self.assertEqual(model.stop.called, stops)
+            self.assertIsNone(manager._why_stopped(SimpleNamespace(stop=mock.Mock()), 8))  # another function
+
     def test_only_recordings_at_the_same_place_count(self):
         """A block that layers share is recorded once at each position of a training step."""
-        nodes = [SimpleNamespace(log=log, children={}) for log in self.logs(3 * storms.MOST_RECORDINGS)]
-        for node, following in itertools.pairwise(nodes):
-            node.children[7] = [following]
+        nodes, model = self.path(3 * storms.MOST_RECORDINGS)
         manager = bare_manager(roots={7: nodes[:1]})
         for node in (None, *nodes):
             manager.current_node = node
-            model = SimpleNamespace(stop=mock.Mock())
             self.assertIsNone(manager._why_stopped(model, 7))
             model.stop.assert_not_called()
-        manager.current_node = SimpleNamespace(children={7: nodes})
+        manager.current_node = SimpleNamespace(children={7: nodes}, _path_from_root=[])
         self.assertRegex(manager._why_stopped(model, 7), "it was recorded 48 times for 0 replays")
         model.stop.assert_called_once()
         self.assertIsNone(manager._why_stopped(SimpleNamespace(stop=None), 7))  # it is always graphed

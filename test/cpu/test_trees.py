@@ -35,7 +35,6 @@ from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import attempts, compiled_graph, fast_path, input_rules, liveness, pools
-from pygraph_trees.trees import manager as manager_module
 from pygraph_trees.trees import recording as recording_module
 from pygraph_trees.trees.containers import Trees
 from pygraph_trees.trees.containment import HeldForTooLong
@@ -535,10 +534,27 @@ class TestInputsThatMove(TestCase):
         for moved, static in (((1,), [0, 2]), ((1,), [0, 2]), ((0, 1), [2])):
             self.assertEqual(self.static(*moved), static)
 
+    def test_all_are_live_once_inputs_moved_twice(self):
+        """Unless the function does not give its inputs by address. One that has no place there stays static."""
+        self.enterContext(mock.patch.object(Manager, "_pool", SimpleNamespace(holds=lambda address: False)))
+        for gives, stays, static in ((False, None, [2]), (True, None, []), (True, 2, [2])):
+            self.setUp()
+            self.manager.ids_to_funcs[self.id].model.gives_addresses = gives
+            self.assertEqual(self.static(1), [0, 2])
+            why_not = lambda value, *_, stays=stays: "it is empty" if value is self.inputs[stays or 0] else None  # noqa: E731
+            with mock.patch.object(input_rules, "why_not_placeholder", why_not):
+                self.assertEqual(self.static(0), static)
+
+    def test_inputs_that_two_functions_share_move_once(self):
+        moves = input_rules.Moves()
+        for addresses, go_on in (({1, 2, 3}, False), ({2}, False), (set(), False), ({2, 4}, True), ({1}, True)):
+            moves.note(addresses)
+            self.assertEqual(moves.go_on, go_on)
+
     def test_parameters_that_are_gathered_are_live_from_the_first_recording_on(self):
         self.manager.roots = {}
         gathered = {self.inputs[index].data_ptr() for index in (1, 3)}
-        with mock.patch.object(manager_module, "gathered_addresses", lambda: gathered):
+        with mock.patch.object(input_rules, "gathered_addresses", lambda: gathered):
             self.assertEqual(self.static(), [0, 2])
         self.assertEqual(self.static(), [0, 2])
 
@@ -672,7 +688,7 @@ class TestWhoHoldsOutputs(TestCase):
     def test_outputs_that_others_have_taken_the_place_of(self):
         """They stay in the pool as long as they are held, although the recording no longer asks for them."""
         node = self.recording(2)
-        self.assertEqual(node.older_outputs, [])
+        self.assertEqual(list(node.older_outputs), [])
         held = node.cached_tensor_outputs[1][1:]  # a view will do
         for _ in range(2):
             node.remove_node_cached_tensors()
@@ -719,6 +735,27 @@ class TestWhoHoldsOutputs(TestCase):
                         self.assertTrue(nodes[-1].all_outputs_are_dead())
                         outputs = [output for node in nodes for output in node.cached_tensor_outputs]
                         self.assertEqual([output.grad_fn for output in outputs], [None] * len(outputs))
+
+    def test_a_chain_of_calls_that_nobody_needs_is_released_in_one_round(self):
+        """Each call saves the output of the call before it."""
+        x, nodes = self.forward(64, (0, 1))
+        del x
+        with mock.patch.object(liveness, "_release_autograd", wraps=liveness._release_autograd) as asked:
+            self.assertTrue(liveness.release_unneeded(self.pool))
+        self.assertEqual(asked.call_count, 2 * 64)  # the second round finds nothing
+        self.assertEqual([self.alive(node) for node in nodes], [[False] * 3] * 64)
+
+    def test_a_history_of_outputs_is_not_searched_at_each_call(self):
+        """The program keeps all outputs."""
+        node, held = self.recording(1), []
+        reference = type(node.outputs_weakrefs[0])
+        with mock.patch.object(reference, "expired", autospec=True, side_effect=reference.expired) as asked:
+            for _ in range(200):
+                held += node.cached_tensor_outputs
+                node.remove_node_cached_tensors()
+                node._initialize_cached_tensors()
+        self.assertEqual(len(node.older_outputs), 200)
+        self.assertLess(asked.call_count, 4 * 200)
 
     def test_a_backward_that_is_to_come_keeps_all_that_it_reads(self):
         for graphs in (1, 2, 4):
