@@ -67,7 +67,7 @@ def _plainer_around(around: Around) -> Iterator[Around]:
         if getattr(around, field.name) != field.default:
             default: dict[str, Any] = {field.name: field.default}
             yield replace(around, **default)
-    for name in ("tangents", "events"):
+    for name in ("tangents", "events", "beside", "faults"):
         items = getattr(around, name)
         for position in range(len(items) if len(items) > 1 else 0):
             fewer: dict[str, Any] = {name: (*items[:position], *items[position + 1 :])}
