@@ -147,9 +147,11 @@ class TestSummary(TestCase):
         for name in plots:
             for end in ("light.svg", "dark.svg"):
                 self.assertTrue((folder / "plots" / f"{name}-{end}").is_file(), f"{name}-{end}")
-        self.assertEqual(text, pages.page(found, plots))
+        newest = max(found.files.values(), key=lambda file: file.date)
+        training = pages.loops_table.latest(folder, newest.gpu, newest.torch)
+        self.assertEqual(text, pages.page(found, plots, training))
         readme = pages.README.read_text(encoding="utf-8")
-        self.assertEqual(readme, pages.with_table(readme, pages.short_table(found)))
+        self.assertEqual(readme, pages.with_table(readme, pages.short_table(found, training)))
 
     def test_table_of_the_readme(self):
         """A mean of a part of the programs is not shown, and neither is a way that was not measured."""

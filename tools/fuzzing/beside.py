@@ -45,7 +45,10 @@ class Beside:
     def running(self) -> Iterator[None]:
         """Starts the prepared calls; at the end of the block, waits for them and observes them."""
         self.seen = []
-        with ThreadPoolExecutor(max(1, len(self._calls))) as pool:
+        if not self._ready:
+            yield
+            return
+        with ThreadPoolExecutor(len(self._calls)) as pool:
             waiting = [self._start(pool, n, ready) for n, ready in enumerate(self._ready)]
             yield
             for (place, _, stream), ready, begun in zip(self._calls, self._ready, waiting, strict=False):

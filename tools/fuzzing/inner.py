@@ -213,13 +213,14 @@ _MAKERS = frozenset({"record_function", "run_eager", "add_function", "_record", 
 
 
 def _graphs_are_made() -> bool:
-    """Whether this thread is compiling, warming up or capturing."""
+    """Whether this thread is compiling, warming up, capturing, or in a control-flow operator."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return True
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if module == "torch._dynamo.convert_frame":
+        # A control-flow operator calls a branch without autograd.
+        if module == "torch._dynamo.convert_frame" or module.startswith("torch._higher_order_ops"):
             return True
         if module == "torch._inductor.compile_fx" and "compile_fx" in name:
             return True
