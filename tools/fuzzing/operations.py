@@ -256,7 +256,8 @@ def cond(s: Scope) -> str:
 @_operation("control flow")
 def while_loop(s: Scope) -> str:
     """At least one iteration: without any, eager returns its operand and torch.compile a copy."""
-    x, last, start = s.tensor(), s.index((), 4), s.one_of("{0}", "{0}.clone()")
+    x, last = s.tensor(), s.index((), 4)
+    start = s.one_of("{0}", "{0}.clone()") if x.tensor.is_contiguous() else "{0}.contiguous()"
     s.like(f"torch.sin({x})")
     loop = f"lambda _i, _t: _i <= {last}, lambda _i, _t: (_i + 1, torch.sin(_t) + 0.1)"
     return f"torch.while_loop({loop}, (torch.zeros_like({last}), {start.format(x)}))[1]"

@@ -128,11 +128,14 @@ class Scope:
     def parameter(self) -> Value:
         """A floating-point parameter without shared memory."""
         names = [i.name for i in self.inputs if i.parameter]
-        found = [v for v in self.values if v.name in names]
+        found = [v for v in self.values if v.name in names and _separate(v.tensor)]
         if found:
             return self.one_of(*found)
         shape = (self.size(),) if self._draws.chance(2) else (self.size(), self.size())
-        return self._input(shape, self._main, "unit", parameter=True)
+        made = self._input(shape, self._main, "unit", parameter=True)
+        if not _separate(made.tensor):
+            raise NoRoom
+        return made
 
     def intermediate(self) -> Value:
         """A value of the program that is no view and shares memory with no other, and may be written to."""
