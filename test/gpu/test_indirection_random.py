@@ -21,6 +21,7 @@ from fuzzing.around import Around
 from fuzzing.campaign import Campaign, run
 from fuzzing.case import Case, Input
 from fuzzing.check import check
+from fuzzing.faults import Fault
 from fuzzing.uses import USES
 
 PROGRAMS = int(os.environ.get("PYGRAPH_FUZZ_PROGRAMS", "300"))
@@ -33,8 +34,8 @@ class TestIndirectionRandom(IndirectionTestCase):
     seed = 7
 
     def test_random_programs(self):
-        drawn = self.programs + self.programs // 5  # some cannot run in eager, or differ under upstream too
-        campaign = Campaign("cuda", "ours", "upstream", None, SECONDS, seed=self.seed, most_cases=drawn, jobs=JOBS)
+        drawn = self.programs + self.programs // 5  # some cannot run in eager, or differ under torch.compile too
+        campaign = Campaign("cuda", "ours", "compile", None, SECONDS, seed=self.seed, most_cases=drawn, jobs=JOBS)
         with mock.patch.dict(os.environ, PYGRAPH_INDIRECTION=self.indirection):
             outcome = run(campaign, lambda done, total, text: None)
         if outcome.failure is not None:
@@ -70,10 +71,18 @@ class TestIndirectionRandom(IndirectionTestCase):
             (inferred, Around(where="second device")),
             (inferred, Around(thread="call", thread_when="later")),
             (inferred, Around(keeps=3, step_of=2)),
+            (inferred, Around(where="three streams")),
+            (inferred, Around(beside=(("stream", "same"), ("thread", "other")))),
+            (inferred, Around(captures="every other")),
+            (inferred, Around(reads="every other")),
+            (trained, Around(holds="graph", holds_when="every other")),
+            (trained, Around(holds="detached loss", holds_when="later")),
+            (inferred, Around(faults=(Fault("limit", 1, 1), Fault("at a call", 2, 40)))),
+            (trained, Around(faults=(Fault("signal", 1, 200), Fault("limit", 2, 0)))),
         ):
             with self.subTest(str(around)):
                 case = replace(case, around=around)
-                verdict = check(case, self.device, under_test="ours", control="upstream")
+                verdict = check(case, self.device, under_test="ours", control="compile")
                 if verdict.torch_differs is None:
                     self.assertEqual(verdict.calls, case.calls)
                     self.assertEqual(verdict.inside > 0, bool(around.targets))
@@ -88,7 +97,7 @@ class TestIndirectionRandom(IndirectionTestCase):
             with self.subTest(body[0]):
                 lines = (*body, "v3 = v2.to(a.device)", "v4 = torch.nan_to_num(v3.float().sum()).clamp(-1, 1) * a")
                 case = Case((Input("a", (8,)),), lines, ("v4", "v3"), 4)
-                verdict = check(case, self.device, under_test="ours", control="upstream")
+                verdict = check(case, self.device, under_test="ours", control="compile")
                 self.assertEqual((verdict.calls, verdict.torch_differs), (4, None))
 
     def test_programs_that_were_hard(self):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .faults import KINDS, Fault
+
 SAVED = (  # kinds of saved-tensor hooks; each returns the same values
     "identity",
     "clone",  # at another address
@@ -42,13 +44,28 @@ ACTIONS = ("collect", *TARGETS)  # collect garbage, or call a function
 THREADS = (
     "call",  # each call in a new thread
     "worker",  # all in one other thread
+    "workers",  # in turns in two other threads
     "backward",  # each backward in a new thread
 )
 PLACES_TO_RUN = (
     "device",  # inside torch.cuda.device of the current device
     "stream",  # on another stream
+    "two streams",  # in turns on two other streams
+    "three streams",
     "second device",  # all tensors on another device than the current one, if there are two
 )
+
+STREAMS = {"stream": 1, "two streams": 2, "three streams": 3}
+BESIDE = ("stream", "thread")  # where a function is called at the same time
+HOLDS = (  # what the program holds over later calls
+    "nothing",
+    "outputs",
+    "loss",  # with its autograd graph; the backward starts from it
+    "detached loss",
+    "graph",  # that a second backward uses as well
+)
+
+_WHEN_FIELDS = ("saved_when", "thread_when", "where_when", "holds_when", "reads", "captures")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +84,12 @@ class Around:
     where: str | None = None  # one of PLACES_TO_RUN
     where_when: str = "always"
     keeps: int = 0  # number of calls whose outputs are kept without being read
+    holds: str | None = None  # one of HOLDS, at calls that `holds_when` includes; nothing at others
+    holds_when: str = "always"
+    reads: str | None = None  # one of WHEN: outputs are read on another stream, recorded there, and dropped
+    captures: str | None = None  # one of WHEN: the call is in a graph that the program captures; later calls replay it
+    beside: tuple[tuple[str, str], ...] = ()  # (one of BESIDE, one of TARGETS): called during the call, from the third
+    faults: tuple[Fault, ...] = ()  # of compiled ways; the program catches one and makes the call again
     step_of: int = 1  # calls per step; after each, earlier outputs of the step are read again
 
     def __post_init__(self) -> None:
@@ -75,7 +98,11 @@ class Around:
             ("garbage", self.garbage, TARGETS),
             ("thread", self.thread, THREADS),
             ("where", self.where, PLACES_TO_RUN),
-            *((name, getattr(self, name), WHEN) for name in ("saved_when", "thread_when", "where_when")),
+            ("holds", self.holds, HOLDS),
+            *((name, getattr(self, name), WHEN) for name in _WHEN_FIELDS),
+            *(("beside", place, BESIDE) for place, _ in self.beside),
+            *(("beside", target, TARGETS) for _, target in self.beside),
+            *(("faults", fault.kind, KINDS) for fault in self.faults),
             *(("tangents", kind, TANGENTS) for _, kind in self.tangents),
             *(("events", event, EVENTS) for event, _ in self.events),
             *(("events", action, ACTIONS) for _, action in self.events),
@@ -86,7 +113,7 @@ class Around:
     @property
     def targets(self) -> frozenset[str]:
         """The functions that are called from inside other calls."""
-        return frozenset({self.garbage, *(action for _, action in self.events)} & set(TARGETS))
+        return frozenset({self.garbage, *(action for _, action in (*self.events, *self.beside))} & set(TARGETS))
 
 
 NOTHING = Around()

@@ -2,13 +2,13 @@
 
 A worker writes each case to a file before it runs it, and makes a failing case smaller itself. If the process dies or
 loses the GPU, its last case is made smaller in other processes. If eager lost the GPU, or the control also dies
-of the case, another worker replaces it. A seed gives the same cases again for the same number of workers.
+of the case, another worker replaces it, as after a failure if more failures are wanted. A seed and a program's number
+give the same case, whichever worker checks it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import subprocess
@@ -33,7 +33,7 @@ POISONED_BY_EAGER = 71  # exit status of a worker whose GPU context eager lost
 FAILED = 1  # exit status of a worker that found and wrote a failure
 _POLL_S = 0.2
 _LONGEST_CASE_S = 180.0  # without a sign of life, which each case gives when it begins
-_MOST_TRIES, _MOST_S = 40, 240.0  # to make a deadly case smaller
+_MOST_TRIES = 40  # to make a deadly case smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,8 @@ class Campaign:
     seed: int
     most_cases: int | None = None
     jobs: int = 1  # worker processes at a time
+    most_failures: int = 1
+    reduce_s: float = 120.0  # to make a failing case smaller
     compares: bool = True  # False: a case only runs in the way under test, to see whether the process survives
 
 
@@ -57,7 +59,8 @@ class Counts:
 
     cases: int = 0
     calls: int = 0
-    inside: int = 0  # calls from hooks and finalizers
+    inside: int = 0  # calls from hooks and finalizers, and beside others
+    caught: int = 0  # faults that ended a call
     invalid: int = 0  # eager could not run them
     torch_differs: int = 0  # the control differs from eager as well
     replays: int = 0
@@ -76,6 +79,8 @@ class Counts:
         text = f"{self.cases} programs, {self.calls} calls"
         if self.inside:
             text += f", {self.inside} from inside others"
+        if self.caught:
+            text += f", {self.caught} faults"
         if self.recordings or self.replays:
             text += f"; {self.replays} replays of {self.recordings} recordings, {self.ungraphed_calls} calls un-graphed"
         if self.torch_differs:
@@ -93,16 +98,21 @@ class Counts:
 class Failure:
     case: Case
     message: str
+    number: int = 0  # of the program
 
 
 @dataclass(slots=True)
 class Outcome:
     counts: Counts = field(default_factory=Counts)
-    failure: Failure | None = None
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def failure(self) -> Failure | None:
+        return self.failures[0] if self.failures else None
 
 
 def run(campaign: Campaign, progress: Callable[[float, float, str], None]) -> Outcome:
-    """Checks cases until the time is over or one fails.
+    """Checks cases until the time is over or enough have failed.
 
     Args:
         progress: called with seconds gone, total seconds, and the counts as text, a few times a second.
@@ -112,12 +122,10 @@ def run(campaign: Campaign, progress: Callable[[float, float, str], None]) -> Ou
     """
     outcome, start = Outcome(), time.monotonic()
     with contextlib.ExitStack() as stack:
-        shares: list[int | None] = [None] * campaign.jobs
-        if campaign.most_cases is not None:
-            shares = [len(range(number, campaign.most_cases, campaign.jobs)) for number in range(campaign.jobs)]
-        numbers = itertools.count(campaign.seed * 1000)
-        workers = [stack.enter_context(_Worker(campaign, campaign.seconds, next(numbers), share)) for share in shares]
-        while workers and outcome.failure is None:
+        jobs = campaign.jobs
+        most = [None if campaign.most_cases is None else len(range(n, campaign.most_cases, jobs)) for n in range(jobs)]
+        workers = [stack.enter_context(_Worker(campaign, campaign.seconds, n, most[n])) for n in range(jobs)]
+        while workers and len(outcome.failures) < campaign.most_failures:
             time.sleep(_POLL_S)
             seen = replace(outcome.counts, uses=dict(outcome.counts.uses))
             for worker in workers:
@@ -128,13 +136,12 @@ def run(campaign: Campaign, progress: Callable[[float, float, str], None]) -> Ou
                 workers.remove(worker)
                 outcome.counts.add(worker.counts())
                 by_torch = worker.lost_by_eager or _control_dies(campaign, worker)
-                if by_torch and not worker.lost_by_eager:
-                    outcome.counts.torch_differs += 1
-                elif not by_torch:
-                    outcome.failure = outcome.failure or _failure(campaign, worker)
-                left = campaign.seconds - (time.monotonic() - start)
-                if by_torch and left > 0:
-                    workers.append(stack.enter_context(_Worker(campaign, left, next(numbers), worker.share_left())))
+                failure = None if by_torch else _failure(campaign, worker)
+                outcome.counts.torch_differs += by_torch and not worker.lost_by_eager
+                outcome.failures += [failure] if failure is not None else []
+                left, share = campaign.seconds - (time.monotonic() - start), worker.share_left()
+                if (by_torch or failure is not None) and left > 0 and share != 0:
+                    workers.append(stack.enter_context(_Worker(campaign, left, worker.number + jobs, share)))
     progress(campaign.seconds, campaign.seconds, str(outcome.counts))
     return outcome
 
@@ -178,23 +185,29 @@ def _failure(campaign: Campaign, worker: _Worker) -> Failure | None:
         with _alone(campaign, smaller) as single:
             return single.cause is not None or single.failure() is not None
 
-    return Failure(reduce(case, fails, _MOST_TRIES, _MOST_S), worker.cause)
+    return Failure(reduce(case, fails, _MOST_TRIES, 2 * campaign.reduce_s), worker.cause, worker.number)
 
 
 class _Worker:
     """A worker process with its folder; ``cause`` says what killed it."""
 
     def __init__(
-        self, campaign: Campaign, seconds: float, seed: int, most: int | None, case: Case | None = None
+        self, campaign: Campaign, seconds: float, first: int, most: int | None, case: Case | None = None
     ) -> None:
         self.cause: str | None = None
         self.lost_by_eager = False
-        self._most = most
+        self._first, self._jobs, self._most = first, campaign.jobs, most
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz_")
         self._path = Path(self._folder.name)
         if case is not None:
             (self._path / "given.py").write_text(case.text(), encoding="utf-8")
-        told = {**asdict(campaign), "seconds": seconds, "seed": seed, "most_cases": most, "folder": self._folder.name}
+        told = {
+            **asdict(campaign),
+            "seconds": seconds,
+            "number": first,
+            "most_cases": most,
+            "folder": self._folder.name,
+        }
         # Several workers fill the machine, and pools of compile processes take long to start.
         one = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if campaign.jobs > 1 else {}
         path = os.pathsep.join(filter(None, [str(TOOLS), str(TOOLS.parent), os.environ.get("PYTHONPATH")]))
@@ -229,6 +242,11 @@ class _Worker:
             self.cause = how_it_ended(status, self._path / "log.txt")
         return True
 
+    @property
+    def number(self) -> int:
+        """The number of its last program."""
+        return self._first + self._jobs * (self.counts().cases - 1)
+
     def share_left(self) -> int | None:
         """The number of cases that it has not reached; None if only time is limited."""
         return None if self._most is None else max(0, self._most - self.counts().cases)
@@ -239,7 +257,7 @@ class _Worker:
 
     def failure(self) -> Failure | None:
         data = self._json("failure.json")
-        return None if data is None else Failure(read(data["case"]), data["message"])
+        return None if data is None else Failure(read(data["case"]), data["message"], self.number)
 
     def last_case(self) -> Case | None:
         path = self._path / "case.py"

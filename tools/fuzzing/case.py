@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .around import NOTHING, Around
+from .faults import Fault
 
 LAYOUTS = (
     "contiguous",
@@ -151,7 +152,7 @@ def read(text: str) -> Case:
         ValueError: the text is no case.
     """
     try:
-        found = eval(compile(text, "<case>", "eval"), {"Case": Case, "Input": Input, "Around": Around})
+        found = eval(compile(text, "<case>", "eval"), {"Case": Case, "Input": Input, "Around": Around, "Fault": Fault})
     except (SyntaxError, NameError, TypeError) as error:
         raise ValueError(f"this is no case: {error}") from error
     if not isinstance(found, Case):

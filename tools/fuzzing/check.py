@@ -1,23 +1,25 @@
 """Runs a case in several ways and compares each call: outputs, gradients, aliasing, and the memory of all inputs.
 
 Eager is the oracle; the tolerance depends on the narrowest dtype. If the way under test disagrees, a control, a way of
-torch's own, runs too. Its differences from eager count as :attr:`Verdict.torch_differs`. If torch raises, a wrong
-result counts as torch's only if un-graphed code gives one too. Moved constants must have eager's bits, or those of
-un-graphed code. A failure raises :class:`Mismatch`.
+torch's own, runs too. Its differences from eager count as :attr:`Verdict.torch_differs` if the way under test does as
+the control does: both raise, or both give the same values. Moved constants must have eager's bits, or those of
+un-graphed code. After a fault, calls must be graphed again. A failure raises :class:`Mismatch`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from pygraph_trees.benchmark.differences import difference
+from pygraph_trees.report.log import journal
 from pygraph_trees.trees.kept_outputs import why_not_moved
 
 from .case import Case
+from .faults import NEVER
 from .observation import Observation
 from .runner import Runner
 
@@ -39,6 +41,14 @@ class Mismatch(AssertionError):
 class Raised(Mismatch):
     """A compiled way raised."""
 
+    def __init__(self, message: str, way: str) -> None:
+        super().__init__(message)
+        self.way = way
+
+
+class NotGraphedAgain(Mismatch):
+    """After a fault, calls stay un-graphed."""
+
 
 class InexactConstant(Mismatch):
     """A moved constant has other bits than eager's."""
@@ -54,6 +64,7 @@ class Verdict:
 
     calls: int  # calls that were compared and agreed
     inside: int = 0  # calls made from inside those
+    caught: int = 0  # faults that ended a call, which was then made again
     torch_differs: str | None = None  # how the control differs from eager, if it does
 
 
@@ -64,12 +75,12 @@ def check(
 
     Args:
         under_test: one of the benchmark's ways, or a Dynamo backend, by name or as ``module:function``.
-        control: the way to run if they disagree; None accepts a disagreement at once.
+        control: the way to run if they disagree; None: a disagreement is a failure.
         exactly: a way that the way under test must also equal bit for bit.
 
     Raises:
         InvalidCase: eager cannot run the case.
-        Mismatch: the way under test differs from eager, or raises, and the control does not.
+        Mismatch: the way under test differs from eager or raises, and the control does not do the same.
     """
     tolerance = tolerance_of(case)
     try:
@@ -83,10 +94,14 @@ def check(
         if control is None or is_lost(device):  # every way would raise on a GPU that is lost
             raise
         by_torch = _mismatch(case, device, control, tolerance)
-        if isinstance(by_torch, Raised) and not isinstance(ours, Raised) and control != UNGRAPHED:
-            by_torch = _mismatch(case, device, UNGRAPHED, tolerance)
-        if by_torch is None:
+        if by_torch is None or isinstance(by_torch, Raised) != isinstance(ours, Raised):
             raise
+        if not isinstance(ours, Raised):
+            try:
+                _compare(case, device, under_test, control, tolerance)
+            except Raised as error:  # a later call of the control may raise
+                if error.way == under_test:
+                    raise
         return Verdict(0, torch_differs=str(by_torch))
     if exactly is not None:
         _compare(case, device, under_test, exactly, tolerance=0.0)
@@ -139,24 +154,58 @@ def _compare(
     with contextlib.ExitStack() as stack:
         stack.callback(gc.collect)
         stack.callback(torch._dynamo.reset)
-        keeps = subject == "ours" and _are_outputs_kept()
+        keeps = subject == UNGRAPHED or (subject.startswith("ours") and _are_outputs_kept())
         runners = [Runner(case, kind, device, keeps=keeps) for kind in (reference, subject)]
         for runner in runners:
             stack.callback(runner.close)
         for call in range(case.calls):
+            ungraphed = _ungraphed_calls() if call == case.calls - 1 and runners[1].caught else 0
             wanted, found = (_observe(runner, call) for runner in runners)
             where = f"call {call}: {subject} against {reference}"
             is_exact = reference == "eager" and not (may_round and subject in ROUNDING)
             exact = case.moved_constants if is_exact else frozenset()
             _agree(found, wanted, tolerance, where, exact)
-            for call_inside in found.inside:
-                _agree(call_inside.found, call_inside.wanted, tolerance, f"{where}: {call_inside.where}", exact)
+            # Those were made by eager, whatever the reference is.
+            for call_inside in found.inside if reference == "eager" else ():
+                _agree(
+                    call_inside.found,
+                    call_inside.wanted,
+                    max(tolerance, TOLERANCE[torch.float32]),
+                    f"{where}: {call_inside.where}",
+                    exact,
+                )
             agreed, inside = agreed + 1, inside + len(found.inside)
             # Outputs of a warm-up or a recording must not be used in a later step; torch raises if they are.
             if any(runner.recorded() for runner in runners):
                 for runner in runners:
                     runner.detach_outputs()
-    return Verdict(agreed, inside)
+        last = _ungraphed_calls() - ungraphed
+        caught = runners[1].caught
+    if caught and last > (usual := _ungraphed_at_the_end(case, device, subject) if last else 0):
+        raise NotGraphedAgain(
+            f"after {caught} faults, {last} functions run un-graphed in the last call; usually {usual}"
+        )
+    return Verdict(agreed, inside, caught)
+
+
+def _ungraphed_calls() -> int:
+    return sum(function.ungraphed_calls for function in journal.records()[1])
+
+
+def _ungraphed_at_the_end(case: Case, device: torch.device, way: str) -> int:
+    """The number of functions that the last call of a case runs un-graphed if it has no faults."""
+    runner = Runner(replace(case, around=replace(case.around, faults=(NEVER,))), way, device)
+    before = 0
+    try:
+        for call in range(case.calls):
+            before = _ungraphed_calls()
+            _observe(runner, call)
+            if runner.recorded():
+                runner.detach_outputs()
+        return _ungraphed_calls() - before
+    finally:
+        runner.close()
+        torch._dynamo.reset()
 
 
 def _are_outputs_kept() -> bool:
@@ -173,7 +222,7 @@ def _observe(runner: Runner, call: int) -> Observation:
     except Exception as error:
         if runner.kind == "eager":
             raise InvalidCase(f"call {call}: {error}") from error
-        raise Raised(f"call {call}: {runner.kind} raised {type(error).__name__}: {error}") from error
+        raise Raised(f"call {call}: {runner.kind} raised {type(error).__name__}: {error}", runner.kind) from error
 
 
 def _agree(found: Observation, wanted: Observation, tolerance: float, where: str, exact: frozenset[str]) -> None:

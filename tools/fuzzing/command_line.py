@@ -1,10 +1,11 @@
-"""Runs random programs and compares them with eager, until the time is over or one fails.
+"""Runs random programs and compares them with eager, until the time is over or some have failed.
 
 usage: tools/fuzz [--minutes N] [--cases N]  draw programs, run each with inputs that move, and compare
+       tools/fuzz --seed N --program NUMBER  print a program, and run it
        tools/fuzz FILE                       run a printed case again
 
 On a GPU, programs run with CUDA graphs under our patches (--way upstream: without); otherwise on the CPU under a Dynamo
-backend. A failing program is reduced, printed and written to a file. Exit status 1: a failure, 2: wrong usage.
+backend. Failing programs are reduced, printed and written to files. Exit status 1: a failure, 2: wrong usage.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from pygraph_trees.cli.progress import Progress
 from .campaign import Campaign, run
 from .case import read
 from .check import InvalidCase, Mismatch, check
+from .programs import program
 
 _MINUTES, _MOST_MINUTES = 5.0, 60.0  # the second if the number of programs is limited
-_MOST_JOBS = 12  # each has its own context and compiler
+_MOST_JOBS = 24  # each has its own context and compiler
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tools/fuzz", description=str(__doc__).splitlines()[0])
     parser.add_argument("case", nargs="?", type=Path, metavar="FILE", help="a case to run again")
     parser.add_argument("--minutes", type=float, help="how long to draw programs (default: 5, or 60 with --cases)")
+    parser.add_argument("--program", type=int, metavar="NUMBER", help="only this program of the seed")
     parser.add_argument("--cases", "--programs", type=int, help="stop after so many programs")
     parser.add_argument("--seed", type=int, help="of the programs, as an earlier run printed it (default: a new one)")
     parser.add_argument(
@@ -41,16 +44,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--control",
         metavar="WAY",
-        help="asked where the way differs from eager: what it does as well is torch's; default: upstream for ours, "
-        "compile for upstream",
+        help="runs where the way differs from eager; if it does the same, that is torch's; default: compile",
     )
     parser.add_argument("--exact", action="store_true", help="must also equal torch.compile without graphs, bit by bit")
     parser.add_argument("--jobs", type=int, default=_jobs(), help="processes at a time (default: %(default)s here)")
-    parser.add_argument("--out", type=Path, default=Path("fuzz-failure.py"), help="where a failing case is written")
+    parser.add_argument("--failures", type=int, default=1, metavar="N", help="stop after so many (default: 1)")
+    parser.add_argument("--reduce", type=float, default=120.0, metavar="SECONDS", help="for each (default: 120)")
+    parser.add_argument("--out", type=Path, default=Path("fuzz-failures"), help="folder for the failing cases")
     options = parser.parse_args(arguments)
 
     minutes = options.minutes if options.minutes is not None else _MINUTES if options.cases is None else _MOST_MINUTES
-    if options.jobs < 1 or minutes <= 0 or (options.cases is not None and options.cases < 1):
+    if min(options.jobs, options.failures) < 1 or minutes <= 0 or (options.cases is not None and options.cases < 1):
         parser.error("expected at least one job, one program and more than no time")
     on_gpu = torch.cuda.is_available()
     way = options.way or ("ours" if on_gpu else "aot_eager")
@@ -60,13 +64,19 @@ def main(arguments: Sequence[str]) -> int:
         print(f"there is no GPU: programs run on the CPU under {way}, without CUDA graphs", file=sys.stderr)
     control, exactly = options.control, "compile" if options.exact else None
     if on_gpu and control is None:
-        control = {"ours": "upstream", "upstream": "compile"}.get(way)
+        control = None if way == "compile" else "compile"
     if not on_gpu and (options.exact or control in ("ours", "upstream")):
         parser.error("--exact and controls with graphs need a GPU, and this machine has none that torch can use")
 
-    if options.case is not None:
+    if options.program is not None and options.seed is None:
+        parser.error("--program needs --seed")
+    if options.case is not None or options.program is not None:
         try:
-            case = read(options.case.read_text(encoding="utf-8"))
+            if options.case is not None:
+                case = read(options.case.read_text(encoding="utf-8"))
+            else:
+                case = program(options.seed, options.program, graphs=on_gpu)
+                print(case.text())
         except (OSError, ValueError) as error:
             parser.error(str(error))
         device = torch.device("cuda" if on_gpu else "cpu")
@@ -79,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
 
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
-    print(f"seed {seed}, {options.jobs} jobs")  # they give the same programs again
+    print(f"seed {seed}, {options.jobs} jobs")  # the seed gives the same programs again
     campaign = Campaign(
         device="cuda" if on_gpu else "cpu",
         under_test=way,
@@ -89,18 +99,21 @@ def main(arguments: Sequence[str]) -> int:
         seed=seed,
         most_cases=options.cases,
         jobs=options.jobs,
+        most_failures=options.failures,
+        reduce_s=options.reduce,
     )
     outcome = run(campaign, Progress())
     print(outcome.counts)
     print(outcome.counts.table())
-    if outcome.failure is None:
-        return 0
-    text = outcome.failure.case.text()
-    options.out.write_text(text, encoding="utf-8")
-    print(f"\n{outcome.failure.message}\n\n{text}\nwritten to {options.out}; tools/fuzz {options.out} runs it again")
-    return 1
+    for failure in outcome.failures:
+        options.out.mkdir(parents=True, exist_ok=True)
+        path = options.out / f"{seed}-{failure.number}.py"
+        message = "".join(f"# {line}\n" for line in failure.message.splitlines())
+        path.write_text(message + failure.case.text(), encoding="utf-8")
+        print(f"\n{failure.message}\n\n{failure.case.text()}\nwritten to {path}; tools/fuzz {path} runs it again")
+    return 1 if outcome.failures else 0
 
 
 def _jobs() -> int:
     """Most of the cores: a program spends its time compiling."""
-    return max(1, min(_MOST_JOBS, (os.cpu_count() or 1) - 2))
+    return max(1, min(_MOST_JOBS, (os.cpu_count() or 1) - 1))

@@ -1,14 +1,14 @@
 """Other threads, streams and devices for a call.
 
 :class:`Threads` runs work in the thread that a case names and waits for it. :class:`Elsewhere` makes a stream or a
-device current, with the waits that a correct program has. Threads that make CUDA graphs have their own trees, cleared
-before the thread ends. What they return must not be in a graph's memory.
+device current, and :class:`Reader` reads on another stream, with the waits that a correct program has. Threads that
+make CUDA graphs have their own trees, cleared before the thread ends. What they return must not be in a graph's memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -16,7 +16,10 @@ import torch
 
 from pygraph_trees.trees.containers import Trees
 
+from .around import STREAMS
+
 T = TypeVar("T")
+DELAY = 1_000_000  # cycles of the GPU that delay a stream
 
 
 class Threads:
@@ -24,35 +27,35 @@ class Threads:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._worker: ThreadPoolExecutor | None = None
-        self._of_worker = contextlib.ExitStack()  # entered and left in the worker
+        self._workers: dict[int, tuple[ThreadPoolExecutor, contextlib.ExitStack]] = {}  # stacks are left in the worker
 
     def new(self, work: Callable[[], T]) -> T:
         """The result of ``work`` in a new thread, which then ends; raises what ``work`` raises."""
 
         def inside() -> T:
-            with _own_trees(self._device):
+            with own_trees(self._device):
                 return work()
 
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(inside).result()
 
-    def worker(self, work: Callable[[], T]) -> T:
-        """The result of ``work`` in the thread that lives until :meth:`close`; raises what ``work`` raises."""
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1)
-            self._worker.submit(self._of_worker.enter_context, _own_trees(self._device)).result()
-        return self._worker.submit(work).result()
+    def worker(self, number: int, work: Callable[[], T]) -> T:
+        """The result of ``work`` in a thread that lives until :meth:`close`; raises what ``work`` raises."""
+        if number not in self._workers:
+            self._workers[number] = (ThreadPoolExecutor(1), contextlib.ExitStack())
+            pool, stack = self._workers[number]
+            pool.submit(stack.enter_context, own_trees(self._device)).result()
+        return self._workers[number][0].submit(work).result()
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.submit(self._of_worker.close).result()
-            self._worker.shutdown()
-            self._worker = None
+        for pool, stack in self._workers.values():
+            pool.submit(stack.close).result()
+            pool.shutdown()
+        self._workers.clear()
 
 
 class Elsewhere:
-    """The stream or the device on which one runner's calls run."""
+    """The streams or the device on which one runner's calls run."""
 
     def __init__(self, where: str | None, device: torch.device) -> None:
         self._where = where if device.type == "cuda" else None
@@ -60,28 +63,57 @@ class Elsewhere:
         if self._where == "second device" and torch.cuda.device_count() > 1:
             current = torch.cuda.current_device()
             self.device = torch.device("cuda", (current + 1) % torch.cuda.device_count())
-        self._stream = torch.cuda.Stream(self.device) if self._where == "stream" else None
+        self._streams = [torch.cuda.Stream(self.device) for _ in range(STREAMS.get(self._where or "", 0))]
 
     @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Makes the stream or device current for the block."""
+    def current(self, call: int) -> Iterator[None]:
+        """Makes the stream or device of a call current for the block."""
         if self._where == "device":
             with torch.cuda.device(torch.cuda.current_device()):
                 yield
-        elif self._stream is not None:
+        elif self._streams:
+            stream = self._streams[call % len(self._streams)]
             before = torch.cuda.current_stream(self.device)
-            self._stream.wait_stream(before)
+            stream.wait_stream(before)
             try:
-                with torch.cuda.stream(self._stream):
+                with torch.cuda.stream(stream):
                     yield
             finally:
-                before.wait_stream(self._stream)
+                before.wait_stream(stream)
         else:
             yield
 
 
+class Reader:
+    """Reads tensors on a stream of its own, where they are recorded so that the program may drop them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+        self._read: list[torch.Tensor] = []
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Queues the reading, after a delay."""
+        if self._stream is None:
+            self._read = [t.detach().clone() for t in tensors]
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(DELAY)
+            self._read = [t.detach().clone() for t in tensors]
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+
+    def taken(self) -> Sequence[torch.Tensor]:
+        """The values that were read since the last time."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        read, self._read = self._read, []
+        return read
+
+
 @contextlib.contextmanager
-def _own_trees(device: torch.device) -> Iterator[None]:
+def own_trees(device: torch.device) -> Iterator[None]:
     """Trees for the current thread, if torch allows them for a plain thread: since 2.13."""
     if device.type != "cuda" or not _may_have_trees():
         yield

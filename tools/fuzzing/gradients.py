@@ -19,6 +19,8 @@ def gradients(
     leaves: Sequence[torch.Tensor],
     tangents: Mapping[str, str],
     accumulated: Callable[[], None] | None = None,
+    *,
+    retain: bool = False,
 ) -> Gradients:
     """The gradients of ``leaves``; None for leaves that no output depends on.
 
@@ -26,16 +28,17 @@ def gradients(
         outputs: returned values with their names.
         tangents: kinds of special tangents by name of the output.
         accumulated: called after a gradient is accumulated; None takes gradients without accumulating them.
+        retain: whether the graph is kept for another backward.
     """
     chosen = [(o, tangent(tangents.get(n), o)) for n, o in outputs if o.requires_grad and tangents.get(n) != "missing"]
     if not leaves or not chosen:
         return ()
     starts, given = zip(*chosen, strict=True)
     if accumulated is None:
-        return torch.autograd.grad(starts, leaves, given, allow_unused=True)
+        return torch.autograd.grad(starts, leaves, given, retain_graph=retain, allow_unused=True)
     handles = [leaf.register_post_accumulate_grad_hook(lambda _: accumulated()) for leaf in leaves]
     try:
-        torch.autograd.backward(starts, given, inputs=list(leaves))
+        torch.autograd.backward(starts, given, retain_graph=retain, inputs=list(leaves))
         return tuple(leaf.grad for leaf in leaves)
     finally:
         for leaf, handle in zip(leaves, handles, strict=True):
@@ -58,3 +61,9 @@ def tangent(kind: str | None, output: torch.Tensor) -> torch.Tensor | None:
         return torch._neg_view(-weights.to(dtype))
     weights = torch.complex(weights, weights.flip(0) if shape else weights).to(dtype) if dtype.is_complex else weights
     return weights.conj() if kind == "conj" else weights.to(dtype)
+
+
+def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A loss of all outputs that have a gradient; None without any."""
+    real = [torch.view_as_real(o) if o.is_complex() else o for o in outputs if o.requires_grad and o.numel()]
+    return sum((o.float().mean() * 8 for o in real[1:]), real[0].float().mean() * 8) if real else None

@@ -20,7 +20,7 @@ import torch
 
 from .around import NOTHING
 from .case import Case, Input
-from .gradients import gradients
+from .gradients import Gradients, gradients
 from .memory import Memory
 from .observation import Inside, Observation, observe
 
@@ -58,10 +58,32 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class Ready:
+    """The inputs of a call, and what eager gave for them."""
+
     memory: Memory
     given: Mapping[str, torch.Tensor]
     wanted: Observation
+
+
+def made_ready(target: Target, seed: int, device: torch.device, backward: bool) -> Ready:
+    memory, twin = (Memory(target.case, device) for _ in range(2))
+    made = run_target(replace(target, callable=target.eager), twin.prepare(seed), backward)
+    return Ready(memory, memory.prepare(seed), observe(target.case.returns, *made, twin))
+
+
+def run_target(
+    target: Target, given: Mapping[str, torch.Tensor], backward: bool
+) -> tuple[tuple[torch.Tensor, ...], Gradients]:
+    """The outputs of a call, and its gradients if it has a backward."""
+    arguments = [given[item.name] for item in target.case.arguments]
+    outputs = target.callable(*arguments)
+    if not isinstance(outputs, tuple):
+        outputs = (outputs,)
+    if not (backward and target.case.backward):
+        return outputs, ()
+    named = list(zip(target.case.returns, outputs, strict=True))
+    return outputs, gradients(named, [a for a in arguments if a.requires_grad], {})
 
 
 class Inner:
@@ -76,7 +98,7 @@ class Inner:
         self._targets = targets
         self._device = device
         self._backward = backward
-        self._ready: dict[str, list[_Ready]] = {}
+        self._ready: dict[str, list[Ready]] = {}
         self._seen: list[Inside] = []
         self._error: InnerError | None = None
         self._busy = False
@@ -88,7 +110,8 @@ class Inner:
     def prepare(self, call: int) -> None:
         """Prepares inputs for a step's calls from inside, and runs eager on them."""
         for name, target in self._targets.items():
-            self._ready[name] = [self._one(target, _FIRST_SEED + call * MOST + i) for i in range(MOST)]
+            seeds = [_FIRST_SEED + call * MOST + i for i in range(MOST)]
+            self._ready[name] = [made_ready(target, seed, self._device, self._backward) for seed in seeds]
 
     def warm_up(self) -> None:
         """Calls the other function, which the case itself does not call, until it is replayed."""
@@ -97,7 +120,7 @@ class Inner:
             return
         for number in range(3):
             torch.compiler.cudagraph_mark_step_begin()
-            self._run(target, Memory(target.case, self._device).prepare(number))
+            run_target(target, Memory(target.case, self._device).prepare(number), self._backward)
 
     @contextlib.contextmanager
     def finalizers(self, target: str | None, threshold: int) -> Iterator[None]:
@@ -137,21 +160,6 @@ class Inner:
             raise error
         return seen
 
-    def _one(self, target: Target, seed: int) -> _Ready:
-        memory, twin = (Memory(target.case, self._device) for _ in range(2))
-        outputs, found = self._run(replace(target, callable=target.eager), twin.prepare(seed))
-        return _Ready(memory, memory.prepare(seed), observe(target.case.returns, outputs, found, twin))
-
-    def _run(self, target: Target, given: Mapping[str, torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
-        arguments = [given[item.name] for item in target.case.arguments]
-        outputs = target.callable(*arguments)
-        if not isinstance(outputs, tuple):
-            outputs = (outputs,)
-        if not (self._backward and target.case.backward):
-            return outputs, ()
-        named = list(zip(target.case.returns, outputs, strict=True))
-        return outputs, gradients(named, [a for a in arguments if a.requires_grad], {})
-
     def _call(self, name: str, where: str) -> None:
         if not self._ready.get(name):
             return
@@ -159,7 +167,7 @@ class Inner:
         self._busy = True
         try:
             with torch.enable_grad():  # a backward's hook has it off, which would compile again
-                outputs, found = self._run(self._targets[name], ready.given)
+                outputs, found = run_target(self._targets[name], ready.given, self._backward)
                 seen = observe(self._targets[name].case.returns, outputs, found, ready.memory)
             self._seen.append(Inside(f"a call from {where}", seen, ready.wanted))
         except Exception as error:
@@ -205,13 +213,14 @@ _MAKERS = frozenset({"record_function", "run_eager", "add_function", "_record", 
 
 
 def _graphs_are_made() -> bool:
-    """Whether this thread is compiling, warming up or capturing."""
+    """Whether this thread is compiling, warming up, capturing, or in a control-flow operator."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return True
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if module == "torch._dynamo.convert_frame":
+        # A control-flow operator calls a branch without autograd.
+        if module == "torch._dynamo.convert_frame" or module.startswith("torch._higher_order_ops"):
             return True
         if module == "torch._inductor.compile_fx" and "compile_fx" in name:
             return True

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .constants import begin, combination, continued
+from .faults import OPERATOR
 from .scope import NoRoom
 
 if TYPE_CHECKING:
@@ -238,6 +239,53 @@ def constant_chain(s: Scope) -> str:
             made = s.constant(continued(s, s.constants[-1]))
     x = s.tensor(shape=made.shape)
     return combination(s.move(x), str(made.dtype).removeprefix("torch."), x)
+
+
+@_operation("custom operator")
+def custom_operator(s: Scope) -> str:
+    return f"{OPERATOR}({s.tensor()})"
+
+
+@_operation("control flow")
+def cond(s: Scope) -> str:
+    x, predicate = s.tensor(), s.one_of("{}", "{}.cpu()").format(s.mask(()))
+    s.like(f"torch.cos({x})")
+    return f"torch.cond({predicate}, lambda _t: torch.sin(_t), lambda _t: torch.cos(_t) * 0.5, ({x},))"
+
+
+@_operation("control flow")
+def while_loop(s: Scope) -> str:
+    """At least one iteration: without any, eager returns its operand and torch.compile a copy."""
+    x, last = s.tensor(), s.index((), 4)
+    start = s.one_of("{0}", "{0}.clone()") if x.tensor.is_contiguous() else "{0}.contiguous()"
+    s.like(f"torch.sin({x})")
+    loop = f"lambda _i, _t: _i <= {last}, lambda _i, _t: (_i + 1, torch.sin(_t) + 0.1)"
+    return f"torch.while_loop({loop}, (torch.zeros_like({last}), {start.format(x)}))[1]"
+
+
+@_operation("control flow")
+def scan(s: Scope) -> str:
+    x = s.tensor(least_rank=2)
+    s.like(f"torch.sin({x})")
+    step = "lambda _c, _t: ((_c + _t) * 0.5, (_c - _t) * 0.5)"
+    return f"torch._higher_order_ops.scan({step}, torch.zeros_like({x}[0]), {x}, dim=0)[1]"
+
+
+@_operation("in place", mutates=True)
+def resize(s: Scope) -> str:
+    x = s.intermediate()
+    return f"{x}.resize_({x.shape[0]}, {s.size()}).fill_(0.25)"
+
+
+@_operation("data", mutates=True)
+def parameter_data(s: Scope) -> str:
+    """The only one of its program: torch.compile rejects a parameter that is both given other memory and written to."""
+    if s.has(".data"):
+        raise NoRoom
+    forms = ["{0}.data.mul_(0.5)", "{0}.data *= 0.5"]
+    if s.mutations:  # with gradients, torch.compile loses that of the other memory
+        forms += ["{0}.data = {0}.data * 0.5", "{0}.data = torch.tanh({0}.data)"]
+    return s.one_of(*forms).format(s.parameter())
 
 
 @_operation("in place", mutates=True)

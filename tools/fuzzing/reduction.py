@@ -1,7 +1,7 @@
 """Makes a failing case smaller: each step removes or simplifies one thing, and is kept if the case still fails.
 
 A step may give a case that cannot run, which does not count as failing. A limit of tries or seconds ends the reduction.
-hypothesis's shrinking does not work here: it needs hundreds of runs, which take minutes with a compilation each, and a
+General shrinking does not work here: it needs hundreds of runs, which take minutes with a compilation each, and a
 process each if the case kills its process. A few dozen specific steps do as well.
 """
 
@@ -67,7 +67,7 @@ def _plainer_around(around: Around) -> Iterator[Around]:
         if getattr(around, field.name) != field.default:
             default: dict[str, Any] = {field.name: field.default}
             yield replace(around, **default)
-    for name in ("tangents", "events"):
+    for name in ("tangents", "events", "beside", "faults"):
         items = getattr(around, name)
         for position in range(len(items) if len(items) > 1 else 0):
             fewer: dict[str, Any] = {name: (*items[:position], *items[position + 1 :])}

@@ -1,7 +1,8 @@
 """Runs a case in one way, call by call, with memory of its own and all events around its calls.
 
 Two :class:`Runner` objects of one case get equal inputs at different addresses. :meth:`Runner.step` makes the next call
-and returns an :class:`Observation`; it raises what the call raises.
+and returns an :class:`Observation`; it raises what the call raises. A call of a compiled way that raises an injected
+fault is made again, with its inputs as they were.
 """
 
 from __future__ import annotations
@@ -9,25 +10,26 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch._functorch.config
 
 from pygraph_trees.benchmark import Program
-from pygraph_trees.benchmark.ways import make_ways
+from pygraph_trees.benchmark.ways import MORE_WAYS, WAYS, make_ways
 
 from .around import LATE, at
+from .beside import Beside
 from .case import Case
-from .elsewhere import Elsewhere, Threads
-from .gradients import Gradients, gradients
+from .elsewhere import Elsewhere, Reader, Threads
+from .faults import Fault
+from .gradients import Gradients, gradients, loss_of
 from .inner import OTHER, Inner, Target
 from .memory import Memory
 from .observation import Observation, observe
 from .saved import hooks
-
-WAYS = ("eager", "compile", "upstream", "ours")
 
 
 class Runner:
@@ -51,30 +53,74 @@ class Runner:
             fn = self._module
         self._fed: dict[str, torch.Tensor] = {}
         self._of_step: list[Any] = []  # outputs of the current step's calls
-        self._held: deque[Any] = deque(maxlen=max(case.around.keeps, 2 if keeps else 0))
+        self._held: deque[Any] = deque(maxlen=max(case.around.keeps, 2 if keeps or case.around.holds else 0))
+        self._reader = Reader(device)
+        self._captured: list[tuple[Any, ...]] = []  # graphs of the program, with the tensors that they read
+        if kind == "ours" and case.around.faults:
+            kind = "ours:graphed"  # a trial would decide by time, which faults change
         self._callable, self._active, self._close, self._recorded = _way(fn, kind)
         self._events = _by_event(case)
-        self._inner = Inner(self._targets(fn), device, backward=case.around.inner_backward)
+        targets = self._targets(fn)
+        self._inner = Inner(targets, device, backward=case.around.inner_backward)
+        self._beside = Beside(case.around.beside, targets, device, case.around.inner_backward)
         self._outer = _Hooked(self._callable, lambda: self._happened("forward hook"))
+        self._fault: Fault | None = None  # of the current attempt
+        self.caught = 0  # faults that were raised
 
     def step(self) -> Observation:
-        """Makes the next call."""
-        around, call = self._case.around, self._call
+        """Makes the next call; makes it again if an injected fault ends it."""
         given = self._inputs()
+        faults = [f for f in self._case.around.faults if f.call == self._call and self.kind != "eager"]
+        self._fault = faults[0] if faults else None
+        restore = self._restorer() if faults else None
+        seen = None
+        try:
+            seen = self._attempt(given)
+        except BaseException as error:
+            if self._fault is None or not isinstance(error, self._fault.raises):
+                raise
+        self._fault = None
+        if seen is None and restore is not None:
+            self.caught += 1
+            restore()
+            seen = self._attempt(given)
+        self._call += 1
+        assert seen is not None
+        return seen
+
+    def _attempt(self, given: Mapping[str, torch.Tensor]) -> Observation:
+        around, call = self._case.around, self._call
         self._inner.prepare(call)
-        with self._active():
+        if call >= 2:
+            self._beside.prepare(call)
+        with self._active(), _config(self._case):
             if call == 0:
                 self._inner.warm_up()
             if call % around.step_of == 0 and not self._keeps:
                 torch.compiler.cudagraph_mark_step_begin()
                 self._of_step.clear()
-            if around.thread in ("call", "worker") and at(around.thread_when, call):
-                run = self._threads.new if around.thread == "call" else self._threads.worker
-                seen = run(lambda: self._elsewhere_or_here(given))
-            else:
-                seen = self._elsewhere_or_here(given)
-        self._call += 1
-        return seen
+            work = lambda: self._elsewhere_or_here(given)  # noqa: E731
+            if around.thread in ("call", "worker", "workers") and at(around.thread_when, call):
+                if around.thread == "call":
+                    return self._threads.new(work)
+                return self._threads.worker(call % 2 if around.thread == "workers" else 0, work)
+            return work()
+
+    def _restorer(self) -> Callable[[], None]:
+        """What gives inputs their present values again."""
+        tensors = [*self._memory.blocks.values(), *self._fed.values()]
+        held = [(tensor, tensor.detach()) for tensor in self._held_by_module().values()]
+        tensors += [data for _, data in held if self._memory.place_of(data) is None]
+        copies = [tensor.detach().clone() for tensor in tensors]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for tensor, copy in zip(tensors, copies, strict=True):
+                    tensor.detach().copy_(copy)
+            for tensor, data in held:
+                tensor.data = data
+
+        return restore
 
     def detach_outputs(self) -> None:
         """Passes copies of the outputs to the next call, instead of the outputs."""
@@ -89,18 +135,24 @@ class Runner:
         self._fed.clear()
         self._held.clear()
         self._of_step.clear()
+        self._captured.clear()
         self._threads.close()
         self._close()
 
     def _inputs(self) -> dict[str, torch.Tensor]:
         given = dict(self._memory.prepare(self._call))
-        if self._module is not None:
-            held = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
-            for name, tensor in held.items():
-                if tensor.data_ptr() != given[name].data_ptr():
-                    tensor.data = given[name].detach()
-                given[name] = tensor
+        places = {item.name: item.place for item in self._case.inputs}
+        for name, tensor in self._held_by_module().items():
+            # A parameter that the program gave other memory keeps it, if the program's writes are kept.
+            if tensor.data_ptr() != given[name].data_ptr() and not (self._call and places[name] == "kept"):
+                tensor.data = given[name].detach()
+            given[name] = tensor
         return given | self._fed
+
+    def _held_by_module(self) -> dict[str, torch.Tensor]:
+        if self._module is None:
+            return {}
+        return dict(self._module.named_parameters()) | dict(self._module.named_buffers())
 
     def _targets(self, fn: Callable[..., Any]) -> dict[str, Target]:
         wanted = self._case.around.targets
@@ -116,31 +168,68 @@ class Runner:
     def _elsewhere_or_here(self, given: Mapping[str, torch.Tensor]) -> Observation:
         if not at(self._case.around.where_when, self._call):
             return self._observed(given)
-        with self._elsewhere.current():
+        with self._elsewhere.current(self._call):
             return self._observed(given)
 
     def _observed(self, given: Mapping[str, torch.Tensor]) -> Observation:
         around, case = self._case.around, self._case
         late = self._call >= 2  # the first call compiles and warms up, the second records
-        with self._inner.finalizers(around.garbage if late else None, around.threshold if late else 0):
+        for graph, *_ in self._captured:
+            graph.replay()
+        kept: list[Any] = []
+        with (
+            self._inner.finalizers(around.garbage if late else None, around.threshold if late else 0),
+            self._beside.running(),
+            self._fault.injected(self._elsewhere.device) if self._fault else contextlib.nullcontext(),
+        ):
             with self._saved():
-                outputs = self._outer(*(given[i.name] for i in case.arguments))
-            if not isinstance(outputs, tuple):
-                outputs = (outputs,)
-            found = self._gradients(outputs, given) if case.backward else ()
-        inside = self._inner.taken()
-        seen = observe(case.returns, outputs, found, self._memory, earlier=self._earlier(), inside=inside)
+                outputs = self._forward([given[i.name] for i in case.arguments])
+            found = self._gradients(outputs, given, kept) if case.backward else ()
+        inside = [*self._inner.taken(), *self._beside.seen]
+        earlier = (*self._earlier(), *self._reader.taken(), *self._moved_parameters())
+        seen = observe(case.returns, outputs, found, self._memory, earlier=earlier, inside=inside)
         self._fed = {name: outputs[position] for position, name in case.feedback}
-        if around.thread in ("call", "worker") and not self._keeps:
-            self.detach_outputs()  # the thread's graphs end with it
+        if around.reads is not None and at(around.reads, self._call):
+            self._reader.read([t for t in (*outputs, *found) if t is not None])
+            self.detach_outputs()
+        elif self._captures() or (around.thread in ("call", "worker", "workers") and not self._keeps):
+            self.detach_outputs()  # the thread's graphs end with it, and a captured graph is replayed
         else:
-            self._held.append((outputs, found))
-            if around.step_of > 1:
-                self._of_step.append((outputs, found))
+            self._hold(kept, outputs, found)
         return seen
 
+    def _forward(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The outputs; of a graph that the program captures and replays, if the case says so."""
+        if not self._captures():
+            outputs = self._outer(*arguments)
+        else:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outputs = self._outer(*arguments)
+            graph.replay()
+            self._captured.append((graph, arguments, outputs))
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def _captures(self) -> bool:
+        captures, on_gpu = self._case.around.captures, self._elsewhere.device.type == "cuda"
+        return on_gpu and captures is not None and self.kind != "eager" and at(captures, self._call)
+
+    def _hold(self, kept: list[Any], outputs: tuple[torch.Tensor, ...], found: Gradients) -> None:
+        """Holds what the program holds over later calls."""
+        around = self._case.around
+        if around.holds is None:
+            self._held.append((outputs, found))
+        elif at(around.holds_when, self._call) and around.holds != "nothing":
+            self._held.append(kept or (outputs, found))
+        if around.step_of > 1:
+            self._of_step.append((outputs, found))
+
+    def _moved_parameters(self) -> tuple[torch.Tensor, ...]:
+        """Parameters to which the program gave other memory."""
+        return tuple(t for t in self._held_by_module().values() if self._memory.place_of(t) is None)
+
     def _earlier(self) -> tuple[Any, ...]:
-        """Outputs and gradients of earlier calls that must still be valid."""
+        """Outputs, gradients and losses of earlier calls that must still be valid."""
         return tuple(self._held if self._keeps else self._of_step)
 
     def _saved(self) -> AbstractContextManager[Any]:
@@ -149,16 +238,38 @@ class Runner:
             return contextlib.nullcontext()
         return hooks(around.saved, self._happened)
 
-    def _gradients(self, outputs: Sequence[torch.Tensor], given: Mapping[str, torch.Tensor]) -> Gradients:
+    def _gradients(
+        self, outputs: Sequence[torch.Tensor], given: Mapping[str, torch.Tensor], kept: list[Any]
+    ) -> Gradients:
+        """The gradients; puts the loss into ``kept`` if the program holds it."""
         around = self._case.around
         leaves = [given[i.name] for i in self._case.inputs if given[i.name].requires_grad]
         named = list(zip(self._case.returns, outputs, strict=True))
         tangents = {name: kind for name, kind in around.tangents if kind not in LATE or self._call >= 2}
         accumulated = (lambda: self._happened("accumulated")) if "accumulated" in self._events else None
+        holds = around.holds if at(around.holds_when, self._call) else None
+        loss = loss_of(outputs) if holds in ("loss", "detached loss") else None
+        if loss is not None:
+            named, tangents = [("loss", loss)], {}
+            kept.append(loss if holds == "loss" else loss.detach())
+
+        def taken() -> Gradients:
+            found = twice()
+            if not any(".data" in line for line in self._case.body):
+                return found
+            # A parameter that is written to and not used has a gradient of zeros in compiled code.
+            return tuple(torch.zeros_like(w) if g is None else g for g, w in zip(found, leaves * 2, strict=False))
+
+        def twice() -> Gradients:
+            if holds != "graph":
+                return gradients(named, leaves, tangents, accumulated)
+            first = gradients(named, leaves, tangents, accumulated, retain=True)
+            return (*first, *gradients(named, leaves, tangents, accumulated, retain=True))
+
         with self._output_hooks(outputs):
             if around.thread == "backward" and at(around.thread_when, self._call):
-                return self._threads.new(lambda: _copies(gradients(named, leaves, tangents, accumulated)))
-            return gradients(named, leaves, tangents, accumulated)
+                return self._threads.new(lambda: _copies(taken()))
+            return taken()
 
     @contextlib.contextmanager
     def _output_hooks(self, outputs: Sequence[torch.Tensor]) -> Any:
@@ -203,6 +314,17 @@ def module_of(fn: Callable[..., Any], case: Case, tensors: Mapping[str, torch.Te
     return module
 
 
+@contextlib.contextmanager
+def _config(case: Case) -> Iterator[None]:
+    """The settings that torch.compile needs for a case."""
+    with contextlib.ExitStack() as stack:
+        if any("scan(" in line for line in case.body):
+            stack.enter_context(torch._dynamo.config.patch(capture_scalar_outputs=True))
+        if case.around.holds == "graph":
+            stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
+        yield
+
+
 def _by_event(case: Case) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for event, action in case.around.events:
@@ -222,7 +344,7 @@ def _way(
     fn: Callable[..., Any], kind: str
 ) -> tuple[Callable[..., Any], Callable[[], AbstractContextManager[Any]], Callable[[], None], Callable[[], bool]]:
     """The callable of a way, the context for calls, what frees it, and whether the last call was not a replay."""
-    if kind in WAYS:
+    if kind in (*WAYS, *MORE_WAYS):
         (way,) = make_ways(Program(fn), [kind])
         trees = way.trees
         if trees is None:

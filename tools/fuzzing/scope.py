@@ -6,14 +6,14 @@ An operand is an existing value that fits, or a new input. If the program cannot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from hypothesis import strategies as st
 
 from .case import LAYOUTS, PLACES, Input
+from .draws import Draws
 from .memory import strides_of
 
 T = TypeVar("T")
@@ -51,15 +51,15 @@ class Scope:
     """Draws the operands of one program.
 
     Args:
-        draw: hypothesis's.
         main: the floating-point dtype of most inputs.
         mutations: whether values may be written to.
     """
 
-    def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any], main: str, mutations: bool) -> None:
-        self._draw = draw
+    def __init__(self, draws: Draws, main: str, mutations: bool) -> None:
+        self._draws = draws
+        self._like: str | None = None
         self._main = main
-        self._mutations = mutations
+        self.mutations = mutations
         self.inputs: list[Input] = []
         self.values: list[Value] = []
         self.body: list[str] = []
@@ -68,7 +68,7 @@ class Scope:
         self._tensors: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
 
     def one_of(self, *choices: T) -> T:
-        return self._draw(st.sampled_from(choices))
+        return self._draws.one_of(choices)
 
     def size(self) -> int:
         return self.one_of(*SIZES)
@@ -103,23 +103,47 @@ class Scope:
             )
 
         found = [v for v in self.values if fits(v)]
-        if found and (len(self.inputs) >= MOST_INPUTS or self._draw(st.integers(0, 3)) > 0):
+        if found and (len(self.inputs) >= MOST_INPUTS or not self._draws.chance(4)):
             return self.one_of(*found)
         if shape is None:
             wanted = self.one_of(*range(max(1, least_rank), 5)) if rank is None else rank
             shape = tuple(self.size() if i < 2 else self.one_of(1, 2, 8, 16) for i in range(wanted))
         if allowed is None:
-            allowed = [self._main] if self._draw(st.integers(0, 5)) > 0 else ["float32"]
+            allowed = [self._main] if not self._draws.chance(6) else ["float32"]
         return self._input(tuple(shape), self.one_of(*allowed), "unit", share=not roots)
 
     def written(self, **wanted: Any) -> Value:
         """An operand, as of :meth:`tensor`, that can be written to: no two of its elements share an address."""
-        if not self._mutations:
+        if not self.mutations:
             raise NoRoom
         value = self.tensor(**wanted)
         if not _separate(value.tensor):
             raise NoRoom
         return value
+
+    def like(self, text: str) -> None:
+        """Sets an expression like that of the next statement, for one that does not run on meta tensors."""
+        self._like = text
+
+    def parameter(self) -> Value:
+        """A floating-point parameter without shared memory."""
+        names = [i.name for i in self.inputs if i.parameter]
+        found = [v for v in self.values if v.name in names and _separate(v.tensor)]
+        if found:
+            return self.one_of(*found)
+        shape = (self.size(),) if self._draws.chance(2) else (self.size(), self.size())
+        made = self._input(shape, self._main, "unit", parameter=True)
+        if not _separate(made.tensor):
+            raise NoRoom
+        return made
+
+    def intermediate(self) -> Value:
+        """A value of the program that is no view and shares memory with no other, and may be written to."""
+        found = [v for v in self.values if v.root == v.name and not v.name.isalpha() and v.tensor.is_contiguous()]
+        found = [v for v in found if sum(other.root == v.root for other in self.values) == 1 and v.shape]
+        if not found or not self.mutations:
+            raise NoRoom
+        return self.one_of(*found)
 
     def has(self, text: str) -> bool:
         """Whether a statement contains ``text``."""
@@ -137,11 +161,12 @@ class Scope:
         return self._input((count,), "int64", "order")
 
     def add(self, text: str, *, value: bool) -> None:
-        """Appends a statement, with a name for its value if it has one; it must run on meta tensors."""
+        """Appends a statement, with a name for its value if it has one; it, or one like it, runs on meta tensors."""
         name = f"v{len(self.body)}"
         line = f"{name} = {text}" if value else text
         with torch.no_grad():
-            exec(line, self._tensors)
+            exec(line if self._like is None else f"{name} = {self._like}", self._tensors)
+        self._like = None
         self.body.append(line)
         if value:
             tensor = self._tensors[name]
@@ -184,12 +209,25 @@ class Scope:
 
     def mutated_parameters(self) -> bool:
         """Whether a statement writes to a parameter."""
-        return any(i.parameter and self._tensors[i.name]._version for i in self.inputs)
+        return self.has(".data") or any(i.parameter for i in self._mutated())
+
+    def waits(self) -> bool:
+        """Whether a call waits for the GPU, or copies from the CPU, which a graph of the program cannot capture."""
+        return bool(self.constants) or self.has("torch.cond(") or self.has("torch.while_loop(") or self.has("scan(")
+
+    def mutated_inputs(self) -> bool:
+        """Whether a statement writes to an input."""
+        return self.has(".data") or bool(self._mutated())
+
+    def _mutated(self) -> list[Input]:
+        return [i for i in self.inputs if self._tensors[i.name]._version]
 
     def _lists(self) -> tuple[list[Any], ...]:
         return self.inputs, self.values, self.body, self.constants, self.moved
 
-    def _input(self, shape: tuple[int, ...], dtype: str, values: str, share: bool = False) -> Value:
+    def _input(
+        self, shape: tuple[int, ...], dtype: str, values: str, share: bool = False, parameter: bool = False
+    ) -> Value:
         if len(self.inputs) >= MOST_INPUTS + 3:
             raise NoRoom
         plain = values == "order" or not shape
@@ -200,11 +238,11 @@ class Scope:
             values=values,
             layout="contiguous" if plain else self.one_of(*(["contiguous"] * 6), *LAYOUTS[1:]),
             place=self.one_of(*PLACES),
-            parameter=values == "unit" and self._draw(st.integers(0, 5)) == 5,
+            parameter=parameter or (values == "unit" and self._draws.chance(6)),
         )
         root = item.name
         owners = [i for i in self.inputs if (i.dtype, i.values, i.shares, i.parameter) == (dtype, values, None, False)]
-        if share and owners and not item.parameter and self._draw(st.integers(0, 7)) == 7:
+        if share and owners and not item.parameter and self._draws.chance(8):
             owner = self.one_of(*owners)
             item = replace(item, layout="contiguous", shares=owner.name, shift=self.one_of(0, 1, 16))
             root = owner.name

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+import torch
+
 from .case import Case
+from .faults import ProgramError
 
 USES = (
     "backward",
@@ -14,6 +19,16 @@ USES = (
     "streams and devices",
     "constant chains",
     "outputs kept alive",
+    "held outputs, losses or graphs",
+    "outputs read on another stream",
+    "calls at the same time",
+    "own captures",
+    "out of memory",
+    "interrupts",
+    "exceptions",
+    "control flow",
+    "resize_",
+    "parameters written in forward",
 )
 
 
@@ -30,5 +45,15 @@ def uses(case: Case) -> tuple[str, ...]:
         around.where is not None,
         bool(case.constants),
         around.keeps > 0 or around.step_of > 1,
+        around.holds is not None,
+        around.reads is not None,
+        bool(around.beside),
+        around.captures is not None,
+        any(issubclass(f.raises, torch.OutOfMemoryError) for f in around.faults),
+        any(issubclass(f.raises, KeyboardInterrupt) for f in around.faults),
+        any(issubclass(f.raises, ProgramError) for f in around.faults),
+        bool(re.search(r"torch\.(cond|while_loop|_higher_order_ops\.scan)\(", "\n".join(case.body))),
+        any(".resize_(" in line for line in case.body),
+        any(".data" in line for line in case.body),
     )
     return tuple(name for name, used in zip(USES, found, strict=True) if used)

@@ -18,19 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from pygraph_trees.report.log import journal
 
 from .campaign import FAILED, POISONED, POISONED_BY_EAGER, Counts, Failure
 from .case import Case, read
 from .check import InvalidCase, Mismatch, check, is_lost, run
+from .programs import program
 from .reduction import reduce
-from .strategies import cases
 from .uses import uses
 
-_BATCH = 50  # cases that hypothesis plans at a time
-_MOST_TRIES, _MOST_S = 80, 120.0  # to make a failing case smaller
+_MOST_TRIES = 80  # to make a failing case smaller
 
 
 class Worker:
@@ -48,18 +46,10 @@ class Worker:
 
     def campaign(self) -> int:
         """Draws and checks cases until the time is over or one fails."""
-        batch = 0
+        number = self._told["number"]
         while not self._over():
-            drawn = given(cases(graphs=self._device.type == "cuda"))(self._check_in_time)
-            quiet = settings(
-                max_examples=_BATCH,
-                deadline=None,
-                database=None,
-                phases=(Phase.generate,),
-                suppress_health_check=list(HealthCheck),
-            )
-            seed(self._told["seed"] * 1_000_003 + batch)(quiet(drawn))()
-            batch += 1
+            self._failure = self._check(program(self._told["seed"], number, graphs=self._device.type == "cuda"))
+            number += self._told["jobs"]
         return self._result()
 
     def single(self, text: str) -> int:
@@ -81,10 +71,6 @@ class Worker:
             or (most is not None and self.counts.cases >= most)
         )
 
-    def _check_in_time(self, case: Case) -> None:
-        if not self._over():
-            self._failure = self._check(case)
-
     def _result(self) -> int:
         """The exit status; first makes a failing case smaller, and writes each smaller one."""
         if self._failure is None:
@@ -98,7 +84,7 @@ class Worker:
             return failure is not None
 
         counted = replace(self.counts)
-        reduce(self._failure.case, fails, _MOST_TRIES, _MOST_S)
+        reduce(self._failure.case, fails, _MOST_TRIES, self._told["reduce_s"])
         self._write("counts.json", json.dumps(asdict(counted)))
         return FAILED
 
@@ -123,6 +109,7 @@ class Worker:
         else:
             self.counts.calls += verdict.calls
             self.counts.inside += verdict.inside
+            self.counts.caught += verdict.caught
             for name in uses(case):
                 self.counts.uses[name] = self.counts.uses.get(name, 0) + 1
             self.counts.torch_differs += verdict.torch_differs is not None
