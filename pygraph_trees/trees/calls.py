@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._inductor import cudagraph_trees
 
 from . import fast_path
@@ -84,10 +85,12 @@ class Calls(fast_path.TreeState, Steps):
         return self._pool.holds(address)
 
     def failed(self, error: Exception, function_id: Any = None) -> None:
-        """Drops all recordings and the graph pool at the next call, since the trees raised an error.
+        """Drops all recordings and the graph pool at the next call, unless the trees only lacked memory.
 
         A function whose call failed warms up again.
         """
+        if isinstance(error, torch.OutOfMemoryError):
+            return
         _log.info("CUDA graphs start over", exc_info=error)
         self.why_start_over = error
         self._candidates.clear()

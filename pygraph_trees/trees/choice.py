@@ -164,12 +164,14 @@ class _Choice(Environment):
 
 
 def has_room_for_another(manager: Manager) -> bool:
-    """Whether the GPU has 10% more memory free than the graph pool takes."""
+    """Whether the GPU has 10% more memory free, of what the process may take, than the graph pool takes."""
     pool, device = manager.pool_bytes, manager.device_index
     try:
-        free, _ = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = torch.cuda.get_per_process_memory_fraction(device) * total
     except RuntimeError:
         return False
+    free = min(free, allowed - torch.cuda.memory_reserved(device))
     # Memory that torch has reserved counts as free, but not the pool's.
     reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return bool(free + max(0, reserve - pool) > 1.1 * pool)
