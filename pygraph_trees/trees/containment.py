@@ -67,6 +67,23 @@ class Progress:
         """The call's inputs, although the recording may have consumed them."""
         return [in_place(value.metadata) if isinstance(value, _InPool) else value for value in self._given]
 
+    def without_inputs(self, outputs: Any) -> Any:
+        """The outputs of a run with :meth:`inputs`, with copies of those inputs that do not own their memory."""
+        borrowed = {value.metadata["data_ptr"] for value in self._given if isinstance(value, _InPool)}
+        copies: dict[int, torch.UntypedStorage] = {}
+
+        def owned(output: Any) -> Any:
+            if not borrowed or not isinstance(output, torch.Tensor) or not output.is_cuda or output._is_zerotensor():
+                return output
+            storage = output.untyped_storage()
+            if storage.data_ptr() not in borrowed:
+                return output
+            copy = copies.setdefault(storage.data_ptr(), storage.clone())
+            made = torch.empty(0, dtype=output.dtype, device=output.device)
+            return made.set_(copy, output.storage_offset(), output.size(), output.stride())
+
+        return [owned(output) for output in outputs]
+
     def run(self, code: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         """Runs the compiled code. Code that runs with another list is captured, or is another call's."""
         if inputs is not self._list:
@@ -159,6 +176,7 @@ def _after(error: Exception, manager: Contains, progress: Progress, function_id:
         outputs = progress.outputs if progress.outputs is not None else _written(progress.node, error)
     else:  # if it raises too, that is what the program gets without graphs
         outputs = manager.run_ungraphed(progress.inputs(), function_id, _described(error))
+        outputs = progress.without_inputs(outputs)
     if is_held:
         manager.keep_inputs(function_id, _described(error))
     elif not isinstance(error, torch.OutOfMemoryError):  # that error passes
@@ -176,8 +194,6 @@ def note_failure(model: Function, error: Exception) -> None:
     model.failures += 1
     if model.failures >= MOST_FAILURES:
         model.why_ungraphed = why
-        if model.stop is not None:
-            model.stop(why)
 
 
 def _is_held(error: Exception, manager: Contains, progress: Progress) -> bool:

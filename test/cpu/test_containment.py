@@ -147,11 +147,11 @@ class TestContained(TestCase):
             raise AssertionError
 
         done: list[int] = []
-        self.model.stop = mock.Mock()
+        stop = self.model.stop = mock.Mock()
         for _ in range(MOST_FAILURES + 2):
             self.check(upstream)
         self.assertEqual(len(done), MOST_FAILURES)
-        self.model.stop.assert_called_once()
+        stop.assert_called_once()
 
     def test_the_next_call_starts_over(self) -> None:
         self.check(lambda inputs: of_torch())

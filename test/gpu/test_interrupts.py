@@ -58,8 +58,13 @@ def check(rows):
 SIZES = (4, 9, 17)
 for rows in SIZES:
     step(rows)  # compiled, and warmed up
-stop = threading.Event()
-sent = 0
+stop, armed, sent = threading.Event(), False, 0
+
+def interrupt(number, frame):
+    if armed:  # the loop below has no place for an interrupt
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, interrupt)
 
 def send():
     global sent
@@ -72,23 +77,21 @@ thread = threading.Thread(target=send, daemon=True)
 thread.start()
 while time.monotonic() < until:
     try:
+        armed = True
         check(SIZES[done % 3])
+        armed = False
         done += 1
     except KeyboardInterrupt:
+        armed = False
         caught += 1
-        for p in parameters:
-            p.grad = None
     except Exception as error:
+        armed = False
         problems.append(f"{type(error).__name__}: {error}"[:300])
         done += 1
-        for p in parameters:
-            p.grad = None
-while thread.is_alive():
-    try:
-        stop.set()
-        thread.join()
-    except KeyboardInterrupt:
-        pass
+    for p in parameters:
+        p.grad = None
+stop.set()
+thread.join()
 for p in parameters:
     p.grad = None
 for number in range(12):
