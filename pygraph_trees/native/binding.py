@@ -7,9 +7,7 @@ is fast, outputs are torch's, and the Python versions here serve the slow path.
 from __future__ import annotations
 
 import importlib
-import itertools
 import struct
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,22 +36,6 @@ def do_without_extension(why: str) -> None:
     global extension, why_without
     if extension is not None:
         extension, why_without = None, why
-
-
-class _Thread(threading.local):
-    """A number for each thread that asks; no other thread ever gets it."""
-
-    def __init__(self) -> None:
-        self.number = next(_numbers)
-
-
-_numbers = itertools.count(1)
-_thread = _Thread()
-
-
-def thread_id() -> int:
-    """A number that identifies this thread among all threads, including those that have ended."""
-    return _thread.number if extension is None else int(extension.thread_id())
 
 
 class Counter:

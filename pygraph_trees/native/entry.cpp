@@ -28,7 +28,7 @@ struct Entry {
         std::vector<uint64_t> order;
         Results results;
         // Addresses that the last call read, and its first inputs: loaded ahead, as Known is, before the candidates are known.
-        const void *near[8] = {};
+        const void *near[9] = {};
         std::array<Known, 24> first;
         size_t firsts = 0;
 
@@ -217,36 +217,38 @@ void count_slow(const FunctionState *function, Slow why) {
 Answer replay_fast(Entry::State *state, PyObject *list, Ref *result, std::optional<Slow> *why) {
     FunctionState *function = state->own();
     *why = Slow::not_ready;
-    if (function->manager == nullptr)
-        return Answer::no;
-    GivenAway given_away;
-    OwnTurn turn;
-    Found found;
-    if (!(found.manager = Ref(PyObject_CallNoArgs(function->manager))))
-        return Answer::error;
-    if (!is_tree_state(found.manager.get())) // None, if no manager may replay it now
+    if (!function->is_replayed)
         return Answer::no;
     if (function->by_values != nullptr) {
         *why = std::nullopt;
         return replay_for_values(state, list, result);
     }
+    GivenAway given_away;
+    OwnTurn turn;
+    Found found;
+    if (!(found.replayer = replayer_here(function)) || found.in_trees()->manager == nullptr)
+        return PyErr_Occurred() ? Answer::error : Answer::no;
+    if (!(found.manager = Ref(PyObject_CallNoArgs(found.in_trees()->manager))))
+        return Answer::error;
+    if (!is_tree_state(found.manager.get())) // None: it is gone
+        return Answer::no;
     counted.asked++;
     Slow reason = Slow::not_ready;
     const auto no = [&](Answer answer) {
         *why = reason;
         return answer;
     };
-    if (const Answer answer = find_candidates(function, state->counters, &turn, &found, &reason); answer != Answer::yes)
+    if (const Answer answer = find_candidates(state->counters, &turn, &found, &reason); answer != Answer::yes)
         return no(answer);
     Ref kept = kept_inputs(&state->results, list);
     if (!kept)
         return PyErr_Occurred() ? Answer::error : Answer::no;
     const std::vector<uint64_t> *order = state->order.empty() ? nullptr : &state->order;
     Inputs inputs(list, order);
-    OwnMemory::State *own = own_memory_in(function->own);
+    given_away.own = Ref::dup(found.in_trees()->own);
+    OwnMemory::State *own = own_memory_in(given_away.own.get());
     if (own != nullptr) {
-        given_away.own = Ref::dup(function->own);
-        inputs.add(function->own);
+        inputs.add(given_away.own.get());
         reason = Slow::no_memory;
         if (std::string error; !own->take(&error)) // Python frees some, or raises
             return no(Answer::no);
@@ -276,7 +278,8 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result, std::option
     if (mode == state->forward || mode == state->backward)
         assign(&found.trees()->pending, mode == state->forward ? Py_True : Py_False);
     const void *read[] = {found.manager.get(), found.candidates.get(), found.replay.get(), replay,
-                          replay->addresses,   replay->replays,        replay->graph,      state->function};
+                          replay->addresses,   replay->replays,        replay->graph,      state->function,
+                          found.in_trees()};
     std::copy(std::begin(read), std::end(read), state->near);
     state->firsts = std::min(state->first.size(), replay->fixed.size());
     for (size_t i = 0; i < state->firsts; i++)

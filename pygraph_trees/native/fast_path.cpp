@@ -38,8 +38,8 @@ PyObject *note_stream(PyObject *, PyObject *object) {
     });
 }
 
-PyObject *thread_id(PyObject *, PyObject *) {
-    return PyLong_FromUnsignedLongLong(PyThreadState_GetID(PyThreadState_Get()));
+PyObject *number_of_thread(PyObject *, PyObject *) {
+    return PyLong_FromUnsignedLongLong(thread_of_trees());
 }
 
 /* The only item of the list tells whether its owner is counted among those that need the collector off. */
@@ -88,7 +88,7 @@ PyMethodDef methods[] = {
     {"counts", counts, METH_NOARGS, "How many calls asked for a fast replay, got one, and got one that Python made."},
     {"exchange_memory", exchange_memory, METH_VARARGS, "Exchanges the memory of the storages of two tensors."},
     {"note_stream", note_stream, METH_O, "Notes that another stream uses a tensor's memory."},
-    {"thread_id", thread_id, METH_NOARGS, "A number that identifies this thread among all, also those that have ended."},
+    {"thread_of_trees", number_of_thread, METH_NOARGS, "The number of the thread whose trees a call uses."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -125,6 +125,7 @@ bool add_types(PyObject *module) {
         {&candidates_spec, &types.candidates},
         {&tree_state_spec, &types.tree_state},
         {&function_state_spec, &types.function_state},
+        {&replayer_spec, &types.replayer},
     };
     for (const auto &[spec, type] : all) {
         *type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(spec)); // never freed, since the module is not either

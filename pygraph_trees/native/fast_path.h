@@ -277,8 +277,8 @@ Replay::State *replay_in(PyObject *object);
 
 /* Why a call takes the slow path; `native/binding.py` has the names. */
 enum class Slow : size_t {
-    not_ready,      // no recording replays the function yet, or it is measured
-    another_call,   // another call has the turn, or another thread replays it
+    not_ready,      // no recording of this thread replays the function yet, or it is measured
+    another_call,   // another call has the turn
     not_found,      // no recording follows here
     moved,          // a static input moved
     outputs_alive,  // other outputs are alive than when it was recorded

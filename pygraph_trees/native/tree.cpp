@@ -2,8 +2,12 @@
 
 #include "tree.h"
 
+#include <ATen/ThreadLocalPythonObjects.h>
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <structmember.h>
 
+#include <string>
 #include <utility>
 
 namespace {
@@ -114,13 +118,12 @@ PyType_Slot tree_state_slots[] = {
 };
 
 PyMemberDef function_state_members[] = {
-    ATTRIBUTE(FunctionState, "manager", manager),
-    ATTRIBUTE(FunctionState, "function_id", function_id),
+    ATTRIBUTE(FunctionState, "replayer", replayer),
+    ATTRIBUTE(FunctionState, "replayers", replayers),
     ATTRIBUTE(FunctionState, "integers", integers),
-    ATTRIBUTE(FunctionState, "own", own),
-    ATTRIBUTE(FunctionState, "slow", slow),
     ATTRIBUTE(FunctionState, "by_values", by_values),
-    {"thread", T_ULONGLONG, offsetof(FunctionState, thread), 0, nullptr},
+    ATTRIBUTE(FunctionState, "slow", slow),
+    {"is_replayed", T_BOOL, offsetof(FunctionState, is_replayed), 0, nullptr},
     {"was_asked", T_BOOL, offsetof(FunctionState, was_asked), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
@@ -130,6 +133,22 @@ PyType_Slot function_state_slots[] = {
     {Py_tp_new, reinterpret_cast<void *>(PyType_GenericNew)},
     {Py_tp_members, function_state_members},
     OBJECT_SLOTS(FunctionState),
+    {0, nullptr},
+};
+
+PyMemberDef replayer_members[] = {
+    ATTRIBUTE(Replayer, "manager", manager),
+    ATTRIBUTE(Replayer, "function_id", function_id),
+    ATTRIBUTE(Replayer, "own", own),
+    {"thread", T_ULONGLONG, offsetof(Replayer, thread), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot replayer_slots[] = {
+    {Py_tp_doc, const_cast<char *>("What replays a function in the trees of one thread.")},
+    {Py_tp_new, reinterpret_cast<void *>(PyType_GenericNew)},
+    {Py_tp_members, replayer_members},
+    OBJECT_SLOTS(Replayer),
     {0, nullptr},
 };
 
@@ -216,6 +235,11 @@ PyType_Spec pygraph::function_state_spec = {
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, function_state_slots,
 };
 
+PyType_Spec pygraph::replayer_spec = {
+    "pygraph_trees.native._fast_path.Replayer", sizeof(Replayer), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    replayer_slots,
+};
+
 PyType_Spec pygraph::candidates_spec = {
     "pygraph_trees.native._fast_path.Candidates", sizeof(Candidates), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     candidates_slots,
@@ -224,6 +248,34 @@ PyType_Spec pygraph::candidates_spec = {
 bool pygraph::is_tree_state(PyObject *object) { return PyObject_TypeCheck(object, types.tree_state); }
 
 bool pygraph::is_function_state(PyObject *object) { return PyObject_TypeCheck(object, types.function_state); }
+
+unsigned long long pygraph::thread_of_trees() {
+    static const std::string name = "pygraph_trees"; // trees/threads.py puts an object there
+    using Objects = at::impl::ThreadLocalPythonObjects;
+    if (torch::autograd::get_current_graph_task_id() >= 0 && Objects::contains(name))
+        return reinterpret_cast<uintptr_t>(Objects::get(name).get());
+    return PyThreadState_GetID(PyThreadState_Get());
+}
+
+Ref pygraph::replayer_here(FunctionState *function) {
+    const auto as_replayer = [](PyObject *object) {
+        return object != nullptr && Py_IS_TYPE(object, types.replayer) ? reinterpret_cast<Replayer *>(object) : nullptr;
+    };
+    const Replayer *last = as_replayer(function->replayer);
+    if (last == nullptr)
+        return Ref();
+    const unsigned long long here = last->thread == 0 ? 0 : thread_of_trees();
+    if (last->thread == here)
+        return Ref::dup(function->replayer);
+    Ref number(PyLong_FromUnsignedLongLong(here));
+    if (!number || function->replayers == nullptr || !PyDict_Check(function->replayers))
+        return Ref();
+    PyObject *found = PyDict_GetItemWithError(function->replayers, number.get());
+    if (as_replayer(found) == nullptr)
+        return Ref();
+    assign(&function->replayer, found);
+    return Ref::dup(found);
+}
 
 pygraph::OwnTurn::~OwnTurn() {
     if (owner)
@@ -237,11 +289,9 @@ bool pygraph::OwnTurn::take(TreeState *trees) {
     return true;
 }
 
-Answer pygraph::find_candidates(const FunctionState *function, const Counters &counters, OwnTurn *turn, Found *found,
-                                Slow *why) {
+Answer pygraph::find_candidates(const Counters &counters, OwnTurn *turn, Found *found, Slow *why) {
     *why = Slow::another_call;
-    if (function->thread != 0 && function->thread != PyThreadState_GetID(PyThreadState_Get()))
-        return Answer::no;
+    PyObject *function_id = found->in_trees()->function_id;
     TreeState *trees = found->trees();
     if (!turn->take(trees))
         return Answer::no;
@@ -249,12 +299,12 @@ Answer pygraph::find_candidates(const FunctionState *function, const Counters &c
     for (PyObject **held : trees->held()) // unset, if upstream names its state otherwise
         if (*held == nullptr && held != &trees->mode && held != &trees->compile_id && held != &trees->streams)
             return Answer::no;
-    if (trees->graph == Py_None || !PyDict_Check(trees->candidates) || function->function_id == nullptr)
+    if (trees->graph == Py_None || !PyDict_Check(trees->candidates) || function_id == nullptr)
         return Answer::no;
     const int begins = begins_step(trees, counters, &found->generation);
     if (begins < 0)
         return Answer::error;
-    PyObject *places = PyDict_GetItemWithError(trees->candidates, function->function_id);
+    PyObject *places = PyDict_GetItemWithError(trees->candidates, function_id);
     PyObject *known = places != nullptr && PyDict_Check(places)
                           ? PyDict_GetItemWithError(places, trees->current_node)
                           : nullptr;
@@ -262,7 +312,7 @@ Answer pygraph::find_candidates(const FunctionState *function, const Counters &c
         return Answer::error;
     const Candidates *candidates = candidates_in(known);
     if (candidates == nullptr || (candidates->begins >= 0 && candidates->begins != begins)) {
-        found->candidates = Ref(PyObject_CallFunctionObjArgs(trees->find, found->manager.get(), function->function_id,
+        found->candidates = Ref(PyObject_CallFunctionObjArgs(trees->find, found->manager.get(), function_id,
                                                              begins ? Py_True : Py_False, nullptr));
         if (!found->candidates)
             return Answer::error;

@@ -50,20 +50,37 @@ void note_launch(TreeState *trees);
 /* Frees what was noted. */
 void forget_streams(TreeState *trees);
 
+/* What replays a function in the trees of one thread. */
+struct Replayer {
+    PyObject_HEAD
+    PyObject *manager;         // returns the manager, or None once it is gone
+    PyObject *function_id;     // the function's id in the manager
+    PyObject *own;             // the OwnMemory of its outputs, or None
+    unsigned long long thread; // see thread_of_trees; 0 if trees are not per thread
+
+    std::array<PyObject **, 3> held() { return {&manager, &function_id, &own}; }
+};
+
 /* The part of a function's state that each replay reads; trees/dispatch.py derives from it. */
 struct FunctionState {
     PyObject_HEAD
-    PyObject *manager;     // returns the manager that may replay the function now, or None
-    PyObject *function_id; // its id in the manager
-    PyObject *integers;    // the indices of its integers
-    PyObject *own;         // the OwnMemory of its outputs, or None
-    PyObject *by_values;   // the entry for each set of values of its integers; NULL for a function without integers
-    PyObject *slow;        // a tuple of Counter objects: the calls that took the slow path, by Slow
-    unsigned long long thread; // the only thread that may replay it; 0 if any thread may
-    char was_asked;            // whether this call's caller has tried a fast replay without success
+    PyObject *replayer;  // the one used last, or None
+    PyObject *replayers; // all, by thread
+    PyObject *integers;  // the indices of its integers
+    PyObject *by_values; // the entry for each set of values of its integers; NULL for a function without integers
+    PyObject *slow;      // a tuple of Counter objects: the calls that took the slow path, by Slow
+    char is_replayed;    // whether calls may be replayed now
+    char was_asked;      // whether this call's caller has tried a fast replay without success
 
-    std::array<PyObject **, 6> held() { return {&manager, &function_id, &integers, &own, &by_values, &slow}; }
+    std::array<PyObject **, 5> held() { return {&replayer, &replayers, &integers, &by_values, &slow}; }
 };
+
+/* The number of the thread whose trees a call uses. A backward uses those of the thread that began it, although autograd
+   runs it in a thread of its own. */
+unsigned long long thread_of_trees();
+
+/* The function's replayer in this thread; NULL if there is none, or with an exception. */
+Ref replayer_here(FunctionState *function);
 
 /* The recordings of one function at one place, in upstream's order. */
 struct Candidates {
@@ -81,11 +98,11 @@ struct Candidates {
     }
 };
 
-extern PyType_Spec tree_state_spec, function_state_spec, candidates_spec;
+extern PyType_Spec tree_state_spec, function_state_spec, replayer_spec, candidates_spec;
 
 /* The Python types of these structs, set when the module is loaded. */
 extern struct Types {
-    PyTypeObject *tree_state = nullptr, *function_state = nullptr, *candidates = nullptr;
+    PyTypeObject *tree_state = nullptr, *function_state = nullptr, *replayer = nullptr, *candidates = nullptr;
 } types;
 
 bool is_tree_state(PyObject *object);
@@ -114,14 +131,15 @@ struct Counters {
 
 /* A function's fast replay, and the state of the trees in which it was found. */
 struct Found {
-    Ref manager, generation, candidates, replay, recording;
+    Ref replayer, manager, generation, candidates, replay, recording;
 
     TreeState *trees() { return reinterpret_cast<TreeState *>(manager.get()); }
+    Replayer *in_trees() { return reinterpret_cast<Replayer *>(replayer.get()); }
     Candidates *all() { return reinterpret_cast<Candidates *>(candidates.get()); }
 };
 
-/* Takes the turn and finds the candidates of a call whose manager was found. Sets `why` with `no`. */
-Answer find_candidates(const FunctionState *function, const Counters &counters, OwnTurn *turn, Found *found, Slow *why);
+/* Takes the turn and finds the candidates of a call whose replayer and manager were found. Sets `why` with `no`. */
+Answer find_candidates(const Counters &counters, OwnTurn *turn, Found *found, Slow *why);
 
 /* Finds the first candidate that accepts the inputs; see `accept`. */
 Answer first_accepting(Found *found, Inputs &inputs, bool *is_copied, Slow *why);

@@ -8,6 +8,7 @@ no function has own memory.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,16 +23,23 @@ from .allocations import Allocations, Block, Storage
 MOST_CHANGES = 3  # of the outputs of one function that have own memory, not counting those before its first recording
 
 
+class _Call(threading.local):
+    """What a thread's call of a function does with its outputs."""
+
+    blocks: tuple[Block, ...] = ()  # of the own memory that it is given
+    watch: Allocations | None = None  # watches the next run of the compiled code
+
+
 @dataclass(slots=True)
 class OwnOutputs:
-    """The outputs of one function that have own memory from its next call on."""
+    """The outputs of one function that have own memory from its next call on, in each thread."""
 
     takes: int | None = None  # how many inputs Inductor gives the function, once it was added to a manager
     blocks: tuple[Block, ...] = ()
     copied: set[tuple[int, ...]] = field(default_factory=set)  # outputs of generated code that the graph copies
     refused: set[tuple[int, ...]] = field(default_factory=set)  # outputs that stay in the graph pool
     changes: int = 0
-    watch: Allocations | None = None  # watches the next run of the compiled code
+    call: _Call = field(default_factory=_Call)
 
     def allocations(self, inputs: list[Any]) -> Allocations | None:
         """The allocations of a run with these inputs, if they are watched or replaced.
@@ -42,10 +50,11 @@ class OwnOutputs:
         if self.takes is not None and len(inputs) > self.takes:
             given = inputs[self.takes :]
             del inputs[self.takes :]
-            # Another manager, or a check of a recording, may still have the memory of earlier blocks.
-            is_written = len(given) == len(self.blocks) and torch.cuda.is_current_stream_capturing()
-            return Allocations(dict(zip(self.blocks, given, strict=True))) if is_written else None
-        watch, self.watch = self.watch, None
+            blocks = self.call.blocks
+            # A check of a recording may have the memory of earlier blocks.
+            is_written = len(given) == len(blocks) and torch.cuda.is_current_stream_capturing()
+            return Allocations(dict(zip(blocks, given, strict=True))) if is_written else None
+        watch, self.call.watch = self.call.watch, None
         return watch
 
     def blocks_of(self, storages: Iterable[Storage], wanted: Iterable[int]) -> tuple[Block, ...]:

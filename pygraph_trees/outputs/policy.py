@@ -20,7 +20,7 @@ from torch._inductor.cudagraph_utils import PlaceholderInfo, WrappedFunction
 
 from pygraph_trees.report.naming import BACKWARD, INFERENCE
 
-from .allocations import Allocations, Storage
+from .allocations import Allocations, Block, Storage
 from .own_memory import MOST_CHANGES, OwnMemory, OwnOutputs
 
 _OUTLIVED = 2  # steps that one output outlives before outputs get own memory
@@ -53,7 +53,7 @@ class Manages(Protocol):
 class OutputPolicy:
     """Own memory of the functions of one manager. Methods are given the manager and do not keep it."""
 
-    __slots__ = ("_candidates", "_changing", "_storages")
+    __slots__ = ("_candidates", "_changing", "_given", "_storages")
 
     def __init__(self, candidates: dict[Any, Any]) -> None:
         """Args:
@@ -62,6 +62,7 @@ class OutputPolicy:
         """
         self._candidates = candidates
         self._storages: dict[Any, tuple[Storage, ...]] = {}  # by function: where a warm-up found its outputs
+        self._given: dict[Any, tuple[Block, ...]] = {}  # by function: the blocks for which it was given memory
         self._changing: list[tuple[Any, set[int]]] = []  # compiled code, and its outputs that change at the next call
 
     @property
@@ -79,9 +80,12 @@ class OutputPolicy:
             yield
             return
         inputs += self._taken(manager, own)
+        plan: OwnOutputs = manager.ids_to_funcs[function_id].model.outputs
+        plan.call.blocks = own.blocks
         try:
             yield
         finally:
+            plan.call.blocks = ()
             own.native.finish()
 
     def _taken(self, manager: Manages, own: OwnMemory) -> list[torch.Tensor]:
@@ -107,7 +111,7 @@ class OutputPolicy:
         """
         model = manager.ids_to_funcs[function_id].model
         plan: OwnOutputs = model.outputs
-        plan.takes, plan.watch = len(inputs), (watch := Allocations())
+        plan.takes, plan.call.watch = len(inputs), (watch := Allocations())
         given = {
             value.untyped_storage().data_ptr()
             for value in inputs
@@ -130,7 +134,7 @@ class OutputPolicy:
         try:
             yield found
         finally:
-            plan.watch = None
+            plan.call.watch = None
 
     def knows(self, function_id: Any) -> bool:
         """Whether a warm-up of the function was watched."""
@@ -179,11 +183,12 @@ class OutputPolicy:
         Args:
             models: the compiled code of the functions on the path, in its order, each once.
         """
+        for model in models:  # those that the manager of another thread has changed
+            if any(self._given.get(id_) != model.outputs.blocks for id_ in self._ids(manager, model)):
+                self._changing.append((model, set()))
         may_change = [model.outputs.changes < MOST_CHANGES for model in models]
         wanted_by = (n for n, model in enumerate(models) if may_change[n] and self._wanted(manager, model, _OUTLIVED))
-        first = next(wanted_by, None)
-        if first is None:
-            return
+        first = next(wanted_by, len(models))
         # The functions from the first one on are recorded again anyway.
         for model in itertools.compress(models[first:], may_change[first:]):
             model.outputs.changes += 1
@@ -232,13 +237,14 @@ class OutputPolicy:
         wrapped, storages = manager.ids_to_funcs[function_id], self._storages[function_id]
         model = wrapped.model
         plan: OwnOutputs = model.outputs
-        takes, own = plan.takes, None
+        takes, blocks, own = plan.takes, plan.blocks, None
         assert takes is not None
+        self._given[function_id] = blocks
         if isinstance(wrapped, OwnFunction) and wrapped.own is not None:
             wrapped.own.native.release()
-        if plan.blocks and OwnMemory.fits(plan.blocks, storages):
+        if blocks and OwnMemory.fits(blocks, storages):
             own = OwnMemory(
-                plan.blocks,
+                blocks,
                 storages,
                 torch.device("cuda", manager.device_index),
                 (model.log.blocks_allocated, model.log.blocks_given_away),

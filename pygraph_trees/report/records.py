@@ -101,7 +101,7 @@ OWN_MEMORY, IN_POOL, ON_INPUT = "own", "pool", "input"
 # Why calls took the slow path, each to follow "because", in the order in which C++ counts (native/fast_path.h: Slow).
 SLOW_CALLS = (
     "no recording was ready",
-    "another call or thread used the graphs",
+    "another call used the graphs",
     "no recording followed the one before",
     "a static input moved",
     "other outputs were alive than when it was recorded",

@@ -1,8 +1,8 @@
-"""The way that a function's calls go, and the manager that may replay them on the fast path.
+"""The way that a function's calls go, and the managers that may replay them on the fast path.
 
-A function has a :class:`Dispatch`; a trial changes its :class:`Way`. C++ reads the manager, the function's id, the
-memory of its outputs and the thread. Torch treats a function of integers as a separate function for each set of their
-values, so each set has its own dispatch and entry.
+A function has a :class:`Dispatch`; a trial changes its :class:`Way`. Since torch 2.13, each thread adds a function to
+its own manager, so there is a replayer for each thread. C++ reads them. Torch treats a function of integers as a
+separate function for each set of their values, so each set has its own dispatch and entry.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pygraph_trees.compat import has_trees_per_thread
 from pygraph_trees.native import binding
 
-from .fast_path import FunctionState, entry
+from .fast_path import FunctionState, Replayer, entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,67 +33,56 @@ class Way(enum.Enum):
     UNGRAPHED = enum.auto()
 
 
-def _nobody() -> None:
-    return None
-
-
 class Dispatch(FunctionState):
     """The state of one function. ``call`` makes its calls unless the way is ``REPLAYED``."""
 
     __slots__ = ("__dict__", "__weakref__", "call")  # a slot for the attribute that each call reads
-    manager: Callable[[], Any]  # the manager that may replay the function now, or None
+    is_replayed: bool  # whether calls may be replayed now
     was_asked: bool  # whether this call's caller has tried a fast replay without success
-    own: Any  # the ``OwnMemory`` of the function in C++; None without any
     slow: tuple[Any, ...]  # counters of the calls that took the slow path, in the order of ``SLOW_CALLS``
-    thread: int  # the only thread that may replay it, if each thread has its own trees; 0 otherwise
+    replayer: Any  # the one used last; None if there is none
+    replayers: dict[int, Any]  # by thread; the only one is for thread 0 if trees are not per thread
     integers: tuple[int, ...]  # the indices of its integers, once it is added with integers
     by_values: dict[tuple[int, ...], Call | None]  # by their values, the entry of the function with these values
 
     def __init__(self, slow: tuple[Any, ...] = ()) -> None:
-        self.slow = slow
-        self.way = Way.REPLAYED
-        self.call: Call | None = None
-        self.manager, self.function_id = _nobody, None
-        self.thread, self.was_asked, self.own = 0, False, None
-        # The manager that may replay it, if the way allows that. A manager must not outlive its functions.
-        self.replayer: Callable[[], Any] = _nobody
+        self.slow, self.was_asked = slow, False
+        self.replayer, self.replayers = None, {}
         self._added = 0
         self._of_integers = False
         self._with_values: dict[tuple[int, ...], Dispatch] = {}
-        self._by_id: dict[Any, Dispatch] = {}
+        # By manager: by id, the dispatch of the function with some values.
+        self._by_id: weakref.WeakKeyDictionary[Any, dict[Any, Dispatch]] = weakref.WeakKeyDictionary()
+        self.go(Way.REPLAYED)
 
     def go(self, way: Way, call: Call | None = None) -> None:
         """Lets the next calls go another way; ``call`` makes them, or None if they are replayed."""
         self.way, self.call = way, call
-        self._update()
+        self.is_replayed = way is Way.REPLAYED
 
     def replay(self, fast_call: Call, inputs: list[Any]) -> Any:
         """Makes a fast replay, whatever the way; returns None if that is not possible."""
-        self.manager = self.replayer
+        self.is_replayed = True
         try:
             return fast_call(inputs)
         finally:
-            self._update()
-
-    def _update(self) -> None:
-        self.manager = self.replayer if self.way is Way.REPLAYED else _nobody
+            self.is_replayed = self.way is Way.REPLAYED
 
     def add(self, *, of_integers: bool) -> None:
-        """Notes that it was added to a manager: once, or once for each set of values if it takes integers."""
+        """Notes that this thread added it to a manager: once, or once for each set of values of its integers."""
         self._added += 1
         self._of_integers |= of_integers
-        self.replayer = _nobody
-        self._update()
+        self._drop(_thread())
 
     @property
     def is_added(self) -> bool:
         """Whether it was added to a manager."""
         return self._added > 0
 
-    def add_values(self, function_id: Any, integers: Mapping[int, int]) -> None:
+    def add_values(self, manager: Any, function_id: Any, integers: Mapping[int, int]) -> None:
         """Notes that it was added with these values of its integers, by the index of each among the inputs.
 
-        The manager treats it as a separate function for each set of values, with its own ``function_id``.
+        ``manager`` treats it as a separate function for each set of values, with its own ``function_id``.
         """
         self.integers, values = tuple(integers), tuple(integers.values())
         if not self._with_values:
@@ -103,18 +92,40 @@ class Dispatch(FunctionState):
             own = self._with_values[values] = Dispatch(self.slow)
             self.by_values[values] = entry(own)
         own.add(of_integers=False)
-        self._by_id[function_id] = own
+        self._by_id.setdefault(manager, {})[function_id] = own
 
     def may_be_replayed_by(self, manager: Any, function_id: Any, own: Any = None) -> None:
-        """Notes that ``manager`` has a recording with a fast path, and the own memory of its outputs in C++."""
+        """Notes that this thread's ``manager`` has a recording with a fast path, and the own memory of its outputs."""
         if self._of_integers:
-            with_values = self._by_id.get(function_id)
-            if with_values is None:
-                return
-            with_values.may_be_replayed_by(manager, function_id, own)
-        elif self._added != 1:
+            with_values = self._by_id.get(manager, {}).get(function_id)
+            if with_values is not None:
+                with_values.may_be_replayed_by(manager, function_id, own)
             return
-        self.own = own
-        self.replayer, self.function_id = weakref.ref(manager), function_id
-        self.thread = binding.thread_id() if PER_THREAD and not self._of_integers else 0
-        self._update()
+        if not (self._added if PER_THREAD else self._added == 1) or Replayer is None:
+            return
+        thread = _thread()
+        replayer = self.replayers.get(thread)
+        if replayer is None or replayer.manager() is not manager:
+            replayer, dispatch = Replayer(), weakref.ref(self)
+
+            def drop(gone: weakref.ref[Any]) -> None:
+                found = dispatch()
+                if found is not None:
+                    found._drop(thread, gone)
+
+            # A manager must not outlive its functions, nor a thread's memory the thread.
+            replayer.manager, replayer.thread = weakref.ref(manager, drop), thread
+        replayer.function_id, replayer.own = function_id, own
+        self.replayers[thread] = self.replayer = replayer
+
+    def _drop(self, thread: int, manager: Any = None) -> None:
+        """Drops a thread's replayer, unless it has another ``manager``."""
+        replayer = self.replayers.get(thread)
+        if replayer is not None and (manager is None or replayer.manager is manager):
+            del self.replayers[thread]
+            if self.replayer is replayer:
+                self.replayer = next(iter(self.replayers.values()), None)
+
+
+def _thread() -> int:
+    return int(binding.extension.thread_of_trees()) if PER_THREAD and binding.extension is not None else 0

@@ -28,6 +28,7 @@ from .collector import paused
 from .function import FunctionModel, entered
 from .interrupts import deferred
 from .saved_tensors import conforming
+from .threads import for_each_thread
 
 
 def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +38,8 @@ def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def cudagraphify(model: Any, static_input_idxs: Any = (), *args: Any, **kwargs: Any) -> Any:
         function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
         choose = chooser(static_input_idxs, kwargs.get("mutated_input_idxs", ()), kwargs["device_index"])
-        return entered(function, upstream(function, static_input_idxs, *args, **kwargs), choose)
+        make = functools.partial(upstream, function, static_input_idxs, *args, **kwargs)
+        return entered(function, for_each_thread(make), choose)
 
     return cudagraphify
 

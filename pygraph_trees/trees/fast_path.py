@@ -83,6 +83,7 @@ class _FunctionState:
 native_names.check()
 TreeState: Any = _TreeState if binding.extension is None else binding.extension.TreeState
 FunctionState: Any = _FunctionState if binding.extension is None else binding.extension.FunctionState
+Replayer: Any = None if binding.extension is None else binding.extension.Replayer  # of one thread
 
 
 class Replayed(Protocol):

@@ -199,9 +199,7 @@ def entered(
             return instead(inputs)
         if dispatch.was_asked:
             dispatch.was_asked = False
-        elif fast_call is None:
-            dispatch.manager()  # counts the call
-        else:
+        elif fast_call is not None:
             outputs = fast_call(inputs)
             if outputs is not None:
                 return outputs

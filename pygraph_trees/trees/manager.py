@@ -20,7 +20,6 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.compat import has_skip_table
-from pygraph_trees.cuda.progress import wait_for_device
 from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.indirection.table.pointer_table import Warmups
@@ -31,6 +30,7 @@ from pygraph_trees.outputs.policy import OutputPolicy
 from . import fast_path, input_rules, pools
 from .calls import Calls
 from .candidates import Search
+from .captures import idle_device, locked_by_torch
 from .collector import paused
 from .containment import forget_frames
 from .function import FunctionModel
@@ -104,7 +104,7 @@ class Manager(Calls):
             model.log.why_not_kept = why_not_moved() if model.settings.outputs == "keep" else None
             model.dispatch.add(of_integers=bool(integers))
             if integers:
-                model.dispatch.add_values(run.keywords["function_id"], integers)
+                model.dispatch.add_values(self, run.keywords["function_id"], integers)
         return run, outputs
 
     @property
@@ -141,9 +141,8 @@ class Manager(Calls):
             is_known = self.path_state is _EXECUTION and getattr(node, "has_fast_path", False)
             if is_known and not is_last and (node.outliving is None or node.outliving.are_dead()):
                 return
-            wait_for_device(self.device_index)  # replays, and the program's reads and writes, may be on any streams
-            move_alive(node)
-            wait_for_device(self.device_index)
+            with idle_device(self.device_index):  # replays, and the program's reads and writes, may be on any streams
+                move_alive(node)
             self.output_policy.moved(self, models_that_keep(node))
 
     def move_last_outputs(self) -> None:
@@ -247,8 +246,8 @@ class Manager(Calls):
     def record_function(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
         give_memory(new_inputs)
-        # Upstream holds its lock of captures. A finalizer that a collection ran here could wait for it.
-        with paused():
+        # A finalizer that a collection ran here could wait for the lock.
+        with locked_by_torch(), paused():
             if function is not None:
                 return self._record(new_inputs, function_id, function)
             try:
@@ -354,7 +353,7 @@ class Manager(Calls):
     def run_eager(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
         give_memory(new_inputs)
-        with paused():
+        with locked_by_torch(), paused():
             if function is not None:
                 return self._warm_up(new_inputs, function_id, function)
             try:

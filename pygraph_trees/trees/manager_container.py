@@ -15,6 +15,7 @@ from torch._inductor.cudagraph_trees import TreeManagerContainer as Upstream
 
 from .collector import paused
 from .manager import Manager
+from .threads import mark
 
 
 class ManagerContainer(Upstream):
@@ -45,6 +46,7 @@ def get_container(upstream: Callable[[int], Any]) -> Callable[[int], Any]:
 
     @functools.wraps(upstream)
     def get_container(device_index: int) -> Any:
+        mark()
         with paused():
             return upstream(device_index)
 

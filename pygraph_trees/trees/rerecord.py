@@ -24,6 +24,7 @@ class Tree(Protocol):
 
     current_node: Any
     roots: Any
+    ids_to_funcs: Any
 
 
 def siblings_of(tree: Tree, function_id: Any) -> Sequence[Any]:
@@ -38,9 +39,11 @@ def why_recorded(tree: Tree, inputs: list[Any], function_id: Any, function: Func
     node, siblings = tree.current_node, siblings_of(tree, function_id)
     if siblings:
         return _difference(siblings[-1], inputs)
-    if node is None:
-        return "first call with these sizes" if function.recordings else "first call"
-    return f"first call after recording {node.id.id}"
+    if node is None and function.recordings:
+        model = tree.ids_to_funcs[function_id].model
+        added = sum(other.model is model for other in list(tree.ids_to_funcs.values()))  # in this thread
+        return "first call with these sizes" if added > 1 else "first call of another thread"
+    return "first call" if node is None else f"first call after recording {node.id.id}"
 
 
 def _difference(recorded: Any, inputs: list[Any]) -> str:

@@ -51,7 +51,24 @@ class FakeManager(fast_path.TreeState):
         self.ended += 1
 
 
-class FakeFunction(fast_path.FunctionState): ...
+class FakeFunction(fast_path.FunctionState):
+    """A function that is replayed by the same manager in all threads."""
+
+    def __init__(self, manager=None, function_id=None):
+        self.is_replayed = True
+        replay_with(self, manager, function_id)
+
+
+def replay_with(function, manager, function_id):
+    """Lets a manager replay a function in all threads."""
+    if binding.extension is not None:
+        function.replayer = fast_path.Replayer()
+        function.replayer.manager, function.replayer.function_id = lambda: manager, function_id
+
+
+def manager_of(dispatch):
+    """The manager that may replay a function in the thread used last; None if no call is replayed now."""
+    return dispatch.replayer.manager() if dispatch.is_replayed and dispatch.replayer else None
 
 
 class Graph(Plain):
@@ -144,9 +161,8 @@ class Trees:
         self.put(self.candidates(self.native))
         if MAY_CLONE:
             self.manager.has_live_user_visible_output_cloning = False
-        self.function = FakeFunction()
-        self.function.manager, self.function.function_id = lambda: self.manager, 7
-        self.function.was_asked = False
+        self.function = FakeFunction(self.manager, 7)
+        self.replayer = self.function.replayer
 
     def candidates(self, *replays, begins=None, facts=()):
         return binding.extension.Candidates(

@@ -157,14 +157,14 @@ class TestFunction(TestCase):
     def setUp(self):
         super().setUp()
         self.x, self.function = torch.arange(4.0), function()
-        self.function.outputs.takes, self.function.outputs.blocks = 1, (FIRST, LIBRARY)
+        self.function.outputs.takes, self.function.outputs.call.blocks = 1, (FIRST, LIBRARY)
         self.given = [torch.empty(4), torch.empty(16, dtype=torch.uint8)]
 
     def test_only_a_captured_run_writes_to_own_memory(self):
         """And only if it is that of the present blocks."""
-        now = self.function.outputs.blocks
+        now = self.function.outputs.call.blocks
         for blocks, is_captured, is_written in (([FIRST], True, False), (now, False, False), (now, True, True)):
-            self.function.outputs.blocks, inputs = blocks, [self.x, *self.given]
+            self.function.outputs.call.blocks, inputs = blocks, [self.x, *self.given]
             with captured(is_captured):
                 outputs = self.function(inputs)
             self.assertEqual((inputs, list(outputs)), ([], wanted(self.x)))
@@ -196,10 +196,10 @@ class TestFunction(TestCase):
         self.assertEqual([list(found) for found in calls], [wanted(self.x + 5)] * 3)
 
     def test_only_one_run_is_watched(self):
-        self.function.outputs.watch = watch = Allocations()
+        self.function.outputs.call.watch = watch = Allocations()
         outputs = self.function([self.x])
         self.function([self.x + 1])
-        self.assertIsNone(self.function.outputs.watch)
+        self.assertIsNone(self.function.outputs.call.watch)
         self.assertEqual([storage.block for storage in watch.storages(outputs, lambda _: False)], [FIRST, SECOND])
 
 
@@ -224,7 +224,7 @@ class TestVerification(TestCase):
             "    return (torch.mul(x, 2),)"
         )
         model = function(generated(code))
-        model.outputs.takes, model.outputs.blocks = 1, (COPIED,)
+        model.outputs.takes, model.outputs.call.blocks = 1, (COPIED,)
         with captured(False):
             inputs = [x, torch.full_like(x * 2, -1)]
             Verification(inputs, [0]).check(verified(model, result), [x * 2], "f")

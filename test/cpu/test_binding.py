@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding, build
-from pygraph_trees.trees import dispatch as dispatch_module
 from pygraph_trees.trees import native_names
 
 
@@ -50,32 +49,17 @@ class TestNames(TestCase):
             self.assertIn("manager.by_another_name", build.status())
 
 
+@unittest.skipIf(binding.extension is None, "not built for this torch")
 class TestThreads(TestCase):
-    def check(self):
-        """Asserts that no two threads have the same number."""
-        found = [binding.thread_id(), binding.thread_id()]
+    def test_no_two_threads_have_the_same_number(self):
+        number = binding.extension.thread_of_trees
+        found = [number(), number()]
         self.assertEqual(found[0], found[1])
         for _ in range(20):
-            thread = threading.Thread(target=lambda: found.append(binding.thread_id()))
+            thread = threading.Thread(target=lambda: found.append(number()))
             thread.start()
             thread.join()
         self.assertEqual(len(set(found)), 21)
-
-    def test_in_cpp(self):
-        self.check()
-
-    def test_in_python(self):
-        with mock.patch.object(binding, "extension", None):
-            self.check()
-
-    def test_a_function_is_replayed_in_one_thread(self):
-        """Only the thread that recorded it may replay it if each thread has its own trees."""
-        for per_thread in (True, False):
-            with mock.patch.object(dispatch_module, "PER_THREAD", per_thread):
-                dispatch = dispatch_module.Dispatch()
-                dispatch.add(of_integers=False)
-                dispatch.may_be_replayed_by(mock.Mock(), 7)
-            self.assertEqual(dispatch.thread, binding.thread_id() if per_thread else 0)
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ class TestNative(TestCase):
             given_, own = some(3), own_memory(storage(0), storage(1, allocation=1), takes=3)
             live = _Ids([1, 3, 4], None, {0: (3, None), 1: (4, None)})
             trees = Trees({}, [None] * 2, live=live, own=own, others=some(2), in_python=in_python)
-            trees.function.own, call = own.native, trees.entry(order=order)
+            trees.replayer.own, call = own.native, trees.entry(order=order)
             live.answer = lambda: "why not"
             self.check_none(trees, call, given_, False)
             live.answer = lambda: None
@@ -187,10 +187,11 @@ class TestNative(TestCase):
         self.assertEqual((trees.searched, trees.function.was_asked), (list(searched), was_asked))
 
     def test_when_nothing_can_be_replayed(self):
-        cases = [("function", "manager", lambda found=found: found) for found in (None, Plain())]
+        cases = [("replayer", "manager", lambda found=found: found) for found in (None, Plain())]
         cases += [("manager", "graph", None), ("manager", "_candidates", None)]
         cases += [("manager", name, delattr) for name in ("graph", "current_gen", "_candidates", "_find")]
-        cases += [("function", name, delattr) for name in ("manager", "function_id")]
+        cases += [("replayer", name, delattr) for name in ("manager", "function_id")]
+        cases += [("function", "is_replayed", False), ("function", "replayer", None)]
         for owner, name, value in cases:
             with self.subTest(owner=owner, name=name, value=value):
                 trees = Trees({}, some(1))
@@ -249,7 +250,7 @@ class TestNative(TestCase):
             self.assertRaises(Failed, call, list(first))
             trees.function.integers = (7,)
             self.check_missed(trees, call, list(first), was_asked=True)
-            trees.function.manager = lambda: None
+            trees.function.is_replayed = False
             self.check_missed(trees, call, list(first), was_asked=True)
 
     def test_another_thread_records_when_the_launch_ends(self):
@@ -343,7 +344,7 @@ class TestNative(TestCase):
                     self.assertEqual(trees.manager.ended, bool(clones and expected))
 
     def test_it_raises(self):
-        for owner, name in (("graph", "at_launch"), ("function", "manager")):
+        for owner, name in (("graph", "at_launch"), ("replayer", "manager")):
             trees = Trees({}, [])
             setattr(getattr(trees, owner), name, fail)
             self.assertRaises(Failed, trees.entry(), [])
@@ -452,17 +453,6 @@ class TestNative(TestCase):
             del trees, entry, part
             gc.collect()
             self.assertEqual([reference() for reference in watched], [None] * len(watched))
-
-    def test_another_thread(self):
-        """Each thread has its own trees."""
-        for order in ORDERS:
-            given_ = some(3)
-            trees, here = Trees({}, some(1)), binding.thread_id()
-            call = trees.entry(order=order)
-            trees.function.thread = here + 1
-            self.check_missed(trees, call, given_)
-            trees.function.thread = here
-            self.check_replays(call, given_, trees.recording.outputs)
 
     def test_where_inputs_lie(self):
         for order in ORDERS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -174,7 +175,7 @@ class TestPolicy(TestCase):
         self.call(held, times=5)
         self.assertIsNotNone(self.item(held))
         take = mock.Mock(side_effect=[torch.OutOfMemoryError, [X], *[torch.OutOfMemoryError] * 2])
-        self.functions[failing] = Plain(model=None, own=Plain(native=mock.Mock(take=take)))
+        self.functions[failing] = Plain(model=function(), own=Plain(native=mock.Mock(take=take), blocks=()))
         with self.policy.call(self.manager, failing, inputs := [X]):
             self.assertEqual((len(inputs), self.item(held)), (2, None))
         with self.assertRaises(torch.OutOfMemoryError), self.policy.call(self.manager, failing, [X]):
@@ -241,12 +242,32 @@ class TestPolicy(TestCase):
         self.outlive((forward, 4), (backward, 0), steps=2)
         self.assertEqual((len(self.call(forward)), len(self.call(backward))), (0, 1))
 
-    def test_own_memory_of_earlier_blocks_is_left_out_of_a_run(self):
-        """Another manager may still have it, and so may the check of a recording."""
+    def test_the_manager_of_another_thread_changes_the_outputs(self):
+        """A call that is under way uses the memory that it has. This manager follows once it moves an output."""
         id_ = self.warm_up(model := function())
-        with self.policy.call(self.manager, id_, inputs := [X]):
-            model.outputs.blocks = model.outputs.blocks[:1]
+        with captured(), self.policy.call(self.manager, id_, inputs := [X]):
+            given, model.outputs.blocks = inputs[1:], model.outputs.blocks[:1]
+            self.assertEqual(addresses(*model(inputs)[:2]), addresses(*given))
+        self.assertEqual((self.call(id_), self.again), ([FIRST, SECOND], []))
+        for _ in range(2):
+            self.policy.moved(self.manager, self.path)
+            self.assertEqual((self.call(id_), self.again), ([FIRST], [id_]))
+
+    def test_own_memory_of_other_blocks_is_left_out_of_a_run(self):
+        """The check of a recording may still have it."""
+        id_ = self.warm_up(model := function())
+        with captured(), self.policy.call(self.manager, id_, inputs := [X]):
+            model.outputs.call.blocks = ()
             self.assertEqual(len(model(inputs)), len(function()([X])))
+
+    def test_a_run_in_another_thread_is_not_watched(self):
+        id_ = self.add(model := function())
+        with self.policy.watched(self.manager, id_, [X]) as found:
+            with ThreadPoolExecutor(1) as other:
+                other.submit(model, [X]).result(60)
+            outputs = model([X])
+        found(outputs, lambda address: False)
+        self.assertEqual(self.call(id_), [FIRST, SECOND])
 
 
 if __name__ == "__main__":

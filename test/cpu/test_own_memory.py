@@ -307,7 +307,7 @@ class Program:
         substitutes = [torch.empty(0)] * len(views)
         self.trees = Trees({}, [None] * len(views), live=self.live, own=self.own, others=substitutes, mode=mode)
         self.trees.graph.at_launch = self._fill
-        self.trees.function.own = self.own.native
+        self.trees.replayer.own = self.own.native
         self.entry = self.trees.entry()
 
     def _fill(self):
@@ -367,7 +367,7 @@ class TestFastPath(TestCase):
 
     def test_a_recording_with_other_own_memory_is_passed_over(self):
         program = Program(storage(0))
-        program.trees.function.own = own_memory(storage(0)).native
+        program.trees.replayer.own = own_memory(storage(0)).native
         slow = tuple(binding.new_counter() for _ in range(8))
         program.trees.function.slow = slow
         inputs = [program.x]

@@ -118,7 +118,7 @@ class TestForgotten(TestCase):
             mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0)),
             mock.patch.object(Upstream, "record_function", record),
         ):
-            for reason in ("of the test", "first call with these sizes"):
+            for reason in ("of the test", "first call of another thread"):
                 self.manager.current_node = None
                 self.manager.record_function([], 2)
                 self.assertEqual(self.manager.current_node.log.reason, reason)

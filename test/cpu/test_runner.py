@@ -16,7 +16,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from fake_trees import FakeFunction, replaying
+from fake_trees import FakeFunction, replay_with, replaying
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -371,7 +371,7 @@ class TestViewsInside(RunnerTestCase):
         given_ = [object(), object()]
         manager = replaying(lambda inputs, _: list(given_))
         for returned in (found, found.fast_call):
-            model.dispatch.manager = (lambda: None) if returned is found else lambda: manager
+            replay_with(model.dispatch, None if returned is found else manager, 7)
             with mock.patch.object(FunctionModel, "ungraphed", lambda self, inputs: given_):
                 self.assertEqual(returned(tensors_numbered(3)), (given_[1], given_[0], None))
 
@@ -588,8 +588,7 @@ class TestShortened(RunnerTestCase):
             self.assertIsNone(shortened(runner.call).fast_call)  # no function of ours
             answers = [True]
             replay = lambda inputs, _, partition=partition, answers=answers: partition(inputs) if answers[0] else None  # noqa: E731
-            manager, function = replaying(replay), FakeFunction()
-            function.manager, function.function_id, function.was_asked = lambda manager=manager: manager, 7, False
+            function = FakeFunction(replaying(replay), 7)
             partition.function = SimpleNamespace(dispatch=function)
             short = shortened(runner.call)
             given_ = tensors_numbered(3)

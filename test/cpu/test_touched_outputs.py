@@ -26,7 +26,7 @@ from torch.testing._internal.common_utils import TestCase, instantiate_parametri
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees import kept_outputs
+from pygraph_trees.trees import captures, kept_outputs
 from pygraph_trees.trees import manager as manager_module
 from pygraph_trees.trees.liveness import Deaths
 from pygraph_trees.trees.recording import Recording
@@ -223,7 +223,7 @@ class TestDropped(OnCpuTestCase):
         """The last replay may still be queued on another stream, on which the program then reads its output."""
         function, done = Function(), []
         (output,) = function.call(3.0)
-        wait = mock.patch.object(manager_module, "wait_for_device", lambda index: done.append("wait"))
+        wait = mock.patch.object(captures, "wait_for_device", lambda index: done.append("wait"))
         copy = mock.patch.object(kept_outputs, "copy_bits", lambda to, source: done.append("copy"))
         with wait, copy:
             function.end()

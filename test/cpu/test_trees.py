@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch
 from bare_manager import SKIPPED, bare_manager
-from fake_trees import CHECKS_LIVENESS_AGAIN, LIMITS, FakeFunction, liveness_check, replaying
+from fake_trees import CHECKS_LIVENESS_AGAIN, LIMITS, FakeFunction, liveness_check, manager_of, replay_with, replaying
 from test_own_memory import own_memory, storage
 from torch._inductor import compile_fx, config, cudagraph_trees
 from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, WrappedFunction
@@ -74,7 +74,7 @@ class TestFunction(TestCase):
         call, dispatch = entered(function, lambda inputs: ["the wrappers", *inputs]), function.dispatch
         self.assertEqual(call([1]), ["the wrappers", 1])
         manager = replaying(lambda inputs, function_id: [function_id] if inputs == [1] else None)
-        dispatch.manager, dispatch.function_id = lambda: manager, 7
+        replay_with(dispatch, manager, 7)
         self.assertEqual((call([1]), call([2])), ([7], ["the wrappers", 2]))
         dispatch.was_asked = True  # the caller has already tried the fast path in vain
         self.assertEqual((call([1]), call([1])), (["the wrappers", 1], [7]))
@@ -440,7 +440,7 @@ class TestTurns(TestCase):
         self.manager = bare_manager(ids_to_funcs={self.id: SimpleNamespace(model=self.model)})
         run = mock.patch.object(Upstream, "run", autospec=True, side_effect=lambda *given: self.run_by_upstream(*given))
         self.upstream = self.enterContext(run)
-        self.model.dispatch.manager = lambda: self.manager
+        replay_with(self.model.dispatch, self.manager, self.id)
         self.fast_call = fast_path.entry(self.model.dispatch) or (lambda inputs: None)
 
     def run_by_upstream(self, manager, inputs, function_id):
@@ -581,7 +581,7 @@ class TestWhyRecorded(TestCase):
         self.id = FunctionID(0)
         self.log = SimpleNamespace(recordings=[])
         self.function = SimpleNamespace(model=double, placeholders=placeholders)
-        self.manager = SimpleNamespace(roots={}, current_node=None, ids_to_funcs={self.id: self.function})
+        self.manager = SimpleNamespace(roots={}, current_node=None)
 
     def node(self, moved=True, managed=()):
         lies_at = [1, 2] if moved else [t.data_ptr() for t in self.inputs[:2]]
@@ -597,9 +597,10 @@ class TestWhyRecorded(TestCase):
     def test_the_reason_names_what_differs_from_what_is_recorded(self):
         above = self.node()
         above.children = {self.id: [self.node(moved=False)]}
-        for recordings, current, roots, reason in (
+        for recordings, current, roots, reason, *sizes in (
             ([], None, [], "first call"),
-            ([object()], None, [], "first call with these sizes"),
+            ([object()], None, [], "first call with these sizes", 8),
+            ([object()], None, [], "first call of another thread"),
             ([object()], self.node(), [], "first call after recording 7"),
             ([], None, [self.node(moved=False), self.node()], "static input arg0_1, arg1_1 moved"),
             ([], None, [self.node(managed=[0, 1])], "managed input arg0_1, arg1_1 moved"),
@@ -607,6 +608,7 @@ class TestWhyRecorded(TestCase):
         ):
             self.log.recordings, self.manager.current_node = recordings, current
             self.manager.roots = {self.id: roots} if roots else {}
+            self.manager.ids_to_funcs = dict.fromkeys([self.id, *sizes], self.function)
             self.assertEqual(why_recorded(self.manager, self.inputs, self.id, self.log), reason)
             self.assertEqual(len(self.inputs), 4)  # the question does not change the inputs
 
@@ -845,8 +847,7 @@ class TestFastPath(TestCase):
             ids_to_funcs={self.FUNCTION: self.recording.wrapped_function},
         )
         self.skipped = getattr(self.manager, SKIPPED)
-        self.function = FakeFunction()
-        self.function.manager, self.function.function_id = lambda: self.manager, self.FUNCTION
+        self.function = FakeFunction(self.manager, self.FUNCTION)
 
     def node(self, *, has_fast_path=True, **attributes):
         node = Recording.__new__(Recording)
@@ -970,9 +971,9 @@ class TestFastPath(TestCase):
         self.assertIsNone(self.call("x"))
 
     def test_calls_that_are_left_to_upstream(self):
-        self.function.function_id = self.FUNCTION + 1  # it was never recorded
+        replay_with(self.function, self.manager, self.FUNCTION + 1)  # it was never recorded
         self.assertIsNone(self.call("x"))
-        self.function.function_id = self.FUNCTION
+        replay_with(self.function, self.manager, self.FUNCTION)
         for state in ("WARMUP", "RECORDING"):  # of other functions
             self.after(self.node(), new_step=True)
             self.manager.path_state = cudagraph_trees.ExecutionState[state]
@@ -1026,7 +1027,7 @@ class TestFastPath(TestCase):
             node = self.node(has_fast_path=fast, run=lambda inputs: [0])
             node.wrapped_function = SimpleNamespace(id=self.FUNCTION, model=model)
             self.assertEqual(self.manager.execute_node(node, ["x"]), [0])
-            self.assertEqual(model.dispatch.manager() is self.manager, fast)
+            self.assertEqual(manager_of(model.dispatch) is self.manager, fast and binding.extension is not None)
 
     def test_a_manager_takes_the_arguments_of_upstream_s(self):
         """For a new pool, it makes another manager with the same arguments."""

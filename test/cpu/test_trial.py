@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from fake_trees import replaying
+from fake_trees import manager_of, replaying
 from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -951,7 +951,7 @@ class TestChoice(TrialTestCase):
         call = self.enter(model, run)
         x = torch.ones(2)
         self.assertEqual((call([x]), call([x])), (["graphed"], ["graphed"]))
-        self.assertIsNone(model.dispatch.manager())  # hidden from other callers
+        self.assertIsNone(manager_of(model.dispatch))  # hidden from other callers
         ways = []
         for _ in range(30):
             (found,) = call([x])
@@ -960,7 +960,7 @@ class TestChoice(TrialTestCase):
         self.assertEqual(ways.count("un-graphed"), RULES.fewest_pairs + 1)  # the measured ones, and one before
         self.assertEqual(ways[-5:], ["fast"] * 5)
         self.assertIsNone(model.dispatch.call)
-        self.assertIs(model.dispatch.manager(), manager)
+        self.assertIs(manager_of(model.dispatch), manager)
         self.assertEqual(calls.count("run"), 2)
 
     def test_ungraphed_calls_give_the_pool_back_once_no_output_is_held(self):

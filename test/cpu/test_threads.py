@@ -1,0 +1,137 @@
+"""Torch's version of a function for each thread; autograd's own threads are stood in for by backwards on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import unittest
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch._guards import CompileContext, CompileId, compile_context
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.native import binding
+from pygraph_trees.trees import captures, threads
+from pygraph_trees.trees.dispatch import PER_THREAD
+
+ID = CompileId(frame_id=3, frame_compile_id=1)
+
+
+class Run:
+    """Torch's version of a function, made with the identifier of a compilation."""
+
+    def __init__(self, made):
+        self.number, self.compile_id = len(made), CompileContext.current_compile_id()
+        made.append(weakref.ref(self))
+
+    def __call__(self, inputs):
+        return [self.number, self.compile_id, *inputs]
+
+
+def in_backward(call):
+    """The result of a call during a backward of this thread."""
+    found = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: found.append(call()))
+    y.sum().backward()
+    return found[0]
+
+
+@unittest.skipUnless(PER_THREAD, "trees are not per thread")
+class TestThreads(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(threads, "_local", threading.local()))
+        self.made = []
+        with compile_context(CompileContext(ID)):
+            self.run_ = threads.for_each_thread(lambda: Run(self.made))
+
+    def call(self):
+        return self.run_(["x"])
+
+    def backwards(self):
+        """Of a thread that has trees."""
+        threads.mark()
+        return [in_backward(self.call) for _ in range(2)]
+
+    def test_backwards_of_each_thread_have_their_own(self):
+        self.assertEqual(self.call(), [0, ID, "x"])
+        with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+            for _ in range(2):
+                for number, thread in enumerate((first, second), 1):
+                    self.assertEqual(thread.submit(self.backwards).result(60), [[number, ID, "x"]] * 2)
+                    self.assertEqual(thread.submit(self.call).result(60), [0, ID, "x"])
+
+    def test_nothing_is_left_of_a_thread_that_has_ended(self):
+        for number in range(1, 4):
+            with ThreadPoolExecutor(1) as thread:
+                self.assertEqual(thread.submit(self.backwards).result(60)[0], [number, ID, "x"])
+                self.assertIsNotNone(self.made[number]())
+            self.assertIsNone(self.made[number]())
+        self.assertIsNotNone(self.made[0]())
+        self.run_ = None
+        gc.collect()
+        self.assertIsNone(self.made[0]())
+
+    def test_a_thread_without_trees_and_one_that_is_marked_too_late(self):
+        def backward():
+            found = in_backward(self.call), in_backward(threads.mark), in_backward(self.call)
+            return found[::2]
+
+        with ThreadPoolExecutor(1) as thread:
+            self.assertEqual(thread.submit(backward).result(60), ([0, ID, "x"],) * 2)
+
+    @unittest.skipIf(binding.extension is None, "not built for this torch")
+    def test_cpp_tells_a_backward_from_other_calls_and_from_backwards_of_other_threads(self):
+        number = binding.extension.thread_of_trees
+
+        def numbers():
+            before = in_backward(number)
+            threads.mark()
+            return [before, number(), *(in_backward(number) for _ in range(2))]
+
+        with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+            found = [thread.submit(numbers).result(60) for thread in (one, other)]
+        for before, here, backward, again in found:
+            self.assertEqual((before, again), (here, backward))
+        self.assertEqual(len({value for values in found for value in values}), 4)
+
+
+class TestCaptures(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.lock, self.done = threading.Lock(), threading.Event()
+        self.enterContext(mock.patch.object(captures, "HAS_LOCK", True))
+        self.enterContext(mock.patch.object(captures.cudagraph_trees, "graph_capture_lock", self.lock, create=True))
+
+    def move(self):
+        with captures.idle_device(0), captures.idle_device(0):  # one may cause another
+            self.assertTrue(self.lock.locked())
+            self.done.set()
+
+    def test_outputs_are_moved_once_no_other_thread_captures(self):
+        with ThreadPoolExecutor(1) as other:
+            with self.lock, captures.locked_by_torch():
+                moving = other.submit(self.move)
+                self.assertFalse(self.done.wait(0.1))
+            moving.result(60)
+        self.assertEqual((self.done.is_set(), self.lock.locked()), (True, False))
+
+    def test_a_thread_does_not_wait_for_its_own_capture(self):
+        with self.lock, captures.locked_by_torch():
+            self.move()
+            self.assertTrue(self.lock.locked())
+        self.move()
+        self.assertFalse(self.lock.locked())
+
+
+if __name__ == "__main__":
+    run_tests()
