@@ -22,6 +22,7 @@ _HOOK = "_pygraph_trees_test_reached"
 
 # Errors that are not about the trees themselves, by function.
 EXEMPT = {
+    "get_obj": "how torch finds a thread's trees, before it calls them",
     "cudagraphify": "Inductor's own arguments, at compile time",
     "TreeManagerContainer._finalize_tree_manager": "runs in finalizers",
     "CUDAGraphNode.debug_assert_invariants": "a check for upstream's developers, which is off",

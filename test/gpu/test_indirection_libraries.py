@@ -205,7 +205,7 @@ class Holding(torch.nn.Module):
         self.weights = torch.nn.ParameterList(weights)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._network(x, *self.weights)
+        return self._network(x, *[self.weights[number] for number in range(len(self.weights))])
 
 
 class TestGradientsOfConvolutions(IndirectionTestCase):
