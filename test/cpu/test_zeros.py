@@ -72,7 +72,7 @@ class TestZeros(TestCase):
     def test_an_ungraphed_call_has_memory(self):
         model = self.model(lambda inputs: [value._is_zerotensor() for value in inputs])
         manager = bare_manager(ids_to_funcs={FUNCTION: SimpleNamespace(model=model)})
-        self.assertEqual(manager._run_ungraphed([zeros(2)], FUNCTION, "of the test"), [False])
+        self.assertEqual(manager.run_ungraphed([zeros(2)], FUNCTION, "of the test"), [False])
 
     def test_all_ungraphed_calls_of_a_backward_have_memory_for_tangents(self):
         """The calls are measured, made during another call, or left un-graphed by upstream after too many recordings.
@@ -91,8 +91,8 @@ class TestZeros(TestCase):
                 mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda inputs, static: []),
                 mock.patch.object(Manager, "exceed_rerecord_limit", return_value=True),
             ):
-                for call in (aligned, lambda inputs: manager._run_beside(inputs, FUNCTION)):  # noqa: B023
-                    self.assertEqual([call([zeros(2), zeros(2)]) for _ in range(2)], [expected] * 2)
+                self.assertEqual([aligned([zeros(2), zeros(2)]) for _ in range(2)], [expected] * 2)
+                self.assertEqual(manager._run_beside([zeros(2), zeros(2)], FUNCTION), [False, False])
                 self.assertEqual(manager.run([zeros(2), zeros(2)], FUNCTION), expected)
 
     def test_a_backward_that_is_never_graphed_has_memory_for_tangents(self):
