@@ -72,7 +72,7 @@ class Calls(fast_path.TreeState, Steps):
             with self.output_policy.call(self, function_id, inputs):
                 return upstream(inputs, function_id)
 
-        if not isinstance(model, FunctionModel):
+        if not isinstance(model, FunctionModel) or model.settings.indirection == "off":  # as upstream
             return run()
         if model.why_ungraphed is not None:
             if model.stop is not None:  # not before: it frees what the call that failed used
