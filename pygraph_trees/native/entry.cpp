@@ -226,6 +226,10 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result, std::option
         return Answer::error;
     if (!is_tree_state(found.manager.get())) // None, if no manager may replay it now
         return Answer::no;
+    if (is_captured(found.trees())) {
+        *why = Slow::captured;
+        return Answer::no;
+    }
     if (function->by_values != nullptr) {
         *why = std::nullopt;
         return replay_for_values(state, list, result);

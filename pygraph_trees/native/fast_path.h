@@ -285,6 +285,7 @@ enum class Slow : size_t {
     not_given,      // the graph cannot be given the inputs
     no_memory,      // for outputs
     in_python,      // a fast replay that Python makes
+    captured,       // the program captures the call
 };
 
 /* Whether a recording accepts the inputs of a call. If so, its graph holds their addresses, and inputs that must be dead

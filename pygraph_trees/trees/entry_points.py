@@ -23,6 +23,7 @@ from pygraph_trees.native import binding
 from pygraph_trees.selection.functions import why_not_graphed
 
 from . import pools
+from .aligned import Aligned
 from .choice import chooser, only_sizes_that_come_again
 from .collector import paused
 from .function import FunctionModel, entered
@@ -35,8 +36,9 @@ def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def cudagraphify(model: Any, static_input_idxs: Any = (), *args: Any, **kwargs: Any) -> Any:
         function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
-        choose = chooser(static_input_idxs, kwargs.get("mutated_input_idxs", ()), kwargs["device_index"])
-        return entered(function, upstream(function, static_input_idxs, *args, **kwargs), choose)
+        aligned = Aligned(function, static_input_idxs, kwargs.get("mutated_input_idxs", ()))
+        run = upstream(function, static_input_idxs, *args, **kwargs)
+        return entered(function, run, aligned, chooser(kwargs["device_index"]))
 
     return cudagraphify
 
@@ -66,7 +68,7 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
         run = only_sizes_that_come_again(function, run, inputs, static_input_idxs, mutated, kwargs["device_index"])
         if function.settings.indirection == "off":
             return run
-        run = entered(function, run)
+        run = entered(function, run, Aligned(function, static_input_idxs, mutated))
         # Functions from Inductor do not need this: the call of their compiled graph conforms the inputs.
         return run if function is model else conforming(run, is_backward=kwargs["is_backward"])
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch._inductor import cudagraph_trees
 
 from .kept_outputs import keeps_outputs
@@ -58,11 +57,26 @@ class Steps(Upstream):
                 return
             # A graphed call ends a path that grows at each call: looking for such a path takes longer than this call.
             begins = is_forward and super().can_start_new_generation()
-            if begins and not torch.cuda.is_current_stream_capturing():
+            if begins:
                 self._end_path()
             self.update_generation()
             self._ungraphed = self._ungraphed + 1 if is_forward and not begins else 0
         finally:
+            self.end_turn(inputs)
+
+    def end_step(self) -> None:
+        """Ends the open path, and moves its outputs, as if a step began; does nothing during a call."""
+        inputs: list[Any] = []
+        try:  # an interrupt may come anywhere
+            node = self.current_node
+            if not self.take_turn(inputs) or node is None:
+                return
+            if all(keeps_outputs(made_by.wrapped_function.model) for made_by in node._path_from_root):
+                self._begins_step = True
+                self._end_path()
+        finally:
+            if self.has_turn(inputs):
+                self._begins_step = None
             self.end_turn(inputs)
 
     def _end_path(self) -> None:
