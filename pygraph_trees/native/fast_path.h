@@ -230,6 +230,7 @@ struct Replay {
         bool in_python = false;        // inputs are copied at each call
         bool python_checks = false;    // if Python replays, it also checks which tensors have died
         bool has_new_history = false;  // whether autograd gives the outputs a new history at each call
+        bool is_backward = false;      // whether the outputs are gradients
         Mortal before, after;
         Mortal outliving; // outputs that are moved if they are alive when the next step begins
         std::vector<Empty> empty;
@@ -296,8 +297,9 @@ Answer accept(Replay::State *state, Inputs &inputs, bool *is_copied, Slow *why);
 bool launch(const Replay::State *replay);
 
 /* Outputs of a recording, valid until other code runs: cached outputs, substitutes for others, and those that are made for
-   each call. These are made once, and kept in `made`: outputs without elements, and `returned` ones, from the tensors
-   `given`. Code that only accumulates gradients does not `see` them. False if another output must be made. */
+   each call. These are made once, and kept in `made`: outputs without elements, `returned` ones, from the tensors
+   `given`, and gradients. Code that only accumulates gradients does not `see` them, and gets cached ones. False if
+   another output must be made. */
 bool at_hand(const Replay::State *replay, PyObject *given, bool sees, std::vector<Ref> *made,
              std::vector<PyObject *> *outputs);
 

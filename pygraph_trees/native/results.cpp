@@ -106,7 +106,7 @@ Ref returned(const Results *state, const Ref &kept, bool sees, const TakeOutputs
 Ref list_at_hand(Results *state, const Replay::State *replay, PyObject *given) {
     Ref list(PyList_New(PyList_GET_SIZE(replay->others)));
     std::vector<Ref> made;
-    const bool sees = !replay->lends || !are_only_accumulated(&state->parameters);
+    const bool sees = !(replay->lends || replay->is_backward) || !are_only_accumulated(&state->parameters);
     if (!list || !at_hand(replay, given, sees, &made, &state->outputs) ||
         static_cast<size_t>(PyList_GET_SIZE(list.get())) != state->outputs.size())
         return Ref();
@@ -156,7 +156,8 @@ Ref pygraph::of_list(const Results *state, const Ref &kept, Ref &outputs) {
 Ref pygraph::result_at_hand(Results *state, const Replay::State *replay, const Ref &kept, PyObject *given) {
     if (!state->picks_some)
         return list_at_hand(state, replay, given);
-    const bool sees = !(state->has_own || replay->lends) || !are_only_accumulated(&state->parameters);
+    const bool asks = state->has_own || replay->lends || replay->is_backward;
+    const bool sees = !asks || !are_only_accumulated(&state->parameters);
     std::vector<Ref> made;
     return returned(state, kept, sees, [&](Items *row) {
         const bool found = at_hand(replay, given, sees, &made, &state->outputs);

@@ -3,8 +3,8 @@
 Each function takes upstream's function and returns its replacement. Torch calls :func:`cudagraphify` while Inductor
 compiles, :func:`cudagraphify_impl` at a function's first call and for ``backend="cudagraphs"``,
 :func:`reset_cudagraph_trees` when all recordings are dropped, and :func:`is_static_for_cudagraphs` when Dynamo compiles
-an optimizer. Programs call :func:`record_stream`. A function that the settings keep un-graphed runs as compiled, and
-its log says why.
+an optimizer. Programs call :func:`record_stream`, and functions that :func:`outside_of_pools` wraps. A function that
+the settings keep un-graphed runs as compiled, and its log says why.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pygraph_trees.selection.functions import why_not_graphed
 
 from . import pools
 from .aligned import Aligned
+from .captures import is_captured
 from .choice import chooser, only_sizes_that_come_again
 from .collector import paused
 from .function import FunctionModel, entered
@@ -126,6 +127,26 @@ def record_stream(upstream: Callable[..., None]) -> Callable[..., None]:
                 pools.note_stream(tensor, stream)
 
     return record_stream
+
+
+def outside_of_pools(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Moves the output that the method or function is given out of its graph pool first.
+
+    Afterwards, memory is shared with others that no replay knows: another process, or a lazy clone.
+    """
+    if binding.extension is None:
+        return upstream
+
+    @functools.wraps(upstream)
+    def on_own_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for manager in pools.managers():
+            for held in [self] if isinstance(self, torch.UntypedStorage) else tensors_with_memory(self):
+                storage = held if isinstance(held, torch.UntypedStorage) else held.untyped_storage()
+                if pools.holds(manager, storage) and not is_captured():
+                    manager.move_out(storage)
+        return upstream(self, *args, **kwargs)
+
+    return on_own_memory
 
 
 def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:

@@ -34,7 +34,7 @@ from .candidates import Search
 from .collector import paused
 from .function import FunctionModel
 from .input_rules import Given
-from .kept_outputs import keeps_outputs, models_that_keep, move_alive, note_stream_of, why_not_moved
+from .kept_outputs import keeps_outputs, models_that_keep, move_alive, note_launch_of, why_not_moved
 from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
@@ -178,7 +178,7 @@ class Manager(fast_path.TreeState, Steps):
             self.order_streams()
             with self.output_policy.call(self, function_id, new_inputs):
                 outputs = super().run(new_inputs, function_id)
-            note_stream_of(self.current_node, self.last_stream)
+            note_launch_of(self.current_node, self.last_stream)
             return outputs
         finally:
             self.note_launch()

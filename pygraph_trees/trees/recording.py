@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from contextlib import nullcontext
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,27 +26,27 @@ from pygraph_trees.indirection.routes import Route
 from pygraph_trees.native.binding import new_counter
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
-from pygraph_trees.report.naming import FORWARD
+from pygraph_trees.report.naming import BACKWARD, FORWARD
 
 from . import fast_path, pools
 from .attempts import Attempts
+from .cached_outputs import CachedOutputs, Upstream
 from .captured_graph import captured_nodes, is_cuda, kept_graph, surroundings
 from .function import FunctionModel
 from .input_records import describe
 from .kept_outputs import kept_indices
-from .liveness import AsMade, are_untouched, as_made, deaths, register, release_unneeded
+from .liveness import deaths, release_unneeded
 from .output_records import describe_outputs
 from .outputs import as_they_read, is_on_live_input, makers_of_empty, without_staged
 from .pools import ranges_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.host_reads import HostRead
     from pygraph_trees.outputs.own_memory import OwnMemory
 
-Upstream: type = cudagraph_trees.CUDAGraphNode
 _IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # called twice per input
 _MISMATCH = cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch
 _FITS = cudagraph_trees.CheckInvariantStatus.SUCCESS, lambda: "CheckInvariantStatus.SUCCESS"
@@ -77,21 +76,15 @@ class _CountsUpstreamNodes(type):
         return type.__instancecheck__(Upstream if cls is Recording else cls, instance)
 
 
-class Recording(Upstream, metaclass=_CountsUpstreamNodes):
+class Recording(CachedOutputs, metaclass=_CountsUpstreamNodes):
     """A recording of a function."""
 
     unfit: str | None = None  # why the last ``check_invariants`` could not give it the inputs of a call
     has_fast_path = False
-    _gives_addresses = False  # whether inputs may be given by address
-    native: Any = None  # its part of a fast replay in C++
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
     own: OwnMemory | None = None  # own memory of its outputs; the blocks are its last inputs
     outliving: Any = None  # outputs that must be moved if they are alive when the next step begins
-    cached_as_made: Sequence[AsMade | None] = ()  # of each cached output, in their order
-    has_new_history = False  # whether autograd gives the outputs a new history at each call
-    empty_outputs: Mapping[int, Callable[[], torch.Tensor]] = MappingProxyType({})  # make outputs without memory
-    older_outputs: Any = ()  # references to outputs that newer ones have replaced
     _attempts: Attempts | None = None  # while it is made
     graph: Any
     recording_outputs: Any
@@ -103,7 +96,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self.own, self._takes = getattr(wrapped_function, "own", None), len(inputs)
         model = wrapped_function.model
         self._gives_addresses = isinstance(model, FunctionModel) and model.settings.indirection != "off"
-        self.has_new_history = isinstance(model, FunctionModel) and model.log.mode == FORWARD
+        mode = model.log.mode if isinstance(model, FunctionModel) else None
+        self.has_new_history, self.is_backward = mode == FORWARD, mode == BACKWARD
         self._attempts = attempts = Attempts(wrapped_function, inputs)
         record = functools.partial(super().__init__, wrapped_function, id, parent, inputs, *args, **kwargs)
         attempts.until_one_works(functools.partial(self._make, attempts, record, parent), inputs)
@@ -151,27 +145,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         for position in self.empty_outputs:
             others[position] = (self.static_output_tensors[position],)
         return fast_path.replay(self, dropped, others, in_python=in_python)
-
-    def _initialize_cached_tensors(self) -> None:
-        known = (*self.older_outputs, *self.outputs_weakrefs)
-        self.older_outputs = [held for held in known if held is not None and not held.expired()]
-        try:
-            super()._initialize_cached_tensors()
-            self.cached_as_made = [None if output is None else as_made(output) for output in self.cached_tensor_outputs]
-            if self.native is not None:
-                self.native.note_cached()
-            self._registered = register(self)
-        except BaseException:  # an interrupt may come anywhere, and a part of them must not stay
-            self.remove_node_cached_tensors()
-            raise
-
-    def remove_node_cached_tensors(self) -> None:
-        held = list(self.cached_tensor_outputs)  # freeing one may run code that asks which outputs are alive
-        super().remove_node_cached_tensors()
-        held.clear()
-
-    def _is_untouched(self) -> bool:
-        return are_untouched(self) if self.native is None else bool(self.native.is_untouched())
 
     def all_outputs_are_dead(self) -> bool:
         """Whether all outputs of the path from this node to its root are dead."""
@@ -420,14 +393,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def run_graph(self) -> None:
         self.log.counter.value += 1
         super().run_graph()
-
-    def own_outputs(self) -> Any:
-        """All outputs except those on live inputs."""
-        if self._gives_addresses and not self._is_untouched():
-            self.remove_node_cached_tensors()
-        for position, make in self.empty_outputs.items():
-            self.static_output_tensors[position] = make()
-        return super().reconstruct_outputs()
 
     def reconstruct_outputs(self) -> Any:
         outputs = self.own_outputs()

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch._inductor import cudagraph_trees
 
-from .kept_outputs import keeps_outputs
+from pygraph_trees.cuda.progress import wait_for_device
+
+from .kept_outputs import keeps_outputs, move_alive
 from .storms import is_endless
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _FORWARD = cudagraph_trees.CompilationMode.FORWARD
@@ -77,6 +81,17 @@ class Steps(Upstream):
         finally:
             if self.has_turn(inputs):
                 self._begins_step = None
+            self.end_turn(inputs)
+
+    def move_out(self, storage: torch.UntypedStorage) -> None:
+        """Moves an output out of the graph pool; does nothing during a call, or if it is no output."""
+        inputs: list[Any] = []
+        try:  # an interrupt may come anywhere
+            if self.take_turn(inputs) and self.current_node is not None:
+                wait_for_device(self.device_index)
+                move_alive(self.current_node, storage)
+                wait_for_device(self.device_index)
+        finally:
             self.end_turn(inputs)
 
     def _end_path(self) -> None:

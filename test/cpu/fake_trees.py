@@ -99,7 +99,7 @@ class Live:
 
 
 class Recording:
-    are_held, has_new_history = True, False
+    are_held, has_new_history, is_backward = True, False, False
 
     def __init__(self, fixed, cached, *, live=None, before=None, after=None, outliving=None, own=None):
         self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(counter=binding.new_counter()), live
@@ -184,7 +184,7 @@ class _InPython:
         self.result, self.graph, self.log = None, None, Plain(counter=binding.new_counter())
         self.fixed, self.cached_tensor_outputs = (), []
         self.deaths_before = self.deaths_after = self.outliving = self.own = None
-        self.has_new_history = False
+        self.has_new_history = self.is_backward = False
 
         def prepare(inputs, _):
             self.result = replay(inputs, function_id)

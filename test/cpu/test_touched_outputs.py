@@ -336,6 +336,7 @@ class TestKept(OnCpuTestCase):
         node.outputs_weakrefs[:], node.tensor_weakrefs[:] = [StorageWeakRefWrapper(output)], [TensorWeakRef(output)]
         manager.current_node, manager.path_state, manager.current_gen = node, state, -99
         manager.disable_invalidate_aliases = False
+        kept_outputs.note_launch_of(node, 0)
         output.data = all_of(77)
         invalidated = []
         with (
