@@ -31,8 +31,9 @@ bool has_names(const auto *impl) {
 
 /* Lets a dead tensor begin as a new one: no other tensor shares its version. */
 void reset_version(const c10::TensorImpl *impl) {
-    if (c10::VariableVersion version = impl->version_counter(); version.enabled() && version.current_version() != 0)
-        version.set_version(0);
+    const c10::VariableVersion &version = impl->version_counter();
+    if (version.enabled() && version.current_version() != 0)
+        c10::VariableVersion(version).set_version(0);
 }
 
 /* Whether a cached output is as it was made, and has nothing that its last user left: a gradient or its type, a
@@ -131,17 +132,21 @@ bool pygraph::are_untouched(const Replay::State *replay) {
     return true;
 }
 
-bool pygraph::at_hand(const Replay::State *replay, PyObject *given, bool sees, std::vector<Ref> *made,
-                      std::vector<PyObject *> *outputs) {
-    const bool renews = replay->is_backward && sees;
+bool pygraph::at_hand(const Replay::State *replay, PyObject *given, bool sees, const std::vector<bool> &picked,
+                      std::vector<Ref> *made, std::vector<PyObject *> *outputs) {
+    const auto is_renewed = [&](Py_ssize_t i) { // as long as the cached outputs do not change
+        const auto number = static_cast<size_t>(i);
+        return replay->is_backward && sees && (picked.empty() || (number < picked.size() && picked[number])) &&
+               is_tensor(PyList_GET_ITEM(replay->cached, i));
+    };
     if (made->empty()) { // first, since making a tensor may run other code
         for (const Replay::Empty &like : replay->empty)
             made->emplace_back(THPVariable_Wrap(at::empty_strided(like.sizes, like.strides, like.options)));
         for (size_t i = 0; i < replay->returned.size(); i++)
             made->push_back(made_from(replay->returned[i], PyTuple_GET_ITEM(given, static_cast<Py_ssize_t>(i)), sees));
-        for (Py_ssize_t i = 0; renews && i < PyList_GET_SIZE(replay->cached); i++)
-            if (PyObject *output = PyList_GET_ITEM(replay->cached, i); is_tensor(output))
-                made->push_back(renewed(output));
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(replay->cached); i++)
+            if (is_renewed(i))
+                made->push_back(renewed(PyList_GET_ITEM(replay->cached, i)));
         if (!std::all_of(made->begin(), made->end(), [](const Ref &output) { return bool(output); }))
             return false;
     }
@@ -169,8 +174,8 @@ bool pygraph::at_hand(const Replay::State *replay, PyObject *given, bool sees, s
         (*outputs)[like.output] = (next++)->get();
     for (const Replay::Returned &output : replay->returned)
         (*outputs)[output.output] = (next++)->get();
-    for (Py_ssize_t i = 0; renews && i < count && next != made->end(); i++)
-        if (is_tensor(PyList_GET_ITEM(replay->cached, i)))
+    for (Py_ssize_t i = 0; i < count && next != made->end(); i++)
+        if (is_renewed(i))
             (*outputs)[static_cast<size_t>(i)] = (next++)->get();
     return true;
 }

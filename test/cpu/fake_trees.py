@@ -128,6 +128,7 @@ class Trees:
 
     def __init__(self, fixed, cached, *, managed=(), others=None, mode=MODE.INFERENCE, in_python=False, **recording):
         self.recording = Recording(fixed, cached, **recording)
+        self.recording.is_backward = mode is MODE.BACKWARD
         self.graph, self.log, self.live = self.recording.graph, self.recording.log, self.recording.live
         others = [NotImplemented] * len(cached) if others is None else others
         self.native = fast_path.replay(self.recording, managed, others, in_python=in_python)

@@ -74,6 +74,12 @@ def _in_cpp(output):
     return lambda: graph.kept
 
 
+def _swapped(output):
+    held = torch.zeros(SIZE)
+    torch.utils.swap_tensors(output, held)
+    return lambda: held
+
+
 # By name: a function that makes something that keeps an output alive, and returns a function that reads the output.
 HOLDERS = {
     "tensor": lambda output: lambda: output,
@@ -84,6 +90,8 @@ HOLDERS = {
     "dlpack": lambda output: (lambda held: lambda: held)(torch.from_dlpack(output)),
     "saved for a backward": _saved,
     "held by a node of autograd": _in_cpp,
+    "lazily cloned": lambda output: (lambda held: lambda: held)(torch._lazy_clone(output)),
+    "swapped": lambda output: _swapped(output),
     "alias in a list": lambda output: (lambda held: lambda: held[0])([output.view(2, 3).view(SIZE)]),
 }
 

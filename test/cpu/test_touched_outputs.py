@@ -27,7 +27,7 @@ from torch.testing._internal.common_utils import TestCase, instantiate_parametri
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees import kept_outputs
+from pygraph_trees.trees import entry_points, kept_outputs, pools
 from pygraph_trees.trees import manager as manager_module
 from pygraph_trees.trees.liveness import Deaths
 from pygraph_trees.trees.recording import Recording
@@ -207,6 +207,49 @@ class TestDropped(OnCpuTestCase):
         self.check_next(function, fast=fast).zero_()
         self.assertEqual(other, all_of(77))
         self.check_next(function, 5.0)
+        function.end()
+
+    @parametrize("fast", [False, True])
+    @parametrize("mode", [CompilationMode.INFERENCE, CompilationMode.FORWARD, CompilationMode.BACKWARD])
+    def test_changes_in_place_are_not_counted_for_the_next_output(self, mode, fast):
+        function = Function(mode=mode)
+        for step in (3, 4, 5):
+            (output,) = function.call(step, fast=fast)
+            if step > 3:
+                self.assertEqual(output._version, 0)
+            output.add_(1).mul_(2)
+            self.assertEqual(output, all_of(2 * step + 2))
+            del output
+
+    @parametrize("holds", ["nothing", "the output", "the other"])
+    @parametrize("change", ["swapped", "swapped with a view", "grown", "emptied", "lazily cloned"])
+    @parametrize("mode", [CompilationMode.INFERENCE, CompilationMode.BACKWARD])
+    def test_memory_that_is_exchanged_resized_or_shared(self, change, holds, mode):
+        """Each way works as with any other tensor, and what the program holds keeps its values."""
+        function = Function(mode=mode)
+        (output,) = function.call(3.0)
+        other = output.detach() if change == "swapped with a view" else all_of(77)
+        if change.startswith("swapped"):
+            torch.utils.swap_tensors(output, other)
+        elif change == "grown":
+            output.resize_(2 * SIZE)[SIZE:] = 8
+        elif change == "emptied":
+            output.untyped_storage().resize_(0)
+            output.untyped_storage().resize_(4 * SIZE)
+            output.fill_(9)
+        else:
+            with (
+                mock.patch.object(pools, "OWNED", {0: weakref.ref(function.manager)}),
+                mock.patch.object(pools, "holds", lambda *_: True),
+            ):
+                other = entry_points.outside_of_pools(torch._lazy_clone)(output)
+        wanted = output.clone(), other.clone()
+        held = {"the output": [output], "the other": [other]}.get(holds, [])
+        del output, other
+        for step, fast in ((4, True), (5, False), (6, True)):
+            self.check_next(function, step, fast=fast)
+        for found in held:
+            self.assertEqual(found, wanted[holds == "the other"])
         function.end()
 
     @parametrize("fast", [False, True])
