@@ -139,9 +139,10 @@ def outside_of_pools(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(upstream)
     def on_own_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for manager in pools.managers():
-            for held in [self] if isinstance(self, torch.UntypedStorage) else tensors_with_memory(self):
-                storage = held if isinstance(held, torch.UntypedStorage) else held.untyped_storage()
+        is_storage = isinstance(self, torch.UntypedStorage)
+        tensors = () if is_storage else [t for t in tensors_with_memory(self) if t.layout is torch.strided]
+        for storage in [self] if is_storage else [tensor.untyped_storage() for tensor in tensors]:
+            for manager in pools.managers():
                 if pools.holds(manager, storage) and not is_captured():
                     manager.move_out(storage)
         return upstream(self, *args, **kwargs)

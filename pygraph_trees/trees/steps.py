@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from torch._inductor import cudagraph_trees
@@ -13,6 +14,7 @@ from torch._inductor import cudagraph_trees
 from pygraph_trees.cuda.progress import wait_for_device
 
 from .kept_outputs import keeps_outputs, move_alive
+from .liveness import release_unneeded
 from .storms import is_endless
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class Steps(Upstream):
     """The part of a manager that tells whether a step begins, which ends the last step's path."""
 
     current_node: Any
+    cuda_graphs_thread_pool: Any
     keeps_outputs: bool  # whether a function was added whose outputs must be kept
     _begins_step: bool | None = None  # the answer of can_start_new_generation while a path may end
     _ungraphed = 0  # un-graphed forwards since the last un-graphed call that began a step or was a backward
@@ -69,13 +72,17 @@ class Steps(Upstream):
             self.end_turn(inputs)
 
     def end_step(self) -> None:
-        """Ends the open path, and moves its outputs, as if a step began; does nothing during a call."""
+        """Ends the open path, and moves its outputs, as if a step began; does nothing during a call.
+
+        Autograd's graphs that only recordings hold are freed: their nodes would run on the stream that made them.
+        """
         inputs: list[Any] = []
         try:  # an interrupt may come anywhere
-            node = self.current_node
-            if not self.take_turn(inputs) or node is None:
+            if not self.take_turn(inputs):
                 return
-            if all(keeps_outputs(made_by.wrapped_function.model) for made_by in node._path_from_root):
+            release_unneeded(self.cuda_graphs_thread_pool)
+            path = [] if self.current_node is None else self.current_node._path_from_root
+            if all(keeps_outputs(node.wrapped_function.model) for node in path):
                 self._begins_step = True
                 self._end_path()
         finally:
@@ -84,10 +91,18 @@ class Steps(Upstream):
             self.end_turn(inputs)
 
     def move_out(self, storage: torch.UntypedStorage) -> None:
-        """Moves an output out of the graph pool; does nothing during a call, or if it is no output."""
+        """Moves an output out of the graph pool; does nothing if it is no output.
+
+        Waits a second at most for a call of another thread: ``multiprocessing.Queue`` sends tensors from its own one.
+        """
         inputs: list[Any] = []
+        until = time.monotonic() + 1
         try:  # an interrupt may come anywhere
-            if self.take_turn(inputs) and self.current_node is not None:
+            while not self.take_turn(inputs):
+                if time.monotonic() > until:
+                    return
+                time.sleep(1e-4)
+            if self.current_node is not None:
                 wait_for_device(self.device_index)
                 move_alive(self.current_node, storage)
                 wait_for_device(self.device_index)
