@@ -37,15 +37,14 @@ void wait_for(const TreeState *trees, c10::StreamId before, c10::StreamId now) {
 
 c10::Event *event_of(const TreeState *trees) { return static_cast<c10::Event *>(trees->event); }
 
-/* Torch's question in C, owned by the module; NULL if there is none. */
+/* Torch's question in C, which is never freed; NULL if there is none. */
 PyObject *question() {
-    static PyObject *found = [] {
+    static PyObject *found = nullptr; // protected by the GIL
+    if (found == nullptr) {
         Ref torch(PyImport_ImportModule("torch._C"));
-        PyObject *made = torch ? PyObject_GetAttrString(torch.get(), "_cuda_isCurrentStreamCapturing") : nullptr;
-        if (made == nullptr)
-            PyErr_Clear();
-        return made;
-    }();
+        found = torch ? PyObject_GetAttrString(torch.get(), "_cuda_isCurrentStreamCapturing") : nullptr;
+        PyErr_Clear();
+    }
     return found;
 }
 
