@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # In the order in which they are applied; each feature with the modules that hold its patches.
 FEATURES: dict[str, tuple[str, ...]] = {
     "flags": ("config", "torch_compile"),
-    "trees": ("cudagraph_trees", "compile_fx", "output_code", "autograd_cache", "optimizer", "tensor"),
+    "trees": ("cudagraph_trees", "compile_fx", "output_code", "autograd_cache", "optimizer", "tensor", "cuda_graphs"),
     "report": ("scheduler", "output_code"),
     "calls": ("dynamo",),
     "placement": ("post_grad", "compile_fx", "scheduler"),

@@ -158,6 +158,23 @@ torch.Tensor.record_stream
   in torch.overrides
     2.11-2.15  get_testing_overrides: record_stream
 
+torch.UntypedStorage._share_cuda_
+  in torch.multiprocessing.reductions
+    2.11-2.15  reduce_tensor(tensor): _share_cuda_
+
+torch._lazy_clone
+  in torch.overrides
+    2.11-2.15  get_ignored_functions
+
+torch.Tensor._lazy_clone
+  in torch.overrides
+    2.11-2.15  get_ignored_functions
+
+torch.cuda.CUDAGraph.capture_begin
+  in torch.cuda.graphs
+    2.11-2.15  CUDAGraph.capture_begin(self, pool)
+    2.11-2.15  graph.__enter__(self): capture_begin pool
+
 torch._dynamo.variables.optimizer._is_static_for_cudagraphs
   in torch._dynamo.variables.optimizer
     2.11-2.15  _is_static_for_cudagraphs(x): get_manager get_static_address_type current_node

@@ -33,7 +33,6 @@ _MOST_KNOWN = 64  # sets of addresses remembered for all inputs: more than a pro
 
 # Each replay of the program's graph would read a staging buffer that belongs to later calls by then, or the values of
 # the call, and a wait for a buffer ends the capture. Such a call runs without our graphs.
-CAPTURED = "the program captures the call in a graph of its own, and an input is on the CPU"
 
 _MUTATED_IN_POOL = "a mutated input lies in the graph pool"
 
@@ -150,8 +149,6 @@ class Addresses:
             self._counts.countdown = REPLAYS
 
     def _go_on_choosing(self, chooser: RouteChooser) -> None:
-        if torch.cuda.is_current_stream_capturing():  # no kernel can be loaded
-            return
         counts, names = self._counts, self._kernels_holding()
         changed = [item.index for item, n in zip(self._items, counts.changes, strict=True) if n >= LEAST_CHANGES]
         if names is not None and chooser.go_on(changed, names):
@@ -182,8 +179,6 @@ class Addresses:
         if seen is None:
             seen = [inputs[item.index].data_ptr() for item in self._items]
         puts = self._staged is not None and bool(self._staged.put_indices)
-        if puts and torch.cuda.is_current_stream_capturing():
-            return CAPTURED
         for index in self._tangents:
             if inputs[index].is_neg():
                 return "an input is a negated view"

@@ -231,7 +231,6 @@ class Patches:
             context=int(self._context) if can_set else 0,
             count=count,
             values=values,
-            is_capturing=torch._C._cuda_isCurrentStreamCapturing,  # in C: it runs no other Python code
         )
         return self._native
 

@@ -101,13 +101,12 @@ size_t set(const Addresses::State *state, const std::vector<uint64_t> &addresses
 /* Not tracked by the collector: what an Addresses holds is in no cycle. */
 PyObject *make_addresses(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"owner", "pool_changes", "sets", "held", "own", "words", "nodes", "holders",
-                                  "exec", "set", "get_context", "context", "count", "values", "is_capturing", nullptr};
-    PyObject *owner, *pool_changes, *sets, *held, *own, *words, *nodes, *holders, *values = nullptr,
-                                                                                  *is_capturing = nullptr;
+                                  "exec", "set", "get_context", "context", "count", "values", nullptr};
+    PyObject *owner, *pool_changes, *sets, *held, *own, *words, *nodes, *holders, *values = nullptr;
     unsigned long long exec, set, get_context, context, inputs = ~0ULL;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOOOKKKK|KOO", const_cast<char **>(known), &owner,
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOOOKKKK|KO", const_cast<char **>(known), &owner,
                                      &pool_changes, &sets, &held, &own, &words, &nodes, &holders, &exec, &set,
-                                     &get_context, &context, &inputs, &values, &is_capturing))
+                                     &get_context, &context, &inputs, &values))
         return nullptr;
     Packed<uint64_t> addresses;
     std::vector<uint64_t> own_positions;
@@ -140,7 +139,7 @@ PyObject *make_addresses(PyTypeObject *type, PyObject *arguments, PyObject *keyw
     state->is_own.resize(count);
     state->accepted.resize(std::min<size_t>(inputs, count));
     state->holders.resize(count);
-    if (values != nullptr && !state->staged.take(values, is_capturing))
+    if (values != nullptr && !state->staged.take(values))
         return nullptr;
     for (Py_ssize_t i = 0; i < all.count; i++)
         state->nodes.push_back(all[i]);
@@ -171,7 +170,6 @@ void addresses_dealloc(PyObject *self) {
     if (state != nullptr) {
         Py_XDECREF(state->owner);
         Py_XDECREF(state->pool_changes);
-        Py_XDECREF(state->staged.is_capturing);
         Py_XDECREF(state->sets);
     }
     delete state;

@@ -232,6 +232,10 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result, std::option
         return Answer::error;
     if (!is_tree_state(found.manager.get())) // None: it is gone
         return Answer::no;
+    if (is_captured(found.trees())) {
+        *why = Slow::captured;
+        return Answer::no;
+    }
     counted.asked++;
     Slow reason = Slow::not_ready;
     const auto no = [&](Answer answer) {

@@ -81,12 +81,24 @@ PyObject *exchange_memory(PyObject *, PyObject *arguments) {
     });
 }
 
+PyObject *make_resizable(PyObject *, PyObject *object) {
+    if (!THPStorage_Check(object))
+        return PyErr_Format(PyExc_TypeError, "expected a storage, got %s", Py_TYPE(object)->tp_name);
+    return translated([&]() -> PyObject * {
+        c10::StorageImpl *storage = THPStorage_Unpack(object).unsafeGetStorageImpl();
+        storage->set_allocator(c10::GetAllocator(storage->device_type()));
+        storage->set_resizable(true);
+        Py_RETURN_NONE;
+    });
+}
+
 PyMethodDef methods[] = {
     {"collector_forked", collector_forked, METH_NOARGS, "Turns it on after a fork, if it was off for any."},
     {"collector_off", collector_off, METH_O, "Turns the collector off, and sets the list's only item."},
     {"collector_on", collector_on, METH_O, "Turns it on again, unless it is off for others, if the item was set."},
     {"counts", counts, METH_NOARGS, "How many calls asked for a fast replay, got one, and got one that Python made."},
     {"exchange_memory", exchange_memory, METH_VARARGS, "Exchanges the memory of the storages of two tensors."},
+    {"make_resizable", make_resizable, METH_O, "Lets a storage that does not own its memory get other memory."},
     {"note_stream", note_stream, METH_O, "Notes that another stream uses a tensor's memory."},
     {"thread_of_trees", number_of_thread, METH_NOARGS, "The number of the thread whose trees a call uses."},
     {nullptr, nullptr, 0, nullptr},

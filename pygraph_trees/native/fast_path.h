@@ -230,6 +230,7 @@ struct Replay {
         bool in_python = false;        // inputs are copied at each call
         bool python_checks = false;    // if Python replays, it also checks which tensors have died
         bool has_new_history = false;  // whether autograd gives the outputs a new history at each call
+        bool is_backward = false;      // whether the outputs are gradients
         Mortal before, after;
         Mortal outliving; // outputs that are moved if they are alive when the next step begins
         std::vector<Empty> empty;
@@ -285,6 +286,7 @@ enum class Slow : size_t {
     not_given,      // the graph cannot be given the inputs
     no_memory,      // for outputs
     in_python,      // a fast replay that Python makes
+    captured,       // the program captures the call
 };
 
 /* Whether a recording accepts the inputs of a call. If so, its graph holds their addresses, and inputs that must be dead
@@ -295,10 +297,11 @@ Answer accept(Replay::State *state, Inputs &inputs, bool *is_copied, Slow *why);
 bool launch(const Replay::State *replay);
 
 /* Outputs of a recording, valid until other code runs: cached outputs, substitutes for others, and those that are made for
-   each call. These are made once, and kept in `made`: outputs without elements, and `returned` ones, from the tensors
-   `given`. Code that only accumulates gradients does not `see` them. False if another output must be made. */
-bool at_hand(const Replay::State *replay, PyObject *given, bool sees, std::vector<Ref> *made,
-             std::vector<PyObject *> *outputs);
+   each call. These are made once, and kept in `made`: outputs without elements, `returned` ones, from the tensors
+   `given`, and gradients that are `picked` to be returned themselves. Code that only accumulates gradients does not `see`
+   them, and gets cached ones. False if another output must be made. */
+bool at_hand(const Replay::State *replay, PyObject *given, bool sees, const std::vector<bool> &picked,
+             std::vector<Ref> *made, std::vector<PyObject *> *outputs);
 
 /* Notes the cached outputs, which Python has just made. */
 void note_made(Replay::State *replay);

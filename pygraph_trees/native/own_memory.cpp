@@ -60,15 +60,6 @@ OwnMemory::State *memory_of(PyObject *self) { return reinterpret_cast<OwnMemory 
 
 } // namespace
 
-bool OwnMemory::State::is_captured() const {
-    if (is_capturing == nullptr)
-        return false;
-    Ref answer(PyObject_CallNoArgs(is_capturing));
-    if (!answer)
-        PyErr_Clear(); // no context: nothing is captured
-    return answer.get() == Py_True;
-}
-
 bool OwnMemory::State::allocate(Block *block, const c10::Stream &stream, std::string *error) {
     try {
         const c10::DeviceGuard guard(device);
@@ -101,7 +92,7 @@ bool OwnMemory::State::allocate(Block *block, const c10::Stream &stream, std::st
         block->is_used = false;
         block->is_new = true;
         counter_in(allocated)->value++;
-        if (block->lends && !in_capture)
+        if (block->lends)
             try {
                 at::caching::add_cached_tensor(THPVariable_Unpack(block->base));
             } catch (const c10::Error &) { // torch has turned its registry off: AccumulateGrad copies the gradient
@@ -126,21 +117,6 @@ void OwnMemory::State::give_away(Block *block) {
     dropped.emplace_back(std::exchange(block->base, nullptr));
 }
 
-/* Gives the captured call's memory away, and takes the blocks back that it did not use. */
-void OwnMemory::State::end_capture() {
-    for (Block &block : blocks) {
-        give_away(&block);
-        block.base = std::exchange(block.kept, nullptr);
-        if (block.base != nullptr) {
-            block.known.note(block.base);
-            block.address = storage_of(block.base)->data();
-            block.stream = block.kept_on;
-            block.is_used = block.kept_is_used;
-        }
-    }
-    in_capture = false;
-}
-
 bool OwnMemory::State::take(std::string *error) {
     struct Taking {
         bool &is;
@@ -151,19 +127,12 @@ bool OwnMemory::State::take(std::string *error) {
 
 bool OwnMemory::State::take_all(std::string *error) {
     used = ++calls;
-    if (in_capture) // the captured call was not launched
-        end_capture();
     const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-    in_capture = is_captured();
     for (size_t i = 0; i < blocks.size(); i++) {
         for (size_t next = i == 0 ? 0 : i + BLOCKS_AHEAD; next <= i + BLOCKS_AHEAD && next < blocks.size(); next++)
             blocks[next].known.load_references();
         Block &block = blocks[i];
-        if (in_capture) {
-            block.kept = std::exchange(block.base, nullptr);
-            block.kept_on = block.stream;
-            block.kept_is_used = block.is_used;
-        } else if (block.base != nullptr) {
+        if (block.base != nullptr) {
             if (block.stream == stream && is_free(i)) {
                 if (!block.is_new) // else a call was not launched
                     block.alive = 0;
@@ -193,8 +162,6 @@ bool OwnMemory::State::is_free(size_t number) const {
 void OwnMemory::State::launched() {
     for (Block &block : blocks)
         block.is_new = false;
-    if (in_capture)
-        return end_capture();
     for (Block &block : blocks)
         if (!block.holds && block.base != nullptr) {
             block.last = c10::weak_intrusive_ptr<c10::StorageImpl>(
@@ -230,20 +197,18 @@ void pygraph::note_stream(const at::Tensor &tensor) {
     if (storage == nullptr)
         return;
     for (OwnMemory::State *state : all)
-        for (Block &block : state->blocks) {
+        for (Block &block : state->blocks)
             if (block.address == storage->data()) // else nothing of it need be read
                 block.is_used |= block.base != nullptr && storage_of(block.base) == storage;
-            block.kept_is_used |= block.kept != nullptr && storage_of(block.kept) == storage;
-        }
 }
 
 namespace {
 
 PyObject *make_own_memory(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"like", "blocks", "is_capturing", "allocated", "given_away", nullptr};
-    PyObject *like, *given, *is_capturing, *allocated, *given_away;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOO", const_cast<char **>(known), &like, &given,
-                                     &is_capturing, &allocated, &given_away))
+    static const char *known[] = {"like", "blocks", "allocated", "given_away", nullptr};
+    PyObject *like, *given, *allocated, *given_away;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOO", const_cast<char **>(known), &like, &given, &allocated,
+                                     &given_away))
         return nullptr;
     if (counter_in(allocated) == nullptr || counter_in(given_away) == nullptr)
         return PyErr_Format(PyExc_TypeError, "expected two Counter objects");
@@ -256,7 +221,6 @@ PyObject *make_own_memory(PyTypeObject *type, PyObject *arguments, PyObject *key
         return nullptr;
     auto *state = reinterpret_cast<OwnMemory *>(made.get())->state = new OwnMemory::State;
     state->device = example->device();
-    state->is_capturing = is_capturing == Py_None ? nullptr : Py_NewRef(is_capturing);
     state->allocated = Py_NewRef(allocated);
     state->given_away = Py_NewRef(given_away);
     for (Py_ssize_t i = 0; i < items.count; i++) {
@@ -280,8 +244,6 @@ PyObject *make_own_memory(PyTypeObject *type, PyObject *arguments, PyObject *key
 
 int own_memory_traverse(PyObject *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(self));
-    if (memory_of(self) != nullptr)
-        Py_VISIT(memory_of(self)->is_capturing);
     return 0;
 }
 
@@ -291,7 +253,6 @@ void own_memory_dealloc(PyObject *self) {
     if (auto *state = std::exchange(reinterpret_cast<OwnMemory *>(self)->state, nullptr); state != nullptr) {
         std::erase(all, state);
         state->release();
-        Py_XDECREF(state->is_capturing);
         Py_XDECREF(state->allocated);
         Py_XDECREF(state->given_away);
         delete state;
@@ -418,8 +379,6 @@ PyType_Slot own_memory_slots[] = {
 void OwnMemory::State::release() {
     if (is_taking)
         return;
-    if (in_capture)
-        end_capture();
     for (Block &block : blocks)
         give_away(&block);
     auto gone = std::exchange(dropped, {});

@@ -22,7 +22,6 @@ struct OwnMemory {
         bool lends = false; // whether the tensor itself is returned to code that only accumulates gradients
         PyObject *base =
             nullptr; // the tensor, which nothing else references while the block is free; NULL without memory
-        PyObject *kept = nullptr; // the tensor that it had before the program's capture
         Known known;              // of the tensor, for prefetching
         const void *address = nullptr;
         c10::DeleterFnPtr deleter = nullptr;
@@ -31,22 +30,17 @@ struct OwnMemory {
             c10::intrusive_ptr<c10::StorageImpl>()}; // of a call that gave it away
         bool holds = true;                           // whether the memory is kept for the next call
         bool is_used = false;                        // whether another stream may use it: see record_stream
-        // Of `kept`, before the program's capture.
-        c10::Stream kept_on{c10::Stream::DEFAULT, c10::Device(c10::kCPU)};
-        bool kept_is_used = false;
         bool is_new = false;                         // whether no call that was launched has used the memory
         uint8_t alive = 0;                           // consecutive calls at which the program still had the last output
         uint8_t dead = 0; // consecutive calls at which it no longer had it, although the memory was not kept
     };
     struct State {
         c10::Device device{c10::kCPU};
-        PyObject *is_capturing = nullptr; // tells whether the current stream captures; NULL if none can
         std::vector<Block> blocks;
         std::vector<Ref> dropped;                             // references to release once the call has no turn
         PyObject *allocated = nullptr, *given_away = nullptr; // Counter objects: blocks so far
         unsigned long long used = 0;                          // the number of its latest call, among all calls
         bool may_hold = true;
-        bool in_capture = false; // whether this call's blocks are for the program's capture
         bool is_taking = false;  // a finalizer may run meanwhile
 
         /* Makes every block free for this call, on the current stream. False without memory; then `error` says why.
@@ -62,11 +56,9 @@ struct OwnMemory {
         PyObject *item(uint64_t number) const { return number < blocks.size() ? blocks[number].base : nullptr; }
 
       private:
-        bool is_captured() const;
         bool take_all(std::string *error);
         bool allocate(Block *block, const c10::Stream &stream, std::string *error);
         void give_away(Block *block);
-        void end_capture();
     } *state;
 };
 

@@ -22,9 +22,23 @@ bool has_attributes(PyObject *dictionary) {
     return false;
 }
 
+/* Whether the dimensions have names; torch 2.13 has none. */
+bool has_names(const auto *impl) {
+    if constexpr (requires { impl->has_named_tensor_meta(); })
+        return impl->has_named_tensor_meta();
+    return false;
+}
+
+/* Lets a dead tensor begin as a new one: no other tensor shares its version. */
+void reset_version(const c10::TensorImpl *impl) {
+    const c10::VariableVersion &version = impl->version_counter();
+    if (version.enabled() && version.current_version() != 0)
+        c10::VariableVersion(version).set_version(0);
+}
+
 /* Whether a cached output is as it was made, and has nothing that its last user left: a gradient or its type, a
-   tangent, a history that is not replaced, hooks, attributes, weak references. It must also be an inference tensor if
-   `is_inference`. */
+   tangent, a history that is not replaced, hooks, names, attributes, weak references. It must also be an inference
+   tensor if `is_inference`. */
 bool is_untouched(PyObject *output, const Replay::Made &made, const int64_t *shape, bool has_new_history,
                   bool is_inference) {
     if (output != made.known.object || Py_TYPE(output) != made.kind)
@@ -33,7 +47,8 @@ bool is_untouched(PyObject *output, const Replay::Made &made, const int64_t *sha
     const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     const c10::StorageImpl *storage = impl->unsafe_storage().unsafeGetStorageImpl();
     if (storage != made.known.storage || storage->data() != made.data || impl->storage_offset() != made.offset ||
-        impl->dtype() != made.dtype || tensor.is_inference() != is_inference || tensor.is_conj() || tensor.is_neg())
+        impl->dtype() != made.dtype || tensor.is_inference() != is_inference || tensor.is_conj() || tensor.is_neg() ||
+        has_names(impl))
         return false;
     const at::IntArrayRef sizes = impl->sizes(), strides = impl->strides();
     if (sizes.size() != made.dimensions)
@@ -52,8 +67,17 @@ bool is_untouched(PyObject *output, const Replay::Made &made, const int64_t *sha
            (made.attributes == nullptr || *made.attributes == nullptr || !has_attributes(*made.attributes));
 }
 
+/* A new tensor like a cached one, in its storage; NULL with an exception. */
+Ref renewed(PyObject *output) {
+    const c10::TensorImpl *impl = THPVariable_Unpack(output).unsafeGetTensorImpl();
+    return Ref(
+        alias(output, {impl->sizes().vec(), impl->strides().vec(), impl->storage_offset(), impl->dtype()}));
+}
+
 /* An output that is made for each call; NULL with an exception. */
 Ref made_from(const Replay::Returned &output, PyObject *given, bool sees) {
+    if (output.lends && !sees)
+        reset_version(THPVariable_Unpack(given).unsafeGetTensorImpl());
     if (output.is_whole || (output.lends && !sees))
         return Ref::dup(given);
     if (output.is_own)
@@ -99,20 +123,30 @@ bool pygraph::are_untouched(const Replay::State *replay) {
             replay->made[i + further].load();
         PyObject *output = PyList_GET_ITEM(replay->cached, static_cast<Py_ssize_t>(i));
         const Replay::Made &made = replay->made[i];
-        if (is_tensor(output) &&
-            !is_untouched(output, made, replay->shapes.data() + made.shape, replay->has_new_history, is_inference))
+        if (!is_tensor(output))
+            continue;
+        if (!is_untouched(output, made, replay->shapes.data() + made.shape, replay->has_new_history, is_inference))
             return false;
+        reset_version(THPVariable_Unpack(output).unsafeGetTensorImpl());
     }
     return true;
 }
 
-bool pygraph::at_hand(const Replay::State *replay, PyObject *given, bool sees, std::vector<Ref> *made,
-                      std::vector<PyObject *> *outputs) {
+bool pygraph::at_hand(const Replay::State *replay, PyObject *given, bool sees, const std::vector<bool> &picked,
+                      std::vector<Ref> *made, std::vector<PyObject *> *outputs) {
+    const auto is_renewed = [&](Py_ssize_t i) { // as long as the cached outputs do not change
+        const auto number = static_cast<size_t>(i);
+        return replay->is_backward && sees && (picked.empty() || (number < picked.size() && picked[number])) &&
+               is_tensor(PyList_GET_ITEM(replay->cached, i));
+    };
     if (made->empty()) { // first, since making a tensor may run other code
         for (const Replay::Empty &like : replay->empty)
             made->emplace_back(THPVariable_Wrap(at::empty_strided(like.sizes, like.strides, like.options)));
         for (size_t i = 0; i < replay->returned.size(); i++)
             made->push_back(made_from(replay->returned[i], PyTuple_GET_ITEM(given, static_cast<Py_ssize_t>(i)), sees));
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(replay->cached); i++)
+            if (is_renewed(i))
+                made->push_back(renewed(PyList_GET_ITEM(replay->cached, i)));
         if (!std::all_of(made->begin(), made->end(), [](const Ref &output) { return bool(output); }))
             return false;
     }
@@ -140,6 +174,9 @@ bool pygraph::at_hand(const Replay::State *replay, PyObject *given, bool sees, s
         (*outputs)[like.output] = (next++)->get();
     for (const Replay::Returned &output : replay->returned)
         (*outputs)[output.output] = (next++)->get();
+    for (Py_ssize_t i = 0; i < count && next != made->end(); i++)
+        if (is_renewed(i))
+            (*outputs)[static_cast<size_t>(i)] = (next++)->get();
     return true;
 }
 

@@ -53,14 +53,15 @@ bool take_returned(Replay::State *state, PyObject *returned, PyObject *others) {
 PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"recording", "prepare", "addresses", "replays", "graph", "cached", "others",
                                   "places",    "patched", "managed", "returned", "before", "after", "outliving", "own",
-                                  "borrow", "make", "run", "in_python", "python_checks", "has_new_history", nullptr};
+                                  "borrow", "make", "run", "in_python", "python_checks", "has_new_history", "is_backward", nullptr};
     PyObject *recording, *prepare, *addresses, *replays, *graph, *cached, *others, *places, *patched, *managed, *returned,
         *before, *after, *outliving, *own, *borrow, *make, *run;
-    int in_python = 0, python_checks = 0, has_new_history = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOO!OOOOOOOppp", const_cast<char **>(known), &recording,
+    int in_python = 0, python_checks = 0, has_new_history = 0, is_backward = 0;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOO!OOOOOOOpppp", const_cast<char **>(known), &recording,
                                      &prepare, &addresses, &replays, &graph, &PyList_Type, &cached, &PyList_Type, &others,
                                      &places, &patched, &managed, &PyTuple_Type, &returned, &before, &after,
-                                     &outliving, &own, &borrow, &make, &run, &in_python, &python_checks, &has_new_history))
+                                     &outliving, &own, &borrow, &make, &run, &in_python, &python_checks, &has_new_history,
+                                     &is_backward))
         return nullptr;
     if ((addresses != Py_None && addresses_in(addresses) == nullptr) || counter_in(replays) == nullptr) {
         PyErr_SetString(PyExc_TypeError, "expected an Addresses or None, and a Counter");
@@ -102,6 +103,7 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
     state->in_python = in_python != 0;
     state->python_checks = python_checks != 0;
     state->has_new_history = has_new_history != 0;
+    state->is_backward = is_backward != 0;
     note_made(state);
     return made.release();
 }

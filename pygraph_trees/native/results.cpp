@@ -106,8 +106,8 @@ Ref returned(const Results *state, const Ref &kept, bool sees, const TakeOutputs
 Ref list_at_hand(Results *state, const Replay::State *replay, PyObject *given) {
     Ref list(PyList_New(PyList_GET_SIZE(replay->others)));
     std::vector<Ref> made;
-    const bool sees = !replay->lends || !are_only_accumulated(&state->parameters);
-    if (!list || !at_hand(replay, given, sees, &made, &state->outputs) ||
+    const bool sees = !(replay->lends || replay->is_backward) || !are_only_accumulated(&state->parameters);
+    if (!list || !at_hand(replay, given, sees, state->whole, &made, &state->outputs) ||
         static_cast<size_t>(PyList_GET_SIZE(list.get())) != state->outputs.size())
         return Ref();
     for (size_t i = 0; i < state->outputs.size(); i++)
@@ -130,6 +130,10 @@ bool pygraph::Results::take(PyObject *kept_inputs, PyObject *picked, PyObject *t
             return false;
         }
         views[number].is_own = true;
+    }
+    for (const uint64_t number : picks) {
+        whole.resize(std::max<size_t>(whole.size(), number + 1));
+        whole[number] = true;
     }
     views_are_own = std::all_of(views.begin(), views.end(), [](const View &view) { return view.is_own; });
     has_own = !own_views.empty();
@@ -156,10 +160,11 @@ Ref pygraph::of_list(const Results *state, const Ref &kept, Ref &outputs) {
 Ref pygraph::result_at_hand(Results *state, const Replay::State *replay, const Ref &kept, PyObject *given) {
     if (!state->picks_some)
         return list_at_hand(state, replay, given);
-    const bool sees = !(state->has_own || replay->lends) || !are_only_accumulated(&state->parameters);
+    const bool asks = state->has_own || replay->lends || replay->is_backward;
+    const bool sees = !asks || !are_only_accumulated(&state->parameters);
     std::vector<Ref> made;
     return returned(state, kept, sees, [&](Items *row) {
-        const bool found = at_hand(replay, given, sees, &made, &state->outputs);
+        const bool found = at_hand(replay, given, sees, state->whole, &made, &state->outputs);
         *row = Items{state->outputs.data(), static_cast<Py_ssize_t>(state->outputs.size())};
         return found;
     });

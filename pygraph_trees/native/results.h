@@ -18,6 +18,7 @@ struct Results {
     bool picks_some = false;                     // if not, all outputs are returned as a list
     bool has_own = false, views_are_own = false; // some views, or all
     std::vector<uint64_t> kept, picks;
+    std::vector<bool> whole; // by number of an output, whether it is returned itself; empty: all are
     std::vector<View> views;
     PyObject *constants = nullptr;   // a tuple, owned by the entry
     std::vector<PyObject *> outputs; // borrowed, and valid until other code runs

@@ -7,7 +7,7 @@
 
 using namespace pygraph;
 
-bool StagedValues::take(PyObject *triples, PyObject *question) {
+bool StagedValues::take(PyObject *triples) {
     Items items;
     if (!items.take(triples))
         return false;
@@ -22,8 +22,6 @@ bool StagedValues::take(PyObject *triples, PyObject *question) {
             return false;
         values.push_back({index, *memory, may_be_late != 0});
     }
-    if (!values.empty())
-        is_capturing = Py_NewRef(question);
     return true;
 }
 
@@ -35,13 +33,6 @@ static bool is_like(const at::Tensor &tensor, const at::Tensor &memory) {
 }
 
 bool StagedValues::write(const Inputs &inputs) const {
-    if (values.empty())
-        return true;
-    Ref answer(PyObject_CallNoArgs(is_capturing));
-    if (answer.get() != Py_False) {
-        PyErr_Clear(); // Python asks again
-        return false;
-    }
     for (const Value &value : values) {
         PyObject *object = inputs.at(value.index);
         if (object == nullptr || !is_tensor(object))

@@ -17,13 +17,12 @@ struct StagedValues {
         bool may_be_late;  // whether the GPU may still have to write it if it is pinned
     };
     std::vector<Value> values;
-    PyObject *is_capturing = nullptr; // torch's question in C, which runs no Python code; NULL without values
 
-    /* Takes (index, tensor, flag) triples and the question; false with an exception. */
-    bool take(PyObject *triples, PyObject *question);
+    /* Takes (index, tensor, flag) triples; false with an exception. */
+    bool take(PyObject *triples);
 
     /* Writes the inputs of a call to the memory. False if Python must do that: an input is not laid out like its memory,
-       must be waited for, or the program captures the call. */
+       or must be waited for. */
     bool write(const Inputs &inputs) const;
 };
 

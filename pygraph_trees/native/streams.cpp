@@ -37,15 +37,27 @@ void wait_for(const TreeState *trees, c10::StreamId before, c10::StreamId now) {
 
 c10::Event *event_of(const TreeState *trees) { return static_cast<c10::Event *>(trees->event); }
 
-bool is_captured() {
-    Ref torch(PyImport_ImportModule("torch._C"));
-    Ref answer(torch ? PyObject_CallMethod(torch.get(), "_cuda_isCurrentStreamCapturing", nullptr) : nullptr);
-    if (!answer)
+/* Torch's question in C, which is never freed; NULL if there is none. */
+PyObject *question() {
+    static PyObject *found = nullptr; // protected by the GIL
+    if (found == nullptr) {
+        Ref torch(PyImport_ImportModule("torch._C"));
+        found = torch ? PyObject_GetAttrString(torch.get(), "_cuda_isCurrentStreamCapturing") : nullptr;
         PyErr_Clear();
-    return answer.get() == Py_True;
+    }
+    return found;
 }
 
 } // namespace
+
+bool pygraph::is_captured(const TreeState *trees) {
+    if (trees->device < 0 || current_stream(trees) == 0 || question() == nullptr)
+        return false; // the default stream cannot be captured
+    Ref answer(PyObject_CallNoArgs(question()));
+    if (!answer)
+        PyErr_Clear(); // no context: nothing is captured
+    return answer.get() == Py_True;
+}
 
 void pygraph::order_streams(TreeState *trees) {
     if (trees->device < 0)
@@ -53,8 +65,8 @@ void pygraph::order_streams(TreeState *trees) {
     const c10::StreamId now = current_stream(trees);
     const bool has_others = trees->streams != nullptr && PyList_Check(trees->streams) && PyList_GET_SIZE(trees->streams) > 0;
     const bool is_same = trees->has_launched && trees->stream == now && trees->event == nullptr;
-    if ((is_same && !has_others) || is_captured())
-        return; // a capture waits for nothing outside of it
+    if (is_same && !has_others)
+        return;
     if (event_of(trees) != nullptr) // another stream may have the same number by now
         event_of(trees)->block(stream_of(trees, now));
     else if (trees->has_launched)

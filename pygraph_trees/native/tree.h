@@ -41,6 +41,9 @@ struct TreeState {
     }
 };
 
+/* Whether the program captures the current stream in a graph of its own. */
+bool is_captured(const TreeState *trees);
+
 /* Lets the current stream wait for the last launch, if that was on another one, and notes the current stream. */
 void order_streams(TreeState *trees);
 

@@ -95,7 +95,6 @@ class OwnMemory:
         self.native = binding.extension.OwnMemory(
             like=torch.empty(0, device=device),
             blocks=[_described(by_outputs[block.outputs], block, is_backward, holds) for block in blocks],
-            is_capturing=torch._C._cuda_isCurrentStreamCapturing if device.type == "cuda" else None,
             allocated=counters[0],
             given_away=counters[1],
         )

@@ -24,10 +24,6 @@ class CudaDevice:
         """Whether the GPU has finished the stream's work."""
         return progress.is_over(self._cuda.current_stream(self._index))
 
-    def is_captured(self) -> bool:
-        """Whether the program captures the stream's work in a graph of its own, which clocks would break."""
-        return self._cuda.is_current_stream_capturing()
-
     def mark(self) -> Any:
         """Marks a place in the stream."""
         event = self._cuda.Event(enable_timing=True)

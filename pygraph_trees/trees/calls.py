@@ -18,7 +18,7 @@ from . import fast_path
 from .containment import contained
 from .function import FunctionModel
 from .interrupts import deferred
-from .kept_outputs import note_stream_of
+from .kept_outputs import note_launch_of
 from .steps import Steps
 from .zeros import give_memory
 
@@ -57,7 +57,7 @@ class Calls(fast_path.TreeState, Steps):
                 return self._run_beside(new_inputs, function_id)
             self.order_streams()
             outputs = self._run_contained(new_inputs, function_id)
-            note_stream_of(self.current_node, self.last_stream)
+            note_launch_of(self.current_node, self.last_stream)
             return outputs
         finally:
             self.note_launch()

@@ -1,47 +1,42 @@
-"""Torch's lock of captures, since torch 2.13.
+"""The program's own captures: graphs that the program captures, and calls of compiled functions in them.
 
-A wait for the device in one thread breaks a capture in another one. Torch holds its lock while it warms up and records,
-which :func:`locked_by_torch` notes for the thread. :func:`idle_device` waits until no other thread does so.
+Such a call runs un-graphed, as compiled code without CUDA graphs does: it touches neither recordings nor their memory,
+and does not count as a warm-up or for a trial. The graph that the program captures holds the addresses of what it
+reads. Outputs in the graph pool are therefore moved out before the capture begins.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
 
-from torch._inductor import cudagraph_trees
+import torch
 
-from pygraph_trees.compat import has_capture_lock
-from pygraph_trees.cuda.progress import wait_for_device
+from . import pools
 
-HAS_LOCK = has_capture_lock()
+_log = logging.getLogger("pygraph_trees.trees")
 
-
-class _Thread(threading.local):
-    is_locked = False  # by this thread, which must then not wait for the lock
+CAPTURED = "the program captured it in a graph of its own"
 
 
-_thread = _Thread()
+def is_captured() -> bool:
+    """Whether the program captures the current stream in a graph of its own."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-@contextlib.contextmanager
-def locked_by_torch() -> Iterator[None]:
-    """Wraps what torch does under its lock."""
-    before, _thread.is_locked = _thread.is_locked, True
-    try:
-        yield
-    finally:
-        _thread.is_locked = before
+def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
+    """Also ends the open paths as a new step does, which moves their outputs; recordings capture without that."""
 
+    @functools.wraps(upstream)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        if (args[0] if args else kwargs.get("pool")) not in pools.OWNED:
+            for manager in pools.managers():
+                try:
+                    manager.end_step()
+                except RuntimeError as error:  # no memory is free, or the GPU is lost
+                    _log.warning("outputs that a graph of the program may read could not be kept: %s", error)
+        upstream(self, *args, **kwargs)
 
-@contextlib.contextmanager
-def idle_device(index: int) -> Iterator[None]:
-    """Waits for a device before and after what is inside; no other thread captures for torch meanwhile."""
-    with contextlib.ExitStack() as stack:
-        if HAS_LOCK and not _thread.is_locked:
-            stack.enter_context(cudagraph_trees.graph_capture_lock)
-            stack.enter_context(locked_by_torch())
-        wait_for_device(index)
-        yield
-        wait_for_device(index)
+    return capture_begin

@@ -24,6 +24,7 @@ from pygraph_trees.selection.environment import Environment
 from pygraph_trees.selection.functions import trial_of
 from pygraph_trees.selection.trial import TrialMember
 
+from .aligned import Aligned
 from .dispatch import PER_THREAD, Way
 from .manager import Manager
 from .storms import OTHER_SIZES, REFUSED, Sizes
@@ -42,16 +43,14 @@ _MOST_TRIES = 64  # un-graphed calls after a decision that try to give the graph
 _TREES = ("tree_manager_containers", "tree_manager_locks")  # dictionaries of each thread, by device
 
 
-def chooser(
-    static_input_idxs: Sequence[int], mutated: Collection[int], device: int
-) -> Callable[[FunctionModel, Run], TrialMember | None]:
+def chooser(device: int) -> Callable[[FunctionModel, Run, Aligned], TrialMember | None]:
     """Returns a function that makes a function take part in its trial, if it has one."""
 
-    def choose(function: FunctionModel, graphed: Run) -> TrialMember | None:
+    def choose(function: FunctionModel, graphed: Run, aligned: Aligned) -> TrialMember | None:
         trial = trial_of(function.log, function.settings, device, has_fast_path=binding.extension is not None)
         if trial is None:
             return None
-        choice = _Choice(function, trial, _Trees(device), _Aligned(function, static_input_idxs, mutated))
+        choice = _Choice(function, trial, _Trees(device), aligned)
         both = functools.partial(choice.graphed, graphed), choice.ungraphed
         made = TrialMember(trial, function.log, *both, CudaDevice(device), choice)
         choice.member = weakref.ref(made)
@@ -71,9 +70,8 @@ class _Choice(Environment):
 
     member: Callable[[], TrialMember | None]
 
-    def __init__(self, function: FunctionModel, trial: Trial, trees: _Trees, aligned: _Aligned) -> None:
+    def __init__(self, function: FunctionModel, trial: Trial, trees: _Trees, aligned: Aligned) -> None:
         self._function, self._dispatch, self._trial, self._trees = function, function.dispatch, trial, trees
-        self._aligned = aligned
         self._ungraphed = _as_upstream_has_it(aligned, function.log.mode, trees)
         self._is_stopped = False
         self._tries = _MOST_TRIES  # left
@@ -86,7 +84,6 @@ class _Choice(Environment):
 
     def graphed(self, graphed: Run, inputs: list[Any]) -> Any:
         self._trees.remember()
-        self._aligned.decide(inputs)
         with self._trees.at_hand() as there:
             if there:
                 return graphed(inputs)
@@ -193,7 +190,7 @@ def only_sizes_that_come_again(
     indices = [index for index, value in enumerate(inputs) if isinstance(value, int)]
     if not indices or function.settings.selective != "auto":
         return run
-    sizes, dispatch, aligned = Sizes(), function.dispatch, _Aligned(function, static_input_idxs, mutated)
+    sizes, dispatch, aligned = Sizes(), function.dispatch, Aligned(function, static_input_idxs, mutated)
     ungraphed = _as_upstream_has_it(aligned, function.log.mode, _Trees(device))
     replayed = 0  # replays before the last call that was not graphed
 
@@ -347,31 +344,3 @@ def _as_upstream_has_it(run: Run, mode: str, trees: _Trees) -> Run:
         return run(inputs)
 
     return forward if mode == "forward" else backward if mode == BACKWARD else run
-
-
-class _Aligned:
-    """The compiled code with aligned inputs; the function's first call, graphed or not, decides which must be aligned.
-
-    Before that call, inputs may not be real.
-    """
-
-    def __init__(self, function: FunctionModel, static_input_idxs: Sequence[int], mutated: Collection[int]) -> None:
-        self._function, self._static_input_idxs, self._mutated = function, static_input_idxs, mutated
-        self._run: Run | None = None
-
-    def decide(self, inputs: Sequence[Any]) -> Run:
-        """Returns the code for all calls; ``inputs`` matter in the first call."""
-        if self._run is None:
-            from torch._inductor.compile_fx import get_input_idxs_to_check
-            from torch._inductor.utils import align_inputs_from_check_idxs
-            from torch.utils._ordered_set import OrderedSet
-
-            # If the trial runs the first call un-graphed, torch is not asked for a graph.
-            self._function.note_tangents(len(inputs), self._static_input_idxs)
-            checked = get_input_idxs_to_check(inputs, self._static_input_idxs)
-            mutated = OrderedSet(self._mutated) & OrderedSet(checked)
-            self._run = align_inputs_from_check_idxs(self._function, checked, mutated)
-        return self._run
-
-    def __call__(self, inputs: list[Any]) -> Any:
-        return self.decide(inputs)(inputs)

@@ -3,8 +3,8 @@
 Each function takes upstream's function and returns its replacement. Torch calls :func:`cudagraphify` while Inductor
 compiles, :func:`cudagraphify_impl` at a function's first call and for ``backend="cudagraphs"``,
 :func:`reset_cudagraph_trees` when all recordings are dropped, and :func:`is_static_for_cudagraphs` when Dynamo compiles
-an optimizer. Programs call :func:`record_stream`. A function that the settings keep un-graphed runs as compiled, and
-its log says why.
+an optimizer. Programs call :func:`record_stream`, and functions that :func:`outside_of_pools` wraps. A function that
+the settings keep un-graphed runs as compiled, and its log says why.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pygraph_trees.native import binding
 from pygraph_trees.selection.functions import why_not_graphed
 
 from . import pools
+from .aligned import Aligned
+from .captures import is_captured
 from .choice import chooser, only_sizes_that_come_again
 from .collector import paused
 from .function import FunctionModel, entered
@@ -37,9 +39,9 @@ def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def cudagraphify(model: Any, static_input_idxs: Any = (), *args: Any, **kwargs: Any) -> Any:
         function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
-        choose = chooser(static_input_idxs, kwargs.get("mutated_input_idxs", ()), kwargs["device_index"])
+        aligned = Aligned(function, static_input_idxs, kwargs.get("mutated_input_idxs", ()))
         make = functools.partial(upstream, function, static_input_idxs, *args, **kwargs)
-        return entered(function, for_each_thread(make), choose)
+        return entered(function, for_each_thread(make), aligned, chooser(kwargs["device_index"]))
 
     return cudagraphify
 
@@ -69,7 +71,7 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
         run = only_sizes_that_come_again(function, run, inputs, static_input_idxs, mutated, kwargs["device_index"])
         if function.settings.indirection == "off":
             return run
-        run = entered(function, run)
+        run = entered(function, run, Aligned(function, static_input_idxs, mutated))
         # Functions from Inductor do not need this: the call of their compiled graph conforms the inputs.
         return run if function is model else conforming(run, is_backward=kwargs["is_backward"])
 
@@ -127,6 +129,27 @@ def record_stream(upstream: Callable[..., None]) -> Callable[..., None]:
                 pools.note_stream(tensor, stream)
 
     return record_stream
+
+
+def outside_of_pools(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Moves the output that the method or function is given out of its graph pool first.
+
+    Afterwards, memory is shared with others that no replay knows: another process, or a lazy clone.
+    """
+    if binding.extension is None:
+        return upstream
+
+    @functools.wraps(upstream)
+    def on_own_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_storage = isinstance(self, torch.UntypedStorage)
+        tensors = () if is_storage else [t for t in tensors_with_memory(self) if t.layout is torch.strided]
+        for storage in [self] if is_storage else [tensor.untyped_storage() for tensor in tensors]:
+            for manager in pools.managers():
+                if pools.holds(manager, storage) and not is_captured():
+                    manager.move_out(storage)
+        return upstream(self, *args, **kwargs)
+
+    return on_own_memory
 
 
 def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:

@@ -98,6 +98,7 @@ class Replayed(Protocol):
     outliving: Deaths | None  # outputs that must be moved if they are alive when the next step begins
     own: OwnMemory | None  # own memory of its outputs; the blocks are its last inputs
     has_new_history: bool  # whether autograd gives the outputs a new history at each call
+    is_backward: bool  # whether the outputs are gradients
 
     @property
     def live(self) -> LiveInputs | None: ...
@@ -192,6 +193,7 @@ def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any], *
         in_python=in_python or (live is not None and _changes_dtype(live, recording.own)),
         python_checks=CHECKS_LATE,
         has_new_history=recording.has_new_history,
+        is_backward=recording.is_backward,
     )
 
 

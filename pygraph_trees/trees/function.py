@@ -23,6 +23,8 @@ from pygraph_trees.report.naming import BACKWARD, compile_id, mode_name, program
 from pygraph_trees.report.records import SLOW_CALLS
 from pygraph_trees.settings import Settings
 
+from .aligned import Aligned
+from .captures import CAPTURED, is_captured
 from .containment import progress_of
 from .dispatch import Dispatch
 from .fast_path import entry
@@ -169,15 +171,17 @@ class FunctionModel:
 def entered(
     function: FunctionModel,
     run: Callable[[list[Any]], Any],
-    choose: Callable[[FunctionModel, Callable[[list[Any]], Any]], object] | None = None,
+    aligned: Aligned,
+    choose: Callable[[FunctionModel, Callable[[list[Any]], Any], Aligned], object] | None = None,
 ) -> Callable[[list[Any]], Any]:
-    """``run``, but a fast replay is tried first.
+    """``run``, but a fast replay is tried first, and a call that the program captures runs un-graphed.
 
     A function is entered in one place only, the outermost. The returned callable has the attribute ``function``.
 
     Args:
-        choose: is given the function and its graphed version, and may let its calls go another way. Its result lives
-            as long as the returned callable.
+        aligned: the function's compiled code.
+        choose: is given the function, its graphed version and ``aligned``, and may let its calls go another way. Its
+            result lives as long as the returned callable.
     """
     if function.is_entered or function.settings.indirection == "off":
         return run
@@ -190,20 +194,20 @@ def entered(
         return run(inputs) if outputs is None else outputs
 
     # Only the returned callable may hold it: it holds the graphed version, which keeps the function alive in torch.
-    kept = None if choose is None else choose(function, graphed)
+    kept = None if choose is None else choose(function, graphed, aligned)
 
     def call(inputs: list[Any]) -> Any:
         instead = dispatch.call
-        if instead is not None:
-            dispatch.was_asked = False
-            return instead(inputs)
-        if dispatch.was_asked:
-            dispatch.was_asked = False
-        elif fast_call is not None:
+        if instead is None and not dispatch.was_asked and fast_call is not None:
             outputs = fast_call(inputs)
             if outputs is not None:
                 return outputs
-        return run(inputs)
+        dispatch.was_asked = False
+        if is_captured():
+            function.log.not_graphed(CAPTURED)
+            return aligned(inputs)
+        aligned.decide(inputs)
+        return (run if instead is None else instead)(inputs)
 
     call.function, call.kept = function, kept  # type: ignore[attr-defined]
     return call

@@ -15,7 +15,6 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.compat import is_kernel_free
-from pygraph_trees.indirection.addresses import CAPTURED
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.routes import why_not_placeholder
 from pygraph_trees.indirection.staged_inputs import may_be_staged
@@ -61,7 +60,7 @@ def why_not_staged(model: Any, inputs: list[Any]) -> str | None:
             return model.refused[index]
         if inputs[index].numel() and not may_be_staged(inputs[index]):
             return f"input {index} lies on the CPU, and its {inputs[index].nbytes} bytes are too many to be staged"
-    return CAPTURED if on_cpu and torch.cuda.is_current_stream_capturing() else None
+    return None
 
 
 class Moves:

@@ -48,8 +48,8 @@ def kept_indices(node: Any) -> list[tuple[int, int]]:
     return [(depth, number) for depth, number in node.live_indices_after_graph if keeps[depth]]
 
 
-def move_alive(node: Any) -> None:
-    """Moves the outputs that are alive on the path to ``node`` out of the graph pool.
+def move_alive(node: Any, only: torch.UntypedStorage | None = None) -> None:
+    """Moves the outputs that are alive on the path to ``node`` out of the graph pool, or those in one storage.
 
     Each is copied on the stream that made it. The caller must wait for the device before and after.
 
@@ -62,7 +62,7 @@ def move_alive(node: Any) -> None:
     for made_by in kept_by:
         for number, held in enumerate(made_by.outputs_weakrefs):
             storage = None if held is None else held()
-            if storage is not None:
+            if storage is not None and (only is None or storage == only._cdata):
                 places.setdefault(storage, []).append((made_by, number))
     found = [(torch.UntypedStorage._new_with_weak_ptr(storage), held_by) for storage, held_by in places.items()]
     alive = [(storage, held_by) for storage, held_by in found if storage is not None]
@@ -81,17 +81,21 @@ def move_alive(node: Any) -> None:
         for (storage, held_by), copy in zip(alive, copies, strict=True):
             _exchange(storage, copy.untyped_storage())
             _forget(held_by, copy.untyped_storage())
-    for made_by in kept_by:  # if the program gave a tensor other memory, upstream would free that memory
-        made_by.tensor_weakrefs[:] = [None] * len(made_by.tensor_weakrefs)
 
 
-def note_stream_of(node: Any, number: int) -> None:
-    """Notes the number of the stream on which a recording or warm-up was launched; C++ notes it for fast replays."""
+def note_launch_of(node: Any, number: int) -> None:
+    """Notes the number of the stream on which a recording or warm-up was launched; C++ notes it for fast replays.
+
+    Also drops upstream's weak references to its outputs, if these are kept: upstream invalidates tensors through them,
+    and ``swap_tensors`` refuses tensors that have any.
+    """
     native = getattr(node, "native", None)
     if native is not None:
         native.stream = number
     elif node is not None:
         node.launched_on = number
+    if node is not None and keeps_outputs(node.wrapped_function.model):
+        node.tensor_weakrefs[:] = [None] * len(node.tensor_weakrefs)
 
 
 def _on_stream_of(node: Any, device: torch.device) -> AbstractContextManager[Any]:

@@ -80,6 +80,7 @@ def _is_untouched(output: Any, made: AsMade | None, has_new_history: bool) -> bo
         and (has_new_history or output.grad_fn is None)
         and output._grad is None
         and forward_ad.unpack_dual(output).tangent is None
+        and not (hasattr(output, "has_names") and output.has_names())  # torch 2.13 has no names
         and (output.grad_fn is not None or (not output.requires_grad and output.grad_dtype == output.dtype))
         and not output.retains_grad
         and output._post_accumulate_grad_hooks is None

@@ -30,7 +30,7 @@ from pygraph_trees.outputs.policy import OutputPolicy
 from . import fast_path, input_rules, pools
 from .calls import Calls
 from .candidates import Search
-from .captures import idle_device, locked_by_torch
+from .capture_lock import idle_device, locked_by_torch
 from .collector import paused
 from .containment import forget_frames
 from .function import FunctionModel

@@ -24,14 +24,24 @@ def owner_of(pool: Any) -> Any:
 
 def note_stream(tensor: torch.Tensor, stream: Any) -> None:
     """Lets the next replay of the pool that a tensor is in wait for another stream, which uses the tensor."""
-    for pool, reference in list(OWNED.items()):
-        manager = reference()
+    for manager in managers():
+        if holds(manager, tensor.untyped_storage()):
+            manager.used_streams.append(stream.stream_id)
+
+
+def managers() -> list[Any]:
+    """The managers that own pools."""
+    found = [(pool, reference()) for pool, reference in list(OWNED.items())]
+    for pool, manager in found:
         if manager is None:
             OWNED.pop(pool, None)
-        elif tensor.device.index == manager.device_index and ranges_of(manager.device_index, pool).holds(
-            tensor.untyped_storage().data_ptr()
-        ):
-            manager.used_streams.append(stream.stream_id)
+    return [manager for _, manager in found if manager is not None]
+
+
+def holds(manager: Any, storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is in the pool of a manager."""
+    is_there = storage.device == torch.device("cuda", manager.device_index)
+    return is_there and ranges_of(manager.device_index, manager.cuda_graphs_thread_pool).holds(storage.data_ptr())
 
 
 @functools.cache

@@ -25,20 +25,21 @@ from pygraph_trees.indirection.routes import Route, is_none_copied
 from pygraph_trees.native.binding import new_counter
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
-from pygraph_trees.report.naming import FORWARD
+from pygraph_trees.report.naming import BACKWARD, FORWARD
 
 from . import fast_path, pools
 from .attempts import Attempts
+from .cached_outputs import Upstream
 from .captured_graph import captured_nodes, is_cuda, kept_graph, surroundings
 from .containment import Stage, progress_of
 from .function import FunctionModel
 from .input_records import describe
 from .kept_outputs import kept_indices
-from .liveness import OlderOutputs, as_made, deaths, register, release_unneeded
+from .liveness import deaths, release_unneeded
 from .output_records import describe_outputs
 from .outputs import as_they_read, is_on_live_input, makers_of_empty, without_staged
 from .pools import ranges_of
-from .replaying import Replayed, Upstream
+from .replaying import Replayed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +68,6 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
 
     has_fast_path = False
     outliving: Any = None  # outputs that must be moved if they are alive when the next step begins
-    older_outputs: Any = ()  # references to outputs that newer ones have replaced
     _attempts: Attempts | None = None  # while it is made
     graph: Any
     recording_outputs: Any
@@ -79,7 +79,8 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         self.own, self._takes = getattr(wrapped_function, "own", None), len(inputs)
         model = wrapped_function.model
         self._gives_addresses = isinstance(model, FunctionModel) and model.settings.indirection != "off"
-        self.has_new_history = isinstance(model, FunctionModel) and model.log.mode == FORWARD
+        mode = model.log.mode if isinstance(model, FunctionModel) else None
+        self.has_new_history, self.is_backward = mode == FORWARD, mode == BACKWARD
         self._attempts = attempts = Attempts(wrapped_function, inputs)
         record = functools.partial(super().__init__, wrapped_function, id, parent, inputs, *args, **kwargs)
         held = list(inputs) if getattr(model, "keeps_inputs", False) else []
@@ -130,24 +131,6 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         for position in self.empty_outputs:
             others[position] = (self.static_output_tensors[position],)
         return fast_path.replay(self, dropped, others, in_python=in_python)
-
-    def _initialize_cached_tensors(self) -> None:
-        self.older_outputs = self.older_outputs or OlderOutputs()
-        self.older_outputs.add(self.outputs_weakrefs)
-        try:
-            super()._initialize_cached_tensors()
-            self.cached_as_made = [None if output is None else as_made(output) for output in self.cached_tensor_outputs]
-            if self.native is not None:
-                self.native.note_cached()
-            self._registered = register(self)
-        except BaseException:  # an interrupt may come anywhere, and a part of them must not stay
-            self.remove_node_cached_tensors()
-            raise
-
-    def remove_node_cached_tensors(self) -> None:
-        held = list(self.cached_tensor_outputs)  # freeing one may run code that asks which outputs are alive
-        super().remove_node_cached_tensors()
-        held.clear()
 
     def all_outputs_are_dead(self) -> bool:
         """Whether all outputs of the path from this node to its root are dead."""

@@ -14,17 +14,17 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from . import fast_path, pools
+from .cached_outputs import CachedOutputs
 from .containment import HeldForTooLong, contained, in_place, note_failure, progress_of
-from .liveness import AsMade, Deaths, are_untouched
+from .liveness import Deaths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.outputs.own_memory import OwnMemory
     from pygraph_trees.report.log import RecordingLog
 
-Upstream: type = cudagraph_trees.CUDAGraphNode
 _MISMATCH = cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch
 _FITS = cudagraph_trees.CheckInvariantStatus.SUCCESS, lambda: "CheckInvariantStatus.SUCCESS"
 _ALIVE_BEFORE = (
@@ -33,7 +33,7 @@ _ALIVE_BEFORE = (
 )
 
 
-class Replayed(Upstream):
+class Replayed(CachedOutputs):
     """The part of a recording that replays it."""
 
     log: RecordingLog
@@ -41,17 +41,12 @@ class Replayed(Upstream):
     deaths_before: Deaths | None
     deaths_after: Deaths | None
     unfit: str | None = None  # why the last ``check_invariants`` could not give it the inputs of a call
-    native: Any = None  # its part of a fast replay in C++
-    _gives_addresses = False  # whether inputs may be given by address
     _has_moving = False  # whether a managed input is given by address
     _live: LiveInputs | None = None
     _takes: int  # how many inputs a call has without own memory
     copies = False  # whether a replay copies an input
     own: OwnMemory | None = None  # own memory of its outputs; the blocks are its last inputs
-    cached_as_made: Sequence[AsMade | None] = ()  # of each cached output, in their order
-    has_new_history = False  # whether autograd gives the outputs a new history at each call
     lent: Mapping[int, dict[str, Any]] = MappingProxyType({})  # upstream's metadata of managed inputs
-    empty_outputs: Mapping[int, Callable[[], torch.Tensor]] = MappingProxyType({})  # make outputs without memory
 
     def check_invariants(self, inputs: list[Any]) -> Any:
         self.unfit = None
@@ -183,7 +178,7 @@ class Replayed(Upstream):
     def own_outputs(self) -> Any:
         """All outputs except those on live inputs; after an error, copies of them. C++ calls this after a launch."""
         try:
-            return self._own_outputs()
+            return super().own_outputs()
         except Exception as error:
             manager = pools.owner_of(self.cuda_graphs_pool)
             if manager is None:
@@ -191,13 +186,6 @@ class Replayed(Upstream):
             note_failure(self.wrapped_function.model, error)
             manager.failed(error, self.wrapped_function.id)
             return self.copied_outputs()
-
-    def _own_outputs(self) -> Any:
-        if self._gives_addresses and not self._is_untouched():
-            self.remove_node_cached_tensors()
-        for position, make in self.empty_outputs.items():
-            self.static_output_tensors[position] = make()
-        return super().reconstruct_outputs()
 
     def reconstruct_outputs(self) -> Any:
         outputs = self.own_outputs()
@@ -211,9 +199,6 @@ class Replayed(Upstream):
         for position, (index, view) in live.outputs.items():
             of = live if self.own is None or index < self.own.takes else self.own
             outputs[position] = of.output(index, view)
-
-    def _is_untouched(self) -> bool:
-        return are_untouched(self) if self.native is None else bool(self.native.is_untouched())
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an output that was alive throughout this recording, so that its memory is not reused."""

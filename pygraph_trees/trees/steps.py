@@ -6,17 +6,21 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch._inductor import cudagraph_trees
 
+from .capture_lock import idle_device
 from .interrupts import deferred
-from .kept_outputs import keeps_outputs
+from .kept_outputs import keeps_outputs, move_alive
+from .liveness import release_unneeded
 from .storms import is_endless
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _FORWARD = cudagraph_trees.CompilationMode.FORWARD
@@ -27,6 +31,7 @@ class Steps(Upstream):
     """The part of a manager that tells whether a step begins, which ends the last step's path."""
 
     current_node: Any
+    cuda_graphs_thread_pool: Any
     keeps_outputs: bool  # whether a function was added whose outputs must be kept
     _begins_step: bool | None = None  # the answer of can_start_new_generation while a path may end
     _ungraphed = 0  # un-graphed forwards since the last un-graphed call that began a step or was a backward
@@ -63,12 +68,49 @@ class Steps(Upstream):
                 return
             # A graphed call ends a path that grows at each call: looking for such a path takes longer than this call.
             begins = is_forward and super().can_start_new_generation()
-            if begins and not torch.cuda.is_current_stream_capturing():
+            if begins:
                 self._end_path()
             self.update_generation()
             self._ungraphed = self._ungraphed + 1 if is_forward and not begins else 0
         except Exception as error:  # the un-graphed call needs none of this
             self.failed(error)
+        finally:
+            self.end_turn(inputs)
+
+    def end_step(self) -> None:
+        """Ends the open path, and moves its outputs, as if a step began; does nothing during a call.
+
+        Autograd's graphs that only recordings hold are freed: their nodes would run on the stream that made them.
+        """
+        inputs: list[Any] = []
+        try:  # an interrupt may come anywhere
+            if not self.take_turn(inputs):
+                return
+            release_unneeded(self.cuda_graphs_thread_pool)
+            path = [] if self.current_node is None else self.current_node._path_from_root
+            if all(keeps_outputs(node.wrapped_function.model) for node in path):
+                self._begins_step = True
+                self._end_path()
+        finally:
+            if self.has_turn(inputs):
+                self._begins_step = None
+            self.end_turn(inputs)
+
+    def move_out(self, storage: torch.UntypedStorage) -> None:
+        """Moves an output out of the graph pool; does nothing if it is no output.
+
+        Waits a second at most for a call of another thread: ``multiprocessing.Queue`` sends tensors from its own one.
+        """
+        inputs: list[Any] = []
+        until = time.monotonic() + 1
+        try:  # an interrupt may come anywhere
+            while not self.take_turn(inputs):
+                if time.monotonic() > until:
+                    return
+                time.sleep(1e-4)
+            if self.current_node is not None:
+                with idle_device(self.device_index):
+                    move_alive(self.current_node, storage)
         finally:
             self.end_turn(inputs)
 

@@ -117,7 +117,7 @@ class Live:
 
 
 class Recording:
-    has_new_history = False
+    has_new_history, is_backward = False, False
 
     def __init__(self, fixed, cached, *, live=None, before=None, after=None, outliving=None, own=None):
         self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(counter=binding.new_counter()), live
@@ -147,6 +147,7 @@ class Trees:
 
     def __init__(self, fixed, cached, *, managed=(), others=None, mode=MODE.INFERENCE, in_python=False, **recording):
         self.recording = Recording(fixed, cached, **recording)
+        self.recording.is_backward = mode is MODE.BACKWARD
         self.graph, self.log, self.live = self.recording.graph, self.recording.log, self.recording.live
         others = [NotImplemented] * len(cached) if others is None else others
         self.native = fast_path.replay(self.recording, managed, others, in_python=in_python)
@@ -202,7 +203,7 @@ class _InPython:
         self.result, self.graph, self.log = None, None, Plain(counter=binding.new_counter())
         self.fixed, self.cached_tensor_outputs = (), []
         self.deaths_before = self.deaths_after = self.outliving = self.own = None
-        self.has_new_history = False
+        self.has_new_history = self.is_backward = False
 
         def prepare(inputs, _):
             self.result = replay(inputs, function_id)

@@ -127,6 +127,7 @@ class Function:
         made.expected_dead_indices_before_graph, made.expected_dead_indices_after_graph = [], []
         made.rerecord_if_static_inputs_change = made.has_fast_path = made._gives_addresses = True
         made._has_moving, made._takes, made.has_new_history = False, 0, mode == CompilationMode.FORWARD
+        made.is_backward = mode == CompilationMode.BACKWARD
         made.log = RecordingLog(number=0, parent=None, counter=new_counter())
         made.graph = _Graph(self._fill)
         made.deaths_before = made.deaths_after = None

@@ -17,6 +17,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.trees import choice
+from pygraph_trees.trees.aligned import Aligned
 from pygraph_trees.trees.dispatch import PER_THREAD
 from pygraph_trees.trees.function import FunctionModel, entered
 
@@ -163,7 +164,7 @@ class TestThreads(ChoiceTestCase):
             return outputs
 
         self.enterContext(mock.patch.object(choice, "PER_THREAD", False))
-        call = entered(function, run, choice.chooser((), (), 0))
+        call = entered(function, run, Aligned(function, (), ()), choice.chooser(0))
         return function, lambda: self.assertEqual(call([self.x]), self.doubled)
 
     def test_a_function_is_graphed_in_the_trees_of_its_first_thread(self):

@@ -83,15 +83,6 @@ class TestCountedReplays(LiveInputsTestCase):
         self.replay(self.replayer(live), 2 * REPLAYS)
         self.assertEqual((self.asked, live.addresses.chooser), ([], None))
 
-    def test_nothing_is_chosen_while_the_program_captures(self) -> None:
-        live = self.begin_counting()
-        call = self.replayer(live)
-        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
-            self.replay(call, 2 * REPLAYS)
-        self.assertEqual(self.asked, [])
-        self.replay(call, 2 * REPLAYS)
-        self.assertEqual([replay for replay, *_ in self.asked], [2 * REPLAYS + 1])
-
     def test_live_inputs_are_freed_without_the_collector(self) -> None:
         live = self.begin_counting()
         live.addresses.chooser.go_on = lambda *_: True  # this test's function refers to them

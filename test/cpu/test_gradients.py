@@ -114,6 +114,28 @@ class TestGradients(TestCase):
                     del handle
         self.assertEqual(self.trees.searched, [])
 
+    def test_a_gradient_that_a_hook_keeps_is_not_changed_with_the_parameters(self):
+        """Also if Inductor's code returns the function's outputs as they are."""
+        self.call = self.trees.entry()
+        for is_kept in (True, False):
+            parameters, y = self.step()
+            held = []
+            handle = hold(held, parameters[1].register_hook) if is_kept else None
+            y.backward()
+            self.assertEqual(self.is_own(), [not is_kept] * 3)
+            parameters[1].grad.mul_(100)
+            self.assertEqual(held, self.cached[1:2] if is_kept else [])
+            self.assertEqual(parameters[0].grad.data_ptr(), self.cached[0].data_ptr())
+            del handle
+
+    def test_a_gradient_begins_with_a_new_version(self):
+        for _ in range(2):
+            parameters, y = self.step()
+            y.backward()
+            self.assertEqual([p.grad._version for p in parameters], [0] * 3)
+            for parameter in parameters:
+                parameter.grad.mul_(1)
+
     def test_a_gradient_is_taken_over_without_a_copy(self):
         parameters, y = self.step()
         y.backward()
@@ -227,7 +249,8 @@ class TestGradients(TestCase):
                 if sees:
                     parameter.register_hook(lambda gradient: None)
                 CompiledFunction.apply(around, len, parameter).backward()
-                self.assertIs(found[0], self.cached[1])
+                self.assertEqual(found[0] is self.cached[1], not sees)
+                self.assertEqual(found[0].data_ptr(), self.cached[1].data_ptr())
                 self.assertEqual([found[1] is self.cached[2], found[2] is self.cached[0]], [not sees] * 2)
                 self.assertEqual(found[3] is self.cached[2], not sees)
                 if more:

@@ -74,6 +74,12 @@ def _in_cpp(output):
     return lambda: graph.kept
 
 
+def _swapped(output):
+    held = torch.zeros(SIZE)
+    torch.utils.swap_tensors(output, held)
+    return lambda: held
+
+
 # By name: a function that makes something that keeps an output alive, and returns a function that reads the output.
 HOLDERS = {
     "tensor": lambda output: lambda: output,
@@ -84,6 +90,8 @@ HOLDERS = {
     "dlpack": lambda output: (lambda held: lambda: held)(torch.from_dlpack(output)),
     "saved for a backward": _saved,
     "held by a node of autograd": _in_cpp,
+    "lazily cloned": lambda output: (lambda held: lambda: held)(torch._lazy_clone(output)),
+    "swapped": lambda output: _swapped(output),
     "alias in a list": lambda output: (lambda held: lambda: held[0])([output.view(2, 3).view(SIZE)]),
 }
 
@@ -201,34 +209,6 @@ class TestBlocks(TestCase):
                 self.assertEqual(self.write(own, 1.0)[0].is_inference(), is_inference)
         self.assertEqual(own.allocated.value, 1)
 
-    def test_the_programs_capture_gets_memory_of_its_own(self):
-        own, answer = own_memory(storage(0)), [False]
-        own.native = binding.extension.OwnMemory(
-            *(torch.empty(0), [(4 * SIZE, (SIZE,), (1,), torch.float32, False, True)], lambda: answer[0]),
-            *(own.allocated, own.given_away),
-        )
-        before = self.write(own, 1.0)[0].data_ptr()
-        answer[0] = True
-        captured = self.write(own, 2.0)[0]
-        self.assertNotEqual(captured.data_ptr(), before)
-        own.native.take()  # a call that is not launched
-        answer[0] = False
-        self.assertEqual(self.write(own, 3.0)[0].data_ptr(), before)
-        self.assertEqual(captured, torch.full((SIZE,), 2.0))
-
-    def test_a_stream_that_uses_memory_is_remembered_through_a_capture(self):
-        own, answer = own_memory(storage(0)), [False]
-        own.native = binding.extension.OwnMemory(
-            *(torch.empty(0), [(4 * SIZE, (SIZE,), (1,), torch.float32, False, True)], lambda: answer[0]),
-            *(own.allocated, own.given_away),
-        )
-        binding.extension.note_stream(self.write(own, 1.0)[0])
-        answer[0] = True
-        self.write(own, 2.0)
-        answer[0], before = False, own.given_away.value
-        self.write(own, 3.0)
-        self.assertEqual(own.given_away.value, before + 1)
-
     def test_calls_that_are_not_launched_do_not_hide_outputs_that_stay_alive(self):
         own, kept = own_memory(storage(0)), []
         for step in range(6):
@@ -277,13 +257,13 @@ class TestBlocks(TestCase):
     def test_errors(self):
         made, counter = binding.extension.OwnMemory, binding.new_counter()
         for given in (
-            (1, [], None, counter, counter),
-            (torch.ones(1), 3, None, counter, counter),
-            (torch.ones(1), [(4, (1,), (1,), "f", True, True)], None, counter, counter),
-            (torch.ones(1), [], None, 1, counter),
+            (1, [], counter, counter),
+            (torch.ones(1), 3, counter, counter),
+            (torch.ones(1), [(4, (1,), (1,), "f", True, True)], counter, counter),
+            (torch.ones(1), [], 1, counter),
         ):
             self.assertRaises(TypeError, made, *given)
-        self.assertRaises(ValueError, made, torch.ones(1), [(4, (1,), (), torch.int8, 0, 0)], None, counter, counter)
+        self.assertRaises(ValueError, made, torch.ones(1), [(4, (1,), (), torch.int8, 0, 0)], counter, counter)
         self.assertRaises(IndexError, own_memory(storage(0)).native.alias, 1, None)
 
 

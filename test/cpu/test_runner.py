@@ -28,6 +28,7 @@ from pygraph_trees.fake_gpu import lower
 from pygraph_trees.native import binding
 from pygraph_trees.trees import function as trees_function
 from pygraph_trees.trees import runner as trees_runner
+from pygraph_trees.trees.aligned import Aligned
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.runner import shortened
 
@@ -312,7 +313,7 @@ class TestViewsInside(RunnerTestCase):
         long, short = module.Runner([module.partition_0]), module.Runner([module.partition_0])
         model = FunctionModel.of(module.partition_0, is_backward=is_backward, is_inference=not is_backward)
         model.first_inside = first_inside
-        short.recursively_apply_fns([lambda _: entered(model, model)])
+        short.recursively_apply_fns([lambda _: entered(model, model, Aligned(model, (), ()))])
         return long, short, model
 
     def check(self, call, count, partition, first_inside=0, **graph):
@@ -482,7 +483,7 @@ class TestViewsInside(RunnerTestCase):
         partition = Partition(tensors_numbered(2))
         long, short, _ = self.graphed(CALL, partition)
         other = FunctionModel.of(lambda inputs: partition(inputs), is_backward=False, is_inference=True)
-        short.partitions = [entered(other, other)]
+        short.partitions = [entered(other, other, Aligned(other, (), ()))]
         given_ = tensors_numbered(3)
         self.assertAreSame(shortened(short.call)(list(given_)), long.call(list(given_)))
         self.assertIsNone(other.as_returned)

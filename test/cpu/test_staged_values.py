@@ -29,7 +29,7 @@ from pygraph_trees.cuda import value_kernel
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.indirection import choosing
-from pygraph_trees.indirection.addresses import CAPTURED, Addresses
+from pygraph_trees.indirection.addresses import Addresses
 from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.staged_inputs import NotStaged
@@ -55,7 +55,6 @@ class ValuesTestCase(StagingTestCase):
             (operator, "_is_captured", lambda there: True),
             (operator, "_stream", lambda device: self.stream),
             (choosing, "may_be_staged", lambda tensor: not any(tensor is other for other in self.on_gpu)),
-            (torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.is_capturing),
         ):
             self.enterContext(mock.patch.object(target, name, value))
 
@@ -247,12 +246,6 @@ class TestInPython(ValuesTestCase):
             with self.assertRaises(NotStaged):
                 self.record(torch.tensor(1.0), torch.tensor(2.0), **more)
 
-    def test_a_graph_of_the_programs_own_takes_no_replay(self):
-        live, graph = self.recorded(torch.tensor(1))
-        self.is_capturing = True
-        self.assertEqual(live.addresses.prepare([torch.tensor(2)]), CAPTURED)
-        self.assertEqual(words(self.launched(graph)[0]), [1])
-
     def test_a_refused_node_refuses_all_that_it_holds(self):
         live, _ = self.recorded(*numbers(0))
         for _ in range(2):  # C++ asks first
@@ -342,16 +335,6 @@ class TestInCpp(TestInPython):
                 self.assertIsNotNone(entry([plain]))
             self.assertEqual(self.values(live, self.launched(graph), plain), [plain])
         self.assertEqual(self.trees.recording.calls, [])
-
-    def test_a_call_that_the_program_captures_is_not_replayed(self):
-        live, graph = self.recorded(torch.tensor(1))
-        entry = self.entry(live)
-        self.is_capturing = True
-        self.assertIsNone(entry([torch.tensor(2)]))
-        self.assertEqual((words(self.launched(graph)[0]), self.trees.graph.launches), ([1], 0))
-        self.is_capturing = False
-        self.assertIsNotNone(entry([torch.tensor(2)]))
-        self.assertEqual(words(self.launched(graph)[0]), [2])
 
     @given(st.integers(0, 2))
     def test_what_is_refused_once_is_set_by_python(self, after):

@@ -25,7 +25,6 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.cuda import progress
 from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.indirection import choosing, staged_values, staging
-from pygraph_trees.indirection.addresses import CAPTURED
 from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.staged_inputs import NotStaged
@@ -67,13 +66,11 @@ class StagingTestCase(LiveInputsTestCase):
     def setUp(self):
         super().setUp()
         self.queue = Queue()
-        self.is_capturing = False
         self.blocks = []  # that were allocated
         for target, name, value in (
             (staging, "pinned_bytes", self.pinned_bytes),
             (torch.cuda, "Event", self.queue.event),
             (torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream)),
-            (torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing),
             (staged_values, "value_kernel", self.value_kernel),
         ):
             patch = mock.patch.object(target, name, value)
@@ -787,26 +784,6 @@ class TestLiveInputs(StagingTestCase):
         self.api.fail(CALL, 0, CUresult.CUDA_ERROR_INVALID_VALUE)
         self.assertRegex(self.live.addresses.prepare(numbers(1)), "refused an address")
         self.assertEqual(list(self.live.addresses.refused), list(range(NUMBERS)))
-
-    def test_a_graph_of_the_programs_own_takes_no_replay(self):
-        """Its replays would read the buffer after later calls have written to it; no wait happens."""
-        a, b = torch.ones(4), torch.zeros(4)
-        live, graph = self.record(self.copies, a, b)
-        graph.launch()
-        self.queue.queued += 1
-        live.finish()
-        before = [block.clone() for block in self.blocks]
-        self.is_capturing = True
-        with mock.patch.object(Event, "query", side_effect=AssertionError):
-            self.assertEqual(live.addresses.prepare([a * 2, b]), CAPTURED)
-        self.assertEqual((self.blocks, self.queue.waits), (before, 0))
-        self.is_capturing = False
-        self.assertEqual(self.read(self.call(live, graph, a * 2, b)), [[2.0] * 4, [0.0] * 4])
-        # If no input is copied, the program's graph may contain the replay.
-        live, graph = self.record(lambda addresses: [], a, returned=[0], unread=[0])
-        live.finish()
-        self.is_capturing = True
-        self.assertIsNone(live.addresses.prepare([a]))
 
     def test_no_node_is_set_if_the_gpu_keeps_up(self):
         live, graph = self.record(self.copies, torch.zeros(4), torch.zeros(4))

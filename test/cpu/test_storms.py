@@ -24,6 +24,7 @@ from pygraph_trees.report.log import Count, GraphLog, RecordingLog, journal
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import choice, steps, storms
+from pygraph_trees.trees.aligned import Aligned
 from pygraph_trees.trees.dispatch import Way
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.manager import Manager
@@ -330,7 +331,7 @@ class TestFunctions(TestCase):
             mock.patch.object(cudagraph_trees, "get_manager", lambda *args, **kwargs: manager),
             mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *_: []),
         ):
-            kept = choice.chooser((), (), 0)(model, lambda inputs: self.fail("graphed"))
+            kept = choice.chooser(0)(model, lambda inputs: self.fail("graphed"), Aligned(model, (), ()))
             model.stop("of the test")
             self.assertIs(model.dispatch.way, Way.UNGRAPHED)
             self.assertEqual(model.dispatch.call([3, torch.ones(2)]), [torch.full((2,), 2.0)])

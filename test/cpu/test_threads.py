@@ -18,7 +18,7 @@ from torch._guards import CompileContext, CompileId, compile_context
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees import captures, threads
+from pygraph_trees.trees import capture_lock, threads
 from pygraph_trees.trees.dispatch import PER_THREAD
 
 ID = CompileId(frame_id=3, frame_compile_id=1)
@@ -109,24 +109,24 @@ class TestCaptures(TestCase):
     def setUp(self):
         super().setUp()
         self.lock, self.done = threading.Lock(), threading.Event()
-        self.enterContext(mock.patch.object(captures, "HAS_LOCK", True))
-        self.enterContext(mock.patch.object(captures.cudagraph_trees, "graph_capture_lock", self.lock, create=True))
+        self.enterContext(mock.patch.object(capture_lock, "HAS_LOCK", True))
+        self.enterContext(mock.patch.object(capture_lock.cudagraph_trees, "graph_capture_lock", self.lock, create=True))
 
     def move(self):
-        with captures.idle_device(0), captures.idle_device(0):  # one may cause another
+        with capture_lock.idle_device(0), capture_lock.idle_device(0):  # one may cause another
             self.assertTrue(self.lock.locked())
             self.done.set()
 
     def test_outputs_are_moved_once_no_other_thread_captures(self):
         with ThreadPoolExecutor(1) as other:
-            with self.lock, captures.locked_by_torch():
+            with self.lock, capture_lock.locked_by_torch():
                 moving = other.submit(self.move)
                 self.assertFalse(self.done.wait(0.1))
             moving.result(60)
         self.assertEqual((self.done.is_set(), self.lock.locked()), (True, False))
 
     def test_a_thread_does_not_wait_for_its_own_capture(self):
-        with self.lock, captures.locked_by_torch():
+        with self.lock, capture_lock.locked_by_torch():
             self.move()
             self.assertTrue(self.lock.locked())
         self.move()

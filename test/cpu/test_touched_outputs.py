@@ -26,7 +26,7 @@ from torch.testing._internal.common_utils import TestCase, instantiate_parametri
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees import captures, kept_outputs
+from pygraph_trees.trees import capture_lock, entry_points, kept_outputs, pools
 from pygraph_trees.trees import manager as manager_module
 from pygraph_trees.trees.liveness import Deaths
 from pygraph_trees.trees.recording import Recording
@@ -209,6 +209,49 @@ class TestDropped(OnCpuTestCase):
         function.end()
 
     @parametrize("fast", [False, True])
+    @parametrize("mode", [CompilationMode.INFERENCE, CompilationMode.FORWARD, CompilationMode.BACKWARD])
+    def test_changes_in_place_are_not_counted_for_the_next_output(self, mode, fast):
+        function = Function(mode=mode)
+        for step in (3, 4, 5):
+            (output,) = function.call(step, fast=fast)
+            if step > 3:
+                self.assertEqual(output._version, 0)
+            output.add_(1).mul_(2)
+            self.assertEqual(output, all_of(2 * step + 2))
+            del output
+
+    @parametrize("holds", ["nothing", "the output", "the other"])
+    @parametrize("change", ["swapped", "swapped with a view", "grown", "emptied", "lazily cloned"])
+    @parametrize("mode", [CompilationMode.INFERENCE, CompilationMode.BACKWARD])
+    def test_memory_that_is_exchanged_resized_or_shared(self, change, holds, mode):
+        """Each way works as with any other tensor, and what the program holds keeps its values."""
+        function = Function(mode=mode)
+        (output,) = function.call(3.0)
+        other = output.detach() if change == "swapped with a view" else all_of(77)
+        if change.startswith("swapped"):
+            torch.utils.swap_tensors(output, other)
+        elif change == "grown":
+            output.resize_(2 * SIZE)[SIZE:] = 8
+        elif change == "emptied":
+            output.untyped_storage().resize_(0)
+            output.untyped_storage().resize_(4 * SIZE)
+            output.fill_(9)
+        else:
+            with (
+                mock.patch.object(pools, "OWNED", {0: weakref.ref(function.manager)}),
+                mock.patch.object(pools, "holds", lambda *_: True),
+            ):
+                other = entry_points.outside_of_pools(torch._lazy_clone)(output)
+        wanted = output.clone(), other.clone()
+        held = {"the output": [output], "the other": [other]}.get(holds, [])
+        del output, other
+        for step, fast in ((4, True), (5, False), (6, True)):
+            self.check_next(function, step, fast=fast)
+        for found in held:
+            self.assertEqual(found, wanted[holds == "the other"])
+        function.end()
+
+    @parametrize("fast", [False, True])
     def test_an_output_without_elements(self, fast):
         """It is new at each call, so what the program does to one is not seen in the next."""
         function = Function(2, ends_empty=True)
@@ -223,7 +266,7 @@ class TestDropped(OnCpuTestCase):
         """The last replay may still be queued on another stream, on which the program then reads its output."""
         function, done = Function(), []
         (output,) = function.call(3.0)
-        wait = mock.patch.object(captures, "wait_for_device", lambda index: done.append("wait"))
+        wait = mock.patch.object(capture_lock, "wait_for_device", lambda index: done.append("wait"))
         copy = mock.patch.object(kept_outputs, "copy_bits", lambda to, source: done.append("copy"))
         with wait, copy:
             function.end()
@@ -335,6 +378,7 @@ class TestKept(OnCpuTestCase):
         node.outputs_weakrefs[:], node.tensor_weakrefs[:] = [StorageWeakRefWrapper(output)], [TensorWeakRef(output)]
         manager.current_node, manager.path_state, manager.current_gen = node, state, -99
         manager.disable_invalidate_aliases = False
+        kept_outputs.note_launch_of(node, 0)
         output.data = all_of(77)
         invalidated = []
         with (

@@ -27,7 +27,6 @@ from torch._inductor.utils import BoxedBool
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
-from pygraph_trees.indirection.addresses import CAPTURED
 from pygraph_trees.native import binding
 from pygraph_trees.report import compiled
 from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
@@ -36,6 +35,7 @@ from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import attempts, compiled_graph, fast_path, input_rules, liveness, pools
 from pygraph_trees.trees import recording as recording_module
+from pygraph_trees.trees.aligned import Aligned
 from pygraph_trees.trees.containers import Trees
 from pygraph_trees.trees.containment import HeldForTooLong
 from pygraph_trees.trees.function import FunctionModel, entered
@@ -45,6 +45,10 @@ from pygraph_trees.trees.outputs import as_they_read
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
 from pygraph_trees.trees.steps import Upstream
+
+
+def enter(function, run):
+    return entered(function, run, Aligned(function, (), ()))
 
 
 def double(inputs):
@@ -71,7 +75,7 @@ class TestFunction(TestCase):
     def test_a_call_goes_past_the_wrappers_if_it_can(self):
         function = FunctionModel.of(double, is_backward=False, is_inference=True)
         function.settings = dataclasses.replace(function.settings, indirection="auto")
-        call, dispatch = entered(function, lambda inputs: ["the wrappers", *inputs]), function.dispatch
+        call, dispatch = enter(function, lambda inputs: ["the wrappers", *inputs]), function.dispatch
         self.assertEqual(call([1]), ["the wrappers", 1])
         manager = replaying(lambda inputs, function_id: [function_id] if inputs == [1] else None)
         replay_with(dispatch, manager, 7)
@@ -84,7 +88,7 @@ class TestFunction(TestCase):
         function = FunctionModel.of(double, is_backward=False, is_inference=True)
         for indirection, twice in (("off", True), ("auto", False), ("auto", True)):
             function.settings = dataclasses.replace(function.settings, indirection=indirection)
-            self.assertEqual(entered(function, double) is double, twice)
+            self.assertEqual(enter(function, double) is double, twice)
 
     def test_belongs_to_the_graph_being_compiled(self):
         graph = GraphLog("Net", "3/1", "forward", ())
@@ -1162,29 +1166,6 @@ class TestFastPath(TestCase):
             self.assertEqual(self.manager._run([x], self.FUNCTION), ["upstream's"])
             self.manager.current_node = None
             self.assertEqual(self.manager._run([x], other), ["upstream's"])
-
-    def test_a_call_that_the_program_captures_is_ungraphed_if_an_input_is_on_the_cpu(self):
-        """The captured copy would read a staging buffer that later calls write to."""
-        model = FunctionModel.of(lambda inputs: ["un-graphed", *inputs], is_backward=False, is_inference=True)
-        model.settings = replace(model.settings, placement="full", indirection="auto")
-        other = 8
-        self.manager.ids_to_funcs[other] = SimpleNamespace(mutated_input_idxs=(), static_input_idxs=[], model=model)
-        self.manager.warmed_up_functions.add(other)
-        uses = mock.patch.object(input_rules, "uses_addresses", lambda model: True)
-        upstream = mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's"])
-        x = torch.ones(2)
-        for is_capturing, inputs, expected in (
-            (True, [x], ["un-graphed", x]),
-            (False, [x], ["upstream's"]),
-            (True, [7, x.to("meta")], ["upstream's"]),
-        ):
-            capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)  # noqa: B023
-            with self.subTest(is_capturing, inputs=inputs), uses, upstream, capturing:
-                self.after(self.recording, new_step=False)
-                self.assertEqual(self.manager._run(inputs, other), expected)
-                if is_capturing and expected != ["upstream's"]:
-                    self.assertIs(self.manager.current_node, self.recording)
-                    self.assertEqual(model.log.ungraphed_reason, CAPTURED)
 
     def test_a_function_is_added_only_if_its_first_call_works(self):
         def add_function(manager, model, inputs):

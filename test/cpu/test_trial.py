@@ -43,6 +43,7 @@ from pygraph_trees.selection.trial import Environment, Phase, Trial, TrialMember
 from pygraph_trees.selection.turn import Turn
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import choice
+from pygraph_trees.trees.aligned import Aligned
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.manager import Manager
 
@@ -57,14 +58,10 @@ class World:
         self.now_ns = 0
         self.gpu_until_us = 0.0
         self.behind = False  # whether the GPU is never seen to be done
-        self.captured = False  # whether the program captures a graph of its own
 
     @property
     def now_us(self):
         return self.now_ns / 1e3
-
-    def is_captured(self):
-        return self.captured
 
     def is_idle(self):
         return self.gpu_until_us <= self.now_us
@@ -338,20 +335,6 @@ class TestTrial(TrialTestCase):
             self.steps(trials._MOST_STEPS + 4, function)
             self.assertEqual((trial.is_over, trial.way), (True, way))
             self.assertEqual(function.log.ungraphed_reason, "it mutates an input")
-
-    def test_nothing_is_asked_of_the_gpu_while_the_program_captures(self):
-        trial, function = self.one()
-        self.steps(8, function)
-        self.assertIs(trial.phase, trials.Phase.MEASURING)
-        self.world.captured = True
-        with (
-            mock.patch.object(self.world, "us_between", lambda *_: self.fail("asked")),
-            mock.patch.object(self.world, "mark", lambda: self.fail("marked")),
-        ):
-            self.steps(8, function)
-        self.world.captured = False
-        self.steps(40, function)
-        self.assertTrue(trial.is_over)
 
     def test_a_function_that_leaves_ends_its_trial_if_it_was_alone(self):
         trial = self.trial()
@@ -726,18 +709,6 @@ class TestTrial(TrialTestCase):
         self.assertEqual((forward.went, backward.went), ([Execution.GRAPHED], [Execution.GRAPHED]))
         self.assertIsNotNone(trial.decision)
 
-    def test_no_clock_runs_while_the_program_captures_a_graph(self):
-        trial, function = self.one()
-        self.steps(5, function)
-        made = sum(function.member.measurements.made(way) for way in Execution)
-        self.world.captured = True
-        with mock.patch.object(self.world, "mark", side_effect=AssertionError("it is not measured")):
-            self.steps(3, function)
-        self.world.captured = False
-        self.assertEqual(sum(function.member.measurements.made(way) for way in Execution), made)
-        self.steps(30, function)
-        self.assertIsNotNone(trial.decision)
-
     def test_an_error_of_the_program_does_not_end_the_trial(self):
         trial, function = self.one()
         self.steps(5, function)
@@ -916,7 +887,7 @@ class TestChoice(TrialTestCase):
 
     def enter(self, model, run, mutated=()):
         with mock.patch.object(choice, "CudaDevice", lambda device: self.world):
-            return entered(model, run, choice.chooser((), mutated, 0))
+            return entered(model, run, Aligned(model, (), mutated), choice.chooser(0))
 
     def test_always_has_no_trial(self):
         model = self.model()

@@ -12,7 +12,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.outputs.allocations import Allocations
 from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import choice, entry_points
+from pygraph_trees.trees import entry_points
+from pygraph_trees.trees.aligned import Aligned
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.manager import Manager
 from pygraph_trees.trees.recording import Recording, Upstream
@@ -86,7 +87,7 @@ class TestZeros(TestCase):
             entry_points.cudagraphify_impl(lambda function, *_, **__: function)(model, [zeros(2)] * 2, [0], **put)
             wrapped = SimpleNamespace(model=model, mutated_input_idxs=(), static_input_idxs=[0])
             manager = bare_manager(ids_to_funcs={FUNCTION: wrapped}, warmed_up_functions={FUNCTION})
-            aligned = choice._Aligned(model, [0], ())
+            aligned = Aligned(model, [0], ())
             with (
                 mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda inputs, static: []),
                 mock.patch.object(Manager, "exceed_rerecord_limit", return_value=True),
@@ -98,7 +99,7 @@ class TestZeros(TestCase):
     def test_a_backward_that_is_never_graphed_has_memory_for_tangents(self):
         """As after an earlier process's decision, torch is not asked for a graph."""
         for mode, expected in (("backward", [True, False]), ("forward", [True, True])):
-            aligned = choice._Aligned(self.model(lambda inputs: [x._is_zerotensor() for x in inputs], mode), [0], ())
+            aligned = Aligned(self.model(lambda inputs: [x._is_zerotensor() for x in inputs], mode), [0], ())
             with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda inputs, static: []):
                 self.assertEqual([aligned([zeros(2), zeros(2)]) for _ in range(2)], [expected] * 2)
 

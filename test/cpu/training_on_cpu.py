@@ -28,6 +28,7 @@ from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.trial import Trial
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import choice
+from pygraph_trees.trees.aligned import Aligned
 from pygraph_trees.trees.containment import HeldForTooLong
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.manager import Manager
@@ -267,7 +268,7 @@ class Training:
             mock.patch.object(choice, "CudaDevice", lambda device: world),
         ):
             run = functools.partial(manager.run, function_id=function_id)
-            return entered(function, run, choice.chooser(static, (), 0))
+            return entered(function, run, Aligned(function, static, ()), choice.chooser(0))
 
 
 def _consuming(compute):

@@ -5,6 +5,7 @@ Outputs of a training forward and gradients are cached tensors, which torch retu
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +109,89 @@ class TestTouchedOutputs(KeptTestCase):
             return found
 
         self.check_steps(step)
+
+    @parametrize("of", ["outputs", "gradients"])
+    @parametrize("change", ["version", "names", "swap", "grow", "empty", "lazy"])
+    def test_memory_and_properties_as_of_other_tensors(self, of: str, change: str) -> None:
+        """The program drops each tensor that it changed, and keeps what it made of it for three steps."""
+        if change == "names" and not hasattr(torch.Tensor, "rename_"):
+            self.skipTest("this torch has no names")
+        kept: dict[int, list[torch.Tensor]] = {}  # by way
+
+        def step(call: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
+            output = call(x)
+            output.square().sum().backward()
+            gradients = self.gradients()
+            tensors = [output.detach()] if of == "outputs" else gradients
+            del output
+            of_this_way = kept.setdefault(id(call), [])
+            for tensor in tensors:
+                of_this_way.append(changed(tensor, change))
+            del of_this_way[:-6], tensor
+            return [*of_this_way, *gradients] if change in ("version", "lazy") else of_this_way
+
+        self.check_steps(step)
+
+    def test_outputs_begin_with_a_new_version(self) -> None:
+        for step in range(STEPS):
+            output = self.graphed(torch.randn(16, 64, device=self.device))
+            output.sum().backward()
+            gradients = self.gradients()
+            if step > 3:  # first outputs are as generated code leaves them
+                self.assertEqual([tensor._version for tensor in (output, *gradients)], [0] * (1 + len(gradients)))
+            with torch.no_grad():
+                for tensor in (output.detach(), *gradients):
+                    tensor.mul_(2)
+            del output, gradients, tensor
+
+    def test_outputs_of_inference_that_are_swapped_and_resized(self) -> None:
+        """The tensor that a call returns is an own one, whose storage the program may resize."""
+        with torch.no_grad():
+
+            def step(call: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
+                first, other = call(x), torch.zeros(3, device=self.device)
+                torch.utils.swap_tensors(first, other)
+                second = call(x + 1)
+                second.resize_(32, 8)[16:] = 1
+                return [first, other, second, call(x + 2)]
+
+            self.check_steps(step)
+
+    def test_a_gradient_that_a_hook_kept(self) -> None:
+        """It is not changed by what becomes of the parameter's gradient."""
+        kept: dict[int, torch.Tensor] = {}
+        for number, parameter in enumerate(self.model.parameters()):
+            parameter.register_hook(functools.partial(kept.__setitem__, number))
+
+        def step(call: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
+            kept.clear()
+            call(x).square().mean().backward()
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(100)
+            self.gradients()
+            return [kept[number].clone() for number in sorted(kept)]
+
+        self.check_steps(step)
+
+
+def changed(tensor: torch.Tensor, change: str) -> torch.Tensor:
+    """Changes a tensor, and returns what the program keeps: the tensor's former memory, or another one."""
+    if change == "version":
+        return tensor.mul_(2).clone()
+    if change == "names":
+        return tensor.rename_(*(f"d{number}" for number in range(tensor.dim()))).rename(None).clone()
+    if change == "swap":
+        other = torch.zeros(3, device=tensor.device)
+        torch.utils.swap_tensors(tensor, other)
+        return other
+    if change == "grow":
+        tensor.resize_(2 * tensor.numel())[tensor.numel() // 2 :] = 3
+        return tensor
+    if change == "empty":
+        tensor.untyped_storage().resize_(0)
+        return torch.zeros(1, device=tensor.device)
+    return torch._lazy_clone(tensor)
 
 
 class TestBlocksOfAStep(KeptTestCase):

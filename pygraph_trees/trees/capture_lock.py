@@ -1,0 +1,47 @@
+"""Torch's lock of captures, since torch 2.13.
+
+A wait for the device in one thread breaks a capture in another one. Torch holds its lock while it warms up and records,
+which :func:`locked_by_torch` notes for the thread. :func:`idle_device` waits until no other thread does so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from torch._inductor import cudagraph_trees
+
+from pygraph_trees.compat import has_capture_lock
+from pygraph_trees.cuda.progress import wait_for_device
+
+HAS_LOCK = has_capture_lock()
+
+
+class _Thread(threading.local):
+    is_locked = False  # by this thread, which must then not wait for the lock
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def locked_by_torch() -> Iterator[None]:
+    """Wraps what torch does under its lock."""
+    before, _thread.is_locked = _thread.is_locked, True
+    try:
+        yield
+    finally:
+        _thread.is_locked = before
+
+
+@contextlib.contextmanager
+def idle_device(index: int) -> Iterator[None]:
+    """Waits for a device before and after what is inside; no other thread captures for torch meanwhile."""
+    with contextlib.ExitStack() as stack:
+        if HAS_LOCK and not _thread.is_locked:
+            stack.enter_context(cudagraph_trees.graph_capture_lock)
+            stack.enter_context(locked_by_torch())
+        wait_for_device(index)
+        yield
+        wait_for_device(index)

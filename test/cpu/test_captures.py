@@ -1,0 +1,125 @@
+"""Calls that the program captures in a graph of its own, and outputs that such a graph may read."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import unittest
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+import torch
+from recordings_on_cpu import SIZE, Function
+from torch._inductor.cudagraph_trees import CompilationMode
+from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+
+from pygraph_trees.native import binding
+from pygraph_trees.trees import captures, choice, pools
+from pygraph_trees.trees import function as trees_function
+from pygraph_trees.trees.aligned import Aligned
+from pygraph_trees.trees.function import FunctionModel, entered
+
+
+class TestCalls(TestCase):
+    def entered(self, model, mutated=(), selective="always"):
+        function = FunctionModel.of(model, is_backward=False, is_inference=True)
+        function.settings = dataclasses.replace(function.settings, indirection="auto", selective=selective)
+        run = mock.Mock(side_effect=lambda inputs: ["graphed"])
+        with mock.patch.object(choice, "CudaDevice", lambda device: SimpleNamespace()):
+            return function, run, entered(function, run, Aligned(function, (), mutated), choice.chooser(0))
+
+    @parametrize("selective", ["always", "auto", "never"])
+    def test_a_call_that_the_program_captures_runs_ungraphed(self, selective):
+        function, run, call = self.entered(lambda inputs: [x * 2 for x in inputs], selective=selective)
+        with mock.patch.object(trees_function, "is_captured", lambda: True):
+            for _ in range(3):
+                self.assertEqual(call([torch.ones(2)]), [torch.full((2,), 2.0)])
+        self.assertEqual((run.call_count, function.log.warmups, function.log.trial_runs), (0, 0, 0))
+        self.assertEqual(function.log.record().ungraphed_calls, 3)
+        self.assertEqual(function.log.ungraphed_reason, captures.CAPTURED)
+        if selective != "auto":  # a trial may take any way
+            self.assertEqual(call([torch.ones(2)]), ["graphed"])
+
+    def test_writes_to_a_misaligned_input_are_kept(self):
+        seen = []
+
+        def model(inputs):
+            seen.append(inputs[0].data_ptr() % 16)
+            inputs[0].add_(1)
+            return []
+
+        _, run, call = self.entered(model, mutated=(0,))
+        memory = torch.zeros(9)
+        with (
+            mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *_: [0]),
+            mock.patch.object(trees_function, "is_captured", lambda: True),
+        ):
+            call([memory[1:]])
+        self.assertEqual((memory.tolist(), seen, run.call_count), ([0.0] + [1.0] * 8, [0], 0))
+
+    def test_nothing_is_captured_before_the_gpu_is_used(self):
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=AssertionError):
+            self.assertFalse(captures.is_captured())
+
+
+@unittest.skipIf(binding.extension is None, "C++ replays here")
+class TestOutputs(TestCase):
+    def setUp(self):
+        super().setUp()
+        torch._C._set_cached_tensors_enabled(True)
+        self.began = []
+        self.begin = captures.capture_begin(lambda graph, **kwargs: self.began.append(kwargs))
+
+    def begin_in(self, function, **kwargs):
+        with (
+            mock.patch.object(pools, "OWNED", {"ours": weakref.ref(function.manager)}),
+            mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
+        ):
+            self.begin(None, **kwargs)
+
+    @parametrize("mode", [CompilationMode.INFERENCE, CompilationMode.FORWARD, CompilationMode.BACKWARD])
+    def test_outputs_leave_the_pool_before_the_program_captures(self, mode):
+        """Its graph reads them at their addresses, at each replay."""
+        function = Function(outputs=2, mode=mode)
+        (kept, dropped), pool = function.call(3.0), function.pool.untyped_storage()
+        del dropped
+        self.begin_in(function)
+        address = kept.data_ptr()
+        self.assertFalse(pool.data_ptr() <= address < pool.data_ptr() + pool.nbytes())
+        for value in (4.0, 5.0):
+            self.assertEqual(function.call(value), [torch.full((SIZE,), value)] * 2)
+        self.assertEqual((kept, kept.data_ptr()), (torch.full((SIZE,), 3.0), address))
+        self.assertEqual(self.began, [{}])
+
+    def test_a_recording_captures_without_that(self):
+        function = Function()
+        (output,) = function.call(3.0)
+        before = output.data_ptr()
+        self.begin_in(function, pool="ours")
+        function.manager.take_turn(turn := [])
+        self.begin_in(function)  # for example in an operator that a call runs
+        function.manager.end_turn(turn)
+        self.assertEqual((output.data_ptr(), len(self.began)), (before, 2))
+
+    def test_a_capture_begins_although_there_is_no_memory_for_outputs(self):
+        function = Function()
+        (output,) = function.call(3.0)
+        with (
+            mock.patch.object(torch, "empty_like", side_effect=torch.OutOfMemoryError("no memory")),
+            self.assertLogs("pygraph_trees.trees", "WARNING"),
+        ):
+            self.begin_in(function)
+        self.assertEqual((len(self.began), output), (1, torch.full((SIZE,), 3.0)))
+        self.assertFalse(function.manager.is_taken)
+        self.assertIsNone(function.manager._begins_step)
+
+
+instantiate_parametrized_tests(TestCalls)
+instantiate_parametrized_tests(TestOutputs)
+
+if __name__ == "__main__":
+    run_tests()
