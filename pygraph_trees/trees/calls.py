@@ -15,7 +15,7 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from . import fast_path
-from .containment import contained
+from .containment import contained, described
 from .function import FunctionModel
 from .interrupts import deferred
 from .kept_outputs import note_launch_of
@@ -100,9 +100,10 @@ class Calls(fast_path.TreeState, Steps):
         self.warmed_up_functions.discard(function_id)
 
     def _start_over(self) -> None:
-        self.why_start_over = None
+        failure, self.why_start_over = self.why_start_over, None
+        assert failure is not None
         try:
-            self.reclaiming.start_over(self)
+            self.reclaiming.start_over(self, described(failure))
         except Exception as error:  # the GPU is lost, or another thread captures
             _log.warning("CUDA graphs could not start over after an error: %s", error)
 

@@ -175,10 +175,10 @@ def _after(error: Exception, manager: Contains, progress: Progress, function_id:
     if progress.stage is Stage.COMPUTED:
         outputs = progress.outputs if progress.outputs is not None else _written(progress.node, error)
     else:  # if it raises too, that is what the program gets without graphs
-        outputs = manager.run_ungraphed(progress.inputs(), function_id, _described(error))
+        outputs = manager.run_ungraphed(progress.inputs(), function_id, described(error))
         outputs = progress.without_inputs(outputs)
     if is_held:
-        manager.keep_inputs(function_id, _described(error))
+        manager.keep_inputs(function_id, described(error))
     elif not isinstance(error, torch.OutOfMemoryError):  # that error passes
         note_failure(model, error)
         if not was_captured:
@@ -188,7 +188,7 @@ def _after(error: Exception, manager: Contains, progress: Progress, function_id:
 
 def note_failure(model: Function, error: Exception) -> None:
     """Notes a contained error of a function; after the second one, the function runs un-graphed."""
-    why = _described(error)
+    why = described(error)
     _log.info("%s: %s", model.log.name, why, exc_info=error)
     model.log.not_graphed(why)
     model.failures += 1
@@ -249,6 +249,7 @@ def forget_frames(error: BaseException | None) -> None:
         error = error.__context__
 
 
-def _described(error: Exception) -> str:
+def described(error: Exception) -> str:
+    """What the report says of an error of the trees."""
     text = str(error).strip().splitlines()
     return f"CUDA graphs failed: {type(error).__name__}{f': {text[0][:200]}' if text else ''}"

@@ -278,7 +278,7 @@ class Manager(Calls):
             if self.current_node is not None:
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
         except BaseException:
-            if self.current_node is not None:
+            if self.current_node is not None and given.function.model.settings.indirection != "off":
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING
             raise
         finally:

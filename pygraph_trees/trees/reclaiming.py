@@ -188,10 +188,12 @@ class Reclaiming:
             return False
         return self._leave_pool(manager)
 
-    def start_over(self, manager: Reclaimed) -> None:
+    def start_over(self, manager: Reclaimed, why: str) -> None:
         """Drops all recordings and leaves the graph pool, in which unknown memory may be in use.
 
         Outputs that are alive are moved if that is possible, and the pool stays as long as one is alive.
+
+        ``why``: the reason of the next recordings, for the report.
         """
         if manager.graph is None or torch.cuda.is_current_stream_capturing():
             return
@@ -203,6 +205,7 @@ class Reclaiming:
             ]
             manager.current_node, manager.path_state = None, _STATE.NONE
         self.forgotten, self._newest = list(manager.ids_to_funcs), {}
+        self._again, self._dropped = {}, dict.fromkeys(self.forgotten, why)
         self._left = self._left or []
         self.give_back(manager)
         if manager.cuda_graphs_thread_pool == pool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch._inductor import cudagraph_trees
 
-from pygraph_trees.trees import replaying, steps
+from pygraph_trees.trees import cached_outputs, steps
 
 _HOOK = "_pygraph_trees_test_reached"
 
@@ -96,7 +96,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _functions() -> Iterator[types.FunctionType]:
-    classes = [replaying.Upstream, steps.Upstream]
+    classes = [cached_outputs.Upstream, steps.Upstream]
     classes += [found for found in vars(cudagraph_trees).values() if inspect.isclass(found)]
     todo = [found for owner in (cudagraph_trees, *classes) for found in vars(owner).values()]
     while todo:

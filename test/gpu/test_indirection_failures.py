@@ -52,7 +52,7 @@ def runs_out_of_memory(ctx):
         torch.compiler.cudagraph_mark_step_begin()
         if call in (1, 2):
             torch.cuda.set_per_process_memory_fraction(2**29 / total)
-            ctx.raises(f, x)
+            ctx.attempt(f, x)
             torch.cuda.set_per_process_memory_fraction(1.0)
         else:
             ctx.record(f(x))
@@ -223,19 +223,14 @@ class TestIndirectionFailures(IndirectionTestCase):
         self.assertEqual((facts.recordings, facts.copied_bytes), (1, 0), str(facts))
 
     def test_out_of_memory_while_recording(self):
-        """Raises the allocator's own error, as upstream does, and gives right results once there is enough memory."""
+        """The calls run un-graphed, which takes less memory; upstream raises. Later calls are graphed without copies."""
         upstream = run_isolated("test_indirection_failures", "runs_out_of_memory", UPSTREAM)
-        ours = run_isolated("test_indirection_failures", "runs_out_of_memory", OURS, config={FLAG: self.indirection})
-        self.assertEqual([kind for kind, _ in ours["errors"]], ["torch.OutOfMemoryError"] * 2, str(ours["errors"]))
+        config = {FLAG: self.indirection}
+        ours = run_isolated("test_indirection_failures", "runs_out_of_memory", OURS, config=config)
         self.assertEqual([kind for kind, _ in upstream["errors"]], ["torch.OutOfMemoryError"] * 2)
-        # Messages contain the memory in use by each process.
-        noted = [
-            {path: v for path, v in child["facts"].items() if path.startswith("note ") and ".message" not in path}
-            for child in (upstream, ours)
-        ]
-        facts = [noted[1].pop(path) for path in sorted(noted[1]) if "(ours)[" in path]
-        self.assertEqual(facts, [1, 4, 0])
-        self.assertEqual({p: v for p, v in noted[1].items() if "(ours)" not in p}, noted[0])
+        self.assertEqual(ours["errors"], [])
+        facts = ours["facts"]
+        self.assertEqual([facts[path] for path in sorted(facts) if "(ours)[" in path], [1, 4, 0])
 
     def test_exception_while_recording(self):
         self.interrupted(ValueError)

@@ -231,8 +231,8 @@ class TestThreads(KeptTestCase):
                         output, wanted, ready = item
                         torch.cuda.current_stream().wait_event(ready)
                         found = [output + 0 for _ in range(3)]
+                        torch.cuda.current_stream().synchronize()  # before its memory is used again
                         del output, item
-                        torch.cuda.current_stream().synchronize()
                         for value in found:
                             self.assertEqual(value, wanted)
             except BaseException as error:
