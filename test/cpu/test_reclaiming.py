@@ -19,7 +19,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.indirection import retired
 from pygraph_trees.report.log import Count, RecordingLog
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import entry_points, input_rules, pools
+from pygraph_trees.trees import entry_points, input_rules, pools, reclaiming
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees.choice import handed_on, recordings_below
 from pygraph_trees.trees.manager import Manager
@@ -232,6 +232,29 @@ class TestPool(TestCase):
                 self.assertEqual([*owned], [(0, 9)])
                 self.assertFalse(manager.give_pool_back())  # once
             self.assertEqual((made, emptied.call_count), ([0], 1))
+
+    def test_to_start_over_takes_another_pool_although_an_output_is_held(self):
+        class Fresh(Manager):
+            def __init__(self, device_index):
+                self.graph, self.stream, self.cuda_graphs_thread_pool = "graph", "stream", (0, 9)
+
+        for is_held in (True, False):
+            node = self.node()
+            node.outputs_weakrefs, node.unaliased_in_all_paths = (
+                [mock.Mock(expired=lambda held=is_held: not held)],
+                [True],
+            )
+            manager, _ = self.recorded(node, Fresh, graph="first graph")
+            with (
+                mock.patch.object(pools, "OWNED", {(0, 7): None}),
+                mock.patch.object(torch.cuda, "empty_cache"),
+                mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+                mock.patch.object(reclaiming, "_in_use", []) as in_use,
+            ):
+                manager.reclaiming.start_over(manager, "an error")
+                self.assertEqual([graph for graph, _ in in_use], ["first graph"] if is_held else [])
+            self.assertEqual((manager.graph, manager.roots), ("graph", {}))
+            self.assertEqual(manager.reclaiming.why_again(1), "an error")
 
     def test_the_pool_stays_if_outputs_are_made_at_each_replay(self):
         """Only the newest outputs are known, and older ones may be held; for upstream's recordings, none is known."""

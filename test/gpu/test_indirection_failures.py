@@ -223,7 +223,7 @@ class TestIndirectionFailures(IndirectionTestCase):
         self.assertEqual((facts.recordings, facts.copied_bytes), (1, 0), str(facts))
 
     def test_out_of_memory_while_recording(self):
-        """The calls run un-graphed, which takes less memory; upstream raises. Later calls are graphed without copies."""
+        """Calls run un-graphed, which takes less memory; upstream raises. Later calls are graphed without copies."""
         upstream = run_isolated("test_indirection_failures", "runs_out_of_memory", UPSTREAM)
         config = {FLAG: self.indirection}
         ours = run_isolated("test_indirection_failures", "runs_out_of_memory", OURS, config=config)
