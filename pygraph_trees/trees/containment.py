@@ -16,7 +16,6 @@ import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch._inductor.cudagraph_trees import CUDAGraphNode
 
 from pygraph_trees.errors import PygraphError
 
@@ -137,6 +136,20 @@ def progress_of(model: Any) -> Progress | None:
     return calls.get(threading.get_ident()) if calls else None
 
 
+def place_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Upstream's metadata of a tensor, from which :func:`in_place` makes another one."""
+    storage = tensor.untyped_storage()
+    return {
+        "nbytes": storage.nbytes(),
+        "data_ptr": storage.data_ptr(),
+        "size": tensor.shape,
+        "stride": tensor.stride(),
+        "dtype": tensor.dtype,
+        "device": tensor.device,
+        "storage_offset": tensor.storage_offset(),
+    }
+
+
 def in_place(metadata: dict[str, Any]) -> torch.Tensor:
     """A tensor with upstream's ``metadata`` that does not own its memory."""
     make, storage = (
@@ -239,7 +252,7 @@ def _kept(value: Any, is_in_pool: Callable[[int], bool]) -> Any:
         return value
     if not address or not is_in_pool(address) or value.is_conj() or value.is_neg():
         return value
-    return _InPool(CUDAGraphNode._tensor_metadata(value, ignore_storage_offset=False))
+    return _InPool(place_of(value))
 
 
 def forget_frames(error: BaseException | None) -> None:

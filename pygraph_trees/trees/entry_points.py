@@ -29,7 +29,6 @@ from .choice import chooser, only_sizes_that_come_again
 from .collector import paused
 from .function import FunctionModel, entered
 from .interrupts import deferred
-from .manager_container import put_aside, shut_down_aside
 from .saved_tensors import conforming
 from .threads import for_each_thread
 
@@ -82,16 +81,11 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
 def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
     """Also gives back the memory of managers that were freed with their functions instead of being shut down.
 
-    Upstream drops the trees of this thread, and disables for all threads what trees need to cache tensors. While the
-    program captures, graphs and their memory are only put aside; they are freed when trees are needed again.
+    Upstream drops the trees of this thread, and disables for all threads what trees need to cache tensors.
     """
 
     @functools.wraps(upstream)
     def reset_cudagraph_trees() -> None:
-        if is_captured():
-            put_aside()
-            return
-        shut_down_aside()
         dropped = _containers_of_this_thread()  # freed below, since other threads may run while they are
         try:
             with paused(), deferred():  # upstream holds a lock for which a finalizer would wait

@@ -11,16 +11,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import TreeManagerContainer as Upstream
 
-from .captures import is_captured
 from .collector import paused
 from .manager import Manager
 from .threads import mark
-
-_CONTAINERS = "tree_manager_containers"
 
 
 class ManagerContainer(Upstream):
@@ -46,24 +41,6 @@ class ManagerContainer(Upstream):
         del manager
 
 
-_aside: list[Any] = []  # managers of trees that were reset while the program captured
-
-
-def put_aside() -> None:
-    """Gives this thread new trees at its next call, and keeps the managers of the old ones."""
-    if hasattr(cudagraph_trees.local, _CONTAINERS) or torch._C._is_key_in_tls(_CONTAINERS):
-        containers = cudagraph_trees.get_obj(cudagraph_trees.local, _CONTAINERS)
-        _aside.extend(container.tree_manager for container in containers.values() if container.tree_manager is not None)
-        containers.clear()
-        cudagraph_trees.MarkStepBox.mark_step_counter = 0
-
-
-def shut_down_aside() -> None:
-    """Shuts managers down that were put aside, unless the program still captures."""
-    while _aside and not is_captured():
-        _aside.pop().shutdown()
-
-
 def get_container(upstream: Callable[[int], Any]) -> Callable[[int], Any]:
     """Looks up, or makes, the container of a device for the calling thread."""
 
@@ -71,7 +48,6 @@ def get_container(upstream: Callable[[int], Any]) -> Callable[[int], Any]:
     def get_container(device_index: int) -> Any:
         mark()
         with paused():
-            shut_down_aside()
             return upstream(device_index)
 
     return get_container

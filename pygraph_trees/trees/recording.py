@@ -31,7 +31,7 @@ from . import fast_path, pools
 from .attempts import Attempts
 from .cached_outputs import Upstream
 from .captured_graph import captured_nodes, is_cuda, kept_graph, surroundings
-from .containment import Stage, progress_of
+from .containment import Stage, place_of, progress_of
 from .function import FunctionModel
 from .input_records import describe
 from .kept_outputs import kept_indices
@@ -166,10 +166,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
     def _allocate_and_copy_recording_inputs(self, inputs: list[Any]) -> list[Any]:
         attempts = self._attempts
         assert attempts is not None
-        self.lent = {
-            index: self._tensor_metadata(inputs[index], ignore_storage_offset=False)
-            for index in self.cudagraph_managed_idxs
-        }
+        self.lent = {index: place_of(inputs[index]) for index in self.cudagraph_managed_idxs}
         api, why_not = self._driver_for_addresses()
         copied = self._copied_indices()
         if api is None:

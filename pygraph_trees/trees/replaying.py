@@ -172,7 +172,7 @@ class Replayed(CachedOutputs):
             if static is not None or not isinstance(made_of, dict):
                 outputs.append(made_of if static is None else static)
             else:
-                outputs.append(self._reconstruct_from_tensor_metadata(made_of).clone())
+                outputs.append(in_place(made_of).clone())
         return outputs
 
     def own_outputs(self) -> Any:
