@@ -65,8 +65,8 @@ void pygraph::order_streams(TreeState *trees) {
     const c10::StreamId now = current_stream(trees);
     const bool has_others = trees->streams != nullptr && PyList_Check(trees->streams) && PyList_GET_SIZE(trees->streams) > 0;
     const bool is_same = trees->has_launched && trees->stream == now && trees->event == nullptr;
-    if (is_same && !has_others)
-        return;
+    if ((is_same && !has_others) || is_captured(trees))
+        return; // a capture, which calls without addresses may be in, waits for nothing outside of it
     if (event_of(trees) != nullptr) // another stream may have the same number by now
         event_of(trees)->block(stream_of(trees, now));
     else if (trees->has_launched)

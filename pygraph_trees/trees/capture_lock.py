@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.compat import has_capture_lock
 from pygraph_trees.cuda.progress import wait_for_device
+
+from .collector import paused
 
 HAS_LOCK = has_capture_lock()
 
@@ -27,12 +30,19 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def locked_by_torch() -> Iterator[None]:
-    """Wraps what torch does under its lock."""
+    """Wraps what torch does under its lock, and captures of its own."""
     before, _thread.is_locked = _thread.is_locked, True
     try:
         yield
     finally:
         _thread.is_locked = before
+
+
+def is_by_torch(pool: Any) -> bool:
+    """Whether a capture with this pool is one of torch's, which holds its lock, or of a new manager."""
+    if _thread.is_locked:
+        return True
+    return HAS_LOCK and pool is not None and bool(cudagraph_trees.graph_capture_lock.locked())
 
 
 @contextlib.contextmanager
@@ -42,6 +52,7 @@ def idle_device(index: int) -> Iterator[None]:
         if HAS_LOCK and not _thread.is_locked:
             stack.enter_context(cudagraph_trees.graph_capture_lock)
             stack.enter_context(locked_by_torch())
+            stack.enter_context(paused())  # a finalizer could wait for the lock
         wait_for_device(index)
         yield
         wait_for_device(index)

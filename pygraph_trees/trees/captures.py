@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import pools
+from .capture_lock import is_by_torch
+from .dispatch import PER_THREAD
 
 _log = logging.getLogger("pygraph_trees.trees")
 
@@ -26,17 +29,29 @@ def is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def _end_step(manager: Any) -> None:
+    why = "another call is under way"
+    try:
+        if manager.end_step():
+            return
+    except RuntimeError as error:  # no memory is free, or the GPU is lost
+        why = str(error)
+    _log.warning("outputs that a graph of the program may read could not be kept: %s", why)
+
+
 def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
-    """Also ends the open paths as a new step does, which moves their outputs; recordings capture without that."""
+    """Also ends the open paths of the thread as a new step does, which moves their outputs.
+
+    Captures of recordings, and those with which torch makes a manager, do not.
+    """
 
     @functools.wraps(upstream)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        if (args[0] if args else kwargs.get("pool")) not in pools.OWNED:
+        pool = args[0] if args else kwargs.get("pool")
+        if pool not in pools.OWNED and not is_by_torch(pool):
             for manager in pools.managers():
-                try:
-                    manager.end_step()
-                except RuntimeError as error:  # no memory is free, or the GPU is lost
-                    _log.warning("outputs that a graph of the program may read could not be kept: %s", error)
+                if not PER_THREAD or manager.thread == threading.get_ident():
+                    _end_step(manager)
         upstream(self, *args, **kwargs)
 
     return capture_begin

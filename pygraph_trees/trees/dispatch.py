@@ -124,7 +124,7 @@ class Dispatch(FunctionState):
         if replayer is not None and (manager is None or replayer.manager is manager):
             del self.replayers[thread]
             if self.replayer is replayer:
-                self.replayer = next(iter(self.replayers.values()), None)
+                self.replayer = next(iter(list(self.replayers.values())), None)
 
 
 def _thread() -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import threading
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -91,7 +92,9 @@ class Manager(Calls):
         self._moves = Moves()
         self.output_policy = OutputPolicy(self._candidates)
         build.announce()
-        super().__init__(*args, **kwargs)
+        with locked_by_torch():  # it captures an empty graph
+            super().__init__(*args, **kwargs)
+        self.thread = threading.get_ident()
         self.ordered_device, self.used_streams = getattr(self, "device_index", -1), []
         pools.OWNED[self.cuda_graphs_thread_pool] = weakref.ref(self)
 

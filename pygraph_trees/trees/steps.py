@@ -77,20 +77,24 @@ class Steps(Upstream):
         finally:
             self.end_turn(inputs)
 
-    def end_step(self) -> None:
-        """Ends the open path, and moves its outputs, as if a step began; does nothing during a call.
+    def end_step(self) -> bool:
+        """Ends the open path, and moves its outputs, as if a step began. Returns whether it did: not during a call.
 
         Autograd's graphs that only recordings hold are freed: their nodes would run on the stream that made them.
         """
         inputs: list[Any] = []
         try:  # an interrupt may come anywhere
             if not self.take_turn(inputs):
-                return
+                return False
             release_unneeded(self.cuda_graphs_thread_pool)
-            path = [] if self.current_node is None else self.current_node._path_from_root
+            path = [] if self.current_node is None else list(self.current_node._path_from_root)
             if all(keeps_outputs(node.wrapped_function.model) for node in path):
                 self._begins_step = True
                 self._end_path()
+            else:  # outputs that are torch's stay
+                with idle_device(self.device_index):
+                    move_alive(self.current_node)
+            return True
         finally:
             if self.has_turn(inputs):
                 self._begins_step = None

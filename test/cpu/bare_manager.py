@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import threading
 from typing import Any
 
 from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState
@@ -43,6 +44,7 @@ def bare_manager(kind: type[Manager] = Manager, **state: Any) -> Manager:
         "_find": search.find,
         "output_policy": OutputPolicy(search.known),
         "_moves": Moves(),
+        "thread": threading.get_ident(),
         "reclaiming": Reclaiming(lambda: kind(0), search.known),
     }
     for name, value in (known | state).items():

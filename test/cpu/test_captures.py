@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import unittest
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -18,7 +19,7 @@ from torch._inductor.cudagraph_trees import CompilationMode
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees import captures, choice, pools
+from pygraph_trees.trees import capture_lock, captures, choice, pools
 from pygraph_trees.trees import function as trees_function
 from pygraph_trees.trees.aligned import Aligned
 from pygraph_trees.trees.function import FunctionModel, entered
@@ -100,10 +101,15 @@ class TestOutputs(TestCase):
         (output,) = function.call(3.0)
         before = output.data_ptr()
         self.begin_in(function, pool="ours")
+        with capture_lock.locked_by_torch():  # a new manager's, whose pool is not known yet
+            self.begin_in(function, pool="new")
+        with mock.patch.object(captures, "PER_THREAD", True), ThreadPoolExecutor(1) as other:
+            other.submit(self.begin_in, function).result()
         function.manager.take_turn(turn := [])
-        self.begin_in(function)  # for example in an operator that a call runs
+        with self.assertLogs("pygraph_trees.trees", "WARNING"):
+            self.begin_in(function)  # for example in an operator that a call runs
         function.manager.end_turn(turn)
-        self.assertEqual((output.data_ptr(), len(self.began)), (before, 2))
+        self.assertEqual((output.data_ptr(), len(self.began)), (before, 4))
 
     def test_a_capture_begins_although_there_is_no_memory_for_outputs(self):
         function = Function()
