@@ -33,6 +33,10 @@ def _restored(kind: type[PygraphError], fields: dict[str, Any]) -> PygraphError:
     return error
 
 
+class Reported(PygraphError):
+    """The base of errors that the user asked for: they are never contained."""
+
+
 class PygraphWarning(UserWarning):
     """The base of all warnings; pass a formatted template to :func:`warnings.warn`."""
 

@@ -289,6 +289,10 @@ enum class Slow : size_t {
     captured,       // the program captures the call
 };
 
+/* What follows from a Python exception of the trees: `no`, since the slow path meets it again and contains it, or `error`
+   for an interrupt. */
+Answer passed_over();
+
 /* Whether a recording accepts the inputs of a call. If so, its graph holds their addresses, and inputs that must be dead
    are released. Sets `is_copied` if inputs were copied for this call, so that Python must replay, and `why` with `no`. */
 Answer accept(Replay::State *state, Inputs &inputs, bool *is_copied, Slow *why);

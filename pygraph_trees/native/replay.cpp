@@ -328,7 +328,7 @@ Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied, Sl
     bool has_run = false; // whether code ran that may have changed the inputs
     const int died = state->before.are_dead(&has_run);
     if (died <= 0)
-        return died < 0 ? Answer::error : Answer::no;
+        return died < 0 ? passed_over() : Answer::no;
     *why = Slow::not_given;
     if (state->prepare != nullptr) {
         const Answer prepared = prepare(state, inputs, is_copied, &has_run);
@@ -351,9 +351,9 @@ Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied, Sl
         return Answer::error;
     bool has_run_again = false;
     const int dead = state->after.are_dead(&has_run_again);
-    if (dead < 0)
+    if (dead < 0 && passed_over() == Answer::error)
         return Answer::error;
-    if (dead == 0) { // the slow path runs un-graphed
+    if (dead <= 0) { // the slow path runs un-graphed
         *why = Slow::outputs_alive;
         return give_back(state, inputs) ? Answer::no : Answer::error;
     }

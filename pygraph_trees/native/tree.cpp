@@ -217,10 +217,9 @@ Answer keep_outputs(Found *found) {
         bool asked = false;
         const int dead = last->outliving.are_dead(&asked);
         if (dead != 0)
-            return dead < 0 ? Answer::error : Answer::yes;
+            return dead < 0 ? passed_over() : Answer::yes;
     }
-    return Ref(PyObject_CallMethodNoArgs(found->manager.get(), names.try_end_curr_execution)) ? Answer::yes
-                                                                                              : Answer::error;
+    return Ref(PyObject_CallMethodNoArgs(found->manager.get(), names.try_end_curr_execution)) ? Answer::yes : passed_over();
 }
 
 } // namespace
@@ -244,6 +243,13 @@ PyType_Spec pygraph::candidates_spec = {
     "pygraph_trees.native._fast_path.Candidates", sizeof(Candidates), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     candidates_slots,
 };
+
+Answer pygraph::passed_over() {
+    if (!PyErr_ExceptionMatches(PyExc_Exception))
+        return Answer::error;
+    PyErr_Clear();
+    return Answer::no;
+}
 
 bool pygraph::is_tree_state(PyObject *object) { return PyObject_TypeCheck(object, types.tree_state); }
 

@@ -38,7 +38,7 @@ class Calls(fast_path.TreeState, Steps):
 
     reclaiming: Reclaiming
     output_policy: OutputPolicy
-    why_start_over: Exception | None = None  # why all recordings are dropped at the next call
+    why_start_over: str | None = None  # why all recordings are dropped at the next call
     _candidates: dict[Any, Any]
 
     @property
@@ -95,15 +95,14 @@ class Calls(fast_path.TreeState, Steps):
         if isinstance(error, torch.OutOfMemoryError):
             return
         _log.info("CUDA graphs start over", exc_info=error)
-        self.why_start_over = error
+        self.why_start_over = described(error)
         self._candidates.clear()
         self.warmed_up_functions.discard(function_id)
 
     def _start_over(self) -> None:
-        failure, self.why_start_over = self.why_start_over, None
-        assert failure is not None
+        why, self.why_start_over = self.why_start_over or "", None
         try:
-            self.reclaiming.start_over(self, described(failure))
+            self.reclaiming.start_over(self, why)
         except Exception as error:  # the GPU is lost, or another thread captures
             _log.warning("CUDA graphs could not start over after an error: %s", error)
 

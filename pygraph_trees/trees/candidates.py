@@ -87,7 +87,7 @@ class Searched(Reclaimed, Protocol):
     id_to_compile_id: Any
     reclaiming: Reclaiming
     output_policy: OutputPolicy
-    why_start_over: Exception | None
+    why_start_over: str | None
 
     def failed(self, error: Exception) -> None: ...
 

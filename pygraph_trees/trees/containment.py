@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from pygraph_trees.errors import PygraphError
+from pygraph_trees.errors import PygraphError, Reported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,6 +26,8 @@ _log = logging.getLogger("pygraph_trees.trees")
 
 MOST_FAILURES = 2  # contained errors of a function before it runs un-graphed for good
 _RAISES = {"RAISE_VARARGS", "RERAISE"}
+_NOT_OF_PROGRAM = {"torch", "triton", "cuda", "pygraph_trees", "inductor_patches"}  # packages
+_NO_MEMORY = 2  # CUDA's number of the error
 
 
 class HeldForTooLong(PygraphError, RuntimeError):
@@ -53,41 +55,36 @@ class _InPool(NamedTuple):
 class Progress:
     """One call on the slow path."""
 
-    __slots__ = ("_given", "_list", "node", "outputs", "stage")
+    __slots__ = ("_count", "_held", "_is_in_pool", "_list", "node", "outputs", "stage")
 
     def __init__(self, inputs: list[Any], is_in_pool: Callable[[int], bool]) -> None:
-        self._list = inputs
+        self._list, self._count, self._is_in_pool = inputs, len(inputs), is_in_pool
+        self._held: list[Any] | None = None
         self.stage = Stage.PREPARED
         self.outputs: Any = None  # once they are computed, if they are known
-        self.node: Any = None  # the recording that was launched
-        self._given = [_kept(value, is_in_pool) for value in inputs]
+        self.node: Any = None  # the recording that was launched, if all outputs can be read in its memory
 
-    def inputs(self) -> list[Any]:
-        """The call's inputs, although the recording may have consumed them."""
-        return [in_place(value.metadata) if isinstance(value, _InPool) else value for value in self._given]
+    def hold(self) -> None:
+        """Must be called when the call's inputs may be consumed without being used, and no input moves any more."""
+        self._held = [_kept(value, self._is_in_pool) for value in self._list[: self._count]]
 
-    def without_inputs(self, outputs: Any) -> Any:
-        """The outputs of a run with :meth:`inputs`, with copies of those inputs that do not own their memory."""
-        borrowed = {value.metadata["data_ptr"] for value in self._given if isinstance(value, _InPool)}
-        copies: dict[int, torch.UntypedStorage] = {}
+    def take_inputs(self) -> tuple[list[Any], set[int]]:
+        """The call's inputs, although they may have been consumed; can be called once.
 
-        def owned(output: Any) -> Any:
-            if not borrowed or not isinstance(output, torch.Tensor) or not output.is_cuda or output._is_zerotensor():
-                return output
-            storage = output.untyped_storage()
-            if storage.data_ptr() not in borrowed:
-                return output
-            copy = copies.setdefault(storage.data_ptr(), storage.clone())
-            made = torch.empty(0, dtype=output.dtype, device=output.device)
-            return made.set_(copy, output.storage_offset(), output.size(), output.stride())
-
-        return [owned(output) for output in outputs]
+        Also returns the addresses of the storages that are not owned by them.
+        """
+        held, given = self._held, self._list[: self._count]
+        self._held, self._list = None, []
+        if held is None or (len(given) == len(held) and all(map(_is_still, given, held))):
+            return given, set()
+        borrowed = {value.metadata["data_ptr"] for value in held if isinstance(value, _InPool)}
+        return [in_place(value.metadata) if isinstance(value, _InPool) else value for value in held], borrowed
 
     def run(self, code: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         """Runs the compiled code. Code that runs with another list is captured, or is another call's."""
         if inputs is not self._list:
             return code(inputs)
-        self.stage = Stage.RUNNING
+        self.stage, self._held = Stage.RUNNING, None
         self.outputs = outputs = code(inputs)
         self.stage = Stage.COMPUTED
         return outputs
@@ -99,7 +96,7 @@ class Progress:
         yield
         self.stage = Stage.PREPARED
 
-    def launched(self, node: Any, outputs: Any = None) -> None:
+    def launched(self, node: Any = None, outputs: Any = None) -> None:
         """Notes that a recording was launched for this call."""
         self.stage, self.node, self.outputs = Stage.COMPUTED, node, outputs
 
@@ -172,27 +169,38 @@ def contained(manager: Contains, run: Callable[[], Any], inputs: list[Any], func
     model.calls[thread] = progress
     try:
         return run()
+    except Reported:
+        raise
     except Exception as error:
-        if progress.stage is Stage.RUNNING or (progress.stage is Stage.CAPTURING and _is_of_program(error)):
+        # If only some ranks made a collective's call without a graph, they could wait for each other.
+        if progress.stage is Stage.RUNNING or _is_of_program(error) or model.log.has_collective:
             raise
         failure = error
     finally:
         model.calls.pop(thread, None)
-    return _after(failure, manager, progress, function_id, model)
+    try:
+        return _after(failure, manager, progress, function_id, model)
+    finally:
+        del failure, progress  # the error's frames hold this one, and with it what the call was given
 
 
 def _after(error: Exception, manager: Contains, progress: Progress, function_id: Any, model: Function) -> Any:
-    was_captured = progress.stage is Stage.CAPTURING
-    is_held = not model.keeps_inputs and _is_held(error, manager, progress)
+    was_captured, is_held = progress.stage is Stage.CAPTURING, _is_held(error, manager, progress)
     forget_frames(error)  # they hold memory of the pool that no recording accounts for
     if progress.stage is Stage.COMPUTED:
-        outputs = progress.outputs if progress.outputs is not None else _written(progress.node, error)
-    else:  # if it raises too, that is what the program gets without graphs
-        outputs = manager.run_ungraphed(progress.inputs(), function_id, described(error))
-        outputs = progress.without_inputs(outputs)
+        if progress.outputs is None and progress.node is None:
+            raise error
+        outputs = progress.node.copied_outputs() if progress.outputs is None else progress.outputs
+    else:
+        inputs, borrowed = progress.take_inputs()
+        # If it raises too, that is what the program gets without graphs.
+        outputs = manager.run_ungraphed(inputs, function_id, described(error))
+        if borrowed:
+            outputs = _with_own_memory(outputs, borrowed)
     if is_held:
-        manager.keep_inputs(function_id, described(error))
-    elif not isinstance(error, torch.OutOfMemoryError):  # that error passes
+        if not model.keeps_inputs:
+            manager.keep_inputs(function_id, described(error))
+    elif not passes(error):
         note_failure(model, error)
         if not was_captured:
             manager.failed(error, function_id)
@@ -219,40 +227,62 @@ def _is_held(error: Exception, manager: Contains, progress: Progress) -> bool:
 
 def passes(error: BaseException) -> bool:
     """Whether an error while a function is recorded says nothing about the next recording."""
-    return not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError) or _is_of_program(error)
+    lacks_memory = isinstance(error, torch.OutOfMemoryError) or getattr(error, "error_code", None) == _NO_MEMORY
+    return not isinstance(error, Exception) or lacks_memory or _is_of_program(error)
 
 
 def _is_of_program(error: Exception) -> bool:
-    """Whether a statement outside of torch raised the error. If torch cannot capture, its own code raises, or C++."""
+    """Whether a statement in the program's code raised it; it may be in an operator, a hook or a handler of signals.
+
+    If torch cannot capture, its own code raises, or C++.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None or isinstance(error, PygraphError):
         return False
     frame, at = trace.tb_frame, trace.tb_lasti
-    if str(frame.f_globals.get("__name__")).partition(".")[0] == "torch":
+    if str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_OF_PROGRAM:
         return False
     found = next((step for step in dis.get_instructions(frame.f_code) if step.offset == at), None)
     return found is not None and found.opname in _RAISES
-
-
-def _written(node: Any, error: Exception) -> Any:
-    """Copies of what a recording has written; raises ``error`` if an output is made from the inputs of the call."""
-    if node is None or (node.live is not None and node.live.outputs):
-        raise error
-    return node.copied_outputs()
 
 
 def _kept(value: Any, is_in_pool: Callable[[int], bool]) -> Any:
     if not isinstance(value, torch.Tensor) or not value.is_cuda or value._is_zerotensor():
         return value
     try:
-        address = value.untyped_storage().data_ptr()
+        address = value.data_ptr()
     except RuntimeError:  # an output that was overwritten; upstream raises when it reads it
         return value
     if not address or not is_in_pool(address) or value.is_conj() or value.is_neg():
         return value
     return _InPool(place_of(value))
+
+
+def _is_still(value: Any, held: Any) -> bool:
+    """Whether an input has not been consumed."""
+    return isinstance(value, torch.Tensor) if isinstance(held, _InPool) else value is held
+
+
+def owned(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
+    """A tensor of the same layout in a copy of the tensor's storage, or in ``storage``."""
+    storage = tensor.untyped_storage().clone() if storage is None else storage
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _with_own_memory(outputs: Any, borrowed: set[int]) -> list[Any]:
+    """The outputs, with copies of those on borrowed storages; outputs that share a storage share its copy."""
+    copies: dict[int, torch.UntypedStorage] = {}
+    made = []
+    for output in outputs:
+        if isinstance(output, torch.Tensor) and output.is_cuda and not output._is_zerotensor():
+            storage = output.untyped_storage()
+            if (address := storage.data_ptr()) in borrowed:
+                output = owned(output, copies.setdefault(address, storage.clone()))
+        made.append(output)
+    return made
 
 
 def forget_frames(error: BaseException | None) -> None:

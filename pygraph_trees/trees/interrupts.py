@@ -26,8 +26,11 @@ def deferred() -> Iterator[None]:
         yield
         return
     came: list[tuple[float, Any]] = []
+    is_over = False
 
     def note(number: int, frame: Any) -> None:
+        if is_over:  # the program saved this handler and has set it again
+            return handler(number, frame)
         came.append((time.monotonic(), frame))
         if came[-1][0] - came[0][0] > PATIENCE_S:
             del came[:]
@@ -37,6 +40,7 @@ def deferred() -> Iterator[None]:
     try:
         yield
     finally:
+        is_over = True
         if signal.getsignal(signal.SIGINT) is note:  # the program may have set another
             signal.signal(signal.SIGINT, handler)
         if came:

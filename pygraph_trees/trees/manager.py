@@ -33,7 +33,7 @@ from .calls import Calls
 from .candidates import Search
 from .capture_lock import idle_device, locked_by_torch
 from .collector import paused
-from .containment import forget_frames
+from .containment import forget_frames, progress_of
 from .function import FunctionModel
 from .input_rules import Given, Moves
 from .interrupts import deferred
@@ -271,6 +271,8 @@ class Manager(Calls):
         verification = self._verification(given)
         before = self._pool.nbytes()
         start = time.perf_counter()
+        if (progress := progress_of(given.function.model)) is not None:
+            progress.hold()
         try:
             outputs = super().record_function(new_inputs, function_id)
         except NotStaged as error:

@@ -28,8 +28,8 @@ _log = logging.getLogger("pygraph_trees.trees")
 
 _STATE = cudagraph_trees.ExecutionState
 
-# Graphs that keep their pools, with references to the outputs that are alive there; None if not all are known.
-_in_use: list[tuple[Any, list[Any] | None]] = []
+# Graphs that keep their pools, with references to the outputs that were alive there.
+_in_use: list[tuple[Any, list[Any]]] = []
 
 
 class Reclaimed(Protocol):
@@ -140,6 +140,7 @@ class Reclaiming:
         """Gives back the recordings of forgotten functions, unless a path is open."""
         if manager.current_node is not None or manager.roots is None or torch.cuda.is_current_stream_capturing():
             return
+        release_pools()
         ids, self.forgotten = self.forgotten, []
         newest, self._newest = self._newest, {}
         self._candidates.clear()  # some may have been found since ``forget``
@@ -209,18 +210,19 @@ class Reclaiming:
         self._left = self._left or []
         self.give_back(manager)
         if manager.cuda_graphs_thread_pool == pool:
-            held = graph, None if self._is_unknown else self._left
+            held = graph, self._left
             if self._leave_pool(manager):
                 _in_use.append(held)
 
     def keep_pool(self, manager: Reclaimed) -> None:
         """Keeps the graph pool of a manager that ends until its last step's outputs are dead."""
+        release_pools()
         path = [] if manager.current_node is None else manager.current_node._path_from_root
         _in_use.append((manager.graph, [held for node in path for held in node.outputs_weakrefs if held is not None]))
 
     def _leave_pool(self, manager: Reclaimed) -> bool:
         """Gives the manager a new pool; returns whether there is one."""
-        _in_use[:] = [held for held in _in_use if held[1] is None or not all(output.expired() for output in held[1])]
+        release_pools()
         # Torch keeps a pool as long as a graph uses it, even the empty graph that its manager begins with.
         try:
             fresh = self._remake()
@@ -239,6 +241,11 @@ class Reclaiming:
     def clear(self) -> None:
         """Drops all notes, as the manager is shut down."""
         self.forgotten, self._left = [], None
+
+
+def release_pools() -> None:
+    """Releases pools that were kept for outputs that are dead by now."""
+    _in_use[:] = [(graph, outputs) for graph, outputs in _in_use if not all(output.expired() for output in outputs)]
 
 
 def _end_path(manager: Reclaimed) -> None:

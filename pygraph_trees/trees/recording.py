@@ -148,11 +148,11 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             record()
             attempts.launched()
             if progress is not None:
-                progress.launched(self)
+                progress.launched()
             if self._live is not None:
                 self._finish_first_call(self._live)
             if progress is not None:
-                progress.launched(self, self.recording_outputs)
+                progress.launched(outputs=self.recording_outputs)
         except BaseException as error:
             live = self._live
             if live is not None:

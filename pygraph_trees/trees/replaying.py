@@ -15,7 +15,7 @@ from torch._inductor import cudagraph_trees
 
 from . import fast_path, pools
 from .cached_outputs import CachedOutputs
-from .containment import HeldForTooLong, contained, in_place, note_failure, progress_of
+from .containment import HeldForTooLong, contained, in_place, note_failure, owned, progress_of
 from .liveness import Deaths
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class Replayed(CachedOutputs):
             self.cudagraph_managed_idxs or self.deaths_before or self.deaths_after
         ):
             return _FITS
+        if (progress := progress_of(self.wrapped_function.model)) is not None:
+            progress.hold()
         try:
             status, logger = super().check_invariants(inputs)
         except RuntimeError:
@@ -105,15 +107,18 @@ class Replayed(CachedOutputs):
         manager = pools.owner_of(self.cuda_graphs_pool)
         if manager is None:
             return self._replay(inputs)
-        # C++ has released inputs in the pool, whose addresses are those that were recorded.
-        given = [self.borrowed(i) if x is None and i in self.lent else x for i, x in enumerate(inputs)]
-        return contained(manager, lambda: self._replay(inputs), given, self.wrapped_function.id)
+        for index, value in enumerate(inputs):
+            if value is None and index in self.lent:  # C++ has released it; its address is the one that was recorded
+                inputs[index] = self.borrowed(index)
+        return contained(manager, lambda: self._replay(inputs), inputs, self.wrapped_function.id)
 
     def borrowed(self, index: int) -> torch.Tensor:
         """A tensor with the memory of a managed input, which the call has released."""
         return in_place(self.lent[index])
 
     def _replay(self, inputs: list[Any]) -> Any:
+        if (progress := progress_of(self.wrapped_function.model)) is not None:
+            progress.hold()
         live = self._live
         if self.copies or (live is not None and live.is_copied):
             return self.run(inputs)
@@ -160,7 +165,7 @@ class Replayed(CachedOutputs):
         self.log.counter.value += 1
         super().run_graph()
         if (progress := progress_of(self.wrapped_function.model)) is not None:
-            progress.launched(self)
+            progress.launched(None if self._live is not None and self._live.outputs else self)
 
     def copied_outputs(self) -> list[Any]:
         """Copies of the outputs that the last launch has written, except those on live inputs.
@@ -172,7 +177,7 @@ class Replayed(CachedOutputs):
             if static is not None or not isinstance(made_of, dict):
                 outputs.append(made_of if static is None else static)
             else:
-                outputs.append(in_place(made_of).clone())
+                outputs.append(owned(in_place(made_of)))
         return outputs
 
     def own_outputs(self) -> Any:

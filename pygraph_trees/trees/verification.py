@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from pygraph_trees.cuda.extent import contents, extent, flat
-from pygraph_trees.errors import PygraphError
+from pygraph_trees.errors import Reported
 from pygraph_trees.indirection.placeholder_tensors import bytes_at
 from pygraph_trees.report.naming import source_line
 
@@ -45,7 +45,7 @@ class Replayable(Protocol):
     def _copy_inputs_and_remove_from_src(self, into: Any, inputs: list[Any]) -> None: ...
 
 
-class VerificationFailed(PygraphError):
+class VerificationFailed(Reported):
     template = (
         "{function}: a replay with its inputs at other addresses gives another {what} than the function un-graphed "
         "({detail}). At fault: {inputs}. Set pygraph_indirection='off' to go on, and please report this"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +38,11 @@ def of_torch() -> None:
     torch.empty(1).view(2)
 
 
+def fails(error: BaseException) -> None:
+    """Raises an error as code of torch does."""
+    exec("raise error", {"__name__": "torch.of_the_test", "error": error})
+
+
 class TestContained(TestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -58,7 +65,7 @@ class TestContained(TestCase):
 
     def test_an_error_before_anything_ran(self) -> None:
         def upstream(inputs: list[Any]) -> Any:
-            assert not inputs, "of upstream about itself"
+            fails(AssertionError("of upstream about itself"))
 
         self.check(upstream)
         self.assertEqual(self.model.log.runs, 1)
@@ -66,8 +73,11 @@ class TestContained(TestCase):
 
     def test_an_error_after_the_inputs_were_consumed(self) -> None:
         def upstream(inputs: list[Any]) -> Any:
+            found = progress_of(self.model)
+            assert found is not None
+            found.hold()
             inputs.clear()
-            raise RuntimeError("allocated elsewhere")
+            fails(RuntimeError("allocated elsewhere"))
 
         self.check(upstream)
 
@@ -76,23 +86,23 @@ class TestContained(TestCase):
 
         def upstream(inputs: list[Any]) -> Any:
             self.model(inputs)
-            raise RuntimeError("not tracked as outputs")
+            fails(RuntimeError("not tracked as outputs"))
 
         self.check(upstream)
         self.assertEqual(self.model.log.runs, 1)
 
     def test_an_error_after_the_launch(self) -> None:
-        node = SimpleNamespace(live=None, copied_outputs=lambda: [torch.tensor(2.0)])
+        node: Any = SimpleNamespace(copied_outputs=lambda: [torch.tensor(2.0)])
 
         def upstream(inputs: list[Any]) -> Any:
             found = progress_of(self.model)
             assert found is not None
             found.launched(node)
-            raise AssertionError
+            fails(AssertionError())
 
         self.check(upstream)
         self.assertEqual(self.model.log.runs, 0)
-        node.live = SimpleNamespace(outputs={0: (0, None)})  # an output is made from the inputs, which are gone
+        node = None  # an output is made from the inputs, which are gone
         self.assertRaises(AssertionError, self.call, upstream)
 
     def test_an_error_of_the_capture(self) -> None:
@@ -101,12 +111,32 @@ class TestContained(TestCase):
         def upstream(inputs: list[Any]) -> Any:
             found = progress_of(self.model)
             assert found is not None
+            found.hold()
             inputs.clear()
             with found.capturing():
                 of_torch()
 
         self.check(upstream)
         self.assertIsNone(self.manager.why_start_over)
+
+    def test_nothing_is_left_of_an_error(self) -> None:
+        """Its traceback would hold the frames, and with them inputs and outputs, until garbage is collected."""
+        seen = []
+
+        def upstream(inputs: list[Any]) -> Any:
+            seen.append(weakref.ref(inputs[0]))
+            of_torch()
+
+        gc.disable()
+        try:
+            self.check(upstream)
+            self.assertIsNone(seen[0]())
+        finally:
+            gc.enable()
+
+    def test_a_collective_is_not_made_by_some_ranks_alone(self) -> None:
+        self.model.log.has_collective = True
+        self.assertRaises(RuntimeError, self.call, lambda inputs: of_torch())
 
     def test_errors_of_the_program_pass_through(self) -> None:
         class OfProgram(Exception):
@@ -134,7 +164,7 @@ class TestContained(TestCase):
 
     def test_out_of_memory_passes(self) -> None:
         def upstream(inputs: list[Any]) -> Any:
-            raise torch.OutOfMemoryError("while recording")
+            fails(torch.OutOfMemoryError("while recording"))
 
         for _ in range(MOST_FAILURES + 1):
             self.check(upstream)
@@ -144,7 +174,7 @@ class TestContained(TestCase):
     def test_after_two_errors_a_function_stays_ungraphed(self) -> None:
         def upstream(inputs: list[Any]) -> Any:
             done.append(1)
-            raise AssertionError
+            fails(AssertionError())
 
         done: list[int] = []
         stop = self.model.stop = mock.Mock()
@@ -173,7 +203,7 @@ class TestContained(TestCase):
     def test_a_call_inside_another_is_not_the_others(self) -> None:
         def upstream(inputs: list[Any]) -> Any:
             self.assertEqual(self.model([torch.tensor(5.0)]), [torch.tensor(10.0)])
-            raise AssertionError
+            fails(AssertionError())
 
         self.check(upstream)
 
@@ -182,7 +212,7 @@ class TestContained(TestCase):
             thread = threading.Thread(target=lambda: self.model([torch.tensor(5.0)]))
             thread.start()
             thread.join()
-            raise AssertionError
+            fails(AssertionError())
 
         self.check(upstream)
 
@@ -190,7 +220,7 @@ class TestContained(TestCase):
         self.manager.path_state = None
         with mock.patch.object(Manager, "take_turn", side_effect=AssertionError("of upstream")):
             self.manager.note_ungraphed([], is_forward=True)
-        self.assertIsInstance(self.manager.why_start_over, AssertionError)
+        self.assertEqual(self.manager.why_start_over, "CUDA graphs failed: AssertionError: of upstream")
 
     @parametrize("mode", [CompilationMode.FORWARD, CompilationMode.BACKWARD])
     def test_a_backward_is_pending_after_a_forward(self, mode: CompilationMode) -> None:
@@ -229,11 +259,29 @@ class TestWhoseErrorItIs(TestCase):
 
 
 class TestInputs(TestCase):
-    def test_inputs_outside_of_the_pool_are_kept(self) -> None:
-        given = [torch.ones(2), 3, None]
-        progress = Progress(given, lambda address: True)
-        wanted, given[:] = list(given), []
-        self.assertTrue(all(one is other for one, other in zip(progress.inputs(), wanted, strict=True)))
+    def test_inputs_that_were_consumed(self) -> None:
+        """If none was, they are those in the list, which may have moved since."""
+        for consumed in (False, True):
+            given = [torch.ones(2), 3, None]
+            progress, wanted = Progress(given, lambda address: True), list(given)
+            progress.hold()
+            if consumed:
+                given[:] = [0, 3, None]
+            found, borrowed = progress.take_inputs()
+            self.assertTrue(all(one is other for one, other in zip(found, wanted, strict=True)))
+            self.assertEqual(borrowed, set())
+
+    def test_a_run_does_not_hold_its_inputs(self) -> None:
+        given = [torch.ones(2)]
+        progress, seen = Progress(given, lambda address: True), weakref.ref(given[0])
+        progress.hold()
+
+        def code(inputs: list[Any]) -> list[Any]:
+            inputs.clear()
+            self.assertIsNone(seen())
+            return []
+
+        progress.run(code, given)
 
 
 instantiate_parametrized_tests(TestContained)

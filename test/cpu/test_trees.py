@@ -918,7 +918,7 @@ class TestFastPath(TestCase):
 
     def child(self, **attributes):
         child = self.node(**attributes)
-        child.wrapped_function = SimpleNamespace(mutated_input_idxs=())
+        child.wrapped_function = SimpleNamespace(mutated_input_idxs=(), model=None)
         return child
 
     def test_the_first_recording_that_fits_is_replayed(self):

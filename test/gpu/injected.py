@@ -2,7 +2,7 @@
 
 :data:`PLACES` lists the statements, found with ``ast`` in the installed torch. :func:`instrumented` gives each function
 of the module code that reports before the statement, or before the loop or condition around it, so that the place is
-reached although nothing is wrong. The returned :class:`Injection` raises there.
+reached although nothing is wrong. The :class:`Injection` tells the code where to raise.
 """
 
 from __future__ import annotations
@@ -27,10 +27,6 @@ EXEMPT = {
     "TreeManagerContainer._finalize_tree_manager": "runs in finalizers",
     "CUDAGraphNode.debug_assert_invariants": "a check for upstream's developers, which is off",
 }
-
-
-class Injected(AssertionError):
-    """What the injection raises; a statement of a module outside of torch would be the program's."""
 
 
 class Place(NamedTuple):
@@ -60,8 +56,8 @@ class _Reports(ast.NodeTransformer):
         for statement in node.body:
             for found in self._failures(statement):
                 self.places.append(Place(".".join(self._names + [node.name]), found.lineno, ast.unparse(found)[:80]))
-                call = ast.Call(ast.Name(_HOOK, ast.Load()), [ast.Constant(found.lineno)], [])
-                body.append(ast.copy_location(ast.Expr(call), statement))
+                (fails,) = ast.parse(f"if {_HOOK}({found.lineno}):\n    raise AssertionError('injected')").body
+                body.append(ast.copy_location(fails, statement))
             body.append(statement)
         node.body = body
         return node
@@ -120,10 +116,12 @@ class Injection:
     def arm(self, line: int, *, is_lasting: bool) -> None:
         self.line, self.is_lasting, self.times = line, is_lasting, 0
 
-    def reached(self, line: int) -> None:
-        if line == self.line and (self.is_lasting or not self.times):
-            self.times += 1
-            raise Injected(f"injected at line {line}")
+    def reached(self, line: int) -> bool:
+        """Whether the code fails at a line that it has reached; it raises itself, as an error of its own module."""
+        if line != self.line or (self.times and not self.is_lasting):
+            return False
+        self.times += 1
+        return True
 
 
 @contextlib.contextmanager
@@ -142,4 +140,4 @@ def instrumented() -> Iterator[Injection]:
     finally:
         for function, code in before.items():
             function.__code__ = code
-        setattr(cudagraph_trees, _HOOK, lambda line: None)  # functions that were made inside still report
+        setattr(cudagraph_trees, _HOOK, lambda line: False)  # functions that were made inside still report
