@@ -20,7 +20,7 @@ import torch
 from pygraph_trees.errors import PygraphError, Reported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 _log = logging.getLogger("pygraph_trees.trees")
 
@@ -59,32 +59,41 @@ class Progress:
 
     def __init__(self, inputs: list[Any], is_in_pool: Callable[[int], bool]) -> None:
         self._list, self._count, self._is_in_pool = inputs, len(inputs), is_in_pool
-        self._held: list[Any] | None = None
+        self._held: dict[int, Any] = {}  # inputs, or their places, by index
         self.stage = Stage.PREPARED
         self.outputs: Any = None  # once they are computed, if they are known
         self.node: Any = None  # the recording that was launched, if all outputs can be read in its memory
 
-    def hold(self) -> None:
-        """Must be called when the call's inputs may be consumed without being used, and no input moves any more."""
-        self._held = [_kept(value, self._is_in_pool) for value in self._list[: self._count]]
+    def hold(self, indices: Iterable[int] | None = None) -> None:
+        """Must be called when inputs may be consumed without being used, and do not move any more.
+
+        ``indices``: of these inputs; all by default.
+        """
+        chosen = range(self._count) if indices is None else [index for index in indices if index < self._count]
+        self._held |= {index: _kept(self._list[index], self._is_in_pool) for index in chosen}
 
     def take_inputs(self) -> tuple[list[Any], set[int]]:
         """The call's inputs, although they may have been consumed; can be called once.
 
         Also returns the addresses of the storages that are not owned by them.
         """
-        held, given = self._held, self._list[: self._count]
-        self._held, self._list = None, []
-        if held is None or (len(given) == len(held) and all(map(_is_still, given, held))):
-            return given, set()
-        borrowed = {value.metadata["data_ptr"] for value in held if isinstance(value, _InPool)}
-        return [in_place(value.metadata) if isinstance(value, _InPool) else value for value in held], borrowed
+        held, given, borrowed = self._held, self._list[: self._count], set()
+        self._held, self._list = {}, []
+        given += [None] * (self._count - len(given))
+        for index, value in held.items():
+            if isinstance(value, _InPool):
+                if not isinstance(given[index], torch.Tensor):
+                    given[index] = in_place(value.metadata)
+                    borrowed.add(value.metadata["data_ptr"])
+            else:
+                given[index] = value
+        return given, borrowed
 
     def run(self, code: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         """Runs the compiled code. Code that runs with another list is captured, or is another call's."""
         if inputs is not self._list:
             return code(inputs)
-        self.stage, self._held = Stage.RUNNING, None
+        self.stage, self._held = Stage.RUNNING, {}
         self.outputs = outputs = code(inputs)
         self.stage = Stage.COMPUTED
         return outputs
@@ -258,11 +267,6 @@ def _kept(value: Any, is_in_pool: Callable[[int], bool]) -> Any:
     if not address or not is_in_pool(address) or value.is_conj() or value.is_neg():
         return value
     return _InPool(place_of(value))
-
-
-def _is_still(value: Any, held: Any) -> bool:
-    """Whether an input has not been consumed."""
-    return isinstance(value, torch.Tensor) if isinstance(held, _InPool) else value is held
 
 
 def owned(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:

@@ -222,10 +222,6 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         pool = ranges_of(self.device, self.cuda_graphs_pool)
         return not self.cudagraph_managed_idxs and not any(is_cuda(v) and pool.holds(v.data_ptr()) for v in inputs)
 
-    def _copied_indices(self) -> list[int]:
-        """The indices of the inputs that upstream copies; changing the list changes the inputs that upstream copies."""
-        return self.input_copy_idxs if compat.lists_copied_inputs(self) else self.non_static_input_idx
-
     def _record(self, model: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         live = self._live if self.graph is not None else None
         if live is not None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor import cudagraph_trees
 
+from pygraph_trees import compat
+
 from . import fast_path, pools
 from .cached_outputs import CachedOutputs
 from .containment import HeldForTooLong, contained, in_place, note_failure, owned, progress_of
@@ -73,7 +75,7 @@ class Replayed(CachedOutputs):
         ):
             return _FITS
         if (progress := progress_of(self.wrapped_function.model)) is not None:
-            progress.hold()
+            progress.hold(self.cudagraph_managed_idxs)
         try:
             status, logger = super().check_invariants(inputs)
         except RuntimeError:
@@ -117,14 +119,13 @@ class Replayed(CachedOutputs):
         return in_place(self.lent[index])
 
     def _replay(self, inputs: list[Any]) -> Any:
-        if (progress := progress_of(self.wrapped_function.model)) is not None:
-            progress.hold()
         live = self._live
         if self.copies or (live is not None and live.is_copied):
             return self.run(inputs)
         if fast_path.CHECKS_LATE:
             self.check_what_died()
         if live is not None:
+            self._hold(live)
             live.take_returned(inputs)
         try:
             self.run_graph()
@@ -135,10 +136,21 @@ class Replayed(CachedOutputs):
         inputs.clear()
         return outputs
 
+    def _copied_indices(self) -> list[int]:
+        """The indices of the inputs that upstream copies; changing the list changes the inputs that upstream copies."""
+        return self.input_copy_idxs if compat.lists_copied_inputs(self) else self.non_static_input_idx
+
+    def _hold(self, live: LiveInputs | None) -> None:
+        """Holds the inputs that this recording takes or copies, for a call that ends before the launch."""
+        if (progress := progress_of(self.wrapped_function.model)) is not None:
+            progress.hold([*self._copied_indices(), *(item.index for item in (() if live is None else live.items))])
+
     def run(self, new_inputs: list[Any]) -> Any:
         live = self._live
         if live is None:
+            self._hold(None)
             return super().run(new_inputs)
+        self._hold(live)
         addresses = live.addresses
         self.log.extra_copies, self.log.extra_copied_bytes = addresses.extra_copies, addresses.extra_copied_bytes
         live.take(new_inputs, only_ours=fast_path.CHECKS_LATE)

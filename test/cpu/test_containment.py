@@ -260,7 +260,7 @@ class TestWhoseErrorItIs(TestCase):
 
 class TestInputs(TestCase):
     def test_inputs_that_were_consumed(self) -> None:
-        """If none was, they are those in the list, which may have moved since."""
+        """Others are those in the list, which may have moved since."""
         for consumed in (False, True):
             given = [torch.ones(2), 3, None]
             progress, wanted = Progress(given, lambda address: True), list(given)
