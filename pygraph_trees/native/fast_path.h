@@ -289,8 +289,8 @@ enum class Slow : size_t {
     captured,       // the program captures the call
 };
 
-/* What follows from a Python exception of the trees: `no`, since the slow path meets it again and contains it, or `error`
-   for an interrupt. */
+/* What follows from a Python exception of the trees: `no`, since the slow path meets it again and contains it. Of other
+   kinds, which handlers of signals raise, `error`. */
 Answer passed_over();
 
 /* Whether a recording accepts the inputs of a call. If so, its graph holds their addresses, and inputs that must be dead

@@ -245,7 +245,7 @@ PyType_Spec pygraph::candidates_spec = {
 };
 
 Answer pygraph::passed_over() {
-    if (!PyErr_ExceptionMatches(PyExc_Exception))
+    if (!PyErr_ExceptionMatches(PyExc_AssertionError) && !PyErr_ExceptionMatches(PyExc_RuntimeError))
         return Answer::error;
     PyErr_Clear();
     return Answer::no;

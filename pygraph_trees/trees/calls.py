@@ -11,11 +11,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch._inductor import cudagraph_trees
 
 from . import fast_path
-from .containment import contained, described
+from .containment import contained, described, is_of_program, passes
 from .function import FunctionModel
 from .interrupts import deferred
 from .kept_outputs import note_launch_of
@@ -90,9 +89,11 @@ class Calls(fast_path.TreeState, Steps):
     def failed(self, error: Exception, function_id: Any = None) -> None:
         """Drops all recordings and the graph pool at the next call, unless the trees only lacked memory.
 
-        A function whose call failed warms up again.
+        A function whose call failed warms up again. Raises an error of the program.
         """
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_of_program(error):
+            raise error
+        if passes(error):
             return
         _log.info("CUDA graphs start over", exc_info=error)
         self.why_start_over = described(error)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from pygraph_trees.compat import checks_deaths_after_copies
 from pygraph_trees.errors import PygraphError, Reported
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ MOST_FAILURES = 2  # contained errors of a function before it runs un-graphed fo
 _RAISES = {"RAISE_VARARGS", "RERAISE"}
 _NOT_OF_PROGRAM = {"torch", "triton", "cuda", "pygraph_trees", "inductor_patches"}  # packages
 _NO_MEMORY = 2  # CUDA's number of the error
+_ASKS_LATE = checks_deaths_after_copies()
 
 
 class HeldForTooLong(PygraphError, RuntimeError):
@@ -182,7 +184,7 @@ def contained(manager: Contains, run: Callable[[], Any], inputs: list[Any], func
         raise
     except Exception as error:
         # If only some ranks made a collective's call without a graph, they could wait for each other.
-        if progress.stage is Stage.RUNNING or _is_of_program(error) or model.log.has_collective:
+        if progress.stage is Stage.RUNNING or is_of_program(error) or model.log.has_collective:
             raise
         failure = error
     finally:
@@ -228,19 +230,19 @@ def note_failure(model: Function, error: Exception) -> None:
 
 def _is_held(error: Exception, manager: Contains, progress: Progress) -> bool:
     """Whether a replay was refused because an input is held that died while it was recorded."""
-    if isinstance(error, HeldForTooLong):
-        return True
-    deaths = getattr(manager.current_node, "deaths_after", None)  # since torch 2.15, upstream asks late
+    if isinstance(error, HeldForTooLong) or not _ASKS_LATE:
+        return isinstance(error, HeldForTooLong)
+    deaths = getattr(manager.current_node, "deaths_after", None)
     return progress.stage is Stage.PREPARED and deaths is not None and not deaths.ask()
 
 
 def passes(error: BaseException) -> bool:
     """Whether an error while a function is recorded says nothing about the next recording."""
     lacks_memory = isinstance(error, torch.OutOfMemoryError) or getattr(error, "error_code", None) == _NO_MEMORY
-    return not isinstance(error, Exception) or lacks_memory or _is_of_program(error)
+    return not isinstance(error, Exception) or lacks_memory or is_of_program(error)
 
 
-def _is_of_program(error: Exception) -> bool:
+def is_of_program(error: Exception) -> bool:
     """Whether a statement in the program's code raised it; it may be in an operator, a hook or a handler of signals.
 
     If torch cannot capture, its own code raises, or C++.
