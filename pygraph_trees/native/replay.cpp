@@ -204,7 +204,7 @@ Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *aske
         return Answer::error;
     Ref copies(PyObject_CallFunctionObjArgs(state->prepare, inputs.list, seen.get(), nullptr));
     if (!copies)
-        return Answer::error;
+        return passed_over();
     *is_copied = copies.get() == Py_True;
     return copies.get() == Py_None ? Answer::no : Answer::yes;
 }

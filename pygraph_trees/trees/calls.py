@@ -74,11 +74,13 @@ class Calls(fast_path.TreeState, Steps):
         if not isinstance(model, FunctionModel) or model.settings.indirection == "off":  # as upstream
             return run()
         if model.why_ungraphed is not None:
+            if self.why_start_over is not None:
+                self._start_over()
             if model.stop is not None:  # not before: it frees what the call that failed used
                 model.stop(model.why_ungraphed)
                 model.stop = None
             if (mode := self.id_to_mode[function_id]) in (_FORWARD, _BACKWARD):
-                self.note_ungraphed(inputs, is_forward=mode == _FORWARD)
+                self.note_ungraphed_in_turn(is_forward=mode == _FORWARD)
             return self.run_ungraphed(inputs, function_id, model.why_ungraphed)
         return contained(self, run, inputs, function_id)
 

@@ -21,7 +21,7 @@ from pygraph_trees.compat import checks_deaths_after_copies
 from pygraph_trees.errors import PygraphError, Reported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _log = logging.getLogger("pygraph_trees.trees")
 
@@ -73,6 +73,10 @@ class Progress:
         """
         chosen = range(self._count) if indices is None else [index for index in indices if index < self._count]
         self._held |= {index: _kept(self._list[index], self._is_in_pool) for index in chosen}
+
+    def released(self, places: Mapping[int, dict[str, Any]]) -> None:
+        """Notes the places of inputs in the pool that are no longer in the list, by index."""
+        self._held |= {index: _InPool(metadata) for index, metadata in places.items()}
 
     def take_inputs(self) -> tuple[list[Any], set[int]]:
         """The call's inputs, although they may have been consumed; can be called once.

@@ -199,7 +199,7 @@ class Reclaiming:
         if manager.graph is None or torch.cuda.is_current_stream_capturing():
             return
         manager.move_last_outputs()
-        pool, graph, node = manager.cuda_graphs_thread_pool, manager.graph, manager.current_node
+        pool, node = manager.cuda_graphs_thread_pool, manager.current_node
         if node is not None:
             self._left = (self._left or []) + [
                 held for n in node._path_from_root for held in n.outputs_weakrefs if held is not None
@@ -210,9 +210,12 @@ class Reclaiming:
         self._left = self._left or []
         self.give_back(manager)
         if manager.cuda_graphs_thread_pool == pool:
-            held = graph, self._left
+            held = [(manager.graph, self._left)]
             if self._leave_pool(manager):
-                _in_use.append(held)
+                _in_use.extend(held)
+            held.clear()
+            release_pools()
+            torch.cuda.empty_cache()
 
     def keep_pool(self, manager: Reclaimed) -> None:
         """Keeps the graph pool of a manager that ends until its last step's outputs are dead."""

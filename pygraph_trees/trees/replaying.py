@@ -79,7 +79,8 @@ class Replayed(CachedOutputs):
         try:
             status, logger = super().check_invariants(inputs)
         except RuntimeError:
-            self.check_what_died()
+            if self._gives_addresses:  # otherwise the error is torch's
+                self.check_what_died()
             raise
         if status != cudagraph_trees.CheckInvariantStatus.SUCCESS and live is not None:
             live.drop()
@@ -109,9 +110,6 @@ class Replayed(CachedOutputs):
         manager = pools.owner_of(self.cuda_graphs_pool)
         if manager is None:
             return self._replay(inputs)
-        for index, value in enumerate(inputs):
-            if value is None and index in self.lent:  # C++ has released it; its address is the one that was recorded
-                inputs[index] = self.borrowed(index)
         return contained(manager, lambda: self._replay(inputs), inputs, self.wrapped_function.id)
 
     def borrowed(self, index: int) -> torch.Tensor:
@@ -119,6 +117,8 @@ class Replayed(CachedOutputs):
         return in_place(self.lent[index])
 
     def _replay(self, inputs: list[Any]) -> Any:
+        if (progress := progress_of(self.wrapped_function.model)) is not None:
+            progress.released(self.lent)  # by C++
         live = self._live
         if self.copies or (live is not None and live.is_copied):
             return self.run(inputs)
@@ -198,7 +198,7 @@ class Replayed(CachedOutputs):
             return super().own_outputs()
         except Exception as error:
             manager = pools.owner_of(self.cuda_graphs_pool)
-            if manager is None:
+            if manager is None or not self._gives_addresses:
                 raise
             note_failure(self.wrapped_function.model, error)
             manager.failed(error, self.wrapped_function.id)

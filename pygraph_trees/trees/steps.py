@@ -60,22 +60,25 @@ class Steps(Upstream):
         needed. A forward that begins a step ends the last step's path: while a backward is pending, no later call does.
         """
         with deferred():
-            self._note_ungraphed(inputs, is_forward=is_forward)
+            try:
+                if self.take_turn(inputs):  # otherwise it is called during another call
+                    self.note_ungraphed_in_turn(is_forward=is_forward)
+            except Exception as error:  # the un-graphed call needs none of this
+                self.failed(error)
+            finally:
+                self.end_turn(inputs)
 
-    def _note_ungraphed(self, inputs: list[Any], *, is_forward: bool) -> None:
+    def note_ungraphed_in_turn(self, *, is_forward: bool) -> None:
+        """The same for a call that has the turn and keeps it."""
         try:
-            if not self.take_turn(inputs):  # it is called during another call
-                return
             # A graphed call ends a path that grows at each call: looking for such a path takes longer than this call.
             begins = is_forward and super().can_start_new_generation()
             if begins:
                 self._end_path()
             self.update_generation()
             self._ungraphed = self._ungraphed + 1 if is_forward and not begins else 0
-        except Exception as error:  # the un-graphed call needs none of this
+        except Exception as error:
             self.failed(error)
-        finally:
-            self.end_turn(inputs)
 
     def end_step(self) -> bool:
         """Ends the open path, and moves its outputs, as if a step began. Returns whether it did: not during a call.

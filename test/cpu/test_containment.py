@@ -182,6 +182,7 @@ class TestContained(TestCase):
             self.check(upstream)
         self.assertEqual(len(done), MOST_FAILURES)
         stop.assert_called_once()
+        self.assertEqual(self.started_over.call_count, MOST_FAILURES)  # also after the last one
 
     def test_the_next_call_starts_over(self) -> None:
         self.check(lambda inputs: of_torch())
