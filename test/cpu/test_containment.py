@@ -272,6 +272,26 @@ class TestInputs(TestCase):
             self.assertTrue(all(one is other for one, other in zip(found, wanted, strict=True)))
             self.assertEqual(borrowed, set())
 
+    def test_a_copy_has_the_layout_of_the_tensor(self) -> None:
+        """Compiled code checks strides, and tensors that share a storage share the copy."""
+        base = torch.arange(24.0)
+        for view in (base.as_strided((3, 4), (8, 1), 2), base.view(4, 6).t(), base[:1].expand(5)):
+            made = containment.owned(view)
+            self.assertEqual(made, view)
+            self.assertEqual((made.stride(), made.storage_offset()), (view.stride(), view.storage_offset()))
+            other = containment.owned(base[20:], made.untyped_storage())
+            self.assertEqual(other.untyped_storage().data_ptr(), made.untyped_storage().data_ptr())
+            self.assertNotEqual(made.data_ptr(), view.data_ptr())
+
+    def test_inputs_that_were_released_before_the_call(self) -> None:
+        given = [None, torch.ones(2)]
+        progress = Progress(given, lambda address: True)
+        progress.released({0: {"data_ptr": 4096}, 1: {"data_ptr": 8192}})
+        with mock.patch.object(containment, "in_place", lambda place: place["data_ptr"]):
+            found, borrowed = progress.take_inputs()
+        self.assertEqual((found[0], borrowed), (4096, {4096}))
+        self.assertIs(found[1], given[1])
+
     def test_a_run_does_not_hold_its_inputs(self) -> None:
         given = [torch.ones(2)]
         progress, seen = Progress(given, lambda address: True), weakref.ref(given[0])
