@@ -57,7 +57,7 @@ class Attempts:
                 if not self._kept or isinstance(error, NotStaged) or not is_another:
                     if not is_tried_again:
                         # This call cannot try again, so later calls record without placeholders.
-                        getattr(self._function.model, "refused", {}).update(self.refused)
+                        getattr(self.model, "refused", {}).update(self.refused)
                     if isinstance(error, NotStaged):
                         inputs[:], self._kept = self._kept, []
                     raise
@@ -69,7 +69,7 @@ class Attempts:
             inputs[:], self._kept = self._kept, []
             is_tried_again = True
         if is_tried_again:
-            self._function.model.refused.update(self.refused)
+            self.model.refused.update(self.refused)
 
     def choose_live(
         self,
@@ -92,7 +92,7 @@ class Attempts:
             may_be_kept: whether the inputs may be held while the function is recorded.
             own: own memory of outputs, by index; see :func:`.choosing.choose`.
         """
-        model, sizes = self._function.model, self._function.id  # a function of integers has an id for each value
+        model, sizes = self.model, self._function.id  # a function of integers has an id for each value
         # If a recording with a table fails, the next attempt needs the inputs again.
         may_choose = model.settings.indirection == "auto" and may_be_kept
         may_use = may_use_table(model, sizes) if may_choose else model.settings.indirection == "table"
@@ -131,9 +131,9 @@ class Attempts:
 
     def failed(self, live: LiveInputs, error: BaseException) -> None:
         """After a failure, notes the means that the next attempt must do without."""
-        model = self._function.model
         if passes(error):
             return
+        model = self.model
         self._left_table = live.has_table and model.settings.indirection == "auto"
         if self._left_table and not isinstance(error, NotStaged):
             leave_table(model, self._function.id, error)

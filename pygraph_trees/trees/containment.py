@@ -120,7 +120,6 @@ class Function(Protocol):
     """The compiled code of a function."""
 
     log: Any
-    stop: Any
     calls: dict[int, Progress]  # on the slow path, by thread
     failures: int  # contained errors
     why_ungraphed: str | None

@@ -97,7 +97,7 @@ class FunctionModel:
         self.trial: Trial | None = None  # changes the way of ``dispatch``
         self.refused: dict[int, str] = {}  # inputs that are copied in every later recording, and why
         self.moving: set[int] = set()  # managed inputs whose addresses changed: live ones in every later recording
-        self.gives_addresses = False  # whether its newest recording copies no live input
+        self.copies_nothing = False  # whether its newest recording copies no live input
         self.first_inside: int | None = None  # the first output that a recording may hold as it is returned
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes outputs from the model's outputs
         self.outputs = OwnOutputs()

@@ -197,7 +197,7 @@ class Given:
             live += found
             self.function.model.moving |= self.moved_managed(siblings[-1])
         model = self.function.model
-        if moves.go_on and model.gives_addresses and not model.log.has_collective:  # otherwise they may be copied
+        if moves.go_on and model.copies_nothing and not model.log.has_collective:  # otherwise they may be copied
             live += self.all_static()
         return self.without_static(live)
 

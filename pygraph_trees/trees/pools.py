@@ -41,7 +41,7 @@ def managers() -> list[Any]:
 def holds(manager: Any, storage: torch.UntypedStorage) -> bool:
     """Whether a storage is in the pool of a manager."""
     is_there = storage.device == torch.device("cuda", manager.device_index)
-    return is_there and ranges_of(manager.device_index, manager.cuda_graphs_thread_pool).holds(storage.data_ptr())
+    return bool(is_there and manager.is_in_pool(storage.data_ptr()))
 
 
 @functools.cache

@@ -101,7 +101,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         if isinstance(wrapped_function.model, FunctionModel):
             decisions = {} if self._live is None else self._live.decisions
             reads_table = any(decision.route is Route.TABLE for decision in decisions.values())
-            wrapped_function.model.gives_addresses = is_none_copied(decisions.values())
+            wrapped_function.model.copies_nothing = is_none_copied(decisions.values())
             if decisions:
                 recorded(wrapped_function.model, wrapped_function.id, reads_table=reads_table)
         if self._live is not None:

@@ -125,7 +125,7 @@ class Replayed(CachedOutputs):
         if fast_path.CHECKS_LATE:
             self.check_what_died()
         if live is not None:
-            self._hold(live)
+            self._hold()
             live.take_returned(inputs)
         try:
             self.run_graph()
@@ -140,17 +140,17 @@ class Replayed(CachedOutputs):
         """The indices of the inputs that upstream copies; changing the list changes the inputs that upstream copies."""
         return self.input_copy_idxs if compat.lists_copied_inputs(self) else self.non_static_input_idx
 
-    def _hold(self, live: LiveInputs | None) -> None:
+    def _hold(self) -> None:
         """Holds the inputs that this recording takes or copies, for a call that ends before the launch."""
         if (progress := progress_of(self.wrapped_function.model)) is not None:
-            progress.hold([*self._copied_indices(), *(item.index for item in (() if live is None else live.items))])
+            items = () if self._live is None else self._live.items
+            progress.hold([*self._copied_indices(), *(item.index for item in items)])
 
     def run(self, new_inputs: list[Any]) -> Any:
+        self._hold()
         live = self._live
         if live is None:
-            self._hold(None)
             return super().run(new_inputs)
-        self._hold(live)
         addresses = live.addresses
         self.log.extra_copies, self.log.extra_copied_bytes = addresses.extra_copies, addresses.extra_copied_bytes
         live.take(new_inputs, only_ours=fast_path.CHECKS_LATE)

@@ -63,8 +63,6 @@ class Steps(Upstream):
             try:
                 if self.take_turn(inputs):  # otherwise it is called during another call
                     self.note_ungraphed_in_turn(is_forward=is_forward)
-            except Exception as error:  # the un-graphed call needs none of this
-                self.failed(error)
             finally:
                 self.end_turn(inputs)
 
@@ -77,7 +75,7 @@ class Steps(Upstream):
                 self._end_path()
             self.update_generation()
             self._ungraphed = self._ungraphed + 1 if is_forward and not begins else 0
-        except Exception as error:
+        except Exception as error:  # the un-graphed call needs none of this
             self.failed(error)
 
     def end_step(self) -> bool:

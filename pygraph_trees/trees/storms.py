@@ -25,7 +25,7 @@ COMES_AGAIN = 4  # calls with a later set before it is graphed
 REFUSED = 16  # consecutive calls that are not graphed, after which later ones take the shortest way
 MOST_WAITING = 1024  # sets whose calls are counted
 MOST_RECORDINGS = 16  # of a function at one place in the tree; from then on, it needs as many replays as recordings
-MOST_ON_PATH = 256  # the same for recordings on one path, each of which takes longer than the one before
+MOST_ON_PATH = 256  # of a function on one path, by the same rule; the longer the path, the longer a recording takes
 MOST_DEAD = 16  # forwards without live outputs at the beginning of a path, before it must end
 
 OTHER_SIZES = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -211,6 +212,25 @@ class TestThreads(ChoiceTestCase):
         in_thread(lambda: choice_of(function).ended(Execution.UNGRAPHED))
         call()
         self.assertIsNone(self.manager())
+
+
+class TestRoom(TestCase):
+    def test_a_trial_takes_no_more_memory_than_the_process_may(self):
+        manager = SimpleNamespace(pool_bytes=100, device_index=0)
+        for free, fraction, reserved, allocated, has_room in (
+            (500, 1.0, 300, 200, True),
+            (500, 0.35, 300, 200, False),  # 50 bytes may be taken
+            (500, 0.45, 300, 200, True),
+            (50, 1.0, 300, 200, False),
+            (50, 1.0, 300, 40, True),  # 160 bytes that torch has reserved are in no pool
+        ):
+            with (
+                mock.patch("torch.cuda.mem_get_info", return_value=(free, 1000)),
+                mock.patch("torch.cuda.get_per_process_memory_fraction", return_value=fraction),
+                mock.patch("torch.cuda.memory_reserved", return_value=reserved),
+                mock.patch("torch.cuda.memory_allocated", return_value=allocated),
+            ):
+                self.assertEqual(choice.has_room_for_another(manager), has_room)
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ class TestContained(TestCase):
 
     def test_an_error_of_bookkeeping_for_an_ungraphed_call(self) -> None:
         self.manager.path_state = None
-        with mock.patch.object(Manager, "take_turn", lambda *_: fails(AssertionError("of upstream"))):
+        with mock.patch.object(Manager, "update_generation", lambda *_: fails(AssertionError("of upstream"))):
             self.manager.note_ungraphed([], is_forward=True)
         self.assertEqual(self.manager.why_start_over, "CUDA graphs failed: AssertionError: of upstream")
 

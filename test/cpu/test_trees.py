@@ -543,7 +543,7 @@ class TestInputsThatMove(TestCase):
         self.enterContext(mock.patch.object(Manager, "_pool", SimpleNamespace(holds=lambda address: False)))
         for gives, stays, static in ((False, None, [2]), (True, None, []), (True, 2, [2])):
             self.setUp()
-            self.manager.ids_to_funcs[self.id].model.gives_addresses = gives
+            self.manager.ids_to_funcs[self.id].model.copies_nothing = gives
             self.assertEqual(self.static(1), [0, 2])
             why_not = lambda value, *_, stays=stays: "it is empty" if value is self.inputs[stays or 0] else None  # noqa: E731
             with mock.patch.object(input_rules, "why_not_placeholder", why_not):

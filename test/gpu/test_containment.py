@@ -10,45 +10,20 @@ from typing import Any
 import injected
 import torch
 from indirection import KeptTestCase
+from test_trees_failures import LEAKED, MOOD, moody, waiting
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
 
 FAILED = "CUDA graphs failed"
-MOOD = {"fails": False, "seen": 0}
-
-
-@torch.library.custom_op("pygraph_containment_test::moody", mutates_args=())
-def moody(x: torch.Tensor) -> torch.Tensor:
-    """Fails once while it is captured, if that is wanted."""
-    MOOD["seen"] += 1
-    if MOOD["fails"] and torch.cuda.is_current_stream_capturing():
-        MOOD["fails"] = False
-        raise ValueError("the program's own")
-    return x + 1
-
-
-@moody.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("pygraph_containment_test::waiting", mutates_args=())
-def waiting(x: torch.Tensor) -> torch.Tensor:
-    """Waits for the GPU, which cannot be captured."""
-    return x * x.sum().item()
-
-
-@waiting.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
 
 
 class ContainmentTestCase(KeptTestCase):
     def setUp(self) -> None:
         super().setUp()
         torch.manual_seed(0)
-        MOOD.update(fails=False, seen=0)
+        MOOD.update(fail="", leak=False)
+        LEAKED.clear()
 
     def graphed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         compiled: Callable[..., Any] = torch.compile(fn, mode="reduce-overhead", dynamic=False)
@@ -186,12 +161,13 @@ class TestPrograms(ContainmentTestCase):
         f = self.graphed(lambda x, s: (x * s).sin() + moody(x))
         scale = torch.tensor(3.0, device=self.device)
         f(self.some(4096), scale)
-        MOOD["fails"] = True
-        with self.assertRaisesRegex(ValueError, "the program's own"):
+        MOOD["fail"] = "capture"
+        with self.assertRaisesRegex(ValueError, "the operator fails while it is captured"):
             f(self.some(4096), scale)
+        MOOD["fail"] = ""
         for step in range(8):
             x = self.some(4096)
-            self.close(f(x, scale), (x * scale).sin() + x + 1, f"step {step}")
+            self.close(f(x, scale), (x * scale).sin() + x * 2, f"step {step}")
         (function,) = pygraph_trees.report().functions
         self.assertEqual([r.copied_bytes for r in function.recordings], [0])
         self.assertGreater(function.replays, 2)
@@ -292,24 +268,16 @@ class TestPrograms(ContainmentTestCase):
 
     def test_a_tensor_that_is_kept_inside(self) -> None:
         """An operator keeps memory of the graph pool while it warms up."""
-        leaked: list[torch.Tensor] = []
-
-        @torch.library.custom_op("pygraph_containment_test::leaks", mutates_args=())
-        def leaks(x: torch.Tensor) -> torch.Tensor:
-            if len(leaked) < 2:
-                leaked.append(x * 3)
-            return x + 1
-
-        leaks.register_fake(torch.empty_like)
-        f, g = self.graphed(lambda x: leaks(x.sin())), self.graphed(lambda x: x.cos() * 2)
+        f, g = self.graphed(lambda x: moody(x.sin())), self.graphed(lambda x: x.cos() * 2)
         held = []
         with torch.no_grad():
             for step, size in itertools.product(range(6), (4, 9)):
                 x = self.some(size, 8)
-                self.close(f(x), x.sin() + 1, f"step {step}")
+                MOOD["leak"] = len(LEAKED) < 2
+                self.close(f(x), x.sin() * 2, f"step {step}")
                 self.close(g(x), x.cos() * 2, f"step {step}")
-                held += [x.sin() * 3 for _ in range(len(leaked) - len(held))]
-                for one, value in zip(leaked, held, strict=True):
+                held += [x.sin() * 3 for _ in range(len(LEAKED) - len(held))]
+                for one, value in zip(LEAKED, held, strict=True):
                     self.close(one, value, f"step {step}")
 
 
