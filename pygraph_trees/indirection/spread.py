@@ -22,7 +22,7 @@ _NUMBERS = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-_ROOM = 4  # spreads by which a result may be outside of those seen: the largest of many elements varies less
+_ROOM = 4  # how many spreads a result may be outside of the range that was seen
 _MOST_SPREAD = 2.0**-5  # of the largest result; a larger spread is no rounding
 
 
@@ -90,6 +90,8 @@ def _is_finite(result: torch.Tensor) -> bool:
 
 
 def _size(result: torch.Tensor) -> float:
+    if not result.numel():
+        return 0.0
     lowest, highest = torch.aminmax(result)
     return max(-float(lowest), float(highest))
 
@@ -108,7 +110,7 @@ def _is_within(found: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor)
         return True
     if not (_is_finite(lowest) and _is_finite(highest)):
         return False
-    # An element whose launches were equal by chance may differ later, so the room is the same for all elements.
+    # Equal launches may agree on an element by chance, so all elements have the same room.
     rounding = torch.finfo(found.dtype).eps * max(_size(lowest), _size(highest))
     room = _ROOM * max(_spread(lowest, highest), rounding)
     found, lowest, highest = _wide(found), _wide(lowest), _wide(highest)

@@ -67,9 +67,9 @@ class Progress:
         self.node: Any = None  # the recording that was launched, if all outputs can be read in its memory
 
     def hold(self, indices: Iterable[int] | None = None) -> None:
-        """Must be called when inputs may be consumed without being used, and do not move any more.
+        """Keeps what a second run needs of inputs that the next step consumes. Outputs must not be moved after that.
 
-        ``indices``: of these inputs; all by default.
+        ``indices``: the inputs; all by default.
         """
         chosen = range(self._count) if indices is None else [index for index in indices if index < self._count]
         self._held |= {index: _kept(self._list[index], self._is_in_pool) for index in chosen}
@@ -186,7 +186,7 @@ def contained(manager: Contains, run: Callable[[], Any], inputs: list[Any], func
     except Reported:
         raise
     except Exception as error:
-        # If only some ranks made a collective's call without a graph, they could wait for each other.
+        # If only one rank ran a collective without its graph, the ranks could wait for each other.
         if progress.stage is Stage.RUNNING or is_of_program(error) or model.log.has_collective:
             raise
         failure = error
@@ -195,7 +195,7 @@ def contained(manager: Contains, run: Callable[[], Any], inputs: list[Any], func
     try:
         return _after(failure, manager, progress, function_id, model)
     finally:
-        del failure, progress  # the error's frames hold this one, and with it what the call was given
+        del failure, progress  # the error's traceback refers to this frame, which would keep the inputs alive
 
 
 def _after(error: Exception, manager: Contains, progress: Progress, function_id: Any, model: Function) -> Any:

@@ -64,10 +64,10 @@ def why_not_staged(model: Any, inputs: list[Any]) -> str | None:
 
 
 class Moves:
-    """Whether parameters go on being replaced: static inputs were found at new addresses twice.
+    """Whether the program keeps replacing parameters: static inputs were found at new addresses at least twice.
 
-    From then on, all static inputs are recorded as live ones, not only those that have moved. Otherwise, a program that
-    replaces one parameter at a time would need a recording for each.
+    From then on, all static inputs are recorded as live inputs, not only those that have moved. Otherwise, a program
+    that replaces one parameter at a time would need a recording for each.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Moves:
         self.go_on = False
 
     def note(self, addresses: set[int]) -> None:
-        """Notes the addresses at which a call's static inputs were found. Two functions may share the inputs."""
+        """Notes the new addresses of a call's static inputs. Functions that share an input report the same address."""
         self.go_on = self.go_on or bool(self._seen and addresses - self._seen)
         self._seen |= addresses if not self.go_on else set()
 

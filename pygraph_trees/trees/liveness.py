@@ -90,11 +90,11 @@ def _is_untouched(output: Any, made: AsMade | None, has_new_history: bool) -> bo
 
 
 class OlderOutputs:
-    """References to outputs that newer ones of the same recording have replaced, perhaps with some that are gone."""
+    """References to outputs that newer outputs of the same recording have replaced; some may have expired."""
 
     def __init__(self) -> None:
         self._references: list[Any] = []
-        self._most = 0  # references before those to outputs that are gone are removed
+        self._most = 0  # once there are more references than this, expired ones are removed
 
     def __len__(self) -> int:
         return len(self._references)
@@ -103,7 +103,10 @@ class OlderOutputs:
         return iter(self._references)
 
     def add(self, references: Sequence[Any]) -> None:
-        """Adds those that are no None. All are looked at seldom: the program may hold the outputs of all calls."""
+        """Adds the references that are not None.
+
+        The program may hold the outputs of all calls, so expired references are looked for only now and then.
+        """
         self._references += [held for held in references if held is not None]
         if len(self) > self._most:
             self._references = [held for held in self._references if not held.expired()]

@@ -25,7 +25,7 @@ COMES_AGAIN = 4  # calls with a later set before it is graphed
 REFUSED = 16  # consecutive calls that are not graphed, after which later ones take the shortest way
 MOST_WAITING = 1024  # sets whose calls are counted
 MOST_RECORDINGS = 16  # of a function at one place in the tree; from then on, it needs as many replays as recordings
-MOST_ON_PATH = 256  # of a function on one path, by the same rule; the longer the path, the longer a recording takes
+MOST_ON_PATH = 256  # the same limit for one path; making a recording takes longer the longer the path is
 MOST_DEAD = 16  # forwards without live outputs at the beginning of a path, before it must end
 
 OTHER_SIZES = (
@@ -66,8 +66,8 @@ def why_stopped(siblings: Sequence[Any], on_path: Sequence[Any]) -> str | None:
 
     Args:
         siblings: its recordings at the place where it would be recorded.
-        on_path: its recordings on the path to that place. A function that is called many times in a step has one at
-            each of many places, but a path that never ends has ever more.
+        on_path: its recordings on the path to that place. A function that is called many times in a step has several
+            there; on a path that never ends, their number grows without limit.
     """
     for nodes, most in ((siblings, MOST_RECORDINGS), (on_path, MOST_ON_PATH)):
         found: list[RecordingLog] = [log for node in nodes if (log := getattr(node, "log", None)) is not None]
