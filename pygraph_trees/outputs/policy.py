@@ -229,8 +229,7 @@ class OutputPolicy:
             del model.refused[index]
         for function_id in ids:
             self._give_memory(manager, function_id)
-            newest = max((recording.number for recording in model.log.recordings), default=-1)
-            manager.reclaiming.record_again(function_id, why, newest)
+            manager.reclaiming.record_again(function_id, why, model.log.newest_recording)
 
     def _give_memory(self, manager: Manages, function_id: Any) -> None:
         """Gives a function an input for each of its blocks, from its next call on."""

@@ -119,6 +119,11 @@ class FunctionLog:
     def name(self) -> str:
         return f"{self.model} {self.compile_id or '-'} {self.mode} {self.partition}"
 
+    @property
+    def newest_recording(self) -> int:
+        """The largest number of a recording, -1 without any."""
+        return max((recording.number for recording in self.recordings), default=-1)
+
     def recorded(self, recording: RecordingLog) -> None:
         self.recordings.append(recording)
         _log.info(

@@ -113,8 +113,7 @@ class Calls(fast_path.TreeState, Steps):
         """Records a function again, without using the memory of its inputs: the program holds them sometimes."""
         model = self.ids_to_funcs[function_id].model
         model.keeps_inputs = True
-        newest = max((recording.number for recording in model.log.recordings), default=-1)
-        self.reclaiming.record_again(function_id, why, newest)
+        self.reclaiming.record_again(function_id, why, model.log.newest_recording)
 
     def _run_beside(self, inputs: list[Any], function_id: Any) -> Any:
         """Runs a call that comes during another one: un-graphed, so that it does not touch graphs and their pool."""
