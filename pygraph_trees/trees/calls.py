@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch._inductor import cudagraph_trees
 
 from . import fast_path
-from .containment import contained, described, is_of_program, passes
+from .containment import check_readable, contained, described, is_of_program, passes
 from .function import FunctionModel
 from .interrupts import deferred
 from .kept_outputs import note_launch_of
@@ -121,7 +121,11 @@ class Calls(fast_path.TreeState, Steps):
         return self.run_ungraphed(inputs, function_id, why)
 
     def run_ungraphed(self, inputs: list[Any], function_id: Any, why: str) -> Any:
-        """Runs a call without touching graphs and their pool."""
+        """Runs a call without touching graphs and their pool.
+
+        Raises RuntimeError if an input is an output that was overwritten.
+        """
+        check_readable(inputs)
         model = self.ids_to_funcs[function_id].model
         if isinstance(model, FunctionModel):
             model.log.not_graphed(why)

@@ -17,6 +17,7 @@ import torch
 
 from . import pools
 from .capture_lock import is_by_torch
+from .containment import described
 from .dispatch import PER_THREAD
 
 _log = logging.getLogger("pygraph_trees.trees")
@@ -34,8 +35,8 @@ def _end_step(manager: Any) -> None:
     try:
         if manager.end_step():
             return
-    except RuntimeError as error:  # no memory is free, or the GPU is lost
-        why = str(error)
+    except Exception as error:  # for example, no memory is free
+        why = described(error)
     _log.warning("outputs that a graph of the program may read could not be kept: %s", why)
 
 

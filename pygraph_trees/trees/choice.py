@@ -1,14 +1,11 @@
 """Runs a function graphed or un-graphed as its trial decides, during and after the trial.
 
 :func:`chooser` makes a function a member of its trial, if it has one. Un-graphed, a function runs as
-Inductor runs graphs without CUDA graphs: misaligned inputs are copied first, and copied back if they are mutated. If
-torch has no trees for the calling thread, nor for the first one, the function is not graphed.
+Inductor runs graphs without CUDA graphs: misaligned inputs are copied first, and copied back if they are mutated.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -30,7 +27,7 @@ from .manager import Manager
 from .storms import OTHER_SIZES, REFUSED, Sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from pygraph_trees.selection.trial import Trial
 
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
 
 _MOST_BELOW = 8  # recordings that a trial may cause to be made again
 _MOST_TRIES = 64  # un-graphed calls after a decision that try to give the graph pool back
-_TREES = ("tree_manager_containers", "tree_manager_locks")  # dictionaries of each thread, by device
 
 
 def chooser(device: int) -> Callable[[FunctionModel, Run, Aligned], TrialMember | None]:
@@ -51,8 +47,7 @@ def chooser(device: int) -> Callable[[FunctionModel, Run, Aligned], TrialMember 
         if trial is None:
             return None
         choice = _Choice(function, trial, _Trees(device), aligned)
-        both = functools.partial(choice.graphed, graphed), choice.ungraphed
-        made = TrialMember(trial, function.log, *both, CudaDevice(device), choice)
+        made = TrialMember(trial, function.log, graphed, choice.ungraphed, CudaDevice(device), choice)
         choice.member = weakref.ref(made)
         function.trial, function.stop = trial, choice.stop
         function.dispatch.go(Way.MEASURED, choice.measured)
@@ -72,31 +67,19 @@ class _Choice(Environment):
 
     def __init__(self, function: FunctionModel, trial: Trial, trees: _Trees, aligned: Aligned) -> None:
         self._function, self._dispatch, self._trial, self._trees = function, function.dispatch, trial, trees
-        self._ungraphed = _as_upstream_has_it(aligned, function.log.mode, trees)
+        self.ungraphed = _as_upstream_has_it(aligned, function.log.mode, trees)
         self._is_stopped = False
         self._tries = _MOST_TRIES  # left
 
     # -- calls
 
-    def ungraphed(self, inputs: list[Any]) -> Any:
-        self._trees.remember()
-        return self._ungraphed(inputs)
-
-    def graphed(self, graphed: Run, inputs: list[Any]) -> Any:
-        self._trees.remember()
-        with self._trees.at_hand() as there:
-            if there:
-                return graphed(inputs)
-        self._function.log.not_graphed("torch has no CUDA graph trees for the thread that calls")
-        return self._ungraphed(inputs)
-
     def measured(self, inputs: list[Any]) -> Any:
         member = self.member()
-        return self._ungraphed(inputs) if member is None else member(inputs)
+        return self.ungraphed(inputs) if member is None else member(inputs)
 
     def until_added(self, inputs: list[Any]) -> Any:
         member = self.member()
-        outputs = self._ungraphed(inputs) if member is None else member.run(Execution.GRAPHED, inputs)
+        outputs = self.ungraphed(inputs) if member is None else member.run(Execution.GRAPHED, inputs)
         if self._dispatch.is_added:
             self._dispatch.go(Way.REPLAYED)
         return outputs
@@ -107,14 +90,14 @@ class _Choice(Environment):
         member = self.member()
         manager = self._manager() if member is not None and member.is_in_its_thread() else None
         if (manager is not None and manager.give_pool_back()) or self._tries <= 0:
-            self._dispatch.go(Way.UNGRAPHED, self._ungraphed)
-        return self._ungraphed(inputs)
+            self._dispatch.go(Way.UNGRAPHED, self.ungraphed)
+        return self.ungraphed(inputs)
 
     def stop(self, why: str) -> None:
         """Lets the function run un-graphed from the next call on, whatever its trial decides."""
         self._is_stopped = True
         self._function.log.not_graphed(why)
-        self._dispatch.go(Way.UNGRAPHED, self._ungraphed)
+        self._dispatch.go(Way.UNGRAPHED, self.ungraphed)
         member = self.member()
         if member is not None:
             self._trial.leave(member)
@@ -279,28 +262,7 @@ class _Trees:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._first: tuple[Any, ...] | None = None  # the trees of the first thread that called
         self._known: Callable[[], Any] | None = None  # a manager must not outlive its functions
-
-    def remember(self) -> None:
-        if self._first is None and not PER_THREAD and _are_known():
-            self._first = tuple(cudagraph_trees.get_obj(cudagraph_trees.local, name) for name in _TREES)
-
-    @contextlib.contextmanager
-    def at_hand(self) -> Iterator[bool]:
-        """Inside, torch finds the trees of this thread, or those of the first one; gives whether either exists."""
-        if PER_THREAD or _are_known():
-            yield True
-        elif self._first is None:
-            yield False
-        else:
-            for name, known in zip(_TREES, self._first, strict=True):
-                setattr(cudagraph_trees.local, name, known)
-            try:
-                yield True
-            finally:
-                for name in _TREES:
-                    delattr(cudagraph_trees.local, name)
 
     def manager(self, *, create: bool = False) -> Any:
         """The manager that a call from this thread uses; None if none exists and ``create`` is false."""
@@ -308,15 +270,9 @@ class _Trees:
             return cudagraph_trees.get_manager(self._device, create_if_none_exists=create)
         found = None if self._known is None else self._known()
         if found is None:
-            with self.at_hand() as there:
-                found = cudagraph_trees.get_manager(self._device, create_if_none_exists=create) if there else None
+            found = cudagraph_trees.get_manager(self._device, create_if_none_exists=create)
             self._known = None if found is None else weakref.ref(found)
         return found
-
-
-def _are_known() -> bool:
-    """Whether torch has already made trees for this thread."""
-    return all(hasattr(cudagraph_trees.local, name) or torch._C._is_key_in_tls(name) for name in _TREES)
 
 
 def _as_upstream_has_it(run: Run, mode: str, trees: _Trees) -> Run:

@@ -274,6 +274,13 @@ def _kept(value: Any, is_in_pool: Callable[[int], bool]) -> Any:
     return _InPool(place_of(value))
 
 
+def check_readable(inputs: Iterable[Any]) -> None:
+    """Raises torch's error if an input is an output that was overwritten. Compiled code would read address 0."""
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and value.is_cuda and not value._is_zerotensor():
+            value.data_ptr()
+
+
 def owned(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
     """A tensor of the same layout in a copy of the tensor's storage, or in ``storage``."""
     storage = tensor.untyped_storage().clone() if storage is None else storage

@@ -29,6 +29,7 @@ from .choice import chooser, only_sizes_that_come_again
 from .collector import paused
 from .function import FunctionModel, entered
 from .interrupts import deferred
+from .manager_container import has_trees
 from .saved_tensors import conforming
 from .threads import for_each_thread
 
@@ -176,10 +177,9 @@ def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callab
 
 
 def _containers_of_this_thread() -> list[Any]:
-    name = "tree_manager_containers"
-    if not hasattr(cudagraph_trees.local, name) and not torch._C._is_key_in_tls(name):
+    if not has_trees():
         return []
-    return list(cudagraph_trees.get_obj(cudagraph_trees.local, name).values())
+    return list(cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers").values())
 
 
 def _is_on_cpu(value: Any) -> bool:

@@ -91,10 +91,14 @@ class Steps(Upstream):
             path = [] if self.current_node is None else list(self.current_node._path_from_root)
             if all(keeps_outputs(node.wrapped_function.model) for node in path):
                 self._begins_step = True
-                self._end_path()
-            else:  # outputs that are torch's stay
+                try:
+                    self._end_path()
+                    return True
+                except Exception as error:
+                    self.failed(error)
+            if self.current_node is not None:
                 with idle_device(self.device_index):
-                    move_alive(self.current_node)
+                    move_alive(self.current_node)  # outputs that are torch's stay
             return True
         finally:
             if self.has_turn(inputs):

@@ -17,7 +17,7 @@ from torch._inductor import compile_fx, config, cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.selection.decision import Execution
-from pygraph_trees.trees import choice
+from pygraph_trees.trees import choice, manager_container
 from pygraph_trees.trees.aligned import Aligned
 from pygraph_trees.trees.dispatch import PER_THREAD
 from pygraph_trees.trees.function import FunctionModel, entered
@@ -74,6 +74,13 @@ class ChoiceTestCase(TestCase):
         containers = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
         self.enterContext(mock.patch.dict(containers, clear=True))
 
+    def before_2_13(self):
+        """All threads have the same trees from now on."""
+        for module in (choice, manager_container):
+            self.enterContext(mock.patch.object(module, "PER_THREAD", False))
+        shared = manager_container.get_container(cudagraph_trees.get_container)
+        self.enterContext(mock.patch.object(cudagraph_trees, "get_container", shared))
+
     def manager(self):
         return cudagraph_trees.get_manager(0, create_if_none_exists=False)
 
@@ -112,15 +119,13 @@ class TestFlags(ChoiceTestCase):
         self.assertTrue(its.running_forwards_with_pending_backwards)
         self.assertFalse(mine.running_forwards_with_pending_backwards)
 
-    def test_a_thread_without_trees_awaits_no_backward(self):
-        with mock.patch.object(choice, "PER_THREAD", False):
-            forward, backward = self.runs()
-            in_thread(lambda: (forward([]), backward([])))  # nobody waits
-            self.assertIsNone(self.manager())
-            forward([])
-            self.assertTrue(self.manager().running_forwards_with_pending_backwards)
-            in_thread(lambda: backward([]))
-            self.assertFalse(self.manager().running_forwards_with_pending_backwards)
+    def test_before_2_13_threads_await_the_same_backwards(self):
+        self.before_2_13()
+        forward, backward = self.runs()
+        in_thread(lambda: forward([]))
+        self.assertTrue(self.manager().running_forwards_with_pending_backwards)
+        in_thread(lambda: backward([]))
+        self.assertFalse(self.manager().running_forwards_with_pending_backwards)
 
 
 class TestThreads(ChoiceTestCase):
@@ -152,8 +157,9 @@ class TestThreads(ChoiceTestCase):
             self.assertEqual(run([self.x]), self.doubled)
             self.assertIsNone(run.function.dispatch.call)
 
-    def before_2_13(self):
-        """A function and a callable that calls it; upstream asks for trees in the thread of the first call."""
+    def shared(self):
+        """A function and a callable that calls it; before torch 2.13, a function is added once for all threads."""
+        self.before_2_13()
         function = FunctionModel.of(self.double, is_backward=False, is_inference=True)
         fn = None
 
@@ -164,51 +170,24 @@ class TestThreads(ChoiceTestCase):
             fn, outputs = cudagraph_trees.get_manager(0).add_function(function, inputs)
             return outputs
 
-        self.enterContext(mock.patch.object(choice, "PER_THREAD", False))
         call = entered(function, run, Aligned(function, (), ()), choice.chooser(0))
         return function, lambda: self.assertEqual(call([self.x]), self.doubled)
 
-    def test_a_function_is_graphed_in_the_trees_of_its_first_thread(self):
-        function, call = self.before_2_13()
-        call()
-        in_thread(call)
-        self.assertTrue(function.trial.is_over)
-        self.assertEqual(self.manager().calls, 2)
-        in_thread(call)
-        self.assertIsNone(function.dispatch.call)
-        call()
-        self.assertEqual(self.manager().calls, 4)
-
-    def test_a_serving_thread_gets_no_trees(self):
-        _, call = self.before_2_13()
-        call()
-
-        def serve():
-            call()
-            return vars(cudagraph_trees.local)
-
-        self.assertEqual(in_thread(serve), {})
-
-    def test_a_thread_without_trees_runs_ungraphed_until_another_has_some(self):
-        """It is graphed once a thread that has trees calls it."""
-        function, call = self.before_2_13()
-
-        def serve():
-            for _ in range(150):
-                call()
-
-        in_thread(serve)
-        self.assertTrue(function.trial.is_over)
-        self.assertIsNone(self.manager())
-        self.assertEqual((function.log.runs, function.log.trial_runs < 100), (150, True))
-        self.assertRegex(function.log.ungraphed_reason, "no CUDA graph trees for the thread")
-        call()
-        self.assertEqual(self.manager().calls, 1)
-        in_thread(call)
-        self.assertEqual(self.manager().calls, 2)
+    def test_before_2_13_threads_use_the_same_trees(self):
+        for first, second in ((in_thread, lambda call: call()), (lambda call: call(), in_thread)):
+            function, call = self.shared()
+            before = 0 if self.manager() is None else self.manager().calls
+            first(call)
+            second(call)
+            self.assertTrue(function.trial.is_over)
+            self.assertEqual(self.manager().calls, before + 2)
+            second(call)
+            self.assertIsNone(function.dispatch.call)
+            first(call)
+            self.assertEqual(self.manager().calls, before + 4)
 
     def test_a_thread_without_trees_may_decide_against_graphs(self):
-        function, call = self.before_2_13()
+        function, call = self.shared()
         in_thread(lambda: choice_of(function).ended(Execution.UNGRAPHED))
         call()
         self.assertIsNone(self.manager())

@@ -38,7 +38,7 @@ class ByAddress(parity.ParityTestCase):
         self, program: Callable[[Any], None], *, crash: bool = False, run: Any = run_side, **options: Any
     ) -> Any:
         options = {k: v for k, v in options.items() if k not in ("oracle", "besides", "tolerance")}
-        upstream, ours = run(program, UPSTREAM, **options), _with_flags(run)(program, OURS, **options)
+        upstream, ours = run(program, UPSTREAM, **options), with_flags(run)(program, OURS, **options)
         if not crash and (upstream.crash or ours.crash):
             raise ParityError(f"the program raised:\n{upstream.traceback}{ours.traceback}")
         found = differences(_seen(upstream), _seen(ours))
@@ -47,13 +47,13 @@ class ByAddress(parity.ParityTestCase):
         return Parity(upstream, upstream)  # other assertions of a test are about upstream's recordings
 
 
-def _with_flags(run: Any) -> Any:
+def with_flags(run: Any) -> Any:
     @functools.wraps(run)
-    def with_flags(*args: Any, **options: Any) -> Any:
+    def run_with_flags(*args: Any, **options: Any) -> Any:
         with mock.patch.object(parity, "FLAGS_OFF", FLAGS):
             return run(*args, **options)
 
-    return with_flags
+    return run_with_flags
 
 
 def _seen(transcript: Transcript) -> Transcript:
@@ -90,7 +90,7 @@ class TestMutationByAddress(ByAddress, test_trees_mutation.TestTreeMutation):
                 before = x.clone()
                 ctx.record(f(x) - 2 * (before + 1), x - (before + 1))
 
-        found = _with_flags(run_side)(program, OURS, config={"triton.cudagraph_or_error": True})
+        found = with_flags(run_side)(program, OURS, config={"triton.cudagraph_or_error": True})
         self.assertIsNone(found.crash, found.traceback)
         self.assertEqual(found.trees[-1][1].recordings, 1)
         for note in found.notes:

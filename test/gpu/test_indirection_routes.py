@@ -200,7 +200,7 @@ class TestRouteChoice(IndirectionTestCase):
 
         def launch(variant: Any, autotuner: Any, *given: Any) -> Any:
             failures.append(autotuner)
-            raise RuntimeError("of the test")
+            torch.empty(-1)  # a statement that raises would be the program's
 
         with mock.patch.object(VariantLauncher, "launch", launch):
             self.until(lambda: bool(failures), lambda number: self.call(ways, number))
@@ -208,7 +208,8 @@ class TestRouteChoice(IndirectionTestCase):
                 self.call(ways, number)
         facts = Facts.now()
         self.assertEqual((len(failures), facts.recordings, facts.copied_bytes), (1, 2, 0), str(facts))
-        self.assertEqual(self.found(), ["by address: recording it with a table failed: of the test"])
+        (found,) = self.found()
+        self.assertRegex(found, "by address: recording it with a table failed: .*negative dimension")
 
     def test_training(self) -> None:
         ways = compiled(wide)
