@@ -7,14 +7,27 @@ any thread is an error and ends the capture.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from pygraph_trees.compat import has_capture_lock
 from pygraph_trees.errors import DriverError
 
 from .driver import driver
+
+_own_lock = threading.Lock()
+
+
+def capture_lock() -> threading.Lock:
+    """The lock that is held while torch warms up and records: torch's since torch 2.13, before that our own."""
+    if not has_capture_lock():
+        return _own_lock
+    from torch._inductor import cudagraph_trees
+
+    return cudagraph_trees.graph_capture_lock
 
 
 def is_over(work: Any) -> bool:

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch._inductor import cudagraph_trees
 
-from pygraph_trees.compat import has_capture_lock
+from pygraph_trees.cuda.progress import capture_lock
 from pygraph_trees.errors import DriverError
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def retire(driver: Driver, device: int, memory: Memory, launches: LastLaunches |
 def release_retired(*, is_locked: bool = False) -> None:
     """Gives back all retired memory, and waits for the GPU if necessary.
 
-    A wait for the whole device by another thread breaks a capture. While another thread holds torch's capture lock,
+    A wait for the whole device by another thread breaks a capture. While another thread holds the capture lock,
     memory for which a wait is necessary stays retired.
 
     Args:
@@ -135,11 +134,11 @@ def _is_capturing() -> bool:
 
 @contextlib.contextmanager
 def _lock_of_captures(is_locked: bool) -> Iterator[bool]:
-    """Holds torch's capture lock, if there is one and it is free; gives whether this thread may wait for the GPU."""
-    if is_locked or not has_capture_lock():
+    """Holds the capture lock if it is free; gives whether this thread may wait for the GPU."""
+    if is_locked:
         yield True
         return
-    lock = cudagraph_trees.graph_capture_lock
+    lock = capture_lock()
     is_ours = lock.acquire(blocking=False)
     try:
         yield is_ours

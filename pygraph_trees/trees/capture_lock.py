@@ -1,4 +1,4 @@
-"""Torch's lock of captures, since torch 2.13.
+"""The lock of captures: torch's since torch 2.13, our own before.
 
 A wait for the device in one thread breaks a capture in another one. Torch holds its lock while it warms up and records,
 which :func:`locked_by_torch` notes for the thread. :func:`idle_device` waits until no other thread does so.
@@ -11,14 +11,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from torch._inductor import cudagraph_trees
-
 from pygraph_trees.compat import has_capture_lock
-from pygraph_trees.cuda.progress import wait_for_device
+from pygraph_trees.cuda.progress import capture_lock, wait_for_device
 
 from .collector import paused
 
-HAS_LOCK = has_capture_lock()
+IS_TORCHS = has_capture_lock()
 
 
 class _Thread(threading.local):
@@ -30,27 +28,30 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def locked_by_torch() -> Iterator[None]:
-    """Wraps what torch does under its lock, and captures of its own."""
-    before, _thread.is_locked = _thread.is_locked, True
-    try:
+    """Wraps what torch does under its lock, and captures of its own; before torch 2.13, holds the lock."""
+    if _thread.is_locked:
         yield
-    finally:
-        _thread.is_locked = before
+        return
+    with contextlib.nullcontext() if IS_TORCHS else capture_lock():
+        _thread.is_locked = True
+        try:
+            yield
+        finally:
+            _thread.is_locked = False
 
 
 def is_by_torch(pool: Any) -> bool:
     """Whether a capture with this pool is one of torch's, which holds its lock, or of a new manager."""
-    if _thread.is_locked:
-        return True
-    return HAS_LOCK and pool is not None and bool(cudagraph_trees.graph_capture_lock.locked())
+    return _thread.is_locked or (pool is not None and capture_lock().locked())
 
 
 @contextlib.contextmanager
 def idle_device(index: int) -> Iterator[None]:
     """Waits for a device before and after what is inside; no other thread captures for torch meanwhile."""
     with contextlib.ExitStack() as stack:
-        if HAS_LOCK and not _thread.is_locked:
-            stack.enter_context(cudagraph_trees.graph_capture_lock)
+        if not _thread.is_locked:
+            if IS_TORCHS:
+                stack.enter_context(capture_lock())
             stack.enter_context(locked_by_torch())
             stack.enter_context(paused())  # a finalizer could wait for the lock
         wait_for_device(index)

@@ -18,7 +18,6 @@ import torch
 from . import pools
 from .capture_lock import is_by_torch
 from .containment import described
-from .dispatch import PER_THREAD
 
 _log = logging.getLogger("pygraph_trees.trees")
 
@@ -51,7 +50,7 @@ def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
         pool = args[0] if args else kwargs.get("pool")
         if pool not in pools.OWNED and not is_by_torch(pool):
             for manager in pools.managers():
-                if not PER_THREAD or manager.thread == threading.get_ident():
+                if manager.thread == threading.get_ident():
                     _end_step(manager)
         upstream(self, *args, **kwargs)
 

@@ -22,7 +22,7 @@ from pygraph_trees.selection.functions import trial_of
 from pygraph_trees.selection.trial import TrialMember
 
 from .aligned import Aligned
-from .dispatch import PER_THREAD, Way
+from .dispatch import Way
 from .manager import Manager
 from .storms import OTHER_SIZES, REFUSED, Sizes
 
@@ -46,7 +46,7 @@ def chooser(device: int) -> Callable[[FunctionModel, Run, Aligned], TrialMember 
         trial = trial_of(function.log, function.settings, device, has_fast_path=binding.extension is not None)
         if trial is None:
             return None
-        choice = _Choice(function, trial, _Trees(device), aligned)
+        choice = _Choice(function, trial, device, aligned)
         made = TrialMember(trial, function.log, graphed, choice.ungraphed, CudaDevice(device), choice)
         choice.member = weakref.ref(made)
         function.trial, function.stop = trial, choice.stop
@@ -65,9 +65,9 @@ class _Choice(Environment):
 
     member: Callable[[], TrialMember | None]
 
-    def __init__(self, function: FunctionModel, trial: Trial, trees: _Trees, aligned: Aligned) -> None:
-        self._function, self._dispatch, self._trial, self._trees = function, function.dispatch, trial, trees
-        self.ungraphed = _as_upstream_has_it(aligned, function.log.mode, trees)
+    def __init__(self, function: FunctionModel, trial: Trial, device: int, aligned: Aligned) -> None:
+        self._function, self._dispatch, self._trial, self._device = function, function.dispatch, trial, device
+        self.ungraphed = _as_upstream_has_it(aligned, function.log.mode, device)
         self._is_stopped = False
         self._tries = _MOST_TRIES  # left
 
@@ -76,13 +76,6 @@ class _Choice(Environment):
     def measured(self, inputs: list[Any]) -> Any:
         member = self.member()
         return self.ungraphed(inputs) if member is None else member(inputs)
-
-    def until_added(self, inputs: list[Any]) -> Any:
-        member = self.member()
-        outputs = self.ungraphed(inputs) if member is None else member.run(Execution.GRAPHED, inputs)
-        if self._dispatch.is_added:
-            self._dispatch.go(Way.REPLAYED)
-        return outputs
 
     def until_given_back(self, inputs: list[Any]) -> Any:
         """Makes un-graphed calls until the pool is given back: the program may hold an output in it until then."""
@@ -108,7 +101,7 @@ class _Choice(Environment):
     # -- the trial's questions
 
     def _manager(self) -> Manager | None:
-        manager = self._trees.manager()
+        manager = cudagraph_trees.get_manager(self._device, create_if_none_exists=False)
         return manager if isinstance(manager, Manager) else None
 
     def ended(self, way: Execution) -> None:
@@ -116,10 +109,7 @@ class _Choice(Environment):
             return
         dispatch = self._dispatch
         if way is Execution.GRAPHED:
-            if PER_THREAD or dispatch.is_added:
-                dispatch.go(Way.REPLAYED)
-            else:
-                dispatch.go(Way.FIRST_GRAPHED, self.until_added)
+            dispatch.go(Way.REPLAYED)
         else:
             dispatch.go(Way.UNGRAPHED, self.until_given_back)
             manager = self._manager()
@@ -174,7 +164,7 @@ def only_sizes_that_come_again(
     if not indices or function.settings.selective != "auto":
         return run
     sizes, dispatch, aligned = Sizes(), function.dispatch, Aligned(function, static_input_idxs, mutated)
-    ungraphed = _as_upstream_has_it(aligned, function.log.mode, _Trees(device))
+    ungraphed = _as_upstream_has_it(aligned, function.log.mode, device)
     replayed = 0  # replays before the last call that was not graphed
 
     def instead(inputs: list[Any]) -> Any:
@@ -257,25 +247,7 @@ def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
     return taken
 
 
-class _Trees:
-    """Torch's trees for one function."""
-
-    def __init__(self, device: int) -> None:
-        self._device = device
-        self._known: Callable[[], Any] | None = None  # a manager must not outlive its functions
-
-    def manager(self, *, create: bool = False) -> Any:
-        """The manager that a call from this thread uses; None if none exists and ``create`` is false."""
-        if PER_THREAD:
-            return cudagraph_trees.get_manager(self._device, create_if_none_exists=create)
-        found = None if self._known is None else self._known()
-        if found is None:
-            found = cudagraph_trees.get_manager(self._device, create_if_none_exists=create)
-            self._known = None if found is None else weakref.ref(found)
-        return found
-
-
-def _as_upstream_has_it(run: Run, mode: str, trees: _Trees) -> Run:
+def _as_upstream_has_it(run: Run, mode: str, device: int) -> Run:
     """``run``, but upstream's manager is told of an un-graphed forward or backward.
 
     An un-graphed backward expects that its forward has made a manager. No step begins between a forward and its
@@ -283,7 +255,7 @@ def _as_upstream_has_it(run: Run, mode: str, trees: _Trees) -> Run:
     """
 
     def forward(inputs: list[Any]) -> Any:
-        waits = trees.manager(create=True)
+        waits = cudagraph_trees.get_manager(device)
         if isinstance(waits, Manager):
             waits.note_ungraphed(inputs, is_forward=True)
         outputs = run(inputs)
@@ -292,7 +264,7 @@ def _as_upstream_has_it(run: Run, mode: str, trees: _Trees) -> Run:
         return outputs
 
     def backward(inputs: list[Any]) -> Any:
-        waits = trees.manager()
+        waits = cudagraph_trees.get_manager(device, create_if_none_exists=False)
         if isinstance(waits, Manager):
             waits.note_ungraphed(inputs, is_forward=False)
         if waits is not None:

@@ -1,7 +1,7 @@
 """The way that a function's calls go, and the managers that may replay them on the fast path.
 
-A function has a :class:`Dispatch`; a trial changes its :class:`Way`. Since torch 2.13, each thread adds a function to
-its own manager, so there is a replayer for each thread. C++ reads them. Torch treats a function of integers as a
+A function has a :class:`Dispatch`; a trial changes its :class:`Way`. Each thread adds a function
+to its own manager, so there is a replayer for each thread. C++ reads them. Torch treats a function of integers as a
 separate function for each set of their values, so each set has its own dispatch and entry.
 """
 
@@ -11,7 +11,6 @@ import enum
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from pygraph_trees.compat import has_trees_per_thread
 from pygraph_trees.native import binding
 
 from .fast_path import FunctionState, Replayer, entry
@@ -21,15 +20,12 @@ if TYPE_CHECKING:
 
     Call = Callable[[list[Any]], Any]
 
-PER_THREAD = has_trees_per_thread()
-
 
 class Way(enum.Enum):
     """The way of a function's next calls."""
 
     REPLAYED = enum.auto()  # on the fast path if that is possible, otherwise by upstream's code
     MEASURED = enum.auto()  # as the trial decides for each call
-    FIRST_GRAPHED = enum.auto()  # graphed, but not yet known to a manager
     UNGRAPHED = enum.auto()
 
 
@@ -41,7 +37,7 @@ class Dispatch(FunctionState):
     was_asked: bool  # whether this call's caller has tried a fast replay without success
     slow: tuple[Any, ...]  # counters of the calls that took the slow path, in the order of ``SLOW_CALLS``
     replayer: Any  # the one used last; None if there is none
-    replayers: dict[int, Any]  # by thread; the only one is for thread 0 if trees are not per thread
+    replayers: dict[int, Any]  # by thread
     integers: tuple[int, ...]  # the indices of its integers, once it is added with integers
     by_values: dict[tuple[int, ...], Call | None]  # by their values, the entry of the function with these values
 
@@ -101,7 +97,7 @@ class Dispatch(FunctionState):
             if with_values is not None:
                 with_values.may_be_replayed_by(manager, function_id, own)
             return
-        if not (self._added if PER_THREAD else self._added == 1) or Replayer is None:
+        if not self._added or Replayer is None:
             return
         thread = _thread()
         replayer = self.replayers.get(thread)
@@ -128,4 +124,4 @@ class Dispatch(FunctionState):
 
 
 def _thread() -> int:
-    return int(binding.extension.thread_of_trees()) if PER_THREAD and binding.extension is not None else 0
+    return 0 if binding.extension is None else int(binding.extension.thread_of_trees())

@@ -42,7 +42,8 @@ def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
         function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
         aligned = Aligned(function, static_input_idxs, kwargs.get("mutated_input_idxs", ()))
         make = functools.partial(upstream, function, static_input_idxs, *args, **kwargs)
-        return entered(function, for_each_thread(make), aligned, chooser(kwargs["device_index"]))
+        run = make() if function.settings.indirection == "off" else for_each_thread(make)
+        return entered(function, run, aligned, chooser(kwargs["device_index"]))
 
     return cudagraphify
 

@@ -4,8 +4,8 @@ Upstream's locks are not reentrant, and a manager is made under two of them. A g
 finalizer of the program; if that calls a compiled function, the thread waits for its own lock forever. Here the
 collector is off while a lock is held, and a manager's objects are freed after its lock is released.
 
-Before torch 2.13, only the thread that imported upstream's module has trees, and threads of autograd; upstream's
-assertion stops all others. Here, all threads use those trees.
+Each thread has trees of its own. Before torch 2.13, upstream makes them only for the thread that imports its module,
+and its assertion stops calls from others.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from torch._inductor.cudagraph_trees import TreeManagerContainer as Upstream
-from torch._inductor.cudagraph_trees import get_obj, local
+from torch._inductor.cudagraph_trees import local
 
 from .collector import paused
-from .dispatch import PER_THREAD
 from .manager import Manager
-from .threads import mark
+from .threads import mark, stash
 
 
 class ManagerContainer(Upstream):
@@ -49,15 +48,17 @@ class ManagerContainer(Upstream):
         del manager
 
 
+def new_trees() -> dict[str, Any]:
+    """Upstream's dictionaries of one thread's trees, by device, under the names by which upstream looks for them."""
+    return {"tree_manager_containers": {}, "tree_manager_locks": defaultdict(threading.Lock)}
+
+
+_of_others = new_trees()  # for backwards that threads without trees began; autograd's thread must not keep any
+
+
 def has_trees() -> bool:
-    """Whether torch has made trees for the calling thread, or gives it those of the thread that called autograd."""
-    return all(hasattr(local, name) or torch._C._is_key_in_tls(name) for name in _shared)
-
-
-# By upstream's name: dictionaries by device, which all threads use unless each has its own.
-_shared: dict[str, Any] = {"tree_manager_containers": {}, "tree_manager_locks": defaultdict(threading.Lock)}
-if has_trees():
-    _shared.update((name, get_obj(local, name)) for name in _shared)
+    """Whether the calling thread has trees, or, in a backward, the thread that began it."""
+    return all(hasattr(local, name) or torch._C._is_key_in_tls(name) for name in _of_others)
 
 
 def get_container(upstream: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -65,10 +66,18 @@ def get_container(upstream: Callable[[int], Any]) -> Callable[[int], Any]:
 
     @functools.wraps(upstream)
     def get_container(device_index: int) -> Any:
-        mark()
-        if not PER_THREAD and not has_trees():
-            vars(local).update(_shared)
-        with paused():
-            return upstream(device_index)
+        is_others = mark() is None and not has_trees()
+        if is_others:
+            vars(local).update(_of_others)
+        elif not has_trees():
+            for name, trees in new_trees().items():
+                setattr(local, name, trees)
+                stash(name, trees)
+        try:
+            with paused():
+                return upstream(device_index)
+        finally:
+            for name in _of_others if is_others else ():
+                delattr(local, name)
 
     return get_container

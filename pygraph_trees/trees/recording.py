@@ -154,6 +154,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             if progress is not None:
                 progress.launched(outputs=self.recording_outputs)
         except BaseException as error:
+            self.recording_outputs = None  # they are in the pool, where the next attempt allows no other memory
             live = self._live
             if live is not None:
                 live.release()

@@ -1,21 +1,21 @@
-"""Torch's version of a function for each thread with trees of its own, since torch 2.13.
+"""Torch's version of a function for each thread, which has trees of its own.
 
-Torch adds a function to the trees of a thread when that thread calls it first. Autograd runs the backwards of all
-threads in one thread per device, where torch would keep using the trees of the first. Here, each thread is marked when
-it gets trees. Autograd takes the mark along, so a backward is added to the trees of the thread that began it. All of
-that goes when the thread ends.
+Torch adds a function to the trees of the thread that calls it first: until torch 2.12 once, since then once for each
+thread. Autograd runs the backwards of all threads in one thread per device, where torch would keep using the trees of
+the first. Here, each thread is marked when it gets trees. Autograd takes the mark along, so a backward is added to the
+trees of the thread that began it. All of that goes when the thread ends.
 """
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._guards import CompileContext, compile_context
-
-from .dispatch import PER_THREAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,38 +32,43 @@ class _Thread:
 _local = threading.local()
 
 
-def mark() -> None:
-    """Marks the calling thread, unless autograd runs a backward in it."""
-    if PER_THREAD and not hasattr(_local, "thread") and torch._C._current_graph_task_id() < 0:
-        thread = _Thread()
-        torch._C._stash_obj_in_tls(_NAME, weakref.ref(thread))
-        _local.thread = thread
+def stash(name: str, value: Any) -> None:
+    """Lets autograd's threads find ``value``, which no other thread uses yet, in backwards that this thread begins."""
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(name, value)
+    if sys.getrefcount(value) == before:  # torch 2.11 drops a reference that it has not taken
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+def mark() -> _Thread | None:
+    """The calling thread, which is marked from now on, or in a backward, the one that began it; None if unmarked."""
+    if torch._C._current_graph_task_id() >= 0:
+        found: _Thread | None = torch._C._get_obj_in_tls(_NAME)() if torch._C._is_key_in_tls(_NAME) else None
+        return found
+    if not hasattr(_local, "thread"):
+        _local.thread = _Thread()
+        stash(_NAME, weakref.ref(_local.thread))
+    thread: _Thread = _local.thread
+    return thread
 
 
 def for_each_thread(make: Callable[[], Call]) -> Call:
-    """What ``make`` returns, which it may be asked for again, as in this compilation, for the backwards of a thread."""
-    run = make()
-    if not PER_THREAD:
-        return run
+    """Makes calls with what ``make`` returns, which is asked for each thread, as in this compilation."""
     context = CompileContext.try_get()
-    of_backwards: weakref.WeakKeyDictionary[_Thread, Call] = weakref.WeakKeyDictionary()
+    of_threads: weakref.WeakKeyDictionary[_Thread, Call] = weakref.WeakKeyDictionary()
+    of_others: Call | None = None
 
     def call(inputs: list[Any]) -> Any:
-        thread = _thread_of_backward()
-        if thread is None:
-            return run(inputs)
-        found = of_backwards.get(thread)
+        nonlocal of_others
+        thread = mark()
+        found = of_others if thread is None else of_threads.get(thread)
         if found is None:
             with compile_context(context):
-                found = of_backwards[thread] = make()
+                found = make()
+            if thread is None:
+                of_others = found
+            else:
+                of_threads[thread] = found
         return found(inputs)
 
     return call
-
-
-def _thread_of_backward() -> _Thread | None:
-    """The thread that began the backward that runs here; None without a backward, or if that thread has no mark."""
-    if torch._C._current_graph_task_id() < 0 or not torch._C._is_key_in_tls(_NAME):
-        return None
-    found: _Thread | None = torch._C._get_obj_in_tls(_NAME)()
-    return found

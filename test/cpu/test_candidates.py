@@ -25,7 +25,6 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.native import binding
 from pygraph_trees.trees import candidates as candidates_module
 from pygraph_trees.trees import fast_path
-from pygraph_trees.trees.dispatch import PER_THREAD
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.steps import Upstream
@@ -444,7 +443,7 @@ class TestCandidates(TestCase):
             run()
 
     def test_a_thread_with_trees_of_its_own_finds_no_candidates(self):
-        """If each thread has its own trees, one thread does not use what another remembers."""
+        """One thread does not use what another remembers."""
         number, call = self.trees.function()
         nodes = [self.trees.recording(number)]
         nodes.append(self.trees.recording(number, nodes[0]))
@@ -455,11 +454,10 @@ class TestCandidates(TestCase):
         self.step()
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(call, []).result()
-        self.assertEqual(found is None, PER_THREAD)
-        if PER_THREAD:
-            self.assertIs(self.trees.manager.current_node, nodes[1])
-            with self.looked_for(0):
-                self.check(call, [], nodes[0])
+        self.assertIsNone(found)
+        self.assertIs(self.trees.manager.current_node, nodes[1])
+        with self.looked_for(0):
+            self.check(call, [], nodes[0])
 
 
 if __name__ == "__main__":

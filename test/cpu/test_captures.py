@@ -103,7 +103,7 @@ class TestOutputs(TestCase):
         self.begin_in(function, pool="ours")
         with capture_lock.locked_by_torch():  # a new manager's, whose pool is not known yet
             self.begin_in(function, pool="new")
-        with mock.patch.object(captures, "PER_THREAD", True), ThreadPoolExecutor(1) as other:
+        with ThreadPoolExecutor(1) as other:
             other.submit(self.begin_in, function).result()
         function.manager.take_turn(turn := [])
         with self.assertLogs("pygraph_trees.trees", "WARNING"):

@@ -16,11 +16,7 @@ from test_trial import World
 from torch._inductor import compile_fx, config, cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.selection.decision import Execution
-from pygraph_trees.trees import choice, manager_container
-from pygraph_trees.trees.aligned import Aligned
-from pygraph_trees.trees.dispatch import PER_THREAD
-from pygraph_trees.trees.function import FunctionModel, entered
+from pygraph_trees.trees import choice
 
 
 def in_thread(fn):
@@ -74,13 +70,6 @@ class ChoiceTestCase(TestCase):
         containers = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
         self.enterContext(mock.patch.dict(containers, clear=True))
 
-    def before_2_13(self):
-        """All threads have the same trees from now on."""
-        for module in (choice, manager_container):
-            self.enterContext(mock.patch.object(module, "PER_THREAD", False))
-        shared = manager_container.get_container(cudagraph_trees.get_container)
-        self.enterContext(mock.patch.object(cudagraph_trees, "get_container", shared))
-
     def manager(self):
         return cudagraph_trees.get_manager(0, create_if_none_exists=False)
 
@@ -89,8 +78,7 @@ class TestFlags(ChoiceTestCase):
     """Upstream's manager learns of un-graphed forwards and backwards."""
 
     def runs(self):
-        trees = choice._Trees(0)
-        return [choice._as_upstream_has_it(lambda inputs: inputs, mode, trees) for mode in ("forward", "backward")]
+        return [choice._as_upstream_has_it(lambda inputs: inputs, mode, 0) for mode in ("forward", "backward")]
 
     def test_a_forward_awaits_its_backward(self):
         forward, backward = self.runs()
@@ -101,8 +89,6 @@ class TestFlags(ChoiceTestCase):
 
     def test_each_thread_awaits_its_own_backwards(self):
         """A step of one thread does not change which backwards another thread waits for."""
-        if not PER_THREAD:
-            self.skipTest("since torch 2.13")
         forward, backward = self.runs()
         forward([])
         mine = self.manager()
@@ -118,14 +104,6 @@ class TestFlags(ChoiceTestCase):
         self.assertIsNot(its, mine)
         self.assertTrue(its.running_forwards_with_pending_backwards)
         self.assertFalse(mine.running_forwards_with_pending_backwards)
-
-    def test_before_2_13_threads_await_the_same_backwards(self):
-        self.before_2_13()
-        forward, backward = self.runs()
-        in_thread(lambda: forward([]))
-        self.assertTrue(self.manager().running_forwards_with_pending_backwards)
-        in_thread(lambda: backward([]))
-        self.assertFalse(self.manager().running_forwards_with_pending_backwards)
 
 
 class TestThreads(ChoiceTestCase):
@@ -156,41 +134,6 @@ class TestThreads(ChoiceTestCase):
             self.assertEqual(served, [self.doubled] * 3)
             self.assertEqual(run([self.x]), self.doubled)
             self.assertIsNone(run.function.dispatch.call)
-
-    def shared(self):
-        """A function and a callable that calls it; before torch 2.13, a function is added once for all threads."""
-        self.before_2_13()
-        function = FunctionModel.of(self.double, is_backward=False, is_inference=True)
-        fn = None
-
-        def run(inputs):
-            nonlocal fn
-            if fn is not None:
-                return fn(inputs)
-            fn, outputs = cudagraph_trees.get_manager(0).add_function(function, inputs)
-            return outputs
-
-        call = entered(function, run, Aligned(function, (), ()), choice.chooser(0))
-        return function, lambda: self.assertEqual(call([self.x]), self.doubled)
-
-    def test_before_2_13_threads_use_the_same_trees(self):
-        for first, second in ((in_thread, lambda call: call()), (lambda call: call(), in_thread)):
-            function, call = self.shared()
-            before = 0 if self.manager() is None else self.manager().calls
-            first(call)
-            second(call)
-            self.assertTrue(function.trial.is_over)
-            self.assertEqual(self.manager().calls, before + 2)
-            second(call)
-            self.assertIsNone(function.dispatch.call)
-            first(call)
-            self.assertEqual(self.manager().calls, before + 4)
-
-    def test_a_thread_without_trees_may_decide_against_graphs(self):
-        function, call = self.shared()
-        in_thread(lambda: choice_of(function).ended(Execution.UNGRAPHED))
-        call()
-        self.assertIsNone(self.manager())
 
 
 class TestRoom(TestCase):

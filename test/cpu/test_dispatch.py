@@ -9,7 +9,6 @@ import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -18,7 +17,6 @@ from torch._inductor.cudagraph_trees import FunctionID
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees import dispatch as dispatch_module
 from pygraph_trees.trees.dispatch import Dispatch, Way
 from pygraph_trees.trees.fast_path import entry
 
@@ -41,20 +39,16 @@ def replaying_ids(*values):
     return replaying(lambda inputs, function_id: [function_id, *values] if inputs[0] == "x" else None)
 
 
-def per_thread(answer):
-    return mock.patch.object(dispatch_module, "PER_THREAD", answer)
-
-
 @unittest.skipIf(binding.extension is None, "not built for this torch")
 class TestManagers(TestCase):
-    def test_a_function_is_replayed_if_it_was_added_once(self):
+    def test_a_function_is_replayed_if_it_was_added(self):
         for added, is_replayed in (
             ([False], True),
             ([True], False),  # each set of values is its own function
-            ([False, False], False),
+            ([False, False], True),
             ([], False),
         ):
-            with self.subTest(added=added), per_thread(False):
+            with self.subTest(added=added):
                 dispatch, manager = Dispatch(), Manager()
                 for of_integers in added:
                     dispatch.add(of_integers=of_integers)
@@ -66,33 +60,31 @@ class TestManagers(TestCase):
                 self.assertIsNone(manager_of(dispatch))
 
     def test_each_set_of_integers_is_replayed_by_itself(self):
-        for is_per_thread in (True, False):
-            with per_thread(is_per_thread):
-                manager, dispatch = replaying_ids(), Dispatch()
-                fast_call = entry(dispatch)
-                for number, values in ((7, (3, 4)), (8, (3, 5))):
-                    dispatch.add(of_integers=True)
-                    dispatch.add_values(manager, IDS[number], {1: values[0], 3: values[1]})
-                first, second, unknown = ("x", 3, "y", 4), ("x", 3, "y", 5), ("x", 4, "y", 4)
-                self.assertIsNone(fast_call([*first]))
-                dispatch.may_be_replayed_by(manager, IDS[7])
-                self.assertEqual([fast_call([*i]) for i in (first, second, unknown)], [[IDS[7]], None, None])
-                dispatch.may_be_replayed_by(manager, IDS[8])
-                dispatch.may_be_replayed_by(manager, IDS[9])  # the id of another function
-                self.assertEqual([fast_call([*first]), fast_call([*second])], [[IDS[7]], [IDS[8]]])
-                self.assertIsNone(fast_call(["z", 3, "y", 4]))
+        manager, dispatch = replaying_ids(), Dispatch()
+        fast_call = entry(dispatch)
+        for number, values in ((7, (3, 4)), (8, (3, 5))):
+            dispatch.add(of_integers=True)
+            dispatch.add_values(manager, IDS[number], {1: values[0], 3: values[1]})
+        first, second, unknown = ("x", 3, "y", 4), ("x", 3, "y", 5), ("x", 4, "y", 4)
+        self.assertIsNone(fast_call([*first]))
+        dispatch.may_be_replayed_by(manager, IDS[7])
+        self.assertEqual([fast_call([*i]) for i in (first, second, unknown)], [[IDS[7]], None, None])
+        dispatch.may_be_replayed_by(manager, IDS[8])
+        dispatch.may_be_replayed_by(manager, IDS[9])  # the id of another function
+        self.assertEqual([fast_call([*first]), fast_call([*second])], [[IDS[7]], [IDS[8]]])
+        self.assertIsNone(fast_call(["z", 3, "y", 4]))
 
-                dispatch.go(Way.UNGRAPHED, len)
-                self.assertIsNone(fast_call([*first]))
-                dispatch.go(Way.REPLAYED)
-                self.assertEqual(fast_call([*first]), [IDS[7]])
-                dispatch.add(of_integers=True)  # again
-                dispatch.add_values(manager, IDS[10], {1: 3, 3: 4})
-                self.assertEqual([fast_call([*first]), fast_call([*second])], [None, [IDS[8]]])
-                dispatch.may_be_replayed_by(manager, IDS[10])
-                self.assertEqual(fast_call([*first]), [IDS[10]] if is_per_thread else None)
-                del manager
-                self.assertIsNone(fast_call([*second]))
+        dispatch.go(Way.UNGRAPHED, len)
+        self.assertIsNone(fast_call([*first]))
+        dispatch.go(Way.REPLAYED)
+        self.assertEqual(fast_call([*first]), [IDS[7]])
+        dispatch.add(of_integers=True)  # again
+        dispatch.add_values(manager, IDS[10], {1: 3, 3: 4})
+        self.assertEqual([fast_call([*first]), fast_call([*second])], [None, [IDS[8]]])
+        dispatch.may_be_replayed_by(manager, IDS[10])
+        self.assertEqual(fast_call([*first]), [IDS[10]])
+        del manager
+        self.assertIsNone(fast_call([*second]))
 
     def test_a_dispatch_is_freed_at_once(self):
         dispatch, manager = replayed()
@@ -110,7 +102,6 @@ class TestManagers(TestCase):
 class TestThreads(TestCase):
     def setUp(self):
         super().setUp()
-        self.enterContext(per_thread(True))
         self.dispatch = Dispatch()
         self.fast_call = entry(self.dispatch)
         self.first, self.second = (self.enterContext(ThreadPoolExecutor(1)) for _ in range(2))

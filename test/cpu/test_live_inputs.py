@@ -1027,37 +1027,28 @@ class TestLifetimes(LiveInputsTestCase):
                 self.assertWaitedFor(0)
 
     def test_nobody_is_waited_for_while_another_thread_captures(self):
-        """This holds if torch captures under a lock."""
-        for has_lock in (True, False):
-            lock = threading.Lock() if has_lock else None
-            recordings = [self.hidden(device) for device in (1, 2)]
-            with (
-                mock.patch.object(retired, "has_capture_lock", mock.Mock(return_value=has_lock)),
-                mock.patch.object(retired.cudagraph_trees, "graph_capture_lock", lock, create=True),
-            ):
-                self.drop(recordings)
-                self.synchronized.clear()
-                if lock is not None:
-                    held: list[bool] = []
-                    with lock:
-                        retired.release_retired()
-                        self.assertEqual((len(self.api.leaks()), self.synchronized), (2, []))
-                        synchronize = lambda device, lock=lock, held=held: held.append(lock.locked())  # noqa: E731
-                        with mock.patch.object(torch.cuda, "synchronize", synchronize):
-                            self.drop([self.hidden()])
-                            self.choose()  # under the lock, as upstream records
-                        self.assertEqual((self.api.leaks(), held), ([], [True] * len(held)))
-                        self.assertGreaterEqual(len(held), 1)
-                    self.drop([self.hidden(device) for device in (1, 2)])
+        lock, held = threading.Lock(), []
+        self.drop([self.hidden(device) for device in (1, 2)])
+        self.synchronized.clear()
+        with mock.patch.object(retired, "capture_lock", lambda: lock):
+            with lock:
                 retired.release_retired()
-                self.assertEqual((self.api.leaks(), sorted(self.synchronized)), ([], [1, 2]))
-                self.assertFalse(lock is not None and lock.locked())
+                self.assertEqual((len(self.api.leaks()), self.synchronized), (2, []))
+                with mock.patch.object(torch.cuda, "synchronize", lambda device: held.append(lock.locked())):
+                    self.drop([self.hidden()])
+                    self.choose()  # under the lock, as upstream records
+                self.assertEqual((self.api.leaks(), held), ([], [True] * len(held)))
+                self.assertGreaterEqual(len(held), 1)
+            self.drop([self.hidden(device) for device in (1, 2)])
+            retired.release_retired()
+        self.assertEqual((self.api.leaks(), sorted(self.synchronized)), ([], [1, 2]))
+        self.assertFalse(lock.locked())
 
     def test_the_lock_is_held_while_the_gpu_is_waited_for(self):
         lock, held = threading.Lock(), []
         self.drop([self.hidden()])
         with (
-            mock.patch.object(retired.cudagraph_trees, "graph_capture_lock", lock, create=True),
+            mock.patch.object(retired, "capture_lock", lambda: lock),
             mock.patch.object(torch.cuda, "synchronize", lambda device: held.append(lock.locked())),
         ):
             retired.release_retired()

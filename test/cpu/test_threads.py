@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
@@ -15,11 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch._guards import CompileContext, CompileId, compile_context
-from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees import capture_lock, threads
-from pygraph_trees.trees.dispatch import PER_THREAD
+from pygraph_trees.trees import capture_lock, manager_container, threads
 
 ID = CompileId(frame_id=3, frame_compile_id=1)
 
@@ -45,7 +45,6 @@ def in_backward(call):
     return found[0]
 
 
-@unittest.skipUnless(PER_THREAD, "trees are not per thread")
 class TestThreads(TestCase):
     def setUp(self):
         super().setUp()
@@ -62,15 +61,17 @@ class TestThreads(TestCase):
         threads.mark()
         return [in_backward(self.call) for _ in range(2)]
 
-    def test_backwards_of_each_thread_have_their_own(self):
+    def test_each_thread_has_its_own(self):
+        """Also for its backwards."""
         self.assertEqual(self.call(), [0, ID, "x"])
         with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
             for _ in range(2):
                 for number, thread in enumerate((first, second), 1):
                     self.assertEqual(thread.submit(self.backwards).result(60), [[number, ID, "x"]] * 2)
-                    self.assertEqual(thread.submit(self.call).result(60), [0, ID, "x"])
+                    self.assertEqual(thread.submit(self.call).result(60), [number, ID, "x"])
 
     def test_nothing_is_left_of_a_thread_that_has_ended(self):
+        self.call()
         for number in range(1, 4):
             with ThreadPoolExecutor(1) as thread:
                 self.assertEqual(thread.submit(self.backwards).result(60)[0], [number, ID, "x"])
@@ -81,13 +82,38 @@ class TestThreads(TestCase):
         gc.collect()
         self.assertIsNone(self.made[0]())
 
-    def test_a_thread_without_trees_and_one_that_is_marked_too_late(self):
+    def test_backwards_of_threads_without_trees_have_the_same(self):
         def backward():
-            found = in_backward(self.call), in_backward(threads.mark), in_backward(self.call)
-            return found[::2]
+            self.assertIsNone(in_backward(threads.mark))
+            return in_backward(self.call)
 
-        with ThreadPoolExecutor(1) as thread:
-            self.assertEqual(thread.submit(backward).result(60), ([0, ID, "x"],) * 2)
+        self.call()
+        for _ in range(2):
+            with ThreadPoolExecutor(1) as thread:
+                self.assertEqual(thread.submit(backward).result(60), [1, ID, "x"])
+
+    def test_containers(self):
+        """Each thread has its own, which its backwards use. Others' backwards leave none in autograd's thread."""
+        with mock.patch.object(manager_container, "local", threading.local()):
+            local = manager_container.local
+            get = manager_container.get_container(lambda index: local.tree_manager_containers.setdefault(index, []))
+
+            def containers():
+                own = get(0)
+                return own, torch._C._get_obj_in_tls("tree_manager_containers")[0], in_backward(lambda: get(0))
+
+            def of_others():
+                return in_backward(lambda: get(0)), dict(vars(local))
+
+            with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second, ThreadPoolExecutor(1) as third:
+                found = [thread.submit(containers).result(60) for thread in (first, second)]
+                others = [third.submit(of_others).result(60) for _ in range(2)]
+        for own, kept, in_its_backward in found:
+            self.assertIs(own, kept)
+            self.assertIs(own, in_its_backward)
+        self.assertIsNot(found[0][0], found[1][0])
+        self.assertIs(others[0][0], others[1][0])
+        self.assertEqual(others[1][1], {})
 
     @unittest.skipIf(binding.extension is None, "not built for this torch")
     def test_cpp_tells_a_backward_from_other_calls_and_from_backwards_of_other_threads(self):
@@ -106,32 +132,46 @@ class TestThreads(TestCase):
 
 
 class TestCaptures(TestCase):
+    """The lock is torch's, which holds it, or our own."""
+
     def setUp(self):
         super().setUp()
         self.lock, self.done = threading.Lock(), threading.Event()
-        self.enterContext(mock.patch.object(capture_lock, "HAS_LOCK", True))
-        self.enterContext(mock.patch.object(capture_lock.cudagraph_trees, "graph_capture_lock", self.lock, create=True))
+        self.enterContext(mock.patch.object(capture_lock, "capture_lock", lambda: self.lock))
+
+    def capturing(self, is_torchs):
+        stack = contextlib.ExitStack()
+        stack.enter_context(mock.patch.object(capture_lock, "IS_TORCHS", is_torchs))
+        if is_torchs:
+            stack.enter_context(self.lock)
+        stack.enter_context(capture_lock.locked_by_torch())
+        self.assertTrue(self.lock.locked())
+        return stack
 
     def move(self):
         with capture_lock.idle_device(0), capture_lock.idle_device(0):  # one may cause another
             self.assertTrue(self.lock.locked())
             self.done.set()
 
-    def test_outputs_are_moved_once_no_other_thread_captures(self):
+    @parametrize("is_torchs", [True, False])
+    def test_outputs_are_moved_once_no_other_thread_captures(self, is_torchs):
         with ThreadPoolExecutor(1) as other:
-            with self.lock, capture_lock.locked_by_torch():
+            with self.capturing(is_torchs):
                 moving = other.submit(self.move)
                 self.assertFalse(self.done.wait(0.1))
             moving.result(60)
         self.assertEqual((self.done.is_set(), self.lock.locked()), (True, False))
 
-    def test_a_thread_does_not_wait_for_its_own_capture(self):
-        with self.lock, capture_lock.locked_by_torch():
+    @parametrize("is_torchs", [True, False])
+    def test_a_thread_does_not_wait_for_its_own_capture(self, is_torchs):
+        with self.capturing(is_torchs):
             self.move()
             self.assertTrue(self.lock.locked())
         self.move()
         self.assertFalse(self.lock.locked())
 
+
+instantiate_parametrized_tests(TestCaptures)
 
 if __name__ == "__main__":
     run_tests()

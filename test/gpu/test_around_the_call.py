@@ -18,12 +18,8 @@ import torch
 import torch.nn.functional as F
 from indirection import Facts, IndirectionTestCase
 from parity import requires_two_gpus
-from test_trees_concurrency import stash
-from torch._inductor import cudagraph_trees
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-
-from pygraph_trees.trees.dispatch import PER_THREAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -391,20 +387,6 @@ class TestHooksThatCall(IndirectionTestCase):
             self.assertEqual(outer(x), x.sin() * 2 + 1 + x)
 
 
-def sharing_trees(work: Callable[[], None]) -> Callable[[], None]:
-    """``work`` for a thread that uses this thread's graph trees."""
-    trees = cudagraph_trees.local
-    shared = {name: cudagraph_trees.get_obj(trees, name) for name in ("tree_manager_containers", "tree_manager_locks")}
-
-    def run() -> None:
-        for name, value in shared.items():
-            setattr(trees, name, value)
-            stash(name, value)  # for the threads of autograd
-        work()
-
-    return run
-
-
 class TestThreads(IndirectionTestCase):
     @parametrize("count", [1, 9])
     def test_threads_that_call_one_function(self, count: int) -> None:
@@ -432,11 +414,10 @@ class TestThreads(IndirectionTestCase):
             except Exception as error:
                 failures.append(f"thread {number}: {error!r}")
 
-        share = (lambda work: work) if PER_THREAD else sharing_trees
         before = sys.getswitchinterval()
         sys.setswitchinterval(1e-5)
         try:
-            threads = [threading.Thread(target=share(lambda n=n: work(n))) for n in range(4)]
+            threads = [threading.Thread(target=lambda n=n: work(n)) for n in range(4)]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -458,13 +439,11 @@ class TestThreads(IndirectionTestCase):
         (wanted_gradient,) = torch.autograd.grad(fn(x).sum(), w)
         with torch.no_grad():
             wanted = fn(x)
-        for step in range(60):
-            if PER_THREAD or step >= 40:  # otherwise a backward during another call must be enough
-                torch.compiler.cudagraph_mark_step_begin()
+        for _ in range(60):
+            torch.compiler.cudagraph_mark_step_begin()
             out, found = graphed(x), []
-            share = (lambda work: work) if PER_THREAD else sharing_trees
             thread = threading.Thread(
-                target=share(lambda out=out, found=found: found.append(torch.autograd.grad(out.sum(), w)[0].clone()))
+                target=lambda out=out, found=found: found.append(torch.autograd.grad(out.sum(), w)[0].clone())
             )
             thread.start()
             with torch.no_grad():
@@ -473,8 +452,6 @@ class TestThreads(IndirectionTestCase):
             self.assertFalse(thread.is_alive())
             self.assertEqual(inference, wanted, atol=1e-4, rtol=1e-4)
             self.assertEqual(found[0], wanted_gradient, atol=1e-3, rtol=1e-3)
-        if not PER_THREAD:  # otherwise each thread records
-            self.assertLess(Facts.now().recordings, 40)
 
 
 class TestDevices(IndirectionTestCase):

@@ -11,7 +11,6 @@ import gc
 import math
 import queue
 import threading
-import unittest
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import pygraph_trees
 from pygraph_trees.native import binding
-from pygraph_trees.trees.dispatch import PER_THREAD
 
 THREADS = 8
 FIRST, CALLS = 12, 20  # calls of a thread before those that are counted, and these
@@ -110,14 +108,12 @@ class TestThreads(KeptTestCase):
         if errors:
             raise errors[0]
         asked, fast = (after - before for before, after in zip(*counts, strict=True))
-        if PER_THREAD:
-            self.assertEqual(slow[1] - slow[0], Counter())
+        self.assertEqual(slow[1] - slow[0], Counter())
         return asked, fast
 
     def assertAllFast(self, counts: tuple[int, int], calls: int) -> None:
-        """Each call of each thread took the fast path, if each has its own recordings."""
-        if PER_THREAD:
-            self.assertEqual(counts, (calls, calls))
+        """Each call of each thread took the fast path, with recordings of its own."""
+        self.assertEqual(counts, (calls, calls))
 
     @parametrize("size", SIZES)
     @parametrize("at_once", [True, False])
@@ -262,7 +258,6 @@ class TestThreads(KeptTestCase):
             reader.join(120)
         self.assertEqual(errors, [])
 
-    @unittest.skipUnless(PER_THREAD, "threads share recordings")
     def test_a_thread_that_ends_leaves_nothing(self) -> None:
         """Neither its recordings nor its memory; the functions live on."""
 

@@ -7,15 +7,17 @@ facts. Eager is the oracle for values.
 from __future__ import annotations
 
 import contextvars
-import ctypes
-import sys
 import threading
+import unittest
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from parity import ParityTestCase, requires_two_gpus
+from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import run_tests
+
+from pygraph_trees.trees.threads import stash
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,24 +42,6 @@ def in_thread(work: Callable[[], Any]) -> Any:
     return result[0]
 
 
-def stash(key: str, value: Any) -> None:
-    """Lets autograd threads find ``value``, with a reference of its own, which torch 2.11 drops but does not take."""
-    if not torch_counts_what_is_stashed():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    torch._C._stash_obj_in_tls(key, value)
-
-
-def torch_counts_what_is_stashed() -> bool:
-    """Whether torch takes a reference; asked with an object that no other thread uses, whose count is thus exact."""
-    probe = object()
-    before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls("pygraph_test_probe", probe)
-    taken = sys.getrefcount(probe) > before
-    if not taken:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
-    return taken
-
-
 def with_own_manager(work: Callable[[], Any], resets: bool = True) -> Callable[[], Any]:
     """``work`` in a thread with its own graph trees, set up as in servers.
 
@@ -65,8 +49,7 @@ def with_own_manager(work: Callable[[], Any], resets: bool = True) -> Callable[[
     """
 
     def run() -> Any:
-        import torch._inductor.cudagraph_trees as trees
-
+        trees = cudagraph_trees
         trees.local.tree_manager_containers = {}
         trees.local.tree_manager_locks = defaultdict(threading.Lock)
         stash("tree_manager_containers", trees.local.tree_manager_containers)
@@ -80,12 +63,15 @@ def with_own_manager(work: Callable[[], Any], resets: bool = True) -> Callable[[
     return run
 
 
+refused_before_2_13 = unittest.skipUnless(hasattr(cudagraph_trees, "_initialize_tls"), "torch refuses such a thread")
+
+
 class TestTreeConcurrency(ParityTestCase):
+    @refused_before_2_13
     def test_first_call_in_another_thread(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(lambda x: x * 2 + 1)
             x = torch.randn(4, 8, device=ctx.device)
-            # Some versions refuse; others give the thread its own manager.
             for _ in range(4):
                 ctx.fact("result", in_thread(lambda: f(x)))
 
@@ -108,6 +94,7 @@ class TestTreeConcurrency(ParityTestCase):
 
         self.assertEqual(self.parity(program).tree.recordings, 1)
 
+    @refused_before_2_13
     def test_backward_in_another_thread(self) -> None:
         def program(ctx: Context) -> None:
             model = torch.nn.Linear(8, 4, device=ctx.device)
@@ -121,7 +108,6 @@ class TestTreeConcurrency(ParityTestCase):
                 x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
                 y = compiled(x)
                 torch.cuda.synchronize()
-                # A plain thread has no trees in some versions; then the backward is refused.
                 ctx.fact("backward", in_thread(lambda y=y: backward(y)))
                 ctx.fact("gradients", [x.grad, model.weight.grad])
                 model.zero_grad()
