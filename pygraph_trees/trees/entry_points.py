@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import get_static_address_type
-from torch._inductor import cudagraph_trees
+from torch._inductor import config, cudagraph_trees
 
 from pygraph_trees.cuda.extent import tensors_with_memory
 from pygraph_trees.indirection.retired import release_retired
@@ -42,7 +42,8 @@ def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
         function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
         aligned = Aligned(function, static_input_idxs, kwargs.get("mutated_input_idxs", ()))
         make = functools.partial(upstream, function, static_input_idxs, *args, **kwargs)
-        run = make() if function.settings.indirection == "off" else for_each_thread(make)
+        is_per_thread = config.triton.cudagraph_trees and function.settings.indirection != "off"
+        run = for_each_thread(make) if is_per_thread else make()
         return entered(function, run, aligned, chooser(kwargs["device_index"]))
 
     return cudagraphify

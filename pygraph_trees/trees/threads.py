@@ -8,6 +8,7 @@ trees of the thread that began it. All of that goes when the thread ends.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
@@ -53,22 +54,25 @@ def mark() -> _Thread | None:
 
 
 def for_each_thread(make: Callable[[], Call]) -> Call:
-    """Makes calls with what ``make`` returns, which is asked for each thread, as in this compilation."""
-    context = CompileContext.try_get()
+    """Makes calls with what ``make`` returns: now, for the first thread, and later for each other, as if it were now."""
+    context, unused = CompileContext.try_get(), [make()]
     of_threads: weakref.WeakKeyDictionary[_Thread, Call] = weakref.WeakKeyDictionary()
-    of_others: Call | None = None
+    of_others: list[Call] = []
+
+    def made() -> Call:
+        with contextlib.suppress(IndexError):
+            return unused.pop()
+        with compile_context(context):
+            return make()
 
     def call(inputs: list[Any]) -> Any:
-        nonlocal of_others
         thread = mark()
-        found = of_others if thread is None else of_threads.get(thread)
+        if thread is None:
+            of_others.extend([] if of_others else [made()])
+            return of_others[0](inputs)
+        found = of_threads.get(thread)
         if found is None:
-            with compile_context(context):
-                found = make()
-            if thread is None:
-                of_others = found
-            else:
-                of_threads[thread] = found
+            found = of_threads[thread] = made()
         return found(inputs)
 
     return call
