@@ -28,6 +28,7 @@ from .captures import CAPTURED, is_captured
 from .containment import progress_of
 from .dispatch import Dispatch
 from .fast_path import entry
+from .outputs import as_it_reads
 from .zeros import give_memory
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class FunctionModel:
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes outputs from the model's outputs
         self.outputs = OwnOutputs()
         self.is_entered = False  # by :func:`entered`
-        self.tangents: Sequence[int] = ()  # inputs of a backward that may be zeros without memory
+        self.tangents: Sequence[int] = ()  # inputs of a backward that may be zeros without memory, or negated views
         self._makes_zeros = "_efficientzerotensor" in _names_in(model)  # outputs may be zeros without memory
         self.stop: Callable[[str], None] | None = None  # lets it run un-graphed from the next call on, with a reason
         self.calls: dict[int, Progress] = {}  # on the slow path, by thread
@@ -120,6 +121,8 @@ class FunctionModel:
     def __call__(self, inputs: list[Any]) -> Any:
         self.log.runs += 1
         give_memory(inputs, self.tangents)
+        for index in self.tangents:
+            inputs[index] = as_it_reads(inputs[index])
         progress = progress_of(self)
         return self.ungraphed(inputs) if progress is None else progress.run(self.ungraphed, inputs)
 

@@ -8,6 +8,7 @@ resolved copy.
 from __future__ import annotations
 
 import functools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,19 +59,16 @@ def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
 def as_they_read(outputs: Any) -> Any:
     """The outputs, resolved if they are conjugated or negated."""
     if isinstance(outputs, torch.Tensor):
-        return _as_it_reads(outputs) if _reads_otherwise(outputs) else outputs
-    if not any(_reads_otherwise(output) for output in outputs):
-        return outputs
-    return [_as_it_reads(output) if _reads_otherwise(output) else output for output in outputs]
+        return as_it_reads(outputs)
+    resolved = [as_it_reads(output) for output in outputs]
+    return outputs if all(map(operator.is_, resolved, outputs)) else resolved
 
 
-def _reads_otherwise(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()) and value.numel() > 0
-
-
-def _as_it_reads(tensor: torch.Tensor) -> torch.Tensor:
-    """A resolved copy with the same strides."""
-    return flat(tensor).resolve_conj().resolve_neg().as_strided(tensor.shape, tensor.stride(), 0)
+def as_it_reads(value: Any) -> Any:
+    """A resolved copy with the same strides; anything but a conjugated or negated tensor is returned itself."""
+    if not isinstance(value, torch.Tensor) or not (value.is_conj() or value.is_neg()) or not value.numel():
+        return value
+    return flat(value).resolve_conj().resolve_neg().as_strided(value.shape, value.stride(), 0)
 
 
 def _view_of(output: torch.Tensor, placeholder_tensor: torch.Tensor) -> tuple[Any, ...]:

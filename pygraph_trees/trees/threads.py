@@ -54,7 +54,7 @@ def mark() -> _Thread | None:
 
 
 def for_each_thread(make: Callable[[], Call]) -> Call:
-    """Makes calls with what ``make`` returns: now, for the first thread, and later for each other, as if it were now."""
+    """Makes calls with what ``make`` returns now, for the first thread, and later for each other one."""
     context, unused = CompileContext.try_get(), [make()]
     of_threads: weakref.WeakKeyDictionary[_Thread, Call] = weakref.WeakKeyDictionary()
     of_others: list[Call] = []

@@ -52,7 +52,7 @@ class FakeManager(fast_path.TreeState):
 
 
 class FakeFunction(fast_path.FunctionState):
-    """A function that is replayed by the same manager in all threads."""
+    """A function that a manager replays in this thread."""
 
     def __init__(self, manager=None, function_id=None):
         self.is_replayed = True
@@ -60,10 +60,11 @@ class FakeFunction(fast_path.FunctionState):
 
 
 def replay_with(function, manager, function_id):
-    """Lets a manager replay a function in all threads."""
+    """Lets a manager replay a function in this thread."""
     if binding.extension is not None:
         function.replayer = fast_path.Replayer()
         function.replayer.manager, function.replayer.function_id = lambda: manager, function_id
+        function.replayer.thread = binding.extension.thread_of_trees()
 
 
 def manager_of(dispatch):

@@ -387,9 +387,9 @@ class TestNative(TestCase):
             self.assertEqual([sys.getrefcount(tensor) for tensor in cached], seen[0])
 
     def test_bad_arguments(self):
-        recording, native = Recording({}, some(1)), binding.extension
+        recording, native, function = Recording({}, some(1)), binding.extension, FakeFunction()
         with mock.patch.object(binding, "extension", Plain(Entry=dict, Replay=dict)):
-            entry = fast_path.entry(FakeFunction(), order=[1, 0], picks=[0])
+            entry = fast_path.entry(function, order=[1, 0], picks=[0])
             replay = fast_path.replay(recording, (), [NotImplemented])
         of_entry = {
             "order": (b"1", 3, bytes([2, *bytes(15)]), bytes(16)),

@@ -96,6 +96,22 @@ class TestZeros(TestCase):
                 self.assertEqual(manager._run_beside([zeros(2), zeros(2)], FUNCTION), [False, False])
                 self.assertEqual(manager.run([zeros(2), zeros(2)], FUNCTION), expected)
 
+    def test_generated_code_reads_the_values_of_negated_and_conjugated_tangents(self):
+        """It reads memory, whatever the bits of a view say."""
+        real, pair = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([1 + 2j, 3 - 4j])
+        for value in (
+            torch._neg_view(real.mT),
+            torch._neg_view(real)[:, ::2],
+            pair.conj(),
+            torch._neg_view(pair.conj()),
+        ):
+            model = self.model(lambda inputs: list(inputs), "backward")
+            model.note_tangents(2, [0])
+            static, found = model([value, value])
+            self.assertIs(static, value)
+            self.assertEqual((found.is_neg(), found.is_conj(), found.stride()), (False, False, value.stride()))
+            self.assertEqual(found, value.clone())
+
     def test_a_backward_that_is_never_graphed_has_memory_for_tangents(self):
         """As after an earlier process's decision, torch is not asked for a graph."""
         for mode, expected in (("backward", [True, False]), ("forward", [True, True])):
