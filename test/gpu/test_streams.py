@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,8 +35,11 @@ class TestStreams(KeptTestCase):
         assert user_operators.cloned is not None
         torch.manual_seed(0)
         self.enterContext(torch.no_grad())
-        self.first, self.second = torch.cuda.Stream(), torch.cuda.Stream()
+        self.first, self.second = self.stream(), self.stream()
         self.weights = [self.some(256, 256) / 16 for _ in range(3)]
+
+    def stream(self) -> Any:
+        return torch.cuda.Stream()
 
     def graphed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         compiled: Callable[..., Any] = torch.compile(fn, mode="reduce-overhead", dynamic=False)
@@ -176,7 +180,7 @@ class TestStreams(KeptTestCase):
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=work, args=(torch.cuda.Stream(),)) for _ in range(4)]
+        threads = [threading.Thread(target=work, args=(self.stream(),)) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -185,6 +189,16 @@ class TestStreams(KeptTestCase):
 
 
 instantiate_parametrized_tests(TestStreams)
+
+
+class TestExternalStreams(TestStreams):
+    """Another library made the streams, so torch knows only their handles."""
+
+    def stream(self) -> Any:
+        handle = ctypes.c_void_p()
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(handle))))
+        return torch.cuda.ExternalStream(handle.value)
+
 
 if __name__ == "__main__":
     run_tests()
