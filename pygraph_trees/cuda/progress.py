@@ -18,10 +18,10 @@ from pygraph_trees.errors import DriverError
 
 from .driver import driver
 
-_own_lock = threading.Lock()
+_own_lock = threading.RLock()
 
 
-def capture_lock() -> threading.Lock:
+def capture_lock() -> Any:
     """The lock that is held while torch warms up and records: torch's since torch 2.13, before that our own."""
     if not has_capture_lock():
         return _own_lock

@@ -52,7 +52,7 @@ def choose(
         own: own memory of outputs, by index, and whether only our own copies write to it, so that no other kernel can
             hide the address.
 
-    Upstream records, and so calls this, under its capture lock if it has one.
+    Upstream records, and so calls this, under the capture lock.
     """
     release_retired(is_locked=True)
     reasons: dict[int, str] = {}

@@ -166,7 +166,6 @@ class Trial:
         self._is_disturbed = False  # whether other processes would measure something else
         self._why: str | None = None  # the final way, in numbers
         self.decision: Decision | None = None
-        self.is_elsewhere = False  # ended by a thread other than the functions' own
 
     @property
     def is_over(self) -> bool:
@@ -212,7 +211,6 @@ class Trial:
     def _go_on(self, member: TrialMember, inputs: Sequence[object]) -> None:
         """Begins or continues a step."""
         if not member.is_in_its_thread():
-            self.is_elsewhere = True
             self._end_undecided(None)
             return
         first = None if self._first is None else self._first()

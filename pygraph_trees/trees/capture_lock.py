@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 from pygraph_trees.compat import has_capture_lock
 from pygraph_trees.cuda.progress import capture_lock, wait_for_device
@@ -40,9 +39,9 @@ def locked_by_torch() -> Iterator[None]:
             _thread.is_locked = False
 
 
-def is_by_torch(pool: Any) -> bool:
-    """Whether a capture with this pool is one of torch's, which holds its lock, or of a new manager."""
-    return _thread.is_locked or (pool is not None and capture_lock().locked())
+def is_by_torch() -> bool:
+    """Whether a capture of this thread is one of torch's, or of a new manager."""
+    return _thread.is_locked
 
 
 @contextlib.contextmanager

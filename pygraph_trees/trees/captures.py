@@ -48,9 +48,9 @@ def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(upstream)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
         pool = args[0] if args else kwargs.get("pool")
-        if pool not in pools.OWNED and not is_by_torch(pool):
+        if pool not in pools.OWNED and not is_by_torch():
             for manager in pools.managers():
-                if manager.thread == threading.get_ident():
+                if manager.thread in (None, threading.get_ident()):
                     _end_step(manager)
         upstream(self, *args, **kwargs)
 

@@ -114,7 +114,7 @@ class _Choice(Environment):
             dispatch.go(Way.UNGRAPHED, self.until_given_back)
             manager = self._manager()
             if manager is not None:
-                manager.forget(self._function, later=self._trial.is_elsewhere)
+                manager.forget(self._function)
 
     def handed(self) -> Handed:
         manager = self._manager()

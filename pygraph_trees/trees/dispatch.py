@@ -44,7 +44,7 @@ class Dispatch(FunctionState):
     def __init__(self, slow: tuple[Any, ...] = ()) -> None:
         self.slow, self.was_asked = slow, False
         self.replayer, self.replayers = None, {}
-        self._added = 0
+        self.is_added = False  # to a manager
         self._of_integers = False
         self._with_values: dict[tuple[int, ...], Dispatch] = {}
         # By manager: by id, the dispatch of the function with some values.
@@ -66,14 +66,9 @@ class Dispatch(FunctionState):
 
     def add(self, *, of_integers: bool) -> None:
         """Notes that this thread added it to a manager: once, or once for each set of values of its integers."""
-        self._added += 1
+        self.is_added = True
         self._of_integers |= of_integers
         self._drop(_thread())
-
-    @property
-    def is_added(self) -> bool:
-        """Whether it was added to a manager."""
-        return self._added > 0
 
     def add_values(self, manager: Any, function_id: Any, integers: Mapping[int, int]) -> None:
         """Notes that it was added with these values of its integers, by the index of each among the inputs.
@@ -97,7 +92,7 @@ class Dispatch(FunctionState):
             if with_values is not None:
                 with_values.may_be_replayed_by(manager, function_id, own)
             return
-        if not self._added or Replayer is None:
+        if not self.is_added or Replayer is None:
             return
         thread = _thread()
         replayer = self.replayers.get(thread)

@@ -43,7 +43,7 @@ def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
         aligned = Aligned(function, static_input_idxs, kwargs.get("mutated_input_idxs", ()))
         make = functools.partial(upstream, function, static_input_idxs, *args, **kwargs)
         is_per_thread = config.triton.cudagraph_trees and function.settings.indirection != "off"
-        run = for_each_thread(make) if is_per_thread else make()
+        run = for_each_thread(make, function.log, aligned) if is_per_thread else make()
         return entered(function, run, aligned, chooser(kwargs["device_index"]))
 
     return cudagraphify
@@ -96,7 +96,8 @@ def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
         finally:
             cudagraph_trees._set_cached_tensors_enabled(True)
         dropped.clear()
-        release_retired()
+        with paused():  # a finalizer could wait for the lock
+            release_retired()
 
     return reset_cudagraph_trees
 

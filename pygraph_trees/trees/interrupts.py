@@ -20,7 +20,7 @@ PATIENCE_S = 2.0
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
     """Inside, SIGINT does not interrupt the main thread; other threads never get signals in Python."""
-    is_main = threading.current_thread() is threading.main_thread()
+    is_main = threading.get_ident() == threading.main_thread().ident
     handler = signal.getsignal(signal.SIGINT) if is_main else None
     if not callable(handler):  # another thread's, ignored, or not Python's
         yield

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import threading
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -43,6 +42,7 @@ from .reclaiming import Reclaiming
 from .recording import Recording
 from .rerecord import siblings_of, why_recorded
 from .storms import why_stopped
+from .threads import mark
 from .verification import Verification
 from .zeros import give_memory
 
@@ -76,7 +76,7 @@ _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 
 class Manager(Calls):
-    """The recordings of one device, and of one thread if each thread has its own trees."""
+    """The recordings of one device and one thread."""
 
     cuda_graphs_thread_pool: Any
     current_node: Any
@@ -94,7 +94,8 @@ class Manager(Calls):
         build.announce()
         with locked_by_torch():  # it captures an empty graph
             super().__init__(*args, **kwargs)
-        self.thread = threading.get_ident()
+        thread = mark()
+        self.thread = None if thread is None else thread.number
         self.ordered_device, self.used_streams = getattr(self, "device_index", -1), []
         pools.OWNED[self.cuda_graphs_thread_pool] = weakref.ref(self)
 
@@ -199,7 +200,8 @@ class Manager(Calls):
             todo += itertools.chain.from_iterable(node.children.values())
             node.native = None
         super().shutdown()
-        release_retired()
+        with paused():  # a finalizer could wait for the lock
+            release_retired()
 
     def forget(self, model: FunctionModel, *, later: bool = False) -> None:
         """Gives back a function's recordings and own memory; see :meth:`.Reclaiming.forget`."""

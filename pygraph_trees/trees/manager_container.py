@@ -10,10 +10,11 @@ and its assertion stops calls from others.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -61,23 +62,32 @@ def has_trees() -> bool:
     return all(hasattr(local, name) or torch._C._is_key_in_tls(name) for name in _of_others)
 
 
+@contextlib.contextmanager
+def _lent(trees: dict[str, Any]) -> Iterator[None]:
+    """Inside, upstream finds these trees."""
+    before = dict(vars(local))
+    vars(local).update(trees)
+    try:
+        yield
+    finally:
+        vars(local).clear()
+        vars(local).update(before)
+
+
 def get_container(upstream: Callable[[int], Any]) -> Callable[[int], Any]:
     """Looks up, or makes, the container of a device for the calling thread."""
 
     @functools.wraps(upstream)
     def get_container(device_index: int) -> Any:
-        is_others = mark() is None and not has_trees()
-        if is_others:
-            vars(local).update(_of_others)
-        elif not has_trees():
-            for name, trees in new_trees().items():
-                setattr(local, name, trees)
-                stash(name, trees)
-        try:
-            with paused():
-                return upstream(device_index)
-        finally:
-            for name in _of_others if is_others else ():
-                delattr(local, name)
+        thread = mark()
+        with paused(), contextlib.ExitStack() as stack:
+            if thread is None or not has_trees():
+                if torch._C._current_graph_task_id() >= 0:
+                    stack.enter_context(_lent(_of_others))
+                else:
+                    for name, trees in new_trees().items():
+                        stash(name, trees)
+                        setattr(local, name, trees)
+            return upstream(device_index)
 
     return get_container

@@ -18,6 +18,7 @@ from torch._inductor import cudagraph_trees
 from pygraph_trees.indirection.retired import release_retired
 
 from . import pools
+from .collector import paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -165,7 +166,8 @@ class Reclaiming:
             self._is_unknown |= _makes_new_outputs(node)
             node.graph = node.native = None
             del node
-        release_retired()
+        with paused():  # a finalizer could wait for the lock
+            release_retired()
         self.give_pool_back(manager)
 
     def give_pool_back(self, manager: Reclaimed) -> bool:

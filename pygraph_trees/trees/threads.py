@@ -17,17 +17,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._guards import CompileContext, compile_context
+from torch._inductor import config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pygraph_trees.report.log import FunctionLog
+
     Call = Callable[[list[Any]], Any]
 
+SHORT_LIVED = "the threads that call it end before they replay it"
+MOST_ENDED = 8  # threads
 _NAME = "pygraph_trees"  # of the mark; native/tree.cpp looks for it
 
 
 class _Thread:
     """A thread with trees. Only the thread itself holds it; the mark is a weak reference."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number  # as threading.get_ident gives it
 
 
 _local = threading.local()
@@ -46,23 +54,28 @@ def mark() -> _Thread | None:
     if torch._C._current_graph_task_id() >= 0:
         found: _Thread | None = torch._C._get_obj_in_tls(_NAME)() if torch._C._is_key_in_tls(_NAME) else None
         return found
-    if not hasattr(_local, "thread"):
-        _local.thread = _Thread()
-        stash(_NAME, weakref.ref(_local.thread))
-    thread: _Thread = _local.thread
+    thread: _Thread | None = getattr(_local, "thread", None)
+    if thread is None:
+        thread = _Thread(threading.get_ident())
+        stash(_NAME, weakref.ref(thread))
+        _local.thread = thread
     return thread
 
 
-def for_each_thread(make: Callable[[], Call]) -> Call:
-    """Makes calls with what ``make`` returns now, for the first thread, and later for each other one."""
+def for_each_thread(make: Callable[[], Call], log: FunctionLog, ungraphed: Call) -> Call:
+    """Makes calls with what ``make`` returns now, for the first thread, and later for each other one.
+
+    If threads end before they replay a function, those that come later run it ``ungraphed``.
+    """
     context, unused = CompileContext.try_get(), [make()]
     of_threads: weakref.WeakKeyDictionary[_Thread, Call] = weakref.WeakKeyDictionary()
     of_others: list[Call] = []
+    ended: list[None] = []
 
     def made() -> Call:
         with contextlib.suppress(IndexError):
             return unused.pop()
-        with compile_context(context):
+        with compile_context(context), config.patch({"triton.cudagraph_trees": True}):
             return make()
 
     def call(inputs: list[Any]) -> Any:
@@ -72,6 +85,10 @@ def for_each_thread(make: Callable[[], Call]) -> Call:
             return of_others[0](inputs)
         found = of_threads.get(thread)
         if found is None:
+            if len(ended) >= MOST_ENDED and sum(recording.replays for recording in log.recordings) < len(ended):
+                log.not_graphed(SHORT_LIVED)
+                return ungraphed(inputs)
+            weakref.finalize(thread, ended.append, None).atexit = False
             found = of_threads[thread] = made()
         return found(inputs)
 

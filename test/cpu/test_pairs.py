@@ -166,7 +166,7 @@ class TestWays(TestCase):
                         self.assertEqual(weight.grad, filled(number * 2 + 1 + 2 * number))
 
     def test_backwards_in_another_thread(self):
-        """Autograd runs backwards in its own threads. Before torch 2.13, threads share the trees."""
+        """Autograd runs backwards in its own threads."""
         for seed, outputs in itertools.product(range(6), OUTPUTS):
             draw, program = random.Random(seed), Training(outputs)
             with program.running(), ThreadPoolExecutor(1) as other:

@@ -19,6 +19,7 @@ from torch._guards import CompileContext, CompileId, compile_context
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.native import binding
+from pygraph_trees.report.log import Count, FunctionLog, RecordingLog
 from pygraph_trees.trees import capture_lock, manager_container, threads
 
 ID = CompileId(frame_id=3, frame_compile_id=1)
@@ -49,9 +50,11 @@ class TestThreads(TestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(threads, "_local", threading.local()))
-        self.made = []
+        self.made, self.log = [], FunctionLog("model", None, "inference", 1, {})
         with compile_context(CompileContext(ID)):
-            self.run_ = threads.for_each_thread(lambda: Run(self.made))
+            self.run_ = threads.for_each_thread(
+                lambda: Run(self.made), self.log, lambda inputs: ["un-graphed", *inputs]
+            )
 
     def call(self):
         return self.run_(["x"])
@@ -82,6 +85,17 @@ class TestThreads(TestCase):
         gc.collect()
         self.assertIsNone(self.made[0]())
 
+    def test_threads_that_end_before_they_replay(self):
+        """As in a server with a thread for each request."""
+        for replays, last in ((0, "un-graphed"), (100, threads.MOST_ENDED)):
+            self.setUp()
+            self.log.recordings.append(RecordingLog(counter=Count(replays)))
+            for number in range(threads.MOST_ENDED + 1):
+                with ThreadPoolExecutor(1) as thread:
+                    found = thread.submit(self.call).result(60)[0]
+                self.assertEqual(found, number if number < threads.MOST_ENDED else last)
+            self.assertEqual(self.log.ungraphed_reason, None if replays else threads.SHORT_LIVED)
+
     def test_backwards_of_threads_without_trees_have_the_same(self):
         def backward():
             self.assertIsNone(in_backward(threads.mark))
@@ -107,7 +121,9 @@ class TestThreads(TestCase):
 
             with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second, ThreadPoolExecutor(1) as third:
                 found = [thread.submit(containers).result(60) for thread in (first, second)]
-                others = [third.submit(of_others).result(60) for _ in range(2)]
+                others = [third.submit(of_others).result(60)]
+                third.submit(threads.mark).result(60)  # it still has no trees
+                others.append(third.submit(of_others).result(60))
         for own, kept, in_its_backward in found:
             self.assertIs(own, kept)
             self.assertIs(own, in_its_backward)

@@ -1001,7 +1001,7 @@ class TestChoice(TrialTestCase):
             call.kept.end(Execution.UNGRAPHED, None)
         x = torch.ones(2)
         self.assertEqual(call([x]), [x * 2])
-        manager.forget.assert_called_once_with(model, later=False)
+        manager.forget.assert_called_once_with(model)
         self.assertRegex(model.log.ungraphed_reason, "faster un-graphed")
 
     def test_misaligned_inputs_are_written_to_as_well(self):

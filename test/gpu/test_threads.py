@@ -1,7 +1,6 @@
 """Threads that call the same functions, each on a stream of its own; eager is the oracle.
 
-Since torch 2.13, each thread has its own recordings and takes the fast path. Before, all threads use the same
-recordings, and calls that come during another one run un-graphed.
+Each thread has its own recordings and takes the fast path.
 """
 
 from __future__ import annotations

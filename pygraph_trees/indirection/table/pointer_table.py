@@ -243,7 +243,7 @@ class Warmups:
 
         Live inputs of a forward that its backward takes are still static for the backward, and will be found to be
         live. If another static input turns out to move, the function is recorded again without a warmup, and the input
-        is patched. Upstream warms up under its capture lock if it has one, so retired memory is given back here.
+        is patched. Upstream warms up under the capture lock, so retired memory is given back here.
         """
         release_retired(is_locked=True)
         if not available():
