@@ -41,7 +41,7 @@ setup(
     entry_points={
         "console_scripts": ["pygraph-trees = pygraph_trees.__main__:main"],
         # Registers a log name for TORCH_LOGS while torch is imported; installs no patch.
-        "torch.backends": ["pygraph_trees = inductor_patches.torch_logs:register"],
+        "torch.backends": ["pygraph_trees = inductor_patches:register"],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

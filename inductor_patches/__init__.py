@@ -19,20 +19,11 @@ from typing import TYPE_CHECKING
 
 from .environment import disabled
 from .import_hook import ImportHook, is_loaded
-from .torch_logs import register
 
 if TYPE_CHECKING:
     from .patch import Patch
 
-# In the order in which they are applied; each feature with the modules that hold its patches.
-FEATURES: dict[str, tuple[str, ...]] = {
-    "flags": ("config", "torch_compile"),
-    "trees": ("cudagraph_trees", "compile_fx", "output_code", "autograd_cache", "optimizer", "tensor", "cuda_graphs"),
-    "report": ("scheduler", "output_code"),
-    "calls": ("dynamo",),
-    "placement": ("post_grad", "compile_fx", "scheduler"),
-    "table": ("triton_heuristics",),
-}
+FEATURES = ("flags", "trees", "report", "calls", "placement", "table")  # in the order in which they are applied
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +52,9 @@ _COMPILER = ("torch._inductor.compile_fx", "torch._inductor.cudagraph_trees")
 
 def patches(feature: str) -> tuple[Patch, ...]:
     """The patches of a feature, in the order in which they go on."""
-    modules = [importlib.import_module(f".{name}", __name__) for name in FEATURES[feature]]
-    return tuple(patch for module in modules for patch in module.PATCHES if patch.feature == feature)
+    from .table import PATCHES
+
+    return tuple(patch for patch in PATCHES if patch.feature == feature)
 
 
 def install() -> tuple[Status, ...]:
@@ -86,6 +78,19 @@ def install_when_loaded() -> None:
         actions[_FLAGS] = _install_flags
         actions |= {name: functools.partial(_install_after, name) for name in _COMPILER}
     _hook.watch(actions)
+
+
+def register() -> None:
+    """Registers the log ``pygraph`` with torch, for ``TORCH_LOGS="pygraph"``: the facts of the report as they happen.
+
+    Torch reads ``TORCH_LOGS`` once, during its import, and raises on an unknown name. This function runs earlier if
+    ``pygraph_trees`` is imported before torch or, since torch 2.12, through the installed package's entry point. The
+    log is the logger ``pygraph_trees``, whose own name always works.
+    """
+    from torch._logging import _internal
+
+    if not _internal.log_registry.is_log("pygraph"):
+        _internal.register_log("pygraph", "pygraph_trees")
 
 
 def _install_flags() -> None:

@@ -159,11 +159,3 @@ class Flags(Patch):
             _mark_dirty(config)
 
         return undo
-
-
-PATCHES: tuple[Patch, ...] = (
-    Flags(
-        feature="flags",
-        removable="torch has a way to register config entries from outside",
-    ),
-)

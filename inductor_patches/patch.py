@@ -177,6 +177,16 @@ class Rebind(Patch):
         return undo
 
 
+@dataclass(frozen=True, slots=True)
+class OnDemand(Rebind):
+    """A rebinding that is offered to other code, and applied while that code needs it."""
+
+    offer: Callable[[Callable[[], Callable[[], None]]], Callable[[], None]]  # returns the function that withdraws it
+
+    def apply(self) -> Callable[[], None]:
+        return self.offer(functools.partial(Rebind.apply, self))
+
+
 def made_by(module: str, name: str) -> Callable[[Any], Any]:
     """For :attr:`Rebind.replace`: the function ``name``, whose module is imported only when the patch is applied."""
     return lambda original: getattr(importlib.import_module(module), name)(original)

@@ -43,7 +43,7 @@ class TestTorchLogs(TestCase):
 
     def test_entry_point_installs_nothing(self):
         code = (
-            "import sys, torch\nfrom inductor_patches.torch_logs import register\n"
+            "import sys, torch\nfrom inductor_patches import register\n"
             "register(); register(); print('pygraph_trees' in sys.modules)"
         )
         done = run_python(code, "recompiles")

@@ -1,0 +1,209 @@
+"""The table of patches: what is replaced in torch, by what, and what would make the patch unnecessary.
+
+A replacement is imported from ``pygraph_trees`` only when its patch is applied; this module needs neither torch nor
+``pygraph_trees``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from .config import Flags
+from .patch import OnDemand, Patch, Rebind, made_by
+
+
+def _describing_and_noting(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    from pygraph_trees.report.compiled import describing
+    from pygraph_trees.trees.saved_tensors import noting
+
+    return noting(describing(upstream))
+
+
+def _placing(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    from pygraph_trees.placement import placing
+
+    return placing(upstream, _has_addresses)
+
+
+def _has_addresses() -> bool:
+    """Whether recordings are given addresses, or would be on a fake GPU; artifacts depend on this rule."""
+    import torch
+    from torch._inductor import cudagraph_trees
+
+    from pygraph_trees.fake_gpu.presence import is_absent
+    from pygraph_trees.indirection.availability import usable_driver
+    from pygraph_trees.trees.recording import Recording
+
+    if cudagraph_trees.CUDAGraphNode is not Recording:
+        return False
+    if is_absent():
+        return True
+    # Asking for the driver may warn, which says nothing to programs without a GPU.
+    return torch.cuda.is_available() and usable_driver() is not None
+
+
+def _offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    from pygraph_trees.indirection.table.launches import tap
+
+    return tap.offer(put_on)
+
+
+_DROP_IN = "never: this is the drop-in"
+_CONFIG_ENTRIES = "torch has a way to register config entries from outside"
+_CLONES = "torch clones memory of a graph pool at once"
+_SPLITS_AS_DATA = "torch reports why it splits a graph as data"
+_NO_WRAPPER = "torch 2.15 does without the wrapper"
+_MOVES = "torch moves what the CPU computes for the GPU, and leaves what is returned where it is"
+
+_Row = tuple[Callable[[Any], Any], str]  # the replacement, and what would make the patch unnecessary
+
+# By feature, module of torch and name in the module; the patches of a feature are applied in this order.
+_REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
+    "flags": {
+        # Flags in `options=` are checked before Inductor applies any option, so a wrong value raises in
+        # `torch.compile` and not at the function's first call.
+        "torch": {
+            "_TorchCompileInductorWrapper.apply_options": (
+                made_by("pygraph_trees.settings", "checking_options"),
+                _CONFIG_ENTRIES,
+            ),
+        },
+    },
+    "trees": {
+        # Upstream looks all names up in the module when it uses them, so rebinding them there is enough. Thread-local
+        # state, the rules of liveness and pools, and additions of a torch version stay upstream's.
+        "torch._inductor.cudagraph_trees": {
+            "CUDAGraphNode": (lambda _: import_module("pygraph_trees.trees.recording").Recording, _DROP_IN),
+            "CUDAGraphTreeManager": (lambda _: import_module("pygraph_trees.trees.manager").Manager, _DROP_IN),
+            "TreeManagerContainer": (
+                lambda _: import_module("pygraph_trees.trees.manager_container").ManagerContainer,
+                "when the locks of containers are reentrant, or are not held while a manager is made",
+            ),
+            "get_container": (
+                made_by("pygraph_trees.trees.manager_container", "get_container"),
+                "when the locks of containers are reentrant",
+            ),
+            "cudagraphify_impl": (made_by("pygraph_trees.trees.entry_points", "cudagraphify_impl"), _DROP_IN),
+            "reset_cudagraph_trees": (
+                made_by("pygraph_trees.trees.entry_points", "reset_cudagraph_trees"),
+                "never: memory of recordings that are gone is given back there",
+            ),
+        },
+        # Every whole graph and every partition goes through this function.
+        "torch._inductor.compile_fx": {
+            "cudagraphify": (made_by("pygraph_trees.trees.entry_points", "cudagraphify"), _DROP_IN),
+        },
+        # When a compiled graph is installed, it is decided whether it is graphed. A call tries the fast path first.
+        "torch._inductor.output_code": {
+            "CompiledFxGraph.post_compile": (made_by("pygraph_trees.trees.compiled_graph", "putting_to_use"), _DROP_IN),
+            "CompiledFxGraph.__call__": (made_by("pygraph_trees.trees.compiled_graph", "calling"), _DROP_IN),
+        },
+        # A compilation leaves AOTAutograd's metadata in the tracing context. For a program that comes from
+        # AOTAutograd's cache, only the cache's entry has it; it is kept while the program's graphs are installed.
+        "torch._functorch._aot_autograd.aot_autograd_result": {
+            "GenericAOTAutogradResult.wrap_post_compile": (
+                made_by("pygraph_trees.trees.compiled_graph", "loading"),
+                "the tracing context tells the same of a program that comes from the cache",
+            ),
+        },
+        # Torch asserts that a recording is open, so an optimizer's step cannot be compiled after a backward that ran
+        # un-graphed. If none is open, the replacement decides from the tensor alone whether a gradient is static.
+        "torch._dynamo.variables.optimizer": {
+            "_is_static_for_cudagraphs": (
+                made_by("pygraph_trees.trees.entry_points", "is_static_for_cudagraphs"),
+                "torch does not assert that a recording is open",
+            ),
+        },
+        # Replays overwrite no memory that others may still use. Torch's allocator looks at the streams that a program
+        # records for a tensor only when it frees the tensor's memory, and replays write to memory that is not freed:
+        # own memory of outputs is then not written again, and the next replay of a graph pool waits for the stream.
+        # Outputs leave the pool before another process or a lazy clone shares their memory.
+        "torch": {
+            "Tensor.record_stream": (
+                made_by("pygraph_trees.trees.entry_points", "record_stream"),
+                "torch tells which streams use a storage",
+            ),
+            "UntypedStorage._share_cuda_": (
+                made_by("pygraph_trees.trees.entry_points", "outside_of_pools"),
+                "torch shares no memory of a graph pool",
+            ),
+            "_lazy_clone": (made_by("pygraph_trees.trees.entry_points", "outside_of_pools"), _CLONES),
+            "Tensor._lazy_clone": (made_by("pygraph_trees.trees.entry_points", "outside_of_pools"), _CLONES),
+        },
+        # A graph that the program captures may read outputs of recordings, and holds their addresses: outputs in the
+        # graph pool, which later steps overwrite, are moved out before the capture begins.
+        "torch.cuda": {
+            "CUDAGraph.capture_begin": (
+                made_by("pygraph_trees.trees.captures", "capture_begin"),
+                "torch lets other code know when a capture begins",
+            ),
+        },
+    },
+    "report": {
+        # The partitions of a graph are described.
+        "torch._inductor.scheduler": {
+            "Scheduler.graph_partition": (
+                made_by("pygraph_trees.report.compiled", "describing_partitions"),
+                _SPLITS_AS_DATA,
+            ),
+        },
+        # A new graph is described, and its saved tensors are noted.
+        "torch._inductor.output_code": {
+            "CompiledFxGraph.__init__": (_describing_and_noting, _SPLITS_AS_DATA),
+        },
+    },
+    "calls": {
+        # The profiler's marks around the code that gathers a compiled function's inputs. Each call makes them, even if
+        # no profiler runs; the replacements then do nothing. Torch 2.15 no longer wraps them in
+        # `torch._dynamo.disable`, so they stay upstream's there.
+        "torch._dynamo.utils": {
+            "record_pregraph_bytecode_enter": (made_by("pygraph_trees.trees.call_marks", "enter"), _NO_WRAPPER),
+            "record_pregraph_bytecode_exit": (made_by("pygraph_trees.trees.call_marks", "exit"), _NO_WRAPPER),
+        },
+    },
+    "placement": {
+        # The passes look the name up in the module when they run. Placement gets upstream's pass, and runs it if
+        # placement itself does nothing.
+        "torch._inductor.fx_passes.post_grad": {
+            "move_constructors_to_gpu": (_placing, _MOVES),
+        },
+        # Nested passes over graphs are counted, so placement recognizes a graph inside another one. `compile_fx`
+        # compiles without CUDA graphs if the flags say so.
+        "torch._inductor.compile_fx": {
+            "_recursive_post_grad_passes": (made_by("pygraph_trees.placement", "counting_depth"), _MOVES),
+            "compile_fx": (
+                made_by("pygraph_trees.selection.functions", "leaving_graphs_out"),
+                "never: torch has no flag that takes CUDA graphs from a program that asks for them",
+            ),
+        },
+        # Kernels that read values of the CPU are kept out of CUDA graphs.
+        "torch._inductor.scheduler": {
+            "Scheduler.should_partition": (
+                made_by("pygraph_trees.placement.scheduled", "keeping_outside"),
+                "torch keeps what reads values of the CPU out of CUDA graphs",
+            ),
+        },
+    },
+}
+
+PATCHES: tuple[Patch, ...] = (
+    Flags(feature="flags", removable=_CONFIG_ENTRIES),
+    *(
+        Rebind(feature, removable, module, name, replace)
+        for feature, modules in _REBOUND.items()
+        for module, names in modules.items()
+        for name, (replace, removable) in names.items()
+    ),
+    # All of Inductor's Triton kernels are launched here. It is rebound only while a function is warmed up, or captured
+    # with a table of addresses (`pygraph_trees.indirection.table.launches`); at all other times it is upstream's.
+    OnDemand(
+        feature="table",
+        module="torch._inductor.runtime.triton_heuristics",
+        name="CachingAutotuner.run",
+        replace=made_by("pygraph_trees.indirection.table.launches", "watched"),
+        offer=_offer,
+        removable="never: torch has no indirect kernels",
+    ),
+)
