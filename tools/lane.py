@@ -43,7 +43,7 @@ SLOWEST: tuple[str, ...] = (
     "test_constants",
     "test_variants",
     "test_bench",
-    "test_start_time",
+    
     "test_commands",
     "test_fake_gpu",
     "test_flags",

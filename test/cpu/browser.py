@@ -61,10 +61,10 @@ class Browser:
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
 
-    def open(self, path: Path, width: int, height: int = 900, *, dark: bool = False) -> None:
-        """Shows a file on a screen of ``width`` by ``height`` pixels, and waits until it is loaded."""
+    def open(self, path: Path, width: int, *, dark: bool = False) -> None:
+        """Shows a file on a screen of this width in pixels, and waits until it is loaded."""
         is_phone = width < 500
-        screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": is_phone}
+        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": is_phone}
         self._do("Emulation.setDeviceMetricsOverride", **screen)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._do("Emulation.setEmulatedMedia", features=[scheme])
@@ -88,12 +88,11 @@ class Browser:
                 raise TimeoutError(f"never true: {expression}")
             time.sleep(0.05)
 
-    def press(self, key: str, times: int = 1) -> None:
+    def press(self, key: str) -> None:
         code, text = _KEYS[key]
-        for _ in range(times):
-            pressed = {"key": key, "code": key.strip() or "Space", "windowsVirtualKeyCode": code}
-            self._do("Input.dispatchKeyEvent", type="keyDown", text=text, **pressed)
-            self._do("Input.dispatchKeyEvent", type="keyUp", **pressed)
+        pressed = {"key": key, "code": key.strip() or "Space", "windowsVirtualKeyCode": code}
+        self._do("Input.dispatchKeyEvent", type="keyDown", text=text, **pressed)
+        self._do("Input.dispatchKeyEvent", type="keyUp", **pressed)
 
 
 @contextlib.contextmanager

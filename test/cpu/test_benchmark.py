@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._inductor import cudagraph_trees
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 from torch.testing._internal.two_tensor import TwoTensor
@@ -48,7 +49,6 @@ from pygraph_trees.benchmark.verify import (
     _elsewhere,
     _spoil,
     _storages,
-    _why_not_graphed,
 )
 from pygraph_trees.benchmark.ways import NotPatchedError, OwnInductor, UnknownWayError, Way, make_ways, patches_on
 from pygraph_trees.fake_gpu import absent_gpu
@@ -64,12 +64,14 @@ def _model() -> torch.nn.Module:
 
 class TestProgram(TestCase):
     def test_inference_returns_outputs(self):
+        """Each step begins one of trees, and runs in the context."""
         model, x = _model(), torch.randn(3, 4)
         program = Program(model, (x,), context=torch.no_grad)
-        out = program.step(model, program.args, program.kwargs)
+        with mock.patch("torch.compiler.cudagraph_mark_step_begin") as begin:
+            out = program.step(model, program.args, program.kwargs)
+        begin.assert_called_once()
         self.assertFalse(out.requires_grad)
-        with torch.no_grad():
-            self.assertEqual(out, model(x))
+        self.assertEqual(out, model(x).detach())
 
     def test_training_returns_loss_and_gradients_of_this_step_only(self):
         model, x = _model(), torch.randn(3, 4)
@@ -89,16 +91,6 @@ class TestProgram(TestCase):
         program = Program(lambda x: {"loss": (x * x).sum()}, kwargs={"x": x}, training=True)
         _, gradients = program.step(program.fn, program.args, program.kwargs)
         self.assertEqual(gradients, [2 * x.detach()])
-
-    def test_each_step_runs_in_the_context_and_begins_a_step_of_trees(self):
-        seen = []
-        program = Program(lambda: seen.append(torch.is_grad_enabled()), context=torch.no_grad)
-        with mock.patch("torch.compiler.cudagraph_mark_step_begin") as begin:
-            program.step(program.fn, (), {})
-        self.assertEqual(seen, [False])
-        begin.assert_called_once()
-
-    def test_a_training_step_without_a_loss_is_an_error(self):
         program = Program(lambda: torch.ones(2), training=True)
         with self.assertRaisesRegex(NoLossError, "got Tensor"):
             program.step(program.fn, (), {})
@@ -112,13 +104,10 @@ class TestProgram(TestCase):
         found = tensors_of({"a": torch.ones(1), "b": Plain(torch.zeros(2), 3)})
         self.assertEqual([name for name, _ in found], ["['a']", "['b'].scores"])
 
-    def test_resident_bytes_count_shared_storage_once(self):
-        x = torch.zeros(100)
+    def test_resident_bytes(self):
+        """Shared storage counts once, and wrapper subclasses, which have no memory, by the tensors in them."""
+        x, module = torch.zeros(100), torch.nn.Module()
         self.assertEqual(Program(lambda *a: None, (x, x[50:])).resident_nbytes, 400)
-
-    def test_resident_bytes_of_wrapper_subclasses_are_those_of_the_tensors_in_them(self):
-        """Such a tensor, for example a quantized parameter, has no memory itself."""
-        module = torch.nn.Module()
         module.weight = torch.nn.Parameter(TwoTensor(torch.zeros(100), TwoTensor(torch.zeros(100), torch.zeros(100))))
         self.assertEqual(Program(module, (torch.zeros(10),)).resident_nbytes, 1240)
 
@@ -143,42 +132,25 @@ class TestRing(TestCase):
         self.assertIs(same[0].args[0], same[1].args[0])
 
     def test_clones_keep_layout_and_aliasing(self):
-        base = torch.randn(6, 8)
-        program = Program(
-            lambda *a: None,
-            (base.t(), base[1:, 3:5], torch.ones(1, 4).expand(5, 4)),
-            {"w": {"x": torch.ones(2, requires_grad=True)}},
-        )
+        base, x = torch.randn(6, 8), torch.complex(torch.arange(4.0), torch.ones(4))
+        views = base.t(), base[1:, 3:5], torch.ones(1, 4).expand(5, 4), x.conj(), torch._neg_view(x.real), x.conj().imag
+        program = Program(lambda *a: None, views, {"w": {"x": torch.ones(2, requires_grad=True)}})
         own, clone = Ring(program, sets=2).sets
-        for x, y in zip(own.args, clone.args, strict=True):
-            self.assertEqual(x.stride(), y.stride())
-            self.assertEqual(x.storage_offset(), y.storage_offset())
-            self.assertEqual(x, y)
+        for one, other in zip(own.args, clone.args, strict=True):
+            self.assertEqual((other.stride(), other.storage_offset()), (one.stride(), one.storage_offset()))
+            self.assertEqual((other.is_conj(), other.is_neg()), (one.is_conj(), one.is_neg()))
+            self.assertEqual(one, other)
         self.assertEqual(clone.args[0].untyped_storage().data_ptr(), clone.args[1].untyped_storage().data_ptr())
         self.assertTrue(clone.kwargs["w"]["x"].requires_grad and clone.kwargs["w"]["x"].is_leaf)
 
-    def test_clones_read_as_the_inputs(self):
-        x = torch.complex(torch.arange(4.0), torch.ones(4))
-        own, clone = Ring(Program(lambda *a: None, (x.conj(), torch._neg_view(x.real), x.conj().imag)), sets=2).sets
-        for one, other in zip(own.args, clone.args, strict=True):
-            self.assertEqual((other.is_conj(), other.is_neg()), (one.is_conj(), one.is_neg()))
-            self.assertEqual(one, other)
-
-    def test_wrapper_subclasses_do_not_rotate(self):
-        """They have no memory that a clone could copy."""
-        inputs = TwoTensor(torch.ones(2), torch.ones(2)), torch.ones(2)
-        own, clone = Ring(Program(lambda *a: None, inputs), sets=2).sets
-        self.assertIs(own.args[0], clone.args[0])
-        self.assertNotEqual(own.args[1].data_ptr(), clone.args[1].data_ptr())
-
-    def test_only_live_inputs_rotate(self):
-        program = Program(
-            lambda *a, **k: None, (torch.ones(2), torch.ones(2)), {"k": torch.ones(2)}, live=frozenset({1})
-        )
-        own, clone = Ring(program, sets=2).sets
-        self.assertIs(own.args[0], clone.args[0])
-        self.assertIs(own.kwargs["k"], clone.kwargs["k"])
-        self.assertNotEqual(own.args[1].data_ptr(), clone.args[1].data_ptr())
+    def test_only_live_inputs_with_memory_rotate(self):
+        """Wrapper subclasses have no memory that a clone could copy."""
+        x, wrapper = torch.ones(2), TwoTensor(torch.ones(2), torch.ones(2))
+        for args, live in (((wrapper, x), None), ((x, x.clone()), frozenset({1}))):
+            own, clone = Ring(Program(lambda *a, **k: None, args, {"k": torch.ones(2)}, live=live), sets=2).sets
+            self.assertIs(own.args[0], clone.args[0])
+            self.assertEqual(own.kwargs["k"] is clone.kwargs["k"], live is not None)
+            self.assertNotEqual(own.args[1].data_ptr(), clone.args[1].data_ptr())
 
     def test_sets_are_as_many_as_the_budget_allows_and_at_least_two(self):
         program = Program(lambda *a: None, (torch.zeros(1000),))
@@ -198,10 +170,8 @@ class TestTiming(TestCase):
         self.assertFalse(is_steady([1.0] * 8, [1, 1, 1, 1, 1, 1, 1, 2]))
         self.assertFalse(is_steady([1.0, 1.0, 1.0, 1.0, 1.0, 3.0], [1] * 6))
 
-    def test_a_block_has_as_many_calls_as_its_time_allows(self):
-        self.assertEqual([Effort().block_calls(s) for s in (1.0, 0.01, 1e-6, 0.0)], [10, 20, 200, 200])
-
     def test_a_block_goes_through_the_inputs_in_order(self):
+        self.assertEqual([Effort().block_calls(s) for s in (1.0, 0.01, 1e-6, 0.0)], [10, 20, 200, 200])
         seen: list[int] = []
         waits: list[int] = []
         block = time_block(seen.append, itertools.count(), calls=3, settle=2, wait=lambda: waits.append(len(seen)))
@@ -219,8 +189,7 @@ class TestTiming(TestCase):
 
 
 class TestTrace(TestCase):
-    @staticmethod
-    def _event(category: str, name: str, start: float, duration: float, **args: Any) -> dict[str, Any]:
+    def _event(self, category: str, name: str, start: float, duration: float, **args: Any) -> dict[str, Any]:
         return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "args": args}
 
     def test_a_trace_tells_kernels_inside_of_graphs(self):
@@ -249,10 +218,14 @@ class TestTrace(TestCase):
 
 class TestDifferences(TestCase):
     def test_the_largest_difference_is_found(self):
-        a = snapshot({"x": torch.tensor([1.0, float("inf"), float("nan")]), "n": torch.tensor([1, 5])})
+        """A snapshot survives a write."""
+        x = torch.tensor([1.0, float("inf"), float("nan")])
+        a = snapshot({"x": x, "n": torch.tensor([1, 5])})
+        x.zero_()
         b = snapshot({"x": torch.tensor([1.5, float("inf"), float("nan")]), "n": torch.tensor([1, 2])})
         self.assertEqual(difference(a, a).largest, 0.0)
         self.assertEqual(difference(a, b).largest, 3.0)
+        self.assertEqual(a[0][1], torch.tensor([1.0, float("inf"), float("nan")]))
 
     def test_outputs_that_cannot_be_compared_are_a_problem(self):
         one = snapshot([torch.ones(2)])
@@ -267,12 +240,6 @@ class TestDifferences(TestCase):
             self.assertIsNone(found.largest)
             self.assertIn(problem, found.problem)
 
-    def test_a_snapshot_survives_a_write(self):
-        x = torch.ones(2)
-        kept = snapshot(x)
-        x.zero_()
-        self.assertEqual(kept[0][1], torch.ones(2))
-
 
 class Hashed(SimpleNamespace):
     """A namespace that can be a key, as a recording can."""
@@ -281,14 +248,6 @@ class Hashed(SimpleNamespace):
 
 
 class TestGraphs(TestCase):
-    class LoggedNode:
-        def __init__(self) -> None:
-            self.children: dict[int, list[Any]] = {}
-            self.log = SimpleNamespace(replays=4, inputs=())
-
-        def run_graph(self) -> None:
-            self.log.replays += 1
-
     def recorded(self, number: int, parent: Any = None, log: Any = None) -> SimpleNamespace:
         """A recording of upstream, or one of ours if there is a ``log``."""
         model = SimpleNamespace() if log is None else SimpleNamespace(log=log)
@@ -335,10 +294,6 @@ class TestGraphs(TestCase):
 
 
 class TestWays(TestCase):
-    def test_an_unknown_way_is_refused(self):
-        with self.assertRaisesRegex(UnknownWayError, "got 'jit'"):
-            make_ways(Program(lambda: None), ["eager", "jit"])
-
     def test_ours_may_be_asked_for_with_flags(self):
         for name, route, selective in (
             ("ours", "auto", "auto"),
@@ -356,51 +311,35 @@ class TestWays(TestCase):
                 if name in ("ours:keep", "ours:overwrite"):
                     self.assertEqual(flags.pygraph_outputs == "keep", name == "ours:keep")
         self.assertEqual(torch._inductor.config.triton.pygraph_selective, "auto")
-        for name in ("upstream:patch", "ours:off", "ours:"):
-            with self.assertRaises(UnknownWayError):
-                make_ways(Program(lambda: None), [name])
+        for name in ("jit", "upstream:patch", "ours:off", "ours:"):
+            with self.assertRaisesRegex(UnknownWayError, f"got '{name}'"):
+                make_ways(Program(lambda: None), ["eager", name])
 
     def test_ours_needs_the_patches(self):
-        off = [inductor_patches.Status("trees", "disabled", ())]
-        with (
-            mock.patch.object(inductor_patches, "status", lambda: off),
-            self.assertRaisesRegex(NotPatchedError, "disabled"),
-        ):
+        off = mock.patch.object(inductor_patches, "status", lambda: [inductor_patches.Status("trees", "disabled", ())])
+        with off, self.assertRaisesRegex(NotPatchedError, "disabled"):
             make_ways(Program(fn=torch.sin, args=(torch.zeros(1),)), ["ours"])
 
     def test_patches_are_on_for_ours_alone_and_as_before_afterwards(self):
-        ways = make_ways(Program(lambda: None))
-        before = patches_on()
+        """Each way with graphs has trees of its own."""
+        ways, before, trees = make_ways(Program(lambda: None)), patches_on(), cudagraph_trees.get_container(0)
         try:
             for start in (True, False):
                 inductor_patches.install() if start else inductor_patches.uninstall()
+                seen = []
                 for way in ways:
                     with way.active():
                         self.assertEqual(patches_on(), way.name == "ours")
-                    self.assertEqual(patches_on(), start)
+                        seen.append(cudagraph_trees.get_container(0))
+                    self.assertEqual((patches_on(), len(way.managers)), (start, 0))
+                self.assertEqual([container is trees for container in seen], [True, True, False, False])
+                self.assertIsNot(seen[2], seen[3])
                 with self.assertRaises(ZeroDivisionError), ways[-1].active():
                     1 / 0  # noqa: B018
                 self.assertEqual(patches_on(), start)
+                self.assertIs(cudagraph_trees.get_container(0), trees)
         finally:
             inductor_patches.install() if before else inductor_patches.uninstall()
-
-    def test_each_way_with_graphs_has_trees_of_its_own(self):
-        from torch._inductor import cudagraph_trees as trees
-
-        def current() -> Any:
-            return trees.get_container(0)
-
-        before = current()
-        ways = make_ways(Program(lambda: None))
-        seen = []
-        for way in ways:
-            with way.active():
-                seen.append(current())
-            self.assertEqual(len(way.managers), 0)
-        eager, compiled, upstream, ours = seen
-        self.assertIs(eager, compiled)
-        self.assertEqual(len({id(container) for container in (compiled, upstream, ours)}), 3)
-        self.assertIs(current(), before)
 
     def test_ways_do_not_share_compiled_code(self):
         compiled: list[str] = []
@@ -458,13 +397,11 @@ class TestComparison(TestCase):
                 self.assertIsNone(figure)
         self.assertEqual([m.max_diff_upstream for m in found if m.way == "ours"], [0.0, 0.0])
         self.assertEqual([m.routes for m in found], [[]] * 8)  # without a GPU there are none
-        self.assertEqual(
-            checkpoints, [0, 0, 0, 0, 0, 8, 8]
-        )  # after each way that is prepared, and after the other stages
+        self.assertEqual(checkpoints, [0] * 5 + [8, 8])  # after each way that is prepared, and after the other stages
         self.assertEqual(steps[-1][0], steps[-1][1])
         self.assertEqual([done for done, _ in steps], sorted(done for done, _ in steps))
 
-    def _that_chooses(self, then: Any) -> Any:
+    def _that_chooses(self, then: Any) -> Measurement:
         """The measurement of a way that multiplies by two until it has chosen, and does ``then`` from there on."""
         texts: list[str] = []
         used = eager = lambda x: x * 2
@@ -478,14 +415,11 @@ class TestComparison(TestCase):
             program = Program(eager, (torch.ones(3),))
             comparison = Comparison(program, effort=FAST, progress=lambda done, total, text: texts.append(text))
             comparison._choosing = comparison._runs[-1:]  # as on a GPU
-            prepared = mock.Mock(side_effect=lambda: texts.append("prepared"))
             with mock.patch("pygraph_trees.benchmark.measure.call_until_chosen", side_effect=chosen) as settled:
-                found = comparison.run(prepared=prepared)
-        settled.assert_called_once()
-        prepared.assert_called_once()
+                found = comparison.run(prepared=lambda: texts.append("prepared"))
+        self.assertEqual((settled.call_count, texts.count("prepared")), (1, 1))
         stages = [stage for stage, _ in itertools.groupby(text.split()[0] for text in texts)]
-        wanted = ["compiling", "warming", "compiling", "warming", "prepared", "settling", "timing"]
-        self.assertEqual(stages[:7], wanted)
+        self.assertEqual(stages[:7], ["compiling", "warming", "compiling", "warming", "prepared", "settling", "timing"])
         return found[-1]
 
     def test_routes_are_chosen_after_all_preparation(self):
@@ -495,39 +429,34 @@ class TestComparison(TestCase):
         self.assertIn("outputs differ from those of eager: output has dtype", failed.error)
         self.assertIsNone(failed.latency_ms)
 
-    def test_a_training_step_is_compared(self):
-        program = Program(_model(), (torch.randn(3, 4),), training=True)
-        found = _compared(program, eager=program.fn, ours=program.fn)
-        self.assertEqual([m.error for m in found], [None] * 4)
-        self.assertEqual([m.max_diff for m in found], [0.0] * 4)
-        self.assertTrue(all(p.grad is None for p in program.fn.parameters()))
-
     def test_a_way_that_raises_is_out_and_the_others_go_on(self):
         def raises(x: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("no graph today")
 
         program = Program(torch.sin, (torch.randn(3),))
         found = _compared(program, eager=torch.sin, upstream=raises, ours=torch.sin)
-        errors = {(m.way, m.regime): m.error for m in found}
-        self.assertEqual(errors["upstream", "same"], "RuntimeError: no graph today")
-        self.assertEqual(errors["upstream", "fresh"], "RuntimeError: no graph today")
+        error = "RuntimeError: no graph today"
+        self.assertEqual([m.error for m in found], [None, None, error, error, None, None])
         self.assertEqual([m.latency_ms is None for m in found], [False, False, True, True, False, False])
 
     def test_a_way_that_reads_the_inputs_of_another_call_is_found_out(self):
+        """A training step and a program that writes to its inputs are not mistaken for it."""
         kept: list[torch.Tensor] = []
 
         def stale(x: torch.Tensor) -> torch.Tensor:
             kept.append(x)
             return kept[0] * 2
 
-        program = Program(lambda x: x * 2, (torch.ones(3),))
-        found = _compared(program, eager=program.fn, ours=stale)
-        self.assertEqual([m.max_diff for m in found], [0.0, 0.0, 0.0, 2.0])
-
-    def test_programs_that_write_to_their_inputs_are_compared_on_the_same_values(self):
-        program = Program(lambda x: x.add_(1).clone(), (torch.zeros(3),))
-        found = _compared(program, eager=program.fn, ours=program.fn)
-        self.assertEqual([m.max_diff for m in found], [0.0] * 4)
+        writing = Program(lambda x: x.add_(1).clone(), (torch.zeros(3),))
+        trained = Program(_model(), (torch.randn(3, 4),), training=True)
+        for program, ours, differences in (
+            (Program(lambda x: x * 2, (torch.ones(3),)), stale, [0.0, 0.0, 0.0, 2.0]),
+            (writing, writing.fn, [0.0] * 4),
+            (trained, trained.fn, [0.0] * 4),
+        ):
+            found = _compared(program, eager=program.fn, ours=ours)
+            self.assertEqual([(m.error, m.max_diff) for m in found], [(None, d) for d in differences])
+        self.assertTrue(all(p.grad is None for p in trained.fn.parameters()))
 
 
 class TestInspection(TestCase):
@@ -536,42 +465,38 @@ class TestInspection(TestCase):
     def inspected(self, launches: int) -> list[Measurement]:
         """Measures eager and ours, with the same and with fresh inputs; a profiler saw ``launches`` graph launches."""
         program = Program(lambda x: x * 2, (torch.ones(3),))
-        node = TestGraphs.LoggedNode()
-        node.log = RecordingLog(number=3, inputs=((0, "x", "live", "cuda:0", 12, 12, False),))
+        log = RecordingLog(number=3, inputs=((0, "x", "live", "cuda:0", 12, 12, False),))
+        model = SimpleNamespace(log=FunctionLog("Net", "0/0", "inference", 1, {}))
+        node = Hashed(children={}, log=log, wrapped_function=SimpleNamespace(model=model), parent=None)
         manager = SimpleNamespace(roots={0: [node]}, cuda_graphs_thread_pool=(0, 1))
 
         def replayed(x: torch.Tensor) -> torch.Tensor:
-            node.log.counter.value += 1
-            node.log.extra_copied_bytes += 7
+            log.counter.value += 1
+            log.extra_copied_bytes += 7
             return x * 2
 
+        def profiled(call: Any, wait: Any) -> GpuWork:
+            call()
+            return GpuWork(kernels_total=4, kernels_graphed=3, graph_ms=0.5, total_ms=0.7, graph_launches=launches)
+
         trees = SimpleNamespace(managers=lambda: [manager], active=contextlib.nullcontext)
-        ways = [Way("eager", program.fn, False, None), Way("ours", replayed, False, trees)]
         segments = [
             {"segment_pool_id": (0, 1), "total_size": 1000, "allocated_size": 100},
             {"segment_pool_id": (0, 2), "total_size": 5000, "allocated_size": 500},
         ]
-        work = GpuWork(kernels_total=4, kernels_graphed=3, graph_ms=0.5, total_ms=0.7, graph_launches=launches)
-        model = SimpleNamespace(log=FunctionLog("Net", "0/0", "inference", 1, {}))
-        node.wrapped_function, node.parent = SimpleNamespace(model=model), None
-
-        def profiled(call: Any, wait: Any) -> GpuWork:
-            call()
-            return work
-
-        with contextlib.ExitStack() as stack:
-            for target, value in (
-                ("pygraph_trees.benchmark.measure.make_ways", ways),
-                ("torch.cuda.memory_allocated", 50),
-                ("torch.cuda.max_memory_allocated", 80),
-                ("torch.cuda.reset_peak_memory_stats", None),
-                ("torch.cuda.memory_snapshot", segments),
-            ):
-                stack.enter_context(mock.patch(target, return_value=value))
-            stack.enter_context(mock.patch("pygraph_trees.benchmark.measure.profile_call", profiled))
-            comparison = Comparison(program, effort=FAST)
-            comparison._on_gpu = True
-            return comparison.run()
+        ways = [Way("eager", program.fn, False, None), Way("ours", replayed, False, trees)]
+        for target, value in (
+            ("pygraph_trees.benchmark.measure.make_ways", lambda program, names: ways),
+            ("pygraph_trees.benchmark.measure.profile_call", profiled),
+            ("torch.cuda.memory_allocated", lambda *a: 50),
+            ("torch.cuda.max_memory_allocated", lambda *a: 80),
+            ("torch.cuda.reset_peak_memory_stats", lambda *a: None),
+            ("torch.cuda.memory_snapshot", lambda **options: segments),
+        ):
+            self.enterContext(mock.patch(target, value))
+        comparison = Comparison(program, effort=FAST)
+        comparison._on_gpu = True
+        return comparison.run()
 
     def test_figures_of_the_gpu(self):
         """Launches are named if there are as many of them as replays."""
@@ -584,21 +509,13 @@ class TestInspection(TestCase):
         self.assertEqual((eager.peak_bytes, ours.peak_bytes), (12 + 30, 12 + 1000 + 30))
         self.assertEqual((ours.kernels_total, ours.kernels_graphed, ours.gpu_ms, ours.gpu_total_ms), (4, 3, 0.5, 0.7))
 
-    def test_a_profile_is_read_or_its_failure_logged(self):
-        event = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2, "args": {"graph node id": 3}}
-
-        class Profiler(contextlib.ExitStack):
-            def export_chrome_trace(self, path: str) -> None:
-                Path(path).write_text(json.dumps({"traceEvents": [event]}))
-
-        calls: list[int] = []
-        with mock.patch("torch.cuda.is_available", return_value=True):
-            with mock.patch("torch.profiler.profile", return_value=Profiler()):
-                work = profile_call(lambda: calls.append(1), lambda: None)
-            failing = mock.patch("torch.profiler.profile", side_effect=RuntimeError("no CUPTI"))
-            with failing, self.assertLogs("pygraph_trees.benchmark.trace", "WARNING"):
-                self.assertIsNone(profile_call(lambda: calls.append(1), lambda: None))
-        self.assertEqual((work.kernels_graphed, work.graph_ms, calls), (1, 0.002, [1]))
+    def test_a_profiler_that_fails_is_logged(self):
+        with (
+            mock.patch("torch.profiler.profile", side_effect=RuntimeError("no CUPTI")),
+            mock.patch("torch.cuda.is_available", return_value=True),
+            self.assertLogs("pygraph_trees.benchmark.trace", "WARNING"),
+        ):
+            self.assertIsNone(profile_call(lambda: None, lambda: None))
 
 
 # The fields of the documented result file; others may be added.
@@ -614,37 +531,29 @@ def _measurement(way: str = "ours", regime: str = "same", **figures: Any) -> Mea
 
 
 class TestResults(TestCase):
-    def test_a_result_file_has_the_documented_fields(self):
-        names = [f.name for f in dataclasses.fields(Measurement)]
-        self.assertEqual(names[: len(RECORD.split())], RECORD.split())
+    def test_a_result_file_has_the_documented_fields_and_is_read_back(self):
+        names = RECORD.split()
+        self.assertEqual([f.name for f in dataclasses.fields(Measurement)][: len(names)], names)
+        full = _measurement(latency_ms=1.5, copied_bytes=5, samples={"latency_ms": [1.0, 2.0]}, routes=["f: table"])
+        failed = dataclasses.replace(full, way="eager").failed("it broke")
+        self.assertEqual((failed.latency_ms, failed.copied_bytes, failed.error), (None, None, "it broke"))
+        self.assertEqual(failed.samples, full.samples)
+        results = here("hash", 3).with_records([full, failed])
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "new" / "x.json"
-            here("hash", 7).with_records([_measurement(latency_ms=1.5)]).write(path)
-            body = json.loads(path.read_text())
-        self.assertEqual(list(body), HEAD.split())
-        self.assertEqual(list(body["records"][0])[: len(RECORD.split())], RECORD.split())
-        self.assertEqual(body["records"][0]["latency_ms"], 1.5)
-
-    def test_a_result_file_is_read_back(self):
-        full = _measurement(latency_ms=1.0, copied_bytes=5, samples={"latency_ms": [1.0, 2.0]}, routes=["f: table"])
-        results = here("hash", 3).with_records([full, _measurement("eager").failed("it broke")])
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "x.json"
             results.write(path)
             self.assertEqual(Results.read(path), results)
             self.assertEqual([p.name for p in path.parent.iterdir()], ["x.json"])
             body = json.loads(path.read_text())
+            self.assertEqual(list(body), HEAD.split())
+            self.assertEqual(list(body["records"][0])[: len(names)], names)
+            self.assertEqual(body["records"][0]["latency_ms"], 1.5)
             body["records"][0]["added_later"] = 1
             path.write_text(json.dumps(body))
             self.assertEqual(Results.read(path), results)
             path.write_text("{}")
             with self.assertRaisesRegex(ResultsFormatError, "is no result file"):
                 Results.read(path)
-
-    def test_failure_has_no_figures(self):
-        failed = _measurement(latency_ms=1.0, peak_bytes=3, samples={"latency_ms": [1.0]}).failed("why")
-        self.assertEqual((failed.latency_ms, failed.peak_bytes, failed.error), (None, None, "why"))
-        self.assertEqual(failed.samples, {"latency_ms": [1.0]})
 
     def test_records_replace_those_of_their_workload(self):
         other = dataclasses.replace(_measurement(), workload="EOS")
@@ -683,11 +592,8 @@ class TestTables(TestCase):
         self.assertIn("| BERT | same | 4.000 (0.50x) | failed | 2.000 | 1.000 (2.00x) |", table)
         self.assertIn("| geometric mean | fresh |  |  |  | 2.000x |", table)
         self.assertIn("- compile, same: failed", table)
-
-    def test_tables_without_figures(self):
-        self.assertEqual(text_table([]), "")
+        self.assertEqual((text_table([]), geometric_mean([])), ("", None))
         self.assertIn("(no figures)", markdown_table([_measurement().failed("x")]))
-        self.assertIsNone(geometric_mean([]))
 
 
 class TestTuning(TestCase):
@@ -756,8 +662,21 @@ class TestVerify(TestCase):
         self.assertEqual((given.offsets().tolist(), given.values()), ([0, 2, 6], torch.ones(6, 3)))
 
     def test_without_a_recording_nothing_is_verified(self):
-        for fn in (lambda x: x.sin(), _model(), lambda x: None):
-            with self.assertRaisesRegex(NothingVerified, r"no part of it ran in a CUDA graph \(.+\)$"):
+        """The reasons are those that the report has of the calls that were verified."""
+
+        @torch.compiler.disable
+        def logged(x):
+            journal.add_graph(GraphLog("M", "0/0", "inference", (), dropped="cpu device"))
+            journal.add_function(FunctionLog("M", "2/0", "inference", 1, {}, ungraphed_reason="mutated inputs"))
+
+        journal.add_graph(GraphLog("M", "0/0", "inference", (), dropped="before"))
+        unknown = "nothing of it was compiled for a GPU"
+        for fn, why in (
+            (lambda x: x.sin(), unknown),
+            (lambda x: None, unknown),
+            (logged, "cpu device; mutated inputs"),
+        ):
+            with self.assertRaisesRegex(NothingVerified, rf"no part of it ran in a CUDA graph \({why}\)$"):
                 self.verified(fn, torch.ones(3, 4))
 
     def test_a_recorded_program_is_compared(self):
@@ -765,15 +684,6 @@ class TestVerify(TestCase):
         draws = itertools.count()
         with self.assertRaises(DiffersUngraphed):
             self.verified(torch.compiler.disable(lambda x: x + next(draws)), torch.ones(3), recorded=[object()])
-
-    def test_the_reason_is_that_of_the_report(self):
-        before = [len(records) for records in journal.records()]
-        journal.add_graph(GraphLog("M", "0/0", "inference", (), dropped="cpu device"))
-        journal.add_graph(GraphLog("M", "1/0", "inference", (), dropped="cpu device"))
-        function = FunctionLog("M", "2/0", "inference", 1, {}, ungraphed_reason="mutated inputs")
-        journal.add_function(function)
-        self.assertEqual(_why_not_graphed(*before), "cpu device; mutated inputs")
-        self.assertEqual(_why_not_graphed(*(len(r) for r in journal.records())), "nothing of it was compiled for a GPU")
 
 
 if __name__ == "__main__":

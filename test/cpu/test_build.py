@@ -9,7 +9,6 @@ import sys
 import tarfile
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -25,24 +24,22 @@ NO = "no (replays are slower, outputs are not kept), because "
 
 
 class TestLocation(TestCase):
-    def folder(self, version="2.13.0+cpu", **environment):
-        with mock.patch.dict(os.environ, environment):
-            for name in {"TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"} - set(environment):
-                os.environ.pop(name, None)
-            return location.build_folder(version)
-
-    def test_each_torch_has_a_folder_of_its_own(self):
-        self.assertNotEqual(self.folder("2.13.0+cpu"), self.folder("2.13.0+cu130"))
-
-    def test_other_sources_are_built_into_another_folder(self):
-        before = self.folder()
-        with mock.patch.object(location, "sources_hash", lambda: "f" * 64):
-            self.assertNotEqual(self.folder(), before)
-
-    def test_the_folder_is_among_torchs_extensions(self):
-        self.assertEqual(self.folder(TORCH_EXTENSIONS_DIR="/x").parent, Path("/x/pygraph_trees"))
-        self.assertEqual(self.folder(XDG_CACHE_HOME="/y").parent, Path("/y/torch_extensions/pygraph_trees"))
-        self.assertEqual(self.folder().parent, Path.home() / ".cache" / "torch_extensions" / "pygraph_trees")
+    def test_each_torch_and_each_state_of_the_sources_has_a_folder_among_torchs_extensions(self):
+        default = Path.home() / ".cache" / "torch_extensions"
+        for environment, parent in (
+            ({"TORCH_EXTENSIONS_DIR": "/x"}, Path("/x")),
+            ({"XDG_CACHE_HOME": "/y"}, Path("/y/torch_extensions")),
+            ({}, default),
+        ):
+            with mock.patch.dict(os.environ):
+                for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+                    os.environ.pop(name, None)
+                os.environ.update(environment)
+                found = [location.build_folder(version) for version in ("2.13.0+cpu", "2.13.0+cu130")]
+                with mock.patch.object(location, "sources_hash", lambda: "f" * 64):
+                    found.append(location.build_folder("2.13.0+cpu"))
+            self.assertEqual({folder.parent for folder in found}, {parent / "pygraph_trees"})
+            self.assertEqual(len(set(found)), 3)
 
     def test_the_hash_covers_names_and_contents_of_sources_alone(self):
         with tempfile.TemporaryDirectory() as name:
@@ -54,42 +51,23 @@ class TestLocation(TestCase):
             found.append(location.sources_hash(folder))
         self.assertEqual((len(set(found)), found[3]), (5, found[4]))
 
-    def test_an_installed_package_has_all_sources(self):
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "setup.py", "-q", "build", "--build-base", folder]
-            subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
-            installed = {path.name for path in Path(folder).glob("lib/pygraph_trees/native/*")}
-        sources = {path.name for path in location.SOURCES.iterdir() if path.suffix in (".c", ".cpp", ".h")}
-        self.assertLess(sources, installed)
-
 
 class TestPackaging(TestCase):
-    def setup_py(self, *arguments):
-        done = subprocess.run(
-            [sys.executable, "setup.py", "-q", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
-        )
-        self.assertEqual(done.returncode, 0, done.stderr)
-        return done.stdout
-
-    def test_a_source_distribution_has_all_that_a_build_needs(self):
+    def test_distributions_have_all_that_a_build_needs(self):
+        sources = {path.name for path in location.SOURCES.iterdir() if path.suffix in (".c", ".cpp", ".h")}
+        wanted = {"setup.py", "pyproject.toml", "README.md", "LICENSE"}
+        wanted |= {"pygraph_trees/report/page.css", "pygraph_trees/py.typed"}
+        wanted |= {f"pygraph_trees/native/{name}" for name in sources}
         with tempfile.TemporaryDirectory() as folder:
-            self.setup_py("egg_info", "-e", folder, "sdist", "-d", folder)
+            for arguments in (("egg_info", "-e", folder, "sdist", "-d", folder), ("build", "--build-base", folder)):
+                command = [sys.executable, "setup.py", "-q", *arguments]
+                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+                self.assertEqual(done.returncode, 0, done.stderr)
+            installed = {path.name for path in Path(folder).glob("lib/pygraph_trees/native/*")}
             (path,) = Path(folder).glob("*.tar.gz")
             with tarfile.open(path) as archive:
                 names = {name.partition("/")[2] for name in archive.getnames()}
-        wanted = {
-            path.relative_to(ROOT).as_posix()
-            for path in location.SOURCES.iterdir()
-            if path.suffix in (".c", ".cpp", ".h")
-        }
-        wanted |= {
-            "setup.py",
-            "pyproject.toml",
-            "README.md",
-            "LICENSE",
-            "pygraph_trees/report/page.css",
-            "pygraph_trees/py.typed",
-        }
+        self.assertLess(sources, installed)
         self.assertEqual(wanted - names, set())
 
     def test_a_torch_that_is_not_known_is_not_installed(self):
@@ -110,26 +88,21 @@ class TestPackaging(TestCase):
 class TestBuild(TestCase):
     def setUp(self):
         super().setUp()
-        stack = self.enterContext(ExitStack())
-        self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "missing" / "key"
-        names = {"FOLDER": "", "_LOCK": ".lock", "LOG": ".log", "_FAILED": ".failed"}
-        for name, suffix in names.items():
-            stack.enter_context(mock.patch.object(build, name, self.folder.with_name(f"key{suffix}")))
-        stack.enter_context(mock.patch.object(build, "_is_prevented", False))
-        stack.enter_context(mock.patch.object(build, "_is_announced", False))
-        stack.enter_context(mock.patch.object(binding, "extension", None))
-        stack.enter_context(mock.patch.object(binding, "why_without", None))
-        self.compile = stack.enter_context(mock.patch.object(build, "_compile", side_effect=self.compiled))
-        self.popen = stack.enter_context(mock.patch.object(build.subprocess, "Popen"))
-        stack.enter_context(mock.patch.object(build.os, "setpriority"))
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory())) / "missing" / "key"
+        for module, name, value in (
+            *((build, n, self.folder.with_name(f"key{s}")) for n, s in (("FOLDER", ""), ("LOG", ".log"))),
+            *((build, n, self.folder.with_name(f"key{s}")) for n, s in (("_LOCK", ".lock"), ("_FAILED", ".failed"))),
+            *((build, n, False) for n in ("_is_prevented", "_is_announced")),
+            *((binding, n, None) for n in ("extension", "why_without")),
+        ):
+            self.enterContext(mock.patch.object(module, name, value))
+        self.compile = self.enterContext(mock.patch.object(build, "_compile", side_effect=self.compiled))
+        self.popen = self.enterContext(mock.patch.object(build.subprocess, "Popen"))
+        self.enterContext(mock.patch.object(build.os, "setpriority"))
 
     def compiled(self, folder):
         (folder / "out").mkdir()
         (folder / "out" / "module.so").touch()
-
-    def fail(self):
-        self.compile.side_effect = build.BuildFailed(why="the compiler failed")
-        self.assertRaises(build.BuildFailed, build.build)
 
     def test_it_is_built_once(self):
         for _ in range(2):
@@ -137,8 +110,9 @@ class TestBuild(TestCase):
         self.compile.assert_called_once()
         self.assertEqual(sorted(path.name for path in self.folder.parent.iterdir()), ["key", "key.lock"])
 
-    def test_a_failed_build_leaves_no_folder_and_is_not_started_again_by_itself(self):
-        self.fail()
+    def test_a_failed_build_is_not_started_again_by_itself_and_an_interrupted_one_is(self):
+        self.compile.side_effect = build.BuildFailed(why="the compiler failed")
+        self.assertRaises(build.BuildFailed, build.build)
         self.assertFalse(self.folder.exists())
         self.assertIn("its build failed", build.status())
         build.start()
@@ -146,8 +120,8 @@ class TestBuild(TestCase):
         self.compile.side_effect = self.compiled
         build.build()
         self.assertFalse(build.has_failed())
-
-    def test_a_build_that_was_interrupted_is_started_again(self):
+        (self.folder / "module.so").unlink()
+        self.folder.rmdir()
         self.compile.side_effect = KeyboardInterrupt
         self.assertRaises(KeyboardInterrupt, build.build)
         self.assertFalse(build.has_failed())
@@ -164,13 +138,11 @@ class TestBuild(TestCase):
         self.popen.assert_not_called()
         self.compile.assert_not_called()
 
-    def test_without_torch(self):
+    def test_what_prevents_a_build(self):
         missing = mock.patch.object(build, "torch_folder", return_value=None)
         with missing, self.assertRaisesRegex(build.BuildFailed, "there is no torch: pip install torch"):
             build.build()
         self.compile.assert_not_called()
-
-    def test_a_folder_that_cannot_be_written(self):
         self.folder.parent.write_text("a file is in the way")
         with self.assertRaisesRegex(build.BuildFailed, "TORCH_EXTENSIONS_DIR"):
             build.build()
@@ -184,12 +156,11 @@ class TestBuild(TestCase):
             build.announce()
         self.popen.assert_called_once()
         self.assertEqual(logs.output, [f"WARNING:pygraph_trees.native:native: {build.status()}"])
-
-    def test_a_build_can_be_prevented(self):
+        build._is_announced = False
         build.prevent()
         with self.assertLogs("pygraph_trees.native", "WARNING") as logs:
             build.announce()
-        self.popen.assert_not_called()
+        self.popen.assert_called_once()
         self.assertIn("PYGRAPH_BUILD is off", logs.output[0])
 
     def test_what_is_used_is_told(self):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import gc
@@ -10,7 +9,6 @@ import itertools
 import sys
 import unittest
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -105,10 +103,9 @@ class Trees:
         (self.roots if parent is None else parent.children).setdefault(number, []).append(node)
         return node
 
-    def mutates(self, number):
-        """The function writes to a live input; upstream has decided that it is graphed at the roots, and only there."""
-        self.wrapped[number].mutated_input_idxs = (0,)
-        vars(self.manager)[SKIPPED] = collections.defaultdict(dict, {None: {number: False}})
+    def skips(self, number, place, skipped=True):
+        """Upstream has decided whether it graphs the function after a recording, or at the roots (None)."""
+        vars(self.manager)[SKIPPED][place if place is None else place.id][number] = skipped
 
     def reset(self):
         """Drops all recordings, as upstream does when it resets its trees."""
@@ -145,48 +142,79 @@ class TestCandidates(TestCase):
         self.assertEqual(self.trees.replayed, [])
         self.assertIs(self.trees.manager.current_node, node)
 
-    def test_a_function_that_mutates_inputs_if_each_step_ends_the_path(self):
-        """Upstream's decision after the last recording does not matter then."""
+    def replayed(self, change):
+        """Whether a function's only recording is replayed when a step begins, after a change at its last position."""
+        self.trees = Trees()
         number, call = self.trees.function()
         node = self.trees.recording(number)
-        self.trees.mutates(number)
-        self.trees.manager.keeps_outputs = True
-        self.enterContext(mock.patch("torch.cuda.is_current_stream_capturing", lambda: False))
-        for _ in range(3):
-            self.step()
-            self.check(call, [], node)
-        self.trees.manager.keeps_outputs = False
+        self.step()
+        self.check(call, [], node)
+        change(self.trees, number, node)
         self.trees.manager._candidates.clear()
         self.step()
-        self.check_none(call, [])
+        outputs = call([])
+        self.assertEqual(self.trees.replayed, [id(node)] * (outputs is not None))
+        return outputs is not None
 
-    def test_python_answers_the_call_from_which_outputs_have_own_memory(self):
-        number, call = self.trees.function()
-        node, manager = self.trees.recording(number), self.trees.manager
-        manager.keeps_outputs = True
+    def test_calls_that_are_left_to_upstream(self):
+        """Upstream gave up there after too many recordings, or because of an input; or it must warm up or record."""
+        states = cudagraph_trees.ExecutionState
+
+        def never_recorded(trees, number, node):
+            trees.wrapped[number].model.dispatch.may_be_replayed_by(trees.manager, number + 1)
+
+        def too_often(trees, number, node):
+            trees.manager.exceed_rerecord_limit = lambda node_id, function_id: node_id is None
+
+        def own_memory_from_now_on(trees, number, node):
+            trees.manager.output_policy, trees.manager.current_node = Plain(changes_next=True), None
+
+        def own_memory_once_the_path_ends(trees, number, node):
+            policy, end = Plain(changes_next=False), trees.manager.try_end_curr_execution
+            trees.manager.output_policy = policy
+            trees.manager.try_end_curr_execution = lambda: (end(), setattr(policy, "changes_next", True))
+
+        changes = {
+            "it was never recorded": never_recorded,
+            "another function is warmed up": lambda trees, *_: setattr(trees.manager, "path_state", states.WARMUP),
+            "another function is recorded": lambda trees, *_: setattr(trees.manager, "path_state", states.RECORDING),
+            "it is to be warmed up again": lambda trees, *_: setattr(trees.manager, "warmed_up_functions", set()),
+            "the manager is shut down": lambda trees, *_: setattr(trees.manager, "graph", None),
+            "it is not graphed after the node": lambda trees, number, node: trees.skips(number, node),
+            "it is not graphed at the roots": lambda trees, number, _: trees.skips(number, None),
+            "it was recorded too often": too_often,
+            "outputs are given own memory": own_memory_from_now_on,
+            "outputs are found that are given own memory": own_memory_once_the_path_ends,
+            "upstream's own recording is asked first": lambda trees, number, _: trees.roots[number].insert(0, object()),
+            "only upstream can check it": lambda trees, number, node: setattr(node, "native", None),
+        }
+        for what, change in changes.items():
+            with self.subTest(what):
+                self.assertFalse(self.replayed(change))
+        self.assertTrue(self.replayed(lambda trees, number, _: trees.roots[number].append(object())))
+
+    def test_a_function_that_mutates_inputs_asks_first_whether_it_may(self):
+        """Upstream's decision after the last recording does not matter if each step ends the path."""
         self.enterContext(mock.patch("torch.cuda.is_current_stream_capturing", lambda: False))
-        policy = manager.output_policy = Plain(changes_next=False)
-        outlives = False
+        for after, at_roots, keeps, graphs in (
+            (None, None, False, False),
+            (True, None, False, False),
+            (False, None, False, False),
+            (False, True, False, False),
+            (False, False, False, True),
+            (None, False, False, False),
+            (None, False, True, True),
+        ):
 
-        def keep(self, **_):
-            if outlives:
-                policy.changes_next = True
-                manager._candidates.clear()
+            def change(trees, number, node, keeps=keeps, decided=((True, after), (False, at_roots))):
+                trees.wrapped[number].mutated_input_idxs = (0,)
+                trees.manager.keeps_outputs = keeps
+                for is_after, skipped in decided:
+                    if skipped is not None:
+                        trees.skips(number, node if is_after else None, skipped)
 
-        self.enterContext(mock.patch.object(type(manager), "_keep_outputs", keep))
-        for _ in range(2):
-            self.step()
-            self.check(call, [], node)
-        outlives = True
-        self.step()
-        manager._candidates.clear()
-        given: list = []
-        self.assertIsNone(call(given))  # the search itself ends the path
-        self.assertTrue(policy.changes_next)
-        outlives = False
-        self.check_none(call, [])
-        policy.changes_next = False
-        self.check(call, [], node)
+            with self.subTest(after=after, at_roots=at_roots, keeps=keeps):
+                self.assertEqual(self.replayed(change), graphs)
 
     @contextlib.contextmanager
     def looked_for(self, count):
@@ -197,22 +225,6 @@ class TestCandidates(TestCase):
         yield
         self.trees.manager._find = search
         self.assertEqual(found.call_count, count)
-
-    def test_a_function_may_be_called_three_times_a_step(self):
-        number, call = self.trees.function()
-        weights, nodes = some(3), []
-        for weight in weights:
-            nodes.append(self.trees.recording(number, nodes[-1] if nodes else None, static=[weight]))
-        for count in (3, 1, 0, 0, 0):  # the second step is the first one that begins after another
-            self.step()
-            with self.looked_for(count):
-                for weight, node in zip(weights, nodes, strict=True):
-                    self.check(call, [weight], node)
-        self.step()
-        with self.looked_for(0):
-            self.check_none(call, some(1))  # not at the recorded address
-            self.check(call, weights[:1], nodes[0])
-            self.check_none(call, weights[:1])
 
     def test_functions_that_follow_each_other_are_found_without_a_search(self):
         """Functions are called at several positions, after themselves or after each other."""
@@ -340,21 +352,6 @@ class TestCandidates(TestCase):
         with self.looked_for(0):
             self.check(call, [], root)
 
-    def test_forwards_wait_for_their_backwards(self):
-        (forward, call_forward), (backward, call_backward) = self.trees.function(), self.trees.function()
-        root = self.trees.recording(forward)
-        children = self.trees.recording(forward, root)
-        nodes = [root, children, *(self.trees.recording(backward, node) for node in (root, children))]
-        self.trees.manager.id_to_mode |= {forward: MODE.FORWARD, backward: MODE.BACKWARD}
-        for count in (2, 1, 0):
-            self.step()
-            with self.looked_for(count + (count > 1)):
-                for call, node in ((call_forward, nodes[0]), (call_forward, nodes[1]), (call_backward, nodes[3])):
-                    self.assertIsNotNone(call([]))
-                    self.assertIs(self.trees.manager.current_node, node)
-                    pending = self.trees.manager.running_forwards_with_pending_backwards
-                    self.assertEqual(pending, call is call_forward)
-
     def test_candidates_are_forgotten_with_every_change_and_keep_no_recording(self):
         """The changes are a call by upstream, recordings that are to be made again, and the shutdown."""
         number, call = self.trees.function()
@@ -376,19 +373,13 @@ class TestCandidates(TestCase):
 
         for what in (upstream, forget, end):
             with self.subTest(what=what.__name__):
-                for _ in range(3):
+                for count in (2, None, 0):
                     self.step()
-                    for node in nodes:
-                        self.check(call, [], node)
-                self.assertEqual({None, *nodes} - {None, *manager._candidates[number]}, set())
+                    with contextlib.nullcontext() if count is None else self.looked_for(count):
+                        for node in nodes:
+                            self.check(call, [], node)
                 what()
                 self.assertEqual(manager._candidates, {})
-                if what is end:
-                    continue
-                self.step()
-                with self.looked_for(2):
-                    for node in nodes:
-                        self.check(call, [], node)
         gone = [weakref.ref(node) for node in nodes]
         gc.disable()
         try:
@@ -400,28 +391,6 @@ class TestCandidates(TestCase):
             gc.enable()
         self.step()
         self.check_none(call, [])
-
-    def test_a_new_recording_is_asked_after_the_others(self):
-        """Upstream records, and the newest one is asked after the others."""
-        number, call = self.trees.function()
-        old, new = some(2)
-        nodes = [self.trees.recording(number, static=[old])]
-        for _ in range(3):
-            self.step()
-            self.check(call, [old], nodes[0])
-        self.step()
-        self.check_none(call, [new])
-
-        def record(manager, inputs, function_id):
-            nodes.append(self.trees.recording(function_id, static=inputs))
-            manager.current_node, manager.path_state = nodes[-1], EXECUTION  # replayed since
-
-        with mock.patch.object(Upstream, "_run", record):
-            self.trees.manager._run([new], number)
-        for _ in range(2):
-            for weight, node in zip((new, old), nodes[::-1], strict=True):
-                self.step()
-                self.check(call, [weight], node)
 
     def test_remembered_places_are_not_too_many(self):
         (first, call_first), *others = [self.trees.function() for _ in range(7)]
@@ -441,23 +410,6 @@ class TestCandidates(TestCase):
         run()
         with self.looked_for(0):
             run()
-
-    def test_a_thread_with_trees_of_its_own_finds_no_candidates(self):
-        """One thread does not use what another remembers."""
-        number, call = self.trees.function()
-        nodes = [self.trees.recording(number)]
-        nodes.append(self.trees.recording(number, nodes[0]))
-        for _ in range(3):
-            self.step()
-            for node in nodes:
-                self.check(call, [], node)
-        self.step()
-        with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(call, []).result()
-        self.assertIsNone(found)
-        self.assertIs(self.trees.manager.current_node, nodes[1])
-        with self.looked_for(0):
-            self.check(call, [], nodes[0])
 
 
 if __name__ == "__main__":

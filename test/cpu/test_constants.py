@@ -14,13 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixed_programs import GPU, traced
 from test_placement_graphs import OnCpu
-from torch._functorch import config as functorch_config
-from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.fake_gpu import absent_gpu, lower
 from pygraph_trees.placement import place
-from pygraph_trees.placement.folding import MOST_EVALUATED_NBYTES, MOST_FOLDED_NBYTES, Folding
+from pygraph_trees.placement.folding import MOST_EVALUATED_NBYTES, MOST_FOLDED_NBYTES
 from pygraph_trees.placement.nodes import is_on_cpu
 from pygraph_trees.report.compiled import partitions_of
 from pygraph_trees.report.records import PLACED
@@ -29,6 +27,7 @@ SIZE = 24
 NOT_ON_GPUS = {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex32}
 NOT_ON_GPUS |= {getattr(torch, "bcomplex32", torch.complex32)}  # since torch 2.14
 FOLDED = "computed once, a constant on the GPU"
+VALUES = {f"{program.family}: {program.name}": program.value for program in FAMILIES}
 
 
 class Lowered:
@@ -83,10 +82,9 @@ class TestLoweredConstants(TestCase):
 
     def test_static_sizes(self):
         """There is one graph for any value; values that the GPU cannot make with the same bits are folded."""
-        values = {f"{program.family}: {program.name}": program.value for program in FAMILIES}
         wanted = {f"{program.family}: {program.name}": program.static for program in FAMILIES}
         for how in ("full", "exact"):
-            lowered = self.check(values, wanted, how=how)
+            lowered = self.check(VALUES, wanted, how=how)
             self.assertEqual(lowered.partitions, [True])
             self.assertNotIn("cpp_fused", lowered.graph.source_code)
             self.assertEqual(lowered.whys, [])
@@ -94,11 +92,8 @@ class TestLoweredConstants(TestCase):
     def test_symbolic_sizes(self):
         """Values that are exact on the GPU are made there; the others stay on the CPU, with a reason."""
         for how in ("full", "exact"):
-            wanted = {
-                f"{p.family}: {p.name}": (p.exact_dynamic or p.dynamic) if how == "exact" else p.dynamic
-                for p in FAMILIES
-            }
-            lowered = self.check({f"{p.family}: {p.name}": p.value for p in FAMILIES}, wanted, how=how, symbolic=True)
+            hows = [(p.exact_dynamic or p.dynamic) if how == "exact" else p.dynamic for p in FAMILIES]
+            lowered = self.check(VALUES, dict(zip(VALUES, hows, strict=True)), how=how, symbolic=True)
             for why in lowered.whys:
                 self.assertRegex(why, "not known when the graph is compiled")
 
@@ -158,49 +153,22 @@ class TestLoweredConstants(TestCase):
         for value in (lambda _: (torch.arange(3) / 7).exp(), lambda _: torch.tensor([1.5, 0.0])):
             self.assertNotIn("_folded_constant0_cuda0", Lowered(value).graph.source_code)
 
-    def test_small_values_that_lose_bits_are_left_to_torch_in_branches(self):
-        def program(x):
-            branches = (lambda x: x + torch.tensor([-0.0, 1.0]).to("cuda"), lambda x: x - 1)
-            return torch.cond(x.sum() > 0, *branches, (x,))
-
-        torch._dynamo.reset()
-        (graph,) = lower(program, (torch.empty(2, device="meta"),))
-        (record,) = graph.gm.true_graph_0.meta[PLACED]
-        self.assertEqual(record.how, "copied")
-        self.assertIn("its value would lose bits as literals in a kernel", record.why)
-
-    def test_a_value_that_is_returned_too_stays_on_the_cpu(self):
-        def program(x):
-            value = (torch.arange(64) / 9).exp()
-            return x * value.to("cuda"), value
-
-        torch._dynamo.reset()
-        (graph,) = lower(program, (torch.empty(64, device="meta"),))
-        devices = [node.meta["val"].device.type for node in graph.gm.graph.output_node().args[0]]
-        self.assertEqual(devices, ["cuda", "cpu"])
-        self.assertEqual([record.how for record in graph.gm.meta[PLACED]], [FOLDED])
-        self.assertIn("cpp_fused", graph.source_code)
-
-    def test_the_report_names_what_was_folded_and_its_line(self):
-        def program(x):
-            table = (torch.arange(64) / 9).exp()
-            return x * table.to("cuda")
-
-        torch._dynamo.reset()
-        (graph,) = lower(program, (torch.empty(64, device="meta"),))
-        (record,) = graph.gm.meta[PLACED]
-        self.assertEqual((record.how, record.why), (FOLDED, None))
-        self.assertRegex(record.source, r"test_constants.py:\d+ in program: table = \(torch.arange\(64\) / 9\).exp\(\)")
-
     def test_one_constant_for_several_readers_and_views(self):
+        """What is returned too stays on the CPU; the report names what was folded, and its line."""
+
         def program(x):
             table = (torch.arange(64) / 9).exp()
             return x * table.to("cuda"), x.view(8, 8) + table.view(8, 8).t().to("cuda"), table[:8].to("cuda") + 1
 
-        torch._dynamo.reset()
-        (graph,) = lower(program, (torch.empty(64, device="meta"),))
+        graph = lowered(program)
         self.assertEqual(len([n for n in graph.gm.graph.nodes if str(n.target).startswith("_folded")]), 1)
-        self.assertEqual(graph.source_code.count("cpp_fused"), 0)
+        self.assertNotIn("cpp_fused", graph.source_code)
+        (record,) = [record for record in graph.gm.meta[PLACED] if record.how == FOLDED]
+        self.assertRegex(record.source, r"test_constants.py:\d+ in program: table = \(torch.arange\(64\) / 9\).exp\(\)")
+        graph = lowered(lambda x: (x * (value := (torch.arange(64) / 9).exp()).to("cuda"), value))
+        devices = [node.meta["val"].device.type for node in graph.gm.graph.output_node().args[0]]
+        self.assertEqual((devices, [record.how for record in graph.gm.meta[PLACED]]), (["cuda", "cpu"], [FOLDED]))
+        self.assertIn("cpp_fused", graph.source_code)
 
     def test_random_values_stay(self):
         for value in (
@@ -214,17 +182,20 @@ class TestLoweredConstants(TestCase):
             self.assertRegex(" ".join(lowered.whys), "it is random")
 
     def test_nothing_is_folded_in_branches(self):
-        """Inductor has no constants in branches."""
+        """Inductor has no constants in branches; small values that would lose bits are left to torch."""
+        for value, why in (
+            (lambda: (count(64) / 9).exp(), "branch or a loop"),
+            (lambda: torch.tensor([-0.0, 1.0]), "its value would lose bits as literals in a kernel"),
+        ):
 
-        def program(x):
-            branches = (lambda x: x + (count(64) / 9).exp().to("cuda"), lambda x: x - 1)
-            return torch.cond(x.sum() > 0, *branches, (x,))
+            def program(x, value=value):
+                return torch.cond(x.sum() > 0, lambda x: x + value().to("cuda"), lambda x: x - 1, (x,))
 
-        torch._dynamo.reset()
-        (graph,) = lower(program, (torch.empty(64, device="meta"),))
-        self.assertNotIn("_folded_constant", graph.source_code)
-        (record,) = (record for record in graph.gm.true_graph_0.meta[PLACED] if record.why)
-        self.assertRegex(record.why, "branch or a loop")
+            graph = lowered(program, len(value()))
+            self.assertNotIn("_folded_constant", graph.source_code)
+            (record,) = (record for record in graph.gm.true_graph_0.meta[PLACED] if record.why)
+            self.assertEqual(record.how, "copied")
+            self.assertIn(why, record.why)
 
     def test_in_other_states_of_torch(self):
         """Modes and types that are set around a compilation do not affect the values."""
@@ -239,6 +210,13 @@ class TestLoweredConstants(TestCase):
                 after.recompile()
                 self.assertTrue(same_bits(OnCpu(after).run(torch.zeros(SIZE))[1], wanted))
                 self.assertFalse(next(after.buffers()).is_inference())
+
+
+def lowered(program, size=64):
+    """The graph of a program of one input on the GPU, lowered for an absent GPU."""
+    torch._dynamo.reset()
+    (graph,) = lower(program, (torch.empty(size, device="meta"),))
+    return graph
 
 
 def placed_graph(value, size=SIZE):
@@ -379,56 +357,6 @@ def chains(draw):
         return values[-1]
 
     return chain
-
-
-def fold_all(graph):
-    """Folds every value of a CPU graph that can be folded; returns how many it folded."""
-    folding, folded = Folding(graph), 0
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node in folding.constants and folding.why_not(node) is None:
-            with graph.inserting_before(node):
-                held = folding.held(node, None)
-            held.meta["val"] = node.meta["val"]
-            folded += 1
-            node.replace_all_uses_with(held)
-            graph.erase_node(node)
-    return folded
-
-
-class TestCaches(TestCase):
-    def test_artifacts_from_caches_hold_folded_values(self):
-        """Nothing bypasses the caches of Inductor and AOTAutograd, and a second process folds nothing."""
-        from torch._inductor.fx_passes import post_grad
-
-        def program(x):
-            return x * (torch.arange(64) / 9).exp() + (torch.arange(4) / 3).exp()[3]
-
-        folded = []
-
-        def pass_(graph):
-            folded.append(fold_all(graph))
-
-        counters = torch._dynamo.utils.counters
-        upstream, post_grad.move_constructors_to_gpu = post_grad.move_constructors_to_gpu, pass_
-        self.addCleanup(setattr, post_grad, "move_constructors_to_gpu", upstream)
-        placed = {"fx_graph_cache": True, "deterministic": False, "triton.cudagraphs": True}
-        for autograd in (False, True):
-            with (
-                fresh_cache(),
-                torch._inductor.config.patch(placed),
-                functorch_config.patch(enable_autograd_cache=autograd),
-            ):
-                for hits in range(2):
-                    torch._dynamo.reset()
-                    counters.clear()
-                    x = torch.rand(64)
-                    found = torch.compile(lambda x: program(x), dynamic=False)(x)
-                    self.assertEqual(found, program(x))
-                    where, cache = ("aot_autograd", "autograd_cache") if autograd else ("inductor", "fxgraph_cache")
-                    self.assertEqual(counters[where][f"{cache}_hit"], hits)
-                    self.assertEqual(counters[where][f"{cache}_bypass"], 0)
-        self.assertEqual(len(folded), 2)
-        self.assertGreater(min(folded), 0)
 
 
 if __name__ == "__main__":

@@ -39,10 +39,10 @@ numbers = st.one_of(st.integers(-10, 10), st.integers(-(1 << 33), 1 << 33))
 steps = st.lists(st.tuples(st.sampled_from(sorted(OPERATIONS)), numbers), max_size=5)
 
 
-def result(graph):
-    """The node that a graph returns."""
-    (output,) = graph.find_nodes(op="output")
-    return output.args[0]
+def is_counted(program, *inputs, **how):
+    """Whether a GPU may count what a program returns."""
+    (output,) = make_fx(program, **how)(*inputs).graph.find_nodes(op="output")
+    return Counting().why_not_counted(output.args[0]) is None
 
 
 class TestIntervals(TestCase):
@@ -76,9 +76,9 @@ class TestIntervals(TestCase):
             lambda: torch.arange(1 << 12).float(),
             lambda: torch.arange(1 << 12) * torch.full((), 1 << 10),
             lambda: torch.full((4,), 1 << 40),
+            lambda: torch.arange(4096).view(-1, 16).sum(1),  # a longer reduction reads what was computed
         ):
-            graph = make_fx(program)().graph
-            self.assertIsNone(Counting().why_not_counted(result(graph)))
+            self.assertTrue(is_counted(program))
 
     def test_numbers_that_do_not_fit(self):
         for program in (
@@ -102,37 +102,24 @@ class TestIntervals(TestCase):
             lambda: torch.arange(4096).view(2048, 2).amax(1) * (1 << 20),
             lambda: torch.arange(1 << 17).view(-1, 2).prod(1),
         ):
-            graph = make_fx(program)().graph
-            self.assertIsNotNone(Counting().why_not_counted(result(graph)))
+            self.assertFalse(is_counted(program))
 
     def test_numbers_that_are_known_at_the_call(self):
+        x = torch.ones(64)
         for program, fits in (
-            (lambda k: torch.full((), k), True),
-            (lambda k: torch.arange(100) + torch.scalar_tensor(k, dtype=torch.int64), True),
-            (lambda k: torch.arange(100) * torch.scalar_tensor(k, dtype=torch.int64), False),
-            (lambda k: torch.arange(100) * (torch.full((3,), 0) + k)[0], False),
+            (lambda x: torch.full((), x.shape[0]), True),
+            (lambda x: torch.arange(100) + torch.scalar_tensor(x.shape[0], dtype=torch.int64), True),
+            (lambda x: torch.arange(100) * torch.scalar_tensor(x.shape[0], dtype=torch.int64), False),
+            (lambda x: torch.arange(100) * (torch.full((3,), 0) + x.shape[0])[0], False),
+            (lambda x: torch.arange(x.shape[0]).sum(), True),  # a longer reduction reads what was computed
+            (lambda x: torch.arange(2 * x.shape[0]).view(-1, 2).sum(1) * (1 << 30), False),
         ):
-            graph = make_fx(lambda x: program(x.shape[0]), tracing_mode="symbolic")(torch.ones(64)).graph  # noqa: B023
-            self.assertEqual(Counting().why_not_counted(result(graph)) is None, fits)
+            self.assertEqual(is_counted(program, x, tracing_mode="symbolic"), fits)
 
     def test_the_factor_of_a_sum_with_a_loaded_number(self):
         for factor, fits in ((1, True), (65537, False)):
-            graph = make_fx(lambda v: torch.add(v, torch.arange(1 << 19), alpha=factor))(torch.tensor(3)).graph  # noqa: B023
-            self.assertEqual(Counting().why_not_counted(result(graph)) is None, fits)
-
-    def test_longer_reductions_read_what_was_computed(self):
-        for program in (
-            lambda n: torch.arange(n).sum(),
-            lambda n: torch.arange(4096).view(-1, 16).sum(1),
-        ):
-            graph = make_fx(program, tracing_mode="symbolic")(64).graph
-            self.assertIsNone(Counting().why_not_counted(result(graph)))
-
-    def test_short_reductions_of_symbolic_sizes(self):
-        graph = make_fx(lambda x: torch.arange(2 * len(x)).view(-1, 2).sum(1) * (1 << 30), tracing_mode="symbolic")(
-            torch.ones(64)
-        ).graph
-        self.assertIsNotNone(Counting().why_not_counted(result(graph)))
+            program = lambda v: torch.add(v, torch.arange(1 << 19), alpha=factor)  # noqa: B023, E731
+            self.assertEqual(is_counted(program, torch.tensor(3)), fits)
 
 
 class TestLowered(TestCase):
@@ -146,24 +133,33 @@ class TestLowered(TestCase):
     def gpu(self, *size, dtype=torch.float32):
         return torch.empty(size, dtype=dtype, device="meta")
 
-    def test_what_does_not_fit_is_computed_once(self):
-        ids = torch.zeros(26, dtype=torch.int64)
-        hows, graph = self.placed(
-            lambda x, ids: x + (ids + torch.arange(26) * 100_000_000).to("cuda"), self.gpu(26, dtype=torch.int64), ids
-        )
-        self.assertEqual(hows["mul"], "computed once, a constant on the GPU")
-        self.assertNotIn("100000000", graph.source_code)
-        hows, _ = self.placed(lambda x, ids: x + (ids + torch.arange(26) * 3).to("cuda"), self.gpu(26), ids)
-        self.assertEqual(hows["mul"], "made on the GPU")
-
-    def test_numbers_beside_what_is_counted_are_not_loaded(self):
-        """Inductor puts them into the same expression, and follows it through views."""
-        for counted in (
-            lambda: torch.arange(100, dtype=torch.int8) * torch.tensor(100, dtype=torch.int8),
-            lambda: torch.arange(200, dtype=torch.uint8).split(100)[1] * 100,
+    def test_how_values_get_to_the_gpu(self):
+        """The CPU has 64 bits, and its memory has the type of the copy."""
+        once, made, whole = "computed once, a constant on the GPU", "made on the GPU", torch.int64
+        size = 1 << 19  # too large to be computed once
+        ids, byte, small = (torch.zeros(26, dtype=dtype) for dtype in (torch.int64, torch.uint8, torch.int8))
+        added = {"add": made, "arg0_1": "staged"}
+        for hows, dtype, value, *inputs in (
+            # what does not fit is computed once
+            ({"mul": once, **added}, whole, lambda ids: ids + torch.arange(26) * 100_000_000, ids),
+            ({"iota": made, "mul": made, **added}, whole, lambda ids: ids + torch.arange(26) * 3, ids),
+            ({"mul": once}, whole, lambda: torch.arange(26, dtype=torch.int8) * torch.tensor(100, dtype=torch.int8)),
+            ({"mul": once}, whole, lambda: torch.arange(200, dtype=torch.uint8).split(100)[1] * 100),
+            # small integers wrap
+            ({"mul": "staged"}, whole, lambda v: (v // 5) * 200, byte),
+            ({"mul": "staged"}, whole, lambda v: torch.relu(v) * 100, small),
+            # a view of a constant keeps its strides: otherwise its copy would stay
+            ({"pow_1": once, "slice_1": made}, whole, lambda: torch.arange(200, dtype=torch.uint8).square()[::2]),
+            # Inductor would turn a copied constant, or all of what the GPU counts, into a computation on the GPU.
+            ({"pow_1": "staged"}, whole, lambda: torch.arange(size) ** 2),
+            ({"mul": "staged"}, whole, lambda: torch.arange(size, device="cuda").cpu() * (1 << 20)),
+            ({"sin": "copied"}, torch.float32, lambda: torch.arange(size).sin()),
         ):
-            hows, _ = self.placed(lambda x: x + counted().to("cuda"), self.gpu(100))  # noqa: B023
-            self.assertEqual(hows, {"mul": "computed once, a constant on the GPU"})
+            x = self.gpu(dtype=dtype)  # of one element, so that it has any size
+            found, graph = self.placed(lambda x, *v: x + value(*v).to("cuda"), x, *inputs)  # noqa: B023
+            self.assertEqual(found, hows)
+            self.assertEqual("cpp_fused" in graph.source_code, set(hows.values()) == {"staged"})
+            self.assertNotIn("100000000", graph.source_code)
 
     def test_what_the_gpu_counts_goes_to_the_cpu_and_back(self):
         """The CPU has 64 bits, and its memory has the type of the copy."""
@@ -179,16 +175,29 @@ class TestLowered(TestCase):
             )
             self.assertEqual(found, hows)
 
-    def test_a_view_of_a_constant_keeps_its_strides(self):
-        """Otherwise its copy would stay, which Inductor computes on the GPU."""
-        hows, _ = self.placed(
-            lambda x: x + (torch.arange(200, dtype=torch.uint8).square())[::2].to("cuda"), self.gpu(100)
-        )
-        self.assertEqual(set(hows.values()), {"computed once, a constant on the GPU", "made on the GPU"})
+    def test_what_is_rounded_as_on_the_cpu(self):
+        number, size = (1 << 24) + 1, 1 << 19  # too large to be computed once
+        v, half, ids = torch.rand(40), torch.zeros(20, dtype=torch.float16), torch.zeros(20, dtype=torch.int64)
 
-    def test_numbers_of_single_precision_are_rounded(self):
-        _, graph = self.placed(lambda x, v: x + (v * torch.full((40,), 0.1)).to("cuda"), self.gpu(40), torch.rand(40))
-        self.assertIn("0.10000000149011612", graph.source_code)
+        def sums(start):
+            """Inductor adds up counted floating-point numbers as integers, without rounding each sum."""
+            counted = torch.arange(start, start + size).float()
+            return (counted + counted + counted).double()
+
+        integer = f"tl.full([1], {number}.0, tl.float32)"
+        for text, is_there, value, *inputs in (
+            ("0.10000000149011612", True, lambda v: v * torch.full((40,), 0.1), v),
+            (integer, True, lambda v: v * torch.tensor(number), v),
+            (integer, True, lambda v: v * torch.full((40,), number, dtype=torch.float32), v),
+            (".to(tl.float16)", True, lambda half, ids: torch.cat([half, ids]), half, ids),
+            ("mul_rn", False, lambda: sums(0)),
+            ("mul_rn", True, lambda: sums(9_000_001)),
+            # Inductor converts a number in a kernel's source without rounding it, so such a number is loaded.
+            (str(number), False, lambda v: v * (torch.arange(2).sum() - 1 + number), v),
+        ):
+            x = self.gpu(len(value(*inputs)), dtype=torch.float64)
+            _, graph = self.placed(lambda x, *v: x + value(*v).to("cuda"), x, *inputs)  # noqa: B023
+            self.assertEqual(text in graph.source_code, is_there, text)
 
     def test_what_is_counted_beyond_single_precision_is_rounded(self):
         """As the CPU does, which computes with single-precision numbers; too large to be computed once."""
@@ -201,35 +210,14 @@ class TestLowered(TestCase):
             before, _, _ = graph.source_code.partition(".to(tl.float64)")
             self.assertEqual(".to(tl.float32)" in before, rounds)
 
-    def test_sums_of_what_is_counted_are_rounded(self):
-        """Inductor adds up counted floating-point numbers as integers, without the CPU's rounding after each sum."""
-        size = 1 << 19  # too large to be computed once
-        for start, rounds in ((0, False), (9_000_001, True)):
-
-            def program(x):
-                counted = torch.arange(start, start + size).float()  # noqa: B023
-                return x + (counted + counted + counted).double().to("cuda")
-
-            _, graph = self.placed(program, self.gpu(size, dtype=torch.float64))
-            self.assertEqual("mul_rn" in graph.source_code, rounds)
-
-    def test_an_integer_beyond_single_precision_is_rounded(self):
-        number = (1 << 24) + 1
-        for filled in (lambda: torch.tensor(number), lambda: torch.full((40,), number, dtype=torch.float32)):
+    def test_a_number_that_is_known_at_the_call_is_rounded(self):
+        with torch._dynamo.config.patch(assume_static_by_default=False):
             _, graph = self.placed(
-                lambda x, v: x + (v * filled()).to("cuda"),  # noqa: B023
-                self.gpu(40),
-                torch.rand(40),
+                lambda x, v, k: x + (v * torch.tensor(k)).to("cuda"), self.gpu(40), torch.rand(40), 5
             )
-            self.assertIn(f"tl.full([1], {number}.0, tl.float32)", graph.source_code)
+        self.assertIn("tl.full([1], 1.0, tl.float32)", graph.source_code)
 
     def test_a_number_that_was_computed_once_is_loaded_if_it_exceeds_single_precision(self):
-        """Inductor converts a number in a kernel's source to single precision and back without rounding it."""
-        number = (1 << 24) + 1
-        _, graph = self.placed(
-            lambda x, v: x + (v * (torch.arange(2).sum() - 1 + number)).to("cuda"), self.gpu(40), torch.rand(40)
-        )
-        self.assertNotIn(str(number), graph.source_code)
         _, graph = self.placed(
             lambda x: x + torch.arange(3, dtype=torch.float64).sqrt().sum().to("cuda").float().double(),
             self.gpu(40, dtype=torch.float64),
@@ -245,30 +233,6 @@ class TestLowered(TestCase):
         )
         self.assertEqual(hows["mul"], "made on the GPU")
         self.assertNotIn(str(1_000_003 + 63 * 32), graph.source_code)
-
-    def test_a_number_that_is_known_at_the_call_is_rounded(self):
-        with torch._dynamo.config.patch(assume_static_by_default=False):
-            _, graph = self.placed(
-                lambda x, v, k: x + (v * torch.tensor(k)).to("cuda"), self.gpu(40), torch.rand(40), 5
-            )
-        self.assertIn("tl.full([1], 1.0, tl.float32)", graph.source_code)
-
-    def test_large_constants_that_a_kernel_would_count_otherwise_are_staged(self):
-        """Inductor turns the copy of a constant into a computation on the GPU."""
-        size = 1 << 19
-        squares = lambda x: x + (torch.arange(size) ** 2).to("cuda")  # noqa: E731
-        hows, graph = self.placed(squares, self.gpu(size, dtype=torch.int64))
-        self.assertEqual(hows, {"pow_1": "staged"})
-        self.assertIn("cpp_fused", graph.source_code)
-        hows, _ = self.placed(lambda x: x + torch.arange(size).sin().to("cuda"), self.gpu(size))
-        self.assertEqual(hows, {"sin": "copied"})
-
-    def test_large_numbers_that_the_gpu_counts_and_the_cpu_changes_are_staged(self):
-        """Inductor would compute all of it on the GPU, without the CPU's 64 bits."""
-        program = lambda x: x + (torch.arange(1 << 19, device="cuda").cpu() * (1 << 20)).to("cuda")  # noqa: E731
-        hows, graph = self.placed(program, self.gpu(1 << 19, dtype=torch.int64))
-        self.assertEqual(hows, {"mul": "staged"})
-        self.assertIn("cpp_fused", graph.source_code)
 
     def test_bytes_that_are_read_as_another_type(self):
         """A kernel converts what it counts to the type before, or loads it if the sizes differ."""
@@ -295,19 +259,6 @@ class TestLowered(TestCase):
         _, graph = self.placed(lambda x: x + torch.polar(torch.tensor(1.0), torch.tensor(-0.0)), self.gpu())
         (added,) = graph.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
         self.assertEqual(added.meta["val"].shape, ())
-
-    def test_small_integers_wrap(self):
-        for program, dtype in (
-            (lambda x, v: x + ((v // 5) * 200).to("cuda"), torch.uint8),
-            (lambda x, v: x + (torch.relu(v) * 100).to("cuda"), torch.int8),
-        ):
-            hows, _ = self.placed(program, self.gpu(3), torch.zeros(3, dtype=dtype))
-            self.assertEqual(hows["mul"], "staged")
-
-    def test_what_joins_half_precision_is_rounded(self):
-        h, i = torch.zeros(4, dtype=torch.float16), torch.zeros(4, dtype=torch.int64)
-        _, graph = self.placed(lambda x, h, i: x + torch.cat([h, i]).to("cuda"), self.gpu(8), h, i)
-        self.assertIn(".to(tl.float16)", graph.source_code)
 
 
 if __name__ == "__main__":

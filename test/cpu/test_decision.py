@@ -63,34 +63,24 @@ def grow(record, **by):
 
 
 class TestPlain(TestCase):
-    def test_many_launches_without_copies_are_graphed(self):
-        self.assertIs(plain_way([Facts(30)]), GRAPHED)
-        self.assertIs(plain_way([Facts(274, by_address=3)]), GRAPHED)
-
-    def test_what_a_replay_does_before_its_launch_is_measured(self):
-        """Un-graphed code launches while the GPU computes, so a graph wins nothing there."""
-        for facts in (
-            Facts(100, copied=1, copied_bytes=200_000_000),
-            Facts(30, copied=1, copied_bytes=1000),
-            Facts(60, by_address=100),
-            Facts(30, by_address=20),
+    def test_what_is_plain(self):
+        for way, *parts in (
+            (GRAPHED, Facts(30)),
+            (GRAPHED, Facts(274, by_address=3)),
+            (GRAPHED, Facts(60, by_address=6)),
+            (GRAPHED, Facts(20)),
+            (None, Facts(20, has_fast_path=False)),
+            (GRAPHED, Facts(2), Facts(200)),  # decided together
+            (UNGRAPHED, Facts(1, copied=3, copied_bytes=25_000_000)),
+            (None, Facts(1, by_address=3)),  # the equation of state
+            (None, Facts(7, by_address=21)),  # turbulent kinetic energy
+            # Un-graphed code launches while the GPU computes; what a replay does before its launch is measured.
+            (None, Facts(100, copied=1, copied_bytes=200_000_000)),
+            (None, Facts(30, copied=1, copied_bytes=1000)),
+            (None, Facts(60, by_address=100)),
+            (None, Facts(30, by_address=20)),
         ):
-            self.assertIsNone(plain_way([facts]))
-        self.assertIs(plain_way([Facts(60, by_address=6)]), GRAPHED)
-
-    def test_large_copies_for_few_launches_are_not(self):
-        self.assertIs(plain_way([Facts(1, copied=3, copied_bytes=25_000_000)]), UNGRAPHED)
-
-    def test_few_launches_by_address_are_measured(self):
-        self.assertIsNone(plain_way([Facts(1, by_address=3)]))  # the equation of state
-        self.assertIsNone(plain_way([Facts(7, by_address=21)]))  # turbulent kinetic energy
-
-    def test_without_a_fast_path_more_launches_are_needed(self):
-        self.assertIs(plain_way([Facts(20)]), GRAPHED)
-        self.assertIsNone(plain_way([Facts(20, has_fast_path=False)]))
-
-    def test_functions_are_decided_together(self):
-        self.assertIs(plain_way([Facts(2), Facts(200)]), GRAPHED)
+            self.assertIs(plain_way(parts), way, parts)
 
     @given(st.lists(facts, min_size=1, max_size=3), st.integers(0, 100), st.integers(0, 20), st.integers(0, 10**8))
     def test_work_for_a_replay_never_makes_it_plainly_better(self, parts, launches, count, nbytes):
@@ -100,17 +90,6 @@ class TestPlain(TestCase):
             self.assertIsNot(plain_way([more, *others]), GRAPHED)
         if plain_way(parts) is not UNGRAPHED:
             self.assertIsNot(plain_way([grow(first, launches=launches), *others]), UNGRAPHED)
-
-    def test_a_plain_decision_as_text(self):
-        copies = Facts(1, copied=1, copied_bytes=25_000_000)
-        lines = [plain_text(GRAPHED, [Facts(12)]), plain_text(GRAPHED, [Facts(12), Facts(30)])]
-        self.assertExpectedInline(
-            "\n".join([*lines, plain_text(UNGRAPHED, [copies])]),
-            """\
-graphed: 12 launches in one replay, without a measurement
-graphed: 42 launches in 2 replays, without a measurement
-un-graphed: 1 launch in one replay, 25 MB copied, without a measurement""",
-        )
 
 
 class TestStep(TestCase):
@@ -164,19 +143,28 @@ class TestStep(TestCase):
 class TestKinds(TestCase):
     """Programs bound by the host, by the GPU, and by both."""
 
-    def way(self, *parts):
-        return decide(compare(parts)).way
-
-    def test_programs_bound_by_the_host(self):
-        self.assertIs(self.way(part((500, 100), (15, 100), 50)), GRAPHED)
-        # upstream's replay with its checks and copies, of one kernel
-        self.assertIs(self.way(part((30, 5), (70, 12))), UNGRAPHED)
-
-    def test_programs_bound_by_the_gpu(self):
-        # launches run ahead; the replay adds copies to what the GPU does
-        self.assertIs(self.way(part((400, 1450), (100, 1800), 100)), UNGRAPHED)
-        # the same without copies: nothing to gain, nothing to lose
-        self.assertIs(self.way(part((400, 1450), (5, 1450), 100)), GRAPHED)
+    def test_kinds(self):
+        loses, gains = part((20, 10), (30, 35)), part((400, 100), (20, 110), 40)
+        alone, copied = part((20, 10), (23, 10)), Handed(copied=1, copied_bytes=25_000_000)
+        for way, *parts in (
+            # bound by the host: many kernels, and upstream's replay of one, with its checks and copies
+            (GRAPHED, part((500, 100), (15, 100), 50)),
+            (UNGRAPHED, part((30, 5), (70, 12))),
+            # bound by the GPU: launches run ahead, and the replay adds copies; without them, nothing is lost
+            (UNGRAPHED, part((400, 1450), (100, 1800), 100)),
+            (GRAPHED, part((400, 1450), (5, 1450), 100)),
+            # programs that were measured with copies
+            *((UNGRAPHED, part((one / 2,) * 2, (other / 2,) * 2)) for one, other in ((54, 91), (322, 463))),
+            # a forward and its backward go together
+            (UNGRAPHED, loses),
+            (GRAPHED, gains),
+            (GRAPHED, loses, gains),
+            # copies and patches downstream keep a function graphed
+            (UNGRAPHED, alone),
+            (GRAPHED, dataclasses.replace(alone, handed=copied)),
+            (GRAPHED, dataclasses.replace(alone, handed=Handed(patched=12))),
+        ):
+            self.assertIs(decide(compare(parts)).way, way, parts)
 
     def test_a_way_that_gains_latency_and_loses_throughput_is_not_taken(self):
         """Un-graphed code is taken only if it is worse in neither."""
@@ -185,25 +173,9 @@ class TestKinds(TestCase):
         self.assertTrue(found.throughput.is_worse(UNGRAPHED))
         self.assertIs(decide(found).way, GRAPHED)
 
-    def test_forward_and_backward_go_together(self):
-        loses, gains = part((20, 10), (30, 35)), part((400, 100), (20, 110), 40)
-        self.assertIs(self.way(loses), UNGRAPHED)
-        self.assertIs(self.way(gains), GRAPHED)
-        self.assertIs(self.way(loses, gains), GRAPHED)
-
-    def test_measured_programs_with_copies_are_ungraphed(self):
-        for ungraphed_us, upstream_us in ((54, 91), (322, 463), (1450, 1800)):
-            self.assertIs(self.way(part((ungraphed_us / 2,) * 2, (upstream_us / 2,) * 2)), UNGRAPHED)
-
-    def test_copies_downstream_keep_a_function_graphed(self):
-        alone, copied = part((20, 10), (23, 10)), Handed(copied=1, copied_bytes=25_000_000)
-        self.assertIs(self.way(alone), UNGRAPHED)
-        self.assertIs(self.way(dataclasses.replace(alone, handed=copied)), GRAPHED)
-        self.assertIs(self.way(dataclasses.replace(alone, handed=Handed(patched=12))), GRAPHED)
-
     @given(times, times)
     def test_the_same_both_ways_is_graphed(self, host_us, gpu_us):
-        self.assertIs(self.way(part((host_us, gpu_us), (host_us, gpu_us))), GRAPHED)
+        self.assertIs(decide(compare([part((host_us, gpu_us), (host_us, gpu_us))])).way, GRAPHED)
 
 
 class TestMeasuredLatency(TestCase):
@@ -214,46 +186,36 @@ class TestMeasuredLatency(TestCase):
         return Part([ungraphed] * 6, [graphed] * 6, 10, **more)
 
     def test_long_kernels_at_the_end(self):
-        """The GPU waits for the host first; the model says 224 us."""
-        modelled = compare([self.part(None, 255)]).latency
-        self.assertEqual((modelled.ungraphed_us, modelled.graphed_us), (224, 255))
-        measured = compare([self.part(275, 255)]).latency
-        self.assertEqual((measured.ungraphed_us, measured.graphed_us), (275, 255))
-        self.assertIs(decide(compare([self.part(275, 255)])).way, GRAPHED)
-        self.assertIs(decide(compare([self.part(224, 255)])).way, UNGRAPHED)
+        """The GPU waits for the host first; the model says 224 us, unless both calls of a pair are measured."""
+        for ungraphed_us, graphed_us, latency, way in (
+            (275, 255, (275, 255), GRAPHED),
+            (224, 255, (224, 255), UNGRAPHED),
+            (None, 255, (224, 255), GRAPHED),  # a modelled latency is no reason for un-graphed code
+            (275, None, (224, 255), GRAPHED),
+            (None, None, (224, 255), GRAPHED),
+        ):
+            found = compare([self.part(ungraphed_us, graphed_us)])
+            self.assertEqual((found.latency.ungraphed_us, found.latency.graphed_us), latency)
+            self.assertEqual(found.latency.is_modelled, None in (ungraphed_us, graphed_us))
+            self.assertIs(decide(found).way, way)
+            self.assertEqual(found.throughput, compare([self.part(None, None)]).throughput)
 
-    def test_a_modelled_latency_is_no_reason_for_ungraphed_code(self):
-        found = compare([self.part(None, 255)])
-        self.assertTrue(found.latency.is_modelled and found.latency.is_better(UNGRAPHED))
-        self.assertIs(decide(found).way, GRAPHED)
+    def test_throughput_is_a_reason_for_ungraphed_code_although_latency_is_modelled(self):
         better = compare([part((140, 190), (45, 210), 10)])
         self.assertIs(decide(better).way, UNGRAPHED)
         self.assertEqual(decide(better).text, "un-graphed: 190 us a call against 210 us (0 kernels, without waiting)")
 
-    def test_a_modelled_latency_is_a_reason_against_ungraphed_code(self):
-        worse = compare([part((60, 38), (50, 40), 9)])
-        self.assertTrue(worse.throughput.is_worse(UNGRAPHED) or worse.latency.is_worse(UNGRAPHED))
-        self.assertIs(decide(worse).way, GRAPHED)
-
     def test_enough_pairs_must_be_measured(self):
         one, other = self.part(275, 255), self.part(None, 255)
-        for measured, latency in ((5, (275, 255)), (4, (224, 255))):
+        for measured, ungraphed_us in ((5, 275), (4, 224)):
             calls = [*one.ungraphed[:measured], *other.ungraphed[: 6 - measured]]
             found = compare([dataclasses.replace(one, ungraphed=calls)]).latency
-            self.assertEqual((found.ungraphed_us, found.graphed_us), latency)
-            self.assertEqual(found.is_modelled, measured < 5)
-
-    def test_throughput_is_as_before(self):
-        self.assertEqual(compare([self.part(275, 255)]).throughput, compare([self.part(None, None)]).throughput)
+            self.assertEqual((found.ungraphed_us, found.is_modelled), (ungraphed_us, measured < 5))
 
     def test_work_for_later_functions_is_added(self):
         handed = Handed(patched=10)
         found = compare([self.part(200, 255, handed=handed)]).latency
         self.assertEqual(found.ungraphed_us, 200 + Costs().of_handed(handed).host_us)
-
-    def test_both_calls_of_a_pair_must_be_measured(self):
-        for ungraphed_us, graphed_us in ((275, None), (None, 255), (None, None)):
-            self.assertEqual(compare([self.part(ungraphed_us, graphed_us)]).latency.ungraphed_us, 224)
 
     def test_several_parts_are_modelled(self):
         parts = [self.part(275, 255)] * 2
@@ -308,7 +270,8 @@ class TestNextWay(TestCase):
 class TestText(TestCase):
     def test_a_decision_as_text(self):
         lines = [
-            decide(compared(gain(41.2, 58.4), copied_bytes=25_000_000)).text,
+            plain_text(GRAPHED, [Facts(12), Facts(30)]),
+            plain_text(UNGRAPHED, [Facts(1, copied=1, copied_bytes=25_000_000)]),
             decide(compared(gain(3.0, 2.4))).text,
             decide(compared(gain(41.2, 58.4), copied_bytes=4096)).text,
             decide(compared(gain(1500.0, 1500.0), gain(1500.0, 1600.0), copied_bytes=1_200_000, kernels=1)).text,
@@ -316,7 +279,8 @@ class TestText(TestCase):
         self.assertExpectedInline(
             "\n".join(lines),
             """\
-un-graphed: 41 us a call against 58 us (2 kernels, 25 MB copied)
+graphed: 42 launches in 2 replays, without a measurement
+un-graphed: 1 launch in one replay, 25 MB copied, without a measurement
 graphed: 2.4 us a call against 3.0 us (2 kernels, margin 1 us)
 un-graphed: 41 us a call against 58 us (2 kernels, under 0.1 MB copied)
 un-graphed: 1500 us a call against 1600 us (1 kernel, 1.2 MB copied, without waiting)""",

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,17 +149,21 @@ class TestCapture(LaunchesTestCase):
             return table, a, b, kernel.run(a, b, out, 8, stream=7)
 
     def test_arguments_with_a_slot_go_through_it(self) -> None:
-        kernel, out = self.warmed(*tensors(2))
-        self.assertEqual(self.made, [("kernel", frozenset({"in_ptr0", "in_ptr1"}))])
-        table, a, b, result = self.captured(kernel, out)
-        self.assertEqual(result, "launched by variant")
-        ((way, *given, n, stream),) = kernel.launched
-        self.assertEqual((way, n, stream), ("variant", 8, 7))
-        self.assertIs(given[0], table.slots[a.data_ptr()])
-        self.assertIs(given[1], table.slots[b.data_ptr()])
-        self.assertIs(given[2], out)
-        self.assertEqual(sorted(table.read), sorted(("kernel", t.data_ptr()) for t in (a, b)))
-        self.assertEqual(len(self.made), 1)  # nothing is built while capturing
+        for refused in ((), ("in_ptr1",)):  # a parameter that can be no slot is passed as it is
+            self.refused = refused
+            self.made.clear()
+            kernel, out = self.warmed(*tensors(2))
+            self.assertEqual(self.made, [("kernel", frozenset({"in_ptr0", "in_ptr1"}))])
+            table, a, b, result = self.captured(kernel, out)
+            self.assertEqual(result, "launched by variant")
+            ((way, *given, n, stream),) = kernel.launched
+            self.assertEqual((way, n, stream), ("variant", 8, 7))
+            self.assertIs(given[0], table.slots[a.data_ptr()])
+            self.assertIs(given[1], b if refused else table.slots[b.data_ptr()])
+            self.assertIs(given[2], out)
+            taken = [a] if refused else [a, b]
+            self.assertEqual(sorted(table.read), sorted(("kernel", t.data_ptr()) for t in taken))
+            self.assertEqual(len(self.made), 1)  # nothing is built while capturing
 
     def test_an_input_has_one_slot_also_through_a_view_but_not_further_on(self) -> None:
         kernel, out = self.warmed(*tensors(2))
@@ -183,13 +188,6 @@ class TestCapture(LaunchesTestCase):
             self.assertIs(kernel.launched[-1][2], d)
             self.assertEqual(kernel.launched[-1][0], "variant")
             self.assertEqual(kernel.run(a, d, out, 8, stream=7), "launched")
-
-    def test_a_parameter_that_can_be_no_slot_is_passed_as_it_is(self) -> None:
-        self.refused = {"in_ptr1"}
-        kernel, out = self.warmed(*tensors(2))
-        table, a, b, _ = self.captured(kernel, out)
-        self.assertIs(kernel.launched[0][2], b)
-        self.assertEqual(table.read, [("kernel", a.data_ptr())])
 
     def test_a_kernel_without_a_variant_is_launched_as_it_is(self) -> None:
         self.refused = {"in_ptr0", "in_ptr1"}
@@ -236,10 +234,21 @@ class TestWarmup(LaunchesTestCase):
             kernel.run(a, out, out, 8, stream=7)
         self.assertEqual(self.made, [("kernel", frozenset({"in_ptr0"}))])
         self.assertEqual(list(variant_launchers._built), [winner])
+        gone = weakref.ref(kernel)  # variants go with their kernel
+        variant_launchers._built[winner].clear()  # the fake's variant, unlike a real one, holds the kernel
+        kernel.launched.clear()
+        del kernel, winner
+        gc.collect()
+        self.assertIsNone(gone())
+        self.assertEqual(len(variant_launchers._built), 0)
 
     def test_variants_are_built_only_for_kernels_that_are_given_an_input(self) -> None:
         a, b = tensors(2)
         first, second = FakeAutotuner("first"), FakeAutotuner("second")
+        with self.assertRaises(KeyError), warming_up({a.data_ptr()}):  # nothing is built after a failure
+            second.run(a, b, b, 8, stream=7)
+            raise KeyError
+        self.assertEqual(self.made, [])
         with warming_up({a.data_ptr()}):
             first.run(b, b, b, 8, stream=7)
             second.run(b, b, a, 8, stream=7)  # writes to the input
@@ -259,43 +268,10 @@ class TestWarmup(LaunchesTestCase):
             self.assertEqual(taken, {a.data_ptr(), c.data_ptr()})
         self.assertEqual(len(self.made), 2)
 
-    def test_nothing_is_built_after_a_failure(self) -> None:
-        a, b = tensors(2)
-        with self.assertRaises(KeyError), warming_up({a.data_ptr()}):
-            FakeAutotuner().run(a, b, b, 8, stream=7)
-            raise KeyError
-        self.assertEqual(self.made, [])
-
-    def test_variants_go_with_their_kernel(self) -> None:
-        (a,) = tensors(1)
-        kernel = FakeAutotuner()
-        with warming_up({a.data_ptr()}):
-            kernel.run(a, a, a, 8, stream=7)
-        self.assertEqual(len(variant_launchers._built), 1)
-        gone = weakref.ref(kernel)
-        del kernel
-        # The fake's variant, unlike a real one, holds the kernel.
-        next(iter(variant_launchers._built.values())).clear()
-        gc.collect()
-        self.assertIsNone(gone())
-        self.assertEqual(len(variant_launchers._built), 0)
-
 
 class TestTap(LaunchesTestCase):
-    def test_the_tap_is_on_only_while_it_is_needed(self) -> None:
-        original = FakeAutotuner.run
-        with warming_up(()):
-            self.assertIsNot(FakeAutotuner.run, original)
-            with through(Table()):
-                pass
-            self.assertIsNot(FakeAutotuner.run, original)
-        self.assertIs(FakeAutotuner.run, original)
-        with contextlib.suppress(KeyError), through(Table()):
-            raise KeyError
-        self.assertIs(FakeAutotuner.run, original)
-        self.assertIsNone(launches._here.watcher)
-
     def test_an_inner_scope_notes_alone(self) -> None:
+        """Launches of other threads are left alone."""
         a, b = tensors(2)
         kernel = FakeAutotuner()
         with warming_up({a.data_ptr()}):
@@ -303,23 +279,10 @@ class TestTap(LaunchesTestCase):
                 kernel.run(a, b, b, 8, stream=7)
             self.assertEqual(self.made, [("kernel", frozenset({"in_ptr1", "out_ptr0"}))])
             kernel.run(a, b, b, 8, stream=7)
+            with ThreadPoolExecutor(1) as there:
+                other = there.submit(FakeAutotuner("there").run, a, b, b, 8, stream=7)
+            self.assertEqual(other.result(), "launched")
         self.assertEqual(self.made[1:], [("kernel", frozenset({"in_ptr0"}))])
-
-    def test_other_threads_are_left_alone(self) -> None:
-        a, b = tensors(2)
-        kernel, other = FakeAutotuner("here"), FakeAutotuner("there")
-        results = []
-
-        def there() -> None:
-            results.append(other.run(a, b, b, 8, stream=7))
-
-        with warming_up({a.data_ptr()}):
-            kernel.run(a, b, b, 8, stream=7)
-            thread = threading.Thread(target=there)
-            thread.start()
-            thread.join()
-        self.assertEqual(self.made, [("here", frozenset({"in_ptr0"}))])
-        self.assertEqual(results, ["launched"])
 
     def test_threads_do_not_see_each_other_s_tables(self) -> None:
         original = FakeAutotuner.run
@@ -332,9 +295,12 @@ class TestTap(LaunchesTestCase):
                 with warming_up({a.data_ptr()}):
                     kernel.run(a, b, b, 8, stream=7)
                 table = Table(a)
-                with through(table):
+                with contextlib.suppress(KeyError), through(table):
                     kernel.run(a, b, b, 8, stream=7)
+                    raise KeyError
                 if kernel.launched[-1][0] != "variant" or table.read != [("kernel", a.data_ptr())]:
+                    wrong.append(kernel.launched)
+                if kernel.run(a, b, b, 8, stream=7) != "launched":  # out of the scope
                     wrong.append(kernel.launched)
 
         threads = [threading.Thread(target=work) for _ in range(4)]
@@ -344,22 +310,6 @@ class TestTap(LaunchesTestCase):
             thread.join()
         self.assertEqual(wrong, [])
         self.assertIs(FakeAutotuner.run, original)
-
-    def test_the_tap_may_be_withdrawn_and_offered_while_it_is_held(self) -> None:
-        tap, on = Tap(), []
-
-        def put_on() -> Callable[[], None]:
-            on.append(1)
-            return on.clear
-
-        with tap.held():
-            self.assertEqual((on, tap.is_offered), ([], False))
-            withdraw = tap.offer(put_on)
-            self.assertEqual((on, tap.is_offered), ([1], True))
-            withdraw()
-            self.assertEqual((on, tap.is_offered), ([], False))
-            tap.offer(put_on)
-        self.assertEqual(on, [])
 
 
 class TestPatch(TestCase):
@@ -499,18 +449,29 @@ class TestInductor(TestCase):
                 count += 1
         return count
 
-    def test_variants_of_pointwise_and_reduction_kernels(self) -> None:
-        def program(x: torch.Tensor, y: torch.Tensor) -> Any:
-            return (x.sin() + y).softmax(-1), x.sum()
+    def one(self) -> Any:
+        """The autotuner of a program's only kernel, with its launcher."""
+        (autotuner,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
+        with loaded():
+            autotuner.launchers = [autotuner._precompile_config(autotuner.configs[0]).make_launcher()]
+        return autotuner
 
-        self.assertGreater(self.both(program, on_gpu(1024, 64), on_gpu(1024, 64)), 2)
+    def made(self, autotuner: Any, *names: str) -> VariantLauncher:
+        with loaded():
+            return variant_launchers._made(autotuner, autotuner.launchers[0], frozenset(names))
 
-    def test_variants_of_combined_kernels(self) -> None:
-        with torch._inductor.config.patch(combo_kernels=True):
-            self.assertEqual(self.both(lambda x, y: (x.sin(), y.cos()), on_gpu(1024), on_gpu(64, 72)), 2)
-
-    def test_variants_of_user_kernels(self) -> None:
-        self.both(self.of_a_user, on_gpu(kernels.SIZE), on_gpu(kernels.SIZE, dtype=torch.bool))
+    def test_variants_are_launched_as_their_originals(self) -> None:
+        sizes = on_gpu(8, 24)
+        torch._dynamo.mark_dynamic(sizes, 0)
+        flags = on_gpu(kernels.SIZE, dtype=torch.bool)
+        for fn, args, count in (
+            (lambda x, y: ((x.sin() + y).softmax(-1), x.sum()), (on_gpu(1024, 64), on_gpu(1024, 64)), 6),
+            (lambda x, y: (x.sin(), y.cos()), (on_gpu(1024), on_gpu(64, 72)), 2),
+            (self.of_a_user, (on_gpu(kernels.SIZE), flags), 4),
+            (lambda x: x.sin().sum(0), (sizes,), 2),
+        ):
+            with torch._inductor.config.patch(combo_kernels=count == 2):
+                self.assertEqual(self.both(fn, *args), count)
 
     @staticmethod
     def of_a_user(x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
@@ -552,56 +513,35 @@ class TestInductor(TestCase):
             self.assertFalse(fits(unknown, needs(32, 0)))
             self.assertFalse(fits(needs(0, 0), unknown))
 
-    def test_a_kernel_of_no_device_has_no_variant(self) -> None:
-        (autotuner,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
-        with loaded():
-            autotuner.launchers = [autotuner._precompile_config(autotuner.configs[0]).make_launcher()]
-            autotuner.triton_meta["device"] = None
-            with self.assertRaisesRegex(NoVariant, "whatever device"):
-                variant_launchers._made(autotuner, autotuner.launchers[0], frozenset({"in_ptr0"}))
-
-    def test_variants_of_kernels_for_any_size(self) -> None:
-        x = on_gpu(8, 24)
-        torch._dynamo.mark_dynamic(x, 0)
-        self.both(lambda x: x.sin().sum(0), x)
-
     def test_a_kernel_that_another_process_compiled_is_loaded_again(self) -> None:
-        (autotuner,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
-        (source,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
-        with loaded():
-            autotuner.launchers = [autotuner._precompile_config(autotuner.configs[0]).make_launcher()]
-        launcher = autotuner.launchers[0]
+        autotuner, source = self.one(), self.one()
         autotuner.fn.fn = None
-        names = frozenset(parameters(launcher)[:2])
-        with loaded(), self.assertRaisesRegex(NoVariant, "left behind"):
-            variant_launchers._made(autotuner, launcher, names)
+        names = parameters(autotuner.launchers[0])[:2]
+        with self.assertRaisesRegex(NoVariant, "left behind"):
+            self.made(autotuner, *names)
         autotuner._reload_kernel = lambda: source
-        with loaded():
-            made = variant_launchers._made(autotuner, launcher, names)
-        self.assertEqual(made.slots, names)
+        self.assertEqual(self.made(autotuner, *names).slots, frozenset(names))
         self.assertIsNone(autotuner.fn.fn)  # nothing of the original is changed
 
-    def test_cooperative_and_dependent_launches_have_no_variant(self) -> None:
-        for option in ("launch_cooperative_grid", "launch_pdl"):
-            (autotuner,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
-            with loaded():
-                autotuner.launchers = [autotuner._precompile_config(autotuner.configs[0]).make_launcher()]
-                autotuner.triton_meta[option] = True
-                with self.assertRaises(NoVariant):
-                    variant_launchers._made(autotuner, autotuner.launchers[0], frozenset({"in_ptr0"}))
+    def test_kernels_without_a_variant(self) -> None:
+        """They are launched cooperatively, or dependently, or on whatever device is current."""
+        for option, value, why in (
+            ("launch_cooperative_grid", True, "must all fit"),
+            ("launch_pdl", True, "may begin before"),
+            ("device", None, "whatever device"),
+        ):
+            autotuner = self.one()
+            autotuner.triton_meta[option] = value
+            with self.assertRaisesRegex(NoVariant, why):
+                self.made(autotuner, "in_ptr0")
 
     def test_a_variant_is_compiled_once_for_all_processes(self) -> None:
         hits = []
-
-        def listener(*, cache_hit: bool, **_: Any) -> None:
-            hits.append(cache_hit)
-
         for _ in range(2):
-            (autotuner,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
-            with loaded():
-                autotuner.launchers = [autotuner._precompile_config(autotuner.configs[0]).make_launcher()]
-                with mock.patch.object(triton.knobs.compilation, "listener", listener):
-                    variant_launchers._made(autotuner, autotuner.launchers[0], frozenset({"in_ptr0"}))
+            autotuner = self.one()
+            listener = lambda *, cache_hit, **_: hits.append(cache_hit)  # noqa: E731
+            with mock.patch.object(triton.knobs.compilation, "listener", listener):
+                self.made(autotuner, "in_ptr0")
         self.assertEqual(hits, [False, True])
 
 

@@ -13,12 +13,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch
 from bare_manager import bare_manager
+from fake_trees import Plain
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.indirection import retired
 from pygraph_trees.report.log import Count, RecordingLog
-from pygraph_trees.settings import Settings
 from pygraph_trees.trees import entry_points, input_rules, pools, reclaiming
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees.choice import handed_on, recordings_below
@@ -43,6 +43,11 @@ class TestForgotten(TestCase):
         super().setUp()
         self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
         self.enterContext(mock.patch.object(input_rules, "why_not_staged", lambda *_: None))
+        self.enterContext(mock.patch.object(Manager, "is_graphed", lambda *_: True))
+        self.released = self.enterContext(mock.patch("pygraph_trees.trees.reclaiming.release_retired"))
+        ends = lambda manager: self.may_end and end_path(manager)  # noqa: E731
+        self.enterContext(mock.patch.object(Upstream, "try_end_curr_execution", ends))
+        self.may_end = True
         self.model = object()
         own = {"outputs_weakrefs": [], "older_outputs": [], "unaliased_in_all_paths": []}
         self.below = mock.Mock(id=number(1), children={}, graph="captured", **own)
@@ -66,20 +71,15 @@ class TestForgotten(TestCase):
 
     def test_forgotten_recordings_are_given_back_when_a_step_begins(self):
         """It works even if no step has a fast path, so that each step begins after the previous one's recording."""
-        ends = mock.Mock(return_value=False)  # an output is still held
-
-        with (
-            mock.patch.object(Upstream, "try_end_curr_execution", lambda manager: ends() and end_path(manager)),
-            mock.patch.object(Upstream, "_run", self.run_upstream),
-            mock.patch("pygraph_trees.trees.reclaiming.release_retired") as released,
-        ):
+        self.may_end = False  # an output is still held
+        with mock.patch.object(Upstream, "_run", self.run_upstream):
             self.manager.reclaiming.record_again(1, "it is recorded again", 1)
             self.manager.forget(self.model)
             self.manager._run([], 2)
-            self.assertEqual((self.first.children[1], released.call_count), ([self.below], 0))
-            ends.return_value = True
+            self.assertEqual((self.first.children[1], self.released.call_count), ([self.below], 0))
+            self.may_end = True
             self.manager._run([], 2)
-        self.assertEqual((self.first.children, self.below.graph, released.call_count), ({}, None, 1))
+        self.assertEqual((self.first.children, self.below.graph, self.released.call_count), ({}, None, 1))
         self.below.remove_node_cached_tensors.assert_called_once_with()
         self.assertIsNone(self.below.native)
         self.first.remove_node_cached_tensors.assert_not_called()
@@ -87,42 +87,15 @@ class TestForgotten(TestCase):
         self.assertIsNone(self.manager.reclaiming.why_again(1))
 
     def test_recordings_to_be_made_again_are_given_back_at_the_next_step(self):
-        """The current step keeps replaying; the function's recordings are given back when the next step begins, and the
-        reason for recording again is given once."""
+        """The current step keeps replaying; the reason for recording again is given once."""
         self.manager._candidates[2] = "candidates"
         self.manager.reclaiming.record_again(2, "of the test", 0)
         self.assertEqual((self.manager._candidates, self.manager.current_node), ({}, self.first))
         self.assertEqual((self.first.graph, self.manager.roots), ("captured", {2: [self.first]}))
-        recorded, log = [], mock.Mock(recordings=[object()])
-        given = mock.Mock(why_not_recorded=lambda: None)
-        given.function.model = mock.Mock(stop=None, settings=Settings("off", "auto", "always"))
-        self.manager.cuda_graphs_thread_pool, self.manager.device_index = (0, 1), 0
-        with (
-            mock.patch.object(Upstream, "try_end_curr_execution", end_path),
-            mock.patch.object(Manager, "is_graphed", lambda *_: True),
-            mock.patch("pygraph_trees.trees.reclaiming.release_retired"),
-        ):
-            self.assertIsNone(self.manager._find(self.manager, 2, True))
+        self.assertIsNone(self.manager._find(self.manager, 2, True))
         self.assertEqual((self.manager.roots, self.first.graph, self.below.graph), ({}, None, None))
         self.assertIsNone(self.manager.current_node)
-
-        def record(manager, inputs, function_id):
-            manager.current_node = mock.Mock(live=None, own=None)
-            recorded.append(function_id)
-
-        with (
-            mock.patch.object(Manager, "_log_of", lambda *_: log),
-            mock.patch.object(Manager, "_given", lambda *_: given),
-            mock.patch.object(Manager, "_demote", lambda *_: None),
-            mock.patch.object(Manager, "_verification", lambda *_: None),
-            mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0)),
-            mock.patch.object(Upstream, "record_function", record),
-        ):
-            for reason in ("of the test", "first call of another thread"):
-                self.manager.current_node = None
-                self.manager.record_function([], 2)
-                self.assertEqual(self.manager.current_node.log.reason, reason)
-        self.assertEqual(recorded, [2, 2])
+        self.assertEqual([self.manager.reclaiming.why_again(2) for _ in range(2)], ["of the test", None])
 
     def test_recordings_that_were_made_since_stay(self):
         newer = mock.Mock(id=number(7), children={}, graph="captured")
@@ -131,25 +104,18 @@ class TestForgotten(TestCase):
         for newest in (5, 3):  # the first call counts
             self.manager.reclaiming.record_again(2, "of the test", newest)
         end_path(self.manager)
-        with mock.patch("pygraph_trees.trees.reclaiming.release_retired"):
-            self.manager.reclaiming.give_back(self.manager)
+        self.manager.reclaiming.give_back(self.manager)
         self.assertEqual((self.manager.roots, self.first.graph, newer.graph), ({2: [newer]}, None, "captured"))
 
     def test_no_candidates_are_left_of_what_is_given_back(self):
         """Candidates that were found before the recording could be given back are dropped, even if no path is open."""
-        calls = mock.Mock(return_value=[])
         for is_open in (True, False):
             with self.subTest(is_open=is_open):
                 self.first.children, self.manager.roots = {1: [self.below]}, {2: [self.first]}
                 self.manager._candidates |= {1: "what is given back", 2: "others"}
                 self.manager.reclaiming.forgotten = [1]
                 self.manager.current_node = self.first if is_open else None
-                with (
-                    mock.patch.object(Upstream, "try_end_curr_execution", end_path),
-                    mock.patch.object(Manager, "is_graphed", lambda *_: True),
-                    mock.patch("pygraph_trees.trees.reclaiming.release_retired", calls),
-                ):
-                    self.manager._find(self.manager, 2, False)
+                self.manager._find(self.manager, 2, False)
                 self.assertEqual((self.manager.reclaiming.forgotten, self.first.children), ([], {}))
                 self.assertNotIn(1, self.manager._candidates)
 
@@ -166,6 +132,16 @@ class TestForgotten(TestCase):
         del self.manager
         self.assertIsNone(gone())
         chooser.ready("of the test")  # the manager is gone
+
+
+class Fresh(Manager):
+    """Manager that counts how often one is made, each with another pool."""
+
+    made = 0
+
+    def __init__(self, device_index):
+        self.graph, self.stream, self.cuda_graphs_thread_pool = "graph", "stream", (0, 9)
+        Fresh.made += 1
 
 
 class TestPool(TestCase):
@@ -185,40 +161,20 @@ class TestPool(TestCase):
         model = object()
         return bare_manager(kind, ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]}, **state), model
 
-    def emptied(self):
-        """A manager that gave back all its recordings, but could not give back its pool."""
-        manager, model = self.recorded(self.node(), graph="graph")
-        with (
-            mock.patch.object(Manager, "__init__", side_effect=RuntimeError("not now")) as made,
-            self.assertLogs("pygraph_trees.trees", "WARNING"),
-        ):
-            manager.forget(model)
-        made.assert_called_once()
-        return manager
-
     def test_the_pool_is_given_back_with_its_last_recording_unless_an_output_is_held(self):
-        made = []
-
-        class Fresh(Manager):
-            def __init__(self, device_index):
-                self.graph, self.stream, self.cuda_graphs_thread_pool = "graph", "stream", (0, 9)
-                made.append(device_index)
-
         for is_held in (False, True):
-            node = self.node()
+            Fresh.made, node = 0, self.node()
             # Outputs that were replaced by others count too.
             node.outputs_weakrefs, node.unaliased_in_all_paths = [mock.Mock(expired=lambda: True), None], [True, False]
             node.older_outputs = [mock.Mock(expired=lambda: not is_held)]  # noqa: B023
             manager, model = self.recorded(node, Fresh, graph="first graph")
-            made.clear()
-            owned = dict.fromkeys([(0, 7), (0, 9)])
             with (
-                mock.patch.object(pools, "OWNED", owned),
+                mock.patch.object(pools, "OWNED", dict.fromkeys([(0, 7), (0, 9)])) as owned,
                 mock.patch.object(torch.cuda, "empty_cache") as emptied,
             ):
                 self.assertFalse(manager.give_pool_back())  # nothing was given back yet
                 manager.forget(model)
-                self.assertEqual((made, emptied.call_count), ([], 0) if is_held else ([0], 1))
+                self.assertEqual((Fresh.made, emptied.call_count), (0, 0) if is_held else (1, 1))
                 self.assertEqual(manager.graph, "first graph" if is_held else "graph")
                 if is_held:
                     self.assertFalse(manager.give_pool_back())
@@ -231,24 +187,17 @@ class TestPool(TestCase):
                 self.assertEqual((manager.cuda_graphs_thread_pool, manager.stream), ((0, 9), "stream"))
                 self.assertEqual([*owned], [(0, 9)])
                 self.assertFalse(manager.give_pool_back())  # once
-            self.assertEqual((made, emptied.call_count), ([0], 1))
+            self.assertEqual((Fresh.made, emptied.call_count), (1, 1))
 
     def test_to_start_over_takes_another_pool_although_an_output_is_held(self):
-        class Fresh(Manager):
-            def __init__(self, device_index):
-                self.graph, self.stream, self.cuda_graphs_thread_pool = "graph", "stream", (0, 9)
-
         for is_held in (True, False):
             node = self.node()
-            node.outputs_weakrefs, node.unaliased_in_all_paths = (
-                [mock.Mock(expired=lambda held=is_held: not held)],
-                [True],
-            )
+            node.outputs_weakrefs = [mock.Mock(expired=lambda held=is_held: not held)]
+            node.unaliased_in_all_paths = [True]
             manager, _ = self.recorded(node, Fresh, graph="first graph")
             with (
                 mock.patch.object(pools, "OWNED", {(0, 7): None}),
                 mock.patch.object(torch.cuda, "empty_cache"),
-                mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
                 mock.patch.object(reclaiming, "_in_use", []) as in_use,
             ):
                 manager.reclaiming.start_over(manager, "an error")
@@ -269,28 +218,24 @@ class TestPool(TestCase):
                 manager.give_pool_back()
             self.assertEqual(made.called, is_back)
 
-    def test_no_pool_is_begun_if_nothing_was_recorded_or_somebody_captures(self):
+    def test_the_old_pool_stays_if_nothing_was_recorded_or_no_new_one_can_be_made(self):
         model = object()
         with mock.patch.object(Manager, "__init__", side_effect=AssertionError("a new one")):
             manager = bare_manager(ids_to_funcs={1: SimpleNamespace(model=model)})
             manager.forget(model)
             self.assertFalse(manager.give_pool_back())
-            manager = self.emptied()
-            with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
-                self.assertFalse(manager.give_pool_back())
-
-    def test_the_old_pool_stays_if_a_new_one_cannot_be_made(self):
-        manager = self.emptied()
+        manager, model = self.recorded(self.node(), graph="graph")
         with (
-            mock.patch.object(Manager, "__init__", side_effect=RuntimeError("out of memory")),
+            mock.patch.object(Manager, "__init__", side_effect=RuntimeError("out of memory")) as made,
             self.assertLogs("pygraph_trees.trees", "WARNING") as logs,
         ):
-            self.assertFalse(manager.give_pool_back())
-        self.assertIn("out of memory", logs.output[0])
-        self.assertEqual(manager.graph, "graph")
-        with mock.patch.object(Manager, "__init__", side_effect=RuntimeError("again")) as made:
+            manager.forget(model)
+            with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+                self.assertFalse(manager.give_pool_back())
+            self.assertEqual(made.call_count, 1)
             self.assertFalse(manager.give_pool_back())  # it is tried again
-        made.assert_called_once()
+        self.assertEqual((made.call_count, manager.graph), (2, "graph"))
+        self.assertIn("out of memory", logs.output[0])
 
     def test_a_manager_that_is_shut_down_has_nothing_to_give_back(self):
         model = object()
@@ -335,54 +280,40 @@ class TestPool(TestCase):
 class TestShutdown(TestCase):
     """A reset of all trees gives back the memory of recordings, even if the recordings are still referenced."""
 
-    def graph(self):
-        return type("Graph", (), {})()
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
+        self.waits = self.enterContext(mock.patch.object(torch.cuda, "synchronize"))
+        self.closed = []
 
-    def nodes(self):
-        """A root with a child; each one's graph is also held by its part in C++."""
-        below = mock.Mock(children={}, graph=self.graph())
-        first = mock.Mock(children={1: [below]}, graph=self.graph())
-        for node in (first, below):
-            node.native = SimpleNamespace(graph=node.graph)
-        return first, below
-
-    def shut_down(self, nodes):
-        manager = bare_manager(roots={2: [nodes[0]]}, current_node=nodes[0])
-        manager.shutdown()
-        return manager
+    def retire(self, device):
+        retired.retire(mock.Mock(), device, SimpleNamespace(close=lambda: self.closed.append(device)))
 
     def test_graphs_go_before_their_memory_is_given_back(self):
-        nodes, released = self.nodes(), []
+        """Each recording's graph is also held by its part in C++."""
+        nodes, released = [mock.Mock(children={}, graph=Plain()) for _ in range(2)], []
+        nodes[0].children = {1: nodes[1:]}
+        for node in nodes:
+            node.native = SimpleNamespace(graph=node.graph)
         gone = [weakref.ref(node.graph) for node in nodes]
+        manager = bare_manager(roots={2: nodes[:1]}, current_node=nodes[0])
         with mock.patch.object(trees_manager, "release_retired", lambda: released.append([graph() for graph in gone])):
-            manager = self.shut_down(nodes)
+            manager.shutdown()
         self.assertEqual((released, manager.roots), ([[None, None]], None))
 
     def test_each_device_is_waited_for_once(self):
-        closed = []
-        memories = [SimpleNamespace(close=lambda device=device: closed.append(device)) for device in (0, 1, 0)]
-        waits = mock.Mock()
-        with (
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-            mock.patch.object(torch.cuda, "synchronize", waits),
-        ):
-            for device, memory in zip((0, 1, 0), memories, strict=True):
-                retired.retire(mock.Mock(), device, memory)
-            self.assertEqual((closed, waits.call_count), ([], 0))
-            self.shut_down(self.nodes())
-        self.assertEqual((sorted(closed), sorted(call.args[0] for call in waits.call_args_list)), ([0, 0, 1], [0, 1]))
+        for device in (0, 1, 0):
+            self.retire(device)
+        self.assertEqual((self.closed, self.waits.call_count), ([], 0))
+        bare_manager().shutdown()
+        waited = sorted(call.args[0] for call in self.waits.call_args_list)
+        self.assertEqual((sorted(self.closed), waited), ([0, 0, 1], [0, 1]))
 
     def test_a_reset_gives_back_what_is_left_after_the_managers(self):
-        closed = []
-        with (
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-            mock.patch.object(torch.cuda, "synchronize"),
-        ):
-            retired.retire(mock.Mock(), 0, SimpleNamespace(close=lambda: closed.append(1)))
-            order = []
-            reset = entry_points.reset_cudagraph_trees(lambda: order.append(list(closed)))
-            reset()
-        self.assertEqual((order, closed), ([[]], [1]))
+        self.retire(0)
+        order = []
+        entry_points.reset_cudagraph_trees(lambda: order.append(list(self.closed)))()
+        self.assertEqual((order, self.closed), ([[]], [0]))
 
     def test_trees_of_other_threads_cache_tensors_after_a_reset(self):
         """They do so even while the reset frees what it drops, because other threads may run then."""

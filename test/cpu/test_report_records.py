@@ -89,42 +89,34 @@ class TestLogs(TestCase):
         self.assertEqual(record.recordings[0].copied_bytes, 2048)
         self.assertEqual([record.recordings[0].count(k) for k in ("static", "managed", "live")], [1, 0, 1])
 
-    def test_functions_are_numbered_within_their_graph(self):
-        journal = Journal()
-        graph = GraphLog("Net", "0/0", "inference", SPLIT)
+    def test_functions_are_numbered_within_the_graph_that_their_thread_compiles(self):
+        journal, seen = Journal(), []
+        graph, inner = GraphLog("Net", "0/0", "inference", SPLIT), GraphLog("B", None, "forward", ())
         with journal.compiling(graph):
-            self.assertIs(journal.graph, graph)
             for number in (1, 2):
                 graph.functions += 1
                 journal.add_function(function(partition=number, graph=graph))
-        self.assertIsNone(journal.graph)
-        _, functions = journal.records()
-        self.assertEqual([(f.partition, f.partitions) for f in functions], [(1, 2), (2, 2)])
-
-    def test_compiling_is_per_thread_and_nests(self):
-        journal, seen = Journal(), []
-        outer, inner = GraphLog("A", None, "forward", ()), GraphLog("B", None, "forward", ())
-        with journal.compiling(outer):
             thread = threading.Thread(target=lambda: seen.append(journal.graph))
             thread.start()
             thread.join()
             with self.assertRaises(KeyError), journal.compiling(inner):
                 self.assertIs(journal.graph, inner)
                 raise KeyError
-            self.assertIs(journal.graph, outer)
-        self.assertEqual(seen, [None])
+            self.assertIs(journal.graph, graph)
+        self.assertEqual((journal.graph, seen), (None, [None]))
+        _, functions = journal.records()
+        self.assertEqual([(f.partition, f.partitions) for f in functions], [(1, 2), (2, 2)])
 
     def test_facts_are_logged(self):
         with self.assertLogs("pygraph_trees.report", logging.DEBUG) as logs:
             Journal().add_graph(GraphLog("Net", "0/0", "inference", SPLIT))
             log = function()
             log.recorded(recording(3))
-            log.not_graphed("mutates inputs")
-            log.not_graphed("mutates inputs")
+            for _ in range(2):
+                log.not_graphed("mutates inputs")
         text = "\n".join(logs.output)
-        self.assertIn("Net 0/0 inference: 2 graphed of 3 partitions", text)
-        self.assertIn("outside: DeviceCopy ops, prims.device_put.default, model.py:31", text)
-        self.assertIn("recording 3: first call; 12 kernels, 2048 bytes copied a replay, 0.250 s", text)
+        for wanted in ("outside: DeviceCopy ops, prims.device_put.default, model.py:31", "recording 3: first call;"):
+            self.assertIn(wanted, text)
         self.assertEqual(text.count("not graphed: mutates inputs"), 1)
 
     def test_partitions_travel_as_json(self):
@@ -139,21 +131,17 @@ class TestOutputs(TestCase):
         return [line for line in render(ENVIRONMENT, (), (log.record(),), 200).splitlines() if "outliv" in line]
 
     def test_outputs_that_moved(self):
-        log = function()
+        log, where = function(), "Net 0/0, inference: output"
         self.assertEqual(self.lines(log), [])
-        where = "Net 0/0, inference: output"
-        log.output_moved(2, 4096)
         moved = "outlived its step: moved out of the graph pool"
-        self.assertEqual(self.lines(log), [f"{where} 2 {moved} 1 time, 4.1 kB"])
-        for number in (2, 0):
+        for number in (2, 2, 0):
             log.output_moved(number, 4096)
-        outputs = ((0, "pool", 4096), (2, "own", 4096))
-        log.recorded(RecordingLog(number=0, reason="first call", outputs=outputs))
-        seldom = f"{where} 0 {moved} 1 time, 4.1 kB"
+        log.recorded(RecordingLog(number=0, reason="first call", outputs=((0, "pool", 4096), (2, "own", 4096))))
         often = f"{where} 2 {moved} 2 times, 8.2 kB, in memory of its own since"
+        seldom = f"{where} 0 {moved} 1 time, 4.1 kB"
         self.assertEqual(self.lines(log), [often, seldom])
         log.output_moved(7, 4096)  # of a warm-up
-        log.recordings[-1].outputs = (*outputs, (7, "own", 4096))
+        log.recordings[-1].outputs += ((7, "own", 4096),)
         self.assertEqual(self.lines(log), [often, seldom])
         for number in (5, 6):
             log.output_moved(number, 1024)
@@ -187,62 +175,37 @@ class TestOutputs(TestCase):
 class TestCopies(TestCase):
     """The report's lines on live inputs that are copied."""
 
-    def lines(self, *inputs, **fields):
+    def lines(self, *live, **fields):
+        inputs = [
+            (number, f"arg{number}_1", "live", "cuda:0", size, size if route == "copy" else 0, False, route, why)
+            for number, (size, route, why) in enumerate(live)
+        ]
+        inputs.append((len(live), "weight", "static", "cuda:0", 9000, 0, False))
         log = function()
-        given = [(number, f"arg{number}_1", *rest) for number, rest in enumerate(inputs)]
-        log.recorded(RecordingLog(number=0, reason="first call", inputs=tuple(given), **fields))
+        log.recorded(RecordingLog(number=0, reason="first call", inputs=tuple(inputs), **fields))
         text = render(ENVIRONMENT, (), (log.record(),), 200)
         return [line for line in text.splitlines() if "copied:" in line or "copied for" in line]
 
-    @staticmethod
-    def live(nbytes, route, why=None):
-        return "live", "cuda:0", nbytes, nbytes if route == "copy" else 0, False, route, why
-
     def test_copied_inputs_are_summed_by_reason(self):
         pool, host = "it lies in the graph pool", "a host node holds its address"
-        inputs = (
-            self.live(300_000, "copy", pool),
-            self.live(500_000, "patch"),
-            self.live(4096, "copy", host),
-            self.live(7000, "copy", pool),
-            ("static", "cuda:0", 9000, 0, False),
-        )
+        live = (300_000, "copy", pool), (500_000, "patch", None), (4096, "copy", host), (7000, "copy", pool)
         self.assertEqual(
-            self.lines(*inputs),
+            self.lines(*live),
             [
                 f"Net 0/0, inference: copied: 2 of 4 live inputs, 307 kB, because {pool}",
                 f"Net 0/0, inference: copied: 1 of 4 live inputs, 4.1 kB, because {host}",
             ],
         )
-
-    def test_copies_for_one_call_are_told_apart(self):
-        (line,) = self.lines(self.live(4096, "patch"), extra_copies=3, extra_copied_bytes=12_288)
+        self.assertEqual(self.lines((4096, "patch", None), (16, "table", None)), [])
+        (line,) = self.lines((4096, "patch", None), extra_copies=3, extra_copied_bytes=12_288)
         self.assertRegex(line, "copied for one call: 3 live inputs, 12.3 kB, because they were less aligned than")
-
-    def test_inputs_that_are_not_copied_have_no_line(self):
-        self.assertEqual(self.lines(self.live(4096, "patch"), self.live(16, "table")), [])
 
 
 class TestNaming(TestCase):
     """Names are those from the source code: of the module's class, or of the function."""
 
-    def names(self, fn, *args):
-        seen = []
-
-        def backend(gm, inputs):
-            seen.append(program_name())
-            return gm
-
-        torch._dynamo.reset()
-        torch.compile(fn, backend=backend)(*args)
-        return seen
-
     def test_a_graph_has_the_name_of_its_module_or_function(self):
-        class Net(torch.nn.Module):
-            def forward(self, x):
-                return x + 1
-
-        class Broken(Net):
+        class Broken(torch.nn.Module):
             def forward(self, x):
                 x = x.sin()
                 torch._dynamo.graph_break()
@@ -251,23 +214,24 @@ class TestNaming(TestCase):
         def double(x):
             return x * 2
 
-        x = torch.ones(2)
-        self.assertEqual(self.names(Net(), x), ["Net"])
-        self.assertEqual(self.names(torch.nn.Sequential(torch.nn.Linear(2, 2)), x), ["Sequential"])
-        self.assertEqual(self.names(double, x), ["double"])
-        first, second = self.names(Broken(), x)
-        self.assertEqual(first, "Broken")
-        self.assertRegex(second, r"^forward:\d+$")
+        def backend(gm, inputs):
+            seen.append(program_name())
+            return gm
+
+        for fn, names in (
+            (torch.nn.Sequential(torch.nn.Linear(2, 2)), ["Sequential"]),
+            (double, ["double"]),
+            (Broken(), ["Broken", r"forward:\d+"]),
+        ):
+            seen = []
+            torch._dynamo.reset()
+            torch.compile(fn, backend=backend)(torch.ones(2))
+            for name, wanted in zip(seen, names, strict=True):
+                self.assertRegex(name, f"^{wanted}$")
         self.assertIsNone(program_name())
 
-    def test_backward_has_the_name_of_its_forward(self):
-        journal = Journal()
-        journal.add_graph(GraphLog("Net", "2/0", "forward", ()))
-        self.assertEqual(journal.model_of("2/0"), "Net")
-        self.assertIsNone(journal.model_of("3/0"))
-        self.assertIsNone(journal.model_of(None))
-
-    def test_a_finalizer_that_adds_a_graph_while_logs_are_read(self):
+    def test_a_backward_has_the_name_of_its_forward(self):
+        """Even if a finalizer adds a graph while logs are read."""
         journal, graph = Journal(), GraphLog("Net", "2/0", "forward", ())
 
         class WithFinalizer(GraphLog):
@@ -284,7 +248,7 @@ class TestNaming(TestCase):
         thread.start()
         thread.join(60)
         self.assertFalse(thread.is_alive())
-        self.assertEqual(journal.model_of("2/0"), "Net")
+        self.assertEqual([journal.model_of(number) for number in ("2/0", "3/0", None)], ["Net", None, None])
 
 
 class TestReport(TestCase):
@@ -325,8 +289,10 @@ Net 0/0, inference: 1 GPU kernel outside of CUDA graphs
 Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cpu device""",
         )
         self.assertIn("Nothing was compiled", render(ENVIRONMENT, (), (), 80))
+        narrow = Report(ENVIRONMENT, graphs, functions).to_text(80).splitlines()
+        self.assertLessEqual(max(map(len, narrow)), 80)
+        self.assertIn("ANetWithALongNameThatNoTerminalHasRoomFor 0/0", narrow)
         self.assertEqual([graph.kernels_outside for graph in graphs], [1, 7])
-        self.assertEqual(replace(graphs[0], partitions=()).kernels_outside, 0)
 
     def test_features_that_are_off_are_listed_by_state_and_reason(self):
         states = (("flags", "on"), ("trees", "mismatch", "no f"), ("calls", "mismatch", "no f"), ("table", "off"))
@@ -334,6 +300,8 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         _, on, *others = render(environment, (), (), 80).splitlines()[:4]
         self.assertIn("patches on: flags;", on)
         self.assertEqual(others, ["patches mismatch: trees, calls, no f", "patches off: table"])
+        features = [feature.name for feature in pygraph_trees.report().environment.features]
+        self.assertEqual(features, ["flags", "trees", "report", "calls", "placement", "table"])
 
     def test_text_and_page_say_how_inputs_are_given(self):
         facts = Facts(kernels=20, inputs=5)
@@ -347,12 +315,6 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
             found = Report(ENVIRONMENT, (), (log.record(),))
             self.assertIn(f"Net 0/0, inference: inputs are {words}", found.to_text(400))
             self.assertIn(f"<p>Inputs are {words}", found.to_html())
-
-    def test_it_fits_80_columns_with_names_whole(self):
-        graphs, functions = self.records()
-        lines = Report(ENVIRONMENT, graphs, functions).to_text(80).splitlines()
-        self.assertLessEqual(max(map(len, lines)), 80)
-        self.assertIn("ANetWithALongNameThatNoTerminalHasRoomFor 0/0", lines)
 
     def test_what_changed_since_another_report(self):
         _, (plain, moved) = self.records()
@@ -371,18 +333,13 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
             ],
         )
 
-    def test_a_notebook_shows_the_text(self):
-        graphs, functions = self.records()
-        found = Report(ENVIRONMENT, graphs, functions)._repr_html_()
-        self.assertTrue(found.startswith("<pre>pygraph_trees 0.1.0") and found.endswith("</pre>"))
-        self.assertIn("mutates inputs", found)
-
-    def test_the_report_as_json(self):
-        graphs, functions = self.records()
-        data = json.loads(Report(ENVIRONMENT, graphs, functions).to_json())
+    def test_the_report_as_json_and_in_a_notebook(self):
+        found = Report(ENVIRONMENT, *self.records())
+        data = json.loads(found.to_json())
         self.assertEqual(sorted(data), ["breaks", "environment", "functions", "graphs"])
         self.assertEqual(data["functions"][0]["recordings"][0]["inputs"][1]["copied_bytes"], 2048)
         self.assertEqual(data["graphs"][0]["partitions"][1]["causes"][0]["op"], "prims.device_put.default")
+        self.assertRegex(found._repr_html_(), r"(?s)^<pre>pygraph_trees 0.1.0.*mutates inputs.*</pre>$")
 
     def test_a_graph_break_is_told_with_its_reason(self):
         table = torch.arange(8.0)
@@ -412,19 +369,8 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         self.assertIn("x * table[t]", found[0].source)
         self.assertIn("Backend compiler exception: ", found[0].reason)
 
-    def test_report_of_this_process(self):
-        found = pygraph_trees.report()
-        self.assertEqual(
-            [f.name for f in found.environment.features],
-            ["flags", "trees", "report", "calls", "placement", "table"],
-        )
-        self.assertIsInstance(str(found), str)
-
-    @given(
-        st.lists(st.lists(st.text("abc xyz", max_size=60), min_size=3, max_size=3), max_size=5), st.integers(40, 200)
-    )
+    @given(st.lists(st.tuples(*(st.text("abc xyz", max_size=n) for n in (60, 9, 9))), max_size=5), st.integers(40, 200))
     def test_tables_fit(self, rows, width):
-        rows = [[first, other[:9], third[:9]] for first, other, third in rows]
         lines = table(("name", "a", "b"), rows, width).splitlines()
         for line in lines:
             self.assertTrue(len(line) <= width or line in [first for first, *_ in rows], line)

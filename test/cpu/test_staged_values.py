@@ -97,6 +97,10 @@ class ValuesTestCase(StagingTestCase):
         live.finish()
         return live, graph
 
+    def chosen(self, *inputs):
+        live, _ = choose(self.driver, 0, list(inputs), range(len(inputs)), set(), self.pool, {}, stage=True)
+        return live
+
     def launched(self, graph):
         """The bytes that each kernel writes in a launch."""
         found = []
@@ -150,7 +154,10 @@ class TestInPython(ValuesTestCase):
             self.check(make)
 
     def test_one_node_is_set_for_each_call(self):
-        live, _ = self.recorded(*numbers(0))
+        """The kernel is loaded once for all recordings."""
+        for _ in range(3):
+            live, _ = self.recorded(*numbers(0))
+        self.assertEqual(self.api.calls.count("cuModuleLoadData"), 1)
         for call in range(1, 4):
             self.api.calls.clear()
             self.begin(live, *numbers(call))
@@ -158,7 +165,7 @@ class TestInPython(ValuesTestCase):
 
     def test_up_to_16_kib_are_held_by_value(self):
         for count, is_by_value in ((1, True), (64, True), (65, True), (4096, True), (4097, False)):
-            live, _ = choose(self.driver, 0, [torch.ones(count)], [0], set(), self.pool, {}, stage=True)
+            live = self.chosen(torch.ones(count))
             self.assertIs(live.staged_copies[1] is not None, is_by_value, count)
             self.assertIs(live.copies_some, not is_by_value)
             if is_by_value:
@@ -169,25 +176,16 @@ class TestInPython(ValuesTestCase):
             mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True),
             mock.patch.object(torch.cuda, "synchronize"),
         ):
-            live, _ = choose(self.driver, 0, [observation()], [0], set(), self.pool, {}, stage=True)
-            self.assertIsNone(live.staged_copies[1])
+            self.assertIsNone(self.chosen(observation()).staged_copies[1])
         for call in ("cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"):
             self.restart()
             value_kernel._failed.clear()
             self.api.fail(call, 0, CUresult.CUDA_ERROR_NOT_SUPPORTED)
             with self.assertLogs("pygraph_trees.cuda", "WARNING") as logs:
                 for _ in range(2):
-                    live, _ = choose(self.driver, 0, [observation()], [0], set(), self.pool, {}, stage=True)
-                    self.assertIsNone(live.staged_copies[1])
-            self.assertRegex(
-                "".join(logs.output), f"copied from pinned memory: {call} returned CUDA_ERROR_NOT_SUPPORTED"
-            )
+                    self.assertIsNone(self.chosen(observation()).staged_copies[1])
+            self.assertRegex(logs.output[0], f"{call} returned CUDA_ERROR_NOT_SUPPORTED")
             self.assertEqual((len(logs.output), self.api.calls.count("cuModuleLoadData")), (1, 1))
-
-    def test_a_kernel_is_loaded_once(self):
-        for _ in range(3):
-            self.recorded(observation())
-        self.assertEqual(self.api.calls.count("cuModuleLoadData"), 1)
 
     def test_a_pinned_value_is_waited_for_unless_the_program_reads_it_at_once(self):
         """The driver reads it at the call, and the GPU may still have to write to it."""
@@ -296,24 +294,18 @@ class TestInCpp(TestInPython):
             self.assertEqual(self.values(live, written, *wanted), list(wanted))
         self.assertEqual((self.trees.graph.launches, self.trees.recording.calls), (len(calls), []))
 
-    def test_without_inputs_on_the_gpu(self):
-        live, graph = self.recorded(torch.tensor(0))
-        entry = self.entry(live)
-        with self.without_python():
-            for call in range(1, 4):
-                self.assertIsNotNone(entry([torch.tensor(call)]))
-                self.assertEqual(words(self.launched(graph)[0]), [call])
-        self.assertEqual(live.addresses.set_calls, 4)
-
     def test_an_input_that_is_also_returned(self):
+        """No input is on the GPU."""
         live, graph = self.recorded(torch.tensor(0))
         live.outputs[0] = 0, None
-        trees = FakeTrees({}, [torch.zeros(1)], live=live, others=[None])
-        value = torch.tensor(7)
+        entry = FakeTrees({}, [torch.zeros(1)], live=live, others=[None]).entry()
         with self.without_python():
-            (output,) = trees.entry()([value])
-        self.assertIs(output, value)
-        self.assertEqual(words(self.launched(graph)[0]), [7])
+            for call in range(1, 4):
+                value = torch.tensor(call)
+                (output,) = entry([value])
+                self.assertIs(output, value)
+                self.assertEqual(words(self.launched(graph)[0]), [call])
+        self.assertEqual(live.addresses.set_calls, 4)
 
     def test_python_writes_what_is_laid_out_differently(self):
         """Then C++ launches, and the next plain value is written in C++ again."""
@@ -370,30 +362,22 @@ class TestInCpp(TestInPython):
 
 class TestKernel(TestCase):
     def test_it_assembles_for_every_width_and_gpu(self):
-        ptxas = self._ptxas()
+        try:
+            from triton.backends import nvidia
+        except ImportError:
+            self.skipTest("there is no triton")
+        ptxas = Path(nvidia.__file__).parent / "bin" / "ptxas"
+        if not ptxas.exists():
+            self.skipTest("this triton has no ptxas")
         with tempfile.TemporaryDirectory() as folder:
             for width in value_kernel.WIDTHS:
                 path = Path(folder) / "kernel.ptx"
                 path.write_text(value_kernel.source(width))
                 for arch in ("sm_70", "sm_80", "sm_90"):
-                    made = subprocess.run(
-                        [ptxas, "-v", f"-arch={arch}", str(path), "-o", f"{folder}/kernel.cubin"],
-                        *(),
-                        capture_output=True,
-                        text=True,
-                    )
+                    command = [ptxas, "-v", f"-arch={arch}", path, "-o", f"{folder}/kernel.cubin"]
+                    made = subprocess.run(command, capture_output=True, text=True)
                     self.assertEqual(made.returncode, 0, made.stderr)
                     self.assertRegex(made.stderr, "0 bytes stack frame")  # no thread has a copy of the parameters
-
-    def _ptxas(self):
-        try:
-            from triton.backends import nvidia
-        except ImportError:
-            raise unittest.SkipTest("there is no triton") from None
-        path = Path(nvidia.__file__).parent / "bin" / "ptxas"
-        if not path.exists():
-            raise unittest.SkipTest("this triton has no ptxas")
-        return str(path)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from bare_manager import bare_manager
-from hypothesis import given
-from hypothesis import strategies as st
 from test_trial import if_aligned
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -46,14 +44,12 @@ class TestSizes(TestCase):
         )
 
     def test_memory_is_bounded(self):
+        """Of more sizes than are remembered, none comes again."""
         sizes = Sizes()
-        for n in range(4 * storms.MOST_WAITING):
-            sizes.are_graphed((n, n + 1))
-        self.assertLessEqual(len(sizes._waiting), storms.MOST_WAITING)
-        for n in range(storms.MOST_SIZES * 2):
-            for _ in range(storms.COMES_AGAIN):
-                sizes.are_graphed((-n,))
-        self.assertEqual(len(sizes._graphed), storms.MOST_SIZES)
+        for n in range(storms.FIRST_SIZES):
+            sizes.are_graphed((-n,))
+        for n in [*range(1, storms.MOST_WAITING + 2)] * (storms.COMES_AGAIN + 1):
+            self.assertFalse(sizes.are_graphed((n,)))
 
     def test_another_thread_calls_while_one_is_dropped(self):
         class Changing(dict):
@@ -68,70 +64,35 @@ class TestSizes(TestCase):
             sizes.are_graphed((n,))
         self.assertEqual(len(sizes._waiting), storms.MOST_WAITING)
 
-    @given(st.lists(st.integers(0, 40), max_size=400))
-    def test_a_size_that_was_graphed_stays_graphed(self, drawn):
-        sizes, graphed = Sizes(), set()
-        for n in drawn:
-            is_graphed = sizes.are_graphed((n,))
-            self.assertTrue(is_graphed or n not in graphed)
-            if is_graphed:
-                graphed.add(n)
-
-    def test_random_sizes_stay_within_the_limit(self):
-        sizes, draw = Sizes(), random.Random(3)
-        graphed = {n for n in (draw.randrange(3000) for _ in range(60_000)) if sizes.are_graphed((n,))}
-        self.assertLessEqual(len(graphed), storms.MOST_SIZES)
+    def test_random_sizes_stay_graphed_and_within_the_limit(self):
+        for most in (40, 3000):
+            sizes, graphed, draw = Sizes(), set(), random.Random(3)
+            for n in (draw.randrange(most) for _ in range(60_000)):
+                is_graphed = sizes.are_graphed((n,))
+                self.assertTrue(is_graphed or n not in graphed)
+                graphed |= {n} if is_graphed else set()
+            self.assertEqual(len(graphed), min(most, storms.MOST_SIZES))
 
 
 class TestRecordings(TestCase):
-    def logs(self, count, replays=0):
+    def nodes(self, count, replays):
+        """Recordings of a function that are replayed one after the other."""
         logs = [RecordingLog(number=n, reason="of the test", counter=Count()) for n in range(count)]
-        for _, recording in zip(range(replays), itertools.cycle(logs), strict=False):
+        for recording in itertools.islice(itertools.cycle(logs), replays):
             recording.counter.value += 1
-        return logs
+        return [SimpleNamespace(log=log) for log in logs]
 
     def test_more_recordings_than_replays_stop(self):
-        limit = storms.MOST_RECORDINGS
-        for recordings, replays, stops in ((limit - 1, 0, False), (limit, limit, False), (limit, limit - 1, True)):
-            self.assertEqual(why_stopped(self.path(recordings, replays)[0], ()) is not None, stops)
-        self.assertExpectedInline(
-            str(why_stopped(self.path(16, 2)[0], ())),
-            """it was recorded 16 times for 2 replays, the last time because: of the test""",
+        """On a path that never ends, for example because its outputs are kept, it takes more of them."""
+        for most, place in ((storms.MOST_RECORDINGS, 0), (storms.MOST_ON_PATH, 1)):
+            for count, replays, stops in ((most - 1, 0, False), (most, most, False), (most, most - 1, True)):
+                places = [[], []]
+                places[place] = self.nodes(count, replays)
+                self.assertEqual(why_stopped(*places) is not None, stops, (count, replays))
+        self.assertEqual(
+            why_stopped(self.nodes(16, 2), ()),
+            "it was recorded 16 times for 2 replays, the last time because: of the test",
         )
-
-    def path(self, count, replays=0):
-        """A path of recordings of one function, and the function."""
-        model = SimpleNamespace(stop=mock.Mock())
-        nodes = [
-            SimpleNamespace(log=log, children={}, wrapped_function=SimpleNamespace(model=model))
-            for log in self.logs(count, replays)
-        ]
-        for number, node in enumerate(nodes):
-            node.children[7], node._path_from_root = nodes[number + 1 : number + 2], nodes[: number + 1]
-        return nodes, model
-
-    def test_a_path_that_never_ends_stops(self):
-        """Its outputs are kept, for example, and no backward comes. A path that is replayed may be as long."""
-        most = storms.MOST_ON_PATH
-        for count, replays, stops in ((most - 1, 0, False), (most, most - 1, True), (most, most, False)):
-            nodes, model = self.path(count, replays)
-            manager = bare_manager(roots={7: nodes[:1]}, current_node=nodes[-1])
-            self.assertEqual(manager._why_stopped(model, 7) is not None, stops, (count, replays))
-            self.assertEqual(model.stop.called, stops)
-            self.assertIsNone(manager._why_stopped(SimpleNamespace(stop=mock.Mock()), 8))  # another function
-
-    def test_only_recordings_at_the_same_place_count(self):
-        """A block that layers share is recorded once at each position of a training step."""
-        nodes, model = self.path(3 * storms.MOST_RECORDINGS)
-        manager = bare_manager(roots={7: nodes[:1]})
-        for node in (None, *nodes):
-            manager.current_node = node
-            self.assertIsNone(manager._why_stopped(model, 7))
-            model.stop.assert_not_called()
-        manager.current_node = SimpleNamespace(children={7: nodes}, _path_from_root=[])
-        self.assertRegex(manager._why_stopped(model, 7), "it was recorded 48 times for 0 replays")
-        model.stop.assert_called_once()
-        self.assertIsNone(manager._why_stopped(SimpleNamespace(stop=None), 7))  # it is always graphed
 
 
 class TestPaths(TestCase):
@@ -149,34 +110,30 @@ class TestPaths(TestCase):
         nodes[-1]._path_from_root = nodes
         return nodes[-1]
 
-    def is_endless(self, *alive, forwards=None, others=0):
-        """``forwards``: positions of the forwards; all by default."""
-        nodes = self.path(*alive)._path_from_root
-        return is_endless(nodes, lambda node: forwards is None or nodes.index(node) in forwards, others=others)
-
     def test_a_path_of_forwards_without_a_backward_ends(self):
-        """Outputs of the last call, which may consist of several graphs, may still have a backward."""
-        for dead, ends in ((0, False), (storms.MOST_DEAD - 1, False), (storms.MOST_DEAD, True), (100, True)):
-            for alive in (1, 3):
-                self.assertEqual(self.is_endless(*[False] * dead, *[True] * alive), ends, dead)
-
-    def test_a_path_stays_while_an_earlier_forward_may_have_a_backward(self):
-        for place in (0, 7, 15):
-            alive = [False] * 20
-            alive[place] = True
-            self.assertFalse(self.is_endless(*alive, True), place)
-
-    def test_functions_without_a_backward_are_no_such_forwards(self):
-        """These are layers with frozen weights before a layer that is trained."""
-        self.assertFalse(self.is_endless(*[False] * 48, True, forwards=[48]))
-        self.assertFalse(self.is_endless(*[False] * 48, True, forwards=range(15)))
-        self.assertTrue(self.is_endless(*[False] * 48, True, forwards=range(0, 48, 2)))
-
-    def test_forwards_that_run_ungraphed_count(self):
-        self.assertTrue(self.is_endless(*[False] * 16, True, forwards=[], others=16))
-        self.assertTrue(self.is_endless(*[False] * 16, True, forwards=range(9), others=7))
-        self.assertFalse(self.is_endless(*[False] * 16, True, forwards=[], others=15))
-        self.assertFalse(self.is_endless(*[False] * 15, True, True, forwards=[], others=99))
+        most = storms.MOST_DEAD
+        frozen = [False] * 48 + [True]  # layers without a backward come before a layer that is trained
+        for ends, alive, forwards, others in (
+            # Outputs of the last call, which may consist of several graphs, may still have a backward.
+            *(
+                (dead >= most, [False] * dead + [True] * last, None, 0)
+                for dead in (0, most - 1, most)
+                for last in (1, 3)
+            ),
+            # An earlier forward may have a backward.
+            *((False, [place == n for n in range(20)] + [True], None, 0) for place in (0, 7, 15)),
+            (False, frozen, [48], 0),
+            (False, frozen, range(15), 0),
+            (True, frozen, range(0, 48, 2), 0),
+            # Forwards that run un-graphed count.
+            (True, [False] * 16 + [True], [], 16),
+            (True, [False] * 16 + [True], range(9), 7),
+            (False, [False] * 16 + [True], [], 15),
+            (False, [False] * 15 + [True] * 2, [], 99),
+        ):
+            nodes = self.path(*alive)._path_from_root
+            found = is_endless(nodes, lambda node: forwards is None or nodes.index(node) in forwards, others=others)  # noqa: B023
+            self.assertEqual(found, ends, (alive, forwards, others))
 
     def test_a_step_begins_although_a_backward_is_pending(self):
         endless, short, overwritten = (self.path(*[False] * dead, True) for dead in (20, 1, 20))
@@ -316,13 +273,11 @@ class TestFunctions(TestCase):
                 call([n, base[n > 0 :]])
         self.assertEqual(seen, [0] * storms.FIRST_SIZES)
 
-    def test_always_graphs_all_sizes(self):
-        run = mock.Mock()
+    def test_which_functions_are_left_alone(self):
+        """All sizes are graphed with "always", and those without integers always are."""
+        run, x = mock.Mock(), torch.ones(2)
         self.assertIs(self.limited(self.model("always"), run), run)
-
-    def test_a_function_without_integers_is_left_alone(self):
-        run = mock.Mock()
-        self.assertIs(choice.only_sizes_that_come_again(self.model(), run, [torch.ones(2)], (), (), 0), run)
+        self.assertIs(choice.only_sizes_that_come_again(self.model(), run, [x], (), (), 0), run)
 
     def test_a_function_that_stops_runs_ungraphed_and_gives_its_recordings_back(self):
         model, manager = self.model(), mock.Mock(spec=Manager)

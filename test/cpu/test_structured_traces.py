@@ -32,6 +32,13 @@ def double(inputs):
     return [x * 2 for x in inputs]
 
 
+def write(log):
+    log.recorded(RecordingLog(number=0))
+    log.not_graphed("no node reads it")
+    log.route_was_found("by table: 3 us")
+    log.decided("graphed: 1 us", graphed=True)
+
+
 class TestStructuredTraces(TestCase):
     def setUp(self):
         super().setUp()
@@ -48,15 +55,6 @@ class TestStructuredTraces(TestCase):
         self.assertEqual(graph.content["model"], "Net")
         self.assertEqual([r["reason"] for r in function.content["recordings"]], ["", "again"])
 
-    def test_a_function_that_never_records(self):
-        with artifacts() as found:
-            for _ in range(3):
-                self.log.not_graphed("no node reads it")
-        (function,) = found
-        self.assertEqual((function.name, function.metadata["frame_id"]), ("pygraph_function", 3))
-        self.assertEqual(function.content["ungraphed_reason"], "no node reads it")
-        self.assertEqual(function.content["recordings"], [])
-
     def test_one_that_is_not_to_be_graphed(self):
         with config.patch({"triton.pygraph_selective": "never"}), mock.patch.object(cudagraph_trees, "get_manager"):
             given = {"device_index": 0, "is_backward": False, "is_inference": True}
@@ -69,84 +67,52 @@ class TestStructuredTraces(TestCase):
         self.assertEqual((function.content["model"], function.content["recordings"]), ("double", []))
         self.assertEqual(function.content["ungraphed_reason"], "pygraph_selective is 'never'")
 
-    def test_reasons_that_take_turns(self):
+    def test_a_function_that_never_records_writes_each_reason_once(self):
         with artifacts() as found:
             for reason in ("one", "other") * 5:
                 self.log.not_graphed(reason)
         self.assertEqual([function.content["ungraphed_reason"] for function in found], ["one", "other"])
-        self.assertEqual(self.log.ungraphed_reason, "other")
+        self.assertEqual((found[0].name, found[0].content["recordings"]), ("pygraph_function", []))
+        self.assertEqual((found[0].metadata["frame_id"], self.log.ungraphed_reason), (3, "other"))
 
     def test_routes(self):
+        awaited, table, failed = ("until a table is built", True), ("by table", False), ("a table failed", False)
         with artifacts() as found:
-            for text, awaits_table in (
-                ("by address, until a table is built", True),
-                ("by table: 33 kernels", False),
-                ("by table: 33 kernels", False),
-                ("by address: a table failed", False),
-            ):
+            for text, awaits_table in (awaited, table, table, failed):
                 self.log.route_was_found(text, awaits_table=awaits_table)
                 self.assertEqual(self.log.route, text)
-        self.assertEqual(
-            [(function.content["route"], function.content["awaits_table"]) for function in found],
-            [
-                ("by address, until a table is built", True),
-                ("by table: 33 kernels", False),
-                ("by address: a table failed", False),
-            ],
-        )
+        seen = [(function.content["route"], function.content["awaits_table"]) for function in found]
+        self.assertEqual(seen, [awaited, table, failed])
 
     def test_decisions(self):
-        faster = "it is faster un-graphed"
+        """A decision is written if it is new; it does not replace other reasons."""
+        slower = "it is faster un-graphed"
+        nothing, first, second = (None, True), ("graphed: 1 us", True), ("graphed: 2 us", True)
+        ungraphed, again = ("un-graphed: 3 us", False), ("graphed: 4 us", True)
         with artifacts() as found:
-            for text, graphed in (
-                (None, True),  # nothing was decided, and nothing is new
-                ("graphed: 1 us", True),
-                ("graphed: 1 us", True),
-                ("graphed: 2 us", True),
-                ("un-graphed: 3 us", False),
-                ("un-graphed: 3 us", False),
-                ("graphed: 4 us", True),
-            ):
+            for text, graphed in (nothing, first, first, second, ungraphed, ungraphed, again):
                 self.log.decided(text, graphed=graphed)
-                self.assertEqual((self.log.decision, self.log.ungraphed_reason), (text, None if graphed else faster))
+                self.assertEqual((self.log.decision, self.log.ungraphed_reason), (text, None if graphed else slower))
         self.assertEqual(
             [(function.content["decision"], function.content["ungraphed_reason"]) for function in found],
-            [
-                ("graphed: 1 us", None),
-                ("graphed: 2 us", None),
-                ("un-graphed: 3 us", faster),
-                ("graphed: 4 us", None),
-            ],
+            [(text, None if graphed else slower) for text, graphed in (first, second, ungraphed, again)],
         )
-
-    def test_a_decision_leaves_other_reasons(self):
         self.log.not_graphed("no node reads it")
-        self.log.decided("graphed: 1 us", graphed=True)
+        self.log.decided(first[0], graphed=True)
         self.assertEqual(self.log.ungraphed_reason, "no node reads it")
-        self.log.decided("un-graphed: 3 us", graphed=False)
+        self.log.decided(ungraphed[0], graphed=False)
         self.log.not_graphed("capture failed")
-        self.log.decided("graphed: 1 us", graphed=True)
+        self.log.decided(first[0], graphed=True)
         self.assertEqual(self.log.ungraphed_reason, "capture failed")
 
     def test_nothing_is_made_where_nobody_listens(self):
-        with (
-            mock.patch.object(trace_log, "handlers", []),
-            mock.patch.object(FunctionLog, "record", lambda log: self.fail("was made")),
-        ):
-            self.log.not_graphed("no node reads it")
-            self.log.route_was_found("by table: 3 us")
-            self.log.decided("graphed: 1 us", graphed=True)
-            self.log.recorded(RecordingLog(number=0))
+        unmade = mock.patch.object(FunctionLog, "record", lambda log: self.fail("was made"))
+        with mock.patch.object(trace_log, "handlers", []), unmade:
+            write(self.log)
 
     def test_programs_go_on_without_it(self):
         def full(record):
             raise OSError("no space left on device")
-
-        def write(log):
-            log.recorded(RecordingLog(number=0))
-            log.not_graphed("no node reads it")
-            log.route_was_found("by table: 3 us")
-            log.decided("graphed: 1 us", graphed=True)
 
         for log, emit, said in (
             (self.log, full, "OSError: no space left"),

@@ -43,10 +43,9 @@ from pygraph_trees.indirection.table.pointer_table import (
     widths_for,
     writer_function,
     writer_signature,
-    writer_source,
 )
 from pygraph_trees.indirection.table.variant_launchers import VariantLauncher
-from pygraph_trees.trees import attempts, input_rules, manager, recording
+from pygraph_trees.trees import recording
 
 TABLE, PATCH, COPY = Route.TABLE, Route.PATCH, Route.COPY
 TARGET = GPUTarget("cuda", 90, 32)
@@ -60,16 +59,6 @@ class TestWriters(TestCase):
         self.assertLessEqual(set(widths), set(WIDTHS))
         self.assertGreaterEqual(sum(widths), count)
         self.assertLess(sum(widths[:-1]), max(count, 1))
-
-    def test_source(self) -> None:
-        self.assertExpectedInline(
-            writer_source(2),
-            """\
-def pygraph_write_slots_2(table, address0, address1):
-    tl.store(table + 0, address0)
-    tl.store(table + 1, address1)
-""",
-        )
 
     def test_compiled(self) -> None:
         with (
@@ -182,25 +171,29 @@ class TestSlots(LiveInputsTestCase):
         self.assertEqual(writer[1:3], [c.data_ptr(), d.data_ptr()])
         self.assertEqual(kernel, [c.data_ptr(), d.data_ptr()])
 
-    def test_that_a_slot_is_written_is_no_use_of_an_input(self) -> None:
-        live, _ = self.tabled((at(0), at(0)), read=(0,))
-        self.assertEqual(self.decided(live), [TABLE, COPY])
-        self.assertEqual(live.decisions[1].reason, UNHELD)
-
-    def test_a_slot_that_nobody_writes(self) -> None:
-        live, _ = self.tabled((at(0), at(0)), read=(0, 1), held=(0, 1), written=(0,))
-        self.assertEqual(self.decided(live), [TABLE, COPY])
-        self.assertEqual(live.decisions[1].reason, "no node writes its slot")
-
-    def test_what_hides_addresses(self) -> None:
-        live, graph = self.tabled((at(0), at(0)), read=(0, 1), hidden=True)
-        self.assertEqual(self.decided(live), [COPY, COPY])
+    def test_inputs_that_are_copied_and_why(self) -> None:
+        """Writing a slot is no use of an input, and a slot must be written."""
+        for given_, routes, why in (
+            ({"read": (0,)}, [TABLE, COPY], UNHELD),
+            ({"read": (0, 1), "held": (0, 1), "written": (0,)}, [TABLE, COPY], "no node writes its slot"),
+            ({"read": (0, 1), "hidden": True}, [COPY, COPY], "may hide its address"),
+        ):
+            live, graph = self.tabled((at(0), at(0)), **given_)
+            self.assertEqual(self.decided(live), routes)
+            self.assertIn(why, live.decisions[1].reason)
         # Slots lead to the memory that holds the copies.
         self.assertEqual(graph.launch()[0][1:3], [item.recorded for item in live.items])
 
-    def test_no_table_without_placeholders(self) -> None:
+    def test_no_table_without_need(self) -> None:
+        """There are no placeholders, or no variant takes an input, or launches cannot be watched."""
         live, _ = choose(self.driver, 0, [at(0)], [0], {0}, self.pool, {0: "of the test"}, tabled=[0])
-        self.assertIsNone(live._table)
+        self.assertFalse(live.has_table)
+        for tabled, tap in (((), launches.tap), ((7,), launches.tap), ((0,), launches.Tap())):
+            with mock.patch.object(launches, "tap", tap):
+                live = self.chosen(at(0), tabled=tabled)
+            self.assertFalse(live.has_table)
+            live.set_up(self.capture(self.one_kernel(), live))
+            self.assertEqual(self.decided(live), [PATCH])
         self.assertEqual(self.written, [])
 
     def test_slots_for_those_alone_that_a_variant_takes(self) -> None:
@@ -221,34 +214,6 @@ class TestSlots(LiveInputsTestCase):
         writer, kernel = graph.launch()
         self.assertEqual((writer[1:3], kernel), ([b.data_ptr(), 0], [a.data_ptr()]))
 
-    def test_no_table_where_no_variant_takes_an_input(self) -> None:
-        for tabled in ((), (7,)):
-            live = self.chosen(at(0), tabled=tabled)
-            self.assertIsNone(live._table)
-            live.set_up(self.capture(self.one_kernel(), live))
-            self.assertEqual(self.decided(live), [PATCH])
-        self.assertEqual(self.written, [])
-
-    def test_no_table_where_launches_cannot_be_watched(self) -> None:
-        with mock.patch.object(launches, "tap", launches.Tap()):
-            self.assertIsNone(self.chosen(at(0))._table)
-
-    def test_no_table_unless_asked_for(self) -> None:
-        live, _ = self.record(self.one_kernel(), at(0))
-        self.assertIsNone(live._table)
-        self.assertEqual(self.decided(live), [PATCH])
-
-    def test_a_writer_that_cannot_be_made(self) -> None:
-        with (
-            mock.patch.object(tables, "_writer", side_effect=RuntimeError("of the test")),
-            self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
-        ):
-            live = self.chosen(at(0))
-        self.assertIn("of the test", logs.output[0])
-        self.assertIsNone(live._table)
-        live.set_up(self.capture(self.one_kernel(), live))
-        self.assertEqual(self.decided(live), [PATCH])
-
     def test_a_writer_that_cannot_be_compiled_is_tried_once(self) -> None:
         tried = []
 
@@ -265,10 +230,14 @@ class TestSlots(LiveInputsTestCase):
             self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
         ):
             for _ in range(3):
-                self.assertIsNone(self.chosen(at(0))._table)
+                live = self.chosen(at(0))
+                self.assertFalse(live.has_table)
+                live.set_up(self.capture(self.one_kernel(), live))
+                self.assertEqual(self.decided(live), [PATCH])
             self.assertEqual((tried, len(logs.output)), ([8], 1))
+            self.assertIn("of the test", logs.output[0])
             # Writers of other widths and devices are made if possible.
-            self.assertIsNone(self.chosen(*(at(0) for _ in range(9)))._table)
+            self.assertFalse(self.chosen(*(at(0) for _ in range(9))).has_table)
             self.assertIsNone(tables.table_for(1, [16]))
             self.assertEqual((tried, len(logs.output)), ([8, 32, 8], 3))
 
@@ -282,14 +251,10 @@ class TestSlots(LiveInputsTestCase):
         gc.collect()
         (left,) = retired._retired
         self.assertIs(left.memory, table)
-        self.assertEqual(len(table._slots), 1)
-        self.assertEqual(self.synchronized, [])
-        self.chosen(at(0))
-        self.assertEqual((left.device, self.synchronized, table._slots), (0, [0], {}))
-
-    def test_a_recording_that_is_given_up(self) -> None:
+        self.assertEqual((len(table._slots), self.synchronized), (1, []))
         live = self.chosen(at(0))
-        live.release()
+        self.assertEqual((left.device, self.synchronized, table._slots), (0, [0], {}))
+        live.release()  # a recording that is given up
         self.assertEqual([left.memory for left in retired._retired], [live._table])
         self.assertEqual(self.api.leaks(), [])
 
@@ -393,80 +358,6 @@ class TestSlots(LiveInputsTestCase):
         del one
         gc.collect()
         self.assertIsNone(gone())
-
-    def test_a_recording_has_slots_for_what_its_function_was_found_to_need(self) -> None:
-        def model() -> None: ...
-
-        def choosing(*_: Any, tabled: Collection[int], **__: Any) -> tuple[None, dict[int, str]]:
-            given.append(tabled)
-            return (live, {}) if may_be_kept else (None, {})
-
-        given: list[Collection[int]] = []
-        live, may_be_kept = (
-            SimpleNamespace(has_placeholders=False, has_staged=False, has_table=False, items=[], chooser=None),
-            False,
-        )
-        model.log = SimpleNamespace(mode="inference")  # type: ignore[attr-defined]
-        model.settings = SimpleNamespace(placement="off", indirection="table")  # type: ignore[attr-defined]
-        node = recording.Recording.__new__(recording.Recording)
-        node.wrapped_function = SimpleNamespace(model=model, mutated_input_idxs=[], id=3)
-        node.device, node.cuda_graphs_pool, node.log, node.cudagraph_managed_idxs = 0, None, None, []
-        node._attempts = attempts.Attempts(node.wrapped_function, [1])
-        with (
-            mock.patch.object(attempts, "choose", choosing),
-            mock.patch.object(recording, "ranges_of", lambda *_: self.pool),
-            mock.patch.object(recording.Recording, "_driver_for_addresses", lambda node: (self.driver, "")),
-            mock.patch.object(recording.Recording, "_copied_indices", lambda node: []),
-            mock.patch.object(recording.Recording, "_may_be_kept", lambda *_: may_be_kept),
-            mock.patch.object(attempts, "chooser_for", lambda *_: "a chooser"),
-            mock.patch.object(recording.Upstream, "_allocate_and_copy_recording_inputs", lambda node, inputs: inputs),
-        ):
-            node._allocate_and_copy_recording_inputs([1])
-            with mock.patch.dict(tables._taken, {model: {0, 2}}):
-                node._allocate_and_copy_recording_inputs([1])
-                model.settings.indirection = "patch"  # type: ignore[attr-defined]
-                node._allocate_and_copy_recording_inputs([1])
-                # A table is chosen only if it can be given up again, that is, if the inputs can be kept.
-                model.settings.indirection = "auto"  # type: ignore[attr-defined]
-                node._allocate_and_copy_recording_inputs([1])
-                may_be_kept = True
-                node._allocate_and_copy_recording_inputs([1])
-                self.assertEqual(live.chooser, "a chooser")
-                # It is not chosen if replays were found not to need one.
-                with mock.patch.object(attempts, "may_use_table", lambda *_: False):
-                    node._allocate_and_copy_recording_inputs([1])
-                live.has_table = True
-                node._allocate_and_copy_recording_inputs([1])
-                self.assertIsNone(live.chooser)
-                live.has_table = False
-                model.settings.indirection = "table"  # type: ignore[attr-defined]
-                node._allocate_and_copy_recording_inputs([1])
-                self.assertIsNone(live.chooser)
-                live.chooser = "another"
-                model.settings.indirection = "patch"  # type: ignore[attr-defined]
-                node._allocate_and_copy_recording_inputs([1])
-                self.assertIsNone(live.chooser)
-        self.assertEqual(given, [set(), {0, 2}, (), (), {0, 2}, (), {0, 2}, {0, 2}, ()])
-
-    def test_warmup_of_functions_that_have_a_table(self) -> None:
-        noted = []
-        cases = ("table", True, [True]), ("table", False, []), ("auto", True, [False]), ("auto", False, [])
-        for flag, addresses, builds in (*cases, ("patch", True, [])):
-            wrapped = SimpleNamespace(model=SimpleNamespace(settings=SimpleNamespace(indirection=flag)))
-            wrapped.static_input_idxs = [1]
-            holder = SimpleNamespace(
-                ids_to_funcs={0: wrapped},
-                id_to_mode={0: manager._BACKWARD},
-                device_index=3,
-                get_curr_generation=lambda: 9,
-                _pool=self.pool,
-                _warmups=SimpleNamespace(begin=lambda *given, **named: noted.append((given, named))),
-            )
-            noted.clear()
-            with mock.patch.object(input_rules, "uses_addresses", lambda model, addresses=addresses: addresses):
-                manager.Manager._warming_up(holder, ["inputs"], 0)
-            given = wrapped.model, 9, ["inputs"], [1], 3, self.pool
-            self.assertEqual(noted, [(given, {"is_backward": True, "builds": each}) for each in builds])
 
     def test_a_capture_begins_with_the_writers(self) -> None:
         done: list[str] = []

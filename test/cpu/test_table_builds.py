@@ -101,21 +101,23 @@ class TestBuilding(TestCase):
     def go_on(self) -> bool | None:
         return builds.go_on(self.function)
 
-    def test_one_is_loaded_at_a_step(self) -> None:
-        self.assertNotIn(self.function, builds._builds)
+    def compiled(self, *done: int) -> FakeWorker:
+        """Begins, and lets the process compile these jobs; the next step loads the first one."""
         self.begin()
-        self.assertEqual((self.function in builds._builds, builds.is_over(self.function)), (True, False))
         self.assertEqual([self.go_on(), self.go_on()], [None, None])
         (worker,) = self.started
+        worker.compiled = set(done)
+        return worker
+
+    def test_one_is_loaded_at_a_step(self) -> None:
+        worker = self.compiled(0, 1, 2)
+        self.assertFalse(builds.is_over(self.function))
         *kernels, writer = worker.jobs
         self.assertEqual([job.kernel for job in kernels], ["a", "c"])
         self.assertEqual(writer, WriterJob(8, "a target"))
-        worker.compiled = {0, 1, 2}
-        self.assertIsNone(self.go_on())
-        self.assertEqual(self.built, [])
-        self.assertIsNone(self.go_on())
-        self.assertEqual(self.built, [(3, 8)])
-        self.assertIsNone(self.go_on())
+        for built in ([], [(3, 8)], [(3, 8), "c"]):
+            self.assertIsNone(self.go_on())
+            self.assertEqual(self.built, built)
         self.assertIs(self.go_on(), True)
         self.assertEqual(self.built, [(3, 8), "c", "a"])
         self.assertEqual(table.taken_by_variants(self.function), {0})
@@ -123,19 +125,19 @@ class TestBuilding(TestCase):
         self.assertIs(self.go_on(), True)  # another recording asks
         self.assertTrue(builds.is_over(self.function))
         self.assertEqual((len(self.built), len(self.started)), (3, 1))
+        for function in (self.function, Function()):  # the latter has no build
+            builds.give_up(function)
+            self.assertEqual(table.taken_by_variants(function), frozenset())
+            self.assertTrue(builds.is_over(function))
 
     def test_what_was_not_compiled_is_not_loaded(self) -> None:
-        self.begin()
-        self.go_on()
-        self.started[0].compiled = {1}
-        self.assertEqual([self.go_on(), self.go_on()], [None, True])
-        self.assertEqual(self.built, ["c"])
-
-    def test_nothing_was_compiled(self) -> None:
-        self.begin()
-        self.go_on()
-        self.started[0].compiled = set()
-        self.assertIs(self.go_on(), False)
+        for done, steps, built in (((1,), [None, True], ["c"]), ((), [False], [])):
+            self.function = Function()
+            self.started.clear()
+            self.built.clear()
+            self.compiled(*done)
+            self.assertEqual([self.go_on() for _ in steps], steps)
+            self.assertEqual(self.built, built)
 
     def test_none_can_be(self) -> None:
         self.readers = self.readers[1:2]
@@ -162,9 +164,7 @@ class TestBuilding(TestCase):
             self.assertIsNone(self.go_on())  # another thread is building
 
     def test_a_writer_that_cannot_be_loaded(self) -> None:
-        self.begin()
-        self.go_on()
-        self.started[0].compiled = {0, 1, 2}
+        self.compiled(0, 1, 2)
         self.go_on()
         with (
             mock.patch.object(builds, "load_writer", side_effect=RuntimeError("of the test")),
@@ -174,31 +174,21 @@ class TestBuilding(TestCase):
         self.assertTrue(builds.is_over(self.function))
 
     def test_all_writers_that_it_may_need(self) -> None:
+        """None without a target."""
         inputs = frozenset(("in_ptr0", index) for index in range(40))
         self.readers = [Reader(FakeAutotuner("a"), frozenset({"in_ptr0"}), inputs)]
-        self.begin()
-        self.go_on()
-        self.assertEqual([job.width for job in self.started[0].jobs[1:]], [8, 32, 128])
-
-    def test_what_is_left_for_good(self) -> None:
-        self.test_one_is_loaded_at_a_step()
-        builds.give_up(self.function)
-        self.assertEqual(table.taken_by_variants(self.function), frozenset())
-        self.assertTrue(builds.is_over(self.function))
-        other = Function()
-        builds.give_up(other)  # a function without a build
+        for target, widths in ((RuntimeError("no GPU"), []), (None, [8, 32, 128])):
+            self.function = Function()
+            with mock.patch.object(builds, "current_target", side_effect=target):
+                self.begin()
+                self.go_on()
+            self.assertEqual([job.width for job in self.started[-1].jobs[1:]], widths)
 
     def test_a_finalizer_may_begin_one(self) -> None:
         """It waits for no lock: a finalizer may run while this thread holds the lock."""
         with builds._lock:
             self.begin()
         self.assertIn(self.function, builds._builds)
-
-    def test_without_a_target_there_is_no_writer(self) -> None:
-        with mock.patch.object(builds, "current_target", side_effect=RuntimeError("no GPU")):
-            self.begin()
-            self.go_on()
-        self.assertEqual([job.kernel for job in self.started[0].jobs], ["a", "c"])
 
 
 PRESENCE = """
@@ -274,17 +264,14 @@ class TestWorker(TestCase):
         self.assertEqual(list(compile_jobs([gone, job, other])), [1])
 
     def test_kernels_that_no_other_process_could_compile(self) -> None:
-        for name, value in (("filename", None), ("filename", "none.py"), ("launchers", [])):
+        hooked = SimpleNamespace(config=SimpleNamespace(pre_hook=lambda: None))  # cannot be sent
+        for name, value in (("filename", None), ("filename", "none.py"), ("launchers", []), ("launchers", [hooked])):
             autotuner = FakeAutotuner()
             autotuner.filename = __file__  # type: ignore[attr-defined]
             autotuner.launchers[0].config = None
             self.assertIsNotNone(job_of(autotuner, frozenset()))
             setattr(autotuner, name, value)
             self.assertIsNone(job_of(autotuner, frozenset()), name)
-        autotuner = FakeAutotuner()
-        autotuner.filename = __file__  # type: ignore[attr-defined]
-        autotuner.launchers[0].config = SimpleNamespace(pre_hook=lambda: None)  # cannot be sent
-        self.assertIsNone(job_of(autotuner, frozenset()))
 
     def fake(self, code: str) -> Worker:
         """A worker whose process runs ``code`` instead."""
@@ -305,14 +292,17 @@ class TestWorker(TestCase):
         self.assertIn("ended with 3", logs.output[0])
 
     def test_a_process_that_hangs(self) -> None:
-        worker = self.fake("sleep 1000")
+        """What it had done by then counts."""
+        worker = self.fake("echo 0; echo 1; sleep 1000")
         process = worker._process
+        time.sleep(0.5)
         self.assertIsNone(worker.done())
         with (
             mock.patch.object(variant_worker, "_MOST_S", 0.0),
-            self.assertLogs("pygraph_trees.indirection", "WARNING"),
+            self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
         ):
-            self.assertEqual(worker.done(), set())
+            self.assertEqual(worker.done(), {0, 1})
+        self.assertIn("did not end in time", logs.output[0])
         self.assertIsNotNone(process.poll())
 
     def test_one_that_nobody_asks_any_longer(self) -> None:
@@ -321,16 +311,6 @@ class TestWorker(TestCase):
         worker._process.wait()
         other = self.fake("true")
         self.assertEqual((worker.done(), self.wait(other)), ({0}, set()))
-
-    def test_what_it_had_done_by_then(self) -> None:
-        worker = self.fake("echo 0; echo 1; sleep 1000")
-        time.sleep(0.5)
-        with (
-            mock.patch.object(variant_worker, "_MOST_S", 0.0),
-            self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
-        ):
-            self.assertEqual(worker.done(), {0, 1})
-        self.assertIn("did not end in time", logs.output[0])
 
     def test_whatever_is_on_the_path(self) -> None:
         path = ["", self.folder, str(self.folder)]
@@ -347,13 +327,11 @@ class TestWorker(TestCase):
                 Worker.start([])
 
     def test_it_ends_with_who_holds_it(self) -> None:
+        """Another worker can start then, and also after one that could not be started."""
         worker = self.fake("sleep 1000")
         process = worker._process
         del worker
         self.assertEqual(process.returncode, -9)
-        self.wait(self.fake("true"))  # another worker can start
-
-    def test_no_process_can_be_made(self) -> None:
         for _ in range(2):
             with (
                 mock.patch.object(variant_worker.subprocess, "Popen", side_effect=OSError("of the test")),

@@ -27,7 +27,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pygraph_trees.native import binding
 from pygraph_trees.trees import capture_lock, entry_points, kept_outputs, pools
-from pygraph_trees.trees import manager as manager_module
 from pygraph_trees.trees.liveness import Deaths
 from pygraph_trees.trees.recording import Recording
 
@@ -42,6 +41,13 @@ def stamp(output, indices):
 
 def all_of(value):
     return torch.full((SIZE,), float(value))
+
+
+def give_memory(output, other, how):
+    if how == "data":
+        output.data = other
+    else:
+        output.set_(other)
 
 
 def under_autograd(function):
@@ -60,13 +66,28 @@ def under_autograd(function):
     return Graphed.apply
 
 
+def begin_step_ungraphed(function):
+    """Runs a forward un-graphed, which ends the path; another function may then write to the memory."""
+    with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
+        function.manager.current_gen = 0
+        function.manager.note_ungraphed([], is_forward=True)
+
+
 @unittest.skipIf(binding.extension is None, "C++ replays here")
 class OnCpuTestCase(TestCase):
     def setUp(self):
         super().setUp()
         torch._C._set_cached_tensors_enabled(True)
 
+    def check_steps(self, function, held=(), values=()):
+        """The function gives right outputs at further calls, and held ones keep their values."""
+        for step in (5, 6):
+            found = function.call(step)
+            self.assertEqual(found, [all_of(step)] * len(found))
+        self.assertEqual(list(held), [all_of(value) for value in values])
 
+
+@instantiate_parametrized_tests
 class TestDropped(OnCpuTestCase):
     """The program changes an output and drops it."""
 
@@ -115,25 +136,17 @@ class TestDropped(OnCpuTestCase):
             self.assertIsNone(forward_ad.unpack_dual(self.check_next(function, fast=fast)).tangent)
 
     @parametrize("is_held", [False, True])
-    def test_outputs_are_looked_at_before_they_are_moved(self, is_held):
-        """An un-graphed forward that begins a step looks for live outputs as a replay does: mostly there are none."""
+    def test_an_ungraphed_forward_that_begins_a_step(self, is_held):
         function = Function(outputs=2)
         held = function.call(3.0)[:is_held]
-        with (
-            mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
-            mock.patch.object(manager_module, "move_alive", wraps=kept_outputs.move_alive) as moves,
-        ):
-            self.assertIs(function.manager.path_state, ExecutionState.EXECUTION)
-            function.manager.current_gen = 0
-            function.manager.note_ungraphed([], is_forward=True)
-        self.assertEqual((moves.call_count, function.manager.current_node), (is_held, None))
-        function.call(4.0)
-        self.assertEqual(held, [all_of(3.0)] * is_held)
+        self.assertIs(function.manager.path_state, ExecutionState.EXECUTION)
+        begin_step_ungraphed(function)
+        self.assertIsNone(function.manager.current_node)
+        self.check_steps(function, held, [3] * is_held)
 
     def test_gradients_that_an_output_of_autograd_retains(self):
         """They belong to one step, as in eager."""
         function = Function(mode=CompilationMode.FORWARD)
-
         graphed = under_autograd(function)
         leaf = torch.ones(SIZE, requires_grad=True)
         for step in (1, 2, 3):
@@ -198,10 +211,7 @@ class TestDropped(OnCpuTestCase):
         """Memory that the program gave a dropped output is not returned as a result."""
         function, other = Function(), all_of(77)
         (output,) = function.call(3.0)
-        if how == "data":
-            output.data = other if is_held else other.clone()
-        else:
-            output.set_(other if is_held else other.clone())
+        give_memory(output, other if is_held else other.clone(), how)
         del output
         self.check_next(function, fast=fast).zero_()
         self.assertEqual(other, all_of(77))
@@ -292,25 +302,17 @@ class TestDropped(OnCpuTestCase):
         self.assertEqual(len(objects), 1)
 
 
+@instantiate_parametrized_tests
 class TestKept(OnCpuTestCase):
     """The program changes an output, or keeps a part of it, and goes on."""
 
-    def test_other_memory_of_an_output_that_is_kept(self):
+    @parametrize("has_view", [False, True])
+    def test_other_memory_of_an_output_that_is_kept(self, has_view):
         function = Function()
         (output,) = function.call(3.0)
+        views = [output[:]] * has_view
         output.data = all_of(77)
-        for step in (4, 5):
-            self.assertEqual(function.call(step), [all_of(step)])
-        self.assertEqual(output, all_of(77))
-
-    def test_a_view_of_the_memory_that_an_output_had(self):
-        function = Function()
-        (output,) = function.call(3.0)
-        view = output[:2]
-        output.data = all_of(77)
-        for step in (4, 5):
-            function.call(step)
-        self.assertEqual((view, output), (all_of(3)[:2], all_of(77)))
+        self.check_steps(function, [output, *views], [77, *[3] * has_view])
 
     @parametrize("how", ["data", "set_"])
     @parametrize("is_storage", [False, True])
@@ -320,10 +322,7 @@ class TestKept(OnCpuTestCase):
         function = Function()
         (output,) = function.call(3.0)
         kept = output.untyped_storage() if is_storage else output.detach()
-        if how == "data":
-            output.data = all_of(77)
-        else:
-            output.set_(all_of(77))
+        give_memory(output, all_of(77), how)
         output.untyped_storage()  # torch remembers the object
         del output
         for step in (4, 5):
@@ -359,14 +358,11 @@ class TestKept(OnCpuTestCase):
 
     @parametrize("of_storage", [False, True])
     def test_weak_references_when_an_ungraphed_forward_begins_a_step(self, of_storage):
-        """It ends the path, and another function may then write to the memory."""
         function = Function()
         (output,) = function.call(3.0)
         held = weakref.ref(output.untyped_storage() if of_storage else output)
         del output
-        with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
-            function.manager.current_gen = 0
-            function.manager.note_ungraphed([], is_forward=True)
+        begin_step_ungraphed(function)
         self.assertIsNone(held())
         self.assertEqual(function.call(4.0), [all_of(4)])
 
@@ -390,6 +386,7 @@ class TestKept(OnCpuTestCase):
         self.assertEqual((invalidated, output), ([], all_of(77)))
 
 
+@instantiate_parametrized_tests
 class TestInterrupts(OnCpuTestCase):
     @parametrize("where", ["_exchange", "_forget", "remove_node_cached_tensors"])
     @parametrize("is_kept", [False, True])
@@ -411,9 +408,7 @@ class TestInterrupts(OnCpuTestCase):
         self.assertEqual(outputs, [all_of(3)] * 2)
         if not is_kept:
             outputs.clear()
-        for step in (5, 6):
-            self.assertEqual(function.call(step), [all_of(step)] * 2)
-        self.assertEqual(outputs, [all_of(3)] * (2 * is_kept))
+        self.check_steps(function, outputs, [3, 3] * is_kept)
 
     @parametrize("is_kept", [False, True])
     def test_while_a_path_is_about_to_end(self, is_kept):
@@ -444,9 +439,7 @@ class TestInterrupts(OnCpuTestCase):
         manager.running_forwards_with_pending_backwards = False
         if not is_kept:
             first.clear()
-        for step in (5, 6):
-            self.assertEqual(function.call(step), [all_of(step)])
-            self.assertEqual(first, [all_of(3)] * is_kept)
+        self.check_steps(function, first, [3] * is_kept)
 
     @parametrize("is_kept", [False, True])
     def test_while_cached_outputs_are_dropped(self, is_kept):
@@ -459,9 +452,7 @@ class TestInterrupts(OnCpuTestCase):
         interrupted = mock.patch.object(StorageWeakRefWrapper, "remove_extra_reference", side_effect=KeyboardInterrupt)
         with interrupted, self.assertRaises(KeyboardInterrupt):
             function.call(4.0)
-        for step in (5, 6):
-            self.assertEqual(function.call(step), [all_of(step)] * 2)
-        self.assertEqual(outputs, [all_of(3)] * (2 * is_kept))
+        self.check_steps(function, outputs, [3, 3] * is_kept)
 
     def test_while_references_are_redirected(self):
         """The interrupt is at the first reference. None is freed twice, which would crash."""
@@ -498,42 +489,29 @@ class TestInterrupts(OnCpuTestCase):
             function.call(1.0)
         self.assertEqual(len(made), 2)
         made.clear()
-        for step in (2, 3):
-            self.assertEqual(function.call(step), [all_of(step)] * 3)
+        self.check_steps(function)
 
 
 class TestInputsThatMoveMeanwhile(OnCpuTestCase):
     def test_no_launch_with_the_address_that_was_compared(self):
-        """The release of outputs before a launch may run finalizers, which may give an input other memory."""
-        x, outputs = torch.ones(4), some(1)
-        held, alive = outputs[0], [True]
+        """The release of outputs before a launch, and its last check, may run finalizers that move an input."""
+        for is_last_check in (False, True):
+            x, outputs, alive = torch.ones(4), some(1), [True]
+            held = outputs[0]
 
-        def release():
-            x.data = torch.zeros(4)
-            return True
+            def move(x=x):
+                x.data = torch.zeros(4)
+                return True
 
-        asked = Deaths([(outputs, [lambda: alive.pop() if alive else None], 0, 0)], release)
-        trees = Trees({0: x}, some(1), before=asked)
-        self.assertIsNone(trees.entry()([x]))
-        self.assertEqual((trees.graph.launches, held.shape), (0, outputs[0].shape))
+            if is_last_check:
+                asked = Deaths([(outputs, [lambda: 7], 0, 0)], lambda: False)
+                asked.ask = move
+            else:
+                asked = Deaths([(outputs, [lambda alive=alive: alive.pop() if alive else None], 0, 0)], move)
+            trees = Trees({0: x}, some(1), **{"after" if is_last_check else "before": asked})
+            self.assertIsNone(trees.entry()([x]))
+            self.assertEqual((trees.graph.launches, held.shape), (0, outputs[0].shape))
 
-    def test_no_launch_if_the_last_check_of_what_died_moves_an_input(self):
-        x, outputs = torch.ones(4), some(1)
-
-        def check():
-            x.data = torch.zeros(4)
-            return True
-
-        after = Deaths([(outputs, [lambda: 7], 0, 0)], lambda: False)
-        after.ask = check
-        trees = Trees({0: x}, some(1), after=after)
-        held = outputs[0]
-        self.assertIsNone(trees.entry()([x]))
-        self.assertEqual((trees.graph.launches, held.shape), (0, outputs[0].shape))
-
-
-for case in (TestDropped, TestKept, TestInterrupts):
-    instantiate_parametrized_tests(case)
 
 if __name__ == "__main__":
     run_tests()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -18,10 +19,10 @@ from unittest import mock
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
-from bare_manager import SKIPPED, bare_manager
-from fake_trees import CHECKS_LIVENESS_AGAIN, LIMITS, FakeFunction, liveness_check, manager_of, replay_with, replaying
+from bare_manager import bare_manager
+from fake_trees import CHECKS_LIVENESS_AGAIN, LIMITS, liveness_check, manager_of, replay_with, replaying
 from test_own_memory import own_memory, storage
-from torch._inductor import compile_fx, config, cudagraph_trees
+from torch._inductor import config, cudagraph_trees
 from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, WrappedFunction
 from torch._inductor.utils import BoxedBool
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -68,9 +69,6 @@ class TestFunction(TestCase):
         self.assertEqual(function.__name__, "double")
         self.assertEqual(function.log.runs, 1)
         self.assertIs(FunctionModel.of(function, is_backward=False, is_inference=True), function)
-        self.assertFalse(
-            hasattr(FunctionModel.of(mock.Mock(spec=[]), is_backward=True, is_inference=False), "__name__")
-        )
 
     def test_a_call_goes_past_the_wrappers_if_it_can(self):
         function = FunctionModel.of(double, is_backward=False, is_inference=True)
@@ -108,40 +106,6 @@ class TestFunction(TestCase):
         self.assertEqual(why_not_graphed(function.settings), "pygraph_selective is 'never'")
         self.assertIsNone(why_not_graphed(Settings.current()))
 
-    def test_inductor_hands_over_wrapped_models(self):
-        seen = []
-
-        def impl(model, inputs, static_input_idxs, **kwargs):
-            seen.append((type(model), static_input_idxs))
-            return model
-
-        with (
-            mock.patch.object(cudagraph_trees, "cudagraphify_impl", impl),
-            config.patch({"triton.cudagraph_trees": True}),
-        ):
-            run = compile_fx.cudagraphify(
-                double, (0,), device_index=0, stack_traces=[], is_backward=False, is_inference=True
-            )
-            with mock.patch("torch._dynamo.utils.preserve_rng_state"):
-                self.assertEqual(run([torch.ones(1)]), [torch.full((1,), 2.0)])
-        self.assertEqual(seen, [(FunctionModel, (0,))])
-
-    def test_never_holds_for_the_cudagraphs_backend(self):
-        made = []
-        with (
-            config.patch({"triton.pygraph_selective": "never"}),
-            mock.patch.object(cudagraph_trees, "get_manager", made.append),
-        ):
-            run = cudagraph_trees.cudagraphify_impl(
-                double, [torch.ones(2)], (), device_index=0, is_backward=False, is_inference=True
-            )
-        run._boxed_call = True  # as the backend sets it
-        self.assertEqual(run([torch.ones(2)]), [torch.full((2,), 2.0)])
-        self.assertEqual(made, [0])
-        (record,) = pygraph_trees.report().functions
-        self.assertEqual((record.model, record.ungraphed_calls), ("double", 1))
-        self.assertIn("never", record.ungraphed_reason)
-
 
 class TestPutToUse(TestCase):
     """A compiled graph is noted when it is put to use, with the facts in its artifact."""
@@ -151,18 +115,11 @@ class TestPutToUse(TestCase):
         clear()
 
     def artifact(self, **fields):
-        known = {
-            "model": "Net",
-            "partitions": [{"graphed": True, "kernels": {"triton": 2}, "causes": [], "inputs": [], "outputs": []}],
-        }
-        base = {
-            "device_types": {"cuda"},
-            "disabled_cudagraphs_reason": None,
-            "cudagraph_info": None,
-            "fx_kwargs": {"is_inference": True, "is_backward": False},
-            "pygraph_coverage": known,
-        }
-        return SimpleNamespace(**{**base, **fields})
+        partition = {"graphed": True, "kernels": {"triton": 2}, "causes": [], "inputs": [], "outputs": []}
+        base = {"device_types": {"cuda"}, "disabled_cudagraphs_reason": None, "cudagraph_info": None}
+        base |= {"fx_kwargs": {"is_inference": True, "is_backward": False}}
+        base |= {"pygraph_coverage": {"model": "Net", "partitions": [partition]}}
+        return SimpleNamespace(**(base | fields))
 
     def put(self, artifact, functions=0, **options):
         kwargs = {"is_backward": False, "cudagraphs": True}  # no more than AOTAutograd's cache passes
@@ -177,29 +134,27 @@ class TestPutToUse(TestCase):
             (graph,) = self.put(self.artifact(fx_kwargs={"is_inference": is_inference}), functions=1)
             self.assertEqual((graph.model, graph.mode, graph.dropped), ("Net", mode, None))
             self.assertEqual(graph.partitions[0].kernels, {"triton": 2})
-
-    def test_a_dropped_one_is_noted_with_the_reason(self):
-        info = SimpleNamespace(cudagraph_fail_reasons=["mutated inputs", "non-Tensor inputs"])
-        never = "pygraph_selective is 'never'"
-        for fields, reason, options in (
-            ({"disabled_cudagraphs_reason": "cpu device"}, "cpu device", {}),
-            ({"cudagraph_info": info}, "mutated inputs, non-Tensor inputs", {}),
-            ({}, "no part of it can be graphed", {}),
-            ({}, never, {"dropped": never}),
-        ):
-            clear()
-            (graph,) = self.put(self.artifact(**fields), **options)
-            self.assertEqual(graph.dropped, reason)
-
-    def test_none_is_noted_that_is_on_the_cpu_or_not_to_be_graphed(self):
-        self.assertEqual(self.put(self.artifact(device_types={"cpu"})), ())
-        self.assertEqual(self.put(self.artifact(), wanted=False), ())
-
-    def test_an_artifact_of_an_unpatched_process_is_noted_as_unknown(self):
+        clear()
         artifact = self.artifact()
-        del artifact.pygraph_coverage
+        del artifact.pygraph_coverage  # of a process without the patches
         (graph,) = self.put(artifact, functions=1)
         self.assertEqual((graph.model, graph.partitions), ("unknown", ()))
+
+    def test_a_dropped_one_is_noted_with_the_reason(self):
+        """None is noted that is on the CPU or not to be graphed."""
+        info = SimpleNamespace(cudagraph_fail_reasons=["mutated inputs", "non-Tensor inputs"])
+        never = "pygraph_selective is 'never'"
+        for fields, options, reasons in (
+            ({"disabled_cudagraphs_reason": "cpu device"}, {}, ["cpu device"]),
+            ({"cudagraph_info": info}, {}, ["mutated inputs, non-Tensor inputs"]),
+            ({}, {}, ["no part of it can be graphed"]),
+            ({}, {"dropped": never}, [never]),
+            ({"device_types": {"cpu"}}, {}, []),
+            ({}, {"wanted": False}, []),
+        ):
+            clear()
+            graphs = self.put(self.artifact(**fields), **options)
+            self.assertEqual([graph.dropped for graph in graphs], reasons)
 
     def test_equal_code_has_an_equal_key(self):
         """The key does not depend on earlier compilations; other code has another key."""
@@ -218,10 +173,6 @@ class TestPutToUse(TestCase):
         self.assertEqual(keys[0], keys[2])
         self.assertNotEqual(keys[0], keys[1])
         self.assertRegex(keys[0], "^[0-9a-f]{64}$")
-        artifact = self.artifact(pygraph_coverage={"model": "Net", "partitions": [], "code": "c"})
-        kwargs = {"is_backward": False, "is_inference": True, "cudagraphs": True}
-        with compiled.put_to_use(artifact, kwargs, wanted=True, dropped=None):
-            self.assertEqual(journal.graph.code, "c")
 
     def test_a_failing_description_does_not_fail_the_compilation(self):
         with self.assertLogs("pygraph_trees.report", "WARNING"):
@@ -257,34 +208,25 @@ class TestCompiledGraph(TestCase):
                 post_compile(graph, (), None, kwargs)
             self.assertIs(graph.current_callable, len if short else double)
 
+    @unittest.skipIf(binding.extension is None, "not built for this torch")
     def test_upstream_is_passed_if_a_fast_replay_answers(self):
         """It is not bypassed while a profiler runs or calls are recorded, since these must see the call."""
-        asked = []
 
         def run(inputs):
             return list(inputs)
 
-        def fast_call(inputs):
-            asked.append(inputs)
-            return ["fast"] if inputs == [1] else None
-
-        upstream = mock.Mock(side_effect=lambda graph, inputs: ["upstream's", *graph.current_callable(inputs)])
-        call = compiled_graph.calling(upstream)
+        call = compiled_graph.calling(lambda graph, inputs: ["upstream's", *graph.current_callable(inputs)])
         graph = SimpleNamespace(current_callable=run)
-        self.assertEqual(call(graph, [1]), ["upstream's", 1])
-        run.fast_call = None
-        self.assertEqual(call(graph, [1]), ["upstream's", 1])
-        if binding.extension is None:
-            return
-        run.fast_call = fast_call
-        self.assertEqual((call(graph, [1]), call(graph, [2])), (["fast"], ["upstream's", 2]))
+        for run.fast_call in (None, lambda inputs: None):
+            self.assertEqual(call(graph, [1]), ["upstream's", 1])
+        run.fast_call = lambda inputs: ["fast"]
+        self.assertEqual(call(graph, [1]), ["fast"])
         for owner, watches in (
             (torch.autograd.profiler, "_is_profiler_enabled"),
             (torch._inductor.debug, "RECORD_GRAPH_EXECUTION"),
         ):
             with mock.patch.object(owner, watches, True):
                 self.assertEqual(call(graph, [1]), ["upstream's", 1])
-        self.assertEqual(len(asked), 2)
 
 
 class Held:
@@ -336,16 +278,13 @@ class TestContainers(TestCase):
             with other.active():
                 self.assertIsNot(cudagraph_trees.get_container(0), mine)
             self.assertIs(cudagraph_trees.get_container(0), mine)
+            with self.assertRaises(AssertionError), one.active():  # not twice at a time
+                pass
         self.assertEqual(self.containers, self.before)
         with self.assertRaises(ValueError), one.active():
             self.assertIs(cudagraph_trees.get_container(0), mine)
             raise ValueError
         self.assertEqual(self.containers, self.before)
-
-    def test_trees_are_not_active_twice_at_a_time(self):
-        trees = Trees()
-        with trees.active(), self.assertRaises(AssertionError), trees.active():
-            pass
 
     def test_autograd_threads_follow_and_nothing_is_freed(self):
         seen = []
@@ -405,19 +344,14 @@ class TestContainers(TestCase):
     def test_what_a_manager_holds_may_ask_for_another_when_the_last_function_is_gone(self):
         seen = []
 
-        class Made:
-            def __init__(self, device_index, **_):
-                self.held = Held()
-
         def let_go():
             container = cudagraph_trees.get_container(0)
-            held = container.get_tree_manager().held
-            weakref.finalize(held, lambda: seen.append(cudagraph_trees.get_manager(0)))
+            weakref.finalize(container.get_tree_manager(), lambda: seen.append(cudagraph_trees.get_manager(0)))
             container.add_strong_reference(fn := lambda: None)
-            del held, fn
+            del fn
             seen.append(container.tree_manager)
 
-        with mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", Made):
+        with mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", lambda *_, **__: Held()):
             self.in_a_thread(let_go)
         self.assertEqual(len(seen), 2)
         self.assertIs(seen[0], seen[1])
@@ -468,15 +402,12 @@ class TestTurns(TestCase):
         self.assertIn("another call", self.model.log.ungraphed_reason)
 
     def test_a_call_of_another_thread_is_ungraphed_meanwhile(self):
-        for replays in (False, True):
-            self.assertTrue(self.manager.take_turn(other := []))
-            with ThreadPoolExecutor(1) as pool:
-                if replays:
-                    self.assertIsNone(pool.submit(self.fast_call, [torch.ones(1)]).result(60))
-                else:
-                    outputs = pool.submit(self.manager.run, [torch.ones(1)], self.id).result(60)
-                    self.assertEqual(outputs, [torch.full((1,), 2.0)])
-            self.manager.end_turn(other)
+        self.assertTrue(self.manager.take_turn(other := []))
+        with ThreadPoolExecutor(1) as pool:
+            outputs = pool.submit(self.manager.run, [torch.ones(1)], self.id).result(60)
+            self.assertEqual(outputs, [torch.full((1,), 2.0)])
+            self.assertIsNone(pool.submit(self.fast_call, [torch.ones(1)]).result(60))
+        self.manager.end_turn(other)
         self.assertEqual(self.runs(), (1, 0))
         self.assertEqual(self.manager.run([], self.id), ["graphed"])
 
@@ -489,19 +420,17 @@ class TestTurns(TestCase):
         self.assertEqual((self.runs(), self.manager.is_taken), ((0, 2), False))
 
     def test_a_call_that_raises_gives_its_turn_back(self):
-        self.run_by_upstream = mock.Mock(side_effect=KeyboardInterrupt)
-        for _ in range(2):
-            self.assertRaises(KeyboardInterrupt, self.manager.run, [], self.id)
-        self.assertFalse(self.manager.is_taken)
+        """Even if it is interrupted as soon as it has its turn."""
 
-    def test_a_call_that_is_interrupted_once_it_has_its_turn_gives_it_back(self):
         def take_turn(inputs):
             self.assertTrue(type(self.manager).take_turn(self.manager, inputs))
             raise KeyboardInterrupt
 
-        with mock.patch.object(self.manager, "take_turn", take_turn):
-            self.assertRaises(KeyboardInterrupt, self.manager.run, [], self.id)
-        self.assertFalse(self.manager.is_taken)
+        self.run_by_upstream = mock.Mock(side_effect=KeyboardInterrupt)
+        for taking in (self.manager.take_turn, take_turn):
+            with mock.patch.object(self.manager, "take_turn", taking):
+                self.assertRaises(KeyboardInterrupt, self.manager.run, [], self.id)
+            self.assertFalse(self.manager.is_taken)
 
 
 class TestInputsThatMove(TestCase):
@@ -738,7 +667,8 @@ class TestWhoHoldsOutputs(TestCase):
                     with self.subTest(graphs=graphs, saved=saved):
                         x, nodes = self.forward(graphs, saved, between)
                         del x
-                        self.assertTrue(nodes[-1].all_outputs_are_dead())
+                        with torch.inference_mode(between is torch.sigmoid):
+                            self.assertTrue(nodes[-1].all_outputs_are_dead())
                         outputs = [output for node in nodes for output in node.cached_tensor_outputs]
                         self.assertEqual([output.grad_fn for output in outputs], [None] * len(outputs))
 
@@ -751,18 +681,6 @@ class TestWhoHoldsOutputs(TestCase):
         self.assertEqual(asked.call_count, 2 * 64)  # the second round finds nothing
         self.assertEqual([self.alive(node) for node in nodes], [[False] * 3] * 64)
 
-    def test_a_history_of_outputs_is_not_searched_at_each_call(self):
-        """The program keeps all outputs."""
-        node, held = self.recording(1), []
-        reference = type(node.outputs_weakrefs[0])
-        with mock.patch.object(reference, "expired", autospec=True, side_effect=reference.expired) as asked:
-            for _ in range(200):
-                held += node.cached_tensor_outputs
-                node.remove_node_cached_tensors()
-                node._initialize_cached_tensors()
-        self.assertEqual(len(node.older_outputs), 200)
-        self.assertLess(asked.call_count, 4 * 200)
-
     def test_a_backward_that_is_to_come_keeps_all_that_it_reads(self):
         for graphs in (1, 2, 4):
             with self.subTest(graphs=graphs):
@@ -774,13 +692,6 @@ class TestWhoHoldsOutputs(TestCase):
                 loss.backward()
                 del loss
                 self.assertTrue(nodes[-1].all_outputs_are_dead())
-
-    def test_a_backward_nobody_needs_is_released_in_inference_mode_too(self):
-        x, (node,) = self.forward(1, (1,))
-        del x
-        with torch.inference_mode():
-            self.assertTrue(node.all_outputs_are_dead())
-        self.assertIsNone(node.cached_tensor_outputs[0].grad_fn)
 
     def test_an_output_that_somebody_holds_is_not_released(self):
         x, (node,) = self.forward(1, (1,))
@@ -833,205 +744,32 @@ class TestWhoHoldsOutputs(TestCase):
         self.assertFalse(reference.expired())  # as in upstream: it cannot be known
 
 
-class TestFastPath(TestCase):
-    """Some calls bypass upstream, by upstream's own rules for the end of a path."""
+class TestManager(TestCase):
+    """What a manager decides about functions and recordings, beside upstream."""
 
     FUNCTION = 7
 
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0))  # no steps are marked
-        self.replayed = []
-        self.x = torch.ones(1)
-        self.recording = self.node()
-        self.recording.wrapped_function = SimpleNamespace(mutated_input_idxs=(), model=None)
-        self.manager = bare_manager(
-            roots={self.FUNCTION: [self.recording]},
-            warmed_up_functions={self.FUNCTION},
-            ids_to_funcs={self.FUNCTION: self.recording.wrapped_function},
-        )
-        self.skipped = getattr(self.manager, SKIPPED)
-        self.function = FakeFunction(self.manager, self.FUNCTION)
+        self.manager = bare_manager(warmed_up_functions={self.FUNCTION})
+        self.model = FunctionModel.of(double, is_backward=False, is_inference=True)
+        self.model.settings = dataclasses.replace(self.model.settings, indirection="auto")
 
-    def node(self, *, has_fast_path=True, **attributes):
+    def node(self, **attributes):
         node = Recording.__new__(Recording)
-        own = {"children": {}, "has_fast_path": has_fast_path, "id": object(), "path_live_weakrefs": lambda: ()}
-        own |= {
-            "all_outputs_are_dead": lambda: False,
-            "_parent": None,
-            "outputs_weakrefs": [],
-            "user_visible_output_idxs": (),
-            "fixed": [],
-            "deaths_before": None,
-            "deaths_after": None,
-            "cuda_graphs_pool": (0, 1),
-        }
-        own |= {"copies": True, "run": self.replay, "graph": None, "cached_tensor_outputs": []}
-        own["log"] = SimpleNamespace(counter=binding.new_counter())
-        vars(node).update(own | attributes)
-        if has_fast_path:
-            node.native = fast_path.replay(node, (), [], in_python=True)
+        known = {"children": {}, "_parent": None, "outputs_weakrefs": [], "own": None}
+        known |= {"all_outputs_are_dead": lambda: False, "clear_path_state": lambda: None}
+        vars(node).update(known | attributes)
         return node
 
-    def fast_call(self, inputs):
-        if binding.extension is None:
-            self.skipTest("not built for this torch")
-        return fast_path.entry(self.function)(inputs)
-
-    def replay(self, inputs):
-        self.replayed.append(list(inputs))
-        inputs.clear()
-        return [len(self.replayed)]
-
-    def after(self, node, *, new_step):
-        """Sets the state after the replay of a node that upstream found, in this step or in the previous one."""
-        self.manager._candidates.clear()
-        self.manager.current_node = node
-        self.manager.path_state = cudagraph_trees.ExecutionState.EXECUTION
-        self.manager.current_gen = self.manager.get_curr_generation() - new_step
-
-    def call(self, *inputs):
-        inputs = list(inputs)
-        outputs = self.fast_call(inputs)
-        if outputs is not None:
-            self.assertEqual(inputs, [])
-            self.assertIs(self.manager.current_node, self.recording)
-            self.assertEqual(self.manager.path_state, cudagraph_trees.ExecutionState.EXECUTION)
-            self.assertEqual(self.manager.current_gen, self.manager.get_curr_generation())
-            self.assertEqual(self.manager.compile_id, "3/1")
-        return outputs
-
-    def test_a_root_is_replayed_if_the_open_path_may_end(self):
-        """The path may end at a new step, or if all outputs are dead, but not if it continues with this function."""
-        self.assertEqual((self.call("x"), self.replayed), ([1], [["x"]]))  # no path is open
-        for attributes, new_step, replays in (
-            ({}, True, True),
-            ({}, False, False),
-            ({"all_outputs_are_dead": lambda: True}, False, True),
-            ({"children": {self.FUNCTION: [object()]}}, True, False),
-        ):
-            with self.subTest(attributes=list(attributes), new_step=new_step):
-                node = self.node(**attributes)
-                self.after(node, new_step=new_step)
-                self.assertEqual(self.call("x") is not None, replays)
-                self.assertIs(self.manager.current_node, self.recording if replays else node)
-
-    def child(self, **attributes):
-        child = self.node(**attributes)
-        child.wrapped_function = SimpleNamespace(mutated_input_idxs=(), model=None)
-        return child
-
-    def test_the_first_recording_that_fits_is_replayed(self):
-        x, y = self.x, torch.ones(1)
-        first, second = self.child(fixed=[(0, x.data_ptr())]), self.child()
-        for others, given_, expected in (
-            ([first, second], x, first),
-            ([first, second], y, second),
-            ([second, first], x, second),
-            ([first], y, None),
-            ([self.child(has_fast_path=False), first], x, None),  # only upstream can check that child
-            ([object(), first], x, None),
-            ([first, object()], x, first),
-        ):
-            self.after(self.node(children={self.FUNCTION: others}), new_step=False)
-            self.assertEqual(self.fast_call([given_]) is not None, expected is not None)
-            if expected is not None:
-                self.assertIs(self.manager.current_node, expected)
-
-    def test_a_path_whose_outputs_are_cloned_ends_with_its_step(self):
-        may_clone = mock.patch.object(fast_path, "MAY_CLONE", True)
-        may_clone.start()
-        self.addCleanup(may_clone.stop)
-        self.manager.has_live_user_visible_output_cloning = True
-        ended = []
-        self.manager.try_end_curr_execution = lambda: (ended.append(1), setattr(self.manager, "current_node", None))
-        child = self.child()
-        for new_step, current, ends in ((True, self.recording, 1), (False, child, 1)):
-            self.after(self.node(children={self.FUNCTION: [child]}), new_step=new_step)
-            self.assertIsNotNone(self.fast_call(["x"]))
-            self.assertIs(self.manager.current_node, current)
-            self.assertEqual(len(ended), ends)
-        # Both steps again in the same way; the path ends as well.
-        with mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -3):
-            self.after(self.recording, new_step=True)
-            for step in (-3, -4):
-                cudagraph_trees.MarkStepBox.mark_step_counter = step
-                self.assertIsNotNone(self.call("x"))
-            self.assertEqual(len(ended), 3)
-
-    def test_a_place_where_upstream_does_not_graph_has_no_fast_path(self):
-        """Upstream gave up after too many recordings, or because of an input, even if no input is written to."""
-        for where in ("after the node", "at the begin of a step"):
-            node = self.node()
-            self.after(node, new_step=True)
-            self.skipped.clear()
-            self.skipped[node.id if where == "after the node" else None][self.FUNCTION] = True
-            self.assertIsNone(self.call("x"))
-            self.skipped.clear()
-            self.after(node, new_step=True)
-            self.assertEqual(len(self.call("x")), 1)
-        self.manager.exceed_rerecord_limit = lambda node_id, function_id: node_id is None
-        self.after(self.node(), new_step=True)
-        self.assertIsNone(self.call("x"))
-
-    def test_calls_that_are_left_to_upstream(self):
-        replay_with(self.function, self.manager, self.FUNCTION + 1)  # it was never recorded
-        self.assertIsNone(self.call("x"))
-        replay_with(self.function, self.manager, self.FUNCTION)
-        for state in ("WARMUP", "RECORDING"):  # of other functions
-            self.after(self.node(), new_step=True)
-            self.manager.path_state = cudagraph_trees.ExecutionState[state]
-            self.assertIsNone(self.call("x"))
-        self.after(self.node(), new_step=True)
-        self.manager.warmed_up_functions.clear()  # it is to be warmed up again
-        self.assertIsNone(self.call("x"))
-        self.manager.warmed_up_functions.add(self.FUNCTION)
-        self.assertIsNotNone(self.call("x"))
-        self.manager.graph = None  # it is shut down
-        self.assertIsNone(self.call("x"))
-
-    def test_functions_that_write_ask_first_whether_they_may(self):
-        self.recording.wrapped_function.mutated_input_idxs = (0,)
-        node = self.node()
-        for there, at_the_begin, graphs in (
-            (None, False, False),
-            (True, False, False),
-            (False, None, False),
-            (False, True, False),
-            (False, False, True),
-        ):
-            self.after(node, new_step=True)
-            self.skipped.clear()
-            for place, known in ((node.id, there), (None, at_the_begin)):
-                if known is not None:
-                    self.skipped[place][self.FUNCTION] = known
-            self.assertEqual(self.call("x") is not None, graphs)
-
-    def test_forwards_wait_for_their_backwards(self):
-        modes = cudagraph_trees.CompilationMode
-        for mode, pending in ((modes.FORWARD, True), (modes.BACKWARD, False), (modes.INFERENCE, False)):
-            self.manager.id_to_mode[self.FUNCTION] = mode
-            self.manager._candidates.clear()
-            self.manager.current_node = None
-            self.call("x")
-            self.assertEqual(self.manager.running_forwards_with_pending_backwards, pending)
-            self.assertIs(self.manager.mode, mode)
-        self.manager.running_forwards_with_pending_backwards = True
-        self.after(self.node(), new_step=True)
-        self.assertIsNone(self.call("x"))
-        with mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -3):  # unless the user says so
-            self.after(self.node(), new_step=True)
-            self.assertIsNotNone(self.call("x"))
-
     def test_a_function_has_a_fast_path_after_a_replay_of_a_recording_that_has_one(self):
+        self.model.dispatch.add(of_integers=False)
+        function = SimpleNamespace(id=self.FUNCTION, model=self.model)
         for fast in (False, True):
-            model = FunctionModel.of(double, is_backward=False, is_inference=True)
-            model.settings = dataclasses.replace(model.settings, indirection="auto")
-            model.dispatch.add(of_integers=False)
-            node = self.node(has_fast_path=fast, run=lambda inputs: [0])
-            node.wrapped_function = SimpleNamespace(id=self.FUNCTION, model=model)
+            node = self.node(has_fast_path=fast, run=lambda inputs: [0], wrapped_function=function)
             self.assertEqual(self.manager.execute_node(node, ["x"]), [0])
-            self.assertEqual(manager_of(model.dispatch) is self.manager, fast and binding.extension is not None)
+            self.assertEqual(manager_of(self.model.dispatch) is self.manager, fast and binding.extension is not None)
 
     def test_a_manager_takes_the_arguments_of_upstream_s(self):
         """For a new pool, it makes another manager with the same arguments."""
@@ -1048,74 +786,51 @@ class TestFastPath(TestCase):
             self.assertIsInstance(manager.reclaiming._remake(), Manager)
         self.assertEqual(given, 2 * given[:1])
 
-    def test_another_thread_may_record(self):
-        """A function knows the manager to which it was added, whichever thread calls it."""
-        model = FunctionModel.of(double, is_backward=False, is_inference=True)
-        node = Recording.__new__(Recording)
-        node.wrapped_function, node.device = SimpleNamespace(model=model), 0
-        node.cuda_graphs_pool = "its pool"
-        for owned, found in (({"its pool": None}, "the driver"), ({}, None)):
-            with (
-                mock.patch.object(pools, "OWNED", owned),
-                mock.patch.object(recording_module, "usable_driver", lambda: "the driver"),
-                ThreadPoolExecutor(1) as other,
-            ):
-                self.assertEqual(other.submit(node._driver_for_addresses).result()[0], found)
-
     def test_a_recording_that_fails_is_tried_in_another_way(self):
         """It is tried with a table, by address, then on memory, as long as the inputs exist."""
-
-        class Done(Exception):
-            pass
-
-        class Live:
-            in_place, items, released = (0,), (), 0
-
-            def __init__(self, has_table):
-                self.has_table = has_table
-
-            def release(self):
-                Live.released += 1
-
-        inputs, left = ["an input"], []
-        for flag, outcomes, wanted in (
-            ("auto", [True, False], {}),  # a table fails
-            ("auto", [True, True, False], {0}),  # addresses fail too
-            ("table", [True, False], {0}),  # the flag asks for a table: then on memory at once
-            ("auto", [True, True, True], None),  # no way works
+        for flag, ways, fails, refused in (
+            ("auto", ["table", "address"], False, set()),
+            ("auto", ["table", "address", "memory"], False, {0}),
+            ("table", ["table", "memory"], False, {0}),  # the flag asks for a table: then on memory at once
+            ("auto", ["table", "address", "memory"], True, set()),  # no way works
         ):
-            model = SimpleNamespace(settings=SimpleNamespace(indirection=flag), refused={}, moving=())
-            wrapped = SimpleNamespace(model=model, id="sizes")
-            has_table, calls, todo = [True], [], list(outcomes)
+            self.setUp()
+            self.model.settings = replace(self.model.settings, indirection=flag)
+            given_, seen, left = ["an input"], [], []
+            wrapped = SimpleNamespace(model=self.model, id="sizes", mutated_input_idxs=())
+            recording = attempts.Attempts(wrapped, given_)
 
-            def make(node, wrapped, id, parent, given, *, todo=todo, has_table=has_table, calls=calls):
-                self.assertEqual(given, inputs)
-                on_memory = bool(node._attempts.refused)
-                calls.append("memory" if on_memory else "table" if has_table[0] else "address")
-                node._live = None if on_memory else Live(has_table[0])
-                node._attempts._kept = [] if on_memory else list(given)
-                given[:] = [0]
-                if todo.pop(0):
+            def choose(*_, tabled, recording=recording, **__):
+                live = SimpleNamespace(has_table=bool(tabled), has_placeholders=True, in_place=(0,))
+                live.items = [SimpleNamespace(index=0)]
+                return (None if recording.refused else live), {}
+
+            def attempt(recording=recording, given_=given_, seen=seen, last=None if fails else ways[-1]):
+                self.assertEqual(given_, ["an input"])
+                live = recording.choose_live(None, 0, given_, [0], None, (), may_be_kept=True)
+                seen.append("memory" if live is None else "table" if live.has_table else "address")
+                given_[:] = [0]
+                if seen[-1] == last:
+                    return
+                try:
                     torch.empty(1).view(2)  # an error of torch
+                except RuntimeError as error:
+                    if live is not None:
+                        recording.failed(live, error)
+                    raise
 
-            def leave_table(model, sizes, error, has_table=has_table):
-                has_table[0] = False
-                left.append((sizes, type(error)))
-
-            node, given = Recording.__new__(Recording), list(inputs)
             with (
-                self.subTest(flag=flag, outcomes=outcomes),
-                mock.patch.object(recording_module.Upstream, "__init__", make),
-                mock.patch.object(Recording, "_finish_first_call", lambda *_: None),
-                mock.patch.object(Recording, "_prepare_checks", side_effect=Done),
-                mock.patch.object(attempts, "leave_table", leave_table),
-                self.assertRaises(Done if wanted is not None else RuntimeError),
+                self.subTest(flag=flag, ways=ways),
+                mock.patch.object(attempts, "choose", choose),
+                mock.patch.object(attempts, "may_use_table", lambda *_, left=left: not left),
+                mock.patch.object(attempts, "taken_by_variants", lambda _: (0,)),
+                mock.patch.object(attempts, "chooser_for", lambda *_: None),
+                mock.patch.object(attempts, "leave_table", lambda *what, left=left: left.append(what[1])),
+                self.assertRaises(RuntimeError) if fails else contextlib.nullcontext(),
             ):
-                node.__init__(wrapped, SimpleNamespace(id=3), None, given)
-            ways = {"auto": ["table", "address", "memory"], "table": ["table", "memory"]}[flag]
-            self.assertEqual(calls, ways[: len(outcomes)])
-            self.assertEqual(set(model.refused), wanted or set())
-        self.assertEqual(left, [("sizes", RuntimeError)] * 3)
+                recording.until_one_works(attempt, given_)
+            self.assertEqual((seen, set(self.model.refused)), (ways, refused))
+            self.assertEqual(left, ["sizes"] if flag == "auto" else [])
 
     def test_a_recording_that_would_write_to_a_copy_is_refused(self):
         """This holds even if upstream has decided that the function may be recorded."""
@@ -1143,29 +858,28 @@ class TestFastPath(TestCase):
 
     def test_a_call_that_cannot_be_staged_leaves_the_path_as_it_is(self):
         """Upstream prepares the allocator for a recording before it asks for one."""
-        model = FunctionModel.of(lambda inputs: ["un-graphed", *inputs], is_backward=False, is_inference=True)
-        model.refused = {0: "no node of the graph reads it"}
-        model.settings = replace(model.settings, placement="full", indirection="auto")
-        other = 8
-        self.manager.ids_to_funcs[other] = SimpleNamespace(mutated_input_idxs=(), static_input_idxs=[], model=model)
-        self.manager.warmed_up_functions.add(other)
+        self.model.model = lambda inputs: ["un-graphed", *inputs]
+        self.model.refused = {0: "no node of the graph reads it"}
+        self.model.settings = replace(self.model.settings, placement="full")
+        other = SimpleNamespace(mutated_input_idxs=(), static_input_idxs=[], model=None)
+        staged = SimpleNamespace(mutated_input_idxs=(), static_input_idxs=[], model=self.model)
+        self.manager.ids_to_funcs = {self.FUNCTION: staged, 8: other}
+        self.manager.warmed_up_functions.add(8)
+        self.manager.path_state = state = cudagraph_trees.ExecutionState.EXECUTION
         uses = mock.patch.object(input_rules, "uses_addresses", lambda model: True)
         upstream = mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's"])
-        x = torch.ones(2)
+        x, node = torch.ones(2), self.node()
         with uses, upstream:
-            for _ in range(2):
-                self.after(self.recording, new_step=False)
-                self.assertEqual(self.manager._run([x], other), ["un-graphed", x])
-                self.assertIs(self.manager.current_node, self.recording)
-                self.assertIs(self.manager.path_state, cudagraph_trees.ExecutionState.EXECUTION)
-            self.after(self.recording, new_step=True)
-            self.recording.clear_path_state = lambda: None
-            self.assertEqual(self.manager._run([x], other), ["un-graphed", x])
+            for new_step in (False, False, True):
+                self.manager.current_node = node
+                self.manager.current_gen = self.manager.get_curr_generation() - new_step
+                self.assertEqual(self.manager._run([x], self.FUNCTION), ["un-graphed", x])
+                if not new_step:
+                    self.assertEqual((self.manager.current_node, self.manager.path_state), (node, state))
             self.assertIsNone(self.manager.current_node)  # the new step's path begins with the next function
-            self.assertEqual(model.log.ungraphed_reason, "no node of the graph reads it")
-            self.assertEqual(self.manager._run([x], self.FUNCTION), ["upstream's"])
-            self.manager.current_node = None
-            self.assertEqual(self.manager._run([x], other), ["upstream's"])
+            self.assertEqual(self.model.log.ungraphed_reason, "no node of the graph reads it")
+            for function_id in (8, self.FUNCTION):
+                self.assertEqual(self.manager._run([x], function_id), ["upstream's"])
 
     def test_a_function_is_added_only_if_its_first_call_works(self):
         def add_function(manager, model, inputs):
@@ -1173,21 +887,14 @@ class TestFastPath(TestCase):
                 raise MemoryError
             return functools.partial(manager.run, function_id=self.FUNCTION), ["outputs"]
 
-        model = FunctionModel.of(double, is_backward=False, is_inference=True)
-        model.settings = dataclasses.replace(model.settings, indirection="auto")
         with mock.patch.object(Upstream, "add_function", add_function):
-            with self.assertRaises(MemoryError):
-                self.manager.add_function(model, ["fails"])
-            self.assertFalse(model.dispatch.is_added)
-            self.assertEqual(self.manager.add_function(model, [7])[1], ["outputs"])
-        self.assertTrue(model.dispatch.is_added)
-        model.dispatch.may_be_replayed_by(self.manager, self.FUNCTION)
-        self.function = model.dispatch
-        self.assertEqual((self.call(7), self.call(8), self.replayed), ([1], None, [[7]]))
+            self.assertRaises(MemoryError, self.manager.add_function, self.model, ["fails"])
+            self.assertFalse(self.model.dispatch.is_added)
+            self.assertEqual(self.manager.add_function(self.model, [7])[1], ["outputs"])
+        self.assertTrue(self.model.dispatch.is_added)
 
     def test_a_function_that_would_lose_its_writes_is_not_recorded(self):
-        model = FunctionModel.of(double, is_backward=False, is_inference=True)
-        wrapped = SimpleNamespace(mutated_input_idxs=(0,), static_input_idxs=[], model=model)
+        wrapped = SimpleNamespace(mutated_input_idxs=(0,), static_input_idxs=[], model=self.model)
         self.manager.ids_to_funcs = {self.FUNCTION: wrapped}
         managed, elsewhere, in_pool = object(), object(), object()
         self.manager._get_cuda_graph_recorded_tensor_checker = lambda: lambda t: t is managed
@@ -1199,7 +906,7 @@ class TestFastPath(TestCase):
                     self.assertEqual(self.manager._given([value], self.FUNCTION).would_lose_writes(), loses)
         with uses, in_place, mock.patch.object(Upstream, "record_function", side_effect=AssertionError):
             self.assertEqual(self.manager.record_function([torch.ones(2)], self.FUNCTION), [torch.full((2,), 2.0)])
-        self.assertRegex(model.log.ungraphed_reason, "mutates an input that lies in the graph pool")
+        self.assertRegex(self.model.log.ungraphed_reason, "mutates an input that lies in the graph pool")
         wrapped.static_input_idxs = [0]
         with uses:
             self.assertFalse(self.manager._given([in_pool], self.FUNCTION).would_lose_writes())
@@ -1208,11 +915,9 @@ class TestFastPath(TestCase):
         saved, weight, managed, tangent = (torch.ones(4) for _ in range(4))
         reached = {saved.data_ptr(), managed.data_ptr(), tangent.data_ptr()}
         forward = self.node(
-            has_fast_path=False,
             _live=SimpleNamespace(addresses=SimpleNamespace(reaches=lambda address: address in reached)),
-            _parent=lambda: None,
         )
-        later = self.node(has_fast_path=False, _live=None, _parent=lambda: forward)
+        later = self.node(_live=None, _parent=lambda: forward)
 
         @dataclasses.dataclass(frozen=True)
         class Wrapped:
@@ -1222,7 +927,6 @@ class TestFastPath(TestCase):
 
         inputs = [saved, weight, managed, 7, tangent]
         modes = cudagraph_trees.CompilationMode
-        self.manager.roots = {}
         self.manager._get_cuda_graph_recorded_tensor_checker = lambda: lambda t: t is managed
         for mode, node, uses, mutated, static in (
             (modes.BACKWARD, later, True, (), [1, 2, 3]),
