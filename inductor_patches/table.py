@@ -16,7 +16,7 @@ from .patch import OnDemand, Patch, Rebind, made_by
 
 def _describing_and_noting(upstream: Callable[..., Any]) -> Callable[..., Any]:
     from pygraph_trees.report.compiled import describing
-    from pygraph_trees.trees.saved_tensors import noting
+    from pygraph_trees.trees.hooks.saved_tensors import noting
 
     return noting(describing(upstream))
 
@@ -34,7 +34,7 @@ def _has_addresses() -> bool:
 
     from pygraph_trees.fake_gpu.presence import is_absent
     from pygraph_trees.indirection.availability import usable_driver
-    from pygraph_trees.trees.recording import Recording
+    from pygraph_trees.trees.recordings.recording import Recording
 
     if cudagraph_trees.CUDAGraphNode is not Recording:
         return False
@@ -75,36 +75,39 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
         # Upstream looks all names up in the module when it uses them, so rebinding them there is enough. Thread-local
         # state, the rules of liveness and pools, and additions of a torch version stay upstream's.
         "torch._inductor.cudagraph_trees": {
-            "CUDAGraphNode": (lambda _: import_module("pygraph_trees.trees.recording").Recording, _DROP_IN),
-            "CUDAGraphTreeManager": (lambda _: import_module("pygraph_trees.trees.manager").Manager, _DROP_IN),
+            "CUDAGraphNode": (lambda _: import_module("pygraph_trees.trees.recordings.recording").Recording, _DROP_IN),
+            "CUDAGraphTreeManager": (lambda _: import_module("pygraph_trees.trees.managers.manager").Manager, _DROP_IN),
             "TreeManagerContainer": (
-                lambda _: import_module("pygraph_trees.trees.manager_container").ManagerContainer,
+                lambda _: import_module("pygraph_trees.trees.hooks.manager_container").ManagerContainer,
                 "when the locks of containers are reentrant, or are not held while a manager is made",
             ),
             "get_container": (
-                made_by("pygraph_trees.trees.manager_container", "get_container"),
+                made_by("pygraph_trees.trees.hooks.manager_container", "get_container"),
                 "when the locks of containers are reentrant",
             ),
-            "cudagraphify_impl": (made_by("pygraph_trees.trees.entry_points", "cudagraphify_impl"), _DROP_IN),
+            "cudagraphify_impl": (made_by("pygraph_trees.trees.hooks.entry_points", "cudagraphify_impl"), _DROP_IN),
             "reset_cudagraph_trees": (
-                made_by("pygraph_trees.trees.entry_points", "reset_cudagraph_trees"),
+                made_by("pygraph_trees.trees.hooks.entry_points", "reset_cudagraph_trees"),
                 "never: memory of recordings that are gone is given back there",
             ),
         },
         # Every whole graph and every partition goes through this function.
         "torch._inductor.compile_fx": {
-            "cudagraphify": (made_by("pygraph_trees.trees.entry_points", "cudagraphify"), _DROP_IN),
+            "cudagraphify": (made_by("pygraph_trees.trees.hooks.entry_points", "cudagraphify"), _DROP_IN),
         },
         # When a compiled graph is installed, it is decided whether it is graphed. A call tries the fast path first.
         "torch._inductor.output_code": {
-            "CompiledFxGraph.post_compile": (made_by("pygraph_trees.trees.compiled_graph", "putting_to_use"), _DROP_IN),
-            "CompiledFxGraph.__call__": (made_by("pygraph_trees.trees.compiled_graph", "calling"), _DROP_IN),
+            "CompiledFxGraph.post_compile": (
+                made_by("pygraph_trees.trees.hooks.compiled_graph", "putting_to_use"),
+                _DROP_IN,
+            ),
+            "CompiledFxGraph.__call__": (made_by("pygraph_trees.trees.hooks.compiled_graph", "calling"), _DROP_IN),
         },
         # A compilation leaves AOTAutograd's metadata in the tracing context. For a program that comes from
         # AOTAutograd's cache, only the cache's entry has it; it is kept while the program's graphs are installed.
         "torch._functorch._aot_autograd.aot_autograd_result": {
             "GenericAOTAutogradResult.wrap_post_compile": (
-                made_by("pygraph_trees.trees.compiled_graph", "loading"),
+                made_by("pygraph_trees.trees.hooks.compiled_graph", "loading"),
                 "the tracing context tells the same of a program that comes from the cache",
             ),
         },
@@ -112,7 +115,7 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
         # un-graphed. If none is open, the replacement decides from the tensor alone whether a gradient is static.
         "torch._dynamo.variables.optimizer": {
             "_is_static_for_cudagraphs": (
-                made_by("pygraph_trees.trees.entry_points", "is_static_for_cudagraphs"),
+                made_by("pygraph_trees.trees.hooks.entry_points", "is_static_for_cudagraphs"),
                 "torch does not assert that a recording is open",
             ),
         },
@@ -122,21 +125,21 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
         # Outputs leave the pool before another process or a lazy clone shares their memory.
         "torch": {
             "Tensor.record_stream": (
-                made_by("pygraph_trees.trees.entry_points", "record_stream"),
+                made_by("pygraph_trees.trees.hooks.entry_points", "record_stream"),
                 "torch tells which streams use a storage",
             ),
             "UntypedStorage._share_cuda_": (
-                made_by("pygraph_trees.trees.entry_points", "outside_of_pools"),
+                made_by("pygraph_trees.trees.hooks.entry_points", "outside_of_pools"),
                 "torch shares no memory of a graph pool",
             ),
-            "_lazy_clone": (made_by("pygraph_trees.trees.entry_points", "outside_of_pools"), _CLONES),
-            "Tensor._lazy_clone": (made_by("pygraph_trees.trees.entry_points", "outside_of_pools"), _CLONES),
+            "_lazy_clone": (made_by("pygraph_trees.trees.hooks.entry_points", "outside_of_pools"), _CLONES),
+            "Tensor._lazy_clone": (made_by("pygraph_trees.trees.hooks.entry_points", "outside_of_pools"), _CLONES),
         },
         # A graph that the program captures may read outputs of recordings, and holds their addresses: outputs in the
         # graph pool, which later steps overwrite, are moved out before the capture begins.
         "torch.cuda": {
             "CUDAGraph.capture_begin": (
-                made_by("pygraph_trees.trees.captures", "capture_begin"),
+                made_by("pygraph_trees.trees.functions.captures", "capture_begin"),
                 "torch lets other code know when a capture begins",
             ),
         },
@@ -159,8 +162,8 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
         # no profiler runs; the replacements then do nothing. Torch 2.15 no longer wraps them in
         # `torch._dynamo.disable`, so they stay upstream's there.
         "torch._dynamo.utils": {
-            "record_pregraph_bytecode_enter": (made_by("pygraph_trees.trees.call_marks", "enter"), _NO_WRAPPER),
-            "record_pregraph_bytecode_exit": (made_by("pygraph_trees.trees.call_marks", "exit"), _NO_WRAPPER),
+            "record_pregraph_bytecode_enter": (made_by("pygraph_trees.trees.hooks.call_marks", "enter"), _NO_WRAPPER),
+            "record_pregraph_bytecode_exit": (made_by("pygraph_trees.trees.hooks.call_marks", "exit"), _NO_WRAPPER),
         },
     },
     "placement": {

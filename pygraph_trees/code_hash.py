@@ -32,7 +32,7 @@ ARTIFACT_CODE = (
     "pygraph_trees/cuda/host_reads.py",
     "pygraph_trees/placement",
     "pygraph_trees/settings.py",
-    "pygraph_trees/trees/saved_tensors.py",
+    "pygraph_trees/trees/hooks/saved_tensors.py",
     "pygraph_trees/version.py",
 )
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -43,7 +43,6 @@ SLOWEST: tuple[str, ...] = (
     "test_constants",
     "test_variants",
     "test_bench",
-    
     "test_commands",
     "test_fake_gpu",
     "test_flags",

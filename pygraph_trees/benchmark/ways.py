@@ -21,7 +21,7 @@ from pygraph_trees.errors import PygraphError
 from .program import Program
 
 if TYPE_CHECKING:
-    from pygraph_trees.trees.containers import Trees
+    from pygraph_trees.trees.managers.containers import Trees
 
 WAYS = ("eager", "compile", "upstream", "ours")
 FORCED = ("ours:patch", "ours:table")  # ours, with the named route of inputs, whichever is faster
@@ -107,7 +107,7 @@ def _optimize(backend: OwnInductor, fn: Callable[..., Any]) -> Callable[..., Any
 
 
 def _make(program: Program, name: str) -> Way:
-    from pygraph_trees.trees.containers import Trees
+    from pygraph_trees.trees.managers.containers import Trees
 
     if name == "eager":
         return Way(name, program.fn, patched=False, trees=None)

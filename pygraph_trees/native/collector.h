@@ -1,4 +1,4 @@
-/* Python's garbage collector, off while any replay or any `paused` of trees/collector.py needs that, in whatever thread. */
+/* Python's garbage collector, off while any replay or any `paused` of trees/pools/collector.py needs that, in whatever thread. */
 
 #pragma once
 

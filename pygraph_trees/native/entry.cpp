@@ -1,7 +1,7 @@
 /* A fast replay, from the call of a compiled graph to its return: pygraph_trees.native._fast_path.Entry.
 
    Entry(**arguments)(inputs) returns the outputs of a fast replay, which consumes the inputs, or None, and then the
-   inputs are unchanged. trees/fast_path.py makes it. */
+   inputs are unchanged. trees/functions/fast_path.py makes it. */
 
 #include "collector.h"
 #include "results.h"

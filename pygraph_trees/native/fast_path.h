@@ -1,6 +1,6 @@
 /* The types that the files of the fast path share, and TORCH_NAMES, the attributes of torch that they read by name.
 
-   trees/native_names.py checks at import that each of these attributes exists. */
+   trees/functions/native_names.py checks at import that each of these attributes exists. */
 
 #pragma once
 

@@ -2,7 +2,7 @@
 
    It holds the required addresses of static inputs, the inputs whose addresses the graph is given, the outputs that must
    be dead, and what a call returns. Python decides about unknown addresses, and about outputs that do not seem dead.
-   trees/fast_path.py makes it. */
+   trees/functions/fast_path.py makes it. */
 
 #include "fast_path.h"
 
@@ -12,7 +12,7 @@ using namespace pygraph;
 
 namespace {
 
-/* Takes (input, output, block or None, layout or None): see trees/fast_path.py; false with an exception. */
+/* Takes (input, output, block or None, layout or None): see trees/functions/fast_path.py; false with an exception. */
 bool take_returned(Replay::State *state, PyObject *returned, PyObject *others) {
     const OwnMemory::State *own = own_memory_in(state->own);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(returned); i++) {

@@ -24,7 +24,7 @@ struct Results {
     std::vector<PyObject *> outputs; // borrowed, and valid until other code runs
     std::vector<Parameter> parameters; // by edge of the backward
 
-    /* False with an exception; trees/fast_path.py describes the arguments. */
+    /* False with an exception; trees/functions/fast_path.py describes the arguments. */
     bool take(PyObject *kept_inputs, PyObject *picked, PyObject *tuple, PyObject *viewed_so, PyObject *own);
 };
 

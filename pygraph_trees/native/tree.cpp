@@ -256,7 +256,7 @@ bool pygraph::is_tree_state(PyObject *object) { return PyObject_TypeCheck(object
 bool pygraph::is_function_state(PyObject *object) { return PyObject_TypeCheck(object, types.function_state); }
 
 unsigned long long pygraph::thread_of_trees() {
-    static const std::string name = "pygraph_trees"; // trees/threads.py puts an object there
+    static const std::string name = "pygraph_trees"; // trees/functions/threads.py puts an object there
     using Objects = at::impl::ThreadLocalPythonObjects;
     if (torch::autograd::get_current_graph_task_id() >= 0 && Objects::contains(name))
         return reinterpret_cast<uintptr_t>(Objects::get(name).get());

@@ -6,7 +6,7 @@
 
 namespace pygraph {
 
-/* The part of a manager's state that each replay reads and writes; trees/manager.py derives the manager from it. Its
+/* The part of a manager's state that each replay reads and writes; trees/managers/manager.py derives the manager from it. Its
    attributes have upstream's names. */
 struct TreeState {
     PyObject_HEAD
@@ -64,7 +64,7 @@ struct Replayer {
     std::array<PyObject **, 3> held() { return {&manager, &function_id, &own}; }
 };
 
-/* The part of a function's state that each replay reads; trees/dispatch.py derives from it. */
+/* The part of a function's state that each replay reads; trees/functions/dispatch.py derives from it. */
 struct FunctionState {
     PyObject_HEAD
     PyObject *replayer;  // the one used last, or None

@@ -10,10 +10,10 @@ from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState
 
 from pygraph_trees.compat import has_skip_table
 from pygraph_trees.outputs.policy import OutputPolicy
-from pygraph_trees.trees.candidates import Search
-from pygraph_trees.trees.input_rules import Moves
-from pygraph_trees.trees.manager import Manager
-from pygraph_trees.trees.reclaiming import Reclaiming
+from pygraph_trees.trees.managers.candidates import Search
+from pygraph_trees.trees.managers.input_rules import Moves
+from pygraph_trees.trees.managers.manager import Manager
+from pygraph_trees.trees.managers.reclaiming import Reclaiming
 
 # The attribute in which upstream notes functions that it does not graph; renamed in torch 2.15.
 SKIPPED = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutation_hint"

@@ -11,10 +11,10 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees import fast_path
-from pygraph_trees.trees.candidates import candidate_filter
-from pygraph_trees.trees.liveness import Deaths
-from pygraph_trees.trees.recording import Upstream as UpstreamRecording
+from pygraph_trees.trees.functions import fast_path
+from pygraph_trees.trees.managers.candidates import candidate_filter
+from pygraph_trees.trees.pools.liveness import Deaths
+from pygraph_trees.trees.recordings.recording import Upstream as UpstreamRecording
 
 MODE = cudagraph_trees.CompilationMode
 MAY_CLONE = fast_path.MAY_CLONE

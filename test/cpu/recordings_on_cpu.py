@@ -19,12 +19,12 @@ from torch._inductor.cudagraph_trees import CompilationMode, StorageWeakRefWrapp
 from pygraph_trees.native.binding import new_counter
 from pygraph_trees.report.log import FunctionLog, RecordingLog
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import fast_path
-from pygraph_trees.trees.function import FunctionModel
-from pygraph_trees.trees.kept_outputs import kept_indices
-from pygraph_trees.trees.liveness import deaths
-from pygraph_trees.trees.outputs import makers_of_empty
-from pygraph_trees.trees.recording import Recording
+from pygraph_trees.trees.functions import fast_path
+from pygraph_trees.trees.functions.function import FunctionModel
+from pygraph_trees.trees.functions.outputs import makers_of_empty
+from pygraph_trees.trees.pools.liveness import deaths
+from pygraph_trees.trees.recordings.kept_outputs import kept_indices
+from pygraph_trees.trees.recordings.recording import Recording
 
 SIZE = 4  # elements of an output
 

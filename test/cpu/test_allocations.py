@@ -19,8 +19,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.outputs.allocations import Allocations, Block, Storage, View, generated_by_inductor, watching
 from pygraph_trees.report.log import FunctionLog, GraphLog
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees.function import FunctionModel
-from pygraph_trees.trees.verification import Verification, VerificationFailed
+from pygraph_trees.trees.functions.function import FunctionModel
+from pygraph_trees.trees.managers.verification import Verification, VerificationFailed
 
 F32 = torch.float32
 # As Inductor writes it: an output that reuses a buffer's memory, a scratch buffer, an output, and a library's outputs.

@@ -19,10 +19,11 @@ from pygraph_trees.indirection import availability
 from pygraph_trees.indirection.availability import IndirectionOff, usable_driver
 from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import pools, recording
-from pygraph_trees.trees.function import FunctionModel
-from pygraph_trees.trees.manager import Manager
-from pygraph_trees.trees.recording import Recording
+from pygraph_trees.trees.functions.function import FunctionModel
+from pygraph_trees.trees.managers.manager import Manager
+from pygraph_trees.trees.pools import pools
+from pygraph_trees.trees.recordings import recording
+from pygraph_trees.trees.recordings.recording import Recording
 
 
 class TestUsableDriver(TestCase):

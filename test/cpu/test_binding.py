@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding, build
-from pygraph_trees.trees import native_names
+from pygraph_trees.trees.functions import native_names
 
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")

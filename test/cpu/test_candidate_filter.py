@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees.candidates import candidate_filter
-from pygraph_trees.trees.liveness import Deaths
+from pygraph_trees.trees.managers.candidates import candidate_filter
+from pygraph_trees.trees.pools.liveness import Deaths
 
 EXAMPLES = settings(max_examples=200, deadline=None)
 COUNT = 10  # tensors

@@ -21,11 +21,11 @@ from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees import candidates as candidates_module
-from pygraph_trees.trees import fast_path
-from pygraph_trees.trees.function import FunctionModel
-from pygraph_trees.trees.recording import Recording
-from pygraph_trees.trees.steps import Upstream
+from pygraph_trees.trees.functions import fast_path
+from pygraph_trees.trees.functions.function import FunctionModel
+from pygraph_trees.trees.managers import candidates as candidates_module
+from pygraph_trees.trees.managers.steps import Upstream
+from pygraph_trees.trees.recordings.recording import Recording
 
 MODE, EXECUTION = cudagraph_trees.CompilationMode, cudagraph_trees.ExecutionState.EXECUTION
 

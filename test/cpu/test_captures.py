@@ -19,10 +19,12 @@ from torch._inductor.cudagraph_trees import CompilationMode
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees import capture_lock, captures, choice, pools
-from pygraph_trees.trees import function as trees_function
-from pygraph_trees.trees.aligned import Aligned
-from pygraph_trees.trees.function import FunctionModel, entered
+from pygraph_trees.trees.functions import captures
+from pygraph_trees.trees.functions import function as trees_function
+from pygraph_trees.trees.functions.aligned import Aligned
+from pygraph_trees.trees.functions.function import FunctionModel, entered
+from pygraph_trees.trees.hooks import choice
+from pygraph_trees.trees.pools import capture_lock, pools
 
 
 class TestCalls(TestCase):

@@ -16,7 +16,7 @@ from test_trial import World
 from torch._inductor import compile_fx, config, cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.trees import choice
+from pygraph_trees.trees.hooks import choice
 
 
 def in_thread(fn):

@@ -85,7 +85,7 @@ class TestHashes(WithFolder):
         for name in ("placement/plan.py", "placement/added.py", "report/compiled.py", "cuda/host_reads.py"):
             self.assertTrue(self.changes(f"pygraph_trees/{name}", "\n", of), name)
         self.assertTrue(self.changes("inductor_patches/table.py", None, of))
-        for name in ("trees/manager.py", "report/page.py", "native/replay.cpp", "placement/plan.pyc"):
+        for name in ("trees/managers/manager.py", "report/page.py", "native/replay.cpp", "placement/plan.pyc"):
             self.assertFalse(self.changes(f"pygraph_trees/{name}", "\n", of), name)
         (self.folder / "pygraph_trees" / "settings.py").unlink()
         with self.assertRaises(OSError):

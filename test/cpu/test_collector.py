@@ -16,8 +16,8 @@ from unittest import mock
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees import collector
-from pygraph_trees.trees.collector import paused
+from pygraph_trees.trees.pools import collector
+from pygraph_trees.trees.pools.collector import paused
 
 
 @contextmanager

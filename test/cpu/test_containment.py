@@ -19,10 +19,11 @@ from torch.testing._internal.common_utils import TestCase, instantiate_parametri
 
 from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import calls, containment
-from pygraph_trees.trees.containment import MOST_FAILURES, HeldForTooLong, Progress, progress_of
-from pygraph_trees.trees.function import FunctionModel
-from pygraph_trees.trees.manager import Manager
+from pygraph_trees.trees.functions import containment
+from pygraph_trees.trees.functions.containment import MOST_FAILURES, HeldForTooLong, Progress, progress_of
+from pygraph_trees.trees.functions.function import FunctionModel
+from pygraph_trees.trees.managers import calls
+from pygraph_trees.trees.managers.manager import Manager
 
 ID = FunctionID(0)
 

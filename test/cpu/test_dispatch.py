@@ -17,8 +17,8 @@ from torch._inductor.cudagraph_trees import FunctionID
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees.dispatch import Dispatch, Way
-from pygraph_trees.trees.fast_path import entry
+from pygraph_trees.trees.functions.dispatch import Dispatch, Way
+from pygraph_trees.trees.functions.fast_path import entry
 
 IDS = {number: FunctionID(number) for number in range(7, 12)}
 

@@ -23,9 +23,9 @@ from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees import fast_path
-from pygraph_trees.trees.collector import paused
-from pygraph_trees.trees.liveness import Deaths
+from pygraph_trees.trees.functions import fast_path
+from pygraph_trees.trees.pools.collector import paused
+from pygraph_trees.trees.pools.liveness import Deaths
 
 EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 ORDERS = (None, [2, 0, 1])  # which is not its own inverse

@@ -35,7 +35,7 @@ from pygraph_trees.report import compiled
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.functions import are_graphs_left_out, compiling_without_graphs, leaving_graphs_out
 from pygraph_trees.settings import FLAGS, Flag, InvalidFlag, Settings, UnknownFlag, flags_table
-from pygraph_trees.trees.compiled_graph import putting_to_use
+from pygraph_trees.trees.hooks.compiled_graph import putting_to_use
 
 
 def product(x):

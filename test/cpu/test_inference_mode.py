@@ -23,7 +23,7 @@ from torch._inductor.cudagraph_trees import CompilationMode
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees.recording import Recording
+from pygraph_trees.trees.recordings.recording import Recording
 
 INSIDE = [[True, False, False, True], [False, True, True, False]]  # whether each call is in inference mode
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.trees import interrupts
-from pygraph_trees.trees.interrupts import deferred
+from pygraph_trees.trees.pools import interrupts
+from pygraph_trees.trees.pools.interrupts import deferred
 
 
 class TestDeferred(TestCase):

@@ -17,16 +17,16 @@ from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import ExecutionState, StorageWeakRefWrapper, TensorWeakRef
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
-import pygraph_trees.trees.recording  # noqa: F401  torch's own recordings are told apart
+import pygraph_trees.trees.recordings.recording  # noqa: F401  torch's own recordings are told apart
 from pygraph_trees.cuda.extent import copy_bits
 from pygraph_trees.native import binding
 from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.report.records import MovedOutput
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees.function import FunctionModel
-from pygraph_trees.trees.kept_outputs import keeps_outputs, kept_indices, move_alive, why_not_moved
-from pygraph_trees.trees.manager import Manager
-from pygraph_trees.trees.steps import Upstream
+from pygraph_trees.trees.functions.function import FunctionModel
+from pygraph_trees.trees.managers.manager import Manager
+from pygraph_trees.trees.managers.steps import Upstream
+from pygraph_trees.trees.recordings.kept_outputs import keeps_outputs, kept_indices, move_alive, why_not_moved
 
 POOL = (0, 38)
 
@@ -215,7 +215,7 @@ class TestSteps(TestCase):
     def setUp(self):
         super().setUp()
         self.moved = []
-        self.enterContext(mock.patch("pygraph_trees.trees.manager.move_alive", self.moved.append))
+        self.enterContext(mock.patch("pygraph_trees.trees.managers.manager.move_alive", self.moved.append))
         self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
         self.manager = bare_manager(current_node=Plain(_path_from_root=[]), path_state=ExecutionState.EXECUTION)
         self.manager.keeps_outputs = True
@@ -273,7 +273,9 @@ class TestSteps(TestCase):
         with (
             self.starts(False),
             mock.patch.object(Upstream, "shutdown", mock.Mock()) as shutdown,
-            mock.patch("pygraph_trees.trees.manager.move_alive", side_effect=torch.OutOfMemoryError("none is free")),
+            mock.patch(
+                "pygraph_trees.trees.managers.manager.move_alive", side_effect=torch.OutOfMemoryError("none is free")
+            ),
             self.assertLogs("pygraph_trees.trees", "WARNING") as logs,
         ):
             self.manager.shutdown()
@@ -287,7 +289,7 @@ class TestSteps(TestCase):
         with mock.patch.object(Upstream, "add_function", lambda *_: (Plain(keywords={"function_id": 1}), [])):
             Manager.add_function(self.manager, function(outputs), [])
             self.assertEqual(self.manager.keeps_outputs, outputs == "keep")
-            with mock.patch("pygraph_trees.trees.manager.why_not_moved", lambda: "no"):
+            with mock.patch("pygraph_trees.trees.managers.manager.why_not_moved", lambda: "no"):
                 Manager.add_function(self.manager, model := function(outputs), [])
         self.assertEqual(model.log.record().why_not_kept, "no" if outputs == "keep" else None)
 

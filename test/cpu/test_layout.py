@@ -120,7 +120,7 @@ class Table:
             names = {each for name in _quoted(row[-1]) for each in groups.get(name, [name])}
             if row[-1].strip().startswith("all"):
                 names = rooms - names
-            unknown = {name for name in names if name.partition("/")[0] not in rooms}
+            unknown = {name for name in names if not {name, name.partition("/")[0]} & rooms}
             assert not unknown, f"{row[-1]} names no room: {unknown}"
             allowed |= {room: frozenset(names) for room in _quoted(row[0])}
         return Table(allowed)
@@ -141,10 +141,14 @@ def _quoted(text: str) -> list[str]:
 
 
 def room(file: str) -> str | None:
-    """``trees`` for ``pygraph_trees/trees/manager.py``. A file in no room, such as ``errors.py``, is its own room."""
+    """``cuda`` for ``pygraph_trees/cuda/driver.py``. A file in no room, such as ``errors.py``, is its own room.
+
+    Folders of ``trees`` are rooms, such as ``trees/hooks``.
+    """
     package, _, below = file.partition("/")
     if package == "pygraph_trees":
-        return below.partition("/")[0]
+        folder, _, rest = below.partition("/")
+        return f"trees/{rest.partition('/')[0]}" if folder == "trees" and "/" in rest else folder
     return package if package == "inductor_patches" else None
 
 

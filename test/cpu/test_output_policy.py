@@ -23,9 +23,9 @@ from pygraph_trees.native import binding
 from pygraph_trees.outputs import policy
 from pygraph_trees.outputs.allocations import Block
 from pygraph_trees.outputs.own_memory import MOST_CHANGES, OwnMemory
-from pygraph_trees.trees import input_rules
-from pygraph_trees.trees.manager import Manager
-from pygraph_trees.trees.steps import Upstream
+from pygraph_trees.trees.managers import input_rules
+from pygraph_trees.trees.managers.manager import Manager
+from pygraph_trees.trees.managers.steps import Upstream
 
 X = torch.arange(4.0)
 

@@ -34,7 +34,7 @@ from inductor_patches.fingerprints import (
     parse_version,
 )
 from inductor_patches.patch import FeatureOff, LiveProbe, PatchOverwritten, PatchWarning, Rebind
-from pygraph_trees.trees import call_marks
+from pygraph_trees.trees.hooks import call_marks
 
 
 def torch_as_it_is():
@@ -82,8 +82,8 @@ class TestInstall(TestCase):
 
     def test_import_installs(self):
         self.assertEqual([s.state for s in inductor_patches.status()], ["on"] * len(inductor_patches.FEATURES))
-        from pygraph_trees.trees.manager import Manager
-        from pygraph_trees.trees.recording import Recording
+        from pygraph_trees.trees.managers.manager import Manager
+        from pygraph_trees.trees.recordings.recording import Recording
 
         self.assertIs(cudagraph_trees.CUDAGraphNode, Recording)
         self.assertIs(cudagraph_trees.CUDAGraphTreeManager, Manager)
@@ -135,7 +135,7 @@ class TestInstall(TestCase):
 
     def test_upstream_nodes_count_as_recordings(self):
         # The rebound name must still match nodes that were recorded before the patches went on.
-        from pygraph_trees.trees import recording
+        from pygraph_trees.trees.recordings import recording
 
         node = recording.Upstream.__new__(recording.Upstream)
         self.assertIsInstance(node, cudagraph_trees.CUDAGraphNode)

@@ -19,11 +19,13 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.indirection import retired
 from pygraph_trees.report.log import Count, RecordingLog
-from pygraph_trees.trees import entry_points, input_rules, pools, reclaiming
-from pygraph_trees.trees import manager as trees_manager
-from pygraph_trees.trees.choice import handed_on, recordings_below
-from pygraph_trees.trees.manager import Manager
-from pygraph_trees.trees.steps import Upstream
+from pygraph_trees.trees.hooks import entry_points
+from pygraph_trees.trees.hooks.choice import handed_on, recordings_below
+from pygraph_trees.trees.managers import input_rules, reclaiming
+from pygraph_trees.trees.managers import manager as trees_manager
+from pygraph_trees.trees.managers.manager import Manager
+from pygraph_trees.trees.managers.steps import Upstream
+from pygraph_trees.trees.pools import pools
 
 
 def end_path(manager):
@@ -44,7 +46,7 @@ class TestForgotten(TestCase):
         self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
         self.enterContext(mock.patch.object(input_rules, "why_not_staged", lambda *_: None))
         self.enterContext(mock.patch.object(Manager, "is_graphed", lambda *_: True))
-        self.released = self.enterContext(mock.patch("pygraph_trees.trees.reclaiming.release_retired"))
+        self.released = self.enterContext(mock.patch("pygraph_trees.trees.managers.reclaiming.release_retired"))
         ends = lambda manager: self.may_end and end_path(manager)  # noqa: E731
         self.enterContext(mock.patch.object(Upstream, "try_end_curr_execution", ends))
         self.may_end = True

@@ -29,10 +29,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from pygraph_trees.fake_gpu import lower
 from pygraph_trees.native import binding
-from pygraph_trees.trees import runner as trees_runner
-from pygraph_trees.trees.aligned import Aligned
-from pygraph_trees.trees.function import FunctionModel, entered
-from pygraph_trees.trees.runner import shortened
+from pygraph_trees.trees.functions.aligned import Aligned
+from pygraph_trees.trees.functions.function import FunctionModel, entered
+from pygraph_trees.trees.hooks import runner as trees_runner
+from pygraph_trees.trees.hooks.runner import shortened
 
 HEAD = "import torch\nreinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor\n"
 RUNNER = """

@@ -20,8 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees import saved_tensors
-from pygraph_trees.trees.saved_tensors import conform, conforming, layouts_of
+from pygraph_trees.trees.hooks import saved_tensors
+from pygraph_trees.trees.hooks.saved_tensors import conform, conforming, layouts_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -177,7 +177,7 @@ class TestCalls(TestCase):
             from pygraph_trees.native import binding
             if not {native}:
                 binding.extension = None
-            from pygraph_trees.trees.compiled_graph import calling
+            from pygraph_trees.trees.hooks.compiled_graph import calling
             from types import SimpleNamespace
             from torch.autograd.graph import saved_tensors_hooks
 

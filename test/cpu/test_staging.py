@@ -31,7 +31,7 @@ from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.indirection.staging import MOST_BUFFERS, Staging
 from pygraph_trees.placement import staging as operator
-from pygraph_trees.trees.outputs import without_staged
+from pygraph_trees.trees.functions.outputs import without_staged
 
 TARGET = 0x7B00_0000_0000  # memory that belongs to the graph
 CALL = "cuGraphExecMemcpyNodeSetParams"

@@ -21,12 +21,13 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.report.log import Count, GraphLog, RecordingLog, journal
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import choice, steps, storms
-from pygraph_trees.trees.aligned import Aligned
-from pygraph_trees.trees.dispatch import Way
-from pygraph_trees.trees.function import FunctionModel
-from pygraph_trees.trees.manager import Manager
-from pygraph_trees.trees.storms import Sizes, is_endless, why_stopped
+from pygraph_trees.trees.functions.aligned import Aligned
+from pygraph_trees.trees.functions.dispatch import Way
+from pygraph_trees.trees.functions.function import FunctionModel
+from pygraph_trees.trees.hooks import choice
+from pygraph_trees.trees.managers import steps, storms
+from pygraph_trees.trees.managers.manager import Manager
+from pygraph_trees.trees.managers.storms import Sizes, is_endless, why_stopped
 
 
 class TestSizes(TestCase):

@@ -45,7 +45,7 @@ from pygraph_trees.indirection.table.pointer_table import (
     writer_signature,
 )
 from pygraph_trees.indirection.table.variant_launchers import VariantLauncher
-from pygraph_trees.trees import recording
+from pygraph_trees.trees.recordings import recording
 
 TABLE, PATCH, COPY = Route.TABLE, Route.PATCH, Route.COPY
 TARGET = GPUTarget("cuda", 90, 32)

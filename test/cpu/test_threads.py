@@ -20,7 +20,9 @@ from torch.testing._internal.common_utils import TestCase, instantiate_parametri
 
 from pygraph_trees.native import binding
 from pygraph_trees.report.log import Count, FunctionLog, RecordingLog
-from pygraph_trees.trees import capture_lock, manager_container, threads
+from pygraph_trees.trees.functions import threads
+from pygraph_trees.trees.hooks import manager_container
+from pygraph_trees.trees.pools import capture_lock
 
 ID = CompileId(frame_id=3, frame_compile_id=1)
 

@@ -26,9 +26,11 @@ from torch.testing._internal.common_utils import TestCase, instantiate_parametri
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees import capture_lock, entry_points, kept_outputs, pools
-from pygraph_trees.trees.liveness import Deaths
-from pygraph_trees.trees.recording import Recording
+from pygraph_trees.trees.hooks import entry_points
+from pygraph_trees.trees.pools import capture_lock, pools
+from pygraph_trees.trees.pools.liveness import Deaths
+from pygraph_trees.trees.recordings import kept_outputs
+from pygraph_trees.trees.recordings.recording import Recording
 
 # AOTAutograd calls this at each call of a function with symbolic sizes.
 STAMPS = ("_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices")

@@ -34,18 +34,22 @@ from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journa
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import attempts, compiled_graph, fast_path, input_rules, liveness, pools
-from pygraph_trees.trees import recording as recording_module
-from pygraph_trees.trees.aligned import Aligned
-from pygraph_trees.trees.containers import Trees
-from pygraph_trees.trees.containment import HeldForTooLong
-from pygraph_trees.trees.function import FunctionModel, entered
-from pygraph_trees.trees.input_rules import Given
-from pygraph_trees.trees.manager import Manager
-from pygraph_trees.trees.outputs import as_they_read
-from pygraph_trees.trees.recording import Recording
-from pygraph_trees.trees.rerecord import why_recorded
-from pygraph_trees.trees.steps import Upstream
+from pygraph_trees.trees.functions import fast_path
+from pygraph_trees.trees.functions.aligned import Aligned
+from pygraph_trees.trees.functions.containment import HeldForTooLong
+from pygraph_trees.trees.functions.function import FunctionModel, entered
+from pygraph_trees.trees.functions.outputs import as_they_read
+from pygraph_trees.trees.hooks import compiled_graph
+from pygraph_trees.trees.managers import input_rules
+from pygraph_trees.trees.managers.containers import Trees
+from pygraph_trees.trees.managers.input_rules import Given
+from pygraph_trees.trees.managers.manager import Manager
+from pygraph_trees.trees.managers.steps import Upstream
+from pygraph_trees.trees.pools import liveness, pools
+from pygraph_trees.trees.recordings import attempts
+from pygraph_trees.trees.recordings import recording as recording_module
+from pygraph_trees.trees.recordings.recording import Recording
+from pygraph_trees.trees.recordings.rerecord import why_recorded
 
 
 def enter(function, run):

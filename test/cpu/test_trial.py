@@ -40,10 +40,10 @@ from pygraph_trees.selection.profiles import Profile
 from pygraph_trees.selection.trial import Environment, Phase, Trial, TrialMember
 from pygraph_trees.selection.turn import Turn
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import choice
-from pygraph_trees.trees.aligned import Aligned
-from pygraph_trees.trees.function import FunctionModel, entered
-from pygraph_trees.trees.manager import Manager
+from pygraph_trees.trees.functions.aligned import Aligned
+from pygraph_trees.trees.functions.function import FunctionModel, entered
+from pygraph_trees.trees.hooks import choice
+from pygraph_trees.trees.managers.manager import Manager
 
 RULES = Rules()
 PLAIN = 40  # kernels: more than a trial would be held for

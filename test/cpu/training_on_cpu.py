@@ -27,13 +27,13 @@ from pygraph_trees.report.naming import BACKWARD
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.trial import Trial
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import choice
-from pygraph_trees.trees.aligned import Aligned
-from pygraph_trees.trees.containment import HeldForTooLong
-from pygraph_trees.trees.function import FunctionModel, entered
-from pygraph_trees.trees.manager import Manager
-from pygraph_trees.trees.reclaiming import Reclaiming
-from pygraph_trees.trees.recording import Upstream as UpstreamRecording
+from pygraph_trees.trees.functions.aligned import Aligned
+from pygraph_trees.trees.functions.containment import HeldForTooLong
+from pygraph_trees.trees.functions.function import FunctionModel, entered
+from pygraph_trees.trees.hooks import choice
+from pygraph_trees.trees.managers.manager import Manager
+from pygraph_trees.trees.managers.reclaiming import Reclaiming
+from pygraph_trees.trees.recordings.recording import Upstream as UpstreamRecording
 
 SIZE = 4  # elements of each tensor
 _BYTES = 4 * SIZE

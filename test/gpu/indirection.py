@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 import pygraph_trees
 from pygraph_trees.report.summary import clear
-from pygraph_trees.trees.kept_outputs import why_not_moved
+from pygraph_trees.trees.recordings.kept_outputs import why_not_moved
 
 if TYPE_CHECKING:
     from pygraph_trees.report.records import InputRecord

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from torch._inductor import cudagraph_trees
 
-from pygraph_trees.trees import cached_outputs, steps
+from pygraph_trees.trees.managers import steps
+from pygraph_trees.trees.recordings import cached_outputs
 
 _HOOK = "_pygraph_trees_test_reached"
 

@@ -232,16 +232,16 @@ def _check_classes(side: str) -> None:
     """Checks that new managers will be of the side's own classes."""
     import torch._inductor.cudagraph_trees as trees
 
-    for name, ours in (("CUDAGraphTreeManager", "Manager"), ("CUDAGraphNode", "Recording")):
+    for name, module, ours in (
+        ("CUDAGraphTreeManager", "managers.manager", "Manager"),
+        ("CUDAGraphNode", "recordings.recording", "Recording"),
+    ):
         found = getattr(trees, name)
-        expected = (trees.__name__, name)
         if side == OURS:
-            expected = (f"pygraph_trees.trees.{ours.lower()}", ours)
-            if found is not getattr(importlib.import_module(expected[0]), ours):
-                raise ParityError(
-                    f"{side}: torch._inductor.cudagraph_trees.{name} is {found}, not {'.'.join(expected)}"
-                )
-        elif (found.__module__, found.__qualname__) != expected:
+            expected = getattr(importlib.import_module(f"pygraph_trees.trees.{module}"), ours)
+            if found is not expected:
+                raise ParityError(f"{side}: torch._inductor.cudagraph_trees.{name} is {found}, not {expected}")
+        elif (found.__module__, found.__qualname__) != (trees.__name__, name):
             raise ParityError(f"{side}: torch._inductor.cudagraph_trees.{name} is {found}")
 
 

@@ -24,7 +24,7 @@ from processes import end
 from text import GPT, SIZES, save
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.trees.kept_outputs import why_not_moved
+from pygraph_trees.trees.recordings.kept_outputs import why_not_moved
 
 TIMEOUT_S = 400  # for an example with its children; each takes less than half a minute on an idle machine
 

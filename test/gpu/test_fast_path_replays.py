@@ -28,8 +28,8 @@ from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees.candidates import Search
-from pygraph_trees.trees.manager import Manager
+from pygraph_trees.trees.managers.candidates import Search
+from pygraph_trees.trees.managers.manager import Manager
 
 X, Y = given(64, 33), given(64, 33)
 CALLS = 4  # in each regime

@@ -23,7 +23,7 @@ from pygraph_trees.selection import trial
 from pygraph_trees.selection.decision import Execution, Rules
 from pygraph_trees.selection.device import CudaDevice
 from pygraph_trees.selection.profiles import Profiles
-from pygraph_trees.trees import storms
+from pygraph_trees.trees.managers import storms
 
 
 @torch.library.custom_op("pygraph_selection_test::at_home", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))

@@ -30,7 +30,7 @@ from pygraph_trees.indirection import staged_values
 from pygraph_trees.indirection.addresses import Addresses
 from pygraph_trees.native import binding
 from pygraph_trees.selection.decision import Execution
-from pygraph_trees.trees.recording import Recording
+from pygraph_trees.trees.recordings.recording import Recording
 
 NUMBERS = 48
 SLEEP = 2_000_000_000  # cycles, about a second

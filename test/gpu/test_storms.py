@@ -19,7 +19,7 @@ from torch import nn
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.selection.decision import Execution
-from pygraph_trees.trees import storms
+from pygraph_trees.trees.managers import storms
 
 SETTLED = 10  # steps after which outputs have the memory that they keep
 

@@ -17,7 +17,7 @@ from parity import ParityTestCase, requires_two_gpus
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import run_tests
 
-from pygraph_trees.trees.threads import stash
+from pygraph_trees.trees.functions.threads import stash
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -35,8 +35,8 @@ import pygraph_trees
 from pygraph_trees.benchmark.verify import DiffersUngraphed, NothingVerified
 from pygraph_trees.indirection import inputs as inputs_module
 from pygraph_trees.indirection.patching import Patches
-from pygraph_trees.trees.recording import Recording
-from pygraph_trees.trees.verification import Verification, VerificationFailed
+from pygraph_trees.trees.managers.verification import Verification, VerificationFailed
+from pygraph_trees.trees.recordings.recording import Recording
 
 _numbers = itertools.count()
 

@@ -270,7 +270,7 @@ def _output(node: Any, index: int, number_of: Any) -> OutputFacts:
 def class_problems(manager: Any, ours: bool) -> list[str]:
     """Reasons why the manager and its recordings are not all of our classes (``ours``) or of upstream's."""
     objects = [manager, *tree_nodes(manager)] if manager is not None else []
-    wanted = ("pygraph_trees.trees.manager.Manager", "pygraph_trees.trees.recording.Recording")
+    wanted = ("pygraph_trees.trees.managers.manager.Manager", "pygraph_trees.trees.recordings.recording.Recording")
     problems: list[str] = []
     for each in objects:
         name = f"{type(each).__module__}.{type(each).__qualname__}"

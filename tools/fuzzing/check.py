@@ -16,7 +16,7 @@ import torch
 
 from pygraph_trees.benchmark.differences import difference
 from pygraph_trees.report.log import journal
-from pygraph_trees.trees.kept_outputs import why_not_moved
+from pygraph_trees.trees.recordings.kept_outputs import why_not_moved
 
 from .case import Case
 from .faults import NEVER

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from pygraph_trees.trees.containers import Trees
+from pygraph_trees.trees.managers.containers import Trees
 
 from .around import STREAMS
 

@@ -15,10 +15,11 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees import compat
 
-from . import fast_path, pools
+from ..functions import fast_path
+from ..functions.containment import HeldForTooLong, contained, in_place, note_failure, owned, progress_of
+from ..pools import pools
+from ..pools.liveness import Deaths
 from .cached_outputs import CachedOutputs
-from .containment import HeldForTooLong, contained, in_place, note_failure, owned, progress_of
-from .liveness import Deaths
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

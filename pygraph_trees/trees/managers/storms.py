@@ -12,7 +12,7 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from .liveness import release_unneeded
+from ..pools.liveness import release_unneeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,7 +17,7 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.native import binding
 
-from .liveness import AsMade, OlderOutputs, are_untouched, as_made, register
+from ..pools.liveness import AsMade, OlderOutputs, are_untouched, as_made, register
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
 

@@ -17,7 +17,7 @@ from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.indirection.table.pointer_table import taken_by_variants
 from pygraph_trees.report.naming import BACKWARD
 
-from .containment import forget_frames, passes
+from ..functions.containment import forget_frames, passes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

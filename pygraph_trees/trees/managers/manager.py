@@ -11,9 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import time
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,40 +19,32 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.compat import has_skip_table
 from pygraph_trees.indirection.retired import release_retired
-from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.indirection.table.pointer_table import Warmups
 from pygraph_trees.native import build
-from pygraph_trees.outputs.allocations import generated_by_inductor
 from pygraph_trees.outputs.policy import OutputPolicy
 
-from . import fast_path, input_rules, pools
-from .calls import Calls
+from ..functions import fast_path
+from ..functions.function import FunctionModel
+from ..functions.threads import mark
+from ..pools import pools
+from ..pools.capture_lock import idle_device, locked_by_torch
+from ..pools.collector import paused
+from ..pools.interrupts import deferred
+from ..pools.pools import ranges_of
+from ..recordings.kept_outputs import keeps_outputs, models_that_keep, move_alive, why_not_moved
+from . import input_rules
 from .candidates import Search
-from .capture_lock import idle_device, locked_by_torch
-from .collector import paused
-from .containment import forget_frames, progress_of
-from .function import FunctionModel
-from .input_rules import Given, Moves
-from .interrupts import deferred
-from .kept_outputs import keeps_outputs, models_that_keep, move_alive, why_not_moved
-from .pools import ranges_of
+from .input_rules import Moves
+from .making import Making
 from .reclaiming import Reclaiming
-from .recording import Recording
-from .rerecord import siblings_of, why_recorded
-from .storms import why_stopped
-from .threads import mark
-from .verification import Verification
-from .zeros import give_memory
 
 if TYPE_CHECKING:
     from pygraph_trees.indirection.pool import PoolRanges
-    from pygraph_trees.report.log import FunctionLog
 
 _log = logging.getLogger("pygraph_trees.trees")
 
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 _SKIP_TABLE = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutation_hint"
-_FORWARD, _BACKWARD = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.CompilationMode.BACKWARD
 
 
 class _FunctionID(cudagraph_trees.FunctionID):
@@ -75,7 +65,7 @@ class _GraphID(cudagraph_trees.GraphID):
 _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 
-class Manager(Calls):
+class Manager(Making):
     """The recordings of one device and one thread."""
 
     cuda_graphs_thread_pool: Any
@@ -157,10 +147,6 @@ class Manager(Calls):
         except Exception as error:  # no memory is free, or the GPU is lost
             _log.warning("outputs could not be moved, so their graph pool stays until they are gone: %s", error)
             self.reclaiming.keep_pool(self)
-
-    def _log_of(self, function_id: Any) -> FunctionLog | None:
-        model = self.ids_to_funcs[function_id].model
-        return model.log if isinstance(model, FunctionModel) else None
 
     def new_func_id(self) -> Any:
         return _FunctionID(next(self.func_counter))
@@ -247,159 +233,6 @@ class Manager(Calls):
                 self.try_end_curr_execution()
                 return self.run_ungraphed(new_inputs, function_id, why_not)
         return super()._run(new_inputs, function_id)
-
-    def record_function(self, new_inputs: list[Any], function_id: Any) -> Any:
-        function = self._log_of(function_id)
-        give_memory(new_inputs)
-        # A finalizer that a collection ran here could wait for the lock.
-        with locked_by_torch(), paused():
-            if function is not None:
-                return self._record(new_inputs, function_id, function)
-            try:
-                return super().record_function(new_inputs, function_id)
-            finally:
-                self._pool.forget()
-
-    def _record(self, new_inputs: list[Any], function_id: Any, function: FunctionLog) -> Any:
-        # Upstream checked this before it ended the last step's path, when outputs of that step were still managed.
-        given = self._given(new_inputs, function_id)
-        why_not = given.why_not_recorded() or self._why_stopped(given.function.model, function_id)
-        if why_not is not None:
-            if self.path_state is _EXECUTION and self.current_node is not None:
-                self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
-            return self.run_ungraphed(new_inputs, function_id, why_not)
-        reason = self.reclaiming.why_again(function_id) or why_recorded(self, new_inputs, function_id, function)
-        self._demote(given, function_id)
-        verification = self._verification(given)
-        before = self._pool.nbytes()
-        start = time.perf_counter()
-        if (progress := progress_of(given.function.model)) is not None:
-            progress.hold()
-        try:
-            outputs = super().record_function(new_inputs, function_id)
-        except NotStaged as error:
-            if not new_inputs:
-                raise
-            forget_frames(error)
-            why_not = str(error)
-            if self.current_node is not None:
-                self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
-        except BaseException:
-            if self.current_node is not None and given.function.model.settings.indirection != "off":
-                self.path_state = cudagraph_trees.ExecutionState.RECORDING
-            raise
-        finally:
-            self._pool.forget()
-        if why_not is not None:
-            return self.run_ungraphed(new_inputs, function_id, why_not)
-        record_s = time.perf_counter() - start
-        log = getattr(self.current_node, "log", None)
-        if log is None:  # the patches were removed, and upstream's own recording was made
-            return outputs
-        log.record_s = record_s
-        log.reason = reason
-        log.pool_bytes = self._pool.nbytes() - before
-        function.recorded(log)
-        limit = given.function.model.settings.pool_bytes
-        if limit:
-            nbytes = self._pool.nbytes() + self.output_policy.held_bytes(self)
-            if self.reclaiming.limit(self, nbytes, limit):
-                self.output_policy.release(self)
-        self._let_chooser_rerecord(self.current_node, function_id)
-        if verification is not None:
-            verification.check(self.current_node, outputs, function.name)
-        self.output_policy.recorded(self, self.current_node, self._pool.nbytes())
-        return outputs
-
-    def _why_stopped(self, model: FunctionModel, function_id: Any) -> str | None:
-        """Why a function is not recorded again and runs un-graphed from now on; None if it is recorded."""
-        if model.stop is None:
-            return None
-        path = () if self.current_node is None else self.current_node._path_from_root
-        on_path = [node for node in path if node.wrapped_function.model is model]
-        why = why_stopped(siblings_of(self, function_id), on_path)
-        if why is not None:
-            model.stop(why)
-        return why
-
-    def _let_chooser_rerecord(self, recording: Recording, function_id: Any) -> None:
-        """Lets the choice of a recording's route cause another recording, with a table."""
-        chooser = None if recording.live is None else recording.live.addresses.chooser
-        if chooser is None:
-            return
-        reclaiming, number = weakref.ref(self.reclaiming), recording.log.number
-
-        def ready(why: str) -> None:
-            found = reclaiming()
-            if found is not None:
-                found.record_again(function_id, why, number)
-
-        chooser.ready = ready
-
-    def _given(self, inputs: list[Any], function_id: Any) -> Given:
-        is_managed = self._get_cuda_graph_recorded_tensor_checker()
-        return Given(self.ids_to_funcs[function_id], inputs, self.device_index, self._pool, is_managed)
-
-    def _demote(self, given: Given, function_id: Any) -> None:
-        """Makes inputs that move live from now on."""
-        if given.may_be_live():
-            forward = self.current_node if self.id_to_mode[function_id] is _BACKWARD else None
-            demoted = given.demoted(siblings_of(self, function_id), self._moves, forward)
-            self.ids_to_funcs[function_id] = demoted
-
-    def _verification(self, given: Given) -> Verification | None:
-        model = given.function.model
-        if not isinstance(model, FunctionModel) or model.settings.verify == "off":
-            return None
-        if model.log.has_collective:
-            _log.info("%s: not verified: other ranks would have to call its collectives again too", model.log.name)
-            return None
-        kept = [i for i, t in enumerate(given.inputs) if isinstance(t, torch.Tensor) and not given.is_managed(t)]
-        return Verification(given.inputs, kept)
-
-    def run_eager(self, new_inputs: list[Any], function_id: Any) -> Any:
-        function = self._log_of(function_id)
-        give_memory(new_inputs)
-        with locked_by_torch(), paused():
-            if function is not None:
-                return self._warm_up(new_inputs, function_id, function)
-            try:
-                return super().run_eager(new_inputs, function_id)
-            finally:
-                self._pool.forget()
-
-    def _warm_up(self, new_inputs: list[Any], function_id: Any, function: FunctionLog) -> Any:
-        function.warmups += 1
-        before = self._pool.nbytes()
-        try:
-            with self._warming_up(new_inputs, function_id), self._watching(new_inputs, function_id) as found:
-                outputs = super().run_eager(new_inputs, function_id)
-        finally:
-            self._pool.forget()
-        if found is not None:
-            found(outputs, self._pool.holds)
-        function.warmup_pool_bytes += self._pool.nbytes() - before
-        return outputs
-
-    def _watching(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[Any]:
-        model = self.ids_to_funcs[function_id].model
-        may_have_own = (
-            keeps_outputs(model)
-            and not self.output_policy.knows(function_id)
-            and input_rules.uses_addresses(model)
-            and input_rules.knows_its_writes(model)
-            and generated_by_inductor(model.model)
-        )
-        return self.output_policy.watched(self, function_id, inputs) if may_have_own else nullcontext()
-
-    def _warming_up(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[None]:
-        wrapped = self.ids_to_funcs[function_id]
-        indirection = wrapped.model.settings.indirection if input_rules.uses_addresses(wrapped.model) else "off"
-        if indirection not in ("auto", "table"):
-            return nullcontext()
-        is_backward = self.id_to_mode[function_id] is _BACKWARD
-        given = self.get_curr_generation(), inputs, wrapped.static_input_idxs, self.device_index, self._pool
-        return self._warmups.begin(wrapped.model, *given, is_backward=is_backward, builds=indirection == "table")
 
     @property
     def pool_bytes(self) -> int:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch._inductor import cudagraph_trees
 
-from .capture_lock import idle_device
-from .interrupts import deferred
-from .kept_outputs import keeps_outputs, move_alive
-from .liveness import release_unneeded
+from ..pools.capture_lock import idle_device
+from ..pools.interrupts import deferred
+from ..pools.liveness import release_unneeded
+from ..recordings.kept_outputs import keeps_outputs, move_alive
 from .storms import is_endless
 
 if TYPE_CHECKING:

@@ -27,18 +27,19 @@ from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
 from pygraph_trees.report.naming import BACKWARD, FORWARD
 
-from . import fast_path, pools
+from ..functions import fast_path
+from ..functions.containment import Stage, place_of, progress_of
+from ..functions.function import FunctionModel
+from ..functions.outputs import as_they_read, is_on_live_input, makers_of_empty, without_staged
+from ..pools import pools
+from ..pools.liveness import deaths, release_unneeded
+from ..pools.pools import ranges_of
 from .attempts import Attempts
 from .cached_outputs import Upstream
 from .captured_graph import captured_nodes, is_cuda, kept_graph, surroundings
-from .containment import Stage, place_of, progress_of
-from .function import FunctionModel
 from .input_records import describe
 from .kept_outputs import kept_indices
-from .liveness import deaths, release_unneeded
 from .output_records import describe_outputs
-from .outputs import as_they_read, is_on_live_input, makers_of_empty, without_staged
-from .pools import ranges_of
 from .replaying import Replayed
 
 if TYPE_CHECKING:

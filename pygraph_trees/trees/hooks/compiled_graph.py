@@ -20,8 +20,8 @@ from pygraph_trees.report import compiled
 from pygraph_trees.selection.functions import are_graphs_left_out, why_not_graphed
 from pygraph_trees.settings import Settings
 
+from ..functions.function import loaded_with
 from . import saved_tensors
-from .function import loaded_with
 from .runner import shortened
 from .saved_tensors import conform_inputs, hooks_were_set
 

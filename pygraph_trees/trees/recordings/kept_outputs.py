@@ -17,8 +17,8 @@ from torch._inductor.cudagraph_trees import StorageWeakRefWrapper
 from pygraph_trees.cuda.extent import copy_bits
 from pygraph_trees.native import binding
 
-from .function import FunctionModel
-from .liveness import release_unneeded
+from ..functions.function import FunctionModel
+from ..pools.liveness import release_unneeded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

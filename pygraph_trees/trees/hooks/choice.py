@@ -21,17 +21,17 @@ from pygraph_trees.selection.environment import Environment
 from pygraph_trees.selection.functions import trial_of
 from pygraph_trees.selection.trial import TrialMember
 
-from .aligned import Aligned
-from .dispatch import Way
-from .manager import Manager
-from .storms import OTHER_SIZES, REFUSED, Sizes
+from ..functions.aligned import Aligned
+from ..functions.dispatch import Way
+from ..managers.manager import Manager
+from ..managers.storms import OTHER_SIZES, REFUSED, Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from pygraph_trees.selection.trial import Trial
 
-    from .function import FunctionModel
+    from ..functions.function import FunctionModel
 
     Run = Callable[[list[Any]], Any]
 

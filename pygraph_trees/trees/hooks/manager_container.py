@@ -21,9 +21,9 @@ import torch
 from torch._inductor.cudagraph_trees import TreeManagerContainer as Upstream
 from torch._inductor.cudagraph_trees import local
 
-from .collector import paused
-from .manager import Manager
-from .threads import mark, stash
+from ..functions.threads import mark, stash
+from ..managers.manager import Manager
+from ..pools.collector import paused
 
 
 class ManagerContainer(Upstream):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pygraph_trees.outputs.own_memory import OwnMemory
     from pygraph_trees.report.log import RecordingLog
 
-    from .liveness import Deaths
+    from ..pools.liveness import Deaths
 
     FastCall = Callable[[list[Any]], Any]
     View = tuple[int, tuple[int, ...], tuple[int, ...], int]  # number, sizes, strides, offset

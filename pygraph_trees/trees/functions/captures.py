@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from . import pools
-from .capture_lock import is_by_torch
+from ..pools import pools
+from ..pools.capture_lock import is_by_torch
 from .containment import described
 
 _log = logging.getLogger("pygraph_trees.trees")

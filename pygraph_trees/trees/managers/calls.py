@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch._inductor import cudagraph_trees
 
-from . import fast_path
-from .containment import check_readable, contained, described, is_of_program, passes
-from .function import FunctionModel
-from .interrupts import deferred
-from .kept_outputs import note_launch_of
+from ..functions import fast_path
+from ..functions.containment import check_readable, contained, described, is_of_program, passes
+from ..functions.function import FunctionModel
+from ..functions.zeros import give_memory
+from ..pools.interrupts import deferred
+from ..recordings.kept_outputs import note_launch_of
 from .steps import Steps
-from .zeros import give_memory
 
 if TYPE_CHECKING:
     from pygraph_trees.indirection.pool import PoolRanges

@@ -22,16 +22,16 @@ from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.native import binding
 from pygraph_trees.selection.functions import why_not_graphed
 
-from . import pools
-from .aligned import Aligned
-from .captures import is_captured
+from ..functions.aligned import Aligned
+from ..functions.captures import is_captured
+from ..functions.function import FunctionModel, entered
+from ..functions.threads import for_each_thread
+from ..pools import pools
+from ..pools.collector import paused
+from ..pools.interrupts import deferred
 from .choice import chooser, only_sizes_that_come_again
-from .collector import paused
-from .function import FunctionModel, entered
-from .interrupts import deferred
 from .manager_container import has_trees
 from .saved_tensors import conforming
-from .threads import for_each_thread
 
 
 def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,12 +24,12 @@ import torch
 
 from pygraph_trees.report.naming import BACKWARD
 
-from .fast_path import entry
+from ..functions.fast_path import entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from .fast_path import View
+    from ..functions.fast_path import View
 
 _VIEW = "reinterpret_tensor"  # takes a tensor, sizes, strides and an offset
 _GIVEN = "partition0_args"

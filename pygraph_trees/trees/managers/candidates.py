@@ -17,9 +17,9 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.native import binding
 
-from .liveness import release_unneeded
+from ..pools.liveness import release_unneeded
+from ..recordings.recording import Recording
 from .reclaiming import Reclaimed, Reclaiming
-from .recording import Recording
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

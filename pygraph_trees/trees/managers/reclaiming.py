@@ -17,13 +17,13 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.indirection.retired import release_retired
 
-from . import pools
-from .collector import paused
+from ..pools import pools
+from ..pools.collector import paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .function import FunctionModel
+    from ..functions.function import FunctionModel
 
 _log = logging.getLogger("pygraph_trees.trees")
 

@@ -19,10 +19,10 @@ from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.routes import why_not_placeholder
 from pygraph_trees.indirection.staged_inputs import may_be_staged
 
-from .function import FunctionModel
-from .recording import Recording
-from .rerecord import moved
-from .sharded import gathered_addresses
+from ..functions.function import FunctionModel
+from ..recordings.recording import Recording
+from ..recordings.rerecord import moved
+from ..recordings.sharded import gathered_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence

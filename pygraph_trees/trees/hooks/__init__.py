@@ -1,0 +1,1 @@
+"""The functions through which torch reaches the trees."""

@@ -1,0 +1,1 @@
+"""Graph pools, which tensors in them are alive, and what must not happen meanwhile."""

@@ -1,0 +1,1 @@
+"""A recording: how it is made and replayed, and its outputs."""
