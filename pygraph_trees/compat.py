@@ -9,8 +9,17 @@ imported when a question is asked.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from types import CodeType
 from typing import Any
+
+
+def has_trees_per_thread() -> bool:
+    """Whether each thread has its own trees for a function."""
+    # Since 2.13.
+    from torch._inductor import compile_fx
+
+    return "thread_local" in inspect.unwrap(compile_fx.cudagraphify).__code__.co_cellvars
 
 
 def has_capture_lock() -> bool:

@@ -78,7 +78,7 @@ class TestFlags(ChoiceTestCase):
     """Upstream's manager learns of un-graphed forwards and backwards."""
 
     def runs(self):
-        return [choice._as_upstream_has_it(lambda inputs: inputs, mode, 0) for mode in ("forward", "backward")]
+        return [choice.as_upstream_has_it(lambda inputs: inputs, mode, 0) for mode in ("forward", "backward")]
 
     def test_a_forward_awaits_its_backward(self):
         forward, backward = self.runs()

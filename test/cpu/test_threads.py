@@ -108,6 +108,27 @@ class TestThreads(TestCase):
             with ThreadPoolExecutor(1) as thread:
                 self.assertEqual(thread.submit(backward).result(60), [1, ID, "x"])
 
+    def test_before_2_13_one_thread_trains_with_graphs(self):
+        """Until it ends; meanwhile, others run un-graphed, and the manager is told of a backward that it awaits."""
+        self.enterContext(mock.patch.object(threads, "_home", None))
+        logs = {mode: FunctionLog("model", None, mode, 1, {}) for mode in ("inference", "forward", "backward")}
+        ways = [lambda inputs, way=way: way for way in ("graphed", "un-graphed", "noted")]
+        run = {mode: threads.for_all_threads(ways[0], log, *ways[1:]) for mode, log in logs.items()}
+
+        def call(thread, mode):
+            work = (lambda: in_backward(lambda: run[mode]([]))) if mode == "backward" else (lambda: run[mode]([]))
+            return thread.submit(work).result(60)
+
+        pools = [self.enterContext(ThreadPoolExecutor(1)) for _ in range(3)]
+        first, second, third = pools
+        self.assertEqual([call(thread, "inference") for thread in pools], ["graphed"] * 3)
+        self.assertEqual([call(first, mode) for mode in logs], ["graphed"] * 3)
+        self.assertEqual([call(second, mode) for mode in logs], ["un-graphed"] * 3)
+        self.assertEqual([call(third, mode) for mode in ("backward", "inference")], ["noted", "un-graphed"])
+        self.assertEqual({log.ungraphed_reason for log in logs.values()}, {threads.OTHERS_TRAIN})
+        first.shutdown()
+        self.assertEqual([call(second, mode) for mode in logs], ["graphed"] * 3)
+
     def test_containers(self):
         """Each thread has its own, which its backwards use. Others' backwards leave none in autograd's thread."""
         with mock.patch.object(manager_container, "local", threading.local()):
@@ -118,20 +139,23 @@ class TestThreads(TestCase):
                 own = get(0)
                 return own, torch._C._get_obj_in_tls("tree_manager_containers")[0], in_backward(lambda: get(0))
 
-            def of_others():
-                return in_backward(lambda: get(0)), dict(vars(local))
+            def of_others(is_per_thread=True):
+                with mock.patch.object(manager_container, "PER_THREAD", is_per_thread):
+                    return (in_backward if is_per_thread else lambda work: work())(lambda: get(0)), dict(vars(local))
 
             with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second, ThreadPoolExecutor(1) as third:
                 found = [thread.submit(containers).result(60) for thread in (first, second)]
                 others = [third.submit(of_others).result(60)]
                 third.submit(threads.mark).result(60)  # it still has no trees
                 others.append(third.submit(of_others).result(60))
+                others.append(third.submit(of_others, False).result(60))  # as all calls before torch 2.13
         for own, kept, in_its_backward in found:
             self.assertIs(own, kept)
             self.assertIs(own, in_its_backward)
         self.assertIsNot(found[0][0], found[1][0])
-        self.assertIs(others[0][0], others[1][0])
-        self.assertEqual(others[1][1], {})
+        for its, kept in others:
+            self.assertIs(its, others[0][0])
+            self.assertEqual(kept, {})
 
     @unittest.skipIf(binding.extension is None, "not built for this torch")
     def test_cpp_tells_a_backward_from_other_calls_and_from_backwards_of_other_threads(self):

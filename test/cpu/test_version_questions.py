@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 from torch._dynamo import utils as dynamo_utils
-from torch._inductor import config, cudagraph_trees
+from torch._inductor import compile_fx, config, cudagraph_trees
 from torch._inductor.sizevars import SizeVarAllocator
 from torch.testing._internal.common_utils import TestCase, run_tests
 from torch.utils import _config_module
@@ -51,6 +51,21 @@ def with_method(kind, method, names):
     return mock.patch.object(cudagraph_trees, kind, type(kind, (), {method: scope[method]}))
 
 
+def per_thread():
+    thread_local = object()
+
+    def cudagraphify():
+        return lambda: thread_local
+
+    def with_cell():
+        thread_local = object()
+        return lambda: thread_local
+
+    return mock.patch.object(compile_fx, "cudagraphify", with_cell), mock.patch.object(
+        compile_fx, "cudagraphify", cudagraphify
+    )
+
+
 def entry(default):
     made = dataclasses.make_dataclass("_ConfigEntry", [("user_override", object, default)])
     return mock.patch.object(_config_module, "_ConfigEntry", made)
@@ -73,6 +88,7 @@ def wrapped():
 NODE, MANAGER = "CUDAGraphNode", "CUDAGraphTreeManager"
 # By question: patches of torch for which the answer is yes, and for which it is no.
 OF_TORCH = {
+    "has_trees_per_thread": per_thread,
     "has_capture_lock": lambda: (
         holding(cudagraph_trees, "graph_capture_lock"),
         lacking(cudagraph_trees, "graph_capture_lock"),
@@ -102,6 +118,7 @@ OF_OBJECTS = {
 # By question: the versions for which the answer is known to be yes.
 FIRST, LAST = (2, 11), (2, 99)
 VERSIONS = {
+    "has_trees_per_thread": ((2, 13), LAST),
     "has_capture_lock": ((2, 13), LAST),
     "registers_generators": (FIRST, (2, 13)),
     "clones_live_outputs": ((2, 14), LAST),

@@ -1,7 +1,7 @@
 """Many steps of all kinds in random order; results and errors are upstream's.
 
 A step calls functions, keeps or drops results, takes gradients or not, fails between or in backwards, moves parameters,
-or runs in another thread; sometimes it reads outputs of an earlier step. ``PYGRAPH_STRESS`` is the number of steps,
+or runs in another thread (if that has trees of its own); sometimes it reads outputs of an earlier step. ``PYGRAPH_STRESS`` is the number of steps,
 1,500 by default. If torch guesses the steps, one more recording changes the guess, so parameters, which we patch and
 upstream records again, then move only with patching off.
 """
@@ -17,6 +17,8 @@ from indirection import FLAG, requires_cuda
 from parity import OURS, UPSTREAM, prime, run_side
 from test_trees_concurrency import in_thread, with_own_manager
 from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.trees.functions.dispatch import PER_THREAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +91,7 @@ class World:
             (self.move_parameters, 2),
             (self.read_kept, 12),
             (self.drop_all, 4),
-            *([(self.in_another_thread, 1)] if self.ctx.graphs and self.marks else []),
+            *([(self.in_another_thread, 1)] if self.ctx.graphs and self.marks and PER_THREAD else []),
         ]
         action = draw.choices([a for a, _ in actions], [weight for _, weight in actions])[0]
         trains = action in (self.train, self.forget_the_backward, self.fail_in_the_backward)

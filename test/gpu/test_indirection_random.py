@@ -34,7 +34,7 @@ class TestIndirectionRandom(IndirectionTestCase):
     seed = 7
 
     def test_random_programs(self):
-        drawn = self.programs + self.programs // 5  # some cannot run in eager, or differ under torch.compile too
+        drawn = self.programs + self.programs // 3  # some cannot run in eager, or differ under torch.compile too
         campaign = Campaign("cuda", "ours", "compile", None, SECONDS, seed=self.seed, most_cases=drawn, jobs=JOBS)
         with mock.patch.dict(os.environ, PYGRAPH_INDIRECTION=self.indirection):
             outcome = run(campaign, lambda done, total, text: None)
@@ -44,7 +44,7 @@ class TestIndirectionRandom(IndirectionTestCase):
         self.assertEqual(counts.cases, drawn, str(counts))
         self.assertGreaterEqual(counts.cases - counts.invalid, 0.8 * drawn, str(counts))
         # Torch refuses saved tensors with other strides, and in some versions threads that have not called before.
-        self.assertLess(counts.torch_differs, 0.15 * drawn, str(counts))
+        self.assertLess(counts.torch_differs, 0.2 * drawn, str(counts))
         self.assertGreaterEqual(counts.cases - counts.invalid - counts.torch_differs, self.programs, str(counts))
         if self.programs >= 100:
             self.assertGreaterEqual(len(counts.uses), len(USES) - 1, counts.table())

@@ -1,6 +1,7 @@
 """Threads that call the same functions, each on a stream of its own; eager is the oracle.
 
-Each thread has its own recordings and takes the fast path.
+Since torch 2.13, each thread has its own recordings and takes the fast path. Before, threads share those of inference,
+calls that come during another one run un-graphed, and one thread trains with graphs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import math
 import queue
 import threading
+import unittest
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import pygraph_trees
 from pygraph_trees.native import binding
+from pygraph_trees.trees.functions.dispatch import PER_THREAD
 
 THREADS = 8
 FIRST, CALLS = 12, 20  # calls of a thread before those that are counted, and these
@@ -107,12 +110,14 @@ class TestThreads(KeptTestCase):
         if errors:
             raise errors[0]
         asked, fast = (after - before for before, after in zip(*counts, strict=True))
-        self.assertEqual(slow[1] - slow[0], Counter())
+        if PER_THREAD:
+            self.assertEqual(slow[1] - slow[0], Counter())
         return asked, fast
 
     def assertAllFast(self, counts: tuple[int, int], calls: int) -> None:
-        """Each call of each thread took the fast path, with recordings of its own."""
-        self.assertEqual(counts, (calls, calls))
+        """Each call of each thread took the fast path, if each has its own recordings."""
+        if PER_THREAD:
+            self.assertEqual(counts, (calls, calls))
 
     @parametrize("size", SIZES)
     @parametrize("at_once", [True, False])
@@ -257,6 +262,7 @@ class TestThreads(KeptTestCase):
             reader.join(120)
         self.assertEqual(errors, [])
 
+    @unittest.skipUnless(PER_THREAD, "threads share recordings")
     def test_a_thread_that_ends_leaves_nothing(self) -> None:
         """Neither its recordings nor its memory; the functions live on."""
 

@@ -11,6 +11,7 @@ import enum
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from pygraph_trees.compat import has_trees_per_thread
 from pygraph_trees.native import binding
 
 from .fast_path import FunctionState, Replayer, entry
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     Call = Callable[[list[Any]], Any]
+
+
+PER_THREAD = has_trees_per_thread()
 
 
 class Way(enum.Enum):
@@ -37,11 +41,13 @@ class Dispatch(FunctionState):
     was_asked: bool  # whether this call's caller has tried a fast replay without success
     slow: tuple[Any, ...]  # counters of the calls that took the slow path, in the order of ``SLOW_CALLS``
     replayer: Any  # the one used last; None if there is none
-    replayers: dict[int, Any]  # by thread
+    replayers: dict[int, Any]  # by thread; for 0 if all threads share it
     integers: tuple[int, ...]  # the indices of its integers, once it is added with integers
     by_values: dict[tuple[int, ...], Call | None]  # by their values, the entry of the function with these values
 
-    def __init__(self, slow: tuple[Any, ...] = ()) -> None:
+    def __init__(self, slow: tuple[Any, ...] = (), *, is_shared: bool = False) -> None:
+        """``is_shared``: whether one replayer is for the calls of all threads."""
+        self._is_shared = is_shared
         self.slow, self.was_asked = slow, False
         self.replayer, self.replayers = None, {}
         self.is_added = False  # to a manager
@@ -68,7 +74,7 @@ class Dispatch(FunctionState):
         """Notes that this thread added it to a manager: once, or once for each set of values of its integers."""
         self.is_added = True
         self._of_integers |= of_integers
-        self._drop(_thread())
+        self._drop(self._thread())
 
     def add_values(self, manager: Any, function_id: Any, integers: Mapping[int, int]) -> None:
         """Notes that it was added with these values of its integers, by the index of each among the inputs.
@@ -80,7 +86,7 @@ class Dispatch(FunctionState):
             self.by_values = {}
         own = self._with_values.get(values)
         if own is None:
-            own = self._with_values[values] = Dispatch(self.slow)
+            own = self._with_values[values] = Dispatch(self.slow, is_shared=self._is_shared)
             self.by_values[values] = entry(own)
         own.add(of_integers=False)
         self._by_id.setdefault(manager, {})[function_id] = own
@@ -94,7 +100,7 @@ class Dispatch(FunctionState):
             return
         if not self.is_added or Replayer is None:
             return
-        thread = _thread()
+        thread = self._thread()
         replayer = self.replayers.get(thread)
         if replayer is None or replayer.manager() is not manager:
             replayer, dispatch = Replayer(), weakref.ref(self)
@@ -117,6 +123,5 @@ class Dispatch(FunctionState):
             if self.replayer is replayer:
                 self.replayer = next(iter(list(self.replayers.values())), None)
 
-
-def _thread() -> int:
-    return 0 if binding.extension is None else int(binding.extension.thread_of_trees())
+    def _thread(self) -> int:
+        return 0 if binding.extension is None or self._is_shared else int(binding.extension.thread_of_trees())

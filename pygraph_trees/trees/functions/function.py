@@ -19,14 +19,14 @@ from pygraph_trees.native import binding
 from pygraph_trees.outputs.allocations import is_watching, watching
 from pygraph_trees.outputs.own_memory import OwnOutputs
 from pygraph_trees.report.log import FunctionLog, journal
-from pygraph_trees.report.naming import BACKWARD, compile_id, mode_name, program_name
+from pygraph_trees.report.naming import BACKWARD, INFERENCE, compile_id, mode_name, program_name
 from pygraph_trees.report.records import SLOW_CALLS
 from pygraph_trees.settings import Settings
 
 from .aligned import Aligned
 from .captures import CAPTURED, is_captured
 from .containment import progress_of
-from .dispatch import Dispatch
+from .dispatch import PER_THREAD, Dispatch
 from .fast_path import entry
 from .outputs import as_it_reads
 from .zeros import give_memory
@@ -94,7 +94,7 @@ class FunctionModel:
         self.log = log
         log.slow = [binding.new_counter() for _ in SLOW_CALLS]
         log.blocks_allocated, log.blocks_given_away = binding.new_counter(), binding.new_counter()
-        self.dispatch = Dispatch(tuple(log.slow))
+        self.dispatch = Dispatch(tuple(log.slow), is_shared=not PER_THREAD and log.mode == INFERENCE)
         self.trial: Trial | None = None  # changes the way of ``dispatch``
         self.refused: dict[int, str] = {}  # inputs that are copied in every later recording, and why
         self.moving: set[int] = set()  # managed inputs whose addresses changed: live ones in every later recording

@@ -1,9 +1,13 @@
-"""Torch's version of a function for each thread, which has trees of its own.
+"""Which version of a function, and which trees, the calls of a thread use.
 
-Torch adds a function to the trees of the thread that calls it first: until torch 2.12 once, since then once for each
-thread. Autograd runs the backwards of all threads in one thread per device, where torch would keep using the trees of
-the first. Here, each thread is marked when it gets trees. Autograd takes the mark along, so a backward is added to the
-trees of the thread that began it. All of that goes when the thread ends.
+Since torch 2.13, each thread has its own trees: torch adds a function to those of each thread that calls it. Autograd
+runs the backwards of all threads in one thread per device, where torch would keep using the trees of the first. Here,
+each thread is marked when it gets trees. Autograd takes the mark along, so a backward is added to the trees of the
+thread that began it. All of that goes when the thread ends.
+
+Before, all threads have the same trees. While a thread moves outputs, another one's backward could add to a gradient
+whose address it has read. Once a thread trains with graphs, the others therefore begin no steps: they run un-graphed,
+except for fast replays, which move nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ import torch
 from torch._guards import CompileContext, compile_context
 from torch._inductor import config
 
+from pygraph_trees.report.naming import BACKWARD, FORWARD, INFERENCE
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
 
     Call = Callable[[list[Any]], Any]
 
+OTHERS_TRAIN = "another thread trains with CUDA graphs, which threads share before torch 2.13"
 SHORT_LIVED = "the threads that call it end before they replay it"
 MOST_ENDED = 8  # threads
 _NAME = "pygraph_trees"  # of the mark; native/tree.cpp looks for it
@@ -36,9 +43,11 @@ class _Thread:
 
     def __init__(self, number: int) -> None:
         self.number = number  # as threading.get_ident gives it
+        self.trains_ungraphed = False  # whether it has run a forward un-graphed because another thread trains
 
 
 _local = threading.local()
+_home: weakref.ref[_Thread] | None = None  # the thread that trains with graphs, before torch 2.13
 
 
 def stash(name: str, value: Any) -> None:
@@ -60,6 +69,35 @@ def mark() -> _Thread | None:
         stash(_NAME, weakref.ref(thread))
         _local.thread = thread
     return thread
+
+
+def _may_be_graphed(thread: _Thread | None, mode: str) -> bool:
+    """Before torch 2.13: whether a call in a thread may begin a step. The first one to train does so until it ends."""
+    global _home
+    home = None if _home is None else _home()
+    if home is None and thread is not None and mode != INFERENCE:
+        _home, home = weakref.ref(thread), thread
+    return mode == INFERENCE if home is None else thread is home
+
+
+def for_all_threads(run: Call, log: FunctionLog, ungraphed: Call, noted: Call) -> Call:
+    """Makes the calls that may be graphed with ``run`` and others ``ungraphed``, before torch 2.13.
+
+    Args:
+        noted: runs a backward un-graphed and tells the manager, which waits for it if its forward was graphed.
+    """
+
+    def call(inputs: list[Any]) -> Any:
+        thread = mark()
+        if _may_be_graphed(thread, log.mode):
+            return run(inputs)
+        log.not_graphed(OTHERS_TRAIN)
+        if thread is not None and log.mode == FORWARD:
+            thread.trains_ungraphed = True
+        is_awaited = log.mode == BACKWARD and (thread is None or not thread.trains_ungraphed)
+        return (noted if is_awaited else ungraphed)(inputs)
+
+    return call
 
 
 def for_each_thread(make: Callable[[], Call], log: FunctionLog, ungraphed: Call) -> Call:

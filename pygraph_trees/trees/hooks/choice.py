@@ -67,7 +67,7 @@ class _Choice(Environment):
 
     def __init__(self, function: FunctionModel, trial: Trial, device: int, aligned: Aligned) -> None:
         self._function, self._dispatch, self._trial, self._device = function, function.dispatch, trial, device
-        self.ungraphed = _as_upstream_has_it(aligned, function.log.mode, device)
+        self.ungraphed = as_upstream_has_it(aligned, function.log.mode, device)
         self._is_stopped = False
         self._tries = _MOST_TRIES  # left
 
@@ -164,7 +164,7 @@ def only_sizes_that_come_again(
     if not indices or function.settings.selective != "auto":
         return run
     sizes, dispatch, aligned = Sizes(), function.dispatch, Aligned(function, static_input_idxs, mutated)
-    ungraphed = _as_upstream_has_it(aligned, function.log.mode, device)
+    ungraphed = as_upstream_has_it(aligned, function.log.mode, device)
     replayed = 0  # replays before the last call that was not graphed
 
     def instead(inputs: list[Any]) -> Any:
@@ -247,7 +247,7 @@ def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
     return taken
 
 
-def _as_upstream_has_it(run: Run, mode: str, device: int) -> Run:
+def as_upstream_has_it(run: Run, mode: str, device: int) -> Run:
     """``run``, but upstream's manager is told of an un-graphed forward or backward.
 
     An un-graphed backward expects that its forward has made a manager. No step begins between a forward and its

@@ -24,12 +24,13 @@ from pygraph_trees.selection.functions import why_not_graphed
 
 from ..functions.aligned import Aligned
 from ..functions.captures import is_captured
+from ..functions.dispatch import PER_THREAD
 from ..functions.function import FunctionModel, entered
-from ..functions.threads import for_each_thread
+from ..functions.threads import for_all_threads, for_each_thread
 from ..pools import pools
 from ..pools.collector import paused
 from ..pools.interrupts import deferred
-from .choice import chooser, only_sizes_that_come_again
+from .choice import as_upstream_has_it, chooser, only_sizes_that_come_again
 from .manager_container import has_trees
 from .saved_tensors import conforming
 
@@ -42,9 +43,14 @@ def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
         function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
         aligned = Aligned(function, static_input_idxs, kwargs.get("mutated_input_idxs", ()))
         make = functools.partial(upstream, function, static_input_idxs, *args, **kwargs)
-        is_per_thread = config.triton.cudagraph_trees and function.settings.indirection != "off"
-        run = for_each_thread(make, function.log, aligned) if is_per_thread else make()
-        return entered(function, run, aligned, chooser(kwargs["device_index"]))
+        device = kwargs["device_index"]
+        if not config.triton.cudagraph_trees or function.settings.indirection == "off":
+            run = make()
+        elif PER_THREAD:
+            run = for_each_thread(make, function.log, aligned)
+        else:
+            run = for_all_threads(make(), function.log, aligned, as_upstream_has_it(aligned, function.log.mode, device))
+        return entered(function, run, aligned, chooser(device))
 
     return cudagraphify
 

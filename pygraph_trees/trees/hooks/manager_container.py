@@ -4,8 +4,8 @@ Upstream's locks are not reentrant, and a manager is made under two of them. A g
 finalizer of the program; if that calls a compiled function, the thread waits for its own lock forever. Here the
 collector is off while a lock is held, and a manager's objects are freed after its lock is released.
 
-Each thread has trees of its own. Before torch 2.13, upstream makes them only for the thread that imports its module,
-and its assertion stops calls from others.
+Since torch 2.13, each thread has trees of its own. Before, upstream makes them only for the thread that imports its
+module, and its assertion stops first calls from others; here, all threads use these.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch._inductor.cudagraph_trees import TreeManagerContainer as Upstream
-from torch._inductor.cudagraph_trees import local
+from torch._inductor.cudagraph_trees import get_obj, local
 
+from ..functions.dispatch import PER_THREAD
 from ..functions.threads import mark, stash
 from ..managers.manager import Manager
 from ..pools.collector import paused
@@ -54,7 +55,8 @@ def new_trees() -> dict[str, Any]:
     return {"tree_manager_containers": {}, "tree_manager_locks": defaultdict(threading.Lock)}
 
 
-_of_others = new_trees()  # for backwards that threads without trees began; autograd's thread must not keep any
+# For backwards that threads without trees began; before torch 2.13, for all threads. None of these must keep them.
+_of_others = new_trees()
 
 
 def has_trees() -> bool:
@@ -74,6 +76,10 @@ def _lent(trees: dict[str, Any]) -> Iterator[None]:
         vars(local).update(before)
 
 
+if not PER_THREAD and has_trees():
+    _of_others.update((name, get_obj(local, name)) for name in tuple(_of_others))
+
+
 def get_container(upstream: Callable[[int], Any]) -> Callable[[int], Any]:
     """Looks up, or makes, the container of a device for the calling thread."""
 
@@ -82,7 +88,7 @@ def get_container(upstream: Callable[[int], Any]) -> Callable[[int], Any]:
         thread = mark()
         with paused(), contextlib.ExitStack() as stack:
             if thread is None or not has_trees():
-                if torch._C._current_graph_task_id() >= 0:
+                if not PER_THREAD or torch._C._current_graph_task_id() >= 0:
                     stack.enter_context(_lent(_of_others))
                 else:
                     for name, trees in new_trees().items():
