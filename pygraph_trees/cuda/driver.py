@@ -16,12 +16,12 @@ import itertools
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from pygraph_trees.errors import NOT_FOUND, DriverError, InvalidValue, refused
 
-from .graph_nodes import KernelNode, Layout, Layouts, MemcpyNode, MemsetNode, NodeKind
+from .copy_nodes import MemcpyNode, MemsetNode
+from .graph_nodes import KernelHits, KernelNode, Layout, Layouts, NodeKind, Search
 
 # The calls that indirection makes, by the driver version that each needs: the version that the bindings 12.8 to 13.5
 # pass to cuGetProcAddress. The bindings define functions that the installed driver lacks, so a name in them proves
@@ -42,27 +42,6 @@ _NEEDED = {
 
 class SetRefused(DriverError):
     """The driver refused a node; carries its position among the nodes to set."""
-
-
-class KernelHits(NamedTuple):
-    """A kernel node that contains words in the searched range."""
-
-    position: int  # in the graph
-    function: int  # the kernel's handles, one of them 0
-    kernel: int
-    block: bytes | None  # the parameters; None, as the next two, if they cannot be read
-    words: list[tuple[int, int]] | None  # offset in the parameters, and value
-    launch: bytes | None  # the node's CUDA_KERNEL_NODE_PARAMS
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """What the kernels of a graph contain of a range of addresses."""
-
-    nodes: list[tuple[int, NodeKind]]  # handle and kind of all nodes, in the graph's order
-    kernels: list[tuple[int, int]]  # handles of each kernel, once
-    found: list[KernelHits]
-    layouts: Layouts  # of kernels in ``found``
 
 
 class Driver:

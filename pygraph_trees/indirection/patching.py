@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
+from pygraph_trees.cuda.copy_nodes import CopyNode, MemcpyNode
 from pygraph_trees.cuda.driver import SetRefused
-from pygraph_trees.cuda.graph_nodes import CopyNode, GraphNode, KernelNode, MemcpyNode
+from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode
 from pygraph_trees.cuda.value_kernel import BYTES
 from pygraph_trees.errors import DriverError, PygraphError
 from pygraph_trees.native import binding

@@ -26,8 +26,8 @@ from .known_kernels import is_known
 from .placeholder import stands_out
 
 if TYPE_CHECKING:
-    from pygraph_trees.cuda.driver import Driver, Search
-    from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode, Layouts
+    from pygraph_trees.cuda.driver import Driver
+    from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode, Layouts, Search
 
     from .placeholder import Placeholders
 

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+from pygraph_trees.cuda.copy_nodes import MemcpyNode
 from pygraph_trees.cuda.driver import Driver
-from pygraph_trees.cuda.graph_nodes import GraphNode, MemcpyNode
+from pygraph_trees.cuda.graph_nodes import GraphNode
 from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection.patching import CapturedCopies, HalfPatched, Patches, PatchFailed
 from pygraph_trees.indirection.placeholder import Extent, Placeholders

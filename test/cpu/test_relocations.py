@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+from pygraph_trees.cuda.copy_nodes import MemcpyNode
 from pygraph_trees.cuda.driver import Driver
-from pygraph_trees.cuda.graph_nodes import KernelNode, MemcpyNode
+from pygraph_trees.cuda.graph_nodes import KernelNode
 from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection import relocations as relocations
 from pygraph_trees.indirection.placeholder import Extent, Placeholders

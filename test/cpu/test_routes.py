@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.cuda.graph_nodes import KernelNode, MemsetNode
+from pygraph_trees.cuda.copy_nodes import MemsetNode
+from pygraph_trees.cuda.graph_nodes import KernelNode
 from pygraph_trees.indirection.relocations import Relocation, Scan
 from pygraph_trees.indirection.routes import Decision, Route, Slots, alignments, decide, fits, why_not_placeholder
 

@@ -1,9 +1,9 @@
 """Many steps of all kinds in random order; results and errors are upstream's.
 
 A step calls functions, keeps or drops results, takes gradients or not, fails between or in backwards, moves parameters,
-or runs in another thread (if that has trees of its own); sometimes it reads outputs of an earlier step. ``PYGRAPH_STRESS`` is the number of steps,
-1,500 by default. If torch guesses the steps, one more recording changes the guess, so parameters, which we patch and
-upstream records again, then move only with patching off.
+or runs in another thread, if that has trees of its own; sometimes it reads outputs of an earlier step.
+``PYGRAPH_STRESS`` is the number of steps, 1,500 by default. If torch guesses the steps, one more recording changes the
+guess, so parameters, which we patch and upstream records again, then move only with patching off.
 """
 
 from __future__ import annotations

@@ -102,6 +102,8 @@ def check(
             except Raised as error:  # a later call of the control may raise
                 if error.way == under_test:
                     raise
+            except Mismatch as error:
+                raise Mismatch(f"{error}; {ours}") from error
         return Verdict(0, torch_differs=str(by_torch))
     if exactly is not None:
         _compare(case, device, under_test, exactly, tolerance=0.0)
