@@ -270,7 +270,7 @@ Ref pygraph::replayer_here(FunctionState *function) {
     const Replayer *last = as_replayer(function->replayer);
     if (last == nullptr)
         return Ref();
-    const unsigned long long here = last->thread == 0 ? 0 : thread_of_trees();
+    const unsigned long long here = thread_of_trees();
     if (last->thread == here)
         return Ref::dup(function->replayer);
     Ref number(PyLong_FromUnsignedLongLong(here));

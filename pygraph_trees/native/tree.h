@@ -59,7 +59,7 @@ struct Replayer {
     PyObject *manager;         // returns the manager, or None once it is gone
     PyObject *function_id;     // the function's id in the manager
     PyObject *own;             // the OwnMemory of its outputs, or None
-    unsigned long long thread; // see thread_of_trees; 0 if threads share it
+    unsigned long long thread; // see thread_of_trees
 
     std::array<PyObject **, 3> held() { return {&manager, &function_id, &own}; }
 };

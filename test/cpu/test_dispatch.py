@@ -128,14 +128,6 @@ class TestThreads(TestCase):
         held.append(self.second.submit(self.add, 9).result(60))
         self.assertEqual(self.in_both(lambda: self.fast_call(["x"])), [[IDS[7], 7], [IDS[9], 9]] * 3)
 
-    def test_a_replayer_may_be_shared(self):
-        """As before torch 2.13, where all threads have the same trees."""
-        self.dispatch = Dispatch(is_shared=True)
-        self.fast_call = entry(self.dispatch)
-        held = self.first.submit(self.add, 7).result(60)
-        self.assertEqual(self.in_both(lambda: self.fast_call(["x"])), [[IDS[7], 7]] * 6)
-        del held
-
     def test_functions_of_integers(self):
         held = [self.first.submit(self.add, 7, 3).result(60), self.second.submit(self.add, 8, 3).result(60)]
         held.append(self.second.submit(self.add, 9, 4).result(60))

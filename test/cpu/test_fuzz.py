@@ -20,7 +20,7 @@ import captured
 from fuzzing import command_line
 from fuzzing.around import EVENTS, HOLDS, PLACES_TO_RUN, SAVED, TANGENTS, THREADS, Around
 from fuzzing.case import Case, Input, read
-from fuzzing.check import InvalidCase, Mismatch, Raised, check
+from fuzzing.check import InvalidCase, Mismatch, Raised, Verdict, check
 from fuzzing.faults import OPERATOR, Fault
 from fuzzing.programs import program
 from fuzzing.reduction import reductions
@@ -154,6 +154,13 @@ class TestCheck(TestCase):
         self.assertEqual(check(PLAIN, CPU, under_test="aot_eager", exactly="eager").calls, PLAIN.calls)
         with self.assertRaises(Mismatch):
             check(PLAIN, CPU, under_test="aot_eager", exactly="test_fuzz:stale")
+        # Eager gives b no gradient and compiled code zeros, which is no difference. Inductor ignores the negative bit.
+        around = Around(tangents=(("v0", "neg"), ("v1", "missing")))
+        body = ("v0 = torch.tanh(a)", "v1 = torch.sin(b)")
+        case = Case((Input("a", (4,)), Input("b", (4,))), body, ("v0", "v1"), 1, backward=True, around=around)
+        self.assertEqual(check(case, CPU, under_test="aot_eager", control="compile"), Verdict(1))
+        verdict = check(case, CPU, under_test="inductor", control="compile")
+        self.assertIn("['gradient'][0] differs", str(verdict.torch_differs))
 
 
 class TestCommand(TestCase):

@@ -21,6 +21,7 @@ from torch.testing._internal.common_utils import TestCase, instantiate_parametri
 from pygraph_trees.native import binding
 from pygraph_trees.report.log import Count, FunctionLog, RecordingLog
 from pygraph_trees.trees.functions import threads
+from pygraph_trees.trees.functions.dispatch import Dispatch
 from pygraph_trees.trees.hooks import manager_container
 from pygraph_trees.trees.pools import capture_lock
 
@@ -108,26 +109,28 @@ class TestThreads(TestCase):
             with ThreadPoolExecutor(1) as thread:
                 self.assertEqual(thread.submit(backward).result(60), [1, ID, "x"])
 
-    def test_before_2_13_one_thread_trains_with_graphs(self):
+    def test_before_2_13_one_thread_uses_graphs(self):
         """Until it ends; meanwhile, others run un-graphed, and the manager is told of a backward that it awaits."""
-        self.enterContext(mock.patch.object(threads, "_home", None))
+        self.enterContext(mock.patch.object(threads, "PER_THREAD", False))
+        self.enterContext(mock.patch.object(threads, "_homes", {}))
         logs = {mode: FunctionLog("model", None, mode, 1, {}) for mode in ("inference", "forward", "backward")}
-        ways = [lambda inputs, way=way: way for way in ("graphed", "un-graphed", "noted")]
-        run = {mode: threads.for_all_threads(ways[0], log, *ways[1:]) for mode, log in logs.items()}
+        ways = {mode: threads.way_elsewhere(0, log, "un-graphed", "noted") for mode, log in logs.items()}
 
         def call(thread, mode):
-            work = (lambda: in_backward(lambda: run[mode]([]))) if mode == "backward" else (lambda: run[mode]([]))
+            work = (lambda: in_backward(ways[mode])) if mode == "backward" else ways[mode]
             return thread.submit(work).result(60)
 
-        pools = [self.enterContext(ThreadPoolExecutor(1)) for _ in range(3)]
-        first, second, third = pools
-        self.assertEqual([call(thread, "inference") for thread in pools], ["graphed"] * 3)
-        self.assertEqual([call(first, mode) for mode in logs], ["graphed"] * 3)
+        first, second, third = (self.enterContext(ThreadPoolExecutor(1)) for _ in range(3))
+        self.assertEqual([call(first, mode) for mode in logs], [None] * 3)
         self.assertEqual([call(second, mode) for mode in logs], ["un-graphed"] * 3)
         self.assertEqual([call(third, mode) for mode in ("backward", "inference")], ["noted", "un-graphed"])
-        self.assertEqual({log.ungraphed_reason for log in logs.values()}, {threads.OTHERS_TRAIN})
+        self.assertEqual({log.ungraphed_reason for log in logs.values()}, {threads.ELSEWHERE})
+        self.assertTrue(second.submit(threads.is_home, 1).result(60))  # of another device
+        dispatch = Dispatch()
+        dispatch.replayers = {1: "of the first thread"}
         first.shutdown()
-        self.assertEqual([call(second, mode) for mode in logs], ["graphed"] * 3)
+        self.assertEqual([call(second, mode) for mode in logs], [None] * 3)
+        self.assertEqual(dispatch.replayers, {})
 
     def test_containers(self):
         """Each thread has its own, which its backwards use. Others' backwards leave none in autograd's thread."""

@@ -21,6 +21,8 @@ from parity import requires_two_gpus
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
+from pygraph_trees.trees.functions.dispatch import PER_THREAD
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -426,7 +428,7 @@ class TestThreads(IndirectionTestCase):
             sys.setswitchinterval(before)
         self.assertFalse([thread for thread in threads if thread.is_alive()])
         self.assertEqual(failures, [])
-        self.assertGreater(Facts.now().replays, 50)
+        self.assertGreater(Facts.now().replays, 50 if PER_THREAD else 0)  # otherwise by this thread alone
 
     def test_a_backward_in_a_thread_beside_calls_in_this_one(self) -> None:
         w = torch.randn(64, 64, device=self.device, requires_grad=True)

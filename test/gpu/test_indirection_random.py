@@ -24,6 +24,8 @@ from fuzzing.check import check
 from fuzzing.faults import Fault
 from fuzzing.uses import USES
 
+from pygraph_trees.trees.functions.dispatch import PER_THREAD
+
 PROGRAMS = int(os.environ.get("PYGRAPH_FUZZ_PROGRAMS", "300"))
 SECONDS = 400.0
 JOBS = max(4, (os.cpu_count() or 1) // 3)  # it is the longest of the lane
@@ -51,7 +53,8 @@ class TestIndirectionRandom(IndirectionTestCase):
             self.assertGreater(counts.inside, 0, str(counts))
         # This compares replays, not calls that ran un-graphed.
         self.assertGreater(counts.replays, counts.cases / 2, str(counts))
-        self.assertLess(counts.ungraphed_calls, 0.1 * counts.calls, str(counts))
+        # Before torch 2.13, calls in other threads run un-graphed.
+        self.assertLess(counts.ungraphed_calls, (0.1 if PER_THREAD else 0.3) * counts.calls, str(counts))
 
     def test_what_programs_do_around_a_call(self):
         matrices = tuple(Input(name, (8, 8)) for name in "ab")

@@ -1,7 +1,6 @@
 """Threads that call the same functions, each on a stream of its own; eager is the oracle.
 
-Since torch 2.13, each thread has its own recordings and takes the fast path. Before, threads share those of inference,
-calls that come during another one run un-graphed, and one thread trains with graphs.
+Since torch 2.13, each thread has its own recordings and takes the fast path. Before, one thread uses graphs.
 """
 
 from __future__ import annotations
@@ -262,7 +261,7 @@ class TestThreads(KeptTestCase):
             reader.join(120)
         self.assertEqual(errors, [])
 
-    @unittest.skipUnless(PER_THREAD, "threads share recordings")
+    @unittest.skipUnless(PER_THREAD, "one thread uses graphs")
     def test_a_thread_that_ends_leaves_nothing(self) -> None:
         """Neither its recordings nor its memory; the functions live on."""
 

@@ -18,6 +18,8 @@ import torch
 from ..pools import pools
 from ..pools.capture_lock import is_by_torch
 from .containment import described
+from .dispatch import PER_THREAD
+from .threads import is_home
 
 _log = logging.getLogger("pygraph_trees.trees")
 
@@ -50,7 +52,7 @@ def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
         pool = args[0] if args else kwargs.get("pool")
         if pool not in pools.OWNED and not is_by_torch():
             for manager in pools.managers():
-                if manager.thread in (None, threading.get_ident()):
+                if manager.thread in (None, threading.get_ident()) if PER_THREAD else is_home(manager.device_index):
                     _end_step(manager)
         upstream(self, *args, **kwargs)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 PER_THREAD = has_trees_per_thread()
+_known: weakref.WeakSet[Dispatch] = weakref.WeakSet()
 
 
 class Way(enum.Enum):
@@ -41,13 +42,11 @@ class Dispatch(FunctionState):
     was_asked: bool  # whether this call's caller has tried a fast replay without success
     slow: tuple[Any, ...]  # counters of the calls that took the slow path, in the order of ``SLOW_CALLS``
     replayer: Any  # the one used last; None if there is none
-    replayers: dict[int, Any]  # by thread; for 0 if all threads share it
+    replayers: dict[int, Any]  # by thread
     integers: tuple[int, ...]  # the indices of its integers, once it is added with integers
     by_values: dict[tuple[int, ...], Call | None]  # by their values, the entry of the function with these values
 
-    def __init__(self, slow: tuple[Any, ...] = (), *, is_shared: bool = False) -> None:
-        """``is_shared``: whether one replayer is for the calls of all threads."""
-        self._is_shared = is_shared
+    def __init__(self, slow: tuple[Any, ...] = ()) -> None:
         self.slow, self.was_asked = slow, False
         self.replayer, self.replayers = None, {}
         self.is_added = False  # to a manager
@@ -56,6 +55,7 @@ class Dispatch(FunctionState):
         # By manager: by id, the dispatch of the function with some values.
         self._by_id: weakref.WeakKeyDictionary[Any, dict[Any, Dispatch]] = weakref.WeakKeyDictionary()
         self.go(Way.REPLAYED)
+        _known.add(self)
 
     def go(self, way: Way, call: Call | None = None) -> None:
         """Lets the next calls go another way; ``call`` makes them, or None if they are replayed."""
@@ -74,7 +74,7 @@ class Dispatch(FunctionState):
         """Notes that this thread added it to a manager: once, or once for each set of values of its integers."""
         self.is_added = True
         self._of_integers |= of_integers
-        self._drop(self._thread())
+        self._drop(_thread())
 
     def add_values(self, manager: Any, function_id: Any, integers: Mapping[int, int]) -> None:
         """Notes that it was added with these values of its integers, by the index of each among the inputs.
@@ -86,7 +86,7 @@ class Dispatch(FunctionState):
             self.by_values = {}
         own = self._with_values.get(values)
         if own is None:
-            own = self._with_values[values] = Dispatch(self.slow, is_shared=self._is_shared)
+            own = self._with_values[values] = Dispatch(self.slow)
             self.by_values[values] = entry(own)
         own.add(of_integers=False)
         self._by_id.setdefault(manager, {})[function_id] = own
@@ -100,7 +100,7 @@ class Dispatch(FunctionState):
             return
         if not self.is_added or Replayer is None:
             return
-        thread = self._thread()
+        thread = _thread()
         replayer = self.replayers.get(thread)
         if replayer is None or replayer.manager() is not manager:
             replayer, dispatch = Replayer(), weakref.ref(self)
@@ -123,5 +123,12 @@ class Dispatch(FunctionState):
             if self.replayer is replayer:
                 self.replayer = next(iter(list(self.replayers.values())), None)
 
-    def _thread(self) -> int:
-        return 0 if binding.extension is None or self._is_shared else int(binding.extension.thread_of_trees())
+
+def forget_replayers() -> None:
+    """Lets the next call of each function take the slow path, in all threads."""
+    for dispatch in list(_known):
+        dispatch.replayer, dispatch.replayers = None, {}
+
+
+def _thread() -> int:
+    return 0 if binding.extension is None else int(binding.extension.thread_of_trees())

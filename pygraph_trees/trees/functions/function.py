@@ -19,14 +19,14 @@ from pygraph_trees.native import binding
 from pygraph_trees.outputs.allocations import is_watching, watching
 from pygraph_trees.outputs.own_memory import OwnOutputs
 from pygraph_trees.report.log import FunctionLog, journal
-from pygraph_trees.report.naming import BACKWARD, INFERENCE, compile_id, mode_name, program_name
+from pygraph_trees.report.naming import BACKWARD, compile_id, mode_name, program_name
 from pygraph_trees.report.records import SLOW_CALLS
 from pygraph_trees.settings import Settings
 
 from .aligned import Aligned
 from .captures import CAPTURED, is_captured
 from .containment import progress_of
-from .dispatch import PER_THREAD, Dispatch
+from .dispatch import Dispatch
 from .fast_path import entry
 from .outputs import as_it_reads
 from .zeros import give_memory
@@ -94,7 +94,7 @@ class FunctionModel:
         self.log = log
         log.slow = [binding.new_counter() for _ in SLOW_CALLS]
         log.blocks_allocated, log.blocks_given_away = binding.new_counter(), binding.new_counter()
-        self.dispatch = Dispatch(tuple(log.slow), is_shared=not PER_THREAD and log.mode == INFERENCE)
+        self.dispatch = Dispatch(tuple(log.slow))
         self.trial: Trial | None = None  # changes the way of ``dispatch``
         self.refused: dict[int, str] = {}  # inputs that are copied in every later recording, and why
         self.moving: set[int] = set()  # managed inputs whose addresses changed: live ones in every later recording
@@ -176,6 +176,7 @@ def entered(
     run: Callable[[list[Any]], Any],
     aligned: Aligned,
     choose: Callable[[FunctionModel, Callable[[list[Any]], Any], Aligned], object] | None = None,
+    way_elsewhere: Callable[[], Callable[[list[Any]], Any] | None] | None = None,
 ) -> Callable[[list[Any]], Any]:
     """``run``, but a fast replay is tried first, and a call that the program captures runs un-graphed.
 
@@ -185,6 +186,7 @@ def entered(
         aligned: the function's compiled code.
         choose: is given the function, its graphed version and ``aligned``, and may let its calls go another way. Its
             result lives as long as the returned callable.
+        way_elsewhere: gives the way of a call from a thread that must not use graphs; None from another thread.
     """
     if function.is_entered or function.settings.indirection == "off":
         return run
@@ -210,6 +212,8 @@ def entered(
             function.log.not_graphed(CAPTURED)
             return aligned(inputs)
         aligned.decide(inputs)
+        if way_elsewhere is not None and (elsewhere := way_elsewhere()) is not None:
+            return elsewhere(inputs)
         return (run if instead is None else instead)(inputs)
 
     call.function, call.kept = function, kept  # type: ignore[attr-defined]

@@ -5,9 +5,9 @@ runs the backwards of all threads in one thread per device, where torch would ke
 each thread is marked when it gets trees. Autograd takes the mark along, so a backward is added to the trees of the
 thread that began it. All of that goes when the thread ends.
 
-Before, all threads have the same trees. While a thread moves outputs, another one's backward could add to a gradient
-whose address it has read. Once a thread trains with graphs, the others therefore begin no steps: they run un-graphed,
-except for fast replays, which move nothing.
+Before, there are trees for one thread at a time. A thread that begins a step moves outputs, while another one's
+backward could add to a gradient whose address it has read; and no thread can draw random numbers while another one
+records. The first thread that calls a function on a device uses graphs until it ends, and others run un-graphed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ import torch
 from torch._guards import CompileContext, compile_context
 from torch._inductor import config
 
-from pygraph_trees.report.naming import BACKWARD, FORWARD, INFERENCE
+from pygraph_trees.report.naming import BACKWARD, FORWARD
+
+from .dispatch import PER_THREAD, forget_replayers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
     Call = Callable[[list[Any]], Any]
 
-OTHERS_TRAIN = "another thread trains with CUDA graphs, which threads share before torch 2.13"
+ELSEWHERE = "another thread uses CUDA graphs, which are for one thread before torch 2.13"
 SHORT_LIVED = "the threads that call it end before they replay it"
 MOST_ENDED = 8  # threads
 _NAME = "pygraph_trees"  # of the mark; native/tree.cpp looks for it
@@ -43,11 +45,11 @@ class _Thread:
 
     def __init__(self, number: int) -> None:
         self.number = number  # as threading.get_ident gives it
-        self.trains_ungraphed = False  # whether it has run a forward un-graphed because another thread trains
+        self.trains_ungraphed = False  # whether it has run a forward un-graphed because graphs are another thread's
 
 
 _local = threading.local()
-_home: weakref.ref[_Thread] | None = None  # the thread that trains with graphs, before torch 2.13
+_homes: dict[int, weakref.ref[_Thread]] = {}  # by device, the thread that uses graphs, before torch 2.13
 
 
 def stash(name: str, value: Any) -> None:
@@ -71,33 +73,41 @@ def mark() -> _Thread | None:
     return thread
 
 
-def _may_be_graphed(thread: _Thread | None, mode: str) -> bool:
-    """Before torch 2.13: whether a call in a thread may begin a step. The first one to train does so until it ends."""
-    global _home
-    home = None if _home is None else _home()
-    if home is None and thread is not None and mode != INFERENCE:
-        _home, home = weakref.ref(thread), thread
-    return mode == INFERENCE if home is None else thread is home
+def is_home(device: int) -> bool:
+    """Whether the calling thread may use a device's trees."""
+    if PER_THREAD:
+        return True
+    thread, known = mark(), _homes.get(device)
+    home = None if known is None else known()
+    if home is None and thread is not None:
+        if known is not None:
+            forget_replayers()  # another thread may get the number of the one that has ended
+        _homes[device], home = weakref.ref(thread), thread
+    return thread is not None and thread is home
 
 
-def for_all_threads(run: Call, log: FunctionLog, ungraphed: Call, noted: Call) -> Call:
-    """Makes the calls that may be graphed with ``run`` and others ``ungraphed``, before torch 2.13.
+def way_elsewhere(device: int, log: FunctionLog, ungraphed: Call, noted: Call) -> Callable[[], Call | None]:
+    """Returns a function that gives the way of the calling thread's calls; None if they may be graphed.
 
     Args:
         noted: runs a backward un-graphed and tells the manager, which waits for it if its forward was graphed.
     """
 
-    def call(inputs: list[Any]) -> Any:
-        thread = mark()
-        if _may_be_graphed(thread, log.mode):
-            return run(inputs)
-        log.not_graphed(OTHERS_TRAIN)
-        if thread is not None and log.mode == FORWARD:
-            thread.trains_ungraphed = True
-        is_awaited = log.mode == BACKWARD and (thread is None or not thread.trains_ungraphed)
-        return (noted if is_awaited else ungraphed)(inputs)
+    def way() -> Call | None:
+        if is_home(device):
+            return None
+        log.not_graphed(ELSEWHERE)
+        return noted if _is_awaited(log.mode) else ungraphed
 
-    return call
+    return way
+
+
+def _is_awaited(mode: str) -> bool:
+    """Whether a call in this thread may be a backward whose forward was graphed."""
+    thread = mark()
+    if thread is not None and mode == FORWARD:
+        thread.trains_ungraphed = True
+    return mode == BACKWARD and (thread is None or not thread.trains_ungraphed)
 
 
 def for_each_thread(make: Callable[[], Call], log: FunctionLog, ungraphed: Call) -> Call:

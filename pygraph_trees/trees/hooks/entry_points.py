@@ -26,7 +26,7 @@ from ..functions.aligned import Aligned
 from ..functions.captures import is_captured
 from ..functions.dispatch import PER_THREAD
 from ..functions.function import FunctionModel, entered
-from ..functions.threads import for_all_threads, for_each_thread
+from ..functions.threads import for_each_thread, way_elsewhere
 from ..pools import pools
 from ..pools.collector import paused
 from ..pools.interrupts import deferred
@@ -44,13 +44,9 @@ def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
         aligned = Aligned(function, static_input_idxs, kwargs.get("mutated_input_idxs", ()))
         make = functools.partial(upstream, function, static_input_idxs, *args, **kwargs)
         device = kwargs["device_index"]
-        if not config.triton.cudagraph_trees or function.settings.indirection == "off":
-            run = make()
-        elif PER_THREAD:
-            run = for_each_thread(make, function.log, aligned)
-        else:
-            run = for_all_threads(make(), function.log, aligned, as_upstream_has_it(aligned, function.log.mode, device))
-        return entered(function, run, aligned, chooser(device))
+        is_per_thread = PER_THREAD and config.triton.cudagraph_trees and function.settings.indirection != "off"
+        run = for_each_thread(make, function.log, aligned) if is_per_thread else make()
+        return entered(function, run, aligned, chooser(device), _elsewhere(function, aligned, device))
 
     return cudagraphify
 
@@ -80,7 +76,8 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
         run = only_sizes_that_come_again(function, run, inputs, static_input_idxs, mutated, kwargs["device_index"])
         if function.settings.indirection == "off":
             return run
-        run = entered(function, run, Aligned(function, static_input_idxs, mutated))
+        aligned, device = Aligned(function, static_input_idxs, mutated), kwargs["device_index"]
+        run = entered(function, run, aligned, way_elsewhere=_elsewhere(function, aligned, device))
         # Functions from Inductor do not need this: the call of their compiled graph conforms the inputs.
         return run if function is model else conforming(run, is_backward=kwargs["is_backward"])
 
@@ -189,6 +186,12 @@ def _containers_of_this_thread() -> list[Any]:
     if not has_trees():
         return []
     return list(cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers").values())
+
+
+def _elsewhere(function: FunctionModel, aligned: Aligned, device: int) -> Callable[[], Any] | None:
+    if PER_THREAD:
+        return None
+    return way_elsewhere(device, function.log, aligned, as_upstream_has_it(aligned, function.log.mode, device))
 
 
 def _is_on_cpu(value: Any) -> bool:

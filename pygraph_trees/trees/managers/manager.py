@@ -24,7 +24,6 @@ from pygraph_trees.native import build
 from pygraph_trees.outputs.policy import OutputPolicy
 
 from ..functions import fast_path
-from ..functions.dispatch import PER_THREAD
 from ..functions.function import FunctionModel
 from ..functions.threads import mark
 from ..pools import pools
@@ -85,7 +84,7 @@ class Manager(Making):
         build.announce()
         with locked_by_torch():  # it captures an empty graph
             super().__init__(*args, **kwargs)
-        thread = mark() if PER_THREAD else None  # otherwise all threads use it
+        thread = mark()
         self.thread = None if thread is None else thread.number
         self.ordered_device, self.used_streams = getattr(self, "device_index", -1), []
         pools.OWNED[self.cuda_graphs_thread_pool] = weakref.ref(self)
