@@ -153,11 +153,11 @@ Answer find(Replay::State *state, const Inputs &inputs) {
                 return Answer::no; // the slow path raises the error
             const at::Tensor &tensor = THPVariable_Unpack(object);
             const uint64_t address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
-            if (all == &state->asked) {
-                if (tensor.is_neg())
-                    return Answer::no; // a tangent may be negated at one call and not at the next
+            if (tensor.is_neg())
+                return Answer::no; // a tangent may be negated at one call and not at the next
+            if (all == &state->asked)
                 input.address = address;
-            } else if (address != input.address)
+            else if (address != input.address)
                 return Answer::no;
             input.known.note(object);
             if (input.dies)

@@ -302,7 +302,7 @@ class TestNative(TestCase):
     def test_inputs_that_are_not_as_expected(self):
         a, b = some(2)
         subclass = type("List", (list,), {})([a, b])
-        for inputs in ((a, b), [a], [a, b, a], [], [a, 3], [a, None], 3, subclass):
+        for inputs in ((a, b), [a], [a, b, a], [], [a, 3], [a, None], [a, torch._neg_view(b)], 3, subclass):
             trees = Trees({0: b, 1: a}, some(1))
             self.check_missed(trees, trees.entry(order=[1, 0], picks=[0]), inputs)
         for arguments, fixed in (({"kept": [5]}, {}), ({}, {5: a})):  # the number of inputs is unknown

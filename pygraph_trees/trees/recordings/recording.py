@@ -197,7 +197,9 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
     def _is_cuda_graph_recorded_tensor(self, t: torch.Tensor) -> Any:
         """Upstream's answer, except that managed inputs that move are not recorded tensors while this one is made."""
         attempts = self._attempts
-        if attempts is not None and any(t is moving for moving in attempts.moving.values()):
+        if attempts is not None and (
+            (self._gives_addresses and t.is_neg()) or any(t is moving for moving in attempts.moving.values())
+        ):
             return False
         return _IS_RECORDED(self, t)
 
