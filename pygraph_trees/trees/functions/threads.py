@@ -79,9 +79,10 @@ def is_home(device: int) -> bool:
         return True
     thread, known = mark(), _homes.get(device)
     home = None if known is None else known()
-    if home is None and thread is not None:
-        if known is not None:
-            forget_replayers()  # another thread may get the number of the one that has ended
+    if known is None and thread is not None:
+        home = _homes.setdefault(device, weakref.ref(thread))()  # another thread may have come first
+    elif home is None and thread is not None:
+        forget_replayers()  # another thread may get the number of the one that has ended
         _homes[device], home = weakref.ref(thread), thread
     return thread is not None and thread is home
 
