@@ -55,7 +55,7 @@ _CONFIG_ENTRIES = "torch has a way to register config entries from outside"
 _CLONES = "torch clones memory of a graph pool at once"
 _SPLITS_AS_DATA = "torch reports why it splits a graph as data"
 _NO_WRAPPER = "torch 2.15 does without the wrapper"
-_MOVES = "torch moves what the CPU computes for the GPU, and leaves what is returned where it is"
+_MOVES = "torch itself moves CPU work for the GPU, except for returned tensors"
 
 _Row = tuple[Callable[[Any], Any], str]  # the replacement, and what would make the patch unnecessary
 

@@ -517,7 +517,7 @@ class TestInductor(TestCase):
         autotuner, source = self.one(), self.one()
         autotuner.fn.fn = None
         names = parameters(autotuner.launchers[0])[:2]
-        with self.assertRaisesRegex(NoVariant, "left behind"):
+        with self.assertRaisesRegex(NoVariant, "only in the process that compiled it"):
             self.made(autotuner, *names)
         autotuner._reload_kernel = lambda: source
         self.assertEqual(self.made(autotuner, *names).slots, frozenset(names))

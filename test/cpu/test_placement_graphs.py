@@ -540,7 +540,7 @@ class TestLowered(TestCase):
         return [(r.how, r.why, line) for r, (_, line) in zip(graph.gm.meta[PLACED], lines, strict=True)]
 
     def test_what_became_of_values_and_why(self):
-        """Of what is made on the GPU or computed once, tests of constants tell."""
+        """Constants that are created on the GPU or folded have tests of their own."""
 
         def returned_too(x, v):
             more = v + 1

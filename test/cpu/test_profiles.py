@@ -169,7 +169,7 @@ class TestRoundTrip(Folder):
         self.assertEqual(first.decision, DECISION)
         self.assertIsNone(self.profiles.use(subject(1).key))
         self.assertEqual([p.uses for p in self.profiles.list()], [3])
-        self.profiles.store(SUBJECT, "net", decision(7))  # counts anew
+        self.profiles.store(SUBJECT, "net", decision(7))  # restarts the count
         found = self.profiles.use(SUBJECT.key)
         self.assertEqual((found.decision, found.uses), (decision(7), 0))
 

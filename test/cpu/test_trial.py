@@ -161,7 +161,7 @@ class TrialTestCase(TestCase):
         return trial, Function(self.world, trial, **function)
 
     def pair(self):
-        """A trial, and the forward and the backward of which it consists."""
+        """A trial, its forward and its backward."""
         trial, modes = self.trial(), ("forward", "backward")
         return trial, *(Function(self.world, trial, kernels=2, mode=mode) for mode in modes)
 

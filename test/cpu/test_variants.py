@@ -256,7 +256,7 @@ class TestRefused(VariantsTestCase):
         for fn, why in (
             (case.fn.fn, "it is a function, not what triton.jit makes"),
             (triton.autotune([triton.Config({"XBLOCK": 64})], key=[])(case.fn), "it is a Autotuner, not what .*"),
-            (left, "its function was left behind in the process that compiled it"),
+            (left, "its Python function exists only in the process that compiled it"),
             (unreadable, "its source cannot be read"),
             (gluon.jit(case.fn.fn), "it is written in Gluon"),
         ):

@@ -113,7 +113,7 @@ def _why_not(fn: Any) -> str | None:
     if not isinstance(fn, (JITFunction, InterpretedFunction)):
         return f"it is a {type(fn).__name__}, not what triton.jit makes"
     if fn.fn is None:
-        return "its function was left behind in the process that compiled it"
+        return "its Python function exists only in the process that compiled it"
     if isinstance(fn, JITFunction) and fn.is_gluon():
         return "it is written in Gluon"
     return None

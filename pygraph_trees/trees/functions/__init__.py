@@ -1,1 +1,1 @@
-"""A compiled function: its settings and log, the path of its calls, and errors in them."""
+"""One compiled function: its settings, log, calls and threads, and what follows from errors."""

@@ -1,1 +1,1 @@
-"""The recordings of a thread: which one a call replays, when a step begins, and what is given back."""
+"""A thread's recordings: choosing one for each call, beginning steps, and freeing what is no longer needed."""

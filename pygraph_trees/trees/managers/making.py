@@ -32,6 +32,8 @@ from .storms import why_stopped
 from .verification import Verification
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pygraph_trees.indirection.table.pointer_table import Warmups
     from pygraph_trees.report.log import FunctionLog
 
@@ -55,14 +57,23 @@ class Making(Calls):
         return model.log if isinstance(model, FunctionModel) else None
 
     def record_function(self, new_inputs: list[Any], function_id: Any) -> Any:
+        return self._make(new_inputs, function_id, self._record, super().record_function)
+
+    def run_eager(self, new_inputs: list[Any], function_id: Any) -> Any:
+        return self._make(new_inputs, function_id, self._warm_up, super().run_eager)
+
+    def _make(
+        self, inputs: list[Any], function_id: Any, ours: Callable[..., Any], upstream: Callable[[list[Any], Any], Any]
+    ) -> Any:
+        """Warms a function up or records it: with ``ours``, or with ``upstream`` if it has no log."""
         function = self._log_of(function_id)
-        give_memory(new_inputs)
+        give_memory(inputs)
         # A finalizer that a collection ran here could wait for the lock.
         with locked_by_torch(), paused():
             if function is not None:
-                return self._record(new_inputs, function_id, function)
+                return ours(inputs, function_id, function)
             try:
-                return super().record_function(new_inputs, function_id)
+                return upstream(inputs, function_id)
             finally:
                 self._pool.forget()
 
@@ -162,17 +173,6 @@ class Making(Calls):
             return None
         kept = [i for i, t in enumerate(given.inputs) if isinstance(t, torch.Tensor) and not given.is_managed(t)]
         return Verification(given.inputs, kept)
-
-    def run_eager(self, new_inputs: list[Any], function_id: Any) -> Any:
-        function = self._log_of(function_id)
-        give_memory(new_inputs)
-        with locked_by_torch(), paused():
-            if function is not None:
-                return self._warm_up(new_inputs, function_id, function)
-            try:
-                return super().run_eager(new_inputs, function_id)
-            finally:
-                self._pool.forget()
 
     def _warm_up(self, new_inputs: list[Any], function_id: Any, function: FunctionLog) -> Any:
         function.warmups += 1

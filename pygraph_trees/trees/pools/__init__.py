@@ -1,1 +1,1 @@
-"""Graph pools, which tensors in them are alive, and what must not happen meanwhile."""
+"""Graph pools, the tensors that are alive in them, and locks and pauses during capture."""

@@ -1,1 +1,1 @@
-"""A recording: how it is made and replayed, and its outputs."""
+"""One recording: making it, replaying it, and its outputs."""
