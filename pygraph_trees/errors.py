@@ -34,7 +34,7 @@ def _restored(kind: type[PygraphError], fields: dict[str, Any]) -> PygraphError:
 
 
 class Reported(PygraphError):
-    """The base of errors that the user asked for: they are never contained."""
+    """The base of errors from checks that the user enabled; they are never contained."""
 
 
 class PygraphWarning(UserWarning):

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 _MOST_FITTING = 256  # addresses remembered for one input: more than an allocator uses in turn
 _MOST_KNOWN = 64  # sets of addresses remembered for all inputs: more than a program's buffers in turn
 
-# Each replay of the program's graph would read a staging buffer that belongs to later calls by then, or the values of
-# the call, and a wait for a buffer ends the capture. Such a call runs without our graphs.
-
 _MUTATED_IN_POOL = "a mutated input lies in the graph pool"
 
 

@@ -226,7 +226,7 @@ class TestFunctions(TestCase):
 
     def limited(self, model, run):
         self.enterContext(mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *_: []))
-        return choice.only_sizes_that_come_again(model, run, [3, torch.ones(2)], (), (), 0)
+        return choice.only_sizes_that_come_again(model, run, [3, torch.ones(2)], Aligned(model, (), ()), 0)
 
     def test_a_function_whose_sizes_always_change_runs_ungraphed(self):
         model, graphed = self.model(), []
@@ -278,7 +278,8 @@ class TestFunctions(TestCase):
         """All sizes are graphed with "always", and those without integers always are."""
         run, x = mock.Mock(), torch.ones(2)
         self.assertIs(self.limited(self.model("always"), run), run)
-        self.assertIs(choice.only_sizes_that_come_again(self.model(), run, [x], (), (), 0), run)
+        aligned = Aligned(self.model(), (), ())
+        self.assertIs(choice.only_sizes_that_come_again(self.model(), run, [x], aligned, 0), run)
 
     def test_a_function_that_stops_runs_ungraphed_and_gives_its_recordings_back(self):
         model, manager = self.model(), mock.Mock(spec=Manager)

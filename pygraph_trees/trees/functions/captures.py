@@ -41,6 +41,12 @@ def _end_step(manager: Any) -> None:
     _log.warning("outputs that a graph of the program may read could not be kept: %s", why)
 
 
+def _is_of_this_thread(manager: Any) -> bool:
+    if PER_THREAD:
+        return manager.thread in (None, threading.get_ident())
+    return is_home(manager.device_index)
+
+
 def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
     """Also ends the open paths of the thread as a new step does, which moves their outputs.
 
@@ -52,7 +58,7 @@ def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
         pool = args[0] if args else kwargs.get("pool")
         if pool not in pools.OWNED and not is_by_torch():
             for manager in pools.managers():
-                if manager.thread in (None, threading.get_ident()) if PER_THREAD else is_home(manager.device_index):
+                if _is_of_this_thread(manager):
                     _end_step(manager)
         upstream(self, *args, **kwargs)
 

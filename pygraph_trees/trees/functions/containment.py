@@ -233,8 +233,10 @@ def note_failure(model: Function, error: Exception) -> None:
 
 def _is_held(error: Exception, manager: Contains, progress: Progress) -> bool:
     """Whether a replay was refused because an input is held that died while it was recorded."""
-    if isinstance(error, HeldForTooLong) or not _ASKS_LATE:
-        return isinstance(error, HeldForTooLong)
+    if isinstance(error, HeldForTooLong):
+        return True
+    if not _ASKS_LATE:
+        return False
     deaths = getattr(manager.current_node, "deaths_after", None)
     return progress.stage is Stage.PREPARED and deaths is not None and not deaths.ask()
 

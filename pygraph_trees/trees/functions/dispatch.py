@@ -1,8 +1,8 @@
 """The way that a function's calls go, and the managers that may replay them on the fast path.
 
-A function has a :class:`Dispatch`; a trial changes its :class:`Way`. Each thread adds a function
-to its own manager, so there is a replayer for each thread. C++ reads them. Torch treats a function of integers as a
-separate function for each set of their values, so each set has its own dispatch and entry.
+A function has a :class:`Dispatch`; a trial changes its :class:`Way`. Each thread adds a function to its own manager,
+so there is a replayer for each thread. C++ reads them. Torch treats a function of integers as a separate function for
+each set of their values, so each set has its own dispatch and entry.
 """
 
 from __future__ import annotations

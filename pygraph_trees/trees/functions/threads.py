@@ -82,7 +82,7 @@ def is_home(device: int) -> bool:
     if known is None and thread is not None:
         home = _homes.setdefault(device, weakref.ref(thread))()  # another thread may have come first
     elif home is None and thread is not None:
-        forget_replayers()  # another thread may get the number of the one that has ended
+        forget_replayers()  # in backwards, a new mark may have the address of the ended thread's
         _homes[device], home = weakref.ref(thread), thread
     return thread is not None and thread is home
 

@@ -14,7 +14,7 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.native import binding
-from pygraph_trees.report.naming import BACKWARD
+from pygraph_trees.report.naming import BACKWARD, FORWARD
 from pygraph_trees.selection.decision import Execution, Handed
 from pygraph_trees.selection.device import CudaDevice
 from pygraph_trees.selection.environment import Environment
@@ -27,7 +27,7 @@ from ..managers.manager import Manager
 from ..managers.storms import OTHER_SIZES, REFUSED, Sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from pygraph_trees.selection.trial import Trial
 
@@ -151,8 +151,7 @@ def only_sizes_that_come_again(
     function: FunctionModel,
     run: Run,
     inputs: Sequence[Any],
-    static_input_idxs: Sequence[int],
-    mutated: Collection[int],
+    aligned: Aligned,
     device: int,
 ) -> Run:
     """``run``, but with "auto", a function of integers is graphed only for the sets that :class:`Sizes` chooses.
@@ -163,7 +162,7 @@ def only_sizes_that_come_again(
     indices = [index for index, value in enumerate(inputs) if isinstance(value, int)]
     if not indices or function.settings.selective != "auto":
         return run
-    sizes, dispatch, aligned = Sizes(), function.dispatch, Aligned(function, static_input_idxs, mutated)
+    sizes, dispatch = Sizes(), function.dispatch
     ungraphed = as_upstream_has_it(aligned, function.log.mode, device)
     replayed = 0  # replays before the last call that was not graphed
 
@@ -271,4 +270,4 @@ def as_upstream_has_it(run: Run, mode: str, device: int) -> Run:
             waits.set_to_running_backward()
         return run(inputs)
 
-    return forward if mode == "forward" else backward if mode == BACKWARD else run
+    return {FORWARD: forward, BACKWARD: backward}.get(mode, run)

@@ -73,10 +73,10 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
         mutated = set(kwargs.get("mutated_input_idxs", ()))
         if mutated and function.settings.indirection != "off":
             run = _keeps_writes(run, static_input_idxs, mutated)
-        run = only_sizes_that_come_again(function, run, inputs, static_input_idxs, mutated, kwargs["device_index"])
+        aligned, device = Aligned(function, static_input_idxs, mutated), kwargs["device_index"]
+        run = only_sizes_that_come_again(function, run, inputs, aligned, device)
         if function.settings.indirection == "off":
             return run
-        aligned, device = Aligned(function, static_input_idxs, mutated), kwargs["device_index"]
         run = entered(function, run, aligned, way_elsewhere=_elsewhere(function, aligned, device))
         # Functions from Inductor do not need this: the call of their compiled graph conforms the inputs.
         return run if function is model else conforming(run, is_backward=kwargs["is_backward"])

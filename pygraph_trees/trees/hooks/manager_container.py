@@ -5,7 +5,8 @@ finalizer of the program; if that calls a compiled function, the thread waits fo
 collector is off while a lock is held, and a manager's objects are freed after its lock is released.
 
 Since torch 2.13, each thread has trees of its own. Before, upstream makes them only for the thread that imports its
-module, and its assertion stops first calls from others; here, all threads use these.
+module, and its assertion stops first calls from others; here, the thread that uses graphs is lent these
+(:func:`.threads.is_home`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def new_trees() -> dict[str, Any]:
     return {"tree_manager_containers": {}, "tree_manager_locks": defaultdict(threading.Lock)}
 
 
-# For backwards that threads without trees began; before torch 2.13, for all threads. None of these must keep them.
+# For backwards of threads without trees. Before torch 2.13, the only trees, whichever thread uses graphs.
 _of_others = new_trees()
 
 

@@ -89,9 +89,9 @@ class Calls(fast_path.TreeState, Steps):
         return self._pool.holds(address)
 
     def failed(self, error: Exception, function_id: Any = None) -> None:
-        """Drops all recordings and the graph pool at the next call, unless the trees only lacked memory.
+        """Drops all recordings and the graph pool at the next call, unless the error passes (:func:`.passes`).
 
-        A function whose call failed warms up again. Raises an error of the program.
+        A function whose call failed warms up again. Raises ``error`` if the program's code raised it.
         """
         if is_of_program(error):
             raise error

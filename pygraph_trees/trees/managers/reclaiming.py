@@ -89,7 +89,7 @@ class Reclaiming:
     def forget(self, manager: Reclaimed, model: FunctionModel, *, later: bool) -> None:
         """Gives back a function's recordings, and those that follow them, as soon as no path is open.
 
-        ``later``: another thread replays them, and gives them back at its next call.
+        ``later``: a call may be using them, so a later call gives them back.
         """
         ids = [id_ for id_, function in list(manager.ids_to_funcs.items()) if function.model is model]
         self.forgotten += ids
@@ -212,6 +212,8 @@ class Reclaiming:
         self._left = self._left or []
         self.give_back(manager)
         if manager.cuda_graphs_thread_pool == pool:
+            # No variable of this frame may keep the old graph. Outputs of earlier steps, of which nothing is known,
+            # were moved when those steps ended, or are torch's and invalid since then.
             held = [(manager.graph, self._left)]
             if self._leave_pool(manager):
                 _in_use.extend(held)

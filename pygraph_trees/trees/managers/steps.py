@@ -67,7 +67,7 @@ class Steps(Upstream):
                 self.end_turn(inputs)
 
     def note_ungraphed_in_turn(self, *, is_forward: bool) -> None:
-        """The same for a call that has the turn and keeps it."""
+        """Tells upstream of an un-graphed call that already has the turn; see :meth:`note_ungraphed`."""
         try:
             # A graphed call ends a path that grows at each call: looking for such a path takes longer than this call.
             begins = is_forward and super().can_start_new_generation()

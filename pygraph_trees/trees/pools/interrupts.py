@@ -29,7 +29,7 @@ def deferred() -> Iterator[None]:
     is_over = False
 
     def note(number: int, frame: Any) -> None:
-        if is_over:  # the program saved this handler and has set it again
+        if is_over:  # the program saved this handler and restored it later
             return handler(number, frame)
         came.append((time.monotonic(), frame))
         if came[-1][0] - came[0][0] > PATIENCE_S:
