@@ -132,6 +132,36 @@ class TestThreads(TestCase):
         self.assertEqual([call(second, mode) for mode in logs], [None] * 3)
         self.assertEqual(dispatch.replayers, {})
 
+    def test_before_2_13_a_thread_takes_over_from_an_idle_one(self):
+        """By a call of inference, once the other thread has made no calls for a second, if its path can end."""
+        self.enterContext(mock.patch.object(threads, "PER_THREAD", False))
+        self.enterContext(mock.patch.object(threads, "_homes", {}))
+        self.enterContext(mock.patch.object(threads, "IDLE_S", 0.0))
+        manager = mock.Mock(device_index=0)
+        self.enterContext(mock.patch.object(threads.pools, "managers", lambda: [manager]))
+        ways = {
+            mode: threads.way_elsewhere(0, FunctionLog("model", None, mode, 1, {}), "un-graphed", "noted")
+            for mode in ("inference", "forward")
+        }
+        first, second = (self.enterContext(ThreadPoolExecutor(1)) for _ in range(2))
+
+        def call(thread, mode):
+            return thread.submit(ways[mode]).result(60)
+
+        self.assertIsNone(call(first, "inference"))
+        self.assertEqual(call(second, "forward"), "un-graphed")
+        manager.end_step.return_value = False
+        self.assertEqual(call(second, "inference"), "un-graphed")
+        with mock.patch.object(threads, "IDLE_S", 3600.0):
+            self.assertEqual(call(second, "inference"), "un-graphed")
+        manager.end_step.return_value = True
+        self.assertIsNone(call(second, "inference"))
+        manager.end_step.assert_called_with(if_inference=True)
+        self.assertIsNone(call(second, "forward"))
+        self.assertEqual(call(first, "forward"), "un-graphed")
+        second.submit(threads.leave).result(60)
+        self.assertIsNone(call(first, "forward"))
+
     def test_containers(self):
         """Each thread has its own, which its backwards use. Others' backwards leave none in autograd's thread."""
         with mock.patch.object(manager_container, "local", threading.local()):

@@ -10,6 +10,7 @@ import gc
 import math
 import queue
 import threading
+import time
 import unittest
 import weakref
 from collections import Counter
@@ -260,6 +261,45 @@ class TestThreads(KeptTestCase):
         for reader in readers:
             reader.join(120)
         self.assertEqual(errors, [])
+
+    @parametrize("library", [False, True])
+    @parametrize("is_held", [False, True])
+    def test_the_main_thread_warms_up_and_another_one_serves(self, library: bool, is_held: bool) -> None:
+        """Which replays at the latest when the main thread has made no calls for a second; it keeps what it holds."""
+
+        def model(x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.pygraph_indirection_test.cloned(x.sin() * 2) if library else (x.sin() * 2).cumsum(0)
+
+        graphed, replays, errors = self.graphed(model, dynamic=False), [], []
+
+        def serve() -> None:
+            try:
+                with torch.no_grad():
+                    for call in range(60):
+                        x = self.input(1, call, 256, 16)
+                        self.close(graphed(x), model(x), f"call {call}")
+                        replays.append(pygraph_trees.report().replays)
+                        time.sleep(0.03)
+            except BaseException as error:
+                errors.append(error)
+
+        with torch.no_grad():
+            for call in range(6):
+                x = self.input(0, call, 256, 16)
+                output = graphed(x)
+        wanted = model(x)
+        if not is_held:
+            del output
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(serve,))
+        thread.start()
+        thread.join(300)
+        if errors:
+            raise errors[0]
+        self.assertGreaterEqual(replays[-1] - replays[-11], 10)
+        if is_held:
+            self.assertEqual(output, wanted)
+        with torch.no_grad():
+            self.close(graphed(x), wanted, "the main thread again")
 
     @unittest.skipUnless(PER_THREAD, "one thread uses graphs")
     def test_a_thread_that_ends_leaves_nothing(self) -> None:

@@ -7,7 +7,8 @@ thread that began it. All of that goes when the thread ends.
 
 Before, there are trees for one thread at a time. A thread that begins a step moves outputs, while another one's
 backward could add to a gradient whose address it has read; and no thread can draw random numbers while another one
-records. The first thread that calls a function on a device uses graphs until it ends, and others run un-graphed.
+records. The first thread that calls a function on a device uses graphs, and others run un-graphed, until it ends,
+resets the trees, or makes no calls for a second while others do: the thread that warmed up a server.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import ctypes
 import sys
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +25,10 @@ import torch
 from torch._guards import CompileContext, compile_context
 from torch._inductor import config
 
-from pygraph_trees.report.naming import BACKWARD, FORWARD
+from pygraph_trees.native import binding
+from pygraph_trees.report.naming import BACKWARD, FORWARD, INFERENCE
 
+from ..pools import pools
 from .dispatch import PER_THREAD, forget_replayers
 
 if TYPE_CHECKING:
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
 ELSEWHERE = "another thread uses CUDA graphs, which are for one thread before torch 2.13"
 SHORT_LIVED = "the threads that call it end before they replay it"
 MOST_ENDED = 8  # threads
+IDLE_S = 1.0
 _NAME = "pygraph_trees"  # of the mark; native/tree.cpp looks for it
 
 
@@ -46,6 +51,10 @@ class _Thread:
     def __init__(self, number: int) -> None:
         self.number = number  # as threading.get_ident gives it
         self.trains_ungraphed = False  # whether it has run a forward un-graphed because graphs are another thread's
+        # If it uses graphs: its calls on the slow path, all calls that others have seen, and since when.
+        self.slow_calls = 0
+        self.seen: tuple[int, int] | None = None
+        self.since = 0.0
 
 
 _local = threading.local()
@@ -82,9 +91,45 @@ def is_home(device: int) -> bool:
     if known is None and thread is not None:
         home = _homes.setdefault(device, weakref.ref(thread))()  # another thread may have come first
     elif home is None and thread is not None:
-        forget_replayers()  # in backwards, a new mark may have the address of the ended thread's
-        _homes[device], home = weakref.ref(thread), thread
+        home = _move_in(device, thread)
     return thread is not None and thread is home
+
+
+def leave() -> None:
+    """Lets another thread use the graphs of the devices whose graphs this one has used."""
+    thread = mark()
+    for device, home in list(_homes.items()):
+        if thread is not None and home() is thread:
+            forget_replayers()
+            del _homes[device]
+
+
+def _move_in(device: int, thread: _Thread) -> _Thread:
+    forget_replayers()  # in backwards, a new mark may have the address of the ended thread's
+    thread.trains_ungraphed = False
+    _homes[device] = weakref.ref(thread)
+    return thread
+
+
+def _takes_over(device: int) -> bool:
+    """Whether the thread that used the device's graphs is idle, so that the calling thread uses them from now on.
+
+    This ends the open path as if a step began, which moves outputs. The path must be one of inference: autograd could
+    be adding to a gradient in it.
+    """
+    thread, home = mark(), _homes[device]()
+    if thread is None or home is None:
+        return False
+    now, calls = time.monotonic(), (home.slow_calls, 0 if binding.extension is None else binding.extension.counts()[1])
+    if home.seen != calls:
+        home.seen, home.since = calls, now
+    if now - home.since < IDLE_S:
+        return False
+    home.since = now  # if it cannot be, it is tried again after another second
+    if not all(manager.end_step(if_inference=True) for manager in pools.managers() if manager.device_index == device):
+        return False
+    _move_in(device, thread)
+    return True
 
 
 def way_elsewhere(device: int, log: FunctionLog, ungraphed: Call, noted: Call) -> Callable[[], Call | None]:
@@ -96,6 +141,11 @@ def way_elsewhere(device: int, log: FunctionLog, ungraphed: Call, noted: Call) -
 
     def way() -> Call | None:
         if is_home(device):
+            thread = mark()
+            if thread is not None:
+                thread.slow_calls += 1
+            return None
+        if log.mode == INFERENCE and _takes_over(device):
             return None
         log.not_graphed(ELSEWHERE)
         return noted if _is_awaited(log.mode) else ungraphed

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
-_FORWARD = cudagraph_trees.CompilationMode.FORWARD
+_FORWARD, _INFERENCE = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.CompilationMode.INFERENCE
 _STATE = cudagraph_trees.ExecutionState
 
 
@@ -78,9 +78,10 @@ class Steps(Upstream):
         except Exception as error:  # the un-graphed call needs none of this
             self.failed(error)
 
-    def end_step(self) -> bool:
+    def end_step(self, *, if_inference: bool = False) -> bool:
         """Ends the open path, and moves its outputs, as if a step began. Returns whether it did: not during a call.
 
+        With ``if_inference``, does so only if the path holds nothing of a forward or backward.
         Autograd's graphs that only recordings hold are freed: their nodes would run on the stream that made them.
         """
         inputs: list[Any] = []
@@ -89,6 +90,8 @@ class Steps(Upstream):
                 return False
             release_unneeded(self.cuda_graphs_thread_pool)
             path = [] if self.current_node is None else list(self.current_node._path_from_root)
+            if if_inference and any(self.id_to_mode[node.wrapped_function.id] != _INFERENCE for node in path):
+                return False
             if all(keeps_outputs(node.wrapped_function.model) for node in path):
                 self._begins_step = True
                 try:
