@@ -7,6 +7,7 @@ in ordinary memory, and the others are copied.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import torch
 from pygraph_trees.errors import DriverError
 
 from .inputs import LiveInputs
+from .live_input import Operand, Place
 from .placeholder import with_memory
 from .retired import release_retired
 from .routes import why_not_placeholder
@@ -55,38 +57,45 @@ def choose(
     Upstream records, and so calls this, under the capture lock.
     """
     release_retired(is_locked=True)
+    operands: list[Operand] = []
     reasons: dict[int, str] = {}
-    chosen: dict[int, torch.Tensor] = {}
-    held: dict[int, tuple[torch.Tensor, str]] = {}  # mutated inputs without a placeholder
-    staged: dict[int, torch.Tensor] = {}
     for index in candidates:
         value = inputs[index]
         if not isinstance(value, torch.Tensor):
             continue
         if stage and index not in refused and may_be_staged(value):
-            staged[index] = value
+            operands.append(Operand(index, value, Place.STAGING_BUFFER))
             continue
         in_pool = index not in managed and value.is_cuda and pool.holds(value.data_ptr())
         why = refused.get(index) if stage and value.device.type == "cpu" else None
         why = why or why_not_placeholder(value, device, in_pool)
-        if why is not None:
-            reasons[index] = why
-        elif index not in refused:
-            chosen[index] = value
-        elif index in mutated:
-            held[index] = value, refused[index]
+        at_placeholder = Operand(
+            *(index, value, Place.PLACEHOLDER),
+            mutated=index in mutated,
+            managed=index in managed,
+            tabled=index in tabled,
+            own=own.get(index),
+        )
+        if why is None and index not in refused:
+            operands.append(at_placeholder)
+        elif why is None and index in mutated:
+            operands.append(_in_memory(at_placeholder, refused[index]))
         else:
-            reasons[index] = refused[index]
+            reasons[index] = why or refused[index]
+    if not operands:
+        return None, reasons
     try:
-        some = chosen or held or staged
-
-        def made() -> LiveInputs:
-            return LiveInputs(driver, device, chosen, mutated, pool, held, managed, staged, tabled, own)
-
-        live = with_memory(made) if some else None
+        return with_memory(lambda: LiveInputs(driver, device, operands, pool)), reasons
     except DriverError as error:
         why = f"no addresses could be reserved: {error}"
-        reasons |= {index: why for index in chosen if index not in mutated}
-        held |= {index: (value, why) for index, value in chosen.items() if index in mutated}
-        live = LiveInputs(driver, device, {}, mutated, pool, held, (), staged) if held or staged else None
-    return live, reasons
+    others = [operand for operand in operands if operand.place is not Place.PLACEHOLDER]
+    for operand in operands:
+        if operand.place is Place.PLACEHOLDER and operand.mutated:
+            others.append(_in_memory(operand, why))
+        elif operand.place is Place.PLACEHOLDER:
+            reasons[operand.index] = why
+    return LiveInputs(driver, device, others, pool) if others else None, reasons
+
+
+def _in_memory(operand: Operand, why: str) -> Operand:
+    return dataclasses.replace(operand, place=Place.MEMORY, why_copied=why)

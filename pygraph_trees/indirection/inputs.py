@@ -11,31 +11,30 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pygraph_trees.cuda.extent import flat
 from pygraph_trees.cuda.graph_nodes import KernelNode
 from pygraph_trees.errors import DriverError
 
 from .addresses import Addresses
+from .copied_inputs import CopiedInputs, write
 from .hidden_addresses import Rehearsal, Surroundings, listed, why_not_launched
-from .live_input import Item, at_placeholder, in_memory
+from .live_input import Item, Operand, Place, at_placeholder, in_memory
 from .patching import CapturedCopies, Patches, PatchFailed
 from .placeholder import Extent, Placeholders, with_memory
-from .placeholder_tensors import copy_at, seen_as, span_of
-from .relocations import Relocation, Scan, scan
-from .retired import LastLaunches, give_back, retire
+from .placeholder_tensors import copy_at, may_be_seen, seen_as, span_of
+from .relocations import Scan, scan
+from .retired import give_back, retire
 from .routes import NO_SLOTS, Decision, Route, Slots, alignments, decide
 from .staged_inputs import StagedInputs
 from .table.pointer_table import table_for
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
-    from pygraph_trees.cuda.graph_nodes import GraphNode, NodeKind
+    from pygraph_trees.cuda.graph_nodes import NodeKind
     from pygraph_trees.cuda.host_reads import HostRead
 
     from .pool import PoolRanges
@@ -48,51 +47,39 @@ class LiveInputs:
     The constructor calls the driver only if an input is at placeholder addresses. It may raise :class:`DriverError`.
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        device: int,
-        tensors: Mapping[int, torch.Tensor],
-        mutated: Collection[int],
-        pool: PoolRanges,
-        held: Mapping[int, tuple[torch.Tensor, str]],
-        managed: Collection[int] = (),
-        staged: Mapping[int, torch.Tensor] | None = None,
-        tabled: Collection[int] = (),
-        own: Mapping[int, bool] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, driver: Driver, device: int, operands: Sequence[Operand], pool: PoolRanges) -> None:
         self._driver, self._device, self._pool = driver, device, pool
-        spans = [span_of(t) for t in tensors.values()]
+        at_placeholders, held, on_cpu = ([o for o in operands if o.place is place] for place in Place)
+        spans = [span_of(operand.tensor) for operand in at_placeholders]
         self._placeholders = Placeholders(
             driver,
             device,
-            [Extent(s.nbytes, (t.data_ptr() - s.lead) % 512) for s, t in zip(spans, tensors.values(), strict=True)],
+            [
+                Extent(span.nbytes, (operand.tensor.data_ptr() - span.lead) % 512)
+                for span, operand in zip(spans, at_placeholders, strict=True)
+            ],
             # Upstream copies the inputs that are not mutated.
-            budget=sum(t.numel() * t.element_size() for index, t in tensors.items() if index not in mutated),
+            budget=sum(o.tensor.numel() * o.tensor.element_size() for o in at_placeholders if not o.mutated),
         )
         try:
             place = torch.device("cuda", device)
             # Tensors made in inference mode could not be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
-                on_placeholders = [
-                    at_placeholder(
-                        *(index, tensor, span, placeholder.start, place),
-                        mutated=index in mutated,
-                        managed=index in managed,
-                    )
-                    for (index, tensor), span, placeholder in zip(
-                        tensors.items(), spans, self._placeholders.placeholders, strict=True
+                items = [
+                    at_placeholder(operand, span, placeholder.start, place)
+                    for operand, span, placeholder in zip(
+                        at_placeholders, spans, self._placeholders.placeholders, strict=True
                     )
                 ]
-                held_items = [in_memory(index, tensor) for index, (tensor, _) in held.items()]
-            self._staged = StagedInputs(driver, staged, device) if staged else None
-            self._table = table_for(device, [item.recorded for item in on_placeholders if item.index in tabled])
+                held_items = [in_memory(operand) for operand in held]
+            self._staged = StagedInputs(driver, {o.index: o.tensor for o in on_cpu}, device) if on_cpu else None
+            tabled = [item.recorded for item, operand in zip(items, at_placeholders, strict=True) if operand.tabled]
+            self._table = table_for(device, tabled)
         except BaseException:
             give_back(self._placeholders.close)
             raise
-        on_cpu = () if self._staged is None else self._staged.items
         # An input with a placeholder has the same position as the placeholder.
-        self.items = (*on_placeholders, *held_items, *on_cpu)
+        self.items = (*items, *held_items, *(() if self._staged is None else self._staged.items))
         self.storages = {
             item.placeholder_tensor.untyped_storage().data_ptr(): item for item in self.items
         }  # by address of the placeholder tensor's storage
@@ -101,24 +88,18 @@ class LiveInputs:
             min(self.storages, default=0),
             max((item.recorded - item.lead + item.nbytes for item in self.items), default=0),
         )
-        self._own = {position: own[index] for position, index in enumerate(tensors) if index in own}
-        self._held = [Decision(Route.COPY, why) for _, why in held.values()]
+        self._own = {position: o.own for position, o in enumerate(at_placeholders) if o.own is not None}
+        self._held = [Decision(Route.COPY, operand.why_copied) for operand in held]
         self.decisions: dict[int, Decision] = {}  # by index, once set up
-        self._given: dict[int, torch.Tensor] | Sequence[Any] = {  # the tensors of this call, by index
-            **tensors,
-            **{index: tensor for index, (tensor, _) in held.items()},
-            **(staged or {}),
-        }
+        # The tensors of this call, by index.
+        self._given: dict[int, torch.Tensor] | Sequence[Any] = {o.index: o.tensor for o in operands}
         self.kinds: Counter[NodeKind] = Counter()  # the graph's nodes; empty if it could not be read
-        self._nodes: Sequence[GraphNode] = ()
-        self._relocations: Sequence[Relocation] = ()
+        self._found = _NOTHING
         self._addresses: Addresses | None = None  # of the instantiated graph
         self.patched: tuple[Item, ...] = ()  # the inputs given by address
-        self._copied: dict[int, Item] = {}  # by index
-        self._copied_back: tuple[Item, ...] = ()
+        self._copied = CopiedInputs()
         self.chooser: RouteChooser | None = None  # passed on by ``set_up``
         self.is_of_backward = False  # whether inputs may be tangents; assigned before ``set_up``
-        self._launches = LastLaunches()  # of a graph that reads copies
         self.outputs: dict[int, tuple[int, tuple[Any, ...] | None]] = {}  # by output: its input, and the view of it
 
     @property
@@ -199,7 +180,7 @@ class LiveInputs:
             # Nothing was launched, or everything is restored. Another instantiation holds the placeholder addresses.
             decisions = self._all_copied(f"the graph could not be given its address: {error}")
             self._instantiate(graph, _NOTHING, decisions, self._point_back)
-        launches = self._launches if self._copied else None
+        launches = self._copied.launches if self._copied else None
         if self._table is not None:
             weakref.finalize(graph, retire, self._driver, self._device, self._table, launches).atexit = False
         if self._copied:
@@ -295,10 +276,9 @@ class LiveInputs:
         self.decisions = {item.index: decision for item, decision in zip(self.items, routes, strict=True)}
         patched = [p for p, d in enumerate(decisions) if d.by_address]
         starts = {p: self._placeholders.placeholders[p].start for p in patched}
-        self._nodes, self._relocations = found.nodes, found.relocations
+        self._found = found
         self.patched = tuple(self.items[p] for p in patched)
-        self._copied = {i.index: i for i, d in zip(self.items, routes, strict=True) if d.route is Route.COPY}
-        self._copied_back = tuple(i for i in self._copied.values() if i.mutated)
+        self._copied = CopiedInputs(i for i, d in zip(self.items, routes, strict=True) if d.route is Route.COPY)
         for position, decision in enumerate(decisions):
             if decision.route is Route.COPY:
                 self._materialise(position)
@@ -306,20 +286,22 @@ class LiveInputs:
         graph.instantiate()
         first = len(self._placeholders.placeholders)
         buffers = {} if self._staged is None else self._staged.take(None if found is _NOTHING else found, first)
+        with torch.cuda.device(self._device):
+            context = self._driver.context() if patched or buffers else None
         patches = Patches(
             self._driver,
             found.nodes,
             found.relocations,
             [*patched, *buffers],
             int(graph.raw_cuda_graph_exec()),
-            self._context() if patched or buffers else None,
+            context,
             [*starts.values(), *buffers.values()],
         )
         self._addresses = Addresses(
             *(patches, self.patched, list(alignments(found, starts).values()), self._pool, self._staged),
             first=first,
             numbers=patched,
-            copied_back=self._copied_back,
+            copied_back=self._copied.mutated,
             is_of_backward=self.is_of_backward,
             own={self.items[position].index for position in self._own},
         )
@@ -330,13 +312,8 @@ class LiveInputs:
     def kernels_holding(self, indices: Collection[int]) -> list[str | None]:
         """The kernel of each node that holds an address of these inputs; None for a node of another kind."""
         positions = {position for position, item in enumerate(self.items) if item.index in indices}
-        nodes = {
-            relocation.node: self._nodes[relocation.node]
-            for relocation in self._relocations
-            if relocation.input in positions
-        }
-        names = self._driver.function_name
-        return [names(n.function, n.kernel) if isinstance(n, KernelNode) else None for n in nodes.values()]
+        names, nodes = self._driver.function_name, self._found.nodes_holding(positions)
+        return [names(n.function, n.kernel) if isinstance(n, KernelNode) else None for n in nodes]
 
     def kernels_of(self, index: int) -> list[str]:
         """Names of the kernels that hold an input's address or read it in the table, each once."""
@@ -344,17 +321,13 @@ class LiveInputs:
         readers = [] if self._table is None else self._table.readers(item.recorded)
         return list(dict.fromkeys([*filter(None, self.kernels_holding([index])), *readers]))
 
-    def _context(self) -> Any:
-        with torch.cuda.device(self._device):
-            return self._driver.context()
-
     def release(self) -> None:
         """Gives back the placeholders of an unfinished recording; later, if a copy may already be queued."""
         self._given = ()
         if self._table is not None:
             retire(self._driver, self._device, self._table)
         if self._copied:
-            retire(self._driver, self._device, self._placeholders, self._launches)
+            retire(self._driver, self._device, self._placeholders, self._copied.launches)
         else:
             give_back(self._placeholders.close)
 
@@ -392,23 +365,17 @@ class LiveInputs:
 
     def copy_in(self) -> None:
         """Copies, before the launch, the inputs that are copied at each call."""
-        if self._copied:
-            self._launches.begin()
-        for item in self._copied.values():
-            flat(item.placeholder_tensor).copy_(flat(self._given[item.index]))
+        self._copied.copy_in(self._given)
 
     def finish(self) -> None:
         """After the launch, copies mutated copies back and releases the inputs."""
         temporary = self.addresses.temporary
         if self._staged is not None:
             self._staged.launched()  # the graph was launched on the current stream
-        for item in self._copied_back:
-            _write(self._given[item.index], item.placeholder_tensor)
         for index, copy in temporary.items() if temporary else ():
             if any(i.mutated for i in self.patched if i.index == index):
-                _write(self._given[index], copy)
-        if self._copied:
-            self._launches.end(self._device)
+                write(self._given[index], copy)
+        self._copied.copy_back(self._given, self._device)
         self.drop()
 
     def drop(self) -> None:
@@ -421,29 +388,12 @@ class LiveInputs:
         base, temporary = self._given[index], self.addresses.temporary
         copied = self._copied.get(index)
         is_copied = copied is not None or index in temporary
-        if is_copied and (self._pool.holds(base.data_ptr()) or not _may_be_seen(base, view)):
+        if is_copied and (self._pool.holds(base.data_ptr()) or not may_be_seen(base, view)):
             # The graph may overwrite the input's own memory, and the next call overwrites the placeholder tensor's.
             if copied is not None and index not in temporary:
                 temporary[index] = copy_at(copied.placeholder_tensor, copied.recorded % 512)
             base = temporary[index]
-        if view is None:
-            return base
-        size, stride, offset, dtype = view
-        return seen_as(base, size, stride, offset, dtype)
-
-
-def _write(given: torch.Tensor, copy: torch.Tensor) -> None:
-    """Writes a copy back to an input. Autograd does not see it, as it does not see what kernels write."""
-    given.data.copy_(copy)
-
-
-def _may_be_seen(base: torch.Tensor, view: tuple[Any, ...] | None) -> bool:
-    """Whether an input's own memory has the elements of a view, which may be of another dtype."""
-    if base._is_zerotensor():
-        return False
-    dtype = base.dtype if view is None else view[-1]
-    begin = base.storage_offset() * base.element_size()
-    return dtype == base.dtype or not (base.is_conj() or base.is_neg() or begin % dtype.itemsize)
+        return base if view is None else seen_as(base, *view)
 
 
 _NOTHING = Scan(nodes=(), relocations=(), refused={}, opaque=None, kinds=Counter())

@@ -81,3 +81,12 @@ def seen_as(base: torch.Tensor, size: Any, stride: Any, offset: int, dtype: torc
         return torch._C._dynamo.guards._reinterpret_tensor(base, size, stride, offset)
     begin = base.storage_offset() * base.element_size() // dtype.itemsize
     return tensor_in(base.untyped_storage(), size, stride, dtype, begin + offset)
+
+
+def may_be_seen(base: torch.Tensor, view: tuple[Any, ...] | None) -> bool:
+    """Whether a tensor's own memory has the elements of a view of it, as for :func:`seen_as`, or its own if None."""
+    if base._is_zerotensor():
+        return False
+    dtype = base.dtype if view is None else view[-1]
+    begin = base.storage_offset() * base.element_size()
+    return dtype == base.dtype or not (base.is_conj() or base.is_neg() or begin % dtype.itemsize)

@@ -15,8 +15,8 @@ from bare_manager import bare_manager
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.indirection import availability
-from pygraph_trees.indirection.availability import IndirectionOff, usable_driver
+from pygraph_trees.cuda import availability
+from pygraph_trees.cuda.availability import IndirectionOff, usable_driver
 from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions.function import FunctionModel

@@ -19,11 +19,11 @@ from parity import OURS, UPSTREAM
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from user_operators import cloned, zeroed
 
+from pygraph_trees.cuda.availability import IndirectionOff, usable_driver
 from pygraph_trees.cuda.copy_nodes import MemcpyNode, MemsetNode
 from pygraph_trees.cuda.driver import Driver, SetRefused, driver
 from pygraph_trees.cuda.graph_nodes import KernelNode
 from pygraph_trees.errors import DriverError
-from pygraph_trees.indirection.availability import IndirectionOff, usable_driver
 
 
 def all_kinds_of_nodes(x, y, c):

@@ -15,7 +15,7 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.compat import is_kernel_free
-from pygraph_trees.indirection.availability import usable_driver
+from pygraph_trees.cuda.availability import usable_driver
 from pygraph_trees.indirection.routes import why_not_placeholder
 from pygraph_trees.indirection.staged_inputs import may_be_staged
 

@@ -16,9 +16,9 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees import compat
+from pygraph_trees.cuda.availability import usable_driver, why_unusable
 from pygraph_trees.cuda.graph_nodes import NodeKind
 from pygraph_trees.errors import PygraphError
-from pygraph_trees.indirection.availability import usable_driver, why_unusable
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.route_rule import recorded
 from pygraph_trees.indirection.routes import Route, is_none_copied

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import warnings
 
-from pygraph_trees.cuda.driver import Driver, driver
 from pygraph_trees.errors import PygraphWarning
+
+from .driver import Driver, driver
 
 
 class IndirectionOff(PygraphWarning):
