@@ -41,9 +41,7 @@ _log = logging.getLogger("pygraph_trees.fake_gpu")
 
 
 class UnknownSizeError(PygraphError):
-    template = (
-        "The size of output {index} of graph {graph!r} depends on data ({size}), which a GPU that is not there has not."
-    )
+    template = "The size of output {index} of graph {graph!r} depends on data ({size}), which a fake GPU does not have."
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,7 +311,7 @@ class Addresses:
         in_pool = self._pool.holds(address)
         if in_pool and item.mutated:
             return _MUTATED_IN_POOL
-        # Zeros without memory have their offset for an address: it is 0 or any other number.
+        # A zero tensor has no memory; its data_ptr is only its offset.
         has_memory = address != 0 and not inputs[item.index]._is_zerotensor()
         fit = has_memory and fits(address, item.recorded, self._aligned[position])
         if in_pool and fit and item.managed and stays(inputs[item.index]):

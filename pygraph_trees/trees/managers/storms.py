@@ -29,8 +29,8 @@ MOST_ON_PATH = 256  # the same limit for one path; making a recording takes long
 MOST_DEAD = 16  # forwards without live outputs at the beginning of a path, before it must end
 
 OTHER_SIZES = (
-    f"its sizes change too often: {FIRST_SIZES} sets of integers are graphed, and others once they have come "
-    f"{COMES_AGAIN} times; pad inputs to few sizes"
+    f"its sizes change too often: {FIRST_SIZES} size combinations have graphs; others get one after {COMES_AGAIN} "
+    "calls; pad inputs to few sizes"
 )
 
 

@@ -147,8 +147,8 @@ def register(recording: HoldsOutputs) -> object:
     """Adds a recording to those of its pool, as long as it holds the returned object.
 
     Upstream's references to cached outputs regard an output as dead if only its storage is held and, before torch 2.15,
-    if only autograd holds it. From now on they regard it as alive. One that the program gave other memory is dead. One
-    to which it has weak references is freed when a reference finds it dead, so that they do not give it back.
+    if only autograd holds it. From now on they regard it as alive. One that the program gave other memory is dead. An
+    output with weak references is freed once found dead; otherwise they could revive it.
     """
     held = _by_pool.setdefault(recording.cuda_graphs_pool, weakref.WeakKeyDictionary())
     held.setdefault(recording)
