@@ -93,6 +93,7 @@ PyMemberDef tree_state_members[] = {
     ATTRIBUTE(TreeState, "_find", find),
     ATTRIBUTE(TreeState, "used_streams", streams),
     {"ordered_device", T_SHORT, offsetof(TreeState, device), 0, "The device whose streams are ordered; negative: none."},
+    {"turns", T_ULONGLONG, offsetof(TreeState, turns), READONLY, "How often a call asked for the turn."},
     {"last_stream", T_LONGLONG, offsetof(TreeState, stream), READONLY, "The number of the last launch's stream."},
     {"keeps_outputs", T_BOOL, offsetof(TreeState, keeps_outputs), 0, "Whether outputs may have to be moved."},
     {nullptr, 0, 0, 0, nullptr},

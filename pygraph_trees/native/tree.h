@@ -16,6 +16,7 @@ struct TreeState {
     /* What the call that has the turn is known by, NULL if none has it. No code waits for the turn, so it is no lock; the
        GIL protects it. */
     const void *turn_of;
+    unsigned long long turns; // how often a call asked for the turn
     char keeps_outputs; // whether outputs that are alive when a new step begins are moved
     // Of the last launch, see native/streams.cpp.
     char has_launched;
@@ -25,6 +26,7 @@ struct TreeState {
     PyObject *streams; // numbers of streams that use memory of the pool: the next launch waits for them
 
     bool take_turn(const void *call) {
+        turns++;
         if (turn_of == nullptr)
             turn_of = call;
         return turn_of == call;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import sys
 import threading
 import unittest
@@ -20,7 +21,7 @@ from torch.testing._internal.common_utils import TestCase, instantiate_parametri
 
 from pygraph_trees.native import binding
 from pygraph_trees.report.log import Count, FunctionLog, RecordingLog
-from pygraph_trees.trees.functions import threads
+from pygraph_trees.trees.functions import home, threads
 from pygraph_trees.trees.functions.dispatch import Dispatch
 from pygraph_trees.trees.hooks import manager_container
 from pygraph_trees.trees.pools import capture_lock
@@ -109,59 +110,6 @@ class TestThreads(TestCase):
             with ThreadPoolExecutor(1) as thread:
                 self.assertEqual(thread.submit(backward).result(60), [1, ID, "x"])
 
-    def test_before_2_13_one_thread_uses_graphs(self):
-        """Until it ends; meanwhile, others run un-graphed, and the manager is told of a backward that it awaits."""
-        self.enterContext(mock.patch.object(threads, "PER_THREAD", False))
-        self.enterContext(mock.patch.object(threads, "_homes", {}))
-        logs = {mode: FunctionLog("model", None, mode, 1, {}) for mode in ("inference", "forward", "backward")}
-        ways = {mode: threads.way_elsewhere(0, log, "un-graphed", "noted") for mode, log in logs.items()}
-
-        def call(thread, mode):
-            work = (lambda: in_backward(ways[mode])) if mode == "backward" else ways[mode]
-            return thread.submit(work).result(60)
-
-        first, second, third = (self.enterContext(ThreadPoolExecutor(1)) for _ in range(3))
-        self.assertEqual([call(first, mode) for mode in logs], [None] * 3)
-        self.assertEqual([call(second, mode) for mode in logs], ["un-graphed"] * 3)
-        self.assertEqual([call(third, mode) for mode in ("backward", "inference")], ["noted", "un-graphed"])
-        self.assertEqual({log.ungraphed_reason for log in logs.values()}, {threads.ELSEWHERE})
-        self.assertTrue(second.submit(threads.is_home, 1).result(60))  # of another device
-        dispatch = Dispatch()
-        dispatch.replayers = {1: "of the first thread"}
-        first.shutdown()
-        self.assertEqual([call(second, mode) for mode in logs], [None] * 3)
-        self.assertEqual(dispatch.replayers, {})
-
-    def test_before_2_13_a_thread_takes_over_from_an_idle_one(self):
-        """By a call of inference, once the other thread has made no calls for a second, if its path can end."""
-        self.enterContext(mock.patch.object(threads, "PER_THREAD", False))
-        self.enterContext(mock.patch.object(threads, "_homes", {}))
-        self.enterContext(mock.patch.object(threads, "IDLE_S", 0.0))
-        manager = mock.Mock(device_index=0)
-        self.enterContext(mock.patch.object(threads.pools, "managers", lambda: [manager]))
-        ways = {
-            mode: threads.way_elsewhere(0, FunctionLog("model", None, mode, 1, {}), "un-graphed", "noted")
-            for mode in ("inference", "forward")
-        }
-        first, second = (self.enterContext(ThreadPoolExecutor(1)) for _ in range(2))
-
-        def call(thread, mode):
-            return thread.submit(ways[mode]).result(60)
-
-        self.assertIsNone(call(first, "inference"))
-        self.assertEqual(call(second, "forward"), "un-graphed")
-        manager.end_step.return_value = False
-        self.assertEqual(call(second, "inference"), "un-graphed")
-        with mock.patch.object(threads, "IDLE_S", 3600.0):
-            self.assertEqual(call(second, "inference"), "un-graphed")
-        manager.end_step.return_value = True
-        self.assertIsNone(call(second, "inference"))
-        manager.end_step.assert_called_with(if_inference=True)
-        self.assertIsNone(call(second, "forward"))
-        self.assertEqual(call(first, "forward"), "un-graphed")
-        second.submit(threads.leave).result(60)
-        self.assertIsNone(call(first, "forward"))
-
     def test_containers(self):
         """Each thread has its own, which its backwards use. Others' backwards leave none in autograd's thread."""
         with mock.patch.object(manager_container, "local", threading.local()):
@@ -204,6 +152,139 @@ class TestThreads(TestCase):
         for before, here, backward, again in found:
             self.assertEqual((before, again), (here, backward))
         self.assertEqual(len({value for values in found for value in values}), 4)
+
+
+class TestHome(TestCase):
+    """Before torch 2.13, one thread uses the graphs of a device."""
+
+    def setUp(self):
+        super().setUp()
+        for name, value in (("PER_THREAD", False), ("_homes", {}), ("IDLE_S", 0.0)):
+            self.enterContext(mock.patch.object(home, name, value))
+        self.managers = [
+            mock.Mock(device_index=0, turns=0, **{"is_in_inference.return_value": True, "end_step.return_value": True})
+        ]
+        self.enterContext(mock.patch.object(home.pools, "managers", lambda: self.managers))
+        self.logs = {mode: FunctionLog("model", None, mode, 1, {}) for mode in ("inference", "forward", "backward")}
+        self.ways = {mode: home.way_elsewhere(0, log, "un-graphed", "noted") for mode, log in self.logs.items()}
+        self.first, self.second, self.third = (self.enterContext(ThreadPoolExecutor(1)) for _ in range(3))
+
+    def call(self, thread, mode, is_graphed=True):
+        def work():
+            return self.ways[mode](is_graphed)
+
+        return thread.submit((lambda: in_backward(work)) if mode == "backward" else work).result(60)
+
+    def is_elsewhere(self, thread, mode="inference"):
+        return self.call(thread, mode) is not None
+
+    def keep_busy(self):
+        """The home thread has made calls whenever another one asks."""
+        type(self.managers[0]).turns = mock.PropertyMock(side_effect=itertools.count())
+
+    def test_others_run_ungraphed_until_it_ends(self):
+        """The manager is told of a backward that it awaits."""
+        self.keep_busy()
+        self.assertEqual([self.call(self.first, mode) for mode in self.logs], [None] * 3)
+        self.assertEqual([self.call(self.second, mode) for mode in self.logs], ["un-graphed"] * 3)
+        self.assertEqual([self.call(self.third, mode) for mode in ("backward", "inference")], ["noted", "un-graphed"])
+        self.assertEqual({log.ungraphed_reason for log in self.logs.values()}, {home.ELSEWHERE})
+        self.assertTrue(self.second.submit(home.may_use, 1).result(60))  # of another device
+        dispatch = Dispatch()
+        dispatch.replayers = {1: "of the first thread"}
+        self.first.shutdown()
+        self.assertEqual([self.call(self.second, mode) for mode in self.logs], [None] * 3)
+        self.assertEqual(dispatch.replayers, {})
+
+    def test_another_takes_over_from_an_idle_one_whose_path_can_end(self):
+        (manager,) = self.managers
+        self.assertFalse(self.is_elsewhere(self.first))
+        self.assertTrue(self.is_elsewhere(self.second))  # it sees now how many calls there were
+        for change in ({"is_in_inference.return_value": False}, {"end_step.return_value": False}, {"turns": 7}):
+            with self.subTest(change):
+                before = manager.turns
+                manager.configure_mock(**change)
+                self.assertTrue(self.is_elsewhere(self.second))
+                self.assertFalse(self.is_elsewhere(self.first))
+                manager.configure_mock(
+                    turns=before, **{"is_in_inference.return_value": True, "end_step.return_value": True}
+                )
+                self.assertTrue("turns" not in change or self.is_elsewhere(self.second))
+        with mock.patch.object(home, "IDLE_S", 3600.0):
+            self.assertTrue(self.is_elsewhere(self.second))
+        manager.end_step.side_effect = torch.OutOfMemoryError
+        self.assertTrue(self.is_elsewhere(self.second))
+        manager.end_step.side_effect = None
+        self.assertTrue(self.is_elsewhere(self.second, "backward"))
+        self.assertFalse(self.is_elsewhere(self.second, "forward"))
+        manager.end_step.assert_called_with(if_inference=True)
+        self.assertEqual(self.call(self.first, "backward"), "noted")
+        with mock.patch.object(home, "IDLE_S", 3600.0):
+            self.assertTrue(self.is_elsewhere(self.first))
+        self.second.submit(home.leave).result(60)
+        self.assertFalse(self.is_elsewhere(self.first))
+
+    def test_each_device_has_its_own(self):
+        other = mock.Mock(device_index=1, turns=0)
+        other.is_in_inference.return_value = other.end_step.return_value = True
+        self.managers.append(other)
+        for device in (0, 1):
+            self.assertTrue(self.first.submit(home.may_use, device).result(60))
+        taken = []
+        for _ in range(2):
+            self.managers[0].turns += 1  # the first thread goes on there
+            taken.append(self.second.submit(home.takes_over, 1).result(60))
+        self.assertEqual(taken, [False, True])
+        self.assertFalse(self.first.submit(home.may_use, 1).result(60))
+        self.assertTrue(self.first.submit(home.may_use, 0).result(60))
+
+    def test_calls_that_are_not_graphed_claim_nothing(self):
+        self.assertIsNone(self.call(self.first, "inference", is_graphed=False))
+        self.assertIsNone(self.call(self.second, "inference"))
+        self.assertEqual(self.call(self.first, "inference", is_graphed=False), "un-graphed")
+        self.assertIsNone(self.logs["inference"].ungraphed_reason)
+        self.assertFalse(self.third.submit(lambda: not home.is_used_elsewhere(0)).result(60))
+
+    def test_backwards_of_threads_without_other_calls_use_graphs(self):
+        for _ in range(2):
+            with ThreadPoolExecutor(1) as thread:
+                self.assertIsNone(self.call(thread, "backward"))
+        self.keep_busy()
+        self.assertTrue(self.is_elsewhere(self.first))
+
+    def test_one_of_several_that_come_at_once_wins(self):
+        barrier = threading.Barrier(8)
+
+        def claim(_):
+            barrier.wait(60)
+            return home.may_use(0)
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            with ThreadPoolExecutor(8) as threads:
+                for _ in range(20):
+                    home._homes.clear()
+                    self.assertEqual(sum(threads.map(claim, range(8))), 1)
+        finally:
+            sys.setswitchinterval(interval)
+
+    def test_a_reset_leaves_the_trees_of_devices_that_another_thread_uses(self):
+        containers = {0: "used here", 1: "used elsewhere", 2: "unused"}
+        shared = {"tree_manager_containers": containers, "tree_manager_locks": {}}
+        local = threading.local()
+        self.enterContext(mock.patch.object(manager_container, "local", local))
+        self.enterContext(mock.patch.object(manager_container, "PER_THREAD", False))
+        self.enterContext(mock.patch.object(manager_container, "_of_others", shared))
+        vars(local).update(shared)
+        self.assertTrue(home.may_use(0))
+        self.first.submit(home.may_use, 1).result(60)
+        with manager_container.without_others():
+            found = dict(local.tree_manager_containers)
+            local.tree_manager_containers.clear()  # as upstream does
+        self.assertEqual(found, {0: "used here", 2: "unused"})
+        self.assertIs(local.tree_manager_containers, containers)
+        self.assertEqual(containers, {1: "used elsewhere"})
 
 
 class TestCaptures(TestCase):

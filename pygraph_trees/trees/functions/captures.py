@@ -19,7 +19,7 @@ from ..pools import pools
 from ..pools.capture_lock import is_by_torch
 from .containment import described
 from .dispatch import PER_THREAD
-from .threads import is_home
+from .home import is_used_elsewhere
 
 _log = logging.getLogger("pygraph_trees.trees")
 
@@ -44,7 +44,7 @@ def _end_step(manager: Any) -> None:
 def _is_of_this_thread(manager: Any) -> bool:
     if PER_THREAD:
         return manager.thread in (None, threading.get_ident())
-    return is_home(manager.device_index)
+    return not is_used_elsewhere(manager.device_index)
 
 
 def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:

@@ -7,6 +7,7 @@ each set of their values, so each set has its own dispatch and entry.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -126,7 +127,11 @@ class Dispatch(FunctionState):
 
 def forget_replayers() -> None:
     """Lets the next call of each function take the slow path, in all threads."""
-    for dispatch in list(_known):
+    known: list[Dispatch] | None = None
+    while known is None:
+        with contextlib.suppress(RuntimeError):  # another thread has just made one
+            known = list(_known)
+    for dispatch in known:
         dispatch.replayer, dispatch.replayers = None, {}
 
 

@@ -47,7 +47,7 @@ class _TreeState:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__new__(cls)
-        made._turn = {}
+        made._turn, made.turns = {}, 0
         return made
 
     @property
@@ -57,6 +57,7 @@ class _TreeState:
 
     def take_turn(self, inputs: list[Any]) -> bool:
         """Takes the turn for the call with this list, and returns whether the call has it."""
+        self.turns += 1
         return self._turn.setdefault("call", inputs) is inputs  # atomic: no other thread or interrupt comes in between
 
     def has_turn(self, inputs: list[Any]) -> bool:
@@ -74,6 +75,7 @@ class _TreeState:
     note_launch = order_streams
 
     _turn: dict[str, list[Any]]
+    turns: int  # how often a call asked for the turn
 
 
 class _FunctionState:

@@ -26,7 +26,7 @@ from pygraph_trees.settings import Settings
 from .aligned import Aligned
 from .captures import CAPTURED, is_captured
 from .containment import progress_of
-from .dispatch import Dispatch
+from .dispatch import Dispatch, Way
 from .fast_path import entry
 from .outputs import as_it_reads
 from .zeros import give_memory
@@ -176,7 +176,7 @@ def entered(
     run: Callable[[list[Any]], Any],
     aligned: Aligned,
     choose: Callable[[FunctionModel, Callable[[list[Any]], Any], Aligned], object] | None = None,
-    way_elsewhere: Callable[[], Callable[[list[Any]], Any] | None] | None = None,
+    way_elsewhere: Callable[[bool], Callable[[list[Any]], Any] | None] | None = None,
 ) -> Callable[[list[Any]], Any]:
     """``run``, but a fast replay is tried first, and a call that the program captures runs un-graphed.
 
@@ -186,7 +186,8 @@ def entered(
         aligned: the function's compiled code.
         choose: is given the function, its graphed version and ``aligned``, and may let its calls go another way. Its
             result lives as long as the returned callable.
-        way_elsewhere: gives the way of a call from a thread that must not use graphs; None from another thread.
+        way_elsewhere: gives the way of a call from a thread that must not use graphs, and None for another thread. It
+            is told whether the call would be graphed.
     """
     if function.is_entered or function.settings.indirection == "off":
         return run
@@ -212,8 +213,10 @@ def entered(
             function.log.not_graphed(CAPTURED)
             return aligned(inputs)
         aligned.decide(inputs)
-        if way_elsewhere is not None and (elsewhere := way_elsewhere()) is not None:
-            return elsewhere(inputs)
+        if way_elsewhere is not None:
+            elsewhere = way_elsewhere(dispatch.way is not Way.UNGRAPHED)
+            if elsewhere is not None:
+                return elsewhere(inputs)
         return (run if instead is None else instead)(inputs)
 
     call.function, call.kept = function, kept  # type: ignore[attr-defined]

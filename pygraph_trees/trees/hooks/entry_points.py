@@ -26,12 +26,13 @@ from ..functions.aligned import Aligned
 from ..functions.captures import is_captured
 from ..functions.dispatch import PER_THREAD
 from ..functions.function import FunctionModel, entered
-from ..functions.threads import for_each_thread, leave, way_elsewhere
+from ..functions.home import leave, way_elsewhere
+from ..functions.threads import for_each_thread
 from ..pools import pools
 from ..pools.collector import paused
 from ..pools.interrupts import deferred
 from .choice import as_upstream_has_it, chooser, only_sizes_that_come_again
-from .manager_container import has_trees
+from .manager_container import has_trees, without_others
 from .saved_tensors import conforming
 
 
@@ -94,12 +95,13 @@ def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
     def reset_cudagraph_trees() -> None:
         dropped = _containers_of_this_thread()  # freed below, since other threads may run while they are
         try:
-            with paused(), deferred():  # upstream holds a lock for which a finalizer would wait
+            with paused(), deferred(), without_others():  # upstream holds a lock for which a finalizer would wait
                 upstream()
         finally:
             cudagraph_trees._set_cached_tensors_enabled(True)
         dropped.clear()
-        leave()
+        if has_trees():
+            leave()
         with paused():  # a finalizer could wait for the lock
             release_retired()
 
@@ -189,7 +191,7 @@ def _containers_of_this_thread() -> list[Any]:
     return list(cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers").values())
 
 
-def _elsewhere(function: FunctionModel, aligned: Aligned, device: int) -> Callable[[], Any] | None:
+def _elsewhere(function: FunctionModel, aligned: Aligned, device: int) -> Callable[[bool], Any] | None:
     if PER_THREAD:
         return None
     return way_elsewhere(device, function.log, aligned, as_upstream_has_it(aligned, function.log.mode, device))

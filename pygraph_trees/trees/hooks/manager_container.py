@@ -6,7 +6,7 @@ collector is off while a lock is held, and a manager's objects are freed after i
 
 Since torch 2.13, each thread has trees of its own. Before, upstream makes them only for the thread that imports its
 module, and its assertion stops first calls from others; here, the thread that uses graphs is lent these
-(:func:`.threads.is_home`).
+(:mod:`.home`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch._inductor.cudagraph_trees import TreeManagerContainer as Upstream
 from torch._inductor.cudagraph_trees import get_obj, local
 
 from ..functions.dispatch import PER_THREAD
+from ..functions.home import is_used_elsewhere
 from ..functions.threads import mark, stash
 from ..managers.manager import Manager
 from ..pools.collector import paused
@@ -75,6 +76,21 @@ def _lent(trees: dict[str, Any]) -> Iterator[None]:
     finally:
         vars(local).clear()
         vars(local).update(before)
+
+
+@contextlib.contextmanager
+def without_others() -> Iterator[None]:
+    """Inside a reset before torch 2.13, upstream finds no trees of a device whose graphs another thread uses."""
+    shared = _of_others["tree_manager_containers"]
+    if PER_THREAD or not has_trees() or get_obj(local, "tree_manager_containers") is not shared:
+        yield
+        return
+    own = {device: container for device, container in shared.items() if not is_used_elsewhere(device)}
+    devices = list(own)
+    with _lent({**_of_others, "tree_manager_containers": own}):
+        yield
+    for device in devices:
+        shared.pop(device, None)
 
 
 if not PER_THREAD and has_trees():

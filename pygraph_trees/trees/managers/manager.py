@@ -25,6 +25,7 @@ from pygraph_trees.outputs.policy import OutputPolicy
 
 from ..functions import fast_path
 from ..functions.function import FunctionModel
+from ..functions.home import is_used_elsewhere
 from ..functions.threads import mark
 from ..pools import pools
 from ..pools.capture_lock import idle_device, locked_by_torch
@@ -170,7 +171,7 @@ class Manager(Making):
 
     def execute_node(self, node: Any, new_inputs: list[Any]) -> Any:
         outputs = super().execute_node(node, new_inputs)
-        if getattr(node, "has_fast_path", False):
+        if getattr(node, "has_fast_path", False) and not is_used_elsewhere(self.device_index):
             function = node.wrapped_function
             function.model.dispatch.may_be_replayed_by(self, function.id, getattr(node.own, "native", None))
         return outputs

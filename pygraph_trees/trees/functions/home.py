@@ -1,0 +1,160 @@
+"""Which thread uses a device's graphs before torch 2.13, where threads share the trees.
+
+A thread that begins a step moves outputs, while another one's backward could add to a gradient whose address it has
+read; and no thread can draw random numbers while another one records. So one thread uses the graphs of a device, and
+others run un-graphed: the first one that calls a function, until it ends, resets the trees, or makes no graphed call
+for a second while others ask, as a thread that has warmed up a server. Since torch 2.13, each thread has its own trees,
+and all questions here are answered so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from pygraph_trees.report.naming import BACKWARD, FORWARD
+
+from ..pools import pools
+from .containment import described
+from .dispatch import PER_THREAD, forget_replayers
+from .threads import Thread, mark
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pygraph_trees.report.log import FunctionLog
+
+    Call = Callable[[list[Any]], Any]
+
+ELSEWHERE = "another thread uses CUDA graphs, which are for one thread before torch 2.13"
+IDLE_S = 1.0
+
+_log = logging.getLogger("pygraph_trees.trees")
+
+
+class _Home:
+    """The thread that uses a device's graphs."""
+
+    def __init__(self, thread: Thread) -> None:
+        self.thread = weakref.ref(thread)
+        self.turns = -1  # of the device's managers, as another thread saw them last
+        self.since = 0.0  # when these changed
+
+
+_homes: dict[int, _Home] = {}  # by device
+_lock = threading.RLock()  # for changes; never held while the GPU or another lock is waited for
+_unmarked = Thread(0)  # all backwards of threads that have made no other call
+
+
+def _caller() -> Thread:
+    return mark() or _unmarked
+
+
+def _user(device: int) -> Thread | None:
+    home = _homes.get(device)
+    return None if home is None else home.thread()
+
+
+def is_used_elsewhere(device: int) -> bool:
+    """Whether another thread than the calling one uses a device's graphs."""
+    user = None if PER_THREAD else _user(device)
+    return user is not None and user is not _caller()
+
+
+def may_use(device: int) -> bool:
+    """Whether the calling thread may use a device's graphs; if no thread does, this one does from now on."""
+    if PER_THREAD:
+        return True
+    caller = _caller()
+    if _user(device) is caller:
+        return True
+    with _lock:
+        user = _user(device)
+        if user is None:
+            _move_in(device, caller)
+        return user is None or user is caller
+
+
+def leave() -> None:
+    """Lets another thread use the graphs that the calling one has used."""
+    caller = _caller()
+    with _lock:
+        for device in [device for device, home in _homes.items() if home.thread() is caller]:
+            forget_replayers()
+            del _homes[device]
+
+
+def _move_in(device: int, thread: Thread) -> None:
+    forget_replayers()  # in backwards, a new mark may have the address of an ended thread's
+    thread.trains_ungraphed = False
+    _homes[device] = _Home(thread)
+
+
+def takes_over(device: int) -> bool:
+    """Whether the thread that used a device's graphs is idle, so that the calling one uses them from now on.
+
+    This ends the open path as if a step began, which moves outputs. The path must be one of inference: autograd could
+    be adding to a gradient in it.
+    """
+    caller, home = _caller(), _homes.get(device)
+    managers = [manager for manager in pools.managers() if manager.device_index == device]
+    if home is None or not _is_idle(home, sum(manager.turns for manager in managers)):
+        return False
+    if not all(manager.is_in_inference() for manager in managers):
+        return False
+    with _lock:
+        if _homes.get(device) is not home:
+            return False
+        _move_in(device, caller)  # from here on, the other thread begins no call that is graphed
+    try:
+        is_over = all(manager.end_step(if_inference=True) for manager in managers)
+    except Exception as error:  # for example, no memory is free
+        _log.warning("a thread could not use the graphs of another one: %s", described(error))
+        is_over = False
+    if not is_over:
+        with _lock:
+            if _user(device) is caller:
+                forget_replayers()
+                _homes[device] = home
+    return is_over
+
+
+def _is_idle(home: _Home, turns: int) -> bool:
+    """Whether no call had the turn for a while; if so, it is asked again only after as long."""
+    now = time.monotonic()
+    is_idle = home.turns == turns and now - home.since >= IDLE_S
+    if home.turns != turns or is_idle:
+        home.turns, home.since = turns, now
+    return is_idle
+
+
+def way_elsewhere(device: int, log: FunctionLog, ungraphed: Call, noted: Call) -> Callable[[bool], Call | None]:
+    """Returns a function that gives the way of a call of the calling thread; None if it may use the graphs.
+
+    It is told whether the call would be graphed.
+
+    Args:
+        noted: runs a backward un-graphed and tells the manager, which waits for it if its forward was graphed.
+    """
+
+    def way(is_graphed: bool) -> Call | None:
+        if may_use(device) if is_graphed else not is_used_elsewhere(device):
+            return None
+        if is_graphed:
+            if log.mode != BACKWARD and takes_over(device):
+                return None
+            log.not_graphed(ELSEWHERE)
+        return noted if _is_awaited(log.mode) else ungraphed
+
+    return way
+
+
+def _is_awaited(mode: str) -> bool:
+    """Whether a call of this thread may be a backward whose forward was graphed."""
+    thread = mark()
+    if thread is not None and mode == FORWARD:
+        thread.trains_ungraphed = True
+    return mode == BACKWARD and (thread is None or not thread.trains_ungraphed)
