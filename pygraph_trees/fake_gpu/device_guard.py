@@ -26,7 +26,7 @@ _SLOTS = 128  # more than any method table has; copies beyond its end are never 
 
 
 class NoDeviceGuardError(PygraphError):
-    template = "torch {version} cannot be made to trace for a GPU that is not there: {what}. It was left unchanged."
+    template = "torch {version} cannot be made to trace for a fake GPU: {what}. It was left unchanged."
 
 
 def _symbol(name: str) -> int:

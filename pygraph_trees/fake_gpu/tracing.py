@@ -43,8 +43,8 @@ class ValueNeededError(PygraphError):
     """The program looked at data; ``graphs`` holds what was lowered before."""
 
     template = (
-        "{function} reads the value of a tensor ({operator}) outside of compiled code, and a GPU that is not there has"
-        " none. Graphs lowered before that: {count}."
+        "{function} reads the value of a tensor ({operator}) outside of compiled code, which a fake GPU does not have. "
+        "Graphs lowered before that: {count}."
     )
     graphs: list[LoweredGraph]
 
