@@ -24,6 +24,7 @@ from .errors import PygraphError
 from .version import __version__
 
 if TYPE_CHECKING:
+    from pygraph_trees.report.shown import Shown
     from pygraph_trees.selection.profiles import Profile
 
 
@@ -157,11 +158,22 @@ def _show(text: object) -> None:
         raise OutputError(why=error.strerror) from None
 
 
-def _check_torch() -> None:
-    """Raises if there is no torch, or if its compiler cannot make its cache: then it cannot be imported."""
+def _deliver(found: Shown, options: argparse.Namespace) -> None:
+    """Prints a result, and writes the files that the options name."""
+    _show(found)
+    if options.json:
+        options.json.write_text(found.to_json() + "\n", encoding="utf-8")
+    if options.html:
+        found.to_html(options.html)
+
+
+def _check_before_torch(options: argparse.Namespace) -> None:
+    """Raises if a file cannot be written, there is no torch, or its compiler cannot make its cache when imported."""
+    from .cli import destination
     from .native.location import torch_folder
     from .selection.profiles import NoCacheFolder, Profiles
 
+    destination.check({"--json": options.json, "--html": options.html})
     if torch_folder() is None:
         raise NeedsTorch
     folder = Profiles.default().folder.parent
@@ -172,10 +184,7 @@ def _check_torch() -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from .cli import destination
-
-    destination.check({"--json": options.json, "--html": options.html})
-    _check_torch()
+    _check_before_torch(options)
     import torch
 
     from pygraph_trees.benchmark.verify import NO_GPU, NothingVerified
@@ -183,16 +192,13 @@ def _compare(options: argparse.Namespace) -> int:
     from .benchmark import WAYS, Effort, compare
     from .benchmark.baseline import Baseline
     from .benchmark.outcome import NeedsGpu, Outcome
-    from .benchmark.ways import MORE_WAYS, UnknownWayError
+    from .benchmark.ways import check
     from .cli import target
     from .cli.progress import Progress
     from .settings import Settings
 
     ways = options.ways.split(",") if options.ways else WAYS
-    known = (*WAYS, *MORE_WAYS)
-    for way in ways:
-        if way not in known:
-            raise UnknownWayError(allowed=", ".join(known), got=way)
+    check(ways)
     verifies = Settings.current().verify == "on"
     if not torch.cuda.is_available():
         if verifies:
@@ -207,11 +213,7 @@ def _compare(options: argparse.Namespace) -> int:
     program = target.resolve(options.target, torch.device("cuda"))
     measurements = compare(program, ways, Effort(rounds=options.rounds), Progress())
     found = Outcome(tuple(measurements), report())
-    _show(found)
-    if options.json:
-        options.json.write_text(found.to_json() + "\n", encoding="utf-8")
-    if options.html:
-        found.to_html(options.html)
+    _deliver(found, options)
     has_ours = any(way.startswith("ours") for way in ways)
     if verifies and has_ours and not any(function.recordings for function in found.report.functions):
         raise NothingVerified(why="no part of the target ran in a CUDA graph of ours; the report says why")
@@ -222,10 +224,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from .cli import destination
-
-    destination.check({"--json": options.json, "--html": options.html})
-    _check_torch()
+    _check_before_torch(options)
     import torch
 
     from .cli import target
@@ -235,11 +234,7 @@ def _explain(options: argparse.Namespace) -> int:
     program = target.resolve(options.target, torch.device("meta"))
     with target.raising_errors_of(options.target or target.DEFAULT):
         explained = explain(program, options.arch, Progress())
-    _show(explained)
-    if options.json:
-        options.json.write_text(explained.to_json() + "\n", encoding="utf-8")
-    if options.html:
-        explained.to_html(options.html)
+    _deliver(explained, options)
     return 0
 
 

@@ -651,7 +651,7 @@ class TestComparePage(Folder):
         os.mkfifo(self.html)
         reader = os.open(self.html, os.O_RDONLY | os.O_NONBLOCK)
         self.addCleanup(os.close, reader)
-        with mock.patch("pygraph_trees.benchmark.page.page", return_value="short"):
+        with mock.patch("pygraph_trees.benchmark.outcome.page", return_value="short"):
             self.assertEqual(self.compare("--html", str(self.html))[0], 0)
         self.assertEqual(os.read(reader, 100), b"short")
 

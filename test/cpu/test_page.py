@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.benchmark.page import sections, write_page
+from pygraph_trees.benchmark.outcome import Outcome
+from pygraph_trees.benchmark.page import sections
 from pygraph_trees.benchmark.results import Measurement
 from pygraph_trees.benchmark.trace import Span, read_trace
 from pygraph_trees.report.page import page
@@ -305,16 +306,15 @@ class TestPage(TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "page.html"
             failed = measurement("compile", latency_ms=None, error=EVIL)
-            write_page(path, [*MEASURED, failed], FULL, ["ours and upstream are bit-equal"])
-            text = path.read_text(encoding="utf-8")
-            self.assertEqual(FULL.to_html(path), path.read_text(encoding="utf-8"))
+            found = Outcome((*MEASURED, failed), FULL)
+            text = found.to_html(path)
+            self.assertEqual(text, path.read_text(encoding="utf-8"))
         self.elements(text)
         self.assertNotIn(EVIL, text)
         self.assertIn("<title>Net: pygraph_trees</title>", text)
-        self.assertIn("ours and upstream are bit-equal", text)
+        self.assertIn("<strong>ours, same inputs: 2.00x over reduce-overhead</strong>", text)
         data = self.data(text)
-        measured = json.loads(json.dumps([asdict(m) for m in (*MEASURED, failed)]))
-        self.assertEqual(data.pop("measurements"), measured)
+        self.assertEqual({"measurements": data.pop("measurements"), "report": data}, json.loads(found.to_json()))
         self.assertEqual(data, json.loads(FULL.to_json()))
         self.assertFalse({"timeline", "launches"} & MEASURED[0].to_record().keys())  # of a result file
 
