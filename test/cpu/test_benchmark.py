@@ -31,7 +31,6 @@ from pygraph_trees.benchmark import (
     Program,
     Results,
     compare,
-    markdown_table,
     text_table,
 )
 from pygraph_trees.benchmark.differences import difference, snapshot
@@ -39,7 +38,7 @@ from pygraph_trees.benchmark.graphs import copied_nbytes, launched
 from pygraph_trees.benchmark.program import NoLossError, tensors_of
 from pygraph_trees.benchmark.results import ResultsFormatError, file_stem, here
 from pygraph_trees.benchmark.rings import Ring
-from pygraph_trees.benchmark.table import WIDTH, geometric_mean
+from pygraph_trees.benchmark.table import WIDTH
 from pygraph_trees.benchmark.timing import collector_off, is_steady, schedule, time_block
 from pygraph_trees.benchmark.trace import GpuWork, profile_call, read_trace
 from pygraph_trees.benchmark.tuning import own_cache
@@ -156,13 +155,11 @@ class TestRing(TestCase):
         program = Program(lambda *a: None, (torch.zeros(1000),))
         self.assertEqual(len(Ring(program, sets=8, budget_nbytes=4 * 4000)), 4)
         self.assertEqual(len(Ring(program, sets=8, budget_nbytes=0)), 2)
-        self.assertEqual(Ring(program, sets=8, budget_nbytes=0).cloned_nbytes, 2 * 4000)
 
 
 class TestTiming(TestCase):
     def test_ways_take_turns_in_changing_order(self):
-        order = ["".join(item for number, item in schedule("abcd", 3) if number == turn) for turn in range(3)]
-        self.assertExpectedInline(" ".join(order), """abcd cbad cdab""")
+        self.assertEqual("".join(schedule("abcd", 3)), "abcd" + "cbad" + "cdab")
 
     def test_calls_are_steady_with_equal_times_and_no_new_recording(self):
         self.assertFalse(is_steady([1.0] * 4, [1] * 4))
@@ -586,14 +583,7 @@ class TestTables(TestCase):
         rows = [line.split() for line in table.splitlines() if line.startswith("ours      same")]
         self.assertEqual(rows[0][2], "1.000")
         self.assertEqual(rows[0][-1], "2.00")
-
-    def test_a_table_in_markdown(self):
-        table = markdown_table(self._group())
-        self.assertIn("| BERT | same | 4.000 (0.50x) | failed | 2.000 | 1.000 (2.00x) |", table)
-        self.assertIn("| geometric mean | fresh |  |  |  | 2.000x |", table)
-        self.assertIn("- compile, same: failed", table)
-        self.assertEqual((text_table([]), geometric_mean([])), ("", None))
-        self.assertIn("(no figures)", markdown_table([_measurement().failed("x")]))
+        self.assertEqual(text_table([]), "")
 
 
 class TestTuning(TestCase):
