@@ -246,19 +246,19 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _profiles(options: argparse.Namespace) -> int:
-    from pygraph_trees.report.text import table
+    from pygraph_trees.report.text import counted, table
     from pygraph_trees.selection.profiles import Profiles
 
     profiles = Profiles.default()
     if options.clear:
-        _show(f"{_count_profiles(profiles.clear())} removed from {profiles.folder}")
+        _show(f"{counted(profiles.clear(), 'profile')} removed from {profiles.folder}")
         return 0
     found, now_s = profiles.list(), time.time()
     if found:
         head = ("function", "decision", "us", "against us", "for", "uses", "age")
         rows = [_profile_row(profile, now_s) for profile in found]
         _show(table(head, rows, max(80, shutil.get_terminal_size((100, 24)).columns)) + "\n")
-    _show(f"{_count_profiles(len(found))} in {profiles.folder}")
+    _show(f"{counted(len(found), 'profile')} in {profiles.folder}")
     return 0
 
 
@@ -273,10 +273,6 @@ def _profile_row(profile: Profile, now_s: float) -> tuple[str, ...]:
         str(profile.uses),
         _age(profile.age_s(now_s)) + (", stale" if profile.is_stale(now_s) else ""),
     )
-
-
-def _count_profiles(count: int) -> str:
-    return f"{count} profile{'' if count == 1 else 's'}"
 
 
 def _age(seconds: float) -> str:

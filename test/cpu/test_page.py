@@ -353,7 +353,7 @@ class TestPage(TestCase):
         self.elements(shown)
         own = "2 in own memory (3.0 kB, 4 nodes set a replay, 1.0 kB copied)"
         self.assertIn(f"Outputs: {own}, 1 in the graph pool (8 B).", shown)
-        self.assertIn("Output 2 outlived its step: moved out of the graph pool 1 time, 8 B.", shown)
+        self.assertIn("<p>output 2 outlived its step: moved out of the graph pool 1 time, 8 B</p>", shown)
 
     def test_figures(self):
         failed = measurement("compile", latency_ms=None, error=EVIL)
