@@ -17,10 +17,12 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import report
 from .errors import PygraphError
+from .native import build
+from .native.location import torch_folder, torch_version
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -54,14 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    description = "Measures and explains programs with CUDA graphs."  # python -OO has no docstring
-    parser = argparse.ArgumentParser(prog="python -m pygraph_trees", description=description)
-    parser.add_argument("--version", action=_Version, help="show versions, and whether the native parts are built")
+    parser = argparse.ArgumentParser(
+        prog="python -m pygraph_trees",
+        description="Measures and explains programs with CUDA graphs.",  # python -OO has no docstring
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # the versions stay on one line
+    )
+    versions = f"pygraph_trees {__version__}, torch {torch_version()}, native: {build.status()}"
+    what = "show versions, and whether the native parts are built"
+    parser.add_argument("--version", action="version", version=versions, help=what)
     _add_traceback(parser, default=False)
     commands = parser.add_subparsers(title="commands", required=True)
     help_target = (
         "file.py:function or package.module:function returning (model, args), (model, args, kwargs) or (model, args, "
-        "kwargs, loss), or a workload; default: a BERT that reads a text"
+        "kwargs, loss), or a workload; default: BERT"
     )
 
     compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
@@ -98,20 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     for command in (compare, explain, built, profiles):
         _add_traceback(command, default=argparse.SUPPRESS)  # keeps the one given before the command
     return parser
-
-
-class _Version(argparse.Action):
-    """Like argparse's own, but the text is made when it is asked for."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given, nargs=0)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from .native import build
-        from .native.location import torch_version
-
-        print(f"pygraph_trees {__version__}, torch {torch_version()}, native: {build.status()}")
-        parser.exit()
 
 
 def _add_traceback(parser: argparse.ArgumentParser, default: bool | str) -> None:
@@ -170,7 +163,6 @@ def _deliver(found: Shown, options: argparse.Namespace) -> None:
 def _check_before_torch(options: argparse.Namespace) -> None:
     """Raises if a file cannot be written, there is no torch, or its compiler cannot make its cache when imported."""
     from .cli import destination
-    from .native.location import torch_folder
     from .selection.profiles import NoCacheFolder, Profiles
 
     destination.check({"--json": options.json, "--html": options.html})
@@ -239,8 +231,6 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _build(options: argparse.Namespace) -> int:
-    from .native import build
-
     _show(f"built in {build.build()}")
     return 0
 
