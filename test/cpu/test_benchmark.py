@@ -535,6 +535,7 @@ class TestResults(TestCase):
         failed = dataclasses.replace(full, way="eager").failed("it broke")
         self.assertEqual((failed.latency_ms, failed.copied_bytes, failed.error), (None, None, "it broke"))
         self.assertEqual(failed.samples, full.samples)
+        self.assertFalse({"timeline", "launches"} & full.to_record().keys())
         results = here("hash", 3).with_records([full, failed])
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "new" / "x.json"
