@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -82,12 +82,6 @@ class Explanation(Shown):
     unplaced: tuple[int, int] | None  # without placement: the partitions, and how many are outside of CUDA graphs
     stop: str | None  # why the rest of the program is not known
 
-    @property
-    def split(self) -> tuple[int, int]:
-        """The number of partitions, and how many are outside of CUDA graphs."""
-        parts = [p for graph in self.graphs if graph.not_graphed is None for p in graph.partitions]
-        return len(parts), sum(not p.partition.graphed for p in parts)
-
     def to_text(self) -> str:
         """Tables and lines of at most 104 columns."""
         head = f"{self.program} for {self.architecture}, torch {self.torch}: {counted(len(self.graphs), 'graph')}"
@@ -110,6 +104,12 @@ class Explanation(Shown):
             sections.append(Section(f"graph{number}", f"{graph.name}, {graph.mode}", _html(graph)))
         lines = [f"explained for {self.architecture}, torch {self.torch}: {counted(len(self.graphs), 'graph')}"]
         return document(self.program, lines, "", sections, asdict(self))
+
+
+def split_of(graphs: Iterable[ExplainedGraph]) -> tuple[int, int]:
+    """The number of partitions, and how many are outside of CUDA graphs."""
+    parts = [p for graph in graphs if graph.not_graphed is None for p in graph.partitions]
+    return len(parts), sum(not p.partition.graphed for p in parts)
 
 
 def _graph(graph: ExplainedGraph) -> str:
@@ -185,7 +185,7 @@ def _kernels(counts: Counter[str]) -> str:
 
 
 def _placement(found: Explanation) -> Iterator[str]:
-    parts, outside = found.split
+    parts, outside = split_of(found.graphs)
     now = f"{counted(parts, 'partition')}, {outside or 'none'} outside of CUDA graphs" if parts else "no partitions"
     if found.unplaced is None or found.unplaced == (parts, outside):
         yield now
