@@ -19,7 +19,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.benchmark.page import sections
 from pygraph_trees.benchmark.results import Measurement
-from pygraph_trees.benchmark.trace import Span, read_trace
+from pygraph_trees.benchmark.trace import Span
 from pygraph_trees.report.page import page
 from pygraph_trees.report.records import (
     Cause,
@@ -363,47 +363,6 @@ class TestPage(TestCase):
         self.assertEqual(len(widths), 4)  # two ways, with fresh inputs
         self.assertEqual(widths[1], 8 * widths[0], rtol=1e-3, atol=0)
         self.assertIn("6.0 to 46.0 us", timeline.body)
-
-    def test_spans_of_a_trace(self):
-        def event(cat, name, ts, dur, correlation=None):
-            return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"correlation": correlation}}
-
-        events = [
-            event("cuda_runtime", "cudaLaunchKernel", 100, 4, 1),
-            event("cuda_runtime", "cudaGraphLaunch", 110, 6, 2),
-            event("cuda_runtime", "cudaDeviceSynchronize", 120, 500),
-            event("kernel", "a", 105, 3, 1),
-            *(event("kernel", "k", start, 10, 2) for start in (120, 130.5, 150)),
-        ]
-        wanted = [
-            *[("host", False, 0.0, 4.0, None), ("host", True, 10.0, 6.0, (0, 0))],
-            *[("gpu", False, 5.0, 3.0, None), ("gpu", True, 20.0, 20.5, (0, 0)), ("gpu", True, 50.0, 10.0, (0, 0))],
-        ]
-        self.assertEqual([tuple(span) for span in read_trace({"traceEvents": events}).timeline], wanted)
-        many = {"traceEvents": [event("kernel", "k", 10 * i + i % 7, 1, 2) for i in range(5000)]}
-        shown = read_trace(many).timeline
-        self.assertLessEqual(len(shown), 200)
-        self.assertEqual(shown[-1].start_us + shown[-1].us, 49990 + 4999 % 7 + 1)
-        self.assertEqual(read_trace({}).timeline, ())
-
-    def test_spans_of_several_launches(self):
-        """Each span is one launch, in order of time. If there are too many, a span covers several launches."""
-
-        def launches(number, us):
-            host, kernel = (
-                {"ph": "X", "cat": cat, "name": "cudaGraphLaunch", "dur": 1} for cat in ("cuda_runtime", "kernel")
-            )
-            for n in reversed(range(number)):
-                yield {**host, "ts": n * us, "args": {"correlation": 70 + n}}
-                yield {**kernel, "ts": 1000 + n * us, "args": {"correlation": 70 + n, "graph node id": 9}}
-            yield {**kernel, "ts": 900, "args": {"graph node id": 9}}  # from a launch before the trace
-
-        spans = read_trace({"traceEvents": [*launches(3, 5)]}).timeline
-        self.assertEqual([s.launches for s in spans if s.lane == "host"], [(0, 0), (1, 1), (2, 2)])
-        self.assertEqual([s.launches for s in spans if s.lane == "gpu"], [None, (0, 0), (1, 1), (2, 2)])
-        spans = read_trace({"traceEvents": [*launches(300, 1.5)]}).timeline
-        self.assertLessEqual(len(spans), 10)
-        self.assertEqual([s.launches for s in spans if s.lane == "gpu"], [None, (0, 299)])
 
 
 if __name__ == "__main__":
