@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pygraph_trees.version import __version__, triton_version
@@ -46,10 +46,17 @@ class Report(Snapshot, Shown):
         return preformatted(self.to_text(_NOTEBOOK))
 
 
-def report() -> Report:
-    """The report on every graph and function that this process has compiled for CUDA graphs so far."""
+def report(features: tuple[FeatureState, ...], native: str) -> Report:
+    """The report on every graph and function that this process has compiled for CUDA graphs so far.
+
+    Args:
+        features: their state.
+        native: whether the native parts are used, and if not, why.
+    """
     graphs, functions = journal.records()
-    return Report(_environment(), graphs, functions, tuple(breaks_in(_counted_breaks() - _breaks_before)))
+    return Report(
+        _environment(features, native), graphs, functions, tuple(breaks_in(_counted_breaks() - _breaks_before))
+    )
 
 
 def clear() -> None:
@@ -80,20 +87,8 @@ def breaks_in(counted: Mapping[str, int]) -> Iterator[GraphBreak]:
         yield GraphBreak(lines[0] if why is None else f"{lines[0]}: {why}", source_line(trace), count)
 
 
-def _environment() -> Environment:
+def _environment(features: tuple[FeatureState, ...], native: str) -> Environment:
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return Environment(
-        __version__, torch.__version__, triton_version(), gpu, tuple(_features()), _native() or "unknown"
-    )
-
-
-_features: Callable[[], Iterable[FeatureState]] = tuple
-_native: Callable[[], str] = str
-
-
-def tell_state(features: Callable[[], Iterable[FeatureState]], native: Callable[[], str]) -> None:
-    """Sets the functions that reports call for the state of the features and of the native parts."""
-    global _features, _native
-    _features, _native = features, native
+    return Environment(__version__, torch.__version__, triton_version(), gpu, features, native)
