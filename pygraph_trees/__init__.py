@@ -7,7 +7,7 @@ patched. An invalid environment variable is ignored with a warning. The import n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import inductor_patches
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .benchmark.outcome import Outcome
     from .benchmark.program import Program
     from .cli.explanation import Explanation
-    from .report.records import FeatureState
     from .report.summary import Report
 
 if not environment.disabled():
@@ -37,16 +36,11 @@ def report() -> Report:
     """The report on every graph and function that this process has compiled for CUDA graphs so far."""
     from .native import build
     from .report import summary
-
-    summary.tell_state(_features, build.status)
-    return summary.report()
-
-
-def _features() -> Iterator[FeatureState]:
     from .report.records import FeatureState
 
-    for found in inductor_patches.status():
-        yield FeatureState(found.feature, found.state, "; ".join(found.mismatches) or None)
+    states = inductor_patches.status()
+    features = (FeatureState(found.feature, found.state, "; ".join(found.mismatches) or None) for found in states)
+    return summary.report(tuple(features), build.status())
 
 
 def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:

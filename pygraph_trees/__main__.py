@@ -17,13 +17,16 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import report
 from .errors import PygraphError
+from .native import build
+from .native.location import torch_folder, torch_version
 from .version import __version__
 
 if TYPE_CHECKING:
+    from pygraph_trees.report.shown import Shown
     from pygraph_trees.selection.profiles import Profile
 
 
@@ -53,14 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    description = "Measures and explains programs with CUDA graphs."  # python -OO has no docstring
-    parser = argparse.ArgumentParser(prog="python -m pygraph_trees", description=description)
-    parser.add_argument("--version", action=_Version, help="show versions, and whether the native parts are built")
+    parser = argparse.ArgumentParser(
+        prog="python -m pygraph_trees",
+        description="Measures and explains programs with CUDA graphs.",  # python -OO has no docstring
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # the versions stay on one line
+    )
+    versions = f"pygraph_trees {__version__}, torch {torch_version()}, native: {build.status()}"
+    what = "show versions, and whether the native parts are built"
+    parser.add_argument("--version", action="version", version=versions, help=what)
     _add_traceback(parser, default=False)
     commands = parser.add_subparsers(title="commands", required=True)
     help_target = (
         "file.py:function or package.module:function returning (model, args), (model, args, kwargs) or (model, args, "
-        "kwargs, loss), or a workload; default: a BERT that reads a text"
+        "kwargs, loss), or a workload; default: BERT"
     )
 
     compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
@@ -97,20 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     for command in (compare, explain, built, profiles):
         _add_traceback(command, default=argparse.SUPPRESS)  # keeps the one given before the command
     return parser
-
-
-class _Version(argparse.Action):
-    """Like argparse's own, but the text is made when it is asked for."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given, nargs=0)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from .native import build
-        from .native.location import torch_version
-
-        print(f"pygraph_trees {__version__}, torch {torch_version()}, native: {build.status()}")
-        parser.exit()
 
 
 def _add_traceback(parser: argparse.ArgumentParser, default: bool | str) -> None:
@@ -157,11 +151,21 @@ def _show(text: object) -> None:
         raise OutputError(why=error.strerror) from None
 
 
-def _check_torch() -> None:
-    """Raises if there is no torch, or if its compiler cannot make its cache: then it cannot be imported."""
-    from .native.location import torch_folder
+def _deliver(found: Shown, options: argparse.Namespace) -> None:
+    """Prints a result, and writes the files that the options name."""
+    _show(found)
+    if options.json:
+        options.json.write_text(found.to_json() + "\n", encoding="utf-8")
+    if options.html:
+        found.to_html(options.html)
+
+
+def _check_before_torch(options: argparse.Namespace) -> None:
+    """Raises if a file cannot be written, there is no torch, or its compiler cannot make its cache when imported."""
+    from .cli import destination
     from .selection.profiles import NoCacheFolder, Profiles
 
+    destination.check({"--json": options.json, "--html": options.html})
     if torch_folder() is None:
         raise NeedsTorch
     folder = Profiles.default().folder.parent
@@ -172,10 +176,7 @@ def _check_torch() -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from .cli import destination
-
-    destination.check({"--json": options.json, "--html": options.html})
-    _check_torch()
+    _check_before_torch(options)
     import torch
 
     from pygraph_trees.benchmark.verify import NO_GPU, NothingVerified
@@ -183,16 +184,13 @@ def _compare(options: argparse.Namespace) -> int:
     from .benchmark import WAYS, Effort, compare
     from .benchmark.baseline import Baseline
     from .benchmark.outcome import NeedsGpu, Outcome
-    from .benchmark.ways import MORE_WAYS, UnknownWayError
+    from .benchmark.ways import check
     from .cli import target
     from .cli.progress import Progress
     from .settings import Settings
 
     ways = options.ways.split(",") if options.ways else WAYS
-    known = (*WAYS, *MORE_WAYS)
-    for way in ways:
-        if way not in known:
-            raise UnknownWayError(allowed=", ".join(known), got=way)
+    check(ways)
     verifies = Settings.current().verify == "on"
     if not torch.cuda.is_available():
         if verifies:
@@ -207,11 +205,7 @@ def _compare(options: argparse.Namespace) -> int:
     program = target.resolve(options.target, torch.device("cuda"))
     measurements = compare(program, ways, Effort(rounds=options.rounds), Progress())
     found = Outcome(tuple(measurements), report())
-    _show(found)
-    if options.json:
-        options.json.write_text(found.to_json() + "\n", encoding="utf-8")
-    if options.html:
-        found.to_html(options.html)
+    _deliver(found, options)
     has_ours = any(way.startswith("ours") for way in ways)
     if verifies and has_ours and not any(function.recordings for function in found.report.functions):
         raise NothingVerified(why="no part of the target ran in a CUDA graph of ours; the report says why")
@@ -222,10 +216,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from .cli import destination
-
-    destination.check({"--json": options.json, "--html": options.html})
-    _check_torch()
+    _check_before_torch(options)
     import torch
 
     from .cli import target
@@ -235,35 +226,29 @@ def _explain(options: argparse.Namespace) -> int:
     program = target.resolve(options.target, torch.device("meta"))
     with target.raising_errors_of(options.target or target.DEFAULT):
         explained = explain(program, options.arch, Progress())
-    _show(explained)
-    if options.json:
-        options.json.write_text(explained.to_json() + "\n", encoding="utf-8")
-    if options.html:
-        explained.to_html(options.html)
+    _deliver(explained, options)
     return 0
 
 
 def _build(options: argparse.Namespace) -> int:
-    from .native import build
-
     _show(f"built in {build.build()}")
     return 0
 
 
 def _profiles(options: argparse.Namespace) -> int:
-    from pygraph_trees.report.text import table
+    from pygraph_trees.report.text import counted, table
     from pygraph_trees.selection.profiles import Profiles
 
     profiles = Profiles.default()
     if options.clear:
-        _show(f"{_count_profiles(profiles.clear())} removed from {profiles.folder}")
+        _show(f"{counted(profiles.clear(), 'profile')} removed from {profiles.folder}")
         return 0
     found, now_s = profiles.list(), time.time()
     if found:
         head = ("function", "decision", "us", "against us", "for", "uses", "age")
         rows = [_profile_row(profile, now_s) for profile in found]
         _show(table(head, rows, max(80, shutil.get_terminal_size((100, 24)).columns)) + "\n")
-    _show(f"{_count_profiles(len(found))} in {profiles.folder}")
+    _show(f"{counted(len(found), 'profile')} in {profiles.folder}")
     return 0
 
 
@@ -278,10 +263,6 @@ def _profile_row(profile: Profile, now_s: float) -> tuple[str, ...]:
         str(profile.uses),
         _age(profile.age_s(now_s)) + (", stale" if profile.is_stale(now_s) else ""),
     )
-
-
-def _count_profiles(count: int) -> str:
-    return f"{count} profile{'' if count == 1 else 's'}"
 
 
 def _age(seconds: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from .measure import Comparison, compare
 from .program import Program
 from .results import REGIMES, Measurement, Results
-from .table import markdown_table, text_table
+from .table import text_table
 from .timing import FULL, QUICK, Effort
 from .ways import FORCED, MORE_WAYS, WAYS
 
@@ -27,6 +27,5 @@ __all__ = [
     "Program",
     "Results",
     "compare",
-    "markdown_table",
     "text_table",
 ]

@@ -87,15 +87,14 @@ def launched(replays: Mapping[Any, int]) -> list[str]:
 
     Empty if the order is ambiguous: it is known only for a path down a tree without repeated replays.
     """
-    parents = {node: getattr(node, "parent", None) for node in replays}
-    ends = [node for node in replays if node not in parents.values()]
-    if len(ends) != 1 or any(count != 1 for count in replays.values()):
-        return []
-    path, node = [], ends[0]
-    while node in parents:
-        path.append(_name(node))
-        node = parents.pop(node)
-    return [] if parents else path[::-1]
+    after = {getattr(node, "parent", None): node for node in replays}
+    node = next((node for parent, node in after.items() if parent not in replays), None)
+    path = []
+    while node is not None:
+        path.append(node)
+        node = after.get(node)
+    is_path = len(path) == len(replays) and all(count == 1 for count in replays.values())
+    return [_name(node) for node in path] if is_path else []
 
 
 def _name(node: Any) -> str:

@@ -27,7 +27,7 @@ from .results import REGIMES, Measurement
 from .rings import InputSet, Ring
 from .settling import call_until_chosen, functions_so_far, routes_of
 from .timing import Effort, is_steady, schedule, synchroniser, time_block, timed_call
-from .trace import GpuWork, profile_call
+from .trace import profile_call
 from .tuning import own_cache
 from .ways import FORCED, WAYS, Way, make_ways, wake_compiler
 
@@ -47,27 +47,9 @@ class _Run:
     regime: str
     error: str | None = None
     steady_s: float = 0.0
-    compile_s: float | None = None
-    record_s: float | None = None
-    max_diff: float | None = None
-    max_diff_upstream: float | None = None
-    calls: int | None = None
-    samples: dict[str, list[float]] = field(default_factory=dict)
-    work: GpuWork | None = None
-    launches: Sequence[str] = ()
-    copied_bytes: int | None = None
-    recordings: int | None = None
-    peak_bytes: int | None = None
-    pool_bytes: int | None = None
+    figures: dict[str, Any] = field(default_factory=dict)  # fields of the measurement
+    samples: dict[str, list[float]] = field(default_factory=dict)  # by figure: one for each round
     functions: slice = field(default_factory=lambda: slice(0))  # in the report
-
-    def note(self, **figures: float) -> None:
-        for name, value in figures.items():
-            self.samples.setdefault(name, []).append(value)
-
-    def figure(self, name: str) -> float | None:
-        values = self.samples.get(name)
-        return statistics.median(values) if values else None
 
 
 class Comparison:
@@ -82,13 +64,12 @@ class Comparison:
         ways: Sequence[str] = WAYS,
         effort: Effort | None = None,
         progress: Progress | None = None,
-        regimes: Sequence[str] = REGIMES,
     ) -> None:
         self.program = program
         self.effort = effort if effort is not None else Effort()
         self.ways = make_ways(program, ways)
         self.ring = Ring(program, self.effort.ring)
-        self._runs = [_Run(way, regime) for way in self.ways for regime in regimes]
+        self._runs = [_Run(way, regime) for way in self.ways for regime in REGIMES]
         self._wait = synchroniser(program.device)
         self._on_gpu = program.device.type == "cuda"
         self._references: dict[str, Snapshot] = {}
@@ -128,22 +109,22 @@ class Comparison:
             self._report(checkpoint)
             self._references.clear()
             in_turn = sorted(self._runs, key=lambda run: run.regime, reverse=True)  # ways alternate, not regimes
-            for _, run in schedule(in_turn, self.effort.rounds):
+            for run in schedule(in_turn, self.effort.rounds):
                 self._time(run)
             self._report(checkpoint)
             if self.effort.inspect:
                 for run in self._runs:
                     self._inspect(run)
                 self._report(checkpoint)
-        return self.measurements()
+        return self._measurements()
 
-    def measurements(self) -> list[Measurement]:
+    def _measurements(self) -> list[Measurement]:
         """One measurement for each way and regime, in the order of the ways."""
         return [self._measurement(run) for run in self._runs]
 
     def _report(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is not None:
-            checkpoint(self.measurements())
+            checkpoint(self._measurements())
 
     @contextlib.contextmanager
     def _turn(self, run: _Run, what: str) -> Iterator[bool]:
@@ -172,11 +153,11 @@ class Comparison:
         runs = [run for run in self._runs if run.way is way]
         first = functions_so_far()
         for number, run in enumerate(runs):
-            if number and runs[0].compile_s is None:
+            if number and "compile_s" not in runs[0].figures:
                 run.error = runs[0].error
             with self._turn(run, "compiling" if number == 0 else "warming up") as going:
                 if going:
-                    self._warm_up(run, None if number == 0 else runs[0].compile_s)
+                    self._warm_up(run, runs[0].figures.get("compile_s"))
                     self._check(run)
             if run.error is not None:
                 gc.collect()
@@ -189,7 +170,7 @@ class Comparison:
         step, feed, managers = self._step(run.way), self._feed(run), lambda: run.way.managers
         if compile_s is None:
             compile_s, _ = timed_call(step, next(feed), self._wait)
-        run.compile_s = compile_s
+        run.figures["compile_s"] = compile_s
         durations: list[float] = []
         recordings: list[int] = []
         fewest, most = self.effort.warm_calls
@@ -198,7 +179,7 @@ class Comparison:
             durations.append(timed_call(step, next(feed), self._wait)[0])
             recordings.append(len(graphs.recordings(managers())))
         run.steady_s = statistics.median(durations[-_STEADY_WINDOW:])
-        run.record_s = max(0.0, sum(durations) - run.steady_s * len(durations))
+        run.figures["record_s"] = max(0.0, sum(durations) - run.steady_s * len(durations))
 
     def _settle(self, run: _Run) -> None:
         with self._turn(run, "settling") as going:
@@ -227,23 +208,22 @@ class Comparison:
             found = difference(outputs, self._references[name])
             if found.problem is not None:
                 run.error = f"outputs differ from those of {name}: {found.problem}"
-            elif name == "eager":
-                run.max_diff = found.largest
             else:
-                run.max_diff_upstream = found.largest
+                run.figures["max_diff" if name == "eager" else "max_diff_upstream"] = found.largest
 
     def _time(self, run: _Run) -> None:
         with self._turn(run, "timing") as going:
             if not going:
                 return
-            calls = run.calls = self.effort.block_calls(run.steady_s)
+            calls = run.figures["calls"] = self.effort.block_calls(run.steady_s)
             block = time_block(self._step(run.way), self._feed(run), calls, self.effort.settle_calls, self._wait)
-            run.note(
-                latency_ms=statistics.median(block.latency_s) * 1e3,
-                latency_p90_ms=_p90(block.latency_s) * 1e3,
-                throughput_ms=block.throughput_s * 1e3,
-                host_us=statistics.median(block.host_s) * 1e6,
-            )
+            for name, value in (
+                ("latency_ms", statistics.median(block.latency_s) * 1e3),
+                ("latency_p90_ms", _p90(block.latency_s) * 1e3),
+                ("throughput_ms", block.throughput_s * 1e3),
+                ("host_us", statistics.median(block.host_s) * 1e6),
+            ):
+                run.samples.setdefault(name, []).append(value)
 
     def _inspect(self, run: _Run) -> None:
         with self._turn(run, "inspecting") as going:
@@ -256,14 +236,25 @@ class Comparison:
             with graphs.watch_replays(managers) as replays:
                 step(next(feed))
                 self._wait()
-            run.copied_bytes = sum(graphs.copied_nbytes(node) * count for node, count in replays.items())
-            run.copied_bytes += graphs.copied_for_one_call(managers) - before
-            run.recordings = len(graphs.recordings(managers))
-            run.pool_bytes = graphs.pool_nbytes(managers)
-            run.peak_bytes = self._peak_nbytes(run)
+            copied_bytes = sum(graphs.copied_nbytes(node) * count for node, count in replays.items())
+            run.figures |= {
+                "copied_bytes": copied_bytes + graphs.copied_for_one_call(managers) - before,
+                "recordings": len(graphs.recordings(managers)),
+                "pool_bytes": graphs.pool_nbytes(managers),
+                "peak_bytes": self._peak_nbytes(run),
+            }
             with graphs.watch_replays(managers) as replays:
-                run.work = profile_call(lambda: step(next(feed)), self._wait)
-            run.launches = graphs.launched(replays)
+                work = profile_call(lambda: step(next(feed)), self._wait)
+            if work is not None:
+                launches = graphs.launched(replays)
+                run.figures |= {
+                    "gpu_ms": work.graph_ms,
+                    "gpu_total_ms": work.total_ms,
+                    "kernels_graphed": work.kernels_graphed,
+                    "kernels_total": work.kernels_total,
+                    "timeline": work.timeline,
+                    "launches": tuple(launches) if work.graph_launches == len(launches) else (),
+                }
 
     def _peak_nbytes(self, run: _Run) -> int:
         """Resident tensors, the reserved graph pools, and the peak of one call's allocations outside of them."""
@@ -282,35 +273,19 @@ class Comparison:
         return self.program.resident_nbytes + graphs.pool_nbytes(managers) + temporaries
 
     def _measurement(self, run: _Run) -> Measurement:
-        program, work = self.program, run.work
+        program = self.program
+        medians: dict[str, Any] = {name: statistics.median(values) for name, values in run.samples.items()}
         measurement = Measurement(
             workload=program.name,
             mode=program.mode,
             batch=program.batch,
             way=run.way.name,
             regime=run.regime,
-            latency_ms=run.figure("latency_ms"),
-            latency_p90_ms=run.figure("latency_p90_ms"),
-            throughput_ms=run.figure("throughput_ms"),
-            host_us=run.figure("host_us"),
-            gpu_ms=work.graph_ms if work is not None else None,
-            copied_bytes=run.copied_bytes,
-            kernels_graphed=work.kernels_graphed if work is not None else None,
-            kernels_total=work.kernels_total if work is not None else None,
-            recordings=run.recordings,
-            compile_s=run.compile_s,
-            record_s=run.record_s,
-            peak_bytes=run.peak_bytes,
-            max_diff=run.max_diff,
-            max_diff_upstream=run.max_diff_upstream,
-            pool_bytes=run.pool_bytes,
-            gpu_total_ms=work.total_ms if work is not None else None,
             ring=1 if run.regime == "same" else len(self.ring),
-            calls=run.calls,
             routes=routes_of(run.functions),
             samples={name: tuple(values) for name, values in run.samples.items()},
-            timeline=work.timeline if work is not None else (),
-            launches=tuple(run.launches) if work is not None and work.graph_launches == len(run.launches) else (),
+            **medians,
+            **run.figures,
         )
         return measurement if run.error is None else measurement.failed(run.error)
 

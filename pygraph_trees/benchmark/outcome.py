@@ -1,16 +1,16 @@
-"""The outcome of a comparison: measurements, verdicts, and the report; prints as text, and writes JSON and a page."""
+"""The outcome of a comparison: measurements, verdicts, and the report, as text, JSON with these keys, or a page."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pygraph_trees.errors import PygraphError
-from pygraph_trees.report.markup import preformatted
+from pygraph_trees.report.page import page
+from pygraph_trees.report.shown import Shown
 
+from .page import sections
 from .results import PLAIN_NAMES, REGIMES, Measurement
 from .table import speedup, text_table
 
@@ -23,7 +23,7 @@ class NeedsGpu(PygraphError):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Shown):
     """What a comparison found."""
 
     measurements: tuple[Measurement, ...]
@@ -34,26 +34,21 @@ class Outcome:
         """Whether a way raised, or its outputs differ from eager's."""
         return any(m.error for m in self.measurements)
 
-    def to_json(self) -> str:
-        """A JSON object with the keys ``measurements`` and ``report``."""
-        content = {"measurements": [asdict(m) for m in self.measurements], "report": json.loads(self.report.to_json())}
-        return json.dumps(content, indent=1)
+    def to_text(self) -> str:
+        """Tables, the verdicts, how far outputs are apart, and the report."""
+        return "\n\n".join([text_table(self.measurements), "\n".join(self._lines()), str(self.report)])
 
-    def to_html(self, path: str | Path) -> None:
-        """Writes a self-contained page for a browser."""
-        from .page import write_page
+    def _page(self) -> str:
+        return page(
+            self.report,
+            sections(self.measurements),
+            name=self.measurements[0].workload if self.measurements else "comparison",
+            verdict=self._lines(),
+            more={"measurements": [asdict(m) for m in self.measurements]},
+        )
 
-        write_page(Path(path), self.measurements, self.report, self.lines())
-
-    def lines(self) -> list[str]:
-        """The verdicts, and how far outputs are apart."""
+    def _lines(self) -> list[str]:
         return [*verdicts(self.measurements), agreement(self.measurements)]
-
-    def __str__(self) -> str:
-        return "\n\n".join([text_table(self.measurements), "\n".join(self.lines()), str(self.report)])
-
-    def _repr_html_(self) -> str:
-        return preformatted(self)
 
 
 def verdicts(measurements: Sequence[Measurement]) -> list[str]:

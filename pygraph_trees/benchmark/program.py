@@ -40,12 +40,9 @@ def tensors_of(outputs: Any) -> list[tuple[str, torch.Tensor]]:
         if isinstance(leaf, torch.Tensor):
             found.append((name, leaf))
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, torch.nn.Module)) and not callable(leaf):
-            found += [(f"{name}.{inner}", value) for inner, value in _attributes(leaf)]
+            inside = [(inner, value) for inner, value in vars(leaf).items() if isinstance(value, torch.Tensor)]
+            found += [(f"{name}.{inner}", value) for inner, value in sorted(inside, key=lambda each: each[0])]
     return found
-
-
-def _attributes(leaf: Any) -> list[tuple[str, torch.Tensor]]:
-    return [(name, value) for name, value in sorted(vars(leaf).items()) if isinstance(value, torch.Tensor)]
 
 
 def default_loss(outputs: Any) -> torch.Tensor:
@@ -97,7 +94,7 @@ class Program:
 
         The CPU if there is none.
         """
-        for tensor in [*_tensors((self.args, dict(self.kwargs))), *self._state(), *_closed_over(self.fn)]:
+        for tensor in (*self._tensors(), *_closed_over(self.fn)):
             if tensor.device.type == "cuda":
                 return tensor.device
         return torch.device("cpu")
@@ -106,14 +103,14 @@ class Program:
     def resident_nbytes(self) -> int:
         """Bytes of parameters, buffers and inputs on the device; shared storage counts once."""
         device = self.device
-        tensors = [*_tensors((self.args, dict(self.kwargs))), *self._state()]
-        inner = itertools.chain.from_iterable(map(tensors_with_memory, tensors))
+        inner = itertools.chain.from_iterable(map(tensors_with_memory, self._tensors()))
         storages = [t.untyped_storage() for t in inner if t.device == device]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
-    def _state(self) -> list[torch.Tensor]:
-        modules = [*self.fn.parameters(), *self.fn.buffers()] if isinstance(self.fn, torch.nn.Module) else []
-        return [*modules, *self._leaves]
+    def _tensors(self) -> list[torch.Tensor]:
+        """Inputs, parameters and buffers."""
+        state = [*self.fn.parameters(), *self.fn.buffers()] if isinstance(self.fn, torch.nn.Module) else []
+        return [*_tensors((self.args, dict(self.kwargs))), *state, *self._leaves]
 
     def step(self, compiled_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One call: the outputs, or ``(loss, gradients)`` in training."""

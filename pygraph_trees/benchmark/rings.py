@@ -45,24 +45,19 @@ class Ring:
     """
 
     def __init__(self, program: Program, sets: int = DEFAULT_SETS, budget_nbytes: int | None = None) -> None:
-        live = program.live
-        args = tuple((live is None or i in live, value) for i, value in enumerate(program.args))
-        kwargs = {name: (live is None or name in live, value) for name, value in program.kwargs.items()}
-        own = InputSet(program.args, dict(program.kwargs), _live_storages(args, kwargs))
+        arguments: dict[Any, Any] = {**dict(enumerate(program.args)), **program.kwargs}
+        live = {name: value for name, value in arguments.items() if program.live is None or name in program.live}
+        storages = [leaf.untyped_storage() for leaf in pytree.tree_leaves(live) if _is_cloned(leaf)]
+        own = InputSet(program.args, dict(program.kwargs), tuple({s._cdata: s for s in storages}.values()))
         budget = _budget(program.device) if budget_nbytes is None else budget_nbytes
         affordable = budget // own.nbytes if own.nbytes else sets
         self._pristine = tuple(_clone(storage) for storage in own.storages)
         extra = max(1, min(sets - 1, affordable - 1))  # the untouched copy has a cost too
-        self.sets = [own, *(_clone_set(args, kwargs, own) for _ in range(extra))]
+        self.sets = [own, *(_clone_set(own, live) for _ in range(extra))]
         self._position = itertools.cycle(range(len(self.sets)))
 
     def __len__(self) -> int:
         return len(self.sets)
-
-    @property
-    def cloned_nbytes(self) -> int:
-        """Bytes of the clones and the untouched copy."""
-        return self.sets[0].nbytes * len(self.sets)
 
     def same(self) -> Iterator[InputSet]:
         """The program's own inputs, repeatedly."""
@@ -90,17 +85,8 @@ def _budget(device: torch.device) -> int:
     return int(free * SHARE_OF_FREE_MEMORY)
 
 
-def _live_storages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.UntypedStorage, ...]:
-    found: dict[int, torch.UntypedStorage] = {}
-    for live, value in (*args, *kwargs.values()):
-        for leaf in pytree.tree_leaves(value) if live else ():
-            if _is_cloned(leaf):
-                storage = leaf.untyped_storage()
-                found.setdefault(storage._cdata, storage)
-    return tuple(found.values())
-
-
-def _clone_set(args: tuple[Any, ...], kwargs: dict[str, Any], own: InputSet) -> InputSet:
+def _clone_set(own: InputSet, live: Mapping[int | str, Any]) -> InputSet:
+    """A set with clones of the ``live`` arguments, by position and name."""
     storages = {storage._cdata: _clone(storage) for storage in own.storages}
 
     def rebuild(leaf: Any) -> Any:
@@ -114,12 +100,10 @@ def _clone_set(args: tuple[Any, ...], kwargs: dict[str, Any], own: InputSet) -> 
             clone = torch._neg_view(clone) if leaf.is_neg() else clone
         return clone.requires_grad_(leaf.requires_grad)
 
-    def rotate(live: bool, value: Any) -> Any:
-        return pytree.tree_map(rebuild, value) if live else value
-
+    cloned = {name: pytree.tree_map(rebuild, value) for name, value in live.items()}
     return InputSet(
-        tuple(rotate(*argument) for argument in args),
-        {name: rotate(*argument) for name, argument in kwargs.items()},
+        tuple(cloned.get(position, value) for position, value in enumerate(own.args)),
+        {name: cloned.get(name, value) for name, value in own.kwargs.items()},
         tuple(storages.values()),
     )
 

@@ -37,7 +37,8 @@ def call_until_chosen(call: Callable[[], Any], first: int, share: float = 1.0) -
         if number % REPLAYS and spent_s < _MOST_S:
             continue
         is_long_enough = number >= calls or spent_s >= _MOST_S
-        if is_long_enough and (spent_s >= _AWAITED_S or not _is_table_awaited(first)):
+        is_table_awaited = any(function.awaits_table for function in journal.records()[1][first:])
+        if is_long_enough and (spent_s >= _AWAITED_S or not is_table_awaited):
             return
 
 
@@ -50,8 +51,3 @@ def routes_of(functions: slice) -> list[str]:
     """The choices made for functions in the report: ``model 0/0, inference: table: ...``."""
     _, known = journal.records()
     return [f"{title(found)}, {found.mode}: {found.route}" for found in known[functions] if found.route is not None]
-
-
-def _is_table_awaited(first: int) -> bool:
-    _, functions = journal.records()
-    return any(function.awaits_table for function in functions[first:])

@@ -59,12 +59,8 @@ class Block:
 def synchroniser(device: torch.device) -> Callable[[], None]:
     """Waits for all work on ``device``; does nothing for the CPU."""
     if device.type != "cuda":
-        return _nothing
+        return lambda: None
     return lambda: torch.cuda.synchronize(device)
-
-
-def _nothing() -> None:
-    pass
 
 
 @contextlib.contextmanager
@@ -110,13 +106,13 @@ def time_block(
     return Block(tuple(latency for latency, _ in timed), tuple(host for _, host in timed), throughput_s)
 
 
-def schedule(items: Sequence[T], rounds: int) -> list[tuple[int, T]]:
+def schedule(items: Sequence[T], rounds: int) -> list[T]:
     """Each item once a round; rounds start at different items, and every second one runs backwards."""
-    order: list[tuple[int, T]] = []
+    order: list[T] = []
     for number in range(rounds):
         turn = list(reversed(items)) if number % 2 else list(items)
         start = number % len(items) if items else 0
-        order += [(number, item) for item in (*turn[start:], *turn[:start])]
+        order += [*turn[start:], *turn[:start]]
     return order
 
 

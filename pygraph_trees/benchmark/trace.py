@@ -38,6 +38,10 @@ class Span(NamedTuple):
     us: float
     launches: tuple[int, int] | None = None  # first and last graph launch that it belongs to, from 0, if known
 
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.us
+
 
 @dataclass(frozen=True, slots=True)
 class GpuWork:
@@ -97,7 +101,7 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
     Work of different graph launches stays separate, unless that gives too many spans.
     """
     spans = sorted(spans, key=lambda span: span.start_us)
-    gaps = sorted(b.start_us - a.start_us - a.us for a, b in itertools.pairwise(spans))
+    gaps = sorted(b.start_us - a.end_us for a, b in itertools.pairwise(spans))
     most = max(1.0, gaps[-_MOST_SPANS] if len(gaps) >= _MOST_SPANS else 0.0)
     apart = _joined_within(spans, most, across_launches=False)
     return apart if len(apart) <= _MOST_SPANS else _joined_within(spans, most, across_launches=True)
@@ -111,9 +115,9 @@ def _joined_within(spans: Sequence[Span], most_us: float, *, across_launches: bo
             before
             and before.graphed == span.graphed
             and (across_launches or before.launches == span.launches)
-            and span.start_us - before.start_us - before.us <= most_us
+            and span.start_us - before.end_us <= most_us
         ):
-            end = max(before.start_us + before.us, span.start_us + span.us)
+            end = max(before.end_us, span.end_us)
             joined[-1] = before._replace(us=end - before.start_us, launches=_spanned(before.launches, span.launches))
         else:
             joined.append(span)

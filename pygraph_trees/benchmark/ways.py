@@ -87,11 +87,16 @@ class Way:
             yield
 
 
-def make_ways(program: Program, names: Sequence[str] = WAYS) -> list[Way]:
-    """The named ways of running ``program``, in the given order; compiles nothing yet."""
+def check(names: Sequence[str]) -> None:
+    """Raises :class:`UnknownWayError` unless there are ways of all these names."""
     for name in names:
         if name not in (*WAYS, *MORE_WAYS):
             raise UnknownWayError(allowed=", ".join((*WAYS, *MORE_WAYS)), got=name)
+
+
+def make_ways(program: Program, names: Sequence[str] = WAYS) -> list[Way]:
+    """The named ways of running ``program``, in the given order; compiles nothing yet."""
+    check(names)
     return [_make(program, name) for name in names]
 
 

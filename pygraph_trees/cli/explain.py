@@ -28,7 +28,7 @@ from pygraph_trees.report.summary import breaks_in
 from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
 
-from .explanation import ExplainedGraph, ExplainedPartition, Explanation, Input
+from .explanation import ExplainedGraph, ExplainedPartition, Explanation, Input, split_of
 
 if TYPE_CHECKING:
     from pygraph_trees.benchmark.program import Program
@@ -65,7 +65,7 @@ def explain(program: Program, arch: str = "sm_90", progress: Progress | None = N
             hint = _WHAT_TO_DO.get(status.state, "")
             raise PatchesOffError(feature=status.feature, state=status.state, hint=hint)
     tell = progress or (lambda done, total, text: None)
-    before: Sequence[LoweredGraph] | None = None
+    unplaced: tuple[int, int] | None = None
     breaks: Counter[str] = Counter()
     with absent_gpu(arch), program.context(), _quiet():
         tell(0, 2, f"lowering {program.name} for {arch}")
@@ -75,22 +75,17 @@ def explain(program: Program, arch: str = "sm_90", progress: Progress | None = N
             tell(1, 2, f"lowering {program.name} without placement")
             with torch._inductor.config.patch({"triton.pygraph_placement": "off"}):
                 before, incomplete = _lowered(program, arch, Counter())
-                before = None if incomplete else before  # no figure to compare with
+                unplaced = None if incomplete else split_of(map(_explained, before))
         tell(2, 2, "done")
-    found = Explanation(
+    return Explanation(
         program=program.name,
         architecture=arch,
         torch=str(torch.__version__),
         graphs=tuple(map(_explained, graphs)),
         breaks=tuple(breaks_in(breaks)),
         settings=asdict(Settings.current()),
-        unplaced=None,
+        unplaced=unplaced,
         stop=stop,
-    )
-    return (
-        found
-        if before is None
-        else replace(found, unplaced=replace(found, graphs=tuple(map(_explained, before))).split)
     )
 
 

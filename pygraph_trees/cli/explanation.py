@@ -1,21 +1,20 @@
 """The result of ``explain``: records of lowered graphs, as text, JSON or an HTML page.
 
-The text fits 100 columns. :meth:`Explanation.to_json` has the records with their names as keys.
+The text fits 100 columns.
 """
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pygraph_trees.report.markup import Section, preformatted, render
 from pygraph_trees.report.page import document
 from pygraph_trees.report.records import GraphBreak, Partition, PartitionInput, Placed
+from pygraph_trees.report.shown import Shown
 from pygraph_trees.report.text import break_line, cause_line, counted, nbytes, placed_lines, table
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class ExplainedGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Shown):
     """How a program would run on a GPU; prints as text."""
 
     program: str
@@ -82,16 +81,6 @@ class Explanation:
     settings: Mapping[str, str]  # the flags
     unplaced: tuple[int, int] | None  # without placement: the partitions, and how many are outside of CUDA graphs
     stop: str | None  # why the rest of the program is not known
-
-    @property
-    def split(self) -> tuple[int, int]:
-        """The number of partitions, and how many are outside of CUDA graphs."""
-        parts = [p for graph in self.graphs if graph.not_graphed is None for p in graph.partitions]
-        return len(parts), sum(not p.partition.graphed for p in parts)
-
-    def to_json(self) -> str:
-        """All records as a JSON object."""
-        return json.dumps(asdict(self), indent=1)
 
     def to_text(self) -> str:
         """Tables and lines of at most 104 columns."""
@@ -106,8 +95,7 @@ class Explanation:
             parts.append(textwrap.fill(f"The rest is unknown: {self.stop}", WIDTH))
         return "\n\n".join([*parts, _features(self), _LEGEND])
 
-    def to_html(self, path: str | Path | None = None) -> str:
-        """A self-contained page for a browser, also written to ``path`` if given."""
+    def _page(self) -> str:
         sections = [] if self.stop is None else [Section("rest", "Unknown", render("problems", problems=[self.stop]))]
         if self.breaks:
             sections.append(Section("breaks", "Graph breaks", render("breaks", breaks=self.breaks)))
@@ -115,16 +103,13 @@ class Explanation:
         for number, graph in enumerate(self.graphs):
             sections.append(Section(f"graph{number}", f"{graph.name}, {graph.mode}", _html(graph)))
         lines = [f"explained for {self.architecture}, torch {self.torch}: {counted(len(self.graphs), 'graph')}"]
-        text = document(self.program, lines, "", sections, asdict(self))
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return document(self.program, lines, "", sections, asdict(self))
 
-    def _repr_html_(self) -> str:
-        return preformatted(self.to_text())
 
-    def __str__(self) -> str:
-        return self.to_text()
+def split_of(graphs: Iterable[ExplainedGraph]) -> tuple[int, int]:
+    """The number of partitions, and how many are outside of CUDA graphs."""
+    parts = [p for graph in graphs if graph.not_graphed is None for p in graph.partitions]
+    return len(parts), sum(not p.partition.graphed for p in parts)
 
 
 def _graph(graph: ExplainedGraph) -> str:
@@ -200,7 +185,7 @@ def _kernels(counts: Counter[str]) -> str:
 
 
 def _placement(found: Explanation) -> Iterator[str]:
-    parts, outside = found.split
+    parts, outside = split_of(found.graphs)
     now = f"{counted(parts, 'partition')}, {outside or 'none'} outside of CUDA graphs" if parts else "no partitions"
     if found.unplaced is None or found.unplaced == (parts, outside):
         yield now

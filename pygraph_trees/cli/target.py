@@ -29,7 +29,7 @@ from pygraph_trees.report.naming import FRAME
 
 from .explain import OnCpuError
 
-DEFAULT = "pygraph_trees.cli.default_target:bert_reads_text"
+DEFAULT = "pygraph_trees.cli.default_target:bert"
 _WORKLOADS = Path(__file__).resolve().parents[2] / "tools" / "bench" / "workloads" / "__init__.py"
 _RETURNED = "(model, args), (model, args, kwargs) or (model, args, kwargs, loss)"
 _ADD_DEVICE = "add a parameter `device` to the function, and build for it"

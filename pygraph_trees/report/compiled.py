@@ -1,7 +1,7 @@
 """Follows a graph through Inductor, from its scheduling to the installation of its artifact.
 
-:func:`partitioned` describes the partitions when the scheduler decides on them. :func:`attach` stores them on the
-artifact as plain data, which a cache preserves. :func:`put_to_use` makes a :class:`~.log.GraphLog` of them, which
+:func:`describing_partitions` notes the partitions when the scheduler decides on them. :func:`attach` stores them on
+the artifact as plain data, which a cache preserves. :func:`put_to_use` makes a :class:`~.log.GraphLog` of them, which
 ``cudagraphify`` finds while the artifact is installed. If a graph cannot be described, the failure is logged,
 compilation continues, and the report shows the graph without partitions.
 """
@@ -22,8 +22,6 @@ from .naming import compile_id, mode_name, program_name
 from .records import PLACED, WHY_NOT_PLACED, Placed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from .records import Partition
@@ -35,12 +33,15 @@ _REBINDING = ("aten.set_.", "aten.resize_.", "aten.shallow_copy_data_", "inducto
 
 
 def describing_partitions(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """``Scheduler.graph_partition``, and :func:`partitioned` of its result."""
+    """``Scheduler.graph_partition``, which also stores a description of the partitions on the scheduler."""
 
     @functools.wraps(upstream)
     def graph_partition(self: Any) -> Any:
         parts, signatures = upstream(self)
-        partitioned(self, parts, signatures)
+        try:
+            setattr(self, _ATTRIBUTE, partitions.describe(self, parts, signatures))
+        except Exception:
+            _log.warning("partitions could not be described", exc_info=True)
         return parts, signatures
 
     return graph_partition
@@ -57,16 +58,8 @@ def describing(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-def partitioned(scheduler: Any, parts: Sequence[Any], signatures: Sequence[Any]) -> None:
-    """Describes the partitions of a scheduled graph and stores them on the scheduler."""
-    try:
-        setattr(scheduler, _ATTRIBUTE, partitions.describe(scheduler, parts, signatures))
-    except Exception:
-        _log.warning("partitions could not be described", exc_info=True)
-
-
 def partitions_of(scheduler: Any) -> tuple[Partition, ...]:
-    """The partitions that :func:`partitioned` stored on a scheduler; without any, the whole graph as one."""
+    """The partitions that :func:`describing_partitions` stored on a scheduler; without any, the whole graph as one."""
     found: tuple[Partition, ...] | None = getattr(scheduler, _ATTRIBUTE, None)
     return partitions.whole(scheduler) if found is None else found
 

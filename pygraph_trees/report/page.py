@@ -29,14 +29,13 @@ from .records import (
     PartitionInput,
     Snapshot,
 )
-from .text import called, counted, environment_lines, nbytes, problems
+from .text import counted, environment_lines, nbytes, problems
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
 _MOST_ROWS = 400  # of one table of inputs
 _FEW_ROWS = 24  # a longer table of inputs is closed: hundreds of parameters are no news
-_MOST_STEPS = 8  # paths through the trees
 _CSS = Path(__file__).with_name("page.css")
 _GIVEN = {"patch": "by address", "table": "by table", "copy": "copied", "stage": "staged"}
 
@@ -50,14 +49,6 @@ class Part:
     kind: str  # "in" or "out" of a CUDA graph
     anchor: str
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class StepPath:
-    """A path through the trees, and the number of steps that took it."""
-
-    parts: tuple[Part, ...]
-    steps: int
 
 
 def page(
@@ -81,7 +72,6 @@ def page(
         *first,
         Section("functions", "Functions", _functions(report.functions)),
         Section("tree", "Tree of recordings", recorded_tree(report.functions)),
-        Section("step", "Steps, as they were recorded", _steps(report.functions)),
         Section("graphs", "Compiled graphs", _graphs(report.graphs)),
     ]
     before = render("summary", verdict=verdict, facts=_facts(report))
@@ -182,36 +172,6 @@ def _input_rows(inputs: Sequence[InputRecord]) -> list[list[str]]:
         ]
         for i in sorted(inputs, key=lambda i: (-i.copied_bytes, i.kind != "live", i.index))
     ]
-
-
-def _steps(functions: Sequence[FunctionRecord]) -> Markup:
-    """The most replayed paths through the trees; the width of each recording shows its kernels."""
-    nodes = {
-        r.number: (f, r, recording_anchor(index, position))
-        for index, f in enumerate(functions)
-        for position, r in enumerate(f.recordings)
-    }
-    # Replays of a recording after which none of its children was replayed.
-    ended = Counter({number: r.replays for number, (_, r, _) in nodes.items()})
-    for _, r, _ in nodes.values():
-        if r.parent in nodes:
-            ended[r.parent] -= r.replays
-    ends = [number for number, steps in ended.most_common() if steps > 0]
-    paths = []
-    for end in ends[:_MOST_STEPS]:
-        path: list[int] = []
-        number: int | None = end
-        while number in nodes and number not in path:
-            path.append(number)
-            number = nodes[number][1].parent
-        parts = []
-        for number in reversed(path):
-            f, r, anchor = nodes[number]
-            what = f"recording {number}: {called(f)}, {'?' if r.kernels is None else r.kernels} kernels"
-            parts.append(Part(r.kernels or 0, str(number), "in", anchor, what))
-        paths.append(StepPath(tuple(parts), ended[end]))
-    ambiguous = len(nodes) < sum(len(f.recordings) for f in functions)
-    return render("steps", ambiguous=ambiguous, paths=paths, left=len(ends) - _MOST_STEPS)
 
 
 def _graphs(graphs: Sequence[GraphRecord]) -> Markup:

@@ -1,18 +1,16 @@
 """The report on every compiled graph and function, as records, text, HTML and JSON.
 
 :func:`report` takes a snapshot of the process's logs. Printed, it gives tables that fit a terminal of 80 columns or
-more. :meth:`Report.to_json` gives the records, with the names of ``records`` as keys.
+more. Its JSON has the keys ``environment``, ``graphs``, ``functions`` and ``breaks``.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from pygraph_trees.version import __version__, triton_version
 
@@ -22,31 +20,23 @@ from .markup import preformatted
 from .naming import source_line
 from .page import page
 from .records import Environment, FeatureState, GraphBreak, Snapshot
+from .shown import Shown
 from .text import render
 
 _NOTEBOOK = 120  # columns
 
 
 @dataclass(frozen=True, slots=True)
-class Report(Snapshot):
+class Report(Snapshot, Shown):
     """What happened so far, as records that can be printed, saved and shown in a browser."""
-
-    def to_json(self) -> str:
-        """All records as a JSON object with the keys ``environment``, ``graphs``, ``functions`` and ``breaks``."""
-        return json.dumps(asdict(self), indent=1)
 
     def to_text(self, width: int | None = None) -> str:
         """Tables of at most ``width`` columns, but at least 80; by default the terminal's width."""
         columns = width or shutil.get_terminal_size((100, 24)).columns
         return render(self.environment, self.graphs, self.functions, max(80, columns), self.breaks)
 
-    def to_html(self, path: str | Path | None = None) -> str:
-        """The report as a self-contained page for a browser, also written to ``path`` if given."""
-        text = page(self)
-        if path is not None:
-            # Arguments of the command line that are not UTF-8 contain surrogates.
-            Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
-        return text
+    def _page(self) -> str:
+        return page(self)
 
     def diff(self, earlier: Snapshot) -> str:
         """What changed since an earlier report, a line for each function; empty if nothing did."""
@@ -55,14 +45,18 @@ class Report(Snapshot):
     def _repr_html_(self) -> str:
         return preformatted(self.to_text(_NOTEBOOK))
 
-    def __str__(self) -> str:
-        return self.to_text()
 
+def report(features: tuple[FeatureState, ...], native: str) -> Report:
+    """The report on every graph and function that this process has compiled for CUDA graphs so far.
 
-def report() -> Report:
-    """The report on every graph and function that this process has compiled for CUDA graphs so far."""
+    Args:
+        features: their state.
+        native: whether the native parts are used, and if not, why.
+    """
     graphs, functions = journal.records()
-    return Report(_environment(), graphs, functions, tuple(breaks_in(_counted_breaks() - _breaks_before)))
+    return Report(
+        _environment(features, native), graphs, functions, tuple(breaks_in(_counted_breaks() - _breaks_before))
+    )
 
 
 def clear() -> None:
@@ -93,20 +87,8 @@ def breaks_in(counted: Mapping[str, int]) -> Iterator[GraphBreak]:
         yield GraphBreak(lines[0] if why is None else f"{lines[0]}: {why}", source_line(trace), count)
 
 
-def _environment() -> Environment:
+def _environment(features: tuple[FeatureState, ...], native: str) -> Environment:
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return Environment(
-        __version__, torch.__version__, triton_version(), gpu, tuple(_features()), _native() or "unknown"
-    )
-
-
-_features: Callable[[], Iterable[FeatureState]] = tuple
-_native: Callable[[], str] = str
-
-
-def tell_state(features: Callable[[], Iterable[FeatureState]], native: Callable[[], str]) -> None:
-    """Sets the functions that reports call for the state of the features and of the native parts."""
-    global _features, _native
-    _features, _native = features, native
+    return Environment(__version__, torch.__version__, triton_version(), gpu, features, native)

@@ -83,7 +83,7 @@ def render(
         parts.append('Nothing was compiled for CUDA graphs yet. Use torch.compile(model, mode="reduce-overhead").')
     if functions:
         parts.append(_functions(functions, width))
-    parts.extend(_lines(list(_function_notes(functions)), width))
+    parts.extend(_lines([f"{_place(f)}: {note}" for f in functions for note in function_notes(f)], width))
     parts.extend(_lines(list(_graph_notes(graphs)), width))
     broken = [f"graph break, {break_line(b)}" for b in breaks]
     parts.extend(_lines(broken, width))
@@ -162,9 +162,7 @@ def problems(report: Snapshot) -> list[str]:
     """Graph breaks, un-graphed functions, copied inputs, and operations outside of CUDA graphs, a line each."""
     found = [f"graph break, {break_line(b)}" for b in report.breaks]
     for f in report.functions:
-        if f.ungraphed_calls:
-            found.append(_ungraphed(f))
-        found += _copies(f)
+        found += [f"{_place(f)}: {note}" for note in (*_ungraphed(f), *_copies(f))]
     for g in report.graphs:
         if g.dropped:
             found.append(_dropped(g))
@@ -172,31 +170,31 @@ def problems(report: Snapshot) -> list[str]:
     return found
 
 
-def _ungraphed(function: FunctionRecord) -> str:
-    return f"{_place(function)}: {function.ungraphed_calls} calls un-graphed: {function.why_ungraphed}"
+def _ungraphed(function: FunctionRecord) -> Iterator[str]:
+    if function.ungraphed_calls:
+        yield f"{function.ungraphed_calls} calls un-graphed: {function.why_ungraphed}"
 
 
 def _dropped(graph: GraphRecord) -> str:
-    outside = kernels(graph.kernels_outside)
+    outside = counted(graph.kernels_outside, "GPU kernel")
     return f"{title(graph)}, {graph.mode}: not graphed, {outside}: {' '.join(str(graph.dropped).split())}"
 
 
-def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
-    for f in functions:
-        reasons = Counter(r.reason for r in f.recordings[1:])
-        for reason, times in reasons.most_common(_MOST_REASONS):
-            yield f"{_place(f)}: recorded again{f' {times} times' if times > 1 else ''}: {reason}"
-        if len(reasons) > _MOST_REASONS:
-            yield f"{_place(f)}: recorded again for {len(reasons) - _MOST_REASONS} other reasons"
-        yield from _copies(f)
-        if f.decision:
-            yield f"{_place(f)}: {f.decision}"
-        if f.route:
-            yield f"{_place(f)}: inputs are passed {f.route}"
-        yield from _outlived(f)
-        yield from _slow(f)
-        if f.ungraphed_calls:
-            yield _ungraphed(f)
+def function_notes(function: FunctionRecord) -> Iterator[str]:
+    """What happened to a function besides its figures, a line each, without its name."""
+    reasons = Counter(r.reason for r in function.recordings[1:])
+    for reason, times in reasons.most_common(_MOST_REASONS):
+        yield f"recorded again{f' {times} times' if times > 1 else ''}: {reason}"
+    if len(reasons) > _MOST_REASONS:
+        yield f"recorded again for {len(reasons) - _MOST_REASONS} other reasons"
+    yield from _copies(function)
+    if function.decision:
+        yield function.decision
+    if function.route:
+        yield f"inputs are passed {function.route}"
+    yield from _outlived(function)
+    yield from _slow(function)
+    yield from _ungraphed(function)
 
 
 def _slow(function: FunctionRecord) -> Iterator[str]:
@@ -205,7 +203,7 @@ def _slow(function: FunctionRecord) -> Iterator[str]:
     if count > _USUAL_SLOW_CALLS and function.recordings:
         whys = sorted(function.slow_calls.items(), key=lambda found: -found[1])
         reasons = ", ".join(f"{calls} because {why}" for why, calls in whys)
-        yield f"{_place(function)}: {count} calls took the slow path: {reasons}"
+        yield f"{count} calls took the slow path: {reasons}"
 
 
 def _outlived(function: FunctionRecord) -> Iterator[str]:
@@ -217,16 +215,14 @@ def _outlived(function: FunctionRecord) -> Iterator[str]:
     for output in moved[:_MOST_OUTPUTS]:
         since = ", in memory of its own since" if output.number in own else ""
         times = counted(output.times, "time")
-        yield (
-            f"{_place(function)}: output {output.number} outlived its step: moved out of the graph pool {times}, "
-            f"{nbytes(output.nbytes)}{since}"
-        )
+        size = nbytes(output.nbytes)
+        yield f"output {output.number} outlived its step: moved out of the graph pool {times}, {size}{since}"
     if len(moved) > _MOST_OUTPUTS:
         others = moved[_MOST_OUTPUTS:]
         total = nbytes(sum(output.nbytes for output in others))
-        yield f"{_place(function)}: {counted(len(others), 'other output')} outlived steps: moved, {total}"
+        yield f"{counted(len(others), 'other output')} outlived steps: moved, {total}"
     if function.why_not_kept:
-        yield f"{_place(function)}: outputs that outlive their step are overwritten, because {function.why_not_kept}"
+        yield f"outputs that outlive their step are overwritten, because {function.why_not_kept}"
 
 
 def _copies(function: FunctionRecord) -> Iterator[str]:
@@ -236,12 +232,12 @@ def _copies(function: FunctionRecord) -> Iterator[str]:
     for why in dict.fromkeys(i.why_copied for i in copied_by_rule):
         copied = [i for i in copied_by_rule if i.why_copied == why]
         total = nbytes(sum(i.copied_bytes for i in copied))
-        yield f"{_place(function)}: copied: {len(copied)} of {len(live)} live inputs, {total}, because {why}"
+        yield f"copied: {len(copied)} of {len(live)} live inputs, {total}, because {why}"
     extra = sum(r.extra_copies for r in function.recordings)
     if extra:
         total = nbytes(sum(r.extra_copied_bytes for r in function.recordings))
         yield (
-            f"{_place(function)}: copied for one call: {extra} live inputs, {total}, because they were less aligned "
+            f"copied for one call: {extra} live inputs, {total}, because they were less aligned "
             "than recorded or lay in the graph pool"
         )
 
@@ -258,7 +254,7 @@ def _graph_notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:
         yield from _placed(g)
         if not g.causes:
             continue
-        yield f"{title(g)}, {g.mode}: {kernels(g.kernels_outside)} outside of CUDA graphs"
+        yield f"{title(g)}, {g.mode}: {counted(g.kernels_outside, 'GPU kernel')} outside of CUDA graphs"
         for cause in g.causes[:_MOST_CAUSES]:
             yield f"  {cause_line(cause)}"
         if len(g.causes) > _MOST_CAUSES:
@@ -292,10 +288,6 @@ def facts(recording: RecordingRecord) -> str:
     inside = "? kernels" if recording.kernels is None else counted(recording.kernels, "kernel")
     extra = f", {counted(recording.extra_copies, 'input')} copied for one call" if recording.extra_copies else ""
     return f"{inside}, {counted(recording.replays, 'replay')}, {recording.record_s * 1e3:.1f} ms to record{extra}"
-
-
-def kernels(count: int) -> str:
-    return f"{count} GPU kernel{'' if count == 1 else 's'}"
 
 
 def break_line(found: GraphBreak) -> str:

@@ -510,7 +510,7 @@ class TestCompare(Folder):
             mock.patch.object(torch.cuda, "get_device_name", lambda: gpu),
             mock.patch.object(target, "resolve"),
             mock.patch("pygraph_trees.benchmark.compare", return_value=found) as self.measured,
-            mock.patch("pygraph_trees.report.summary._environment", lambda: replace(REPORT_ENVIRONMENT, gpu=gpu)),
+            mock.patch("pygraph_trees.report.summary._environment", lambda *_: replace(REPORT_ENVIRONMENT, gpu=gpu)),
         ):
             return run("compare", "X", *options)
 
@@ -579,7 +579,7 @@ class TestComparePage(Folder):
             mock.patch("pygraph_trees.benchmark.measure.make_ways", lambda program, names: ways),
             mock.patch("pygraph_trees.benchmark.measure.wake_compiler"),
             mock.patch("pygraph_trees.benchmark.Effort", lambda rounds: effort),
-            mock.patch("pygraph_trees.report.summary._environment", lambda: REPORT_ENVIRONMENT),
+            mock.patch("pygraph_trees.report.summary._environment", lambda *_: REPORT_ENVIRONMENT),
         ):
             return run("compare", f"{self.file}:plain", *options)
 
@@ -651,7 +651,7 @@ class TestComparePage(Folder):
         os.mkfifo(self.html)
         reader = os.open(self.html, os.O_RDONLY | os.O_NONBLOCK)
         self.addCleanup(os.close, reader)
-        with mock.patch("pygraph_trees.benchmark.page.page", return_value="short"):
+        with mock.patch("pygraph_trees.benchmark.outcome.page", return_value="short"):
             self.assertEqual(self.compare("--html", str(self.html))[0], 0)
         self.assertEqual(os.read(reader, 100), b"short")
 

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.benchmark.page import sections, write_page
+from pygraph_trees.benchmark.page import sections
 from pygraph_trees.benchmark.results import Measurement
-from pygraph_trees.benchmark.trace import Span, read_trace
+from pygraph_trees.benchmark.trace import Span
 from pygraph_trees.report.page import page
 from pygraph_trees.report.records import (
     Cause,
@@ -144,7 +144,6 @@ class TestPage(TestCase):
             "<td>by address</td>",
             "30 static, 3 live",
             "12.5 ms to record",
-            "recording 0: Net 0/0 forward, 7 kernels; recording 1: Net 0/0 backward, 7 kernels",
             "made on the GPU",
         ):
             self.assertIn(wanted, text)
@@ -212,6 +211,7 @@ class TestPage(TestCase):
         tree = function(*[recording(n, p) for n, p in ((0, None), (1, 0), (2, 1), (3, 0), (4, 9))])
         self.assertEqual(self.shape(tree), "( 0 [ ( 1 2 ) ( 3 ) ] ) ( 4 )")
         self.assertIn("after recording 9 (it is not in this report)", report([tree]).to_html())
+        self.assertIn("Nothing was recorded", report([function()]).to_html())
 
     def test_a_tree_leaves_no_recording_out_and_has_none_twice(self):
         circle = function(recording(0, 1), recording(1, 0), recording(2, 0), recording(3, 3))
@@ -301,37 +301,6 @@ class TestPage(TestCase):
             for row in rows:
                 self.assertIn(row, text)
 
-    def test_the_measurements_are_in_it(self):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "page.html"
-            failed = measurement("compile", latency_ms=None, error=EVIL)
-            write_page(path, [*MEASURED, failed], FULL, ["ours and upstream are bit-equal"])
-            text = path.read_text(encoding="utf-8")
-            self.assertEqual(FULL.to_html(path), path.read_text(encoding="utf-8"))
-        self.elements(text)
-        self.assertNotIn(EVIL, text)
-        self.assertIn("<title>Net: pygraph_trees</title>", text)
-        self.assertIn("ours and upstream are bit-equal", text)
-        data = self.data(text)
-        measured = json.loads(json.dumps([asdict(m) for m in (*MEASURED, failed)]))
-        self.assertEqual(data.pop("measurements"), measured)
-        self.assertEqual(data, json.loads(FULL.to_json()))
-        self.assertFalse({"timeline", "launches"} & MEASURED[0].to_record().keys())  # of a result file
-
-    def test_steps(self):
-        self.assertEqual(re.findall(r"<h3>(\d+ steps?)</h3>", FULL.to_html()), ["86 steps", "4 steps"])
-        for functions, wanted in (
-            ([function(*[recording(n) for n in range(9)])], "Taken less often: 1 other path."),
-            ([function(recording(0)), function(recording(0))], "recordings share numbers"),
-            (
-                [function(recording(0, 1), recording(1, 0), recording(2, 0, replays=5))],
-                "recording 1: Net 0/0 inference, 7 kernels; recording 0: Net",
-            ),
-            ([function(recording(0, replays=0))], "Nothing was replayed"),
-            ([function()], "Nothing was recorded"),
-        ):
-            self.assertIn(wanted, report(functions).to_html())
-
     def test_many_inputs(self):
         many = tuple(InputRecord(i, None, "live", "cuda:0", 4, 4, False, "copy", "why") for i in range(900))
         of_a_part = tuple(PartitionInput(f"buf{n}", False, "cuda:0", "int8", 1, {}) for n in range(900))
@@ -353,7 +322,7 @@ class TestPage(TestCase):
         self.elements(shown)
         own = "2 in own memory (3.0 kB, 4 nodes set a replay, 1.0 kB copied)"
         self.assertIn(f"Outputs: {own}, 1 in the graph pool (8 B).", shown)
-        self.assertIn("Output 2 outlived its step: moved out of the graph pool 1 time, 8 B.", shown)
+        self.assertIn("<p>output 2 outlived its step: moved out of the graph pool 1 time, 8 B</p>", shown)
 
     def test_figures(self):
         failed = measurement("compile", latency_ms=None, error=EVIL)
@@ -362,6 +331,7 @@ class TestPage(TestCase):
         self.assertEqual(upstream[1] - upstream[0], 4 * (ours[1] - ours[0]))
         for wanted in ("torch.compile, same inputs, failed", "0.500 ms, 4.00x"):
             self.assertIn(wanted, figures.body)
+        self.assertNotIn(EVIL, figures.body)
         self.assertEqual(sections([]), [])
         (nothing,) = sections([failed])
         self.assertIn("Nothing was measured", nothing.body)
@@ -393,47 +363,6 @@ class TestPage(TestCase):
         self.assertEqual(len(widths), 4)  # two ways, with fresh inputs
         self.assertEqual(widths[1], 8 * widths[0], rtol=1e-3, atol=0)
         self.assertIn("6.0 to 46.0 us", timeline.body)
-
-    def test_spans_of_a_trace(self):
-        def event(cat, name, ts, dur, correlation=None):
-            return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"correlation": correlation}}
-
-        events = [
-            event("cuda_runtime", "cudaLaunchKernel", 100, 4, 1),
-            event("cuda_runtime", "cudaGraphLaunch", 110, 6, 2),
-            event("cuda_runtime", "cudaDeviceSynchronize", 120, 500),
-            event("kernel", "a", 105, 3, 1),
-            *(event("kernel", "k", start, 10, 2) for start in (120, 130.5, 150)),
-        ]
-        wanted = [
-            *[("host", False, 0.0, 4.0, None), ("host", True, 10.0, 6.0, (0, 0))],
-            *[("gpu", False, 5.0, 3.0, None), ("gpu", True, 20.0, 20.5, (0, 0)), ("gpu", True, 50.0, 10.0, (0, 0))],
-        ]
-        self.assertEqual([tuple(span) for span in read_trace({"traceEvents": events}).timeline], wanted)
-        many = {"traceEvents": [event("kernel", "k", 10 * i + i % 7, 1, 2) for i in range(5000)]}
-        shown = read_trace(many).timeline
-        self.assertLessEqual(len(shown), 200)
-        self.assertEqual(shown[-1].start_us + shown[-1].us, 49990 + 4999 % 7 + 1)
-        self.assertEqual(read_trace({}).timeline, ())
-
-    def test_spans_of_several_launches(self):
-        """Each span is one launch, in order of time. If there are too many, a span covers several launches."""
-
-        def launches(number, us):
-            host, kernel = (
-                {"ph": "X", "cat": cat, "name": "cudaGraphLaunch", "dur": 1} for cat in ("cuda_runtime", "kernel")
-            )
-            for n in reversed(range(number)):
-                yield {**host, "ts": n * us, "args": {"correlation": 70 + n}}
-                yield {**kernel, "ts": 1000 + n * us, "args": {"correlation": 70 + n, "graph node id": 9}}
-            yield {**kernel, "ts": 900, "args": {"graph node id": 9}}  # from a launch before the trace
-
-        spans = read_trace({"traceEvents": [*launches(3, 5)]}).timeline
-        self.assertEqual([s.launches for s in spans if s.lane == "host"], [(0, 0), (1, 1), (2, 2)])
-        self.assertEqual([s.launches for s in spans if s.lane == "gpu"], [None, (0, 0), (1, 1), (2, 2)])
-        spans = read_trace({"traceEvents": [*launches(300, 1.5)]}).timeline
-        self.assertLessEqual(len(spans), 10)
-        self.assertEqual([s.launches for s in spans if s.lane == "gpu"], [None, (0, 299)])
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
             log.route_was_found(str(Choice(reason, facts)))
             found = Report(ENVIRONMENT, (), (log.record(),))
             self.assertIn(f"Net 0/0, inference: inputs are {words}", found.to_text(400))
-            self.assertIn(f"<p>Inputs are {words}", found.to_html())
+            self.assertIn(f"<p>inputs are {words}", found.to_html())
 
     def test_what_changed_since_another_report(self):
         _, (plain, moved) = self.records()

@@ -1,11 +1,11 @@
-"""Calls until the routes of inputs are chosen, with a clock and a report that the test controls."""
+"""Calls until the routes of inputs are chosen, with a clock that the test controls."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -17,74 +17,58 @@ from pygraph_trees.benchmark.settling import CALLS, call_until_chosen, functions
 from pygraph_trees.report.log import FunctionLog, journal
 
 
-def function(route: str | None, *, awaits_table: bool = False) -> FunctionLog:
-    return FunctionLog("f", None, "inference", 1, {}, route=route, awaits_table=awaits_table)
-
-
 class TestSettling(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        self.now, self.each_s = 0.0, 1e-4
-        self.functions: list[FunctionLog] = []
-        for target, name, value in (
-            (settling, "time", SimpleNamespace(monotonic=lambda: self.now)),
-            (journal, "records", lambda: ((), tuple(found.record() for found in self.functions))),
-        ):
-            patch = mock.patch.object(target, name, value)
-            patch.start()
-            self.addCleanup(patch.stop)
+        self.first = functions_so_far()
 
-    def calls(self, first: int = 0, then: Any = lambda number: None, **more: float) -> int:
+    def function(self, route: str | None, *, awaits_table: bool = False) -> FunctionLog:
+        found = FunctionLog("f", None, "inference", 1, {}, route=route, awaits_table=awaits_table)
+        journal.add_function(found)
+        return found
+
+    def calls(self, share: float = 1.0, each_s: float = 1e-4, then: Callable[[int], None] = lambda number: None) -> int:
         """The number of calls that are made."""
         count = 0
 
         def call() -> None:
             nonlocal count
             count += 1
-            self.now += self.each_s
             then(count)
 
-        call_until_chosen(call, first, **more)
+        with mock.patch.object(settling, "time", SimpleNamespace(monotonic=lambda: count * each_s)):
+            call_until_chosen(call, self.first, share)
         return count
 
     def test_calls_end_when_a_route_can_be_chosen(self) -> None:
-        self.assertEqual(self.calls(), CALLS)
+        """Inputs that move at some calls take more calls."""
         for route in (None, "by address: few kernels"):
-            self.functions = [function(route)]
-            self.assertEqual(self.calls(), CALLS)
-
-    def test_inputs_that_move_at_some_calls_take_more_calls(self) -> None:
-        self.assertEqual(self.calls(share=0.5), 2 * CALLS)
-        self.assertEqual(self.calls(share=0.0), CALLS)
+            self.assertEqual([self.calls(share) for share in (1.0, 0.5, 0.0)], [CALLS, 2 * CALLS, CALLS])
+            self.function(route)
 
     def test_long_calls_end_after_some_seconds(self) -> None:
-        self.each_s = 0.5
-        self.assertEqual(self.calls(), 6)
+        self.assertEqual(self.calls(each_s=0.5), 6)
 
     def test_calls_go_on_until_a_chosen_table_is_in_use(self) -> None:
-        self.functions = [function(None), function("by address, until a table", awaits_table=True)]
+        """For a minute at most, and only for functions of this program."""
+        self.function(None)
+        waiting = self.function("by address, until a table", awaits_table=True)
+        self.assertEqual(self.calls(each_s=0.1), 600)
 
         def then(number: int) -> None:
             if number == 3 * CALLS:
-                self.functions[1].route_was_found("by table: many kernels")
+                waiting.route_was_found("by table: many kernels")
 
-        self.assertEqual(self.calls(then=then), 3 * CALLS)
+        self.assertEqual([self.calls(then=then), self.calls()], [3 * CALLS, CALLS])
+        self.function("by address, until a table", awaits_table=True)
+        self.first = functions_so_far()
         self.assertEqual(self.calls(), CALLS)
 
-    def test_a_table_that_never_comes_is_awaited_for_a_minute(self) -> None:
-        self.functions, self.each_s = [function("by address, until a table", awaits_table=True)], 0.1
-        self.assertEqual(self.calls(), 600)
-
-    def test_functions_of_other_programs_are_not_awaited(self) -> None:
-        self.functions = [function("by address, until a table", awaits_table=True)]
-        first = functions_so_far()
-        self.functions.append(function(None))
-        self.assertEqual((first, self.calls(first)), (1, CALLS))
-
     def test_routes_that_were_found_are_told(self) -> None:
-        self.functions = [function("by address"), function(None), function("by table")]
-        self.assertEqual(routes_of(slice(0, 2)), ["f, inference: by address"])
-        self.assertEqual(routes_of(slice(1, 3)), ["f, inference: by table"])
+        for route in ("by address", None, "by table"):
+            self.function(route)
+        self.assertEqual(routes_of(slice(self.first, self.first + 2)), ["f, inference: by address"])
+        self.assertEqual(routes_of(slice(self.first + 1, functions_so_far())), ["f, inference: by table"])
         self.assertEqual(routes_of(slice(0)), [])
 
 

@@ -180,7 +180,7 @@ class TestPutToUse(TestCase):
 
     def test_a_failing_description_does_not_fail_the_compilation(self):
         with self.assertLogs("pygraph_trees.report", "WARNING"):
-            compiled.partitioned(SimpleNamespace(), [[object()]], [object()])
+            compiled.describing_partitions(lambda self: ([[object()]], [object()]))(SimpleNamespace())
         with self.assertLogs("pygraph_trees.report", "WARNING"):
             compiled.attach(SimpleNamespace(), SimpleNamespace(scheduler=None), object())
         for field, value in (("partitions", [{"unknown": 1}]), ("placed", [{"unknown": 1}]), ("partitions", 3)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,11 @@ class Summary:
 
     def _listed(self) -> list[Workload]:
         return [w for w in self.workloads if w.name not in paper.BESIDES]
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    """The geometric mean; None without values."""
+    return statistics.geometric_mean(values) if values else None
 
 
 def read_all(paths: Iterable[Path]) -> dict[Path, Results]:

@@ -142,7 +142,7 @@ def _measure(
     effort: Effort,
     options: argparse.Namespace,
 ) -> int:
-    from pygraph_trees.benchmark import Results, markdown_table, text_table
+    from pygraph_trees.benchmark import Results, text_table
     from pygraph_trees.benchmark.results import file_stem, here
 
     from .isolated import Job
@@ -190,7 +190,7 @@ def _measure(
         results = results.with_records(records)
         # Written after each workload, so an interrupted run keeps its measurements.
         results.write(out)
-        out.with_suffix(".md").write_text(_page(results, markdown_table(results.records)), encoding="utf-8")
+        out.with_suffix(".md").write_text(_page(results, text_table(results.records)), encoding="utf-8")
         print(text_table(records), end="\n\n", flush=True)
     print(f"{out}\n{out.with_suffix('.md')}")
     if out.parent == folder:
@@ -268,4 +268,4 @@ def _page(results: Results, tables: str) -> str:
         f"Driver {results.driver}, triton {results.triton}, Python {results.python}; {results.date}; "
         f"{results.rounds} rounds; code {results.code_hash[:12]}.\n"
     )
-    return f"{head}\n{tables}"
+    return f"{head}\n```\n{tables}\n```\n"

@@ -256,7 +256,7 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, Any]:
         apart[way.name] = float((found - wanted).abs().max())
     samples: dict[str, list[float]] = {way.name: [] for way in ways}
     besides: dict[str, list[int]] = {"recordings": [], "ungraphed": []}  # of ours, by round
-    for _, way in schedule(ways, rounds):
+    for way in schedule(ways, rounds):
         before = pygraph_trees.report()
         with way.active(), _own_marks(marks, way.name):
             samples[way.name].append(_block(steps[way.name], calls))

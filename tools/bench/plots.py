@@ -15,7 +15,7 @@ from typing import Any
 
 from pygraph_trees.report.text import nbytes
 
-from .collected import Summary, Workload
+from .collected import Summary, Workload, geometric_mean
 from .paper import GEOMETRIC_MEAN
 
 
@@ -98,8 +98,6 @@ def _legend(axes: Any) -> None:
 
 
 def _speedup(pyplot: Any, summary: Summary, colours: Colours) -> Any:
-    from pygraph_trees.benchmark.table import geometric_mean
-
     both = {w.name: [w.ratio("latency_ms", regime) for regime in ("same", "fresh")] for w in summary.workloads}
     rounds = {w.name: [w.rounds("latency_ms", regime) for regime in ("same", "fresh")] for w in summary.workloads}
     rows = sorted(((n, r) for n, r in both.items() if any(r)), key=lambda row: -(row[1][0] or row[1][1] or 0))

@@ -101,7 +101,7 @@ def measure(
                 )
                 chosen[str(rate)] = next((f.route for f in pygraph_trees.report().functions[first:]), None)
     samples: dict[str, dict[str, list[float]]] = {}
-    for _, (route, rate) in schedule(cells, effort.rounds):
+    for route, rate in schedule(cells, effort.rounds):
         way = ways[route, rate]
         with way.active():
             given = feed(sets, rate)

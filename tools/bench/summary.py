@@ -18,13 +18,12 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 from bench import causes, loops_table, paper
-from bench.collected import Summary, Workload, read_all, summarise
+from bench.collected import Summary, Workload, geometric_mean, read_all, summarise
 from bench.folders import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER
 from bench.loading import load_workloads
 from bench.plots import draw
 from pygraph_trees.benchmark import FORCED, WAYS
 from pygraph_trees.benchmark.results import REGIMES, ResultsFormatError
-from pygraph_trees.benchmark.table import geometric_mean
 from pygraph_trees.report.text import markdown_table, nbytes
 
 SLOWER = 1.02  # than the better of upstream's graphs and no graphs
