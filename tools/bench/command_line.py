@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(
         prog="python tools/bench",
         description="Measures workloads in four ways (eager, compile, upstream, ours), each in a process of its own. "
-        "Without --out page, plots and the README's table are regenerated at the end.",
+        "Without --out, the page of results and the README's table are regenerated at the end.",
     )
     parse.add_argument("names", nargs="*", metavar="NAMES", help="workloads; all of them by default")
     parse.add_argument("--list", action="store_true", help="show the workloads and do nothing")
@@ -194,7 +193,9 @@ def _measure(
         print(text_table(records), end="\n\n", flush=True)
     print(f"{out}\n{out.with_suffix('.md')}")
     if out.parent == folder:
-        _summarise()
+        from bench import summary
+
+        summary.main([])
     failed = [r for r in results.records if r.workload in names and r.error is not None]
     return 1 if failed else 0
 
@@ -237,16 +238,6 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float, gpus: int = 1)
                         for worker in together:
                             worker.end()
                         raise
-
-
-def _summarise() -> None:
-    """Regenerates the page and the plots of all results, and the table in the project's README."""
-    from bench import summary
-
-    if importlib.util.find_spec("matplotlib") is None:
-        print("without matplotlib the plots stay as they are: python tools/bench/summary.py regenerates page and plots")
-    else:
-        summary.main([])
 
 
 def _resume(results: Results, out: Path, ways: Sequence[str]) -> tuple[Results, set[str]]:

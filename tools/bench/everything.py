@@ -3,8 +3,8 @@
 usage: python tools/bench/everything.py [STEPS ...] [--seconds S] [--list] [--again]
 
 Each step runs its own script in a process of its own; figures go to ``tools/bench/results`` as JSON, output as text.
-Page, plots and the README's table come last. A step that is done for the same code, GPU and torch (``done.txt``) is
-skipped without ``--again``. After ``--seconds``, the exit status is 3 and the same command continues.
+The page of results and the README's table come last. A step that is done for the same code, GPU and torch
+(``done.txt``) is skipped without ``--again``. After ``--seconds``, the exit status is 3 and the same command continues.
 """
 
 from __future__ import annotations
@@ -82,10 +82,9 @@ STEPS = (
     ),
     Step("many", _script("many.py"), "replays among many functions, and among many recordings"),
     Step("training-loops", _script("training_loops.py"), "training loops as people write them"),
-    Step("slots", _script("slots.py"), "what a slot costs a kernel"),
     Step("routes", _script("routes.py", "--rounds", "9"), "routes of inputs against each other"),
     *map(_program, ("relative_positions", "noise_schedule", "mask_of_lengths", "numpy_positions", "tokens")),
-    Step("summary", _script("summary.py", out=False), "page, plots and the README's table", is_printed=False),
+    Step("summary", _script("summary.py", out=False), "the page of results and the README's table", is_printed=False),
 )
 
 

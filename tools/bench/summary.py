@@ -1,10 +1,10 @@
-"""One page and plots of everything that ``python tools/bench`` measured.
+"""One page of everything that ``python tools/bench`` measured.
 
-usage: python tools/bench/summary.py [FILE ...] [--out DIR] [--no-plots]
+usage: python tools/bench/summary.py [FILE ...] [--out DIR]
 
 Reads result files (by default those of ``tools/bench/results``), takes each workload from its latest file, and writes
-README.md and plots. Regressions come first. Files of another GPU or torch than the latest are left out, with a note.
-For the default files, the table in the project's README.md is regenerated too. Plots need matplotlib.
+README.md. Regressions come first. Files of another GPU or torch than the latest are left out, with a note. For the
+default files, the table in the project's README.md is regenerated too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from bench import causes, loops_table, paper
 from bench.collected import Summary, Workload, read_all, summarise
 from bench.folders import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER
 from bench.loading import load_workloads
-from bench.plots import draw
 from pygraph_trees.benchmark import FORCED, WAYS
 from pygraph_trees.benchmark.results import REGIMES, ResultsFormatError
 from pygraph_trees.benchmark.table import geometric_mean
@@ -184,8 +183,8 @@ def _latency_table(summary: Summary, figure: str, regime: str) -> str:
     return markdown_table(["workload", *(_NAMES[way] for way in ways), *means], rows)
 
 
-def page(summary: Summary, plots: Sequence[str] = (), training: Sequence[dict[str, Any]] = ()) -> str:
-    """The page, in Markdown. ``plots``: names of the drawn plots. ``training``: files of training loops."""
+def page(summary: Summary, training: Sequence[dict[str, Any]] = ()) -> str:
+    """The page, in Markdown. ``training``: files of training loops."""
     latest = max(summary.files.values(), key=lambda r: r.date)
     parts = [
         f"# Benchmarks: {latest.gpu}, torch {latest.torch}",
@@ -200,8 +199,6 @@ def page(summary: Summary, plots: Sequence[str] = (), training: Sequence[dict[st
     if summary.missing:
         reasons = {name: causes.NOT_MEASURED.get(name, "not run") for name in summary.missing}
         parts += ["## Not measured", "\n".join(f"- **{name}**: {cause}" for name, cause in reasons.items())]
-    for name in plots:
-        parts.append(_picture(name))
     parts += ["## Latency, ms", "With a wait for the GPU at each call."]
     for regime in REGIMES:
         parts += [f"### {regime.capitalize()} inputs", _latency_table(summary, "latency_ms", regime)]
@@ -330,18 +327,10 @@ def _described(summary: Summary) -> Iterator[str]:
         yield f"- {path.name} is of another GPU or torch and left out"
 
 
-def _picture(name: str) -> str:
-    return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="plots/{name}-dark.svg">'
-        f'<img alt="{name.replace("-", " ")}" src="plots/{name}-light.svg"></picture>'
-    )
-
-
 def main(arguments: Sequence[str]) -> int:
     parse = argparse.ArgumentParser(prog="python tools/bench/summary.py", description=__doc__.partition("\n")[0])
     parse.add_argument("files", nargs="*", type=Path, metavar="FILE", help="result files (all of tools/bench/results)")
     parse.add_argument("--out", type=Path, default=RESULTS_FOLDER, metavar="DIR", help="where to write")
-    parse.add_argument("--no-plots", action="store_true", help="write the page alone")
     options = parse.parse_args(arguments)
     try:
         files = read_all(options.files or RESULTS_FOLDER.glob("*.json"))
@@ -353,11 +342,8 @@ def main(arguments: Sequence[str]) -> int:
     summary = summarise(files, list(load_workloads(WORKLOADS_FOLDER)), starts)
     latest = max(summary.files.values(), key=lambda r: r.date)
     training = [] if options.files else loops_table.latest(RESULTS_FOLDER, latest.gpu, latest.torch)
-    plots: list[str] = []
     options.out.mkdir(parents=True, exist_ok=True)
-    if not options.no_plots:
-        plots = draw(summary, options.out / "plots")
-    (options.out / "README.md").write_text(page(summary, plots, training), encoding="utf-8")
+    (options.out / "README.md").write_text(page(summary, training), encoding="utf-8")
     print(options.out / "README.md")
     if not options.files and options.out == RESULTS_FOLDER:
         table = short_table(summary, training)
