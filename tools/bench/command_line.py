@@ -74,7 +74,13 @@ def parser() -> argparse.ArgumentParser:
         help="keep what compilers cache in DIR, for a run that is cut and goes on; there are no times to compile then",
     )
     parse.add_argument("--out", type=Path, metavar="FILE", help="result file, .json")
-    parse.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="seconds for one workload (1800)")
+    parse.add_argument(
+        "--timeout",
+        type=float,
+        default=1800.0,
+        metavar="S",
+        help="seconds for each stage of a workload: to prepare, to measure (1800)",
+    )
     parse.add_argument("--resume", action="store_true", help="keep what the result file has of this code and machine")
     parse.add_argument("--workloads", type=Path, default=WORKLOADS_FOLDER, metavar="DIR", help=argparse.SUPPRESS)
     return parse
@@ -211,26 +217,20 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float, gpus: int = 1)
     from .isolated import Worker
     from .quiet import wait_until_quiet
 
-    batches = [jobs[begin : begin + size] for begin in range(0, len(jobs), size)]
     is_timed = any(job.effort.rounds for job in jobs)
-    with contextlib.ExitStack() as stack:
-        number, after = 0, [stack.enter_context(Worker(job, timeout_s)) for batch in batches[:1] for job in batch]
-        for following in [*batches[1:], []]:
-            # The next batch imports while this one is prepared, and has finished before this one is timed.
-            current, after = after, [stack.enter_context(Worker(job, timeout_s)) for job in following]
-            for worker in current:
-                number += 1
+    for first in range(0, len(jobs), size):
+        with contextlib.ExitStack() as stack:
+            workers = [stack.enter_context(Worker(job, timeout_s)) for job in jobs[first : first + size]]
+            for number, worker in enumerate(workers, first + 1):
                 print(f"[{number}/{len(jobs)}] {worker.name}", flush=True)
-                worker.prepare(Progress() if size == 1 else None)
-            for worker in current:
-                worker.wait_until_prepared()
-            for worker in after:
-                worker.wait_until_imported()
-            for begin in range(0, len(current), gpus):
-                together = current[begin : begin + gpus]
+                worker.prepare()
+            for worker in workers:
+                worker.wait_until_prepared(Progress() if size == 1 else None)
+            for begin in range(0, len(workers), gpus):
+                together = workers[begin : begin + gpus]
                 if is_timed:
                     wait_until_quiet()
-                show = Progress if size > 1 and gpus == 1 else lambda: None
+                show = Progress if gpus == 1 else lambda: None
                 with ThreadPoolExecutor(gpus) as pool:
                     try:
                         yield from pool.map(lambda worker: worker.measure(show()), together)  # noqa: B023

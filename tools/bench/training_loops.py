@@ -11,16 +11,11 @@ describes the loops and the figures.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import json
 import os
-import queue
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +24,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
-from processes import end, end_on_termination, how_it_ended
+from processes import end_on_termination
+
+from bench.child import Child
 
 WORKER = Path(__file__).parent / "loops_worker.py"
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,54 +61,18 @@ class Measured:
     error: str | None = None
 
 
-class Process:
-    """A process of a job; it gets commands and answers each."""
-
-    def __init__(self, job: Job, rank: int, folder: Path) -> None:
-        name = f"{job.model}-{job.way}-{rank}"
-        told = {**dataclasses.asdict(job), "rank": rank, "store": str(folder / f"{job.model}-{job.way}.store")}
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", _COMPILE_THREADS),
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / f"{name}.caches"),
-            **_ENVIRONMENT.get(job.way, {}),
-        }
-        self.log = folder / f"{name}.log"
-        with self.log.open("wb") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, str(WORKER), json.dumps(told)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                text=True,
-                start_new_session=True,
-            )
-        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._follow, daemon=True).start()
-
-    def tell(self, **command: Any) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, as its answer will show
-            self.process.stdin.write(json.dumps(command) + "\n")
-            self.process.stdin.flush()
-
-    def answer(self, until: float) -> dict[str, Any]:
-        """Its answer, or an error if it ends or gives none until ``until``, in seconds of the monotonic clock."""
-        try:
-            found = self._answers.get(timeout=max(until - time.monotonic(), 0.0))
-        except queue.Empty:
-            return {"error": "no answer in time", "is_dead": True}
-        if found is None:
-            return {"error": how_it_ended(self.process.wait(), self.log), "is_dead": True}
-        return found
-
-    def _follow(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._answers.put(json.loads(line))
-        self._answers.put(None)
+def start(job: Job, rank: int, folder: Path) -> Child:
+    """Starts a job's process of one rank, which gets commands and answers each."""
+    name = f"{job.model}-{job.way}-{rank}"
+    told = {**dataclasses.asdict(job), "rank": rank, "store": str(folder / f"{job.model}-{job.way}.store")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", _COMPILE_THREADS),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / f"{name}.caches"),
+        **_ENVIRONMENT.get(job.way, {}),
+    }
+    return Child(WORKER, told, folder / f"{name}.log", environment)
 
 
 class Group:
@@ -120,7 +81,7 @@ class Group:
     def __init__(self, job: Job, loops: str, folder: Path) -> None:
         self.job = job
         self.measured = [Measured(job, loop) for loop in loops]
-        self._processes = [Process(job, rank, folder) for rank in range(max(job.ranks, 1))]
+        self._processes = [start(job, rank, folder) for rank in range(max(job.ranks, 1))]
         self.error: str | None = None  # why it gets no more commands
 
     def tell(self, **command: Any) -> None:
@@ -146,7 +107,7 @@ class Group:
 
     def end(self) -> None:
         for process in self._processes:
-            end(process.process)
+            process.end()
 
 
 def measure(
