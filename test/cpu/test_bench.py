@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tools"), str(Path(__file__).resolve().parent)]
 
 import captured
-from bench import causes, choices, command_line, everything, graph_host, many, record_time, routes
+from bench import causes, choices, command_line, everything, graph_host, many, routes
 from bench import summary as pages
 from bench import training_loops as loops
 from bench.everything import TIME_IS_UP, Done, Step, run_all
@@ -148,7 +148,7 @@ class TestCommandLine(WithFolder):
                 status, out, err = captured.run(command_line.main, *wrong.split())
                 self.assertEqual((status, out), (2, ""))
                 self.assertIn(problem, err)
-            for module in (choices, graph_host, many, record_time, routes):
+            for module in (choices, graph_host, many, routes):
                 with mock.patch.object(sys, "argv", ["a script"]):
                     status, out, _ = captured.run(lambda _, main=module.main: main())
                 self.assertEqual((status, "need a GPU" in out), (2, True), module.__name__)
@@ -159,14 +159,6 @@ class TestScripts(TestCase):
     """They time upstream and ours in turn; here on the CPU, where both are the same code."""
 
     PROGRAM = Program(lambda x: x @ x, (torch.ones(2, 2),), name="SMALL")
-
-    def test_time_to_record_is_of_new_compilations(self):
-        self.assertEqual(record_time.excess_ms([9e-3, 3e-3, *[1e-3] * 14]), 10.0)
-        torch._dynamo.utils.counters.clear()
-        with mock.patch.object(record_time, "resolve", lambda name, device: self.PROGRAM):
-            found = record_time.measure("SMALL", 1)
-        self.assertEqual(torch._dynamo.utils.counters["stats"]["unique_graphs"], 4)
-        self.assertEqual({way: samples[1] for way, samples in found["samples"].items()}, found["record_ms"])
 
     def test_routes(self):
         effort, given = Effort(rounds=2, block_s=0.001), ("patch", "auto")

@@ -67,7 +67,6 @@ STEPS = (
         is_printed=False,
         goes_on=["--resume"],
     ),
-    Step("recording", _script("record_time.py", "--rounds", "7"), "what recording takes"),
     Step(
         "graph-host",
         _script(

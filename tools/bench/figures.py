@@ -7,7 +7,6 @@ the options of the measurement, and the results. Without a path, no file is writ
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from bench.product import product_hash
+from pygraph_trees.version import triton_version
 
 
 def options_of(doc: str | None, names: Sequence[str], *, rounds: int, calls: int = 0) -> argparse.Namespace:
@@ -42,14 +42,6 @@ def has_gpu() -> bool:
         print("these figures need a GPU, and this machine has none that torch can use")
         return False
     return True
-
-
-def triton_version() -> str | None:
-    """Triton's version; None if it is not installed."""
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def write_figures(path: Path | None, results: list[Any], **how: Any) -> None:
