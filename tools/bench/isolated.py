@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from child import Child
+
 from pygraph_trees.benchmark import REGIMES, Effort, Measurement
 from pygraph_trees.benchmark.measure import Progress
-
-from .child import Child
 
 WORKER = Path(__file__).parent / "worker.py"
 PREPARED, DONE = "prepared", "done"  # stages that the worker reports
@@ -64,7 +64,7 @@ class Worker:
         self._records: list[Measurement] = []
         self._error: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="bench_")
-        self._child = Child(WORKER, job.told(), Path(self._folder.name) / "log.txt", job.environment())
+        self._child = Child([str(WORKER)], job.told(), Path(self._folder.name) / "log.txt", job.environment())
 
     def __enter__(self) -> Worker:
         return self

@@ -24,9 +24,8 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
+from child import Child
 from processes import end_on_termination
-
-from bench.child import Child
 
 WORKER = Path(__file__).parent / "loops_worker.py"
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +71,7 @@ def start(job: Job, rank: int, folder: Path) -> Child:
         "TORCHINDUCTOR_CACHE_DIR": str(folder / f"{name}.caches"),
         **_ENVIRONMENT.get(job.way, {}),
     }
-    return Child(WORKER, told, folder / f"{name}.log", environment)
+    return Child([str(WORKER)], told, folder / f"{name}.log", environment)
 
 
 class Group:

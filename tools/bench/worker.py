@@ -17,27 +17,25 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main(job: str) -> int:
     told = json.loads(job)
+    from child import answering
+
+    say = answering()
     from bench.isolated import DONE, PREPARED
     from bench.loading import load_workloads
     from pygraph_trees.benchmark import Effort, Measurement, compare
-
-    told_to, sys.stdout = sys.stdout, sys.stderr
-
-    def say(**message: Any) -> None:
-        print(json.dumps(message), file=told_to, flush=True)
 
     def wait() -> None:
         if not sys.stdin.readline():
             sys.exit(1)  # the parent is gone
 
     def progress(done: int, total: int, text: str) -> None:
-        say(progress=(done, total, text))
+        say({"progress": (done, total, text)})
 
     def write(records: list[Measurement]) -> None:
-        say(records=[record.to_record() for record in records])
+        say({"records": [record.to_record() for record in records]})
 
     def prepared() -> None:
-        say(stage=PREPARED)
+        say({"stage": PREPARED})
         wait()
 
     effort: dict[str, Any] = {
@@ -48,7 +46,7 @@ def main(job: str) -> int:
     progress(0, 1, f"building {workload.name}")
     program = workload.build(told["device"])
     compare(program, told["ways"], Effort(**effort), progress, write, prepared)
-    say(stage=DONE)
+    say({"stage": DONE})
     return 0
 
 

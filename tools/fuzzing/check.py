@@ -132,18 +132,6 @@ def _mismatch(
     return None
 
 
-def run(case: Case, device: torch.device, way: str) -> None:
-    """Makes all calls of a case, and compares nothing. Raises :class:`Raised` if one raises."""
-    runner = Runner(case, way, device)
-    try:
-        for call in range(case.calls):
-            _observe(runner, call)
-            runner.detach_outputs()
-    finally:
-        runner.close()
-        torch._dynamo.reset()
-
-
 def _compare(
     case: Case, device: torch.device, subject: str, reference: str, tolerance: float, *, may_round: bool = True
 ) -> Verdict:
