@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .folders import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER
+from . import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER
 from .loading import load_workloads
 
 if TYPE_CHECKING:
@@ -150,8 +150,8 @@ def _measure(
     from pygraph_trees.benchmark import Results, markdown_table, text_table
     from pygraph_trees.benchmark.results import file_stem, here
 
+    from .figures import product_hash
     from .isolated import Job
-    from .product import product_hash
 
     results = here(product_hash(), effort.rounds)
     folder = RESULTS_FOLDER / START_FOLDER if options.start_times else RESULTS_FOLDER

@@ -184,11 +184,6 @@ def _run(step: Step, folder: Path, stem: str, left_s: float, more: Sequence[str]
     return status
 
 
-def listing() -> str:
-    width = max(len(step.name) for step in STEPS)
-    return "\n".join(f"{step.name:{width}}  {step.doc}" for step in STEPS)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("steps", nargs="*", metavar="STEPS", help="all of them by default")
@@ -197,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="also what is done")
     options = parser.parse_args(arguments)
     if options.list:
-        print(listing())
+        width = max(len(step.name) for step in STEPS)
+        print("\n".join(f"{step.name:{width}}  {step.doc}" for step in STEPS))
         return 0
     known = {step.name: step for step in STEPS}
     for name in options.steps:
@@ -208,9 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from bench.figures import has_gpu
-    from bench.folders import RESULTS_FOLDER
-    from bench.product import product_hash
+    from bench import RESULTS_FOLDER
+    from bench.figures import has_gpu, product_hash
     from pygraph_trees.benchmark.results import file_stem
 
     if not has_gpu():

@@ -17,9 +17,8 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
-from bench import causes, loops_table, paper
+from bench import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER, causes, loops_table, paper
 from bench.collected import Summary, Workload, read_all, summarise
-from bench.folders import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER
 from bench.loading import load_workloads
 from pygraph_trees.benchmark import WAYS
 from pygraph_trees.benchmark.results import REGIMES, ResultsFormatError

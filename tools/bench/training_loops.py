@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,8 +185,8 @@ def result(one: Measured) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    from bench import RESULTS_FOLDER
     from bench.figures import has_gpu, write_figures
-    from bench.folders import RESULTS_FOLDER
     from bench.loops_table import table
     from bench.trained_models import MODELS
     from pygraph_trees.benchmark.results import file_stem
@@ -229,16 +229,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
 
         stem = file_stem(torch.cuda.get_device_name(), torch.__version__)
-        ranks = f"-{options.ranks}-ranks" if options.ranks else ""
-        out = RESULTS_FOLDER / f"{stem}-training-loops{ranks}.json"
-    write_figures(out, results, **_how(options, results))
-    return 0 if any("error" not in found for found in results) else 1
-
-
-def _how(options: argparse.Namespace, results: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        end = f"-{options.ranks}-ranks" if options.ranks else ""
+        out = RESULTS_FOLDER / f"{stem}-training-loops{end}.json"
     rounds = max((found.get("rounds", 0) for found in results), default=0)
-    how = {"date": time.strftime("%Y-%m-%d"), "rounds": rounds, "budget_s": options.budget}
-    return {**how, "ranks": options.ranks} if options.ranks else how
+    ranks = {"ranks": options.ranks} if options.ranks else {}
+    write_figures(out, results, date=time.strftime("%Y-%m-%d"), rounds=rounds, budget_s=options.budget, **ranks)
+    return 0 if any("error" not in found for found in results) else 1
 
 
 if __name__ == "__main__":

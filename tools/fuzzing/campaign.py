@@ -103,10 +103,6 @@ class Outcome:
     counts: Counts = field(default_factory=Counts)
     failures: list[Failure] = field(default_factory=list)
 
-    @property
-    def failure(self) -> Failure | None:
-        return self.failures[0] if self.failures else None
-
 
 def run(campaign: Campaign, progress: Callable[[float, float, str], None]) -> Outcome:
     """Checks cases until the time is over or enough have failed.

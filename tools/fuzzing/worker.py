@@ -115,15 +115,12 @@ class Worker:
         return None
 
     def _send_counts(self) -> None:
-        self._count_graphs()
-        self._say({"counts": asdict(self.counts)})
-
-    def _count_graphs(self) -> None:
         _, functions = journal.records()
         journal.clear()
         self.counts.replays += sum(f.replays for f in functions)
         self.counts.recordings += sum(len(f.recordings) for f in functions)
         self.counts.ungraphed_calls += sum(f.ungraphed_calls for f in functions)
+        self._say({"counts": asdict(self.counts)})
 
     def _end_if_poisoned(self, status: int) -> None:
         """After a fault, every later call on the GPU also fails, which says nothing about its case."""
