@@ -33,7 +33,7 @@ setup(
     install_requires=["torch>=2.11,<2.16", 'triton>=3.6; platform_system == "Linux"'],
     extras_require={
         "test": ["expecttest", "hypothesis", "pytest"],
-        "bench": ["transformers", "timm", "matplotlib"],
+        "bench": ["transformers", "timm"],
         "gpu": ["cuda-bindings"],  # torch's wheels for CUDA require it already
         "build": ["setuptools"],
         "lint": ["mypy==2.4.1", "ruff==0.17.5"],

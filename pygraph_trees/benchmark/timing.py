@@ -107,12 +107,12 @@ def time_block(
 
 
 def schedule(items: Sequence[T], rounds: int) -> list[T]:
-    """Each item once a round; rounds start at different items, and every second one runs backwards."""
+    """Each item once a round; every second round is the one before it backwards, and pairs start at different items."""
     order: list[T] = []
     for number in range(rounds):
-        turn = list(reversed(items)) if number % 2 else list(items)
-        start = number % len(items) if items else 0
-        order += [*turn[start:], *turn[:start]]
+        start = number // 2 % len(items) if items else 0
+        turn = [*items[start:], *items[:start]]
+        order += reversed(turn) if number % 2 else turn
     return order
 
 

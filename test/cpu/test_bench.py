@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import tempfile
 import textwrap
 import unittest
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -19,20 +17,16 @@ from torch.utils import _pytree as pytree
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tools"), str(Path(__file__).resolve().parent)]
 
 import captured
-from bench import causes, choices, command_line, everything, graph_host, host_time, many, record_time, routes
-from bench import start_time as starting
+from bench import causes, choices, command_line, everything, graph_host, many, routes
 from bench import summary as pages
 from bench import training_loops as loops
 from bench.everything import TIME_IS_UP, Done, Step, run_all
 from bench.isolated import Job
 from bench.loading import load_workloads
-from bench.product import product_hash
-from bench.start_time import Start
 
 from pygraph_trees.benchmark import Effort, Measurement, Program, Results
 from pygraph_trees.benchmark.differences import snapshot
 from pygraph_trees.benchmark.results import file_stem
-from pygraph_trees.benchmark.ways import patches_on
 
 WORKLOADS = load_workloads()
 
@@ -154,7 +148,7 @@ class TestCommandLine(WithFolder):
                 status, out, err = captured.run(command_line.main, *wrong.split())
                 self.assertEqual((status, out), (2, ""))
                 self.assertIn(problem, err)
-            for module in (choices, graph_host, host_time, many, record_time, routes):
+            for module in (choices, graph_host, many, routes):
                 with mock.patch.object(sys, "argv", ["a script"]):
                     status, out, _ = captured.run(lambda _, main=module.main: main())
                 self.assertEqual((status, "need a GPU" in out), (2, True), module.__name__)
@@ -165,25 +159,6 @@ class TestScripts(TestCase):
     """They time upstream and ours in turn; here on the CPU, where both are the same code."""
 
     PROGRAM = Program(lambda x: x @ x, (torch.ones(2, 2),), name="SMALL")
-
-    def test_host_time_is_a_ratio_of_ours_to_upstream(self):
-        def block(*_):  # a call takes 100 us with upstream and 103 us with ours, whose patches are on
-            seconds = 103e-6 if patches_on() else 100e-6
-            return SimpleNamespace(host_s=[seconds], latency_s=[1.0], throughput_s=2 * seconds)
-
-        with mock.patch.object(host_time, "program_of", lambda name: self.PROGRAM):
-            self.assertTrue(all(us > 0 for us in host_time.measure("SMALL", 3, 2)["host_us"].values()))
-            with mock.patch.object(host_time, "time_block", block):
-                ratios = host_time.measure("SMALL", 4, 2)["ratios"]
-        self.assertEqual(ratios, {"host": [1.03] * 4, "latency": [1.0] * 4, "call": [1.03] * 4})
-
-    def test_time_to_record_is_of_new_compilations(self):
-        self.assertEqual(record_time.excess_ms([9e-3, 3e-3, *[1e-3] * 14]), 10.0)
-        torch._dynamo.utils.counters.clear()
-        with mock.patch.object(record_time, "resolve", lambda name, device: self.PROGRAM):
-            found = record_time.measure("SMALL", 1)
-        self.assertEqual(torch._dynamo.utils.counters["stats"]["unique_graphs"], 4)
-        self.assertEqual({way: samples[1] for way, samples in found["samples"].items()}, found["record_ms"])
 
     def test_routes(self):
         effort, given = Effort(rounds=2, block_s=0.001), ("patch", "auto")
@@ -283,7 +258,7 @@ class TestSummary(TestCase):
             results(*both("A", {})).write(folder / "good.json")
             (folder / "bad.json").write_text("{")
             for file, wanted in (("good", ""), ("bad", "is no result file"), ("none", "No such file")):
-                arguments = (str(folder / f"{file}.json"), "--out", str(folder / "out"), "--no-plots")
+                arguments = (str(folder / f"{file}.json"), "--out", str(folder / "out"))
                 status, _, said = captured.run(pages.main, *arguments)
                 self.assertEqual(bool(status), file != "good")
                 self.assertIn(wanted, said)
@@ -295,50 +270,11 @@ class TestSummary(TestCase):
         files, starts = (pages.read_all(place.glob("*.json")) for place in (folder, folder / pages.START_FOLDER))
         found = pages.summarise(files, list(WORKLOADS), starts)
         text, readme = (path.read_text(encoding="utf-8") for path in (folder / "README.md", pages.README))
-        plots = [part.partition("-dark.svg")[0] for part in text.split('srcset="plots/')[1:]]
-        self.assertTrue(plots and all((folder / "plots" / f"{name}-light.svg").is_file() for name in plots))
         newest = max(found.files.values(), key=lambda file: file.date)
         training = pages.loops_table.latest(folder, newest.gpu, newest.torch)
-        self.assertEqual(text, pages.page(found, plots, training))
+        self.assertEqual(text, pages.page(found, training))
         self.assertEqual(readme, pages.with_table(readme, pages.short_table(found, training)))
         self.assertLessEqual({*causes.DIFFERENT, *causes.NOT_MEASURED, *causes.UNTIMED}, {*WORKLOADS})
-
-
-MISSED = {"fxgraph_cache_miss": 1, "autograd_cache_miss": 1, "autograd_cache_saved": 1}
-HIT = {"fxgraph_cache_hit": 1, "autograd_cache_hit": 1}
-
-
-def starts(way, stage, *seconds, counters=None):
-    counted = counters if counters is not None else MISSED if stage == "cold" else HIT
-    return [Start("X", way, stage, s, s + 1, 0.5 * (way == "ours"), s / 2, counted) for s in seconds]
-
-
-class TestStartTime(TestCase):
-    def test_a_program_starts_cold_and_warm_in_both_ways(self):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "found.json"
-            # Inductor would compile programs to try vector instructions. The other variable reaches no process.
-            with mock.patch.dict("os.environ", PYGRAPH_DISABLE="1", TORCHINDUCTOR_VEC_ISA_OK="0"):
-                command = ("MLP", "--device", "cpu", "--repeats", "1", "--out", str(path))
-                status, text, _ = captured.run(starting.main, *command)
-            self.assertEqual(status, 0, text)
-            found = json.loads(path.read_text())
-        self.assertEqual(found["code_hash"], product_hash())
-        processes = [Start(**one) for one in found["processes"]]
-        wanted = [(way, stage) for stage in ("cold", "warm") for way in ("torch", "ours")]
-        self.assertEqual([(one.way, one.stage) for one in processes], wanted)
-        for one in processes:
-            counted = {key: value for key, value in one.counters.items() if value}
-            self.assertEqual(counted, MISSED if one.stage == "cold" else HIT)
-            self.assertTrue((one.way == "torch") == (one.import_s == 0) and 0 < one.first_s < one.third_s, one)
-        with tempfile.TemporaryDirectory() as folder, self.assertRaisesRegex(starting.StartFailed, "KeyError"):
-            starting.run(starting.Job("no such", "torch", "cold", "cpu"), Path(folder))
-
-    def test_counters_that_differ_are_a_failure(self):
-        for ours, status in (({"fxgraph_cache_hit": 2, "autograd_cache_bypass": 1}, 1), (HIT, 0)):
-            found = [*starts("torch", "warm", 1.0, 2.0), *starts("ours", "warm", 1.0, 2.0, counters=ours)]
-            with mock.patch.object(starting, "measure", return_value=found):
-                self.assertEqual(captured.run(starting.main, "MLP", "--device", "cpu")[0], status)
 
 
 if __name__ == "__main__":

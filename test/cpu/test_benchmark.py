@@ -159,7 +159,8 @@ class TestRing(TestCase):
 
 class TestTiming(TestCase):
     def test_ways_take_turns_in_changing_order(self):
-        self.assertEqual("".join(schedule("abcd", 3)), "abcd" + "cbad" + "cdab")
+        self.assertEqual("".join(schedule("abcd", 3)), "abcd" + "dcba" + "bcda")
+        self.assertEqual("".join(schedule("ab", 4)), "ab" + "ba" + "ba" + "ab")
 
     def test_calls_are_steady_with_equal_times_and_no_new_recording(self):
         self.assertFalse(is_steady([1.0] * 4, [1] * 4))

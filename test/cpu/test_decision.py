@@ -116,7 +116,7 @@ class TestStep(TestCase):
         self.assertGreaterEqual(step_us(more, objective), step_us(work, objective) - 1e-6)
 
     def test_the_model_gives_measured_replays(self):
-        # (host, time in the graph, latency, a call without waiting) in us, from tools/bench/results/h200
+        # (host, time in the graph, latency, a call without waiting) in us, on an H200
         for name, host_us, gpu_us, latency_us, throughput_us in (
             ("EOS", 38.8, 43, 80, 43),
             ("TKE", 64.4, 238, 299, 238),

@@ -5,7 +5,6 @@ They are compiled for an absent GPU, and interpreted on the CPU.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -17,13 +16,12 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 import torch
 import triton
 import triton.language as tl
 import variant_kernels as kernels
-from bench import slots as benchmark
 from test_launches import autotuners, of_inductor, on_gpu
 from torch import nn
 from torch._inductor import config as inductor_config
@@ -100,22 +98,6 @@ class TestCompiled(VariantsTestCase):
             self.assertAsWide(case)
         case = case._replace(signature={**case.signature, "in_ptr0": "*kfp32"})
         self.assertIn("_language.float32", self.variant(case, ["in_ptr0"]).fn.src)
-
-
-class TestBenchmark(VariantsTestCase):
-    def test_kernels_that_slots_are_measured_with(self):
-        for count in benchmark.COUNTS:
-            ptx = [kernel.asm["ptx"] for kernel in benchmark.compiled(count, TARGET)]
-            vectors, loads = ([text.count(load) for text in ptx] for load in ("ld.global.v4", "ld.global"))
-            self.assertGreater(vectors[0], 0)
-            self.assertEqual(vectors[1], vectors[0])
-            self.assertEqual(loads[1], loads[0] + count)  # of the slots, one each
-
-    def test_wrong_numbers_on_the_command_line_are_refused(self):
-        self.assertEqual((benchmark._sizes("1024,7"), benchmark._block("256")), ((1024, 7), 256))
-        for read, text in ((benchmark._sizes, "1024,0"), (benchmark._sizes, "many"), (benchmark._block, "1000")):
-            with self.assertRaisesRegex(argparse.ArgumentTypeError, f"expected .*, got '{text}'"):
-                read(text)
 
 
 class TestRecord(VariantsTestCase):

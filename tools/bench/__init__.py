@@ -3,3 +3,11 @@
 ``__main__`` measures workloads in four ways; the other scripts measure one thing each. README.md describes the scripts,
 and results/README.md the results.
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+
+WORKLOADS_FOLDER = Path(__file__).parent / "workloads"
+RESULTS_FOLDER = Path(__file__).parent / "results"
+START_FOLDER = "start"  # its subfolder for files that have only times to compile and record

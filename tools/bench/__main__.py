@@ -1,8 +1,8 @@
 """``python tools/bench [NAMES...]``: measures workloads in four ways and writes JSON and Markdown.
 
-Results go to ``tools/bench/results/<gpu>-torch<version>.json``, with a table next to it. The page and the plots of all
-results in that folder, and the table in the project's README, are regenerated. Exit status 0 if all workloads were
-measured, 1 if one failed, 2 if there is no GPU or the command line is wrong.
+Results go to ``tools/bench/results/<gpu>-torch<version>.json``, with a table next to it. The page of all results
+in that folder, and the table in the project's README, are regenerated. Exit status 0 if all workloads were measured, 1
+if one failed, 2 if there is no GPU or the command line is wrong.
 """
 
 from __future__ import annotations

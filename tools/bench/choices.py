@@ -1,12 +1,11 @@
-"""Selection against both forced ways: synthetic functions, the first calls of a serving loop, sizes that never repeat.
+"""Selection against both forced ways: synthetic functions, and the first calls of a serving loop.
 
-usage: python tools/bench/choices.py [grid] [first] [sizes] [--seconds S] [--seed N] [--out FILE]
+usage: python tools/bench/choices.py [grid] [first] [--seconds S] [--seed N] [--out FILE]
 
 *grid* draws functions of 1 to 64 kernels, on 0 to 64 MB of inputs, with host work between calls, and compares what was
 decided with the better of "compile" and "ours:graphed". *ratio* is the function's own time by the better one's; two
 recordings of one function differ by some percent as well. *choice_ratio* is the time of the forced way that it goes by
-the better one's. *first* compares the longest of the first 30 calls or training steps with upstream's. *sizes* compares
-a program whose sizes never come again with plain ``torch.compile``, from its 33rd call on.
+the better one's. *first* compares the longest of the first 30 calls or training steps with upstream's.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ _DECIDED = 60  # calls after which a way is decided
 _ROUNDS, _CALLS = 7, 30
 _FIRST = 30
 _CLOSE = 1.03
-_SIZES, _COUNTED = 160, 33  # calls, and the first one that counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,50 +165,20 @@ def longest_first_calls(device: torch.device, seed: int) -> list[dict[str, Any]]
     return records
 
 
-def sizes_that_never_come_again(device: torch.device) -> list[dict[str, Any]]:
-    """The time of a call from the 33rd on, and the growth of reserved memory, for compile and ours in turn."""
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return (x.sin() * 2).cumsum(0).softmax(-1) @ x.mT
-
-    calls_us: dict[str, list[float]] = {"compile": [], "ours": []}
-    grown = {}
-    for _ in range(3):
-        for name, mode in (("compile", None), ("ours", "reduce-overhead")):
-            torch._dynamo.reset()
-            called, reserved = torch.compile(fn, mode=mode, dynamic=True), []
-            with torch.no_grad(), collector_off():
-                for number in range(_SIZES):
-                    x = torch.ones(256 + number, 128, device=device)
-                    torch.cuda.synchronize()
-                    begin = time.perf_counter_ns()
-                    torch.compiler.cudagraph_mark_step_begin()
-                    called(x)
-                    torch.cuda.synchronize()
-                    if number + 1 >= _COUNTED:
-                        calls_us[name].append((time.perf_counter_ns() - begin) / 1e3)
-                    reserved.append(torch.cuda.memory_reserved())
-            grown[name] = reserved[-1] - reserved[_COUNTED]
-    times = {name: median(values) for name, values in calls_us.items()}
-    print(f"sizes that never come again, us a call: {times}, bytes that reserved memory grew: {grown}", flush=True)
-    return [{"us": times, "ratio": times["ours"] / times["compile"], "grown_bytes": grown}]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="*", metavar="PART", help="grid, first or sizes; default all")
+    parser.add_argument("what", nargs="*", metavar="PART", help="grid or first; default both")
     parser.add_argument("--seconds", type=float, default=300.0, help="of the grid (default 300)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    unknown = {*options.what} - {"grid", "first", "sizes"}
+    unknown = {*options.what} - {"grid", "first"}
     if unknown:
-        parser.error(f"there is no {', '.join(sorted(unknown))}; parts are grid, first and sizes")
+        parser.error(f"there is no {', '.join(sorted(unknown))}; parts are grid and first")
     if not has_gpu():
         return 2
     device = torch.device("cuda", 0)
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "sizes": lambda: sizes_that_never_come_again(device),
         "first": lambda: longest_first_calls(device, options.seed),
         "grid": lambda: grid(device, options.seconds, options.seed),
     }

@@ -40,14 +40,6 @@ class Workload:
         ours, best = self.get("ours", regime, figure), self.best_other(figure, regime)
         return best[1] / ours if ours and best and all(self.get(way, regime, figure) for way in _OTHERS) else None
 
-    def rounds(self, figure: str, regime: str) -> list[float]:
-        """The ratio of upstream's figure to ours in each round in which both were measured."""
-        ours, upstream = (self.by_way.get((way, regime)) for way in ("ours", "upstream"))
-        if ours is None or upstream is None:
-            return []
-        found = zip(upstream.samples.get(figure, ()), ours.samples.get(figure, ()), strict=False)
-        return [theirs / own for theirs, own in found if own]
-
     def limit(self, way: str, regime: str) -> float | None:
         """The ratio of latency to the GPU's time inside graphs, which is the least possible latency."""
         latency, inside = (self.get(way, regime, figure) for figure in ("latency_ms", "gpu_ms"))

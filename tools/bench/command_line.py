@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .folders import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER
+from . import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER
 from .loading import load_workloads
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(
         prog="python tools/bench",
         description="Measures workloads in four ways (eager, compile, upstream, ours), each in a process of its own. "
-        "Without --out page, plots and the README's table are regenerated at the end.",
+        "Without --out, the page of results and the README's table are regenerated at the end.",
     )
     parse.add_argument("names", nargs="*", metavar="NAMES", help="workloads; all of them by default")
     parse.add_argument("--list", action="store_true", help="show the workloads and do nothing")
@@ -75,7 +74,13 @@ def parser() -> argparse.ArgumentParser:
         help="keep what compilers cache in DIR, for a run that is cut and goes on; there are no times to compile then",
     )
     parse.add_argument("--out", type=Path, metavar="FILE", help="result file, .json")
-    parse.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="seconds for one workload (1800)")
+    parse.add_argument(
+        "--timeout",
+        type=float,
+        default=1800.0,
+        metavar="S",
+        help="seconds for each stage of a workload: to prepare, to measure (1800)",
+    )
     parse.add_argument("--resume", action="store_true", help="keep what the result file has of this code and machine")
     parse.add_argument("--workloads", type=Path, default=WORKLOADS_FOLDER, metavar="DIR", help=argparse.SUPPRESS)
     return parse
@@ -145,8 +150,8 @@ def _measure(
     from pygraph_trees.benchmark import Results, text_table
     from pygraph_trees.benchmark.results import file_stem, here
 
+    from .figures import product_hash
     from .isolated import Job
-    from .product import product_hash
 
     results = here(product_hash(), effort.rounds)
     folder = RESULTS_FOLDER / START_FOLDER if options.start_times else RESULTS_FOLDER
@@ -194,7 +199,9 @@ def _measure(
         print(text_table(records), end="\n\n", flush=True)
     print(f"{out}\n{out.with_suffix('.md')}")
     if out.parent == folder:
-        _summarise()
+        from bench import summary
+
+        summary.main([])
     failed = [r for r in results.records if r.workload in names and r.error is not None]
     return 1 if failed else 0
 
@@ -210,26 +217,20 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float, gpus: int = 1)
     from .isolated import Worker
     from .quiet import wait_until_quiet
 
-    batches = [jobs[begin : begin + size] for begin in range(0, len(jobs), size)]
     is_timed = any(job.effort.rounds for job in jobs)
-    with contextlib.ExitStack() as stack:
-        number, after = 0, [stack.enter_context(Worker(job, timeout_s)) for batch in batches[:1] for job in batch]
-        for following in [*batches[1:], []]:
-            # The next batch imports while this one is prepared, and has finished before this one is timed.
-            current, after = after, [stack.enter_context(Worker(job, timeout_s)) for job in following]
-            for worker in current:
-                number += 1
+    for first in range(0, len(jobs), size):
+        with contextlib.ExitStack() as stack:
+            workers = [stack.enter_context(Worker(job, timeout_s)) for job in jobs[first : first + size]]
+            for number, worker in enumerate(workers, first + 1):
                 print(f"[{number}/{len(jobs)}] {worker.name}", flush=True)
-                worker.prepare(Progress() if size == 1 else None)
-            for worker in current:
-                worker.wait_until_prepared()
-            for worker in after:
-                worker.wait_until_imported()
-            for begin in range(0, len(current), gpus):
-                together = current[begin : begin + gpus]
+                worker.prepare()
+            for worker in workers:
+                worker.wait_until_prepared(Progress() if size == 1 else None)
+            for begin in range(0, len(workers), gpus):
+                together = workers[begin : begin + gpus]
                 if is_timed:
                     wait_until_quiet()
-                show = Progress if size > 1 and gpus == 1 else lambda: None
+                show = Progress if gpus == 1 else lambda: None
                 with ThreadPoolExecutor(gpus) as pool:
                     try:
                         yield from pool.map(lambda worker: worker.measure(show()), together)  # noqa: B023
@@ -237,16 +238,6 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float, gpus: int = 1)
                         for worker in together:
                             worker.end()
                         raise
-
-
-def _summarise() -> None:
-    """Regenerates the page and the plots of all results, and the table in the project's README."""
-    from bench import summary
-
-    if importlib.util.find_spec("matplotlib") is None:
-        print("without matplotlib the plots stay as they are: python tools/bench/summary.py regenerates page and plots")
-    else:
-        summary.main([])
 
 
 def _resume(results: Results, out: Path, ways: Sequence[str]) -> tuple[Results, set[str]]:

@@ -30,8 +30,9 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
-from bench.figures import write_figures
+from bench.figures import has_gpu, write_figures
 from pygraph_trees.benchmark import Program
+from pygraph_trees.benchmark.timing import schedule
 from pygraph_trees.benchmark.ways import make_ways
 
 WAYS = ("compile", "upstream", "ours")
@@ -107,11 +108,10 @@ def measure(name: str, device: torch.device, rounds: int, steps: int) -> dict[st
                 found = _value(program.step(way.callable, args, {}))
         wanted = found if wanted is None else wanted
         apart[way.name] = float((found - wanted).abs().max())
-    for number in range(rounds):
-        for way in (*ways[number % len(ways) :], *ways[: number % len(ways)]):
-            with way.active(), torch.set_grad_enabled(program.training):
-                program.step(way.callable, args, {})
-                samples[way.name].append(_block(lambda: program.step(way.callable, args, {}), device, steps))  # noqa: B023
+    for _, way in schedule(ways, rounds):
+        with way.active(), torch.set_grad_enabled(program.training):
+            program.step(way.callable, args, {})
+            samples[way.name].append(_block(lambda: program.step(way.callable, args, {}), device, steps))  # noqa: B023
     for way in ways:
         if way.trees is not None:
             way.trees.clear()
@@ -164,8 +164,7 @@ def main() -> int:
         parser.error(f"there is no program {unknown[0]!r}; there are {', '.join(PROGRAMS)}")
     if "LOCAL_RANK" not in os.environ:
         parser.error("torchrun starts this: torchrun --nproc-per-node 2 tools/bench/distributed.py")
-    if not torch.cuda.is_available():
-        print("these figures need a GPU for each rank, and this machine has none that torch can use")
+    if not has_gpu():
         return 2
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)

@@ -3,8 +3,8 @@
 usage: python tools/bench/everything.py [STEPS ...] [--seconds S] [--list] [--again]
 
 Each step runs its own script in a process of its own; figures go to ``tools/bench/results`` as JSON, output as text.
-Page, plots and the README's table come last. A step that is done for the same code, GPU and torch (``done.txt``) is
-skipped without ``--again``. After ``--seconds``, the exit status is 3 and the same command continues.
+The page of results and the README's table come last. A step that is done for the same code, GPU and torch
+(``done.txt``) is skipped without ``--again``. After ``--seconds``, the exit status is 3 and the same command continues.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ STEPS = (
         is_printed=False,
         goes_on=["--resume"],
     ),
-    Step("recording", _script("record_time.py", "--rounds", "7"), "what recording takes"),
     Step(
         "graph-host",
         _script(
@@ -82,10 +81,9 @@ STEPS = (
     ),
     Step("many", _script("many.py"), "replays among many functions, and among many recordings"),
     Step("training-loops", _script("training_loops.py"), "training loops as people write them"),
-    Step("slots", _script("slots.py"), "what a slot costs a kernel"),
     Step("routes", _script("routes.py", "--rounds", "9"), "routes of inputs against each other"),
     *map(_program, ("relative_positions", "noise_schedule", "mask_of_lengths", "numpy_positions", "tokens")),
-    Step("summary", _script("summary.py", out=False), "page, plots and the README's table", is_printed=False),
+    Step("summary", _script("summary.py", out=False), "the page of results and the README's table", is_printed=False),
 )
 
 
@@ -186,11 +184,6 @@ def _run(step: Step, folder: Path, stem: str, left_s: float, more: Sequence[str]
     return status
 
 
-def listing() -> str:
-    width = max(len(step.name) for step in STEPS)
-    return "\n".join(f"{step.name:{width}}  {step.doc}" for step in STEPS)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("steps", nargs="*", metavar="STEPS", help="all of them by default")
@@ -199,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="also what is done")
     options = parser.parse_args(arguments)
     if options.list:
-        print(listing())
+        width = max(len(step.name) for step in STEPS)
+        print("\n".join(f"{step.name:{width}}  {step.doc}" for step in STEPS))
         return 0
     known = {step.name: step for step in STEPS}
     for name in options.steps:
@@ -210,9 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from bench.figures import has_gpu
-    from bench.folders import RESULTS_FOLDER
-    from bench.product import product_hash
+    from bench import RESULTS_FOLDER
+    from bench.figures import has_gpu, product_hash
     from pygraph_trees.benchmark.results import file_stem
 
     if not has_gpu():

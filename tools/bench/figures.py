@@ -1,4 +1,4 @@
-"""Shared by the scripts that measure one thing: their options, the check for a GPU, and the file of figures.
+"""Shared by the scripts that measure one thing: the check for a GPU, and the file of figures.
 
 The file is JSON: the GPU's name (null for a trial on a CPU), the versions of torch and triton, the hash of the code,
 the options of the measurement, and the results. Without a path, no file is written.
@@ -6,34 +6,15 @@ the options of the measurement, and the results. Without a path, no file is writ
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
+import functools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.product import product_hash
-
-
-def options_of(doc: str | None, names: Sequence[str], *, rounds: int, calls: int = 0) -> argparse.Namespace:
-    """The options of a script that measures the programs in its arguments.
-
-    Args:
-        doc: the script's docstring; its first line is the description.
-        names: the programs that are measured by default.
-        rounds: rounds by default.
-        calls: calls in a block by default; if 0, there is no such option.
-    """
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", default=list(names), metavar="NAMES", help=f"default: {' '.join(names)}")
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"({rounds})")
-    if calls:
-        parser.add_argument("--calls", type=int, default=calls, help=f"in a block ({calls})")
-    parser.add_argument("--out", type=Path, help="file of the figures, .json")
-    return parser.parse_args()
+from pygraph_trees.code_hash import PRODUCT, code_hash
+from pygraph_trees.version import triton_version
 
 
 def has_gpu() -> bool:
@@ -44,12 +25,10 @@ def has_gpu() -> bool:
     return True
 
 
-def triton_version() -> str | None:
-    """Triton's version; None if it is not installed."""
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+@functools.cache
+def product_hash() -> str:
+    """The hash of both packages without the tests, whose changes do not outdate results: 64 hexadecimal digits."""
+    return code_hash(folders=PRODUCT)
 
 
 def write_figures(path: Path | None, results: list[Any], **how: Any) -> None:

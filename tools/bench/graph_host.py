@@ -9,6 +9,7 @@ figure is a median over calls, then over rounds. ``tools/bench/README.md`` expla
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import json
@@ -27,7 +28,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 from torch._inductor.output_code import CompiledFxGraph
 
-from bench.figures import has_gpu, options_of, write_figures
+from bench.figures import has_gpu, write_figures
 from bench.small_programs import program_of
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.benchmark.rings import Ring
@@ -88,9 +89,11 @@ def measure(name: str, program: Program, rounds: int, calls: int) -> list[dict[s
     for (way_name, regime), found in samples.items():
         times, in_graphs = middle(found), gpu[way_name]
         rest = None if in_graphs is None else times.latency - times.outside - in_graphs
+        # Other load of the host affects some rounds.
+        rounded = {figure: [round(getattr(t, figure), 3) for t in found] for figure in _FIGURES}
         records.append(
             {"workload": name, "way": way_name, "regime": regime, **asdict(times), "outside": times.outside}
-            | {"gpu": in_graphs, "rest": rest, "samples": samples_of(found)}
+            | {"gpu": in_graphs, "rest": rest, "samples": rounded}
         )
     return records
 
@@ -237,11 +240,6 @@ def middle(found: list[Times]) -> Times:
     return Times(*figures, tuple(median(list(part)) for part in parts))
 
 
-def samples_of(rounds: list[Times]) -> dict[str, list[float]]:
-    """The figures of each round: other load of the host affects some of them."""
-    return {name: [round(getattr(t, name), 3) for t in rounds] for name in _FIGURES}
-
-
 def table(records: list[dict[str, Any]]) -> str:
     """A line per record, and the ratio of the host times."""
     names = f"{'host':>8} {'trees':>8} {'launch':>8} {'outside':>8} {'latency':>9} {'gpu':>8} {'rest':>6}"
@@ -265,7 +263,12 @@ def _figure(us: float | None) -> str:
 
 
 def main() -> int:
-    options = options_of(__doc__, ["MLP", "BERT-I", "DLRM"], rounds=7, calls=100)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=["MLP", "BERT-I", "DLRM"], help="default: MLP BERT-I DLRM")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=100, help="in a block (100)")
+    parser.add_argument("--out", type=Path, help="file of the figures, .json")
+    options = parser.parse_args()
     if not has_gpu():
         return 2
     found: list[dict[str, Any]] = []

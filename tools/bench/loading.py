@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .folders import WORKLOADS_FOLDER
+from . import WORKLOADS_FOLDER
 
 MODULE = "pygraph_bench_workloads"
 

@@ -68,8 +68,9 @@ class Worker:
 
 
 def main(job: str) -> int:
-    worker = Worker(json.loads(job))
-    told_to, sys.stdout = sys.stdout, sys.stderr
+    from child import answering
+
+    worker, say = Worker(json.loads(job)), answering()
     for line in sys.stdin:
         command = json.loads(line)
         try:
@@ -82,7 +83,7 @@ def main(job: str) -> int:
             answer = {"error": f"{type(error).__name__}: {said}"}
             if hasattr(worker, "_loops"):
                 worker.abandon()
-        print(json.dumps(answer), file=told_to, flush=True)
+        say(answer)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Routes of inputs compared over a grid of synthetic programs: the cost of a patched kernel, a slot, a copy.
 
-usage: python tools/bench/routes.py [--rounds N] [--routes auto,patch,...] [--grid small] [--out FILE]
+usage: python tools/bench/routes.py [--rounds N] [--routes auto,patch,...] [--out FILE]
 
 A program has n small inputs and c Triton kernels that read all of them; with load, it ends with a large matrix product.
 The table shows latency and throughput by route, in µs, for each share of calls with new addresses.
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 FLAG = "triton.pygraph_indirection"
 ROUTES = ("patch", "table", "off", "auto")
 GRID = ((1, 4, False), (1, 32, False), (8, 4, False), (8, 32, False), (32, 8, False), (32, 32, False), (8, 32, True))
-SMALL = ((1, 4, False), (8, 32, False), (8, 32, True))
 RATES = (0.0, 0.5, 1.0)  # shares of calls with new addresses
 _SETS = 8
 _WARM_CALLS = 12
@@ -60,10 +59,6 @@ class Consumers(torch.nn.Module):
         if self.load is not None:
             total = total + (self.load @ self.load)[:_WIDTH, :_WIDTH]
         return total
-
-
-def name_of(inputs: int, consumers: int, loaded: bool) -> str:
-    return f"{inputs} x {consumers}{' loaded' if loaded else ''}"
 
 
 def feed(sets: Sequence[Inputs], rate: float) -> Iterator[Inputs]:
@@ -112,7 +107,7 @@ def measure(
         found["throughput_us"].append(block.throughput_s * 1e6)
         found["host_us"].append(median(block.host_s) * 1e6)
     return {
-        "program": name_of(inputs, consumers, loaded),
+        "program": f"{inputs} x {consumers}{' loaded' if loaded else ''}",
         "chosen": chosen,
         "medians": {cell: {name: median(all_) for name, all_ in found.items()} for cell, found in samples.items()},
         "samples": samples,
@@ -140,7 +135,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--routes", default=",".join(ROUTES))
-    parser.add_argument("--grid", choices=["full", "small"], default="full")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if not has_gpu():
@@ -148,7 +142,7 @@ def main() -> int:
     routes, found = options.routes.split(","), []
     effort, device = Effort(rounds=options.rounds, block_s=0.03), torch.device("cuda")
     with torch._dynamo.config.patch(recompile_limit=4 * len(routes) * len(GRID)):
-        for inputs, consumers, loaded in GRID if options.grid == "full" else SMALL:
+        for inputs, consumers, loaded in GRID:
             found.append(measure(inputs, consumers, loaded, routes, effort, device))
             print(table(found[-1:], routes), flush=True)
             write_figures(options.out, found, rounds=options.rounds, routes=routes)

@@ -1,7 +1,7 @@
 """Small programs that are not workloads, by name, and the workloads.
 
-:func:`program_of` builds MLP, MLP-N (the same for any batch size), ACTOR (small inputs that arrive on the CPU), CHAIN
-(three graphs in one step) and RESNET18 (a training step; needs torchvision) on the GPU. Any other name is a workload's.
+:func:`program_of` builds MLP, MLP-N (the same for any batch size) and ACTOR (small inputs that arrive on the CPU). Any
+other name is a workload's.
 """
 
 from __future__ import annotations
@@ -46,35 +46,10 @@ def actor_critic(device: torch.device) -> Program:
     return Program(fn, (torch.randn(32, 64),), context=torch.no_grad, name="ACTOR")
 
 
-def chain(device: torch.device) -> Program:
-    """Three graphs in one step, one after another."""
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        x = x.sin() + 1
-        torch._dynamo.graph_break()
-        x = x @ x.mT
-        torch._dynamo.graph_break()
-        return x.softmax(0)
-
-    torch.manual_seed(0)
-    return Program(fn, (torch.randn(64, 64, device=device),), context=torch.no_grad, name="CHAIN")
-
-
-def resnet18(device: torch.device) -> Program:
-    """A training step; needs torchvision."""
-    from torchvision.models import resnet18 as build
-
-    torch.manual_seed(0)
-    model = build().to(device)
-    return Program(model, (torch.randn(16, 3, 224, 224, device=device),), training=True, name="RESNET18")
-
-
 PROGRAMS: dict[str, Callable[[torch.device], Program]] = {
     "MLP": perceptron,
     "MLP-N": perceptron_of_any_batch,
     "ACTOR": actor_critic,
-    "CHAIN": chain,
-    "RESNET18": resnet18,
 }
 
 

@@ -11,25 +11,21 @@ describes the loops and the figures.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import json
 import os
-import queue
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
-from processes import end, end_on_termination, how_it_ended
+from child import Child
+from processes import end_on_termination
 
 WORKER = Path(__file__).parent / "loops_worker.py"
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,54 +60,18 @@ class Measured:
     error: str | None = None
 
 
-class Process:
-    """A process of a job; it gets commands and answers each."""
-
-    def __init__(self, job: Job, rank: int, folder: Path) -> None:
-        name = f"{job.model}-{job.way}-{rank}"
-        told = {**dataclasses.asdict(job), "rank": rank, "store": str(folder / f"{job.model}-{job.way}.store")}
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", _COMPILE_THREADS),
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / f"{name}.caches"),
-            **_ENVIRONMENT.get(job.way, {}),
-        }
-        self.log = folder / f"{name}.log"
-        with self.log.open("wb") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, str(WORKER), json.dumps(told)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                text=True,
-                start_new_session=True,
-            )
-        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._follow, daemon=True).start()
-
-    def tell(self, **command: Any) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, as its answer will show
-            self.process.stdin.write(json.dumps(command) + "\n")
-            self.process.stdin.flush()
-
-    def answer(self, until: float) -> dict[str, Any]:
-        """Its answer, or an error if it ends or gives none until ``until``, in seconds of the monotonic clock."""
-        try:
-            found = self._answers.get(timeout=max(until - time.monotonic(), 0.0))
-        except queue.Empty:
-            return {"error": "no answer in time", "is_dead": True}
-        if found is None:
-            return {"error": how_it_ended(self.process.wait(), self.log), "is_dead": True}
-        return found
-
-    def _follow(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._answers.put(json.loads(line))
-        self._answers.put(None)
+def start(job: Job, rank: int, folder: Path) -> Child:
+    """Starts a job's process of one rank, which gets commands and answers each."""
+    name = f"{job.model}-{job.way}-{rank}"
+    told = {**dataclasses.asdict(job), "rank": rank, "store": str(folder / f"{job.model}-{job.way}.store")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", _COMPILE_THREADS),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / f"{name}.caches"),
+        **_ENVIRONMENT.get(job.way, {}),
+    }
+    return Child([str(WORKER)], told, folder / f"{name}.log", environment)
 
 
 class Group:
@@ -120,7 +80,7 @@ class Group:
     def __init__(self, job: Job, loops: str, folder: Path) -> None:
         self.job = job
         self.measured = [Measured(job, loop) for loop in loops]
-        self._processes = [Process(job, rank, folder) for rank in range(max(job.ranks, 1))]
+        self._processes = [start(job, rank, folder) for rank in range(max(job.ranks, 1))]
         self.error: str | None = None  # why it gets no more commands
 
     def tell(self, **command: Any) -> None:
@@ -146,7 +106,7 @@ class Group:
 
     def end(self) -> None:
         for process in self._processes:
-            end(process.process)
+            process.end()
 
 
 def measure(
@@ -225,8 +185,8 @@ def result(one: Measured) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    from bench import RESULTS_FOLDER
     from bench.figures import has_gpu, write_figures
-    from bench.folders import RESULTS_FOLDER
     from bench.loops_table import table
     from bench.trained_models import MODELS
     from pygraph_trees.benchmark.results import file_stem
@@ -269,16 +229,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
 
         stem = file_stem(torch.cuda.get_device_name(), torch.__version__)
-        ranks = f"-{options.ranks}-ranks" if options.ranks else ""
-        out = RESULTS_FOLDER / f"{stem}-training-loops{ranks}.json"
-    write_figures(out, results, **_how(options, results))
-    return 0 if any("error" not in found for found in results) else 1
-
-
-def _how(options: argparse.Namespace, results: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        end = f"-{options.ranks}-ranks" if options.ranks else ""
+        out = RESULTS_FOLDER / f"{stem}-training-loops{end}.json"
     rounds = max((found.get("rounds", 0) for found in results), default=0)
-    how = {"date": time.strftime("%Y-%m-%d"), "rounds": rounds, "budget_s": options.budget}
-    return {**how, "ranks": options.ranks} if options.ranks else how
+    ranks = {"ranks": options.ranks} if options.ranks else {}
+    write_figures(out, results, date=time.strftime("%Y-%m-%d"), rounds=rounds, budget_s=options.budget, **ranks)
+    return 0 if any("error" not in found for found in results) else 1
 
 
 if __name__ == "__main__":

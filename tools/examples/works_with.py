@@ -10,7 +10,9 @@ precision with ``GradScaler``. Weights and data are random. The only change in e
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,12 +25,12 @@ if "--upstream" in sys.argv:
     os.environ["PYGRAPH_DISABLE"] = "1"  # makes the import below leave torch alone
 
 import torch
-from both_ways import new_file, run_both_ways, write_json
 
 import pygraph_trees  # no other change is needed
 
 SEED = 20
 STEPS = 12
+SIDES = {"upstream": ["--upstream"], "ours": []}
 TOLERANCE = 1e-3  # of losses and samples, relative to the largest; tokens must be equal
 
 Values = list[float] | list[int]
@@ -203,9 +205,35 @@ def agree(ours: Values, upstreams: Values) -> bool:
     return all(abs(one - other) <= TOLERANCE * largest for one, other in zip(ours, upstreams, strict=True))
 
 
+def run_both_ways(arguments: list[str]) -> dict[str, dict[str, Any]]:
+    """What this script writes with upstream's graphs and with ours, each in a process of its own.
+
+    Raises:
+        SystemExit: a process failed.
+    """
+    found = {}
+    environment = {name: value for name, value in os.environ.items() if name != "PYGRAPH_DISABLE"}
+    with tempfile.TemporaryDirectory() as folder:
+        for side, way in SIDES.items():
+            print(f"--- {side}", flush=True)
+            out = Path(folder) / f"{side}.json"
+            command = [sys.executable, __file__, *arguments, *way, "--json", str(out)]
+            status = subprocess.run(command, env=environment).returncode
+            if status:
+                print(f"{side}: the process ended with {status}", file=sys.stderr)
+                sys.exit(2)
+            found[side] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
 def compare(names: list[str], options: argparse.Namespace) -> int:
     """Runs programs both ways; returns 1 if one differs."""
-    found = run_both_ways(__file__, [*names, "--device", options.device])
+    found = run_both_ways([*names, "--device", options.device])
     same = {name: agree(found["ours"][name]["values"], found["upstream"][name]["values"]) for name in names}
     for name in names:
         ours = found["ours"][name]
@@ -219,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("names", nargs="*", metavar="NAMES", help=f"some of {', '.join(PROGRAMS)} (default: all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="on cpu there are no graphs")
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="where to write the values")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the values")
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--upstream", action="store_true", help="torch's own CUDA graphs, without pygraph_trees")
     ways.add_argument("--against-upstream", action="store_true", help="both, and whether they agree")

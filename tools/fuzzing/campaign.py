@@ -1,7 +1,7 @@
 """Checks random cases for a given time, in worker processes that may die.
 
-A worker writes each case to a file before it runs it, and makes a failing case smaller itself. If the process dies or
-loses the GPU, its last case is made smaller in other processes. If eager lost the GPU, or the control also dies
+A worker sends each case before it runs it, and makes a failing case smaller itself. If the process dies or loses the
+GPU, its last case is made smaller in other processes. If eager lost the GPU, or the control also dies
 of the case, another worker replaces it, as after a failure if more failures are wanted. A seed and a program's number
 give the same case, whichever worker checks it.
 """
@@ -9,17 +9,15 @@ give the same case, whichever worker checks it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from processes import end, how_it_ended
+from child import Child
 
 from .case import Case, read
 from .check import UNGRAPHED
@@ -50,7 +48,6 @@ class Campaign:
     jobs: int = 1  # worker processes at a time
     most_failures: int = 1
     reduce_s: float = 120.0  # to make a failing case smaller
-    compares: bool = True  # False: a case only runs in the way under test, to see whether the process survives
 
 
 @dataclass(slots=True)
@@ -106,10 +103,6 @@ class Outcome:
     counts: Counts = field(default_factory=Counts)
     failures: list[Failure] = field(default_factory=list)
 
-    @property
-    def failure(self) -> Failure | None:
-        return self.failures[0] if self.failures else None
-
 
 def run(campaign: Campaign, progress: Callable[[float, float, str], None]) -> Outcome:
     """Checks cases until the time is over or enough have failed.
@@ -152,7 +145,7 @@ def _control_dies(campaign: Campaign, worker: _Worker) -> bool:
     if case is None or campaign.control is None:
         return False
     for way in dict.fromkeys((campaign.control, UNGRAPHED)):
-        with _alone(replace(campaign, under_test=way, compares=False), case) as single:
+        with _alone(replace(campaign, under_test=way, control=None, exactly=None), case) as single:
             if single.cause is not None:
                 return True
     return False
@@ -189,7 +182,7 @@ def _failure(campaign: Campaign, worker: _Worker) -> Failure | None:
 
 
 class _Worker:
-    """A worker process with its folder; ``cause`` says what killed it."""
+    """A worker process; ``cause`` says what killed it."""
 
     def __init__(
         self, campaign: Campaign, seconds: float, first: int, most: int | None, case: Case | None = None
@@ -197,49 +190,42 @@ class _Worker:
         self.cause: str | None = None
         self.lost_by_eager = False
         self._first, self._jobs, self._most = first, campaign.jobs, most
-        self._folder = tempfile.TemporaryDirectory(prefix="fuzz_")
-        self._path = Path(self._folder.name)
-        if case is not None:
-            (self._path / "given.py").write_text(case.text(), encoding="utf-8")
-        told = {
-            **asdict(campaign),
-            "seconds": seconds,
-            "number": first,
-            "most_cases": most,
-            "folder": self._folder.name,
-        }
+        self._sent: dict[str, Any] = {}  # the latest case, counts and failure
+        self._alive_at = time.monotonic()
+        job = {**asdict(campaign), "seconds": seconds, "number": first, "most_cases": most}
         # Several workers fill the machine, and pools of compile processes take long to start.
         one = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if campaign.jobs > 1 else {}
         path = os.pathsep.join(filter(None, [str(TOOLS), str(TOOLS.parent), os.environ.get("PYTHONPATH")]))
-        self._log = (self._path / "log.txt").open("wb")
-        self._process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", WORKER, json.dumps(told)],
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,  # its compile workers end with it
-            env={**os.environ, "PYTHONPATH": path, **one},
+        self._folder = tempfile.TemporaryDirectory(prefix="fuzz_")
+        self._child = Child(
+            ["-X", "faulthandler", "-m", WORKER],
+            {**job, "case": None if case is None else case.text()},
+            Path(self._folder.name) / "log.txt",
+            {**os.environ, "PYTHONPATH": path, **one},
         )
 
     def __enter__(self) -> _Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        end(self._process)
-        self._log.close()
+        self._child.end()
         self._folder.cleanup()
 
     def ended(self) -> bool:
         """Whether the process has ended; ends it if it gives no sign of life."""
-        status = self._process.poll()
+        status = self._child.status()
+        for sent in self._child.answers():
+            self._sent |= sent
+            self._alive_at = time.monotonic()
         if status is None:
-            if self._silent_s() <= _LONGEST_CASE_S:
+            if time.monotonic() - self._alive_at <= _LONGEST_CASE_S:
                 return False
-            end(self._process)
+            self._child.end()
             self.cause = f"a case took longer than {_LONGEST_CASE_S:g} s"
         elif status == POISONED_BY_EAGER:
             self.lost_by_eager = True
         elif status != 0 and not (status == FAILED and self.failure() is not None):
-            self.cause = how_it_ended(status, self._path / "log.txt")
+            self.cause = self._child.how_it_ended()
         return True
 
     @property
@@ -252,21 +238,11 @@ class _Worker:
         return None if self._most is None else max(0, self._most - self.counts().cases)
 
     def counts(self) -> Counts:
-        data = self._json("counts.json")
-        return Counts() if data is None else Counts(**data)
+        return Counts(**self._sent.get("counts", {}))
 
     def failure(self) -> Failure | None:
-        data = self._json("failure.json")
-        return None if data is None else Failure(read(data["case"]), data["message"], self.number)
+        found = self._sent.get("failure")
+        return None if found is None else Failure(read(found["case"]), found["message"], self.number)
 
     def last_case(self) -> Case | None:
-        path = self._path / "case.py"
-        return read(path.read_text(encoding="utf-8")) if path.exists() else None
-
-    def _json(self, name: str) -> dict[str, str] | None:
-        path = self._path / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-    def _silent_s(self) -> float:
-        path = self._path / "case.py"
-        return time.time() - (path if path.exists() else self._path).stat().st_mtime
+        return read(self._sent["case"]) if "case" in self._sent else None

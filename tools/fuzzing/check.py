@@ -132,18 +132,6 @@ def _mismatch(
     return None
 
 
-def run(case: Case, device: torch.device, way: str) -> None:
-    """Makes all calls of a case, and compares nothing. Raises :class:`Raised` if one raises."""
-    runner = Runner(case, way, device)
-    try:
-        for call in range(case.calls):
-            _observe(runner, call)
-            runner.detach_outputs()
-    finally:
-        runner.close()
-        torch._dynamo.reset()
-
-
 def _compare(
     case: Case, device: torch.device, subject: str, reference: str, tolerance: float, *, may_round: bool = True
 ) -> Verdict:
@@ -239,18 +227,13 @@ def _agree(found: Observation, wanted: Observation, tolerance: float, where: str
             apart = difference([one], [other])
             if apart.problem is not None:
                 raise InexactConstant(where, apart.problem) if one[0] in bits else Mismatch(f"{where}: {apart.problem}")
-            if one[0] in bits and not _same_bits(one[1], other[1]):
-                apart_by = _first(one[1], other[1])
-                raise InexactConstant(where, f"{one[0]} is a constant, and has other bits: {apart_by}")
+            if one[0] in bits and _apart(one[1], other[1]).any():
+                elements = _first(one[1], other[1])
+                raise InexactConstant(where, f"{one[0]} is a constant, and has other bits: {elements}")
             # Gradients accumulate; programs keep everything else within a few units.
             allowed = tolerance * (_scale(other[1]) if what == "outputs" else 1.0)
             if apart.largest is not None and apart.largest > allowed:
                 raise Mismatch(f"{where}: {one[0]} differs by {apart.largest:.3g}, allowed {allowed:.3g}")
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal, signs of zeros included; NaNs are equal whatever their bits."""
-    return not _apart(one, other).any().item()
 
 
 def _first(one: torch.Tensor, other: torch.Tensor) -> str:
@@ -260,6 +243,7 @@ def _first(one: torch.Tensor, other: torch.Tensor) -> str:
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Which elements differ, signs of zeros included; NaNs are equal whatever their bits."""
     one, other = _real(one), _real(other)
     if not one.is_floating_point():
         return one != other

@@ -12,22 +12,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Draws:
+class Draws(random.Random):
     """Random choices of one program."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def one_of(self, choices: Sequence[T]) -> T:
-        return self._random.choice(choices)
 
     def several(self, choices: Sequence[T], most: int, least: int = 1) -> list[T]:
         """Different choices in a random order, at most as many as there are."""
-        return self._random.sample(choices, min(len(choices), self.between(least, most)))
-
-    def between(self, least: int, most: int) -> int:
-        """A number from ``least`` to ``most``, both included."""
-        return self._random.randint(least, most)
+        return self.sample(choices, min(len(choices), self.randint(least, most)))
 
     def chance(self, one_in: int) -> bool:
-        return self._random.randrange(one_in) == 0
+        return self.randrange(one_in) == 0

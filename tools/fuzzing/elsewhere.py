@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from pygraph_trees.compat import has_trees_per_thread
 from pygraph_trees.trees.managers.containers import Trees
 
 from .around import STREAMS
@@ -114,8 +115,8 @@ class Reader:
 
 @contextlib.contextmanager
 def own_trees(device: torch.device) -> Iterator[None]:
-    """Trees for the current thread, if torch allows them for a plain thread: since 2.13."""
-    if device.type != "cuda" or not _may_have_trees():
+    """Trees for the current thread, if torch allows them for a plain thread."""
+    if device.type != "cuda" or not has_trees_per_thread():
         yield
         return
     trees = Trees()
@@ -124,13 +125,3 @@ def own_trees(device: torch.device) -> Iterator[None]:
             yield
         finally:
             trees.clear()
-
-
-def _may_have_trees() -> bool:
-    from torch._inductor import cudagraph_trees
-
-    try:
-        cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
-    except AssertionError:
-        return False
-    return True

@@ -12,6 +12,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,21 +58,13 @@ class Fault:
     def raises(self) -> type[BaseException]:
         return _RAISED.get(self.kind, KeyboardInterrupt)
 
-    @contextlib.contextmanager
-    def injected(self, device: torch.device) -> Iterator[None]:
-        """Injects it into the block. The block may also finish before the moment comes."""
+    def injected(self, device: torch.device) -> AbstractContextManager[None]:
+        """Injects it into a block, which may also finish before the moment comes."""
         if self.kind in OF_OPERATOR:
-            with _operator_raising(self.raises, self.moment):
-                yield
-        elif self.kind == "limit":
-            with _limited(device, self.moment):
-                yield
-        elif self.kind == "at a call":
-            with _interrupted_at(self.moment):
-                yield
-        else:
-            with _signalled(self.moment * 1e-6):
-                yield
+            return _operator_raising(self.raises, self.moment)
+        if self.kind == "limit":
+            return _limited(device, self.moment)
+        return _interrupted_at(self.moment) if self.kind == "at a call" else _signalled(self.moment * 1e-6)
 
 
 @contextlib.contextmanager

@@ -41,12 +41,12 @@ def program(seed: int, number: int, graphs: bool = False) -> Case:
     """A random case; ``graphs`` adds what only replays accept."""
     draws = Draws(seed_of(seed, number))
     backward = draws.chance(3)
-    main = draws.one_of(("float32", "float64", "bfloat16", "float16"))
+    main = draws.choice(("float32", "float64", "bfloat16", "float16"))
     scope = Scope(draws, main, mutations=not backward)
     known = [o for o in OPERATIONS if not (backward and o.mutates and o.family not in ("graph break", "data"))]
     known += [o for o in OPERATIONS if o.family == "constants"] * (_CONSTANTS - 1)
-    for _ in range(draws.between(1, MOST_STATEMENTS)):
-        operation = draws.one_of(known)
+    for _ in range(draws.randint(1, MOST_STATEMENTS)):
+        operation = draws.choice(known)
         before = scope.state()
         try:
             text = operation.write(scope)
@@ -60,7 +60,7 @@ def program(seed: int, number: int, graphs: bool = False) -> Case:
     if not scope.values:
         scope.tensor()
     inputs = tuple(sorted(scope.inputs, key=lambda i: i.parameter))
-    case = Case(inputs, tuple(scope.body), _returns(draws, scope), draws.between(3, MOST_CALLS), backward)
+    case = Case(inputs, tuple(scope.body), _returns(draws, scope), draws.randint(3, MOST_CALLS), backward)
     if not backward:
         case = replace(case, feedback=_feedback(draws, scope, case))
     around = around_of(draws, scope, case, graphs, fails)
@@ -78,38 +78,38 @@ def around_of(draws: Draws, scope: Scope, case: Case, graphs: bool, fails: bool)
     targets = [t for t in TARGETS if t == "other" or not scope.mutated_parameters()]
     if case.backward:
         if draws.chance(3):
-            around = replace(around, saved=draws.one_of(SAVED), saved_when=draws.one_of(WHEN))
+            around = replace(around, saved=draws.choice(SAVED), saved_when=draws.choice(WHEN))
         if draws.chance(3):
             around = replace(around, tangents=_tangents(draws, scope, case, graphs))
     if fails:
         return replace(around, faults=_faults(draws, scope), **_place(draws))
     if not case.backward and not scope.mutated_inputs() and not scope.waits() and draws.chance(4):
-        return replace(around, captures=draws.one_of(("later", "every other")), **_place(draws))
+        return replace(around, captures=draws.choice(("later", "every other")), **_place(draws))
     if draws.chance(5):
         places = [e for e in EVENTS if _fires(e, around, case)]
         actions = ["collect", *targets]
-        events = tuple((draws.one_of(places), draws.one_of(actions)) for _ in range(draws.between(1, 3)))
+        events = tuple((draws.choice(places), draws.choice(actions)) for _ in range(draws.randint(1, 3)))
         around = replace(around, events=events)
     if draws.chance(6):
-        around = replace(around, garbage=draws.one_of(targets), threshold=draws.between(0, 50))
+        around = replace(around, garbage=draws.choice(targets), threshold=draws.randint(0, 50))
     if draws.chance(8):
-        calls = [(draws.one_of(BESIDE), draws.one_of(targets)) for _ in range(draws.between(1, 2))]
+        calls = [(draws.choice(BESIDE), draws.choice(targets)) for _ in range(draws.randint(1, 2))]
         around = replace(around, beside=tuple(calls))
     if case.backward and around.targets:
         around = replace(around, inner_backward=draws.chance(2))
     if draws.chance(12):
         kinds = [t for t in THREADS if t != "backward" or case.backward]
         # Some versions of torch reject calls of a thread that has not called before.
-        when = draws.one_of(("later", "every other", "later", "always"))
-        around = replace(around, thread=draws.one_of(kinds), thread_when=when)
+        when = draws.choice(("later", "every other", "later", "always"))
+        around = replace(around, thread=draws.choice(kinds), thread_when=when)
     around = replace(around, **_place(draws))
     if around.thread is None and draws.chance(6):
-        around = replace(around, keeps=draws.one_of((0, 1, 3)), step_of=draws.one_of((1, 2, 3)))
+        around = replace(around, keeps=draws.choice((0, 1, 3)), step_of=draws.choice((1, 2, 3)))
     if draws.chance(4):
         holds = [h for h in HOLDS if case.backward or h in ("nothing", "outputs")]
-        around = replace(around, holds=draws.one_of(holds), holds_when=draws.one_of(WHEN))
+        around = replace(around, holds=draws.choice(holds), holds_when=draws.choice(WHEN))
     if draws.chance(8):
-        around = replace(around, reads=draws.one_of(WHEN))
+        around = replace(around, reads=draws.choice(WHEN))
     return around
 
 
@@ -117,18 +117,18 @@ def _place(draws: Draws) -> dict[str, Any]:
     if not draws.chance(6):
         return {}
     when = "always", "later", "every other"
-    return {"where": draws.one_of((*PLACES_TO_RUN, *STREAMS)), "where_when": draws.one_of(when)}
+    return {"where": draws.choice((*PLACES_TO_RUN, *STREAMS)), "where_when": draws.choice(when)}
 
 
 def _faults(draws: Draws, scope: Scope) -> tuple[Fault, ...]:
     """One or two faults of different calls; those of the custom operator only if the program has it."""
     kinds = (*FROM_OUTSIDE, *(OF_OPERATOR * 2 if scope.has(OPERATOR) else ()))
-    kind = draws.one_of(kinds)
+    kind = draws.choice(kinds)
     calls = sorted(draws.several(range(0 if kind in OF_OPERATOR else 1, 5), 2))
     most = {"limit": 6, "at a call": 9, "signal": 12}.get(kind, 3)
     # Interrupts at the beginning of a call are as likely as at its end, whatever its length.
     moments = {"at a call": lambda n: round(2**n * 1.3), "signal": lambda n: 20 * 2 ** (n - 1)}
-    return tuple(Fault(kind, call, moments.get(kind, int)(draws.between(1, most))) for call in calls)
+    return tuple(Fault(kind, call, moments.get(kind, int)(draws.randint(1, most))) for call in calls)
 
 
 def _fires(event: str, around: Around, case: Case) -> bool:
@@ -140,12 +140,8 @@ def _fires(event: str, around: Around, case: Case) -> bool:
 def _tangents(draws: Draws, scope: Scope, case: Case, graphs: bool) -> tuple[tuple[str, str], ...]:
     """A special tangent for one or two of the returned values."""
     tensors = {v.name: v.tensor for v in scope.values}
-    fitting = [n for n in case.returns if n in tensors and _is_real_or_complex(tensors[n])]
-    return tuple((name, draws.one_of(_kinds(tensors[name], case, graphs))) for name in draws.several(fitting, 2))
-
-
-def _is_real_or_complex(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    fitting = [n for n in case.returns if n in tensors and (tensors[n].is_floating_point() or tensors[n].is_complex())]
+    return tuple((name, draws.choice(_kinds(tensors[name], case, graphs))) for name in draws.several(fitting, 2))
 
 
 def _kinds(tensor: torch.Tensor, case: Case, graphs: bool) -> list[str]:
@@ -184,5 +180,5 @@ def _feedback(draws: Draws, scope: Scope, case: Case) -> tuple[tuple[int, str], 
         and by_name[returned].dtype == item.dtype
     ]
     if fitting and draws.chance(2):
-        return (draws.one_of(fitting),)
+        return (draws.choice(fitting),)
     return ()

@@ -12,6 +12,7 @@ import importlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,7 +60,9 @@ class Runner:
         if kind == "ours" and case.around.faults:
             kind = "ours:graphed"  # a trial would decide by time, which faults change
         self._callable, self._active, self._close, self._recorded = _way(fn, kind)
-        self._events = _by_event(case)
+        self._events: dict[str, list[str]] = {}
+        for event, action in case.around.events:
+            self._events.setdefault(event, []).append(action)
         targets = self._targets(fn)
         self._inner = Inner(targets, device, backward=case.around.inner_backward)
         self._beside = Beside(case.around.beside, targets, device, case.around.inner_backward)
@@ -162,7 +165,7 @@ class Runner:
         if "other" in wanted:
             eager = OTHER.function()
             made, *_ = _way(eager, self.kind)
-            found["other"] = Target.of(_with_backward(OTHER, self._case.backward), eager, made)
+            found["other"] = Target.of(replace(OTHER, backward=self._case.backward), eager, made)
         return found
 
     def _elsewhere_or_here(self, given: Mapping[str, torch.Tensor]) -> Observation:
@@ -186,7 +189,8 @@ class Runner:
                 outputs = self._forward([given[i.name] for i in case.arguments])
             found = self._gradients(outputs, given, kept) if case.backward else ()
         inside = [*self._inner.taken(), *self._beside.seen]
-        earlier = (*self._earlier(), *self._reader.taken(), *self._moved_parameters())
+        valid = self._held if self._keeps else self._of_step  # outputs, gradients and losses of earlier calls
+        earlier = (*valid, *self._reader.taken(), *self._moved_parameters())
         seen = observe(case.returns, outputs, found, self._memory, earlier=earlier, inside=inside)
         self._fed = {name: outputs[position] for position, name in case.feedback}
         if around.reads is not None and at(around.reads, self._call):
@@ -228,10 +232,6 @@ class Runner:
         """Parameters to which the program gave other memory."""
         return tuple(t for t in self._held_by_module().values() if self._memory.place_of(t) is None)
 
-    def _earlier(self) -> tuple[Any, ...]:
-        """Outputs, gradients and losses of earlier calls that must still be valid."""
-        return tuple(self._held if self._keeps else self._of_step)
-
     def _saved(self) -> AbstractContextManager[Any]:
         around = self._case.around
         if not self._case.backward or around.saved is None or not at(around.saved_when, self._call):
@@ -269,7 +269,7 @@ class Runner:
 
         with self._output_hooks(outputs):
             if around.thread == "backward" and at(around.thread_when, self._call):
-                return self._threads.new(lambda: _copies(taken()))
+                return self._threads.new(lambda: tuple(None if g is None else g.clone() for g in taken()))
             return taken()
 
     @contextlib.contextmanager
@@ -326,21 +326,6 @@ def _config(case: Case) -> Iterator[None]:
         yield
 
 
-def _by_event(case: Case) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for event, action in case.around.events:
-        found.setdefault(event, []).append(action)
-    return found
-
-
-def _with_backward(case: Case, backward: bool) -> Case:
-    return Case(case.inputs, case.body, case.returns, backward=backward)
-
-
-def _copies(found: Gradients) -> Gradients:
-    return tuple(None if g is None else g.clone() for g in found)
-
-
 def _way(
     fn: Callable[..., Any], kind: str
 ) -> tuple[Callable[..., Any], Callable[[], AbstractContextManager[Any]], Callable[[], None], Callable[[], bool]]:
@@ -350,7 +335,12 @@ def _way(
         trees = way.trees
         if trees is None:
             return way.callable, way.active, lambda: None, lambda: False
-        return way.callable, way.active, trees.clear, lambda: not all(map(_replays, way.managers))
+        return (
+            way.callable,
+            way.active,
+            trees.clear,
+            lambda: not all(map(_replays, way.managers)),
+        )
     backend: Any = kind
     if ":" in kind:
         module, name = kind.split(":")

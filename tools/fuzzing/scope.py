@@ -68,7 +68,7 @@ class Scope:
         self._tensors: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
 
     def one_of(self, *choices: T) -> T:
-        return self._draws.one_of(choices)
+        return self._draws.choice(choices)
 
     def size(self) -> int:
         return self.one_of(*SIZES)

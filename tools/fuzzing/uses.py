@@ -3,57 +3,44 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 
 import torch
 
 from .case import Case
 from .faults import ProgramError
 
-USES = (
-    "backward",
-    "saved-tensor hooks",
-    "special tangents",
-    "finalizers that call",
-    "hooks that call or collect",
-    "threads",
-    "streams and devices",
-    "constant chains",
-    "outputs kept alive",
-    "held outputs, losses or graphs",
-    "outputs read on another stream",
-    "calls at the same time",
-    "own captures",
-    "out of memory",
-    "interrupts",
-    "exceptions",
-    "control flow",
-    "resize_",
-    "parameters written in forward",
-)
+USES: Mapping[str, Callable[[Case], bool]] = {
+    "backward": lambda case: case.backward,
+    "saved-tensor hooks": lambda case: case.backward and case.around.saved is not None,
+    "special tangents": lambda case: case.backward and bool(case.around.tangents),
+    "finalizers that call": lambda case: case.around.garbage is not None,
+    "hooks that call or collect": lambda case: bool(case.around.events),
+    "threads": lambda case: case.around.thread is not None,
+    "streams and devices": lambda case: case.around.where is not None,
+    "constant chains": lambda case: bool(case.constants),
+    "outputs kept alive": lambda case: case.around.keeps > 0 or case.around.step_of > 1,
+    "held outputs, losses or graphs": lambda case: case.around.holds is not None,
+    "outputs read on another stream": lambda case: case.around.reads is not None,
+    "calls at the same time": lambda case: bool(case.around.beside),
+    "own captures": lambda case: case.around.captures is not None,
+    "out of memory": lambda case: _raises(case, torch.OutOfMemoryError),
+    "interrupts": lambda case: _raises(case, KeyboardInterrupt),
+    "exceptions": lambda case: _raises(case, ProgramError),
+    "control flow": lambda case: _contains(case, r"torch\.(cond|while_loop|_higher_order_ops\.scan)\("),
+    "resize_": lambda case: _contains(case, r"\.resize_\("),
+    "parameters written in forward": lambda case: _contains(case, r"\.data"),
+}
 
 
 def uses(case: Case) -> tuple[str, ...]:
     """The features in :data:`USES` that a case uses."""
-    around = case.around
-    found = (
-        case.backward,
-        case.backward and around.saved is not None,
-        case.backward and bool(around.tangents),
-        around.garbage is not None,
-        bool(around.events),
-        around.thread is not None,
-        around.where is not None,
-        bool(case.constants),
-        around.keeps > 0 or around.step_of > 1,
-        around.holds is not None,
-        around.reads is not None,
-        bool(around.beside),
-        around.captures is not None,
-        any(issubclass(f.raises, torch.OutOfMemoryError) for f in around.faults),
-        any(issubclass(f.raises, KeyboardInterrupt) for f in around.faults),
-        any(issubclass(f.raises, ProgramError) for f in around.faults),
-        bool(re.search(r"torch\.(cond|while_loop|_higher_order_ops\.scan)\(", "\n".join(case.body))),
-        any(".resize_(" in line for line in case.body),
-        any(".data" in line for line in case.body),
-    )
-    return tuple(name for name, used in zip(USES, found, strict=True) if used)
+    return tuple(name for name, is_used in USES.items() if is_used(case))
+
+
+def _raises(case: Case, error: type[BaseException]) -> bool:
+    return any(issubclass(fault.raises, error) for fault in case.around.faults)
+
+
+def _contains(case: Case, pattern: str) -> bool:
+    return re.search(pattern, "\n".join(case.body)) is not None

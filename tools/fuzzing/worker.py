@@ -1,29 +1,28 @@
 """Checks cases in this process: ``python -m fuzzing.worker CAMPAIGN``, with the campaign as JSON (see ``campaign.py``).
 
-Writes into its folder: ``case.py``, the running case; ``counts.json``; and after a failure ``failure.json``, with the
-smallest case that fails. Exit status: 0, :data:`campaign.FAILED`, or, if the GPU is lost, :data:`campaign.POISONED`, or
+Sends ``case``, the text of the running case; ``counts``; and after a failure ``failure``, with the smallest case that
+fails. Exit status: 0, :data:`campaign.FAILED`, or, if the GPU is lost, :data:`campaign.POISONED`, or
 :data:`campaign.POISONED_BY_EAGER` if eager lost it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import time
 import warnings
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from child import answering
 
 from pygraph_trees.report.log import journal
 
 from .campaign import FAILED, POISONED, POISONED_BY_EAGER, Counts, Failure
 from .case import Case, read
-from .check import InvalidCase, Mismatch, check, is_lost, run
+from .check import InvalidCase, Mismatch, check, is_lost
 from .programs import program
 from .reduction import reduce
 from .uses import uses
@@ -36,7 +35,7 @@ class Worker:
 
     def __init__(self, told: dict[str, Any]) -> None:
         self._told = told
-        self._folder = Path(told["folder"])
+        self._say = answering()
         self._device = torch.device(told["device"])
         self._end = time.monotonic() + told["seconds"]
         self._failure: Failure | None = None
@@ -54,13 +53,10 @@ class Worker:
 
     def single(self, text: str) -> int:
         """Checks one case."""
-        if not self._told["compares"]:
-            self._run(read(text))
-            return 0
         failure = self._check(read(text))
         if failure is None:
             return 0
-        self._write_failure(failure)
+        self._send_failure(failure)
         return FAILED
 
     def _over(self) -> bool:
@@ -72,25 +68,25 @@ class Worker:
         )
 
     def _result(self) -> int:
-        """The exit status; first makes a failing case smaller, and writes each smaller one."""
+        """The exit status; first makes a failing case smaller, and sends each smaller one."""
         if self._failure is None:
             return 0
-        self._write_failure(self._failure)
+        self._send_failure(self._failure)
 
         def fails(smaller: Case) -> bool:
             failure = self._check(smaller)
             if failure is not None:
-                self._write_failure(failure)
+                self._send_failure(failure)
             return failure is not None
 
         counted = replace(self.counts)
         reduce(self._failure.case, fails, _MOST_TRIES, self._told["reduce_s"])
-        self._write("counts.json", json.dumps(asdict(counted)))
+        self._say({"counts": asdict(counted)})
         return FAILED
 
     def _check(self, case: Case) -> Failure | None:
         """The failure of a case, if it fails."""
-        self._write("case.py", case.text())
+        self._say({"case": case.text()})
         self.counts.cases += 1
         try:
             verdict = check(
@@ -115,47 +111,32 @@ class Worker:
             self.counts.torch_differs += verdict.torch_differs is not None
             self._end_if_poisoned(POISONED)  # code that runs when the way is closed may lose the GPU
         finally:
-            self._write_counts()
+            self._send_counts()
         return None
 
-    def _run(self, case: Case) -> None:
-        self._write("case.py", case.text())
-        with contextlib.suppress(Mismatch):
-            run(case, self._device, self._told["under_test"])
-        self._end_if_poisoned(POISONED)
-
-    def _write_counts(self) -> None:
-        self._count_graphs()
-        self._write("counts.json", json.dumps(asdict(self.counts)))
-
-    def _count_graphs(self) -> None:
+    def _send_counts(self) -> None:
         _, functions = journal.records()
         journal.clear()
         self.counts.replays += sum(f.replays for f in functions)
         self.counts.recordings += sum(len(f.recordings) for f in functions)
         self.counts.ungraphed_calls += sum(f.ungraphed_calls for f in functions)
+        self._say({"counts": asdict(self.counts)})
 
     def _end_if_poisoned(self, status: int) -> None:
         """After a fault, every later call on the GPU also fails, which says nothing about its case."""
         if is_lost(self._device):
-            self._write_counts()
+            self._send_counts()
             os._exit(status)
 
-    def _write_failure(self, failure: Failure) -> None:
-        self._write("failure.json", json.dumps({"case": failure.case.text(), "message": failure.message}))
-
-    def _write(self, name: str, text: str) -> None:
-        partial = self._folder / f"{name}.part"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, self._folder / name)
+    def _send_failure(self, failure: Failure) -> None:
+        self._say({"failure": {"case": failure.case.text(), "message": failure.message}})
 
 
 def main(campaign: str) -> int:
     told = json.loads(campaign)
     warnings.simplefilter("ignore")
     worker = Worker(told)
-    given = Path(told["folder"]) / "given.py"
-    return worker.single(given.read_text(encoding="utf-8")) if given.exists() else worker.campaign()
+    return worker.campaign() if told["case"] is None else worker.single(told["case"])
 
 
 if __name__ == "__main__":
