@@ -9,30 +9,52 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .decision import Call, Execution, Facts, Handed, Part
-from .device import TimedCall
+from pygraph_trees.cuda import progress
+
+from .decision import Call, Execution, Facts, Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pygraph_trees.report.log import FunctionLog
 
-    from .device import CudaDevice
-
     Run = Callable[[list[Any]], Any]
 
-_UNMEASURED = 1  # calls of each way: caches fill
+
+class CudaDevice:
+    """The CUDA device with this index, and its current stream."""
+
+    def __init__(self, index: int) -> None:
+        import torch
+
+        self._cuda, self._index = torch.cuda, index
+
+    def is_idle(self) -> bool:
+        """Whether the GPU has finished the stream's work."""
+        return progress.is_over(self._cuda.current_stream(self._index))
+
+    def mark(self) -> Any:
+        """Marks a place in the stream."""
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self._index))
+        return event
+
+    def us_between(self, begin: Any, end: Any) -> float | None:
+        """GPU time between two marks; None if the GPU has not reached the second one."""
+        return progress.us_between(begin, end)
 
 
-@dataclass(slots=True)
-class _Calls:
-    """Measured calls of one way."""
+@dataclass(frozen=True, slots=True)
+class TimedCall:
+    """A call whose GPU work may still be running."""
 
-    unmeasured: int = _UNMEASURED  # calls to make before the first measured one
-    finished: list[Call] = field(default_factory=list)
+    was_idle: bool  # whether the GPU was idle before the call
+    host_us: float
+    begin: Any  # marks in the stream
+    end: Any  # None for a graphed call that was no plain replay
 
 
 class Measurements:
@@ -42,7 +64,8 @@ class Measurements:
 
     def start_over(self) -> None:
         """Discards all measurements."""
-        self._calls = {way: _Calls() for way in Execution}
+        self._made: set[Execution] = set()  # ways whose first call, which fills caches, is made
+        self._finished: dict[Execution, list[Call]] = {way: [] for way in Execution}
         self._pending: deque[tuple[Execution, TimedCall]] = deque()  # the GPU has not finished them
 
     def time(self, way: Execution, run: Run, inputs: list[Any]) -> tuple[Any, TimedCall]:
@@ -64,57 +87,39 @@ class Measurements:
 
     def add(self, way: Execution, call: TimedCall) -> bool:
         """Adds a call with an end mark; returns whether it is measured, as all but the first are."""
-        calls = self._calls[way]
-        if calls.unmeasured:
-            calls.unmeasured -= 1
-            return False
-        self._pending.append((way, call))
-        return True
+        is_measured = way in self._made
+        self._made.add(way)
+        if is_measured:
+            self._pending.append((way, call))
+        return is_measured
 
     def collect(self) -> None:
         """Reads the times of the calls that the GPU has finished."""
         while self._pending:
             way, call = self._pending[0]
-            gpu_us = call.gpu_us(self._device)
+            gpu_us = self._device.us_between(call.begin, call.end)
             if gpu_us is None:
                 return
             self._pending.popleft()
             from_idle_us = gpu_us if call.was_idle else None
             if way is Execution.GRAPHED and call.was_idle:
                 gpu_us = max(0.0, gpu_us - call.host_us)
-            self._calls[way].finished.append(Call(call.host_us, gpu_us, from_idle_us))
+            self._finished[way].append(Call(call.host_us, gpu_us, from_idle_us))
 
     def drop_pending(self) -> None:
         self._pending.clear()
 
-    def finished(self, way: Execution) -> int:
-        """Measured calls that the GPU has finished."""
-        return len(self._calls[way].finished)
-
     def made(self, way: Execution) -> int:
         """Measured calls, including those that the GPU has not finished."""
         pending = list(self._pending)  # while Python code iterates, a finalizer may call the function
-        return self.finished(way) + sum(waiting is way for waiting, _ in pending)
+        return len(self._finished[way]) + sum(waiting is way for waiting, _ in pending)
 
-    def facts(self, *, has_fast_path: bool) -> Facts | None:
-        """The facts of the newest recording; None if there is none, or if its nodes are not known.
+    @property
+    def pairs(self) -> int:
+        """Measured calls of each way that the GPU has finished."""
+        return min(map(len, self._finished.values()))
 
-        Args:
-            has_fast_path: whether the process has a fast path.
-        """
-        if not self._log.recordings:
-            return None
-        last = self._log.recordings[-1]
-        if last.kernels is None:
-            return None
-        routes = last.routes
-        launches, copied = last.kernels + (last.other_nodes or 0), routes["copy"]
-        is_fast = has_fast_path and last.has_fast_path
-        return Facts(launches, routes.total() - copied, copied, last.copied_bytes, is_fast)
-
-    def part(self, handed: Handed) -> Part:
-        """The function's part of a comparison; both ways must have finished calls."""
-        last = self._log.recordings[-1]
-        launches = max(1, (last.kernels or 0) + (last.other_nodes or 0))
-        ungraphed, graphed = (self._calls[way].finished for way in (Execution.UNGRAPHED, Execution.GRAPHED))
-        return Part(tuple(ungraphed), tuple(graphed), launches, handed, last.kernels or 0, last.copied_bytes)
+    def part(self, facts: Facts, handed: int) -> Part:
+        """The function's part of a comparison."""
+        ungraphed, graphed = (tuple(self._finished[way]) for way in (Execution.UNGRAPHED, Execution.GRAPHED))
+        return Part(ungraphed, graphed, facts, handed)
