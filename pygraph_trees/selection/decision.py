@@ -23,6 +23,7 @@ _COPY_EACH_US = 0.17  # host, each input
 _COPY_GPU_US = 2.5
 _COPY_GPU_US_PER_MB = 0.53
 
+_ADDRESSES = 0.2  # of the time of the launches
 _MARGIN = 0.02  # fraction of the un-graphed step
 _FLOOR_US = 2.0  # smallest margin; a measured replay takes 1 us more than a later one
 _ERRORS = 3.0  # standard errors that a difference needs
@@ -162,7 +163,8 @@ def plain_way(parts: Sequence[Facts]) -> Execution | None:
 
     Un-graphed code launches each kernel; a replay copies and sets addresses instead. A way is plain if its work is at
     most half of the other's. While the GPU computes, launches cost nothing, but what a replay does before its launch
-    does; so that must be within the margin too.
+    does; so that must be within the margin too. Replays on the fast path that copy nothing need less of a lead: their
+    work must be less than the launches, and setting addresses at most a fifth of these.
     """
     launches_us = replays_us = before_us = gpu_us = 0.0
     for part in parts:
@@ -175,7 +177,11 @@ def plain_way(parts: Sequence[Facts]) -> Execution | None:
             before_us += _COPY_US + _COPY_EACH_US * part.copied
             gpu_us += _COPY_GPU_US + _COPY_GPU_US_PER_MB * part.copied_bytes / 1e6
     work_us = replays_us + before_us + gpu_us
-    if launches_us >= 2 * work_us and before_us + gpu_us <= _MARGIN * launches_us:
+    if not any(part.copied or not part.has_fast_path for part in parts):
+        is_graphed = launches_us > work_us and before_us <= _ADDRESSES * launches_us
+    else:
+        is_graphed = launches_us >= 2 * work_us and before_us + gpu_us <= _MARGIN * launches_us
+    if is_graphed:
         return Execution.GRAPHED
     return Execution.UNGRAPHED if gpu_us >= 2 * launches_us else None
 

@@ -62,10 +62,16 @@ class TestPlain(TestCase):
             (GRAPHED, Facts(30)),
             (GRAPHED, Facts(274, by_address=3)),
             (GRAPHED, Facts(60, by_address=6)),
-            (GRAPHED, Facts(20)),
+            (GRAPHED, Facts(3)),
+            (GRAPHED, Facts(4, by_address=4)),
+            (GRAPHED, Facts(30, by_address=20)),
+            (GRAPHED, Facts(2), Facts(6, by_address=6)),  # decided together
+            (None, Facts(2)),
+            (None, Facts(2), Facts(2)),
             (None, Facts(20, has_fast_path=False)),
+            (None, Facts(30, by_address=20, has_fast_path=False)),
             (None, Facts(None)),
-            (GRAPHED, Facts(2), Facts(200)),  # decided together
+            (GRAPHED, Facts(2), Facts(200, has_fast_path=False)),
             (UNGRAPHED, Facts(1, copied=3, copied_bytes=25_000_000)),
             (None, Facts(1, by_address=3)),  # the equation of state
             (None, Facts(7, by_address=21)),  # turbulent kinetic energy
@@ -73,7 +79,6 @@ class TestPlain(TestCase):
             (None, Facts(100, copied=1, copied_bytes=200_000_000)),
             (None, Facts(30, copied=1, copied_bytes=1000)),
             (None, Facts(60, by_address=100)),
-            (None, Facts(30, by_address=20)),
         ):
             self.assertIs(plain_way(parts), way, parts)
 
