@@ -54,7 +54,7 @@ class TimedCall:
     was_idle: bool  # whether the GPU was idle before the call
     host_us: float
     begin: Any  # marks in the stream
-    end: Any  # None for a graphed call that was no plain replay
+    end: Any
 
 
 class Measurements:
@@ -68,17 +68,17 @@ class Measurements:
         self._finished: dict[Execution, list[Call]] = {way: [] for way in Execution}
         self._pending: deque[tuple[Execution, TimedCall]] = deque()  # the GPU has not finished them
 
-    def time(self, way: Execution, run: Run, inputs: list[Any]) -> tuple[Any, TimedCall]:
-        """Runs a call; returns its outputs and its times."""
+    def time(self, way: Execution, run: Run, inputs: list[Any]) -> tuple[Any, TimedCall | None]:
+        """Runs a call; returns its outputs and its times, None for a graphed call that is no plain replay."""
         before = self._counts()
         was_idle, begin = self._device.is_idle(), self._device.mark()
         start = time.perf_counter_ns()
         outputs = run(inputs)
         host_us = (time.perf_counter_ns() - start) / 1e3
         after = self._counts()
-        is_replay = way is Execution.GRAPHED and after == (before[0] + 1, before[1])  # no other graph activity
-        end = self._device.mark() if is_replay or way is Execution.UNGRAPHED else None
-        return outputs, TimedCall(was_idle, host_us, begin, end)
+        if way is Execution.GRAPHED and after != (before[0] + 1, before[1]):  # other graph activity
+            return outputs, None
+        return outputs, TimedCall(was_idle, host_us, begin, self._device.mark())
 
     def _counts(self) -> tuple[int, int]:
         """The number of replays, and of recordings and warm-ups."""
@@ -86,7 +86,7 @@ class Measurements:
         return sum(recording.replays for recording in recordings), len(recordings) + self._log.warmups
 
     def add(self, way: Execution, call: TimedCall) -> bool:
-        """Adds a call with an end mark; returns whether it is measured, as all but the first are."""
+        """Adds a call; returns whether it is measured, as all but the first are."""
         is_measured = way in self._made
         self._made.add(way)
         if is_measured:

@@ -95,13 +95,13 @@ def _inductors_folder() -> str:
     return os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
-def describe(value: object) -> str:
-    """An input's dtype and shape, ``float32[8, 16]``; otherwise its type, and its value if it is an int."""
+def _describe(value: object) -> str:
+    """An input's dtype and shape; otherwise its type, and its value if it is an int."""
     import torch
 
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return f"int {value}" if type(value) is int else type(value).__name__
+        return f"{value.dtype}{list(value.shape)}"
+    return f"{type(value).__name__} {value if type(value) is int else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +174,9 @@ class Profiles:
         A file that another process writes in the meantime may stay.
 
         Raises:
-            ProfilesNotRemoved: some remain; all others are gone.
+            ProfilesNotRemoved: a file could not be removed; the ones after it remain.
         """
-        before = time.time() - _LEFT_BEHIND_S
-        removed, failures = 0, []
+        before, removed = time.time() - _LEFT_BEHIND_S, 0
         for path in (*self.folder.glob("*.json"), *self.folder.glob("*.tmp")):
             try:
                 if path.suffix == ".json" or path.lstat().st_mtime < before:
@@ -186,9 +185,7 @@ class Profiles:
             except FileNotFoundError:
                 pass  # another process removed it, or renamed it
             except OSError as error:
-                failures.append(error.strerror or type(error).__name__)
-        if failures:
-            raise ProfilesNotRemoved(folder=self.folder, why=failures[0])
+                raise ProfilesNotRemoved(folder=self.folder, why=error.strerror or type(error).__name__) from error
         return removed
 
     def _path(self, key: str) -> Path:
@@ -229,7 +226,7 @@ class Kept:
         except NoCacheFolder as error:
             _log.info("%s", error)
             return None
-        subject = [self.code, [describe(value) for value in inputs], machine(self.device), self.settings]
+        subject = [self.code, [_describe(value) for value in inputs], machine(self.device), self.settings]
         self._key = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
         found = self._profiles.find(self._key)
         return None if found is None or found.is_stale else found

@@ -27,7 +27,7 @@ from .turn import TURN
 if TYPE_CHECKING:
     from pygraph_trees.report.log import FunctionLog
 
-    from .measurements import CudaDevice
+    from .measurements import CudaDevice, TimedCall
     from .profiles import Kept
     from .turn import Turn
 
@@ -97,10 +97,8 @@ class TrialMember:
             return run(inputs)
         self._log.trial_runs += way is Execution.UNGRAPHED
         outputs, timed = self.measurements.time(way, run, inputs)
-        with trial.lock:
-            counts = timed.end is not None and trial.phase is Phase.MEASURING and trial.measures_step()
-            if counts and self.measurements.add(way, timed):
-                trial.was_measured()
+        if timed is not None:
+            trial.add(self.measurements, way, timed)
         return outputs
 
     def is_in_its_thread(self) -> bool:
@@ -182,12 +180,12 @@ class Trial:
             if self._first is not None and self._first() is member:
                 self._first = None
             if not self._members:
-                self._end_undecided(None)
+                self._end(Execution.GRAPHED, None)
 
     def give_up(self) -> None:
         """Ends the trial without a decision, for example because calls do not repeat."""
         with self.lock:
-            self._end_undecided(None)
+            self._end(Execution.GRAPHED, None)
 
     def way_of(self, member: TrialMember, inputs: Sequence[object]) -> Execution:
         """The way for the call that a function is about to make."""
@@ -197,14 +195,13 @@ class Trial:
                     self._go_on(member, inputs)
         return self.way
 
-    def measures_step(self) -> bool:
-        """Whether this step has the integers of the measured steps."""
-        return self._integers in (None, self._given)
-
-    def was_measured(self) -> None:
-        """Notes that a call of this step was measured."""
-        self._integers = self._given
-        self._is_disturbed |= _is_disturbed()
+    def add(self, measurements: Measurements, way: Execution, call: TimedCall) -> None:
+        """Counts a call as measured if its step has the integers of the measured steps."""
+        with self.lock:
+            counts = self.phase is Phase.MEASURING and self._integers in (None, self._given)
+            if counts and measurements.add(way, call):
+                self._integers = self._given
+                self._is_disturbed |= _is_disturbed()
 
     def _alive(self) -> list[TrialMember]:
         return [member for reference in self._members if (member := reference()) is not None]
@@ -212,7 +209,7 @@ class Trial:
     def _go_on(self, member: TrialMember, inputs: Sequence[object]) -> None:
         """Begins or continues a step."""
         if not member.is_in_its_thread():
-            self._end_undecided(None)
+            self._end(Execution.GRAPHED, None)
             return
         first = None if self._first is None else self._first()
         if first is None:
@@ -248,9 +245,9 @@ class Trial:
 
     def _look(self, members: Sequence[TrialMember]) -> None:
         """Decides without a measurement once everything is recorded, if that is possible."""
-        self._steps += 1
         facts = _facts(members)
         if len(facts) < len(members):
+            self._steps += 1
             return
         plain = plain_way(facts)
         if plain is not None:
@@ -258,17 +255,19 @@ class Trial:
             return
         reasons = [why for member in members if (why := member.environment.why_not_tried()) is not None]
         if reasons:
-            self._end_undecided(f"{Execution.GRAPHED.value}: {reasons[0]}")
+            self._end(Execution.GRAPHED, f"{Execution.GRAPHED.value}: {reasons[0]}")
         else:
-            self._start_over(Phase.WAITING)
+            self.phase = Phase.WAITING
 
     def _measure(self, members: Sequence[TrialMember]) -> None:
         """Chooses the way of this step, or decides; waits while another trial measures."""
         if not self._turn.take(self):
-            self._wait(members)
+            self.phase, self.way = Phase.WAITING, Execution.GRAPHED
             return
         if self.phase is Phase.WAITING:
-            self._start_over(Phase.MEASURING)
+            self.phase, self._steps, self._made, self._integers = Phase.MEASURING, 0, {}, None
+            for member in members:
+                member.measurements.start_over()
         made = {way: min(member.measurements.made(way) for member in members) for way in Execution}
         compared = None
         if all(member.measurements.pairs >= FEWEST_PAIRS for member in members):
@@ -282,27 +281,12 @@ class Trial:
         elif compared is not None:  # otherwise the GPU has not caught up
             self._decide(compared)
 
-    def _wait(self, members: Sequence[TrialMember]) -> None:
-        """Graphs the calls while another trial measures."""
-        if self.phase is Phase.MEASURING:
-            self._start_over(Phase.WAITING)
-            for member in members:
-                member.measurements.start_over()
-        self.way = Execution.GRAPHED
-
-    def _start_over(self, phase: Phase) -> None:
-        self.phase, self._steps, self._made, self._integers = phase, 0, {}, None
-
     def _expire(self, members: Sequence[TrialMember]) -> None:
         """Ends a trial that takes too long: graphed, unless each call runs un-graphed already, the long way."""
         if all(member.cannot_be_recorded() for member in members):
             self._end(Execution.UNGRAPHED, f"{Execution.UNGRAPHED.value}: nothing could be recorded")
         else:
-            self._end_undecided(None)
-
-    def _end_undecided(self, why: str | None) -> None:
-        """Ends the trial graphed."""
-        self._end(Execution.GRAPHED, why)
+            self._end(Execution.GRAPHED, None)
 
     def _decide(self, compared: Comparison) -> None:
         way = decide(compared)

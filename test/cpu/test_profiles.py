@@ -36,7 +36,6 @@ from pygraph_trees.selection.profiles import (
     Profiles,
     ProfilesNotRemoved,
     ProfilesUnusable,
-    describe,
     machine,
 )
 
@@ -342,7 +341,9 @@ class TestKept(Folder):
             (self.kept("cabd", a="1", b="2"), inputs),
             (self.kept(a="1", b="3"), inputs),
             (self.kept(a="1", b="2"), [torch.ones(3, 2), 4]),
+            (self.kept(a="1", b="2"), [torch.ones(2, 3, dtype=torch.int64), 4]),
             (self.kept(a="1", b="2"), [torch.ones(2, 3), 5]),
+            (self.kept(a="1", b="2"), [torch.ones(2, 3), None]),
             (self.kept(a="1", b="2"), []),
         ):
             self.assertIsNone(other.find(values))
@@ -379,13 +380,8 @@ class TestKept(Folder):
         self.assertEqual(self.profiles.list(), ())
 
 
-class TestSubject(TestCase):
-    def test_describe(self):
-        values = (torch.ones(8, 16), torch.tensor(1, dtype=torch.int64), torch.ones(0, dtype=torch.bool), 8, True, None)
-        found = [describe(value) for value in values]
-        self.assertEqual(found, ["float32[8, 16]", "int64[]", "bool[0]", "int 8", "bool", "NoneType"])
-
-    def test_machine(self):
+class TestMachine(TestCase):
+    def test_hardware_and_software(self):
         with (
             mock.patch.object(torch.cuda, "get_device_name", lambda device: f"GPU {device}"),
             mock.patch.object(driver_module, "driver", lambda: Driver(FakeApi())),
