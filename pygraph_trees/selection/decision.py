@@ -76,10 +76,6 @@ class Part:
     facts: Facts
     handed: int = 0  # outputs whose addresses graphed functions downstream set if this one is un-graphed
 
-    @property
-    def pairs(self) -> int:
-        return min(len(self.ungraphed), len(self.graphed))
-
     def latencies_us(self, number: int) -> tuple[float, float] | None:
         """The latencies of a measured pair, un-graphed and graphed; None unless both calls found the GPU idle."""
         ungraphed, graphed = self.ungraphed[number].from_idle_us, self.graphed[number].from_idle_us
@@ -209,7 +205,7 @@ def throughput_us(loads: Sequence[Load]) -> float:
 
 def compare(parts: Sequence[Part]) -> Comparison:
     """Compares the steps of measured parts, all of which go the same way; each has the fewest pairs at least."""
-    pairs = range(min(part.pairs for part in parts))
+    pairs = range(min(len(calls) for part in parts for calls in (part.ungraphed, part.graphed)))
     ungraphed, graphed = (
         [[load for part in parts for load in part.loads(way, number)] for number in pairs]
         for way in (Execution.UNGRAPHED, Execution.GRAPHED)

@@ -106,9 +106,6 @@ class Measurements:
                 gpu_us = max(0.0, gpu_us - call.host_us)
             self._finished[way].append(Call(call.host_us, gpu_us, from_idle_us))
 
-    def drop_pending(self) -> None:
-        self._pending.clear()
-
     def made(self, way: Execution) -> int:
         """Measured calls, including those that the GPU has not finished."""
         pending = list(self._pending)  # while Python code iterates, a finalizer may call the function

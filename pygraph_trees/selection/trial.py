@@ -124,7 +124,7 @@ class TrialMember:
         return self.measurements.part(facts, self.environment.handed())
 
     def end(self, way: Execution, why: str | None) -> None:
-        self.measurements.drop_pending()
+        self.measurements.start_over()
         self._log.decided(why, graphed=way is Execution.GRAPHED)
         self.environment.ended(way)
 
