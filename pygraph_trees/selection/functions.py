@@ -97,15 +97,7 @@ def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path
     """
     if settings.selective != "auto" or log.has_collective:
         return None
-    graph = log.graph
-
-    def make() -> Trial:
-        memory = _memory(log, settings, device, has_fast_path)
-        return Trial(memory=memory, graph=graph, has_fast_path=has_fast_path)
-
-    if log.mode == INFERENCE:
-        return make()
-    program = _program(log.compile_id)
+    graph, program = log.graph, None if log.mode == INFERENCE else _program(log.compile_id)
     with _lock:
         known = None if program is None else _trials.get(program)
         if known is not None:
@@ -114,7 +106,8 @@ def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path
             if log.mode == BACKWARD and (known.backward is None or known.backward is graph):
                 known.backward = graph
                 return known
-        trial = make()
+        memory = _memory(log, settings, device, has_fast_path)
+        trial = Trial(memory=memory, graph=graph, has_fast_path=has_fast_path)
         if program is not None:
             _trials[program] = trial
         return trial
