@@ -1,8 +1,8 @@
 """Decides whether functions are graphed: at once if the answer is plain, otherwise by measured calls of both ways.
 
-A :class:`Trial` covers functions that are decided together. Each is a :class:`TrialMember`, called in place of the
-function. All are graphed as torch would do it. If their recordings leave a doubt, steps run graphed and un-graphed in
-turn until the answer is clear or enough is measured. No call is repeated. README.md describes the procedure.
+A :class:`Trial` covers functions that are decided together, and makes their calls. All are graphed as torch would do
+it. If their recordings leave a doubt, steps run graphed and un-graphed in turn until the answer is clear or enough is
+measured. No call is repeated. README.md describes the procedure.
 """
 
 from __future__ import annotations
@@ -13,30 +13,24 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler
 
 from pygraph_trees.report.naming import BACKWARD
 
-from .decision import FEWEST_PAIRS, Comparison, Execution, Facts, Part, compare, decide, next_way, plain_text, plain_way
-from .measurements import Measurements
-from .turn import TURN
+from .decision import FEWEST_PAIRS, Comparison, Execution, Facts, compare, decide, next_way, plain_text, plain_way
 
 if TYPE_CHECKING:
-    from pygraph_trees.report.log import FunctionLog
-
-    from .measurements import CudaDevice, TimedCall
+    from .member import TrialMember
     from .profiles import Kept
-    from .turn import Turn
-
-    Run = Callable[[list[Any]], Any]
 
 _log = logging.getLogger("pygraph_trees.selection")
 
 _MOST_STEPS = 60  # until all functions are recorded, and without a measured call
 _MOST_CALLS = 300  # of one function in a step
+_MOST_REFUSED = 200  # requests of one trial for the turn after the holder's last one
 _LOST_AFTER = 16  # forwards of one step among which backwards come: another backward never comes
 
 
@@ -47,97 +41,43 @@ class Phase(enum.Enum):
     OVER = enum.auto()
 
 
-class Environment:
-    """What a member asks of the function's surroundings; each method has a plain answer."""
+class Turn:
+    """The turn to measure, which the trials of a process pass on: un-graphed calls change the measurements of others.
 
-    def ended(self, way: Execution) -> None:
-        """Notes the way that is taken from now on."""
-
-    def handed(self) -> int:
-        """The outputs that graphed functions downstream take by address if this one is un-graphed."""
-        return 0
-
-    def why_not_tried(self) -> str | None:
-        """Why un-graphed calls would disturb other functions too much; None if they would not."""
-        return None
-
-
-class TrialMember:
-    """A function in a trial; calling it returns the function's outputs.
-
-    ``mode`` is the function's: "forward", "backward" or "inference". The trial refers to it weakly.
+    A trial asks for the turn at each of its steps, and keeps it until it is over. If its functions are no longer
+    called, the turn goes to another trial. There is no lock, since a finalizer might wait for it: if two threads take
+    the turn at once, one loses it at its next step.
     """
 
-    def __init__(
-        self,
-        trial: Trial,
-        log: FunctionLog,
-        graphed: Run,
-        ungraphed: Run,
-        device: CudaDevice,
-        environment: Environment,
-    ) -> None:
-        """
-        Args:
-            graphed: warms up, records and replays; consumes its inputs.
-            ungraphed: runs the compiled code; consumes its inputs.
-        """
-        self._trial, self._log, self.environment = trial, log, environment
-        self.mode = log.mode
-        self._run = {Execution.GRAPHED: graphed, Execution.UNGRAPHED: ungraphed}
-        self._thread: int | None = None
-        self.calls = 0  # since a step began
-        self.measurements = Measurements(log, device)
+    def __init__(self) -> None:
+        self._holder: weakref.ref[Trial] | None = None
+        self._refused: dict[int, int] = {}  # requests by trial, since the holder's last one
 
-    def __call__(self, inputs: list[Any]) -> Any:
-        trial = self._trial
-        way = trial.way_of(self, inputs)
-        run = self._run[way]
-        if trial.phase is not Phase.MEASURING:
-            return run(inputs)
-        self._log.trial_runs += way is Execution.UNGRAPHED
-        outputs, timed = self.measurements.time(way, run, inputs)
-        if timed is not None:
-            trial.add(self.measurements, way, timed)
-        return outputs
+    def take(self, trial: Trial) -> bool:
+        """Gives the turn to a trial, or lets it keep the turn; returns whether the trial has it."""
+        holder = None if self._holder is None else self._holder()
+        if holder is not None and holder is not trial and not holder.is_over:
+            refused = self._refused[id(trial)] = self._refused.get(id(trial), 0) + 1
+            if refused <= _MOST_REFUSED:
+                return False
+        self._refused.clear()
+        if holder is not trial:
+            self._holder = weakref.ref(trial)
+        return True
 
-    def is_in_its_thread(self) -> bool:
-        """Whether the calling thread is the one of the first call."""
-        thread = threading.get_ident()
-        self._thread = self._thread or thread
-        return thread == self._thread
 
-    def cannot_be_recorded(self) -> bool:
-        """Whether calls warm up, but do not record."""
-        return self._log.warmups > 0 and not self._log.recordings
-
-    def facts(self) -> Facts | None:
-        """The facts of its newest recording; None if there is none."""
-        if not self._log.recordings:
-            return None
-        last = self._log.recordings[-1]
-        routes, launches = last.routes, None if last.kernels is None else last.kernels + (last.other_nodes or 0)
-        is_fast = self._trial.has_fast_path and last.has_fast_path
-        return Facts(launches, routes.total() - routes["copy"], routes["copy"], last.copied_bytes, is_fast)
-
-    def part(self, facts: Facts) -> Part:
-        return self.measurements.part(facts, self.environment.handed())
-
-    def end(self, way: Execution, why: str | None) -> None:
-        self.measurements.start_over()
-        self._log.decided(why, graphed=way is Execution.GRAPHED)
-        self.environment.ended(way)
+_turn = Turn()  # of this process
 
 
 class Trial:
-    """A group of functions that are decided together."""
+    """A group of functions that are decided together; it refers to them weakly."""
 
     def __init__(
         self,
         *,
         memory: Kept | None = None,
         graph: object = None,
-        turn: Turn = TURN,
+        turn: Turn = _turn,
         has_fast_path: bool = True,
     ) -> None:
         """
@@ -145,10 +85,10 @@ class Trial:
             graph: the graph that started the trial, for callers that ask.
             has_fast_path: whether the process has a fast path.
         """
-        self.has_fast_path = has_fast_path
+        self._has_fast_path = has_fast_path
         self._memory, self.graph, self._turn = memory, graph, turn
         self.backward: object = None  # the backward graph, for callers that ask
-        self.lock = threading.RLock()  # reentrant: freeing an object under it may call a function
+        self._lock = threading.RLock()  # reentrant: freeing an object under it may call a function
         self._members: list[weakref.ref[TrialMember]] = []
         self.way = Execution.GRAPHED  # currently taken
         self.phase = Phase.RECORDING
@@ -168,14 +108,14 @@ class Trial:
 
     def join(self, member: TrialMember) -> None:
         """Adds a function; one that joins after the end goes the way of the others."""
-        with self.lock:
+        with self._lock:
             self._members.append(weakref.ref(member))
             if self.is_over:
                 member.end(self.way, self._why)
 
     def leave(self, member: TrialMember) -> None:
         """Takes out a function that goes its own way from now on; the last one ends the trial."""
-        with self.lock:
+        with self._lock:
             self._members = [reference for reference in self._members if reference() not in (None, member)]
             if self._first is not None and self._first() is member:
                 self._first = None
@@ -184,27 +124,38 @@ class Trial:
 
     def give_up(self) -> None:
         """Ends the trial without a decision, for example because calls do not repeat."""
-        with self.lock:
+        with self._lock:
             self._end(Execution.GRAPHED, None)
 
     def way_of(self, member: TrialMember, inputs: Sequence[object]) -> Execution:
         """The way for the call that a function is about to make."""
         if not self.is_over:
-            with self.lock:
+            with self._lock:
                 if not self.is_over:
                     self._go_on(member, inputs)
         return self.way
 
-    def add(self, measurements: Measurements, way: Execution, call: TimedCall) -> None:
-        """Counts a call as measured if its step has the integers of the measured steps."""
-        with self.lock:
-            counts = self.phase is Phase.MEASURING and self._integers in (None, self._given)
-            if counts and measurements.add(way, call):
-                self._integers = self._given
-                self._is_disturbed |= _is_disturbed()
+    def call(self, member: TrialMember, inputs: list[Any]) -> Any:
+        """Makes a function's call; returns its outputs. It is measured if its step has the measured integers."""
+        way = self.way_of(member, inputs)
+        if self.phase is not Phase.MEASURING:
+            return member.run(way, inputs)
+        outputs, timed = member.timed(way, inputs)
+        if timed is not None:
+            with self._lock:
+                counts = self.phase is Phase.MEASURING and self._integers in (None, self._given)
+                if counts and member.add(way, timed):
+                    self._integers = self._given
+                    self._is_disturbed |= _is_disturbed()
+        return outputs
 
     def _alive(self) -> list[TrialMember]:
         return [member for reference in self._members if (member := reference()) is not None]
+
+    def _facts(self, members: Sequence[TrialMember]) -> list[Facts]:
+        """The facts of the members that have a recording."""
+        found = (member.facts(has_fast_path=self._has_fast_path) for member in members)
+        return [facts for facts in found if facts is not None]
 
     def _go_on(self, member: TrialMember, inputs: Sequence[object]) -> None:
         """Begins or continues a step."""
@@ -237,7 +188,7 @@ class Trial:
     def _step(self, members: Sequence[TrialMember]) -> None:
         for member in members:
             member.calls = 0
-            member.measurements.collect()
+            member.collect()
         if self.phase is Phase.RECORDING:
             self._look(members)
         if self.phase is Phase.WAITING or self.phase is Phase.MEASURING:
@@ -245,7 +196,7 @@ class Trial:
 
     def _look(self, members: Sequence[TrialMember]) -> None:
         """Decides without a measurement once everything is recorded, if that is possible."""
-        facts = _facts(members)
+        facts = self._facts(members)
         if len(facts) < len(members):
             self._steps += 1
             return
@@ -267,11 +218,11 @@ class Trial:
         if self.phase is Phase.WAITING:
             self.phase, self._steps, self._made, self._integers = Phase.MEASURING, 0, {}, None
             for member in members:
-                member.measurements.start_over()
-        made = {way: min(member.measurements.made(way) for member in members) for way in Execution}
+                member.start_over()
+        made = {way: min(member.made(way) for member in members) for way in Execution}
         compared = None
-        if all(member.measurements.pairs >= FEWEST_PAIRS for member in members):
-            parts = [member.part(facts) for member, facts in zip(members, _facts(members), strict=True)]
+        if all(member.pairs >= FEWEST_PAIRS for member in members):
+            parts = [member.part(facts) for member, facts in zip(members, self._facts(members), strict=True)]
             compared = compare(parts)
         wanted = next_way(made, is_clear=compared is not None and compared.is_clear)
         if wanted is not None:
@@ -318,11 +269,6 @@ def _is_step_over(first: TrialMember, members: Sequence[TrialMember]) -> bool:
     if not backwards or first.calls <= backwards[0]:  # one partition counts
         return True
     return backwards[0] > 0 and first.calls > _LOST_AFTER
-
-
-def _facts(members: Sequence[TrialMember]) -> list[Facts]:
-    """The facts of the members that have a recording."""
-    return [facts for member in members if (facts := member.facts()) is not None]
 
 
 def _is_disturbed() -> bool:

@@ -32,12 +32,12 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.report.log import Count, FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.report.naming import compile_id
 from pygraph_trees.selection import functions as selection
-from pygraph_trees.selection import measurements
+from pygraph_trees.selection import member as members
 from pygraph_trees.selection import trial as trials
 from pygraph_trees.selection.decision import Execution
+from pygraph_trees.selection.member import Environment, TrialMember
 from pygraph_trees.selection.profiles import Profile
-from pygraph_trees.selection.trial import Environment, Phase, Trial, TrialMember
-from pygraph_trees.selection.turn import Turn
+from pygraph_trees.selection.trial import Phase, Trial, Turn
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions.aligned import Aligned
 from pygraph_trees.trees.functions.function import FunctionModel, entered
@@ -84,13 +84,13 @@ class Function(Environment):
     """A function that takes the given times, and is replayed from its third graphed call on."""
 
     def __init__(self, world, trial, ungraphed=(100.0, 50.0), graphed=(10.0, 40.0), kernels=4, mode="inference"):
-        self.world, self.kernels = world, kernels
+        self.world, self.trial, self.kernels = world, trial, kernels
         self.times = {Execution.UNGRAPHED: ungraphed, Execution.GRAPHED: graphed}
         self.log = FunctionLog("Net", "0/0", mode, 1, {})
         self.went, self.graphed_calls = [], 0
         self.extra, self.why_not = 0, None
         self.calls = []
-        self.member = TrialMember(trial, self.log, lambda inputs: self.graph(inputs), self.ungraph, world, self)
+        self.member = TrialMember(self.log, lambda inputs: self.graph(inputs), self.ungraph, world, self)
         trial.join(self.member)
 
     def ended(self, way):
@@ -128,7 +128,7 @@ class Function(Environment):
         return [int(x) + 1 for x in inputs if type(x) is float]
 
     def __call__(self, *inputs, sizes=()):
-        return self.member([*map(float, inputs), *sizes])
+        return self.trial.call(self.member, [*map(float, inputs), *sizes])
 
 
 def if_aligned(inputs, static):
@@ -146,7 +146,7 @@ class TrialTestCase(TestCase):
 
     def setUp(self):
         self.world, self.turn = World(), Turn()
-        patcher = mock.patch.object(measurements.time, "perf_counter_ns", lambda: self.world.now_ns)
+        patcher = mock.patch.object(members.time, "perf_counter_ns", lambda: self.world.now_ns)
         patcher.start()
         self.addCleanup(patcher.stop)
 
@@ -165,7 +165,7 @@ class TrialTestCase(TestCase):
         return trial, *(Function(self.world, trial, kernels=2, mode=mode) for mode in modes)
 
     def measured(self, function, *ways):
-        return sum(function.member.measurements.made(way) for way in ways or Execution)
+        return sum(function.member.made(way) for way in ways or Execution)
 
     def steps(self, count, *functions, wait=True):
         for number in range(count):
@@ -241,7 +241,7 @@ class TestTrial(TrialTestCase):
             self.assertRegex(function.log.decision, "^un-graphed: 60 us a call against 130 us")
 
     def test_finalizers_call_while_measured_calls_are_counted(self):
-        counted = measurements.Measurements(FunctionLog("Net", None, "inference", 1, {}), None)
+        counted = TrialMember(FunctionLog("Net", None, "inference", 1, {}), None, None, None, Environment())
         for _ in range(4):  # the first one is not measured
             counted.add(Execution.GRAPHED, None)
         left = iter(range(1, 100))
@@ -595,7 +595,7 @@ class TestTrial(TrialTestCase):
 
         def trace(frame, event, arg):
             nonlocal left
-            if frame.f_code.co_filename not in (trials.__file__, measurements.__file__):
+            if frame.f_code.co_filename not in (trials.__file__, members.__file__):
                 return None
             if event == "line" and not thread.ident:
                 left -= 1

@@ -17,8 +17,7 @@ from pygraph_trees.native import binding
 from pygraph_trees.report.naming import BACKWARD, FORWARD
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.functions import trial_of
-from pygraph_trees.selection.measurements import CudaDevice
-from pygraph_trees.selection.trial import Environment, TrialMember
+from pygraph_trees.selection.member import CudaDevice, Environment, TrialMember
 
 from ..functions.aligned import Aligned
 from ..functions.dispatch import Way
@@ -46,7 +45,7 @@ def chooser(device: int) -> Callable[[FunctionModel, Run, Aligned], TrialMember 
         if trial is None:
             return None
         choice = _Choice(function, trial, device, aligned)
-        made = TrialMember(trial, function.log, graphed, choice.ungraphed, CudaDevice(device), choice)
+        made = TrialMember(function.log, graphed, choice.ungraphed, CudaDevice(device), choice)
         choice.member = weakref.ref(made)
         function.trial, function.stop = trial, choice.stop
         function.dispatch.go(Way.MEASURED, choice.measured)
@@ -74,7 +73,7 @@ class _Choice(Environment):
 
     def measured(self, inputs: list[Any]) -> Any:
         member = self.member()
-        return self.ungraphed(inputs) if member is None else member(inputs)
+        return self.ungraphed(inputs) if member is None else self._trial.call(member, inputs)
 
     def until_given_back(self, inputs: list[Any]) -> Any:
         """Makes un-graphed calls until the pool is given back: the program may hold an output in it until then."""

@@ -1,14 +1,16 @@
-"""The measured calls of one function, graphed and un-graphed.
+"""One function of a trial: its calls graphed and un-graphed, and their times.
 
-:meth:`Measurements.time` runs a call once and times it; :meth:`Measurements.add` counts it as measured, and
-:meth:`Measurements.collect` reads the times of calls that the GPU has finished. The first call of each way is not
-measured, nor is a graphed call that is not a plain replay. Nothing waits for the GPU.
+:meth:`TrialMember.timed` makes a call and times it; :meth:`TrialMember.add` counts it as measured, and
+:meth:`TrialMember.collect` reads the times of calls that the GPU has finished. The first call of each way is not
+measured, nor is a graphed call that is not a plain replay. No call is repeated, and nothing waits for the GPU.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +19,6 @@ from pygraph_trees.cuda import progress
 from .decision import Call, Execution, Facts, Part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pygraph_trees.report.log import FunctionLog
 
     Run = Callable[[list[Any]], Any]
@@ -47,6 +47,21 @@ class CudaDevice:
         return progress.us_between(begin, end)
 
 
+class Environment:
+    """What a member asks of the function's surroundings; each method has a plain answer."""
+
+    def ended(self, way: Execution) -> None:
+        """Notes the way that is taken from now on."""
+
+    def handed(self) -> int:
+        """The outputs that graphed functions downstream take by address if this one is un-graphed."""
+        return 0
+
+    def why_not_tried(self) -> str | None:
+        """Why un-graphed calls would disturb other functions too much; None if they would not."""
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class TimedCall:
     """A call whose GPU work may still be running."""
@@ -57,9 +72,22 @@ class TimedCall:
     end: Any
 
 
-class Measurements:
-    def __init__(self, log: FunctionLog, device: CudaDevice) -> None:
-        self._log, self._device = log, device
+class TrialMember:
+    """``mode`` is the function's: "forward", "backward" or "inference"."""
+
+    def __init__(
+        self, log: FunctionLog, graphed: Run, ungraphed: Run, device: CudaDevice, environment: Environment
+    ) -> None:
+        """
+        Args:
+            graphed: warms up, records and replays; consumes its inputs.
+            ungraphed: runs the compiled code; consumes its inputs.
+        """
+        self._log, self._device, self.environment = log, device, environment
+        self.mode = log.mode
+        self._run = {Execution.GRAPHED: graphed, Execution.UNGRAPHED: ungraphed}
+        self._thread: int | None = None
+        self.calls = 0  # since a step began
         self.start_over()
 
     def start_over(self) -> None:
@@ -68,12 +96,17 @@ class Measurements:
         self._finished: dict[Execution, list[Call]] = {way: [] for way in Execution}
         self._pending: deque[tuple[Execution, TimedCall]] = deque()  # the GPU has not finished them
 
-    def time(self, way: Execution, run: Run, inputs: list[Any]) -> tuple[Any, TimedCall | None]:
-        """Runs a call; returns its outputs and its times, None for a graphed call that is no plain replay."""
+    def run(self, way: Execution, inputs: list[Any]) -> Any:
+        """Makes a call that is not measured; returns its outputs."""
+        return self._run[way](inputs)
+
+    def timed(self, way: Execution, inputs: list[Any]) -> tuple[Any, TimedCall | None]:
+        """Makes a call; returns its outputs and its times, None for a graphed call that is no plain replay."""
+        self._log.trial_runs += way is Execution.UNGRAPHED
         before = self._counts()
         was_idle, begin = self._device.is_idle(), self._device.mark()
         start = time.perf_counter_ns()
-        outputs = run(inputs)
+        outputs = self._run[way](inputs)
         host_us = (time.perf_counter_ns() - start) / 1e3
         after = self._counts()
         if way is Execution.GRAPHED and after != (before[0] + 1, before[1]):  # other graph activity
@@ -116,7 +149,36 @@ class Measurements:
         """Measured calls of each way that the GPU has finished."""
         return min(map(len, self._finished.values()))
 
-    def part(self, facts: Facts, handed: int) -> Part:
+    def is_in_its_thread(self) -> bool:
+        """Whether the calling thread is the one of the first call."""
+        thread = threading.get_ident()
+        self._thread = self._thread or thread
+        return thread == self._thread
+
+    def cannot_be_recorded(self) -> bool:
+        """Whether calls warm up, but do not record."""
+        return self._log.warmups > 0 and not self._log.recordings
+
+    def facts(self, *, has_fast_path: bool) -> Facts | None:
+        """The facts of its newest recording; None if there is none.
+
+        Args:
+            has_fast_path: whether the process has a fast path.
+        """
+        if not self._log.recordings:
+            return None
+        last = self._log.recordings[-1]
+        routes, launches = last.routes, None if last.kernels is None else last.kernels + (last.other_nodes or 0)
+        is_fast = has_fast_path and last.has_fast_path
+        return Facts(launches, routes.total() - routes["copy"], routes["copy"], last.copied_bytes, is_fast)
+
+    def part(self, facts: Facts) -> Part:
         """The function's part of a comparison."""
         ungraphed, graphed = (tuple(self._finished[way]) for way in (Execution.UNGRAPHED, Execution.GRAPHED))
-        return Part(ungraphed, graphed, facts, handed)
+        return Part(ungraphed, graphed, facts, self.environment.handed())
+
+    def end(self, way: Execution, why: str | None) -> None:
+        """Notes the way that is taken from now on, and why."""
+        self.start_over()
+        self._log.decided(why, graphed=way is Execution.GRAPHED)
+        self.environment.ended(way)
