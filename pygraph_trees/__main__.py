@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +25,6 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from pygraph_trees.report.shown import Shown
-    from pygraph_trees.selection.profiles import Profile
 
 
 class OutputError(PygraphError):
@@ -236,33 +233,19 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _profiles(options: argparse.Namespace) -> int:
-    from pygraph_trees.report.text import counted, table
+    from pygraph_trees.report.text import counted
     from pygraph_trees.selection.profiles import Profiles
 
     profiles = Profiles.default()
     if options.clear:
         _show(f"{counted(profiles.clear(), 'profile')} removed from {profiles.folder}")
         return 0
-    found, now_s = profiles.list(), time.time()
-    if found:
-        head = ("function", "decision", "us", "against us", "for", "uses", "age")
-        rows = [_profile_row(profile, now_s) for profile in found]
-        _show(table(head, rows, max(80, shutil.get_terminal_size((100, 24)).columns)) + "\n")
+    found = profiles.list()
+    for profile in found:
+        stale = ", stale" if profile.is_stale else ""
+        _show(f"{profile.what}: {profile.text}, measured {_age(profile.age_s)} ago{stale}\n")
     _show(f"{counted(len(found), 'profile')} in {profiles.folder}")
     return 0
-
-
-def _profile_row(profile: Profile, now_s: float) -> tuple[str, ...]:
-    decision = profile.decision
-    gain = decision.compared.of(decision.objective)
-    return (
-        profile.what,
-        decision.way.value,
-        *(f"{gain.step_us(way):.1f}" for way in (decision.way, decision.way.other)),
-        decision.objective.value,
-        str(profile.uses),
-        _age(profile.age_s(now_s)) + (", stale" if profile.is_stale(now_s) else ""),
-    )
 
 
 def _age(seconds: float) -> str:

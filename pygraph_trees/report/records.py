@@ -173,7 +173,7 @@ class FunctionRecord:
     warmup_pool_bytes: int  # growth of the graph pool during warm-up
     ungraphed_calls: int  # calls that neither warmed up nor recorded, and were not replays
     ungraphed_reason: str | None
-    decision: str | None = None  # "graphed: 41 us a call against 58 us (2 kernels)", with "auto"
+    decision: str | None = None  # "graphed: 41 us a call against 58 us (...)", with "auto"
     trial_calls: int = 0  # un-graphed calls that a measurement took
     route: str | None = None  # "by address: ..." or "by table: ...", once it was chosen
     awaits_table: bool = False  # a table was chosen, and its kernels are not built yet

@@ -1,8 +1,8 @@
 """Chooses which functions run as CUDA graphs.
 
-:func:`without_graphs` runs before a program is compiled, and :func:`why_not_graphed` once per compiled graph, before
-any of it is graphed. With "auto", :func:`trial_of` gives each function the :class:`~.trial.Trial` that decides.
-README.md explains the cost model, the trials and the profiles on disk.
+:func:`leaving_graphs_out` acts before a program is compiled, and :func:`why_not_graphed` is asked once per compiled
+graph, before any of it is graphed. With "auto", :func:`trial_of` gives each function the :class:`~.trial.Trial` that
+decides. README.md explains the cost model, the trials and the profiles on disk.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import threading
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -23,7 +24,7 @@ from .profiles import Kept
 from .trial import Trial
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from pygraph_trees.report.log import FunctionLog
 
@@ -51,49 +52,28 @@ def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
         given = call.arguments["config_patches"] or {}
         # Since torch 2.15, other names may be options of a device, which are not in this configuration.
         with config.patch({name: value for name, value in given.items() if name.startswith("triton.")}):
-            patches = without_graphs(Settings.current(), given) if config.triton.cudagraphs else None
-        if patches is None:
+            is_left_out = config.triton.cudagraphs and why_not_graphed(Settings.current()) is not None
+        if not is_left_out:
             return upstream(*args, **kwargs)
-        call.arguments["config_patches"] = patches
-        call.arguments["inner_compile"] = always_without_graphs(call.arguments["inner_compile"])
+        # The result is that of torch.compile without CUDA graphs, in the same caches. Partitions, and moves of
+        # constructors and numbers to the GPU, would change output devices and the places where the program waits.
+        call.arguments["config_patches"] = {**given, "triton.cudagraphs": False}
+        # A backward is compiled later than its forward.
+        call.arguments["inner_compile"] = compiling_without_graphs()(call.arguments["inner_compile"])
         with compiling_without_graphs():
             return upstream(*call.args, **call.kwargs)
 
     return compile_fx
 
 
-def without_graphs(settings: Settings, patches: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Inductor config patches for a program that asks for CUDA graphs and gets none.
-
-    The result of compilation is then that of ``torch.compile`` without CUDA graphs, in the same caches. Partitions, and
-    moves of constructors and numbers to the GPU, would change output devices and the places where the program waits.
-
-    Args:
-        settings: the settings under these patches.
-        patches: the program's config patches that ask for CUDA graphs; None if the configuration asks for them.
-    """
-    return None if why_not_graphed(settings) is None else {**(patches or {}), "triton.cudagraphs": False}
-
-
 @contextlib.contextmanager
 def compiling_without_graphs() -> Iterator[None]:
-    """Marks, for this thread, all that compiles such a program or installs the result."""
+    """Marks, for this thread, all that compiles a program that asks for CUDA graphs and gets none."""
     before, _compiling.without_graphs = _compiling.without_graphs, True
     try:
         yield
     finally:
         _compiling.without_graphs = before
-
-
-def always_without_graphs(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the compiler of one graph of such a program: a backward is compiled later than its forward."""
-
-    @functools.wraps(compile_graph)
-    def compile_without_graphs(*args: Any, **kwargs: Any) -> Any:
-        with compiling_without_graphs():
-            return compile_graph(*args, **kwargs)
-
-    return compile_without_graphs
 
 
 def are_graphs_left_out() -> bool:
@@ -117,15 +97,7 @@ def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path
     """
     if settings.selective != "auto" or log.has_collective:
         return None
-    graph = log.graph
-
-    def make() -> Trial:
-        memory = _memory(log, settings, device, has_fast_path)
-        return Trial(memory=memory, graph=graph, has_fast_path=has_fast_path)
-
-    if log.mode == INFERENCE:
-        return make()
-    program = _program(log.compile_id)
+    graph, program = log.graph, None if log.mode == INFERENCE else _program(log.compile_id)
     with _lock:
         known = None if program is None else _trials.get(program)
         if known is not None:
@@ -134,7 +106,8 @@ def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path
             if log.mode == BACKWARD and (known.backward is None or known.backward is graph):
                 known.backward = graph
                 return known
-        trial = make()
+        memory = _memory(log, settings, device, has_fast_path)
+        trial = Trial(memory=memory, graph=graph, has_fast_path=has_fast_path)
         if program is not None:
             _trials[program] = trial
         return trial
@@ -154,14 +127,8 @@ def _program(compile_id: str | None) -> str | None:
 
 def _memory(log: FunctionLog, settings: Settings, device: int, has_fast_path: bool) -> Kept | None:
     """The place on disk of a trial's decision; None if the key of the generated code is not known."""
-    code = None if log.graph is None else log.graph.code
-    if code is None:
+    if log.graph is None or log.graph.code is None:
         return None
-    matters = {
-        "indirection": settings.indirection,
-        "placement": settings.placement,
-        "outputs": settings.outputs,
-        "fast path": "yes" if has_fast_path else "no",
-        "partition": str(log.partition) if log.mode == INFERENCE else "all",
-    }
-    return Kept(code, log.name, device, matters)
+    partition = log.partition if log.mode == INFERENCE else "all"
+    matters = {**asdict(settings), "fast path": has_fast_path, "partition": partition}
+    return Kept(log.graph.code, log.name, device, matters)

@@ -140,7 +140,7 @@ class TestWays(TestCase):
                 elif models[index].trial.is_over:
                     models[index] = training.model()
                 else:
-                    models[index].trial._end(draw.choice(list(Execution)), None, None)
+                    models[index].trial._end(draw.choice(list(Execution)), None)
                 while len(held) > 4:
                     held.pop(draw.randrange(len(held)))
                 for found, value in held:

@@ -248,7 +248,7 @@ class TestPool(TestCase):
         manager.forget(model)
         self.assertFalse(manager.give_pool_back())
         manager.reclaiming.give_back(manager)
-        self.assertEqual(handed_on(manager, SimpleNamespace(trial=object())), [])
+        self.assertEqual(handed_on(manager, SimpleNamespace(trial=object())), 0)
 
     def test_from_another_thread_it_is_the_managers_own_that_does_it(self):
         manager, model = self.recorded(node := self.node())
@@ -338,14 +338,13 @@ class TestShutdown(TestCase):
 class TestHandedOn(TestCase):
     """Outputs in the graph pool that a function hands to other functions."""
 
-    def node(self, model, number, managed=(), outputs=(), depth=0, **children):
+    def node(self, model, number, managed=(), depth=0, **children):
         """``managed``: depth and output of each managed input."""
         return SimpleNamespace(
             id=SimpleNamespace(id=number),
             wrapped_function=SimpleNamespace(model=model),
             cudagraph_managed_idxs=list(range(len(managed))),
             live_cudagraph_managed_path_refs=list(managed),
-            outputs_metadata=[*({"nbytes": nbytes} for nbytes in outputs), 7, None],
             _path_from_root=iter(range(depth + 1)),
             children=dict(enumerate(children.values())),
         )
@@ -357,15 +356,15 @@ class TestHandedOn(TestCase):
         # replayed.
         last = self.node(neighbour, 6, ((1, 1), (2, 0)))
         older, newer = self.node(plain, 4, ((1, 0),) * 9), self.node(plain, 5, ((1, 0), (1, 0), (1, 1), None))
-        follower = self.node(partition, 3, ((1, 0),), outputs=(9,), a=[last], b=[older, newer])
-        newest = self.node(first, 2, outputs=(100, 500), depth=1, a=[follower])
+        follower = self.node(partition, 3, ((1, 0),), a=[last], b=[older, newer])
+        newest = self.node(first, 2, depth=1, a=[follower])
         above = self.node(neighbour, 0, a=[newest])
-        roots = {1: [self.node(first, 1, outputs=(9,))], 2: [above], 3: [self.node(neighbour, 7, ((0, 0),))]}
+        roots = {1: [self.node(first, 1)], 2: [above], 3: [self.node(neighbour, 7, ((0, 0),))]}
         manager = bare_manager(roots=roots)
-        self.assertEqual(sorted(handed_on(manager, first)), [100, 100, 500, 500])
-        self.assertEqual(handed_on(manager, SimpleNamespace(trial=own)), [])
+        self.assertEqual(handed_on(manager, first), 4)
+        self.assertEqual(handed_on(manager, SimpleNamespace(trial=own)), 0)
         manager.roots = {1: [self.node(first, 1)]}
-        self.assertEqual(handed_on(manager, first), [])
+        self.assertEqual(handed_on(manager, first), 0)
 
     def test_recordings_that_a_trial_would_cause_to_be_made_again(self):
         """A block is called in each layer of a step: recordings after its first call count."""

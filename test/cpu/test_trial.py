@@ -9,7 +9,6 @@ import inspect
 import itertools
 import sys
 import threading
-import time
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -33,20 +32,19 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.report.log import Count, FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.report.naming import compile_id
 from pygraph_trees.selection import functions as selection
-from pygraph_trees.selection import measurements
+from pygraph_trees.selection import member as members
 from pygraph_trees.selection import trial as trials
-from pygraph_trees.selection.decision import Comparison, Decision, Execution, Gain, Handed, Rules
+from pygraph_trees.selection.decision import Execution
+from pygraph_trees.selection.member import Environment, TrialMember
 from pygraph_trees.selection.profiles import Profile
-from pygraph_trees.selection.trial import Environment, Phase, Trial, TrialMember
-from pygraph_trees.selection.turn import Turn
+from pygraph_trees.selection.trial import Phase, Trial, Turn
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions.aligned import Aligned
 from pygraph_trees.trees.functions.function import FunctionModel, entered
 from pygraph_trees.trees.hooks import choice
 from pygraph_trees.trees.managers.manager import Manager
 
-RULES = Rules()
-PLAIN = 40  # kernels: more than a trial would be held for
+PLAIN = 80  # kernels: more than a trial would be held for
 
 
 class World:
@@ -86,13 +84,13 @@ class Function(Environment):
     """A function that takes the given times, and is replayed from its third graphed call on."""
 
     def __init__(self, world, trial, ungraphed=(100.0, 50.0), graphed=(10.0, 40.0), kernels=4, mode="inference"):
-        self.world, self.kernels = world, kernels
+        self.world, self.trial, self.kernels = world, trial, kernels
         self.times = {Execution.UNGRAPHED: ungraphed, Execution.GRAPHED: graphed}
         self.log = FunctionLog("Net", "0/0", mode, 1, {})
         self.went, self.graphed_calls = [], 0
-        self.extra, self.why_not = Handed(), None
+        self.extra, self.why_not = 0, None
         self.calls = []
-        self.member = TrialMember(trial, self.log, lambda inputs: self.graph(inputs), self.ungraph, world, self)
+        self.member = TrialMember(self.log, lambda inputs: self.graph(inputs), self.ungraph, world, self)
         trial.join(self.member)
 
     def ended(self, way):
@@ -130,7 +128,7 @@ class Function(Environment):
         return [int(x) + 1 for x in inputs if type(x) is float]
 
     def __call__(self, *inputs, sizes=()):
-        return self.member([*map(float, inputs), *sizes])
+        return self.trial.call(self.member, [*map(float, inputs), *sizes])
 
 
 def if_aligned(inputs, static):
@@ -148,12 +146,13 @@ class TrialTestCase(TestCase):
 
     def setUp(self):
         self.world, self.turn = World(), Turn()
-        patcher = mock.patch.object(measurements.time, "perf_counter_ns", lambda: self.world.now_ns)
+        patcher = mock.patch.object(members.time, "perf_counter_ns", lambda: self.world.now_ns)
         patcher.start()
         self.addCleanup(patcher.stop)
 
     def trial(self, **given):
-        return Trial(turn=self.turn, **given)
+        """Replays are on the slow path, so that few kernels leave a doubt."""
+        return Trial(turn=self.turn, has_fast_path=False, **given)
 
     def one(self, memory=None, **function):
         """A trial and its only function."""
@@ -166,7 +165,7 @@ class TrialTestCase(TestCase):
         return trial, *(Function(self.world, trial, kernels=2, mode=mode) for mode in modes)
 
     def measured(self, function, *ways):
-        return sum(function.member.measurements.made(way) for way in ways or Execution)
+        return sum(function.member.made(way) for way in ways or Execution)
 
     def steps(self, count, *functions, wait=True):
         for number in range(count):
@@ -182,7 +181,7 @@ class TestPlain(TrialTestCase):
     def test_what_is_plain(self):
         """Many kernels are graphed, large copies are not, and what would disturb others is not tried."""
         for kernels, nbytes, why_not, way, said in (
-            (PLAIN, 0, None, Execution.GRAPHED, "graphed: 40 launches in one replay"),
+            (PLAIN, 0, None, Execution.GRAPHED, "graphed: 80 launches in one replay"),
             (1, 1 << 25, None, Execution.UNGRAPHED, "un-graphed: 1 launch in one replay, 34 MB copied"),
             (1, 0, "of the test", Execution.GRAPHED, "graphed: of the test"),
         ):
@@ -194,7 +193,7 @@ class TestPlain(TrialTestCase):
                 copied = (0, "x", "live", "cuda:0", nbytes, nbytes, False, "copy", "of the test")
                 function.log.recordings[-1].inputs = (copied,)
             self.steps(5, function)
-            self.assertEqual((trial.is_over, function.went, trial.decision), (True, [way], None))
+            self.assertEqual((trial.is_over, function.went, trial.compared), (True, [way], None))
             self.assertEqual("".join(function.calls), "gg" + ("g" if way is Execution.GRAPHED else "u") * 5)
             self.assertIn(said, function.log.decision)
             self.assertEqual(function.log.trial_runs, 0)
@@ -225,24 +224,24 @@ class TestTrial(TrialTestCase):
         self.assertEqual(ways, "gggg" + "uuu" + "gg" + "uu" + "gg" + "u" + "g" * 16)
         self.assertEqual((trial.is_over, function.went), (True, [Execution.GRAPHED]))
         # From idle: the GPU's 50 us are over 12.5 after the last of four launches in 100; a replay takes 10 and 40.
-        found = trial.decision.compared.latency
+        found = trial.compared.latency
         self.assertEqual((found.graphed_us, found.ungraphed_us), (50.0, 112.5))
-        self.assertEqual(function.log.decision, "graphed: 50 us a call against 112 us (4 kernels)")
+        self.assertEqual(function.log.decision, "graphed: 50 us a call against 112 us (4 launches in one replay)")
         self.assertEqual(function.log.record().ungraphed_calls, 0)
         memory.find.assert_called_once()
-        memory.store.assert_called_once_with(trial.decision)
+        memory.store.assert_called_once_with(Execution.GRAPHED, function.log.decision)
 
     def test_graphs_that_do_not_pay(self):
         """A forward whose backward is not graphed does not wait for a backward."""
         for mode in ("inference", "forward"):
             trial, function = self.one(**self.HEAVY, kernels=1, mode=mode)
             self.steps(30, function)
-            self.assertEqual((function.went, trial.decision.way), ([Execution.UNGRAPHED], Execution.UNGRAPHED))
+            self.assertEqual((function.went, trial.way), ([Execution.UNGRAPHED], Execution.UNGRAPHED))
             self.assertEqual("".join(function.calls)[-5:], "uuuuu")
             self.assertRegex(function.log.decision, "^un-graphed: 60 us a call against 130 us")
 
     def test_finalizers_call_while_measured_calls_are_counted(self):
-        counted = measurements.Measurements(FunctionLog("Net", None, "inference", 1, {}), None)
+        counted = TrialMember(FunctionLog("Net", None, "inference", 1, {}), None, None, None, Environment())
         for _ in range(4):  # the first one is not measured
             counted.add(Execution.GRAPHED, None)
         left = iter(range(1, 100))
@@ -290,16 +289,14 @@ class TestTrial(TrialTestCase):
         self.assertEqual(first.went, [Execution.GRAPHED])
 
     def test_nobody_waits_for_the_gpu(self):
-        """If the GPU does not catch up, calls keep going the same way until the trial ends."""
-        memory = no_memory()
-        trial, function = self.one(memory)
+        """If the GPU does not catch up, calls keep going the same way until it has."""
+        trial, function = self.one()
         self.world.behind = True
-        self.steps(trials._MOST_WAITED - 10, function)
-        self.assertFalse(trial.is_over)
-        self.steps(trials._MOST_STEPS + 14, function)
-        self.assertEqual((trial.is_over, trial.decision, function.went), (True, None, [Execution.GRAPHED]))
-        self.assertIsNone(function.log.decision)
-        memory.store.assert_not_called()
+        self.steps(3 * trials._MOST_STEPS, function)
+        self.assertEqual((trial.is_over, function.calls[-1]), (False, function.calls[-trials._MOST_STEPS]))
+        self.world.behind = False
+        self.steps(1, function)
+        self.assertEqual((trial.is_over, function.went), (True, [Execution.GRAPHED]))
 
     def test_a_function_that_cannot_be_recorded_runs_ungraphed(self):
         """A warm-up distinguishes it from a function whose thread has no trees."""
@@ -365,17 +362,17 @@ class TestTrial(TrialTestCase):
             self.steps(steps, function, wait=False)
             self.world.wait()
             self.steps(2, function)
-            found = trial.decision.compared.throughput
+            found = trial.compared.throughput
             least = min(ungraphed[1], graphed[1])
-            self.assertEqual((trial.decision.way, found.graphed_us, found.ungraphed_us), (way, graphed[1], least))
+            self.assertEqual((trial.way, found.graphed_us, found.ungraphed_us), (way, graphed[1], least))
 
     def test_work_of_functions_downstream_counts(self):
         """It is their additional work if this function were not graphed."""
-        for extra, way in ((Handed(), Execution.UNGRAPHED), (Handed(patched=40), Execution.GRAPHED)):
+        for extra, way in ((0, Execution.UNGRAPHED), (40, Execution.GRAPHED)):
             trial, function = self.one(ungraphed=(50.0, 5.0), graphed=(60.0, 5.0), kernels=1)
             function.extra = extra
             self.steps(40, function)
-            self.assertEqual(trial.decision.way, way)
+            self.assertEqual(trial.way, way)
 
     def test_a_step_goes_one_way(self):
         trial = self.trial()
@@ -390,19 +387,7 @@ class TestTrial(TrialTestCase):
         self.assertEqual(forward.calls, backward.calls)
         self.assertEqual(forward.went, backward.went)
         self.assertEqual(forward.log.decision, backward.log.decision)
-        self.assertEqual(trial.decision.compared.kernels, 5)
-
-    def test_nothing_changes_before_the_backward_was_called(self):
-        trial, forward, backward = self.pair()
-        self.steps(3, forward, backward)
-        self.assertIs(trial.phase, Phase.MEASURING)
-        forward(0)
-        for _ in range(5):
-            forward(0)
-            self.assertEqual(forward.calls[-1], "g")
-        self.assertFalse(trial.is_over)
-        self.steps(trials._LOST_AFTER + 25, forward, backward)
-        self.assertIsNotNone(trial.decision)
+        self.assertEqual(sum(facts.launches for facts in trial.compared.facts), 5)
 
     def scheduled(self, schedule, **function):
         """Runs micro-batches through a forward and a backward of two partitions each, until the trial is over.
@@ -442,7 +427,7 @@ class TestTrial(TrialTestCase):
             for times in ({}, self.HEAVY):
                 with self.subTest(schedule=schedule, **times):
                     trial, calls, pairs = self.scheduled(schedule, **times)
-                    self.assertIsNotNone(trial.decision)
+                    self.assertIsNotNone(trial.compared)
                     self.assertLess(calls, 200)
                     self.assertEqual(pairs, {"gg", "uu"})
 
@@ -451,14 +436,14 @@ class TestTrial(TrialTestCase):
         for schedule in ([1, 2, -2], [1, 2, 3, 4, 5, -5], [1, *[2, -2] * 1000], [1, 2, -2, -2], [1, 1, -1]):
             with self.subTest(schedule=schedule[:8]):
                 trial, calls, pairs = self.scheduled(schedule)
-                self.assertIsNotNone(trial.decision)
+                self.assertIsNotNone(trial.compared)
                 self.assertLess(calls, 400)
                 self.assertEqual(pairs, {"gg", "uu"})
 
     def test_a_pipeline_that_never_empties_is_decided(self):
         schedule = [1, 2, *itertools.chain.from_iterable((number, 2 - number) for number in range(3, 3000))]
         trial, calls, _ = self.scheduled(schedule)
-        self.assertIsNotNone(trial.decision)
+        self.assertIsNotNone(trial.compared)
         self.assertLess(calls, 200)
 
     def test_a_block_that_is_called_many_times_in_a_step_is_decided(self):
@@ -470,7 +455,7 @@ class TestTrial(TrialTestCase):
                 forwards, backwards = ([made(mode=mode) for _ in range(partitions)] for mode in ("forward", "backward"))
                 step = [function for row in (forwards, backwards[::-1]) for _ in range(count) for function in row]
                 self.steps(20, *step)
-                self.assertEqual(trial.decision.way, Execution.UNGRAPHED)
+                self.assertEqual(trial.way, Execution.UNGRAPHED)
                 for function in (*forwards, *backwards):
                     self.assertEqual(function.calls, forwards[0].calls)
                     for begin in range(0, len(function.calls), count):
@@ -480,22 +465,22 @@ class TestTrial(TrialTestCase):
         trial, forward, backward = self.pair()
         other, function = self.one()
         self.steps(40, *[forward] * 12, *[backward] * 12, function)
-        self.assertTrue(trial.decision and other.decision)
+        self.assertTrue(trial.compared and other.compared)
 
     def test_forwards_whose_backward_no_longer_comes_end_the_trial_without_a_decision(self):
         trial, forward, backward = self.pair()
         self.steps(3, forward, backward)
-        self.steps(2 * trials._MOST_STEPS, forward)
+        self.steps(trials._MOST_CALLS, forward)
         self.assertFalse(trial.is_over)  # they may be of one step
-        self.steps(trials._LONGEST_ROW, forward)
-        self.assertEqual((trial.is_over, trial.decision), (True, None))
+        self.steps(1, forward)
+        self.assertEqual((trial.is_over, trial.compared), (True, None))
 
     def test_a_forward_with_many_backwards_ends_without_a_decision(self):
         trial, forward, backward = self.pair()
         self.steps(2, forward, backward)
         self.world.behind = True
         forward(0)
-        for number in range(trials._MOST_STEPS):
+        for number in range(trials._MOST_CALLS):
             backward(number)
         self.assertFalse(trial.is_over)
         backward(0)
@@ -514,22 +499,14 @@ class TestTrial(TrialTestCase):
         memory = no_memory()
         trial, function = self.one(memory)
 
-        def meanwhile(compared, *_):
+        def meanwhile(compared):
             trial.give_up()
-            return Decision(Execution.UNGRAPHED, compared)
+            return Execution.UNGRAPHED
 
         with mock.patch.object(trials, "decide", meanwhile):
             self.steps(30, function)
         self.assertEqual((function.went, function.log.decision), ([Execution.GRAPHED], None))
         memory.store.assert_not_called()
-
-    def test_a_function_that_comes_late_follows_the_decision(self):
-        trial, function = self.one()
-        self.steps(30, function)
-        late = Function(self.world, trial)
-        self.assertEqual((late.went, late.log.decision), ([Execution.GRAPHED], trial.decision.text))
-        self.steps(3, late)
-        self.assertEqual(late.calls, ["g"] * 3)
 
     def test_a_backward_that_never_comes_ends_the_trial_without_a_decision(self):
         trial = self.trial()
@@ -565,23 +542,23 @@ class TestTrial(TrialTestCase):
             memory = no_memory()
             trial = self.trial(memory=memory)
             self.sized([first] * 8 + [second] * 20 + [first, second] * 20, trial, 60.0, 30.0)
-            found = trial.decision.compared.latency
+            found = trial.compared.latency
             self.assertEqual((found.ungraphed_us, found.graphed_us), (60.0 + first, 30.0 + first))
             memory.store.assert_called_once()
 
     def test_sizes_that_do_not_come_again_are_graphed_undecided(self):
         trial = self.trial()
-        function = self.sized([100] * 8 + [400] * trials._MOST_STEPS, trial, 30.0, 60.0)
+        function = self.sized([100] * 8 + [400] * (trials._MOST_STEPS + 1), trial, 30.0, 60.0)
         self.assertFalse(trial.is_over)
         self.assertEqual(function(0, sizes=(400,)), [1])
-        self.assertEqual((trial.is_over, trial.decision, function.went), (True, None, [Execution.GRAPHED]))
+        self.assertEqual((trial.is_over, trial.compared, function.went), (True, None, [Execution.GRAPHED]))
 
     def test_a_decision_for_other_sizes_is_not_kept(self):
         """The memory was asked for a decision for the first call's sizes."""
         memory = no_memory()
         trial = self.trial(memory=memory)
         self.sized([100] + [400] * 30, trial, 60.0, 30.0)
-        self.assertEqual(trial.decision.way, Execution.GRAPHED)
+        self.assertEqual(trial.way, Execution.GRAPHED)
         memory.store.assert_not_called()
 
     def test_a_decision_that_is_not_clear_is_not_kept(self):
@@ -591,7 +568,7 @@ class TestTrial(TrialTestCase):
             noise = 40.0 * (number % 5)
             function.times = {way: (100.0 + noise * (number % 2), 5.0) for way in Execution}
             self.steps(1, function)
-        self.assertEqual((trial.decision.way, trial.decision.compared.is_clear), (Execution.GRAPHED, False))
+        self.assertEqual((trial.way, trial.compared.is_clear), (Execution.GRAPHED, False))
         memory.store.assert_not_called()
 
     def test_a_disturbed_measurement_is_not_kept(self):
@@ -607,7 +584,7 @@ class TestTrial(TrialTestCase):
             with disturbed:
                 self.steps(1, function)
             self.steps(30, function)
-            self.assertEqual((trial.decision.way, memory.store.call_count), (Execution.GRAPHED, stored))
+            self.assertEqual((trial.way, memory.store.call_count), (Execution.GRAPHED, stored))
 
     def interrupted(self, run, other, line):
         """Calls ``run``, and in another thread ``other`` after ``line`` lines of trial code.
@@ -618,7 +595,7 @@ class TestTrial(TrialTestCase):
 
         def trace(frame, event, arg):
             nonlocal left
-            if frame.f_code.co_filename not in (trials.__file__, measurements.__file__):
+            if frame.f_code.co_filename not in (trials.__file__, members.__file__):
                 return None
             if event == "line" and not thread.ident:
                 left -= 1
@@ -647,8 +624,7 @@ class TestTrial(TrialTestCase):
                     break
                 self.assertEqual((sorted(found), len(function.calls)), ([[2], [6]], steps + 2))
                 self.assertEqual((trial.is_over, function.went), (True, [Execution.GRAPHED]))
-                finished = sum(map(function.member.measurements.finished, Execution))
-                self.assertEqual(self.measured(function), finished)  # nothing is left to read
+                self.assertEqual(self.measured(function), 0)  # nothing is left to read
             self.assertGreater(line, 40)
 
     def test_one_that_joins_while_another_thread_ends_it(self):
@@ -667,7 +643,7 @@ class TestTrial(TrialTestCase):
         with ThreadPoolExecutor(1) as other:
             self.steps(30, forward, lambda x: other.submit(backward, x).result())
         self.assertEqual((forward.went, backward.went), ([Execution.GRAPHED], [Execution.GRAPHED]))
-        self.assertIsNotNone(trial.decision)
+        self.assertIsNotNone(trial.compared)
 
     def test_an_error_of_the_program_does_not_end_the_trial(self):
         trial, function = self.one()
@@ -696,20 +672,18 @@ class TestTrial(TrialTestCase):
 class TestMemory(TrialTestCase):
     """Decisions of earlier processes."""
 
-    def profile(self, way, age_s=0.0):
-        gain = Gain(54.0, 91.0, 37.0, 2.0, 0.5)
-        return Profile("key", "Net", "GPU", time.time() - age_s, Decision(way, Comparison(gain, gain, 10, 1, 0)))
-
     def test_a_remembered_decision_is_not_measured(self):
         for way in Execution:
-            memory = mock.Mock(find=mock.Mock(return_value=self.profile(way, 86400 * 2)))
+            memory = mock.Mock(
+                find=mock.Mock(return_value=Profile("key", "Net", way, f"{way.value}: by far", 86400.0 * 2))
+            )
             trial = self.trial(memory=memory)
             functions = [Function(self.world, trial), Function(self.world, trial)]
             self.steps(4, *functions)
             late = Function(self.world, trial)
             for function in functions:
                 self.assertEqual(function.calls, ["g" if way is Execution.GRAPHED else "u"] * 4)
-                self.assertRegex(function.log.decision, f"^{way.value}: .* as measured 2 days ago$")
+                self.assertRegex(function.log.decision, f"^{way.value}: by far, as measured on 1970-01-0[23]$")
                 self.assertEqual((function.went, function.log.trial_runs), ([way], 0))
             self.assertEqual((late.went, late.log.decision), ([way], functions[0].log.decision))
             memory.find.assert_called_once_with([0])
@@ -815,9 +789,10 @@ class TestTrialOf(TestCase):
         for mode, partition in (("forward", 1), ("inference", 1), ("inference", 2)):
             graph = GraphLog("Net", "7/2", mode, (), code="cabc")
             self.of(graph, "7/2", replace(self.AUTO, outputs="upstream"), mode=mode, partition=partition)
-        flags = {"indirection": "auto", "placement": "off", "outputs": "upstream", "fast path": "yes"}
-        self.assertEqual(given[0], ("cabc", "Net 7/2 forward 1", 0, {**flags, "partition": "all"}))
-        self.assertEqual([matters["partition"] for *_, matters in given], ["all", "1", "2"])
+        *called, matters = given[0]
+        self.assertEqual(called, ["cabc", "Net 7/2 forward 1", 0])
+        self.assertEqual((matters["indirection"], matters["outputs"], matters["fast path"]), ("auto", "upstream", True))
+        self.assertEqual([matters["partition"] for *_, matters in given], ["all", 1, 2])
         self.of(GraphLog("Net", "7/3", "forward", ()), "7/3")  # the key of its code is not known
         self.assertEqual(len(given), 3)
 
@@ -880,7 +855,7 @@ class TestChoice(TrialTestCase):
                 mock.patch.object(cudagraph_trees, "get_input_idxs_to_check", lambda *args: []),
                 mock.patch.object(cudagraph_trees, "remove_unaligned_input_idxs", lambda inputs, static: static),
                 mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *args: []),
-                mock.patch.object(trials, "decide", lambda compared, *_: Decision(way, compared)),  # noqa: B023
+                mock.patch.object(trials, "decide", lambda compared: way),  # noqa: B023
             ):
                 model = self.model()
                 given = {"device_index": 0, "is_backward": False, "is_inference": True}

@@ -199,8 +199,8 @@ class Told(Trial):
 
     def way_of(self, member, inputs):
         if not self.is_over:
-            self._way = self.next_way
-        return self._way
+            self.way = self.next_way
+        return self.way
 
 
 class Training:

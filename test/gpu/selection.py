@@ -17,7 +17,7 @@ from indirection import IndirectionTestCase
 
 import pygraph_trees
 from pygraph_trees.selection import trial
-from pygraph_trees.selection.decision import Comparison, Decision, Execution, Gain
+from pygraph_trees.selection.decision import Comparison, Execution, Facts, Gain
 from pygraph_trees.selection.profiles import Profiles
 
 CALLS = 80  # more calls than the trials of a few functions take
@@ -28,13 +28,10 @@ _GAIN = Gain(ungraphed_us=20.0, graphed_us=10.0, gain_us=-10.0, margin_us=1.0, n
 def deciding(choose: Callable[[], Execution]) -> Iterator[None]:
     """Makes each function's trial measure calls, and end with the next way that ``choose`` returns."""
 
-    def decide(compared: Comparison) -> Decision:
-        return Decision(choose(), compared)
-
     with (
         mock.patch.object(trial, "plain_way", lambda facts: None),
-        mock.patch.object(trial, "compare", lambda parts, rules: Comparison(_GAIN, _GAIN, 5, 1, 0)),
-        mock.patch.object(trial, "decide", decide),
+        mock.patch.object(trial, "compare", lambda parts: Comparison(_GAIN, _GAIN, [Facts(1)])),
+        mock.patch.object(trial, "decide", lambda compared: choose()),
     ):
         yield
 

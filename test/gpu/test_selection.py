@@ -20,8 +20,8 @@ from torch.testing._internal.common_utils import run_tests
 
 import pygraph_trees
 from pygraph_trees.selection import trial
-from pygraph_trees.selection.decision import Execution, Rules
-from pygraph_trees.selection.device import CudaDevice
+from pygraph_trees.selection.decision import FEWEST_PAIRS, MOST_PAIRS, Execution
+from pygraph_trees.selection.member import CudaDevice
 from pygraph_trees.selection.profiles import Profiles
 from pygraph_trees.trees.managers import storms
 
@@ -61,7 +61,7 @@ class TestTrials(SelectionTestCase):
             torch.cuda.synchronize()
         (function,) = self.functions()
         self.assertRegex(str(function.decision), "^(un-)?graphed: .* us a call against ")
-        self.assertIn(function.trial_calls, range(Rules().fewest_pairs + 1, Rules().most_pairs + 2))
+        self.assertIn(function.trial_calls, range(FEWEST_PAIRS + 1, MOST_PAIRS + 2))
 
     def test_shapes_that_never_come_again_are_not_graphed(self):
         """After the first sizes, calls run un-graphed, and neither recordings nor memory grow."""
@@ -293,10 +293,9 @@ class TestTrials(SelectionTestCase):
                         self.assertEqual(graphed(x), x.sin() + 1)
                 (function,) = self.functions()
                 self.assertRegex(str(function.decision), f"^{way.value}: ")
-                self.assertEqual("as measured today" in function.decision, number == 1)
+                self.assertEqual("as measured on" in function.decision, number == 1)
             self.assertEqual(function.ungraphed_calls, 5 if way is Execution.UNGRAPHED else 0)
-            (profile,) = Profiles.default().list()
-            self.assertEqual(profile.uses, 1)
+            self.assertEqual([profile.way for profile in Profiles.default().list()], [way])
 
     def test_always_measures_nothing(self):
         with torch._inductor.config.patch({"triton.pygraph_selective": "always"}):

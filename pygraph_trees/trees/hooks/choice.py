@@ -15,11 +15,9 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.native import binding
 from pygraph_trees.report.naming import BACKWARD, FORWARD
-from pygraph_trees.selection.decision import Execution, Handed
-from pygraph_trees.selection.device import CudaDevice
-from pygraph_trees.selection.environment import Environment
+from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.functions import trial_of
-from pygraph_trees.selection.trial import TrialMember
+from pygraph_trees.selection.member import CudaDevice, Environment, TrialMember
 
 from ..functions.aligned import Aligned
 from ..functions.dispatch import Way
@@ -27,7 +25,7 @@ from ..managers.manager import Manager
 from ..managers.storms import OTHER_SIZES, REFUSED, Sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pygraph_trees.selection.trial import Trial
 
@@ -47,7 +45,7 @@ def chooser(device: int) -> Callable[[FunctionModel, Run, Aligned], TrialMember 
         if trial is None:
             return None
         choice = _Choice(function, trial, device, aligned)
-        made = TrialMember(trial, function.log, graphed, choice.ungraphed, CudaDevice(device), choice)
+        made = TrialMember(function.log, graphed, choice.ungraphed, CudaDevice(device), choice)
         choice.member = weakref.ref(made)
         function.trial, function.stop = trial, choice.stop
         function.dispatch.go(Way.MEASURED, choice.measured)
@@ -75,7 +73,7 @@ class _Choice(Environment):
 
     def measured(self, inputs: list[Any]) -> Any:
         member = self.member()
-        return self.ungraphed(inputs) if member is None else member(inputs)
+        return self.ungraphed(inputs) if member is None else self._trial.call(member, inputs)
 
     def until_given_back(self, inputs: list[Any]) -> Any:
         """Makes un-graphed calls until the pool is given back: the program may hold an output in it until then."""
@@ -116,12 +114,9 @@ class _Choice(Environment):
             if manager is not None:
                 manager.forget(self._function)
 
-    def handed(self) -> Handed:
+    def handed(self) -> int:
         manager = self._manager()
-        sizes = [] if manager is None else handed_on(manager, self._function)
-        if self._function.settings.indirection == "off":
-            return Handed(copied=len(sizes), copied_bytes=sum(sizes))
-        return Handed(patched=len(sizes))  # each in at least one kernel
+        return 0 if manager is None else handed_on(manager, self._function)
 
     def why_not_tried(self) -> str | None:
         manager = self._manager()
@@ -191,16 +186,22 @@ def only_sizes_that_come_again(
     return call
 
 
-def _newest(manager: Manager, model: FunctionModel) -> Any:
-    """A function's newest recording; None if it has none."""
-    newest, todo = None, [manager.roots or {}]
+def _recordings(children: Mapping[Any, Sequence[Any]]) -> Iterator[Any]:
+    """The recordings in a part of the tree."""
+    todo = [children]
     while todo:
-        for recordings in todo.pop().values():
-            todo += [node.children for node in recordings]
-            for node in recordings:
-                if node.wrapped_function.model is model and (newest is None or node.id.id > newest.id.id):
-                    newest = node
-    return newest
+        for node in itertools.chain.from_iterable(todo.pop().values()):
+            yield node
+            todo.append(node.children)
+
+
+def _of(manager: Manager, model: FunctionModel) -> list[Any]:
+    """The recordings of a function."""
+    return [node for node in _recordings(manager.roots or {}) if node.wrapped_function.model is model]
+
+
+def _shares_trial(node: Any, model: FunctionModel) -> bool:
+    return getattr(node.wrapped_function.model, "trial", None) is model.trial
 
 
 def recordings_below(manager: Manager, model: FunctionModel) -> int:
@@ -209,40 +210,25 @@ def recordings_below(manager: Manager, model: FunctionModel) -> int:
     If the function runs un-graphed, other recordings precede them, so they are made again. In a step that calls the
     function many times, most follow the first call.
     """
-    counts: list[int] = []
-    todo = [(manager.roots or {}, -1)]  # with the index of the count to which recordings there belong
-    while todo:
-        children, position = todo.pop()
-        for node in itertools.chain.from_iterable(children.values()):
-            below = position
-            if position >= 0:
-                counts[position] += getattr(node.wrapped_function.model, "trial", None) is not model.trial
-            elif node.wrapped_function.model is model:
-                below = len(counts)
-                counts.append(0)
-            todo.append((node.children, below))
+    counts = (sum(not _shares_trial(node, model) for node in _recordings(own.children)) for own in _of(manager, model))
     return max(counts, default=0)
 
 
-def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
-    """The sizes in bytes of this function's outputs in the pool that functions of other trials take as inputs.
+def handed_on(manager: Manager, model: FunctionModel) -> int:
+    """The number of times that functions of other trials take one of this function's outputs from the pool.
 
     Only the newest recordings after the newest recording of this function count.
     """
-    own = _newest(manager, model)
+    own = max(_of(manager, model), key=lambda node: node.id.id, default=None)
     if own is None:
-        return []
-    depth, taken = len(list(own._path_from_root)) - 1, []
+        return 0
+    depth, taken = len(list(own._path_from_root)) - 1, 0
     after = [found[-1] for found in own.children.values() if found]
     for node in after:  # the list grows meanwhile
         after += [found[-1] for found in node.children.values() if found]
-        if getattr(node.wrapped_function.model, "trial", None) is model.trial:
-            continue
-        for index in node.cudagraph_managed_idxs:
-            place = node.live_cudagraph_managed_path_refs[index]
-            made = own.outputs_metadata[place[1]] if place is not None and place[0] == depth else None
-            if isinstance(made, dict):
-                taken.append(made["nbytes"])
+        if not _shares_trial(node, model):
+            places = [node.live_cudagraph_managed_path_refs[index] for index in node.cudagraph_managed_idxs]
+            taken += sum(place is not None and place[0] == depth for place in places)
     return taken
 
 

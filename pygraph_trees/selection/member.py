@@ -1,0 +1,184 @@
+"""One function of a trial: its calls graphed and un-graphed, and their times.
+
+:meth:`TrialMember.timed` makes a call and times it; :meth:`TrialMember.add` counts it as measured, and
+:meth:`TrialMember.collect` reads the times of calls that the GPU has finished. The first call of each way is not
+measured, nor is a graphed call that is not a plain replay. No call is repeated, and nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pygraph_trees.cuda import progress
+
+from .decision import Call, Execution, Facts, Part
+
+if TYPE_CHECKING:
+    from pygraph_trees.report.log import FunctionLog
+
+    Run = Callable[[list[Any]], Any]
+
+
+class CudaDevice:
+    """The CUDA device with this index, and its current stream."""
+
+    def __init__(self, index: int) -> None:
+        import torch
+
+        self._cuda, self._index = torch.cuda, index
+
+    def is_idle(self) -> bool:
+        """Whether the GPU has finished the stream's work."""
+        return progress.is_over(self._cuda.current_stream(self._index))
+
+    def mark(self) -> Any:
+        """Marks a place in the stream."""
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self._index))
+        return event
+
+    def us_between(self, begin: Any, end: Any) -> float | None:
+        """GPU time between two marks; None if the GPU has not reached the second one."""
+        return progress.us_between(begin, end)
+
+
+class Environment:
+    """What a member asks of the function's surroundings; each method has a plain answer."""
+
+    def ended(self, way: Execution) -> None:
+        """Notes the way that is taken from now on."""
+
+    def handed(self) -> int:
+        """The outputs that graphed functions downstream take by address if this one is un-graphed."""
+        return 0
+
+    def why_not_tried(self) -> str | None:
+        """Why un-graphed calls would disturb other functions too much; None if they would not."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class TimedCall:
+    """A call whose GPU work may still be running."""
+
+    was_idle: bool  # whether the GPU was idle before the call
+    host_us: float
+    begin: Any  # marks in the stream
+    end: Any
+
+
+class TrialMember:
+    """``mode`` is the function's: "forward", "backward" or "inference"."""
+
+    def __init__(
+        self, log: FunctionLog, graphed: Run, ungraphed: Run, device: CudaDevice, environment: Environment
+    ) -> None:
+        """
+        Args:
+            graphed: warms up, records and replays; consumes its inputs.
+            ungraphed: runs the compiled code; consumes its inputs.
+        """
+        self._log, self._device, self.environment = log, device, environment
+        self.mode = log.mode
+        self._run = {Execution.GRAPHED: graphed, Execution.UNGRAPHED: ungraphed}
+        self._thread: int | None = None
+        self.calls = 0  # since a step began
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Discards all measurements."""
+        self._made: set[Execution] = set()  # ways whose first call, which fills caches, is made
+        self._finished: dict[Execution, list[Call]] = {way: [] for way in Execution}
+        self._pending: deque[tuple[Execution, TimedCall]] = deque()  # the GPU has not finished them
+
+    def run(self, way: Execution, inputs: list[Any]) -> Any:
+        """Makes a call that is not measured; returns its outputs."""
+        return self._run[way](inputs)
+
+    def timed(self, way: Execution, inputs: list[Any]) -> tuple[Any, TimedCall | None]:
+        """Makes a call; returns its outputs and its times, None for a graphed call that is no plain replay."""
+        self._log.trial_runs += way is Execution.UNGRAPHED
+        before = self._counts()
+        was_idle, begin = self._device.is_idle(), self._device.mark()
+        start = time.perf_counter_ns()
+        outputs = self._run[way](inputs)
+        host_us = (time.perf_counter_ns() - start) / 1e3
+        after = self._counts()
+        if way is Execution.GRAPHED and after != (before[0] + 1, before[1]):  # other graph activity
+            return outputs, None
+        return outputs, TimedCall(was_idle, host_us, begin, self._device.mark())
+
+    def _counts(self) -> tuple[int, int]:
+        """The number of replays, and of recordings and warm-ups."""
+        recordings = self._log.recordings
+        return sum(recording.replays for recording in recordings), len(recordings) + self._log.warmups
+
+    def add(self, way: Execution, call: TimedCall) -> bool:
+        """Adds a call; returns whether it is measured, as all but the first are."""
+        is_measured = way in self._made
+        self._made.add(way)
+        if is_measured:
+            self._pending.append((way, call))
+        return is_measured
+
+    def collect(self) -> None:
+        """Reads the times of the calls that the GPU has finished."""
+        while self._pending:
+            way, call = self._pending[0]
+            gpu_us = self._device.us_between(call.begin, call.end)
+            if gpu_us is None:
+                return
+            self._pending.popleft()
+            from_idle_us = gpu_us if call.was_idle else None
+            if way is Execution.GRAPHED and call.was_idle:
+                gpu_us = max(0.0, gpu_us - call.host_us)
+            self._finished[way].append(Call(call.host_us, gpu_us, from_idle_us))
+
+    def made(self, way: Execution) -> int:
+        """Measured calls, including those that the GPU has not finished."""
+        pending = list(self._pending)  # while Python code iterates, a finalizer may call the function
+        return len(self._finished[way]) + sum(waiting is way for waiting, _ in pending)
+
+    @property
+    def pairs(self) -> int:
+        """Measured calls of each way that the GPU has finished."""
+        return min(map(len, self._finished.values()))
+
+    def is_in_its_thread(self) -> bool:
+        """Whether the calling thread is the one of the first call."""
+        thread = threading.get_ident()
+        self._thread = self._thread or thread
+        return thread == self._thread
+
+    def cannot_be_recorded(self) -> bool:
+        """Whether calls warm up, but do not record."""
+        return self._log.warmups > 0 and not self._log.recordings
+
+    def facts(self, *, has_fast_path: bool) -> Facts | None:
+        """The facts of its newest recording; None if there is none.
+
+        Args:
+            has_fast_path: whether the process has a fast path.
+        """
+        if not self._log.recordings:
+            return None
+        last = self._log.recordings[-1]
+        routes, launches = last.routes, None if last.kernels is None else last.kernels + (last.other_nodes or 0)
+        is_fast = has_fast_path and last.has_fast_path
+        return Facts(launches, routes.total() - routes["copy"], routes["copy"], last.copied_bytes, is_fast)
+
+    def part(self, facts: Facts) -> Part:
+        """The function's part of a comparison."""
+        ungraphed, graphed = (tuple(self._finished[way]) for way in (Execution.UNGRAPHED, Execution.GRAPHED))
+        return Part(ungraphed, graphed, facts, self.environment.handed())
+
+    def end(self, way: Execution, why: str | None) -> None:
+        """Notes the way that is taken from now on, and why."""
+        self.start_over()
+        self._log.decided(why, graphed=way is Execution.GRAPHED)
+        self.environment.ended(way)
