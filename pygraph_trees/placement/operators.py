@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 from typing import Any
 
 import torch
@@ -82,6 +82,17 @@ _WHOLE = frozenset({torch.int64, torch.int32, torch.bool})
 _MOST_ELEMENTS, _MOST_SYMBOLIC = 1 << 24, 1 << 30
 
 
+class Kind(Enum):
+    """How an operator's result on the GPU compares with the CPU's, for inputs with the same bits."""
+
+    MOVES = auto()  # elements of the inputs, or given numbers
+    CONVERTS = auto()  # the same fractions, or integers as fractions, in another type
+    EXACT = auto()  # the same bits
+    JUMPS = auto()  # the same bits; another number altogether for inputs in which the last place differs
+    ROUNDS = auto()  # single-precision arithmetic, which may be rounded otherwise
+    FUNCTION = auto()  # a function such as `exp`, which is computed by other means
+
+
 class Error(IntEnum):
     """How far a value that the GPU computes may be from the CPU's."""
 
@@ -123,7 +134,8 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
         return None
     if (why := why_not_the_same_again(node)) is not None:
         return why
-    if not _is_known(node):
+    kind = kind_of(node)
+    if kind is None:
         return "it may give something else on the GPU"
     numbers = (arg for arg in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(arg, float))
     if any(number == 0 and math.copysign(1, number) < 0 for number in numbers):
@@ -132,42 +144,72 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
         return "it is given a fraction of sizes, which a kernel computes in single precision"
     if _may_divide_by_zero(node):
         return "it divides integers, and a division by zero is an error of the CPU's"
-    if exact and not is_exact(node):
+    if exact and kind in (Kind.JUMPS, Kind.ROUNDS, Kind.FUNCTION):
         return "its result may differ in the last place"
     return None
 
 
-def is_exact(node: fx.Node) -> bool:
-    """Whether every device computes the same bits."""
+def kind_of(node: fx.Node) -> Kind | None:
+    """The kind of a node whose operator can run elsewhere; None if the GPU may give anything else.
+
+    That holds for matrix products (other precisions, or none for integers), sums of floating-point numbers, choices
+    among equal elements or among several writes to one place, and decompositions.
+    """
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return True
-    packet = target.overloadpacket
-    if packet in _MOVES_ELEMENTS | _COMPARES:
-        return True
-    inputs = tensors_given(node)
+        return Kind.MOVES  # one item of several
+    packet, given, result = target.overloadpacket, tensors_given(node), tensors_of(node)
+    types = {tensor.dtype for tensor in [*given, *result]}
+    to_integers, of_integers = all(map(is_integral, result)), all(map(is_integral, given))
+    if not types <= _SINGLE | HALVES | {torch.float64}:
+        return None  # the absolute value of a complex number is a computation, and not every GPU has the other types
+    if packet in _MOVES_ELEMENTS:
+        # A kernel holds half precision in single precision, and a mask in one bit.
+        reads_bits = target is aten.view.dtype and not {tensor.dtype for tensor in given}.isdisjoint(
+            HALVES | {torch.bool}
+        )
+        return Kind.MOVES if _numbers_fit(node) and not reads_bits else None
+    if packet in _COMPARES:
+        rounds_first = bool(types & HALVES) and len(types - {torch.bool}) > 1  # the CPU does, to half precision
+        return Kind.EXACT if _numbers_fit(node) and not rounds_first else None
     if packet in _CONVERTS:
-        # CPU and GPU round alike when they narrow a type, but not when a number does not fit an integer type.
-        return all(is_integral(t) for t in tensors_of(node)) <= all(is_integral(t) for t in inputs)
-    return all(is_integral(tensor) for tensor in [*inputs, *tensors_of(node)])
+        if node.kwargs.get("memory_format") not in (None, torch.preserve_format):
+            return None
+        if to_integers and not of_integers:  # devices differ in numbers that do not fit
+            return Kind.JUMPS if result[0].dtype == torch.bool else None
+        return Kind.EXACT if to_integers else Kind.CONVERTS
+    if to_integers and of_integers:
+        # In a kernel, integers of fewer bits may have 32.
+        known = packet in _COMPUTES_INTEGERS and types <= _WHOLE and _numbers_fit(node) and _counts_alike(node)
+        return Kind.EXACT if known else None
+    is_single = {tensor.dtype for tensor in result} == {torch.float32} and {tensor.dtype for tensor in given} <= _SINGLE
+    return _single_kind(node) if is_single else None
+
+
+def _single_kind(node: fx.Node) -> Kind | None:
+    """The kind of a node that gives single-precision numbers."""
+    target: Any = node.target
+    packet = target.overloadpacket
+    if "rounding_mode" in node.kwargs or node.kwargs.get("decimals"):
+        return None
+    if target is aten.pow.Tensor_Scalar and node.args[1] in (0.5, -0.5):
+        return None  # the CPU takes roots, with other zeros and infinities
+    # If a bound is zero in single precision, devices may return zeros with different signs.
+    bounds = [bound for bound in (*node.args[1:], *node.kwargs.values()) if packet in _CLAMPS and bound is not None]
+    if not all(isinstance(bound, (int, float)) and torch.tensor(bound, dtype=torch.float32) for bound in bounds):
+        return None
+    kinds = {Kind.ROUNDS: _ARITHMETIC, Kind.JUMPS: _JUMPS, Kind.FUNCTION: _FUNCTIONS}
+    return next((kind for kind, packets in kinds.items() if packet in packets), None)
 
 
 def error_of(node: fx.Node, given: Error) -> Error | None:
-    """The error of a node's result if its inputs have at most a given one; None if the error could be any.
-
-    A comparison of numbers that differ in the last place may give the opposite, and an integer may be the next one.
-    """
-    target: Any = node.target
-    packet = getattr(target, "overloadpacket", None)
-    if packet is None or packet in _MOVES_ELEMENTS:
+    """The error of a node's result if its inputs have at most a given one; None if the error could be any."""
+    kind = kind_of(node)
+    if kind is Kind.MOVES or (given is Error.NONE and kind not in (Kind.ROUNDS, Kind.FUNCTION)):
         return given
-    if packet in _FUNCTIONS | _ARITHMETIC | _CONVERTS and not any(map(is_integral, tensors_of(node))):
-        if given is Error.FUNCTION:
-            return None
-        if packet in _CONVERTS:
-            return given
-        return Error.FUNCTION if packet in _FUNCTIONS else Error.ROUNDING
-    return Error.NONE if given is Error.NONE else None
+    if given is Error.FUNCTION or kind in (Kind.EXACT, Kind.JUMPS):
+        return None
+    return Error.FUNCTION if kind is Kind.FUNCTION else Error.ROUNDING
 
 
 def is_elementwise(node: fx.Node) -> bool:
@@ -208,45 +250,6 @@ def may_wait(node: fx.Node) -> bool:
     return (needs_numbers and not is_by_integers(node)) or torch.Tag.cudagraph_unsafe in target.tags
 
 
-def _is_known(node: fx.Node) -> bool:
-    """Whether every device is known to give the same, or what differs by no more than an :class:`Error`.
-
-    Not known are matrix products (other precisions, or none for integers), sums of floating-point numbers, choices
-    among equal elements or among several writes to one place, and decompositions.
-    """
-    target: Any = node.target
-    if target is aten.view.dtype and any(tensor.dtype in HALVES | {torch.bool} for tensor in tensors_given(node)):
-        return False  # a kernel holds them in single precision, or in one bit
-    packet = target.overloadpacket
-    types = {tensor.dtype for tensor in [*tensors_given(node), *tensors_of(node)]}
-    if packet in _COMPARES and types & HALVES and len(types - {torch.bool}) > 1:
-        return False  # the CPU rounds the other one to half precision first
-    if not types <= _SINGLE | HALVES | {torch.float64}:
-        return False  # the absolute value of a complex number is a computation, and not every GPU has the other types
-    if packet in _MOVES_ELEMENTS | _COMPARES:
-        return _numbers_fit(node)
-    if packet in _CONVERTS:
-        return _converts_alike(node)
-    if all(is_integral(tensor) for tensor in [*tensors_given(node), *tensors_of(node)]):
-        # In a kernel, integers of fewer bits may have 32.
-        return packet in _COMPUTES_INTEGERS and types <= _WHOLE and _numbers_fit(node) and _counts_alike(node)
-    return _is_single_math(node)
-
-
-def _is_single_math(node: fx.Node) -> bool:
-    target: Any = node.target
-    packet = target.overloadpacket
-    if packet not in _ARITHMETIC | _JUMPS | _FUNCTIONS or "rounding_mode" in node.kwargs or node.kwargs.get("decimals"):
-        return False
-    if target is aten.pow.Tensor_Scalar and node.args[1] in (0.5, -0.5):
-        return False  # the CPU takes roots, with other zeros and infinities
-    # If a bound is zero in single precision, devices may return zeros with different signs.
-    bounds = [bound for bound in (*node.args[1:], *node.kwargs.values()) if packet in _CLAMPS and bound is not None]
-    if not all(isinstance(bound, (int, float)) and torch.tensor(bound, dtype=torch.float32) for bound in bounds):
-        return False
-    return {t.dtype for t in tensors_of(node)} == {torch.float32} and {t.dtype for t in tensors_given(node)} <= _SINGLE
-
-
 def _counts_alike(node: fx.Node) -> bool:
     """Whether the integers that a kernel counts fit the 32 bits that it has for them; true for any other node."""
     target: Any = node.target
@@ -270,14 +273,6 @@ def _is_fraction(number: fx.Node) -> bool:
 def _is_whole(expression: Any) -> bool:
     """Whether sympy knows that an expression and all parts of it are integers."""
     return bool(getattr(expression, "is_integer", None)) and all(map(_is_whole, expression.args))
-
-
-def _converts_alike(node: fx.Node) -> bool:
-    """Whether devices convert alike: all round alike, but they differ in numbers that do not fit an integer type."""
-    if node.kwargs.get("memory_format") not in (None, torch.preserve_format):
-        return False
-    to_integer = all(is_integral(t) and t.dtype != torch.bool for t in tensors_of(node))
-    return not to_integer or all(is_integral(t) for t in tensors_given(node))
 
 
 def _numbers_fit(node: fx.Node) -> bool:
