@@ -111,12 +111,13 @@ class _Rewriting:
             value = self._plan[current]
             sources = cpu_inputs(current) if value.how is How.MADE else ()
             missing = [source for source in sources if source not in self._there]
-            if current not in self._there and not missing:
+            todo += missing
+            if missing:
+                continue
+            todo.pop()
+            if current not in self._there:
                 self._there[current] = self._put(value)
                 (self._placed.moves if value.why is None else self._placed.stays).append(value)
-            todo += missing if missing else []
-            if not missing:
-                todo.pop()
         return self._there[node]
 
     def _put(self, value: Value) -> fx.Node:
@@ -143,18 +144,19 @@ class _Rewriting:
                 return self._converted(self._there[next(cpu_inputs(node))], value.dtype, node)
             if is_negation(node):
                 return self._call(aten.mul.Tensor, (self._there[next(cpu_inputs(node))], -1.0), node)
-            args, kwargs = tree_map(lambda arg: self._argument(arg, node), (node.args, dict(node.kwargs)))
+            computes = not (is_constructor(node) or keeps_memory(node))
+            args, kwargs = tree_map(
+                lambda arg: self._argument(arg, node, computes=computes), (node.args, dict(node.kwargs))
+            )
             if "device" in kwargs:
                 kwargs["device"] = self._gpu
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
             result = self._call(node.target, args, node, kwargs)
             is_half = isinstance(value, torch.Tensor) and value.dtype in HALVES
-            return (
-                self._stored(result, node) if is_half and not (is_constructor(node) or keeps_memory(node)) else result
-            )
+            return self._stored(result, node) if is_half and computes else result
 
-    def _argument(self, arg: Any, node: fx.Node) -> Any:
+    def _argument(self, arg: Any, node: fx.Node, *, computes: bool) -> Any:
         """An argument as the GPU's call of a node takes it; a number beside half precision is rounded to that."""
         if isinstance(arg, float):
             halves = {tensor.dtype for tensor in [*tensors_given(node), *tensors_of(node)]} & HALVES
@@ -163,14 +165,14 @@ class _Rewriting:
             return arg
         there = self._there[arg]
         counts = any(is_integral(tensor) and tensor.dtype != torch.bool for tensor in tensors_of(there))
-        return self._stored(there, node) if counts and not keeps_memory(node) else there
+        return self._stored(there, node) if counts and computes else there
 
     def _kept(self, node: fx.Node) -> fx.Node:
         source, dtype = node.args[0], node.meta["val"].dtype
         assert isinstance(source, fx.Node)
         with self._graph.inserting_before(node.next):  # keeps the order
-            is_whole = source.op == "placeholder" or source.meta["val"].is_complex()
-            return self._converted(source if is_whole else self._stored(source, node), dtype, node)
+            there = source if source.op == "placeholder" else self._stored(source, node)
+            return self._converted(there, dtype, node)
 
     def _folded(self, node: fx.Node) -> fx.Node:
         """Computes the value of a node now and makes it a constant of the graph."""
@@ -214,8 +216,9 @@ class _Rewriting:
         return self._stored(result, like) if dtype in HALVES else result
 
     def _stored(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        """The value as a kernel would load it from memory."""
-        return node if node.target in (staged, stored) else self._call(stored, (node,), like)
+        """The value as a kernel would load it from memory; kernels compute no complex numbers."""
+        is_loaded = node.target in (staged, stored) or node.meta["val"].is_complex()
+        return node if is_loaded else self._call(stored, (node,), like)
 
     def _call(self, target: Any, args: Any, like: fx.Node, kwargs: Any = None) -> fx.Node:
         node = self._graph.call_function(target, args, kwargs or {})
