@@ -140,6 +140,12 @@ class TestLowered(TestCase):
         (added,) = graph.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
         self.assertEqual(added.meta["val"].shape, ())
 
+    def test_complex_numbers_are_converted(self):
+        hows, _ = self.placed(
+            lambda x: x + torch.polar(torch.arange(4.0), torch.ones(4)).to("cuda", torch.complex128), self.gpu(4)
+        )
+        self.assertEqual([*hows.values()], [ONCE])
+
 
 if __name__ == "__main__":
     run_tests()
