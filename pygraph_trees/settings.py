@@ -76,7 +76,7 @@ FLAGS: tuple[Flag, ...] = (
         default="full",
         changes_artifacts=True,
         help="Where values that the CPU computes for the GPU are computed. `exact`: on the GPU, or once, if the bits "
-        "are the same. `full`: also single-precision math on inputs, which may differ in the last place. `off`: as "
+        "are the same. `full`: also single-precision math on inputs, which the GPU rounds otherwise. `off`: as "
         "upstream.",
     ),
     Flag(

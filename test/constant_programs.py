@@ -19,7 +19,6 @@ class Constant:
     value: Callable[[int], torch.Tensor]
     static: str = "folded"  # "made", "folded" or "copied" if n is known
     dynamic: str = "copied"  # the same if n is not known
-    exact_dynamic: str | None = None  # under "exact"; None: as dynamic
     eager: bool = True  # whether Inductor's code for the CPU, which computes copied values, has eager's bits
 
 
@@ -64,11 +63,11 @@ NO_KERNEL = [
     Constant("no kernel", "running product", lambda n: (count(n) % 3 + 1).cumprod(0), "folded", "made"),
 ]
 ROUNDED = [
-    Constant("rounded", "truncated quotient", lambda n: (count(n) / 61).long(), "folded", "made", "copied"),
+    Constant("rounded", "truncated quotient", lambda n: (count(n) / 61).long()),
     Constant("rounded", "truncated product", lambda n: (count(n) * 0.1).int(), "folded", "copied"),
-    Constant("rounded", "floored", lambda n: (count(n) / 7).floor().long(), "folded", "made", "copied"),
+    Constant("rounded", "floored", lambda n: (count(n) / 7).floor().long()),
     Constant("rounded", "root", lambda n: (count(n) + 0.5).sqrt(), eager=False),
-    Constant("rounded", "quotient by six", lambda n: count(n) * 1e-45 / 6, "folded", "made", "copied"),
+    Constant("rounded", "quotient by six", lambda n: count(n) * 1e-45 / 6),
     Constant("rounded", "exponential", lambda n: (count(n) / 9).exp(), eager=False),
     Constant("rounded", "sines", lambda n: torch.outer(count(n).float(), 10000 ** (-count(8) / 8)).sin(), eager=False),
     Constant("rounded", "power", lambda n: (count(n) + 1).float().pow(-0.5), eager=False),
@@ -78,13 +77,13 @@ ROUNDED = [
     Constant("rounded", "double precision", lambda n: count(n).double() / 3),
     Constant("rounded", "half", lambda n: count(n).half() * 0.1 + 0.3, eager=False),
     Constant("rounded", "bfloat16", lambda n: (count(n).bfloat16() / 3 - 1) * 0.7, eager=False),
-    Constant("rounded", "to half", lambda n: count(n).half(), "made", "copied"),
+    Constant("rounded", "to half", lambda n: count(n).half(), "made", "made"),
     Constant("rounded", "half to integers", lambda n: (count(n).half() * 0.7).long(), eager=False),
 ]
 ODD = [
     Constant("odd", "infinities to integers", lambda n: (_wide(n)).long()),
     Constant("odd", "to int32", lambda n: (_wide(n)).int()),
-    Constant("odd", "to booleans", lambda n: (_wide(n)).bool(), "folded", "made", "copied"),
+    Constant("odd", "to booleans", lambda n: (_wide(n)).bool()),
     Constant("odd", "maximum", lambda n: torch.maximum(-count(n) * 0.0, (count(n) % 2) * 0.0), eager=False),
     Constant("odd", "minimum", lambda n: torch.minimum((count(n) % 2) * 0.0, -count(n) * 0.0), eager=False),
     Constant("odd", "largest of rows", lambda n: _wide(n)[2:].amax(0), eager=False),
@@ -99,7 +98,7 @@ INTEGERS = [
     Constant("integers", "buckets", lambda n: (count(n) // 3).clamp(max=7) % 5, "made", "made"),
     Constant("integers", "sum", lambda n: (count(n) * 3).sum(), "folded", "made"),
     Constant("integers", "sorted", lambda n: (count(n) * 7 % 5).sort(stable=True).indices),
-    Constant("integers", "looked up", lambda n: (count(n) * 3)[count(n).flip(0)], "folded", "made"),
+    Constant("integers", "looked up", lambda n: (count(n) * 3)[count(n).flip(0)]),
 ]
 FAMILIES = [*NO_KERNEL, *ROUNDED, *ODD, *INTEGERS]
 

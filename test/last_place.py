@@ -11,41 +11,38 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 # Bit for bit the CPU's result.
 EQUAL: dict[str, Function] = {
-    "plus": lambda v: v + 0.1,
-    "minus": lambda v: v - v.flip(0),
-    "times": lambda v: v * 0.1,
-    "times and plus": lambda v: v * 0.1 + 0.3,  # one rounding if the GPU fuses them
-    "over": lambda v: v / 3,
-    "over itself": lambda v: v / v.flip(0),
-    "reciprocal": torch.reciprocal,
-    "square": torch.square,
-    "clamp": lambda v: v.clamp(-0.1, 0.1),
-    "maximum": lambda v: torch.maximum(v, torch.tensor(0.1)),  # which is not zero
-    "minimum": lambda v: torch.minimum(torch.tensor(-0.1), v),
-    "over six": lambda v: v * 1e-40 / 6,  # between two of the smallest numbers
-    "truncated to an integer": lambda v: ((v > 0) * 1000.5 - 3).long().float(),
-    "negated": lambda v: 1 / -v,  # also the sign of a zero
+    "negated": lambda v: torch.copysign(torch.ones(COUNT), -v),  # also the sign of a zero
     "ceiling": torch.ceil,
     "floor": torch.floor,
     "truncated": torch.trunc,
     "rounded": torch.round,
     "sign": torch.sign,
     "remainder": lambda v: v.fmod(0.3),
-    "of integers": lambda v: torch.arange(COUNT) * 0.1 + v,
-    "of booleans": lambda v: (v > 0) * 0.1,
-    "several": lambda v: (v * v - v.flip(0)) / (v.abs() + 1e-5),
     # Inductor drops conversions to a type and back, on the CPU as well.
     "of half precision": lambda v: v.half().flip(0).float(),
     "of brain's": lambda v: v.bfloat16().flip(0).float(),
     "compared in half precision": lambda v: (v.half() > 0.1).float(),
-    "compared in brain's": lambda v: (v.bfloat16() >= 0.1).float() - v.bfloat16().abs().float(),
+    "compared in brain's": lambda v: (v.bfloat16() >= 0.1).float(),
     "of double precision, halved": lambda v: v.double().half().flip(0).float(),
 }
-# The CPU's result, or a neighbouring number.
-NEXT: dict[str, Function] = {
+# Rounded as the GPU's compiler rounds.
+NEAR: dict[str, Function] = {
+    "plus": lambda v: v + 0.1,
+    "minus": lambda v: v - v.flip(0),
+    "times": lambda v: v * 0.1,
+    "times and plus": lambda v: v * 0.1 + 0.3,
+    "over": lambda v: v / 3,
+    "over itself": lambda v: v / v.flip(0),
+    "reciprocal": torch.reciprocal,
+    "square": torch.square,
+    "clamp": lambda v: v.clamp(-0.1, 0.1),
+    "alpha": lambda v: torch.add(v, v, alpha=0.3),
+    "of integers": lambda v: torch.arange(COUNT) * 0.1 + v,
+    "of booleans": lambda v: (v > 0) * 0.1,
+    "several": lambda v: (v * v + v.abs()) / (v.abs() + 1e-5),
     "square root": lambda v: (v * v + 1).sqrt(),
     "reciprocal square root": lambda v: (v.abs() + 1e-6).rsqrt(),
-    "power": lambda v: v.abs() ** -0.5,
+    "power": lambda v: v.abs() ** 0.3,
     "power of a number": lambda v: 10000.0 ** v.clamp(-5, 5),
     "exponential": torch.exp,
     "of two": torch.exp2,
@@ -66,10 +63,13 @@ NEXT: dict[str, Function] = {
     "its complement": torch.erfc,
     "computed before": lambda v: (v * 2 + 1).exp().view(2, -1).t().reshape(-1),
 }
-# Left to the CPU: nothing is known about the operator, or the program computes further with the last place.
+# Left to the CPU: nothing is known about the operator, or the last place may decide about more.
 STAYS: dict[str, Function] = {
     "computed with": lambda v: v.sin() + 1,
     "compared": lambda v: (v.exp() > 1.0).float(),
+    "compared after a product": lambda v: (v * 0.1 > 1.0).float(),
+    "floor of a product": lambda v: (v * 0.1).floor(),
+    "root": lambda v: v**-0.5,  # the CPU computes it as `rsqrt`, with other zeros and infinities
     "double precision": lambda v: v.double() * 0.1,
     "half precision": lambda v: v.bfloat16() * 0.1,
     "rectified": torch.relu,  # of the two zeros, the CPU returns -0.0
@@ -81,7 +81,6 @@ STAYS: dict[str, Function] = {
     "a sum": lambda v: v.cumsum(0),
     "an integer of it": lambda v: v.long(),
     "floored quotient": lambda v: torch.div(v, 0.3, rounding_mode="floor"),
-    "alpha": lambda v: torch.add(v, v, alpha=0.3),
 }
 
 
@@ -98,14 +97,3 @@ def numbers() -> torch.Tensor:
             torch.tensor([0.0, -0.0]),
         ]
     )[torch.randperm(COUNT, generator=draw)]
-
-
-def places_apart(one: torch.Tensor, other: torch.Tensor) -> int:
-    """The largest distance between two tensors' elements, in single-precision numbers; NaNs are equal."""
-    codes = []
-    for tensor in (one, other):
-        bits = tensor.detach().cpu().contiguous().view(torch.int32).long()
-        codes.append(torch.where(bits < 0, -(1 << 31) - bits, bits))
-    apart = (codes[0] - codes[1]).abs()
-    apart[one.detach().cpu().isnan() & other.detach().cpu().isnan()] = 0
-    return int(apart.max())

@@ -94,8 +94,6 @@ def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool
     if graph.owning_module is not None:
         graph.owning_module.meta[PLACED] = tuple(placed.records())
         graph.owning_module.meta[WHY_NOT_PLACED] = placed.why_not
-    for move in placed.moves:
-        _log.debug("%s: %s: %s", move.node, move.how.value, move.source)
-    for stay in placed.stays:
-        _log.debug("%s: stays: %s: %s", stay.node, stay.why, stay.source)
+    for record in placed.records():
+        _log.debug("%s: %s: %s: %s", record.value, record.how, record.why, record.source)
     return True

@@ -13,7 +13,6 @@ import itertools
 import logging
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .nodes import HALVES, held_tensor, is_constructor, is_dense, is_on_cpu, is_view, tensors_of
+from .nodes import HALVES, held_tensor, is_constructor, is_dense, is_on_cpu, is_view, nbytes_of, tensors_of
 from .operators import gives_unset_memory, why_not_the_same_again
 
 if TYPE_CHECKING:
@@ -43,50 +42,42 @@ _LITERALS = HALVES | {torch.float32, torch.float64, torch.int64, torch.int32, to
 _log = logging.getLogger("pygraph_trees.placement")
 
 
-@dataclass(frozen=True, slots=True)
-class _Obstacle:
-    """Why a node, and so all that depends on it, has no value at compile time."""
-
-    node: fx.Node
-    why: str
-
-    def seen_from(self, node: fx.Node) -> str:
-        return self.why if node is self.node else f"it is computed of {self.node.name}: {self.why}"
-
-
 class Folding:
-    """The values of a graph that depend on constants alone."""
+    """The values of a graph that depend on constants alone.
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
+    Args:
+        folds: whether the graph may have new constants; Inductor loses those of branches and loops.
+    """
+
+    def __init__(self, graph: fx.Graph, *, folds: bool = True) -> None:
+        self._graph, self._folds = graph, folds
         self.constants = _constants_of(graph)
         self._values: dict[fx.Node, Any] = {}
-        self._obstacles: dict[fx.Node, _Obstacle] = {}
+        self._failed: dict[fx.Node, str] = {}  # why the CPU computed no value
         self._left = MOST_EVALUATED_NBYTES
 
     def why_not(self, node: fx.Node) -> str | None:
         """Says why a value cannot be a constant of the compiled graph; None if it can, and :meth:`held` creates it."""
-        if (obstacle := self._why_not_run(node)) is not None:
-            return obstacle.seen_from(node)
-        found = tensors_of(node)
-        if self._graph.owning_module is None or len(found) != 1 or found[0] is not node.meta["val"]:
+        if not self._folds:
+            return "it is in a branch or a loop"
+        if (why := self._why_not_run(node)) is not None:
+            return why
+        value = node.meta["val"]
+        if self._graph.owning_module is None or not isinstance(value, torch.Tensor):
             return "it is several values"
-        if found[0].dtype not in _FOLDED_TYPES:
+        if value.dtype not in _FOLDED_TYPES:
             return "Inductor has no constants of its type on a GPU"
-        nbytes = found[0].numel() * found[0].element_size()
-        if nbytes > MOST_FOLDED_NBYTES:
-            return f"{nbytes} bytes are too many for a constant"
-        if (obstacle := self._evaluated(node)) is not None:
-            return obstacle.seen_from(node)
-        if found[0].dtype in _FLOAT8 and not _is_finite(self._values[node]):
+        if nbytes_of(node) > MOST_FOLDED_NBYTES:
+            return f"{nbytes_of(node)} bytes are too many for a constant"
+        if (why := self._why_not_evaluated(node)) is not None:
+            return why
+        if value.dtype in _FLOAT8 and not _is_finite(self._values[node]):
             return "a GPU may make other numbers of infinities and NaN of its type"
         return None
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
         """The tensor that a node gives in every call; None if it is unknown."""
-        if node not in self.constants or self._why_not_run(node) or self._evaluated(node):
-            return None
-        value = self._values[node]
+        value = None if self._why_not_evaluated(node) else self._values[node]
         return value if isinstance(value, torch.Tensor) else None
 
     def loses_bits(self, node: fx.Node) -> bool:
@@ -125,36 +116,42 @@ class Folding:
         """All nodes that were evaluated."""
         return iter(self._values)
 
-    def _evaluated(self, node: fx.Node) -> _Obstacle | None:
+    def _why_not_evaluated(self, node: fx.Node) -> str | None:
         """Evaluates a node and everything it depends on; says why if that fails or exceeds the limit."""
-        todo, chain, nbytes = [node], {node}, 0
-        while todo:
-            current = todo.pop()
+        todo = [node]
+        for current in todo:
             if current in self._values:
                 continue
-            if (obstacle := self._why_not_run(current)) is not None:
-                return self._obstacles.setdefault(node, obstacle)
-            nbytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(current))
-            todo += [source for source in current.all_input_nodes if source not in chain]
-            chain.update(current.all_input_nodes)
+            if (why := self._why_not_run(current)) is not None:
+                return why if current is node else f"it is computed of {current.name}: {why}"
+            todo += [source for source in current.all_input_nodes if source not in todo]
+        missing = [current for current in sorted(todo) if current not in self._values]
+        nbytes = sum(map(nbytes_of, missing))
         if nbytes > self._left:
-            too_many = f"{nbytes} bytes are too many to be computed when the graph is compiled"
-            return self._obstacles.setdefault(node, _Obstacle(node, too_many))
-        self._left -= nbytes
+            return f"{nbytes} bytes are too many to be computed when the graph is compiled"
+        self._left -= int(nbytes)
         with _as_eager_runs():
-            for current in sorted(chain):
-                if current not in self._values and (why := self._run(current)) is not None:
-                    self._obstacles[current] = _Obstacle(current, why)
-                    return self._obstacles.setdefault(node, self._obstacles[current])
+            for current in missing:
+                if (why := self._run(current)) is not None:
+                    self._failed[current] = why
+                    return why if current is node else f"it is computed of {current.name}: {why}"
         return None
 
-    def _why_not_run(self, node: fx.Node) -> _Obstacle | None:
-        if node not in self._obstacles:
-            why = "it is not computed of constants alone" if node not in self.constants else _why_not_run(node)
-            if why is None:
-                return None
-            self._obstacles[node] = _Obstacle(node, why)
-        return self._obstacles[node]
+    def _why_not_run(self, node: fx.Node) -> str | None:
+        """Says why a node cannot be evaluated at compile time, whatever its inputs are."""
+        if node not in self.constants:
+            return "it is not computed of constants alone"
+        if node in self._failed:
+            return self._failed[node]
+        if not all(isinstance(size, int) for tensor in tensors_of(node) for size in tensor.shape):
+            return "its size is not known when the graph is compiled"
+        if node.op == "get_attr" or node.target is operator.getitem:
+            return None
+        if gives_unset_memory(node):
+            return "its memory is not set"
+        if any(not tensors_of(source) for source in node.all_input_nodes):
+            return "a number in it is not known when the graph is compiled"
+        return why_not_the_same_again(node)
 
     def _run(self, node: fx.Node) -> str | None:
         """Evaluates a node whose inputs have values; says why if it gets no value."""
@@ -255,19 +252,3 @@ def _may_write(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return target is not operator.getitem
     return target._schema.is_mutable
-
-
-def _why_not_run(node: fx.Node) -> str | None:
-    """Says why a node cannot be evaluated at compile time, whatever its inputs are."""
-    for tensor in tensors_of(node):
-        if not all(isinstance(size, int) for size in tensor.shape):
-            return "its size is not known when the graph is compiled"
-    if node.op == "get_attr" or node.target is operator.getitem:
-        return None
-    if (why := why_not_the_same_again(node)) is not None:
-        return why
-    if gives_unset_memory(node):
-        return "its memory is not set"
-    if any(not tensors_of(source) for source in node.all_input_nodes):
-        return "a number in it is not known when the graph is compiled"
-    return None

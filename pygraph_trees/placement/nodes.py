@@ -1,7 +1,7 @@
 """Facts about a node of a post-grad graph: where its value is, how large it is, and whose memory it shares.
 
 Each function takes an ``fx.Node`` with its value under "val" and changes nothing. None depends on the numbers that an
-operator computes: see ``operators.py`` and ``arithmetic.py`` for these, and ``lookups.py`` for indices.
+operator computes: see ``operators.py`` for these, and ``lookups.py`` for indices.
 """
 
 from __future__ import annotations
@@ -57,16 +57,12 @@ def nbytes_of(node: fx.Node) -> int | float:
     """The size of the node's tensors in bytes; infinity if a size is unknown."""
     total = 0
     for tensor in tensors_of(node):
-        try:
-            total += int(tensor.numel()) * tensor.element_size() if isinstance(tensor.numel(), int) else _hinted(tensor)
-        except Exception:
+        count: Any = tensor.numel()
+        hint = count if isinstance(count, int) else count.node.hint
+        if hint is None:
             return math.inf
+        total += int(hint) * tensor.element_size()
     return total
-
-
-def _hinted(tensor: torch.Tensor) -> int:
-    size: Any = tensor.numel()
-    return int(size.node.hint) * tensor.element_size()
 
 
 def cpu_inputs(node: fx.Node) -> Iterator[fx.Node]:
@@ -80,11 +76,6 @@ def tensors_given(node: fx.Node) -> list[torch.Tensor]:
 
 def is_integral(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def is_narrow(tensor: torch.Tensor) -> bool:
-    """Whether its integers have fewer bits than the 32 in which a kernel computes them."""
-    return is_integral(tensor) and tensor.dtype.itemsize < 4
 
 
 def source_of(node: fx.Node) -> str | None:

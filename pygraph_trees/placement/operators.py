@@ -1,4 +1,4 @@
-"""Whether a node's operator can run again or on the GPU, and whether the result has the same bits there.
+"""Whether a node's operator can run again or on the GPU, and how close the result is there.
 
 Each function takes an ``fx.Node`` with its value under "val" and changes nothing. A function named ``why_not_…``
 returns the reason as text, or None. Operators are listed by name. An operator that no list contains counts as one that
@@ -9,30 +9,25 @@ from __future__ import annotations
 
 import math
 import operator
+from enum import Enum, IntEnum, auto
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from .arithmetic import COMPUTES_NEARLY, CONVERSIONS, SINGLE, computes_in_double
-from .lookups import LOOKUPS, is_by_integers, roots_of
+from .lookups import LOOKUPS, is_by_integers
 from .nodes import (
     HALVES,
     REARRANGES,
     aten,
-    held_tensor,
-    is_constructor,
     is_integral,
-    is_narrow,
     is_on_gpu,
+    is_view,
     prims,
     tensors_given,
     tensors_of,
 )
-from .ranges import fits_integers
 
 # The result consists of elements of the inputs, or of given numbers. It is the same on every device, for every type.
 _MOVES_ELEMENTS = REARRANGES | frozenset(
@@ -42,39 +37,68 @@ _MOVES_ELEMENTS = REARRANGES | frozenset(
         aten.view, aten.split, aten.split_with_sizes, aten.unbind, aten.diagonal,
         aten.unfold, aten.roll, aten.cat, aten.stack, aten.tril, aten.triu,
         aten.index, aten.index_select, aten.gather, aten.embedding, aten.where, aten.masked_fill,
-        aten.constant_pad_nd, aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter,
-        aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.logical_not,
-        aten.logical_and, aten.logical_or, aten.logical_xor, aten.neg, aten.abs, aten.minimum, aten.maximum,
-        aten.amax, aten.amin, aten.empty, aten.empty_strided, aten.empty_permuted, aten.empty_like, aten.new_empty,
-        prims.view_of, prims.rev,
+        aten.constant_pad_nd, aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter, aten.neg, aten.abs,
+        aten.empty, aten.empty_strided, aten.empty_permuted, aten.empty_like, aten.new_empty, prims.view_of, prims.rev,
     }
 )  # fmt: skip
-# Integers at equal distances, from a first one on.
-_COUNTS = frozenset({aten.arange, prims.iota})
-# If two zeros have different signs, the result depends on the device, and on the CPU on the position as well.
-_CHOOSES_ZEROS = frozenset({aten.minimum, aten.maximum, aten.amax, aten.amin})
 _COMPARES = frozenset(
     {
         aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.logical_not,
         aten.logical_and, aten.logical_or, aten.logical_xor,
     }
 )  # fmt: skip
-_COMPUTES_INTEGERS = frozenset(
-    {
-        aten.add, aten.sub, aten.mul, aten.square, aten.relu, aten.clamp, aten.clamp_min, aten.clamp_max, aten.sign,
-        aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.bitwise_not,
-    }
-)  # fmt: skip
-# For integers only, whose reductions are the same on every device; a floating-point sum depends on its order.
+_CONVERTS = frozenset({aten._to_copy, prims.convert_element_type})  # possibly to another device as well
+# Integers at equal distances, from a first one on.
+_COUNTS = frozenset({aten.arange, prims.iota})
+_DIVIDES = frozenset({aten.div, aten.floor_divide, aten.remainder, aten.fmod})
+# For integers only: a floating-point sum depends on its order, and devices choose different ones of two zeros.
 _REDUCES = frozenset(
     {
-        aten.sum, aten.prod, aten.cumsum, aten.cumprod, aten.max, aten.min, aten.argmax, aten.argmin, aten.all,
-        aten.any,
+        aten.sum, aten.prod, aten.cumsum, aten.cumprod, aten.max, aten.min, aten.amax, aten.amin, aten.argmax,
+        aten.argmin, aten.all, aten.any,
     }
 )  # fmt: skip
-_DIVIDES = frozenset({aten.div, aten.floor_divide, aten.remainder, aten.fmod})
-_NUMBERS = SINGLE | {torch.float64, torch.float16, torch.bfloat16}
-_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_COMPUTES_INTEGERS = _COUNTS | _DIVIDES | _REDUCES | {
+    aten.add, aten.sub, aten.mul, aten.square, aten.relu, aten.clamp, aten.clamp_min, aten.clamp_max, aten.sign,
+    aten.minimum, aten.maximum, aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.bitwise_not,
+}  # fmt: skip
+# Single precision. Devices round each result alike, but a compiler may fuse a product and a sum, which rounds once, or
+# divide by other means.
+_CLAMPS = frozenset({aten.clamp, aten.clamp_min, aten.clamp_max})
+_ARITHMETIC = _CLAMPS | {aten.add, aten.sub, aten.mul, aten.div, aten.reciprocal, aten.square}
+# Equal on all devices, but another number altogether for a neighbouring input.
+_JUMPS = frozenset({aten.fmod, aten.ceil, aten.floor, aten.trunc, aten.round, aten.sign, aten.copysign})
+_FUNCTIONS = frozenset(
+    {
+        aten.sqrt, aten.rsqrt, aten.pow, aten.exp, aten.exp2, aten.expm1, aten.log, aten.log2, aten.log10, aten.log1p,
+        aten.sin, aten.cos, aten.tan, aten.tanh, aten.asin, aten.acos, aten.atan, aten.atan2, aten.erf, aten.erfc,
+    }
+)  # fmt: skip
+# The CPU computes in single precision with these types, and converts them to it first.
+_SINGLE = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+_WHOLE = frozenset({torch.int64, torch.int32, torch.bool})
+# Assumed if a number is known only at the call: it is a size or a position, and no program makes more elements on
+# the CPU at each call. Torch itself assumes the same of the values that it moves.
+_MOST_ELEMENTS, _MOST_SYMBOLIC = 1 << 24, 1 << 30
+
+
+class Kind(Enum):
+    """How an operator's result on the GPU compares with the CPU's, for inputs with the same bits."""
+
+    MOVES = auto()  # elements of the inputs, or given numbers
+    CONVERTS = auto()  # the same fractions, or integers as fractions, in another type
+    EXACT = auto()  # the same bits
+    JUMPS = auto()  # the same bits; another number altogether for inputs in which the last place differs
+    ROUNDS = auto()  # single-precision arithmetic, which may be rounded otherwise
+    FUNCTION = auto()  # a function such as `exp`, which is computed by other means
+
+
+class Error(IntEnum):
+    """How far a value that the GPU computes may be from the CPU's."""
+
+    NONE = 0  # the same bits
+    ROUNDING = 1  # single-precision arithmetic was rounded otherwise
+    FUNCTION = 2  # a function such as `exp` was computed by other means
 
 
 def why_not_the_same_again(node: fx.Node) -> str | None:
@@ -110,7 +134,8 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
         return None
     if (why := why_not_the_same_again(node)) is not None:
         return why
-    if not _is_known(node):
+    kind = kind_of(node)
+    if kind is None:
         return "it may give something else on the GPU"
     numbers = (arg for arg in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(arg, float))
     if any(number == 0 and math.copysign(1, number) < 0 for number in numbers):
@@ -119,48 +144,93 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
         return "it is given a fraction of sizes, which a kernel computes in single precision"
     if _may_divide_by_zero(node):
         return "it divides integers, and a division by zero is an error of the CPU's"
-    if exact and not is_exact(node):
+    if exact and kind in (Kind.JUMPS, Kind.ROUNDS, Kind.FUNCTION):
         return "its result may differ in the last place"
     return None
 
 
-def fuses(node: fx.Node) -> bool:
-    """Whether the GPU computes the node exactly, element by element, inside the kernel that reads it."""
-    target: Any = node.target
-    return target is operator.getitem or (
-        target.overloadpacket not in _REDUCES and target.overloadpacket not in LOOKUPS and is_exact(node)
-    )
+def kind_of(node: fx.Node) -> Kind | None:
+    """The kind of a node whose operator can run elsewhere; None if the GPU may give anything else.
 
-
-def is_exact(node: fx.Node) -> bool:
-    """Whether every device computes the same bits."""
+    That holds for matrix products (other precisions, or none for integers), sums of floating-point numbers, choices
+    among equal elements or among several writes to one place, and decompositions.
+    """
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return True
-    packet = target.overloadpacket
+        return Kind.MOVES  # one item of several
+    packet, given, result = target.overloadpacket, tensors_given(node), tensors_of(node)
+    types = {tensor.dtype for tensor in [*given, *result]}
+    to_integers, of_integers = all(map(is_integral, result)), all(map(is_integral, given))
+    if not types <= _SINGLE | HALVES | {torch.float64}:
+        return None  # the absolute value of a complex number is a computation, and not every GPU has the other types
     if packet in _MOVES_ELEMENTS:
-        return True
-    inputs = tensors_given(node)
-    if packet in CONVERSIONS:
-        # CPU and GPU round alike when they narrow a type, but not when a number does not fit an integer type.
-        return all(is_integral(t) for t in tensors_of(node)) <= all(is_integral(t) for t in inputs)
-    return all(is_integral(tensor) for tensor in [*inputs, *tensors_of(node)])
+        # A kernel holds half precision in single precision, and a mask in one bit.
+        reads_bits = target is aten.view.dtype and not {tensor.dtype for tensor in given}.isdisjoint(
+            HALVES | {torch.bool}
+        )
+        return Kind.MOVES if _numbers_fit(node) and not reads_bits else None
+    if packet in _COMPARES:
+        rounds_first = bool(types & HALVES) and len(types - {torch.bool}) > 1  # the CPU does, to half precision
+        return Kind.EXACT if _numbers_fit(node) and not rounds_first else None
+    if packet in _CONVERTS:
+        if node.kwargs.get("memory_format") not in (None, torch.preserve_format):
+            return None
+        if to_integers and not of_integers:  # devices differ in numbers that do not fit
+            return Kind.JUMPS if result[0].dtype == torch.bool else None
+        return Kind.EXACT if to_integers else Kind.CONVERTS
+    if to_integers and of_integers:
+        # In a kernel, integers of fewer bits may have 32.
+        known = packet in _COMPUTES_INTEGERS and types <= _WHOLE and _numbers_fit(node) and _counts_alike(node)
+        return Kind.EXACT if known else None
+    is_single = {tensor.dtype for tensor in result} == {torch.float32} and {tensor.dtype for tensor in given} <= _SINGLE
+    return _single_kind(node) if is_single else None
 
 
-def rounds_nearly(node: fx.Node) -> bool:
-    """Whether the node's last place may differ, so that only its elements may be used further."""
+def _single_kind(node: fx.Node) -> Kind | None:
+    """The kind of a node that gives single-precision numbers."""
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload) or all(is_integral(tensor) for tensor in tensors_of(node)):
-        return False
-    return target.overloadpacket in COMPUTES_NEARLY or not (is_constructor(node) or _is_known(node))
+    packet = target.overloadpacket
+    if "rounding_mode" in node.kwargs or node.kwargs.get("decimals"):
+        return None
+    if target is aten.pow.Tensor_Scalar and node.args[1] in (0.5, -0.5):
+        return None  # the CPU takes roots, with other zeros and infinities
+    # If a bound is zero in single precision, devices may return zeros with different signs.
+    bounds = [bound for bound in (*node.args[1:], *node.kwargs.values()) if packet in _CLAMPS and bound is not None]
+    if not all(isinstance(bound, (int, float)) and torch.tensor(bound, dtype=torch.float32) for bound in bounds):
+        return None
+    kinds = {Kind.ROUNDS: _ARITHMETIC, Kind.JUMPS: _JUMPS, Kind.FUNCTION: _FUNCTIONS}
+    return next((kind for kind, packets in kinds.items() if packet in packets), None)
 
 
-def keeps_elements(node: fx.Node) -> bool:
-    """Whether the node gives only elements of its inputs, or numbers that it takes."""
-    target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return True  # one item of several
-    return target.overloadpacket in _MOVES_ELEMENTS - _COMPARES
+def error_of(node: fx.Node, given: Error) -> Error | None:
+    """The error of a node's result if its inputs have at most a given one; None if the error could be any."""
+    kind = kind_of(node)
+    if kind is Kind.MOVES or (given is Error.NONE and kind not in (Kind.ROUNDS, Kind.FUNCTION)):
+        return given
+    if given is Error.FUNCTION or kind in (Kind.EXACT, Kind.JUMPS):
+        return None
+    return Error.FUNCTION if kind is Kind.FUNCTION else Error.ROUNDING
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether the GPU computes a known operator inside the kernel that reads it."""
+    return getattr(node.target, "overloadpacket", None) not in _REDUCES | LOOKUPS.keys()
+
+
+def keeps_memory(node: fx.Node) -> bool:
+    """Whether the node only rearranges or looks up elements, each with the bits that it has."""
+    return is_view(node) or getattr(node.target, "overloadpacket", None) in REARRANGES | LOOKUPS.keys()
+
+
+def is_conversion(node: fx.Node) -> bool:
+    """Whether the node gives its input's elements in another type."""
+    types = [[tensor.dtype for tensor in tensors] for tensors in (tensors_given(node), tensors_of(node))]
+    return getattr(node.target, "overloadpacket", None) in _CONVERTS and types[0] != types[1]
+
+
+def is_negation(node: fx.Node) -> bool:
+    """Whether the node negates floating-point numbers: a GPU's compiler makes that ``0 - x``, which loses -0.0."""
+    return node.target is aten.neg.default and node.meta["val"].is_floating_point()
 
 
 def gives_unset_memory(node: fx.Node) -> bool:
@@ -180,43 +250,18 @@ def may_wait(node: fx.Node) -> bool:
     return (needs_numbers and not is_by_integers(node)) or torch.Tag.cudagraph_unsafe in target.tags
 
 
-def _is_known(node: fx.Node) -> bool:
-    """Whether every device is known to give the same, or a neighbouring number if :func:`rounds_nearly`.
-
-    Not known are matrix products (other precisions, or none for integers), sums of floating-point numbers, choices
-    among equal elements or among several writes to one place, and decompositions.
-    """
+def _counts_alike(node: fx.Node) -> bool:
+    """Whether the integers that a kernel counts fit the 32 bits that it has for them; true for any other node."""
     target: Any = node.target
-    if target is aten.index_put.default:
-        return _writes_one_number(node)
-    if target is aten.view.dtype and any(tensor.dtype in HALVES | {torch.bool} for tensor in tensors_given(node)):
-        return False  # a kernel holds them in single precision, or in one bit
-    packet = target.overloadpacket
-    types = {tensor.dtype for tensor in [*tensors_given(node), *tensors_of(node)]}
-    if packet in _COMPARES and types & HALVES and len(types - {torch.bool}) > 1:
-        return False  # the CPU rounds the other one to half precision first
-    if packet in _MOVES_ELEMENTS:
-        if packet in _CHOOSES_ZEROS and _may_choose_a_zero(node):
-            return False
-        # The absolute value of a complex number is a computation, and not every GPU has the other types.
-        return types <= (_NUMBERS if packet is aten.abs else _NUMBERS | _COMPLEX) and _numbers_fit(node)
-    if packet in CONVERSIONS:
-        return _converts_alike(node)
-    if not types <= _NUMBERS:
+    if target.overloadpacket not in _COUNTS:
+        return True
+    start, step = (0, 1) if target is aten.arange.default else (node.kwargs.get("start"), node.kwargs.get("step"))
+    (counted,) = tensors_of(node)
+    count = counted.shape[0] if isinstance(counted.shape[0], int) else _MOST_ELEMENTS
+    if not isinstance(step, int):
         return False
-    if all(is_integral(tensor) for tensor in [*tensors_given(node), *tensors_of(node)]):
-        computes = packet in _COMPUTES_INTEGERS | _COUNTS | _REDUCES | _DIVIDES or _is_small_power(node)
-        return computes and _numbers_fit(node) and not _is_widened(node)
-    return computes_in_double(node)
-
-
-def _is_widened(node: fx.Node) -> bool:
-    """Whether Inductor's code for the GPU has 32 bits, although the type has fewer and the next operator would wrap."""
-    target: Any = node.target
-    packet = target.overloadpacket
-    floors = packet is aten.floor_divide or (packet is aten.div and node.kwargs.get("rounding_mode") is not None)
-    sums = packet in (aten.sum, aten.prod, aten.cumsum, aten.cumprod)
-    return (packet is aten.relu or floors or sums) and any(map(is_narrow, tensors_of(node)))
+    furthest = (abs(start) if isinstance(start, int) else _MOST_SYMBOLIC) + abs(step) * count
+    return furthest < 1 << 31
 
 
 def _is_fraction(number: fx.Node) -> bool:
@@ -230,55 +275,17 @@ def _is_whole(expression: Any) -> bool:
     return bool(getattr(expression, "is_integer", None)) and all(map(_is_whole, expression.args))
 
 
-def _converts_alike(node: fx.Node) -> bool:
-    """Whether devices convert alike: all round alike, but they differ in numbers that do not fit an integer type."""
-    types = {tensor.dtype for tensor in [*tensors_given(node), *tensors_of(node)]}
-    to_integer = all(is_integral(t) and t.dtype != torch.bool for t in tensors_of(node))
-    if node.kwargs.get("memory_format") not in (None, torch.preserve_format) or not types <= _NUMBERS:
-        return False
-    if not to_integer or all(is_integral(t) for t in tensors_given(node)):
-        return True
-    return all(fits_integers(source, node.meta["val"].dtype) for source in node.all_input_nodes)
-
-
 def _numbers_fit(node: fx.Node) -> bool:
-    """Whether the given integers fit the types of the node's tensors; devices convert others differently."""
-    types = {tensor.dtype for tensor in [*tensors_given(node), *tensors_of(node)]} - {torch.bool}
-    if any(dtype.is_floating_point or dtype.is_complex for dtype in types):
-        return True
-    numbers = _numbers_given(node)
-    if any(isinstance(number, float) for number in numbers):
-        target: Any = node.target
-        return target.overloadpacket in _COMPARES  # a comparison happens in floating point
-    limits = [(torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in types] or [(0, 1)]
-    return all(least <= number <= most for least, most in limits for number in numbers)
-
-
-def _numbers_given(node: fx.Node) -> list[int | float]:
-    """The numbers that stand for elements, not for sizes or dimensions."""
+    """Whether the given numbers fit the types of the node's tensors; devices convert others differently."""
     target: Any = node.target
-    arguments = target._schema.arguments
-    given = [*zip(arguments, node.args, strict=False)]
-    given += [(argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs]
-    return [
-        value
-        for argument, value in given
-        if isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and str(argument.type).removeprefix("Optional[").removesuffix("]") in ("Tensor", "number")
-    ]
-
-
-def _is_small_power(node: fx.Node) -> bool:
-    return node.target is aten.pow.Tensor_Scalar and isinstance(node.args[1], int) and 0 <= node.args[1] < 32
-
-
-def _writes_one_number(node: fx.Node) -> bool:
-    """Whether all writes to one place carry the same number, so that the order of ``index_put`` does not matter."""
-    values, *accumulates = node.args[2:]
-    if any(accumulates) or not isinstance(values, fx.Node):
-        return False
-    return all(statically_known_true(tensor.numel() == 1) for tensor in tensors_of(values))
+    types = {tensor.dtype for tensor in [*tensors_given(node), *tensors_of(node)]} - {torch.bool}
+    if keeps_memory(node) or any(dtype.is_floating_point for dtype in types):
+        return True
+    numbers = [arg for arg in pytree.tree_leaves((node.args, node.kwargs)) if type(arg) in (int, float)]
+    if any(isinstance(number, float) for number in numbers):
+        return target.overloadpacket in _COMPARES  # which happens in floating point
+    limits = [(torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in types]
+    return all(least <= number <= most for least, most in limits for number in numbers)
 
 
 def _may_divide_by_zero(node: fx.Node) -> bool:
@@ -286,28 +293,3 @@ def _may_divide_by_zero(node: fx.Node) -> bool:
     if target.overloadpacket not in _DIVIDES or not (isinstance(node.args[1], fx.Node) or node.args[1] == 0):
         return False
     return all(is_integral(tensor) for tensor in tensors_of(node))  # a fractional quotient becomes infinite instead
-
-
-def _may_choose_a_zero(node: fx.Node) -> bool:
-    """Whether the node may have to choose between two zeros with different signs."""
-    if all(is_integral(tensor) for tensor in tensors_of(node)):
-        return False
-    return not any(
-        _is_never_zero(root) for arg in node.args[:2] if isinstance(arg, fx.Node) for root in _only_root(arg)
-    )
-
-
-def _only_root(node: fx.Node) -> list[fx.Node]:
-    roots = roots_of(node)
-    return roots if len(roots) == 1 else []
-
-
-def _is_never_zero(node: fx.Node) -> bool:
-    if node.target is aten.full.default:
-        number = node.args[1]
-        return isinstance(number, (int, float)) and bool(torch.tensor(number, dtype=node.meta["val"].dtype) != 0)
-    held = held_tensor(node)
-    if held is None:
-        return False
-    with unset_fake_temporarily():
-        return bool((held != 0).all())

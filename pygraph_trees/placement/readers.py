@@ -1,0 +1,103 @@
+"""The readers of CPU values: which GPU operators need a value, and when the program reads it.
+
+Each function takes an ``fx.Node`` with its value under "val" and changes nothing. They describe the program, so they
+must be asked before the graph is rewritten.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from pygraph_trees.cuda.host_reads import HostRead
+
+from .nodes import aten, cpu_inputs, is_copy_between_devices, is_on_cpu, is_on_gpu, is_view, prims, takes_from_gpu
+from .operators import may_wait
+
+_WRITES = (aten.index_put.default, aten.index_put_.default)
+_INDEX = (*_WRITES, aten.index.Tensor, aten.copy.default, aten.slice_scatter.default, aten._unsafe_index.Tensor)
+
+
+def copies_to_gpu(node: fx.Node) -> bool:
+    """Whether the node copies a CPU value to the GPU."""
+    return is_copy_between_devices(node) and is_on_gpu(node) and any(cpu_inputs(node))
+
+
+def needs(node: fx.Node) -> list[fx.Node]:
+    """The CPU values that a GPU node reads and may find on either device."""
+    if node.op != "call_function" or not is_on_gpu(node):
+        return []
+    return [source for source in cpu_inputs(node) if copies_to_gpu(node) or _may_be_anywhere(node, source)]
+
+
+def _may_be_anywhere(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a GPU operator does the same with a value on the CPU and with one on the GPU.
+
+    True for a scalar tensor in a pointwise operator, and for indices. Other operators may require it on the CPU, as
+    does a write of one number under a mask, for which torch would otherwise wait for the GPU.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    if target in _WRITES and source is node.args[2]:
+        masks = [index for index in node.args[1] if isinstance(index, fx.Node)]
+        return all(mask.meta["val"].dtype not in (torch.bool, torch.uint8, torch.int8) for mask in masks)
+    return target in _INDEX or (torch.Tag.pointwise in target.tags and source.meta["val"].dim() == 0)
+
+
+def when_read(node: fx.Node, *, waits: bool) -> HostRead:
+    """When the program reads a staged value, directly or through views.
+
+    If the program ``waits`` for its stream anywhere, no copy is later than that wait, and no read is needed before it.
+    """
+    reads = [
+        (value, user) for value in _itself_and_views(node) for user in value.users if not is_view(user) or mutates(user)
+    ]
+    if reads and all(is_copy_between_devices(user) and _is_non_blocking(user) for _, user in reads):
+        return HostRead.IN_ORDER if waits else HostRead.LATER
+    at_once = not waits and all(_is_read_at_once(value, user) for value, user in reads)
+    return HostRead.AT_ONCE if at_once else HostRead.IN_ORDER
+
+
+def may_be_late(node: fx.Node) -> bool:
+    """Whether the program asks for non-blocking copies of the node only."""
+    return all(is_copy_between_devices(user) and _is_non_blocking(user) for user in node.users)
+
+
+def waits_for_stream(node: fx.Node) -> bool:
+    """Whether an operator copies between devices and waits for the copy, and so for all earlier ones."""
+    if is_copy_between_devices(node):
+        return not _is_non_blocking(node)
+    if takes_from_gpu(node):
+        return not (node.target is aten.copy.default and _is_non_blocking(node))
+    return may_wait(node) or any(not _is_read_at_once(source, node) for source in needs(node))
+
+
+def mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _itself_and_views(node: fx.Node) -> list[fx.Node]:
+    """A value, its views and their views."""
+    found = [node]
+    for value in found:
+        found += [user for user in value.users if is_view(user) and user not in found]
+    return found
+
+
+def _is_read_at_once(value: fx.Node, user: fx.Node) -> bool:
+    """Whether an operator reads a CPU value when it is called: a CPU operator, or one that takes the value as a number.
+
+    Other GPU operators copy the value in stream order.
+    """
+    if is_on_cpu(user):
+        return True
+    tags = user.target.tags if isinstance(user.target, torch._ops.OpOverload) else ()
+    is_number = value.meta["val"].dim() == 0 and torch.Tag.pointwise in tags
+    return is_number and user.target is not aten.where.self  # `where` copies the number
+
+
+def _is_non_blocking(copy: fx.Node) -> bool:
+    third = copy.target in (prims.device_put.default, aten.copy.default) and len(copy.args) > 2
+    given = copy.args[2] if third else None
+    return bool(copy.kwargs.get("non_blocking", given))
