@@ -1,7 +1,7 @@
 """Threads, streams and devices in programs that record and replay.
 
 Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. Eager is the oracle for values.
+facts. With inputs by address, its user must see the same. Eager is the oracle for values.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ refused_before_2_13 = unittest.skipUnless(hasattr(cudagraph_trees, "_initialize_
 
 
 class TestTreeConcurrency(ParityTestCase):
+    by_address = True
+
     @refused_before_2_13
     def test_first_call_in_another_thread(self) -> None:
         def program(ctx: Context) -> None:

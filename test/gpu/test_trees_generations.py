@@ -1,7 +1,7 @@
 """Generations: how long outputs stay valid, the error on reading an overwritten one, step marks, resets.
 
 Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. Eager is the oracle for values.
+facts. With inputs by address, its user must see the same. Eager is the oracle for values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import gc
 from typing import TYPE_CHECKING
 
 import torch
-from parity import ParityTestCase
+from parity import FLAGS_BY_ADDRESS, OURS, ParityTestCase, run_side
 from torch.testing._internal.common_utils import run_tests
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 
 class TestTreeGenerations(ParityTestCase):
+    by_address = True
+
     def test_overwritten_output_of_the_warmup(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(double)
@@ -190,10 +192,25 @@ class TestTreeGenerations(ParityTestCase):
             for _ in range(3):
                 ctx.record(f(torch.randn(4, 8, device=ctx.device)))
 
-        parity = self.parity(program)
+        parity = self.parity(program, by_address=False)
         self.assertError(parity.errors[0], "AssertionError", "after shutdown")
         self.assertIsNone(parity.trees["after"])
         self.assertEqual((parity.trees["before"].recordings, parity.tree.recordings), (1, 1))
+
+    def test_reset_of_the_trees_with_inputs_by_address(self) -> None:
+        """Torch asserts that the trees are there; here, calls run un-graphed."""
+
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            for call in range(8):
+                if call == 4:
+                    torch._inductor.cudagraph_trees.reset_cudagraph_trees()
+                x = torch.randn(4, 8, device=ctx.device)
+                ctx.record(f(x) - double(x))
+
+        found = run_side(program, OURS, flags=FLAGS_BY_ADDRESS)
+        self.assertIsNone(found.crash, found.traceback)
+        self.assertLess(max(tensor.abs().max() for tensor in found.tensors), 1e-5)
 
     def test_reset_of_the_compiler(self) -> None:
         def program(ctx: Context) -> None:

@@ -1,7 +1,7 @@
 """Inputs of a recording: parameters that move, marked addresses, alignment, strides, numbers, changing shapes.
 
 Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. Eager is the oracle for values.
+facts. With inputs by address, its user must see the same. Eager is the oracle for values.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def scale(x: torch.Tensor) -> torch.Tensor:
 
 
 class TestTreeInputs(ParityTestCase):
+    by_address = True
+
     def test_parameter_storage_is_swapped(self) -> None:
         def program(ctx: Context) -> None:
             model = torch.nn.Linear(8, 4, device=ctx.device)

@@ -1,7 +1,7 @@
 """Functions that mutate their inputs, and custom operators that do so.
 
 Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. Eager is the oracle for values.
+facts. With inputs by address, its user must see the same. Eager is the oracle for values.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from parity import WHOLE_GRAPH, ParityTestCase
+from parity import FLAGS_BY_ADDRESS, OURS, WHOLE_GRAPH, ParityTestCase, run_side
 from torch.testing._internal.common_utils import run_tests
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class Counter(torch.nn.Module):
 
 
 class TestTreeMutation(ParityTestCase):
+    by_address = True
+
     def test_mutated_input_is_not_captured(self) -> None:
         def program(ctx: Context) -> None:
             @ctx.compile
@@ -191,8 +193,28 @@ class TestTreeMutation(ParityTestCase):
                 ctx.raises(f, torch.randn(4, 8, device=ctx.device))
 
         config = {"triton.cudagraph_or_error": True}
-        errors = self.parity(program, config=config, oracle=False).errors
+        errors = self.parity(program, by_address=False, config=config, oracle=False).errors
         self.assertError(errors[0], "RuntimeError", "skipping cudagraphs due to mutated inputs")
+
+    def test_mutation_is_no_error_with_inputs_by_address(self) -> None:
+        """We skip no graph, so nothing raises: the input is mutated in place."""
+
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                x.add_(1)
+                return x * 2
+
+            for _ in range(4):
+                x = torch.randn(4, 8, device=ctx.device)
+                before = x.clone()
+                ctx.record(f(x) - 2 * (before + 1), x - (before + 1))
+
+        found = run_side(program, OURS, flags=FLAGS_BY_ADDRESS, config={"triton.cudagraph_or_error": True})
+        self.assertIsNone(found.crash, found.traceback)
+        self.assertEqual(found.tree.recordings, 1)
+        for tensor in found.tensors:
+            self.assertEqual(tensor.abs().max(), 0)
 
     def test_foreach_update_of_parameters(self) -> None:
         def program(ctx: Context) -> None:

@@ -1,7 +1,7 @@
 """Outputs of a recording: aliases of each other, of earlier outputs, of inputs and parameters; nothing, numbers, empty.
 
 Tests that assert the kinds of outputs turn partitioning off: a partition returns each buffer once, and leaves views,
-numbers and missing gradients to the code around it.
+numbers and missing gradients to the code around it. With inputs by address, a program's user must see the same.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 class TestTreeOutputs(ParityTestCase):
+    by_address = True
+
     def test_outputs_alias_each_other(self) -> None:
         def program(ctx: Context) -> None:
             @ctx.compile

@@ -1,7 +1,7 @@
 """Functions that upstream splits: operators that cannot be captured, copies between devices, CPU inputs.
 
 Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. Eager is the oracle for values.
+facts. With inputs by address, its user must see the same. Eager is the oracle for values.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 class TestTreePartitions(ParityTestCase):
+    by_address = True
+
     def test_operator_in_the_middle(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(lambda x: uncaptured(x.sin()) * 2)

@@ -1,7 +1,7 @@
 """Paths through the tree: chains, branches, liveness, several functions in a step, functions that die.
 
 Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. Eager is the oracle for values.
+facts. With inputs by address, its user must see the same. Eager is the oracle for values.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ def mark_step() -> None:
 
 
 class TestTreePaths(ParityTestCase):
+    by_address = True
+
     def test_warmup_recording_replay(self) -> None:
         def program(ctx: Context) -> None:
             @ctx.compile

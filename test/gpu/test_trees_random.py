@@ -1,7 +1,7 @@
 """Random numbers in captured functions: replays draw new ones, obey seeds, and advance generators as upstream does.
 
 Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. Eager is the oracle for values.
+facts. With inputs by address, its user must see the same. Eager is the oracle for values.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ def distinct(tensors: list[torch.Tensor]) -> int:
 
 
 class TestTreeRandom(ParityTestCase):
+    by_address = True
+
     def test_dropout_differs_from_call_to_call(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(lambda x: torch.nn.functional.dropout(x, 0.5))

@@ -1,7 +1,7 @@
 """Forward and backward: gradients, accumulation, pending backwards, inference and training of one module.
 
 Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. Eager is the oracle for values.
+facts. With inputs by address, its user must see the same. Eager is the oracle for values.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor | N
 
 
 class TestTreeTraining(ParityTestCase):
+    by_address = True
+
     def test_forward_and_backward(self) -> None:
         def program(ctx: Context) -> None:
             model = small_model(ctx.device)
