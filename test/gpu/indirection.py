@@ -310,18 +310,22 @@ class KeptTestCase(IndirectionTestCase):
 
 
 class ByTable(IndirectionTestCase):
-    """A second base for tests of the patch route, which makes them run with a table; some programs must use it."""
+    """Base of tests with a table; in each program that they check, a Triton kernel reads an input from it."""
 
     indirection = "table"
-    tabled: frozenset[str] = frozenset()  # names of programs in which a Triton kernel reads an input
 
     def check(self, program: Program, *args: Any, **options: Any) -> Facts:
         facts = super().check(program, *args, **options)
-        if program.name in self.tabled:
-            self.assertIn("table", facts.routes, str(facts))
+        self.assertIn("table", facts.routes, str(facts))
         return facts
 
 
 def by_name(program: Program) -> str:
     """A test's name for :func:`torch.testing._internal.common_utils.parametrize`."""
     return "".join(c if c.isalnum() else "_" for c in program.name)
+
+
+def named(programs: Sequence[Program], *names: str) -> list[Program]:
+    """The programs with these names, which must exist."""
+    found = {program.name: program for program in programs}
+    return [found[name] for name in names]

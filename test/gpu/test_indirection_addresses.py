@@ -470,5 +470,12 @@ class TestIndirectionAddresses(IndirectionTestCase):
 
 instantiate_parametrized_tests(TestIndirectionAddresses)
 
+
+class TestAddressesByTable(TestIndirectionAddresses):
+    """Inputs that Triton kernels read are given through slots; nothing else differs."""
+
+    indirection = "table"
+
+
 if __name__ == "__main__":
     run_tests()

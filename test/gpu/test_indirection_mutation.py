@@ -382,5 +382,12 @@ class TestIndirectionMutation(IndirectionTestCase):
 
 instantiate_parametrized_tests(TestIndirectionMutation)
 
+
+class TestMutationByTable(TestIndirectionMutation):
+    """Inputs that Triton kernels read are given through slots; nothing else differs."""
+
+    indirection = "table"
+
+
 if __name__ == "__main__":
     run_tests()

@@ -201,5 +201,12 @@ class TestIndirectionOutputs(IndirectionTestCase):
 
 instantiate_parametrized_tests(TestIndirectionOutputs)
 
+
+class TestOutputsByTable(TestIndirectionOutputs):
+    """Inputs that Triton kernels read are given through slots; nothing else differs."""
+
+    indirection = "table"
+
+
 if __name__ == "__main__":
     run_tests()

@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from indirection import IndirectionTestCase
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
@@ -31,14 +31,16 @@ SECONDS = 400.0
 JOBS = max(4, (os.cpu_count() or 1) // 3)  # it is the longest of the lane
 
 
-class TestIndirectionRandom(IndirectionTestCase):
-    programs = PROGRAMS
-    seed = 7
+def first(indirection, *_):
+    return indirection
 
-    def test_random_programs(self):
-        drawn = self.programs + self.programs // 3  # some cannot run in eager, or differ under torch.compile too
-        campaign = Campaign("cuda", "ours", "compile", None, SECONDS, seed=self.seed, most_cases=drawn, jobs=JOBS)
-        with mock.patch.dict(os.environ, PYGRAPH_INDIRECTION=self.indirection):
+
+class TestIndirectionRandom(IndirectionTestCase):
+    @parametrize("indirection,programs,seed", [("auto", PROGRAMS, 7), ("table", PROGRAMS // 3, 8)], name_fn=first)
+    def test_random_programs(self, indirection, programs, seed):
+        drawn = programs + programs // 3  # some cannot run in eager, or differ under torch.compile too
+        campaign = Campaign("cuda", "ours", "compile", None, SECONDS, seed=seed, most_cases=drawn, jobs=JOBS)
+        with mock.patch.dict(os.environ, PYGRAPH_INDIRECTION=indirection):
             outcome = run(campaign, lambda done, total, text: None)
         if outcome.failure is not None:
             self.fail(f"{outcome.failure.message}\n\n{outcome.failure.case.text()}")
@@ -47,8 +49,8 @@ class TestIndirectionRandom(IndirectionTestCase):
         self.assertGreaterEqual(counts.cases - counts.invalid, 0.8 * drawn, str(counts))
         # Torch refuses saved tensors with other strides, and in some versions threads that have not called before.
         self.assertLess(counts.torch_differs, 0.2 * drawn, str(counts))
-        self.assertGreaterEqual(counts.cases - counts.invalid - counts.torch_differs, self.programs, str(counts))
-        if self.programs >= 100:
+        self.assertGreaterEqual(counts.cases - counts.invalid - counts.torch_differs, programs, str(counts))
+        if programs >= 100:
             self.assertGreaterEqual(len(counts.uses), len(USES) - 1, counts.table())
             self.assertGreater(counts.inside, 0, str(counts))
         # This compares replays, not calls that ran un-graphed.
@@ -123,6 +125,8 @@ class TestIndirectionRandom(IndirectionTestCase):
             with self.subTest(case.text()):
                 check(case, self.device, under_test="ours", control="compile", exactly="compile")
 
+
+instantiate_parametrized_tests(TestIndirectionRandom)
 
 if __name__ == "__main__":
     run_tests()
