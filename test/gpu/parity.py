@@ -122,6 +122,20 @@ class Context:
             self._kept += [function, result]
         return result
 
+    def call(self, function: Any, *shapes: tuple[int, ...], count: int = 4) -> None:
+        """Calls ``function`` with new random tensors, by default one of shape (4, 8), and notes what it returns."""
+        for _ in range(count):
+            self.record(function(*(torch.randn(shape, device=self.device) for shape in shapes or [(4, 8)])))
+
+    def train(self, function: Any, *modules: torch.nn.Module, count: int = 4) -> None:
+        """Takes steps with new inputs of shape (4, 8); notes the gradients of each input and of all parameters."""
+        for _ in range(count):
+            x = torch.randn(4, 8, device=self.device, requires_grad=True)
+            function(x).square().sum().backward()
+            self.record(x.grad, [parameter.grad for module in modules for parameter in module.parameters()])
+            for module in modules:
+                module.zero_grad()
+
     def record(self, *values: Any, label: str | None = None, oracle: bool = True) -> None:
         """Notes tensors (copied at once), errors and plain facts."""
         for value in values:
@@ -199,6 +213,11 @@ def _release(error: BaseException) -> None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+def calls(function: Callable[..., Any], *shapes: tuple[int, ...], count: int = 4, **options: Any) -> Program:
+    """A program that compiles ``function`` with ``options`` and calls it as :meth:`Context.call` does."""
+    return lambda ctx: ctx.call(ctx.compile(function, **options), *shapes, count=count)
 
 
 def clean() -> None:

@@ -84,15 +84,13 @@ class TestTreeConcurrency(ParityTestCase):
     def test_later_calls_in_another_thread(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(lambda x: x * 2 + 1)
-            for _ in range(3):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+            ctx.call(f, count=3)
             for _ in range(3):
                 x = torch.randn(4, 8, device=ctx.device)
                 torch.cuda.synchronize()
                 ctx.fact("elsewhere", in_thread(lambda x=x: f(x).clone()))
             torch.cuda.synchronize()
-            for _ in range(2):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+            ctx.call(f, count=2)
 
         self.assertEqual(self.parity(program).tree.recordings, 1)
 
@@ -137,30 +135,6 @@ class TestTreeConcurrency(ParityTestCase):
         self.assertEqual([parity.trees[f"thread {factor}"].recordings for factor in (2.0, 3.0, 4.0)], [1, 1, 1])
         self.assertEqual(parity.tree.recordings, 1)
 
-    def test_threads_take_turns(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x.sin() * 2)
-            for _ in range(3):
-                f(torch.randn(64, device=ctx.device))
-            torch.cuda.synchronize()
-            lock = threading.Lock()
-            results: dict[int, list[torch.Tensor]] = {}
-
-            def work(number: int) -> None:
-                for step in range(8):
-                    with lock:
-                        x = torch.full((64,), float(number * 8 + step), device=ctx.device)
-                        results.setdefault(number, []).append(f(x).cpu())
-
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            ctx.record(*(results[number] for number in range(3)))
-
-        self.assertEqual(self.parity(program).tree.recordings, 1)
-
     def test_other_streams(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(lambda x: x @ x.t() + 1)
@@ -183,11 +157,7 @@ class TestTreeConcurrency(ParityTestCase):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for _ in range(4):
-                    x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
-                    compiled(x).square().sum().backward()
-                    ctx.record(x.grad, model.weight.grad)
-                    model.zero_grad()
+                ctx.train(compiled, model)
             torch.cuda.current_stream().wait_stream(stream)
 
         # Upstream of torch 2.15 keeps one of the two.

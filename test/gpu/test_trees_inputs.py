@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from parity import WHOLE_GRAPH, ParityTestCase
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if TYPE_CHECKING:
     from parity import Context
@@ -84,18 +84,6 @@ class TestTreeInputs(ParityTestCase):
         self.assertEqual(len(parity.tree.nodes[0].persistent_inputs), 1)
         self.assertEqual(parity.counter("cudagraph_recorded_non_static_inputs"), 1)
 
-    def test_another_marked_tensor(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda table, x: table * x + 1)
-            tables = [torch.randn(4, 8, device=ctx.device) for _ in range(2)]
-            for table in tables:
-                torch._dynamo.mark_static_address(table)
-            for index in (0, 0, 0, 1, 1, 1, 0, 1):
-                ctx.record(f(tables[index], torch.randn(4, 8, device=ctx.device)))
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.recordings, 2)
-
     def test_marked_without_a_guard(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(lambda table, x: table * x + 1)
@@ -108,20 +96,12 @@ class TestTreeInputs(ParityTestCase):
         tree = self.parity(program).tree
         self.assertEqual((tree.functions, tree.recordings, tree.fail_count), (1, 3, 3))
 
-    def test_misaligned_after_aligned(self) -> None:
+    @parametrize("offsets", [(0, 0, 0, 1, 2, 16, 3, 0), (1, 1, 1, 2, 0, 5)], name_fn=lambda offsets: str(offsets[0]))
+    def test_misaligned_after_aligned_or_from_the_start(self, offsets: tuple[int, ...]) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(scale)
             base = torch.randn(80, device=ctx.device)
-            for offset in (0, 0, 0, 1, 2, 16, 3, 0):
-                ctx.record(f(base[offset : offset + 64]))
-
-        self.assertGreaterEqual(self.parity(program).tree.recordings, 1)
-
-    def test_misaligned_from_the_start(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(scale)
-            base = torch.randn(80, device=ctx.device)
-            for offset in (1, 1, 1, 2, 0, 5):
+            for offset in offsets:
                 ctx.record(f(base[offset : offset + 64]))
 
         self.assertGreaterEqual(self.parity(program).tree.recordings, 1)
@@ -138,8 +118,7 @@ class TestTreeInputs(ParityTestCase):
 
             compiled = ctx.compile(Model())
             with torch.no_grad():
-                for _ in range(4):
-                    ctx.record(compiled(torch.randn(4, 32, device=ctx.device)))
+                ctx.call(compiled, (4, 32))
 
         tree = self.parity(program).tree
         self.assertEqual((tree.recordings, len(tree.nodes[0].copied_inputs)), (1, 2))
@@ -153,22 +132,15 @@ class TestTreeInputs(ParityTestCase):
         tree = self.parity(program).tree
         self.assertEqual(tree.nodes[0].expanded_dims, ((1,),))
 
-    def test_overlapping_strides_are_not_captured(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(scale)
-            for _ in range(4):
-                ctx.record(f(torch.randn(16, device=ctx.device).as_strided((4, 4), (2, 1))))
-
-        # Upstream gives partitions up without counting it.
-        self.assertEqual(self.parity(program).counter("cudagraph_skips"), 0)
-
-    def test_overlapping_strides_of_the_whole_graph(self) -> None:
+    def test_overlapping_strides(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(scale)
             for _ in range(4):
                 ctx.record(f(torch.randn(16, device=ctx.device).as_strided((4, 4), (2, 1))))
             ctx.fact("skips", ctx.counter("cudagraph_skips"))
 
+        # Upstream gives partitions up without counting it.
+        self.assertEqual(self.parity(program).counter("cudagraph_skips"), 0)
         parity = self.parity(program, config=WHOLE_GRAPH)
         # Newer versions copy such inputs element by element.
         self.assertEqual(parity.noted("skips") > 0, parity.ours.tree is None)
@@ -241,22 +213,6 @@ class TestTreeInputs(ParityTestCase):
         warned = [line for _, line in parity.ours.logs if "We have observed 9 distinct sizes" in line]
         self.assertEqual(len(warned), 1)
 
-    def test_many_small_inputs(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(inputs: list[torch.Tensor]) -> torch.Tensor:
-                total = inputs[0]
-                for each in inputs[1:]:
-                    total = total + each
-                return total
-
-            for _ in range(4):
-                ctx.record(f([torch.randn(4, device=ctx.device) for _ in range(30)]))
-
-        parity = self.parity(program)
-        self.assertEqual(len(parity.tree.nodes[0].copied_inputs), 30)
-        self.assertEqual(parity.counter("cudagraph_recorded_non_static_inputs"), 30)
-
     def test_memory_of_an_input_is_used_again_by_others(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(scale)
@@ -268,17 +224,6 @@ class TestTreeInputs(ParityTestCase):
                 ctx.record(y, *others)
 
         self.assertEqual(self.parity(program).tree.recordings, 1)
-
-    def test_output_of_the_last_call_as_input(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda h: h.cos() * 0.5)
-            h = torch.randn(4, 8, device=ctx.device)
-            for _ in range(6):
-                h = f(h.clone())
-                ctx.record(h)
-
-        tree = self.parity(program).tree
-        self.assertEqual((tree.recordings, tree.nodes[0].copied_inputs), (1, (0,)))
 
     def test_output_of_the_last_call_as_input_without_a_copy(self) -> None:
         def program(ctx: Context) -> None:
@@ -309,6 +254,8 @@ class TestTreeInputs(ParityTestCase):
         self.assertEqual(len(tree.roots), 1)
         self.assertEqual(len(tree.nodes[1].managed_inputs), 1)
 
+
+instantiate_parametrized_tests(TestTreeInputs)
 
 if __name__ == "__main__":
     run_tests()

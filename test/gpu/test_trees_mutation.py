@@ -9,36 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from parity import FLAGS_BY_ADDRESS, OURS, WHOLE_GRAPH, ParityTestCase, run_side
+from parity import FLAGS_BY_ADDRESS, OURS, WHOLE_GRAPH, ParityTestCase, calls, run_side
 from torch.testing._internal.common_utils import run_tests
 
 if TYPE_CHECKING:
     from parity import Context
 
 
-@torch.library.custom_op("pygraph_trees_test::doubled", mutates_args=())
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-@doubled.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
 @torch.library.custom_op("pygraph_trees_test::increase", mutates_args=("x",))
 def increase(x: torch.Tensor, amount: float) -> None:
     x.add_(amount)
-
-
-@torch.library.custom_op("pygraph_trees_test::split_sum", mutates_args=())
-def split_sum(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.clamp(min=0), x.clamp(max=0)
-
-
-@split_sum.register_fake
-def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), torch.empty_like(x)
 
 
 class Counter(torch.nn.Module):
@@ -127,8 +107,7 @@ class TestTreeMutation(ParityTestCase):
                 y.add_(1)
                 return y
 
-            for _ in range(5):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+            ctx.call(f, count=5)
 
         parity = self.parity(program)
         self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.depth), (0, 2))
@@ -233,38 +212,13 @@ class TestTreeMutation(ParityTestCase):
         self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.recordings), (0, 1))
         self.assertEqual(len(parity.tree.nodes[0].mutated_inputs), 3)
 
-    def test_custom_operator(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: doubled(x + 1).relu())
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
-        tree = self.parity(program).tree
-        self.assertEqual((tree.functions, tree.recordings), (1, 1))
-
-    def test_custom_operator_with_two_outputs(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-                above, below = split_sum(x * 3)
-                return above, below, above - below
-
-            for _ in range(4):
-                ctx.record(*f(torch.randn(4, 8, device=ctx.device)))
-
-        self.assertEqual(self.parity(program).tree.recordings, 1)
-
     def test_custom_operator_that_writes(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                y = x * 2
-                increase(y, 0.5)
-                return y.neg()
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            increase(y, 0.5)
+            return y.neg()
 
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
+        program = calls(f)
         self.assertEqual(self.parity(program).tree.recordings, 1)
 
     def test_custom_operator_that_writes_to_an_input(self) -> None:

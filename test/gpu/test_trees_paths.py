@@ -10,7 +10,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
-from parity import ParityTestCase
+from parity import ParityTestCase, calls
 from torch.testing._internal.common_utils import run_tests
 
 if TYPE_CHECKING:
@@ -44,39 +44,19 @@ class TestTreePaths(ParityTestCase):
         self.assertEqual(parity.counter("cudagraph_skips"), 0)
         self.assertEqual(parity.tree.fail_count, 1)
 
-    def test_chain_over_a_graph_break(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                y = x * 2
-                torch._dynamo.graph_break()
-                return y + 1, y - 3
-
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ((1, ()),)),))
-        self.assertEqual(tree.nodes[1].managed_inputs, (0,))
-        self.assertEqual(tree.nodes[1].copied_inputs, ())
-
     def test_chain_of_five(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                a = x + 1
-                torch._dynamo.graph_break()
-                b = a * 2
-                torch._dynamo.graph_break()
-                c = a + b
-                torch._dynamo.graph_break()
-                d = c.sin() + a
-                torch._dynamo.graph_break()
-                return a + b + c + d
+        def f(x: torch.Tensor) -> torch.Tensor:
+            a = x + 1
+            torch._dynamo.graph_break()
+            b = a * 2
+            torch._dynamo.graph_break()
+            c = a + b
+            torch._dynamo.graph_break()
+            d = c.sin() + a
+            torch._dynamo.graph_break()
+            return a + b + c + d
 
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
+        program = calls(f)
         tree = self.parity(program).tree
         self.assertEqual((tree.recordings, tree.depth, tree.functions), (5, 5, 5))
         self.assertEqual(len(tree.nodes[-1].managed_inputs), 4)
@@ -99,22 +79,6 @@ class TestTreePaths(ParityTestCase):
 
         tree = self.parity(program).tree
         self.assertEqual(tree.shape, ((0, ()), (1, ())))
-
-    def test_branches_of_a_condition(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor, double: bool) -> torch.Tensor:
-                y = x + 1
-                torch._dynamo.graph_break()
-                return y * 2 if double else y.neg()
-
-            for double in (True, True, True, False, False, False, True, False):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device), double))
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.recordings, len(tree.nodes))
-        self.assertGreaterEqual(tree.recordings, 3)
-        self.assertGreater(tree.checkpoint_count, 0)
 
     def test_branches_of_functions(self) -> None:
         def program(ctx: Context) -> None:
@@ -156,18 +120,6 @@ class TestTreePaths(ParityTestCase):
         self.assertEqual(tree.shape, ((0, ((1, ()), (1, ()))),))
         dead, live = tree.roots[0].children
         self.assertEqual((len(dead.dead_before), len(live.dead_before)), (1, 0))
-
-    def test_one_function_twice_in_a_step(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x.sin() * 2)
-            for _ in range(4):
-                mark_step()
-                y = f(torch.randn(4, 8, device=ctx.device))
-                ctx.record(y, f(y))
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ((0, ()),)),))
-        self.assertEqual([len(node.managed_inputs) for node in tree.nodes], [0, 1])
 
     def test_three_functions_in_a_step(self) -> None:
         def program(ctx: Context) -> None:
@@ -240,19 +192,6 @@ class TestTreePaths(ParityTestCase):
 
         self.assertEqual(self.parity(program).tree.shape, ((0, ()), (1, ())))
 
-    def test_eager_work_between_functions(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * 2)
-            g = ctx.compile(lambda y: y.sum(0))
-            for _ in range(4):
-                mark_step()
-                y = f(torch.randn(4, 8, device=ctx.device))
-                ctx.record(g(y.sort(dim=0).values), y)
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ((1, ()),)),))
-        self.assertEqual(tree.nodes[1].copied_inputs, (0,))
-
     def test_modules_of_one_class_alternate(self) -> None:
         def program(ctx: Context) -> None:
             models = [torch.nn.Linear(8, 8, device=ctx.device) for _ in range(2)]
@@ -273,16 +212,14 @@ class TestTreePaths(ParityTestCase):
                 return x * 2 + 1
 
             compiled = ctx.compile(f, keep=False)
-            for _ in range(3):
-                ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
+            ctx.call(compiled, count=3)
             ctx.tree("alive")
             del compiled
             torch._dynamo.reset_code_caches()
             gc.collect()
             ctx.tree("dead")
             again = ctx.compile(f)
-            for _ in range(3):
-                ctx.record(again(torch.randn(4, 8, device=ctx.device)))
+            ctx.call(again, count=3)
 
         parity = self.parity(program)
         self.assertEqual(parity.trees["alive"].live_functions, 1)

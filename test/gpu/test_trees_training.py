@@ -43,22 +43,11 @@ class TestTreeTraining(ParityTestCase):
                 ctx.record(y, x.grad, *gradients(model.parameters()))
                 model.zero_grad()
 
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ((1, ()),)),))
-        self.assertEqual(tree.modes, ("FORWARD", "BACKWARD"))
-        self.assertFalse(tree.pending_backwards)
-
-    def test_forward_and_backward_of_whole_graphs(self) -> None:
-        def program(ctx: Context) -> None:
-            model = small_model(ctx.device)
-            compiled = ctx.compile(model)
-            for _ in range(5):
-                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
-                compiled(x).square().sum().backward()
-                ctx.record(x.grad, *gradients(model.parameters()))
-                model.zero_grad()
-
-        self.assertEqual(self.parity(program, config=WHOLE_GRAPH).tree.shape, ((0, ((1, ()),)),))
+        for config in ({}, WHOLE_GRAPH):
+            tree = self.parity(program, config=config).tree
+            self.assertEqual(tree.shape, ((0, ((1, ()),)),))
+            self.assertEqual(tree.modes, ("FORWARD", "BACKWARD"))
+            self.assertFalse(tree.pending_backwards)
 
     def test_optimizer_steps(self) -> None:
         def program(ctx: Context) -> None:
@@ -117,19 +106,6 @@ class TestTreeTraining(ParityTestCase):
         tree = self.parity(program).tree
         self.assertEqual(tree.shape, ((0, ((0, ((1, ((1, ()),)),)),)),))
 
-    def test_chain_of_models(self) -> None:
-        def program(ctx: Context) -> None:
-            first, second = torch.nn.Linear(8, 8, device=ctx.device), torch.nn.Linear(8, 4, device=ctx.device)
-            compiled = ctx.compile(lambda x: first(x).tanh()), ctx.compile(lambda h: second(h).square())
-            for _ in range(5):
-                compiled[1](compiled[0](torch.randn(4, 8, device=ctx.device))).sum().backward()
-                ctx.record(*gradients([*first.parameters(), *second.parameters()]))
-                first.zero_grad()
-                second.zero_grad()
-
-        tree = self.parity(program).tree
-        self.assertEqual((tree.recordings, tree.depth), (4, 4))
-
     def test_graph_break_in_training(self) -> None:
         def program(ctx: Context) -> None:
             first, second = torch.nn.Linear(8, 8, device=ctx.device), torch.nn.Linear(8, 4, device=ctx.device)
@@ -140,12 +116,7 @@ class TestTreeTraining(ParityTestCase):
                 torch._dynamo.graph_break()
                 return second(h)
 
-            for _ in range(4):
-                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
-                f(x).square().sum().backward()
-                ctx.record(x.grad, *gradients([*first.parameters(), *second.parameters()]))
-                first.zero_grad()
-                second.zero_grad()
+            ctx.train(f, first, second)
 
         tree = self.parity(program).tree
         self.assertEqual(sorted(tree.modes), ["BACKWARD", "BACKWARD", "FORWARD", "FORWARD"])
@@ -273,11 +244,7 @@ class TestTreeTraining(ParityTestCase):
         def program(ctx: Context) -> None:
             model = small_model(ctx.device)
             compiled = ctx.compile(lambda x: checkpoint(model, x, use_reentrant=False))
-            for _ in range(4):
-                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
-                compiled(x).square().sum().backward()
-                ctx.record(x.grad, *gradients(model.parameters()))
-                model.zero_grad()
+            ctx.train(compiled, model)
 
         self.assertEqual(self.parity(program).tree.recordings, 2)
 
@@ -286,8 +253,7 @@ class TestTreeTraining(ParityTestCase):
             model = small_model(ctx.device)
             compiled = ctx.compile(model)
             with torch.no_grad():
-                for _ in range(3):
-                    ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
+                ctx.call(compiled, count=3)
                 twin = ctx.compile(copy.deepcopy(model))
                 for parameter in twin.parameters():
                     parameter.mul_(2)
