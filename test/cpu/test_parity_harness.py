@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from pathlib import Path
@@ -85,6 +86,7 @@ class TestPrograms(TestCase):
             ("crash", (compare_sides, by_address), lambda ctx: int("a")),
             ("fact", (compare_sides,), lambda ctx: ctx.fact("more", 1)),
             ("warning", (compare_sides,), lambda ctx: warnings.warn("new", stacklevel=1)),
+            ("log", (compare_sides,), lambda ctx: logging.getLogger("torch._inductor.cudagraph_trees").warning("new")),
             ("compilation", (compare_sides,), lambda ctx: ctx.compile(lambda x: x + 1)(torch.ones(1))),
         ):
             for compare in compares:

@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from indirection import REGIMES, Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, run, tensor
-from test_trees_concurrency import in_thread, with_own_manager
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
@@ -312,20 +311,6 @@ class TestIndirectionAddresses(IndirectionTestCase):
         facts = Facts.now()
         self.assertEqual((facts.recordings, facts.copied_bytes), (len(sizes), 0), str(facts))
 
-    @parametrize("inference", [torch.no_grad, torch.inference_mode], name_fn=lambda mode: mode.__name__)
-    def test_inference_and_then_training(self, inference):
-        def program(x, w):
-            return (x @ w).sin()
-
-        ways = compiled(program)
-        inputs = (tensor(32, 64), tensor(64, 16))
-        for backward in (False, True, False, True):
-            with contextlib.nullcontext() if backward else inference():
-                run(Program(f"backward {backward}", program, inputs, backward=backward), ways, self.device)
-        facts = Facts.now()
-        self.assertLessEqual(facts.recordings, 2 * facts.functions, str(facts))
-        self.assertEqual((facts.copied_bytes, facts.ungraphed_calls), (0, 0), str(facts))
-
     def test_a_model_in_inference_mode_and_then_in_training(self):
         """Parameters and inputs are made outside of inference mode, so they are ordinary tensors in both modes."""
         model = perceptron().to(self.device)
@@ -406,18 +391,6 @@ class TestIndirectionAddresses(IndirectionTestCase):
 
         self.assertEqual(self.each_call(step).ungraphed_calls, 0)
 
-    def test_streams(self):
-        program = Program("streams", lambda x, w: (x @ w).softmax(1), (tensor(128, 64), tensor(64, 32)))
-        ways = compiled(program.fn)
-        streams = [torch.cuda.Stream() for _ in range(2)]
-        run(program, ways, self.device)
-        for stream in streams * 2:
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                run(program, ways, self.device, REGIMES[:2])
-            torch.cuda.current_stream().wait_stream(stream)
-        self.assertEqual(Facts.now().copied_bytes, 0)
-
     def test_addresses_stand_out(self):
         """At the driver's addresses, a word of a kernel's parameters that looks like an address is one."""
         placeholders = Placeholders(driver(), self.device.index, [Extent(4096, 0)])
@@ -438,16 +411,6 @@ class TestIndirectionAddresses(IndirectionTestCase):
             result.copy_(graphed(x))
         for i, result in enumerate(results):
             self.assertEqual(result, torch.full_like(result, i + 1.0))
-
-    def test_threads_in_turn(self):
-        program = Program("thread", lambda x, y: (x * y).sin(), (tensor(1000), tensor(1000)))
-
-        def work():
-            torch._dynamo.reset()  # functions that another thread compiled have that thread's manager
-            return run(program, compiled(program.fn), self.device)
-
-        for _ in range(3):
-            self.assertEqual(in_thread(with_own_manager(work)), 12)
 
     def test_a_thread_that_replays_while_another_allocates(self):
         program = Program("thread", lambda x, y: (x * y).sin(), (tensor(5000), tensor(5000)))

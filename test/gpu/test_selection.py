@@ -213,17 +213,6 @@ class TestTrials(SelectionTestCase):
             self.assertLessEqual(in_pools() - before, 2 << 20)
             self.assertEqual(outputs[0], x.sin() @ x, rtol=1e-2, atol=1e-2)
 
-    def test_another_function_goes_on_in_the_pool(self):
-        first, second = (torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x * 2, lambda x: x.cos()))
-        x = torch.randn(1 << 20, device=self.device)
-        ways = iter([Execution.GRAPHED, Execution.UNGRAPHED])
-        with deciding(ways.__next__):
-            for _ in range(2 * CALLS):
-                torch.compiler.cudagraph_mark_step_begin()
-                self.assertEqual(second(first(x)), (x * 2).cos())
-        found = {str(function.decision).split(":")[0] for function in self.functions()}
-        self.assertEqual(found, {"graphed", "un-graphed"})
-
     def test_a_backward_that_cannot_be_graphed(self):
         """A backward that cannot be graphed asks for the manager that its forward has made."""
 
