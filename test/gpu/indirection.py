@@ -267,6 +267,10 @@ class IndirectionTestCase(TestCase):
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True))
 
+    def graphed(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """``fn`` compiled for CUDA graphs; ``options`` go to ``torch.compile``."""
+        return torch.compile(fn, mode="reduce-overhead", **options)
+
     def check(self, program: Program, regimes: Sequence[str] = REGIMES, calls: int = 3, **options: Any) -> Facts:
         """Runs ``program`` and asserts what it announces; ``options`` go to ``torch.compile``."""
         made = run(program, compiled(program.fn, **options), self.device, regimes, calls)

@@ -158,16 +158,6 @@ class TestIndirectionFallbacks(IndirectionTestCase):
                 gradients.append(x.grad.clone())
             self.assertEqual(gradients[1], gradients[0], msg=f"call {call}")
 
-    def test_kernels_of_the_users_own(self):
-        from user_kernels import added
-
-        ways = compiled(lambda x, y: added(x, y) * 2)
-        for call in range(6):
-            x, y = (torch.full((10_000,), call + i, device=self.device) for i in (0.5, 1.0))
-            torch.compiler.cudagraph_mark_step_begin()
-            assert_same_bits(ways.graphed(x, y), ways.plain(x, y), f"call {call}")
-        self.assertEqual(Facts.now().copied_bytes, 0)
-
 
 instantiate_parametrized_tests(TestIndirectionFallbacks)
 

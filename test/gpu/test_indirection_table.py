@@ -30,7 +30,6 @@ from test_indirection_fallbacks import RANDOM
 from test_indirection_kernels import MANY, POINTWISE, REDUCTION
 from test_indirection_libraries import EMBEDDING, LARGE
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-from user_kernels import added
 
 import pygraph_trees
 from pygraph_trees.indirection import inputs as live_inputs
@@ -122,9 +121,6 @@ class TestTable(IndirectionTestCase):
                 "combo", lambda x, y, z: (x.sin(), y.cos(), z.sum(1)), tuple(tensor(64, n) for n in (3, 64, 99))
             )
             self.by_table(program, ["table"] * 3)
-
-    def test_kernels_of_users(self):
-        self.by_table(Program("user", lambda x, y: added(x, y) * 2, (tensor(5000),) * 2), ["table"] * 2)
 
     def test_tuned(self):
         """Autotuning ends with the first launch; each way may choose another kernel, with the same result."""

@@ -26,10 +26,6 @@ class Kept(KeptTestCase):
         super().setUp()
         torch.manual_seed(0)
 
-    def graphed(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(fn, mode="reduce-overhead", **options)
-        return compiled
-
     def layers(self, depth: int = 3) -> torch.nn.Module:
         pairs = [m for _ in range(depth) for m in (torch.nn.Linear(64, 64), torch.nn.ReLU())]
         return torch.nn.Sequential(*pairs).to(self.device)

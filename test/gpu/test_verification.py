@@ -168,50 +168,6 @@ class TestRightPrograms(VerificationTestCase):
         self.assertUntouched()
         self.assertEqual(self.replays, facts.recordings)
 
-    def test_several_functions_in_a_row(self):
-        """Later functions read, mutate and release the results of earlier ones."""
-        functions = [
-            lambda x: (x + 1, x.sin()),
-            lambda fresh, a, b: (a.mul_(fresh), b.cos()),
-            lambda fresh, a, b: (a @ b.mT + fresh[:, :1],),
-        ]
-        ways = [compiled(f) for f in functions]
-        for call in range(6):
-            results = []
-            for kind in ("plain", "graphed"):
-                values = ()
-                torch.compiler.cudagraph_mark_step_begin()
-                with torch.no_grad():
-                    for way in ways:
-                        values = getattr(way, kind)(torch.full((64, 48), call + 0.5, device=self.device), *values)
-                results.append([v.clone() for v in values])
-                del values
-            assert_same_bits(results[1], results[0], f"call {call}: ")
-        self.assertUntouched()
-        self.assertEqual((len(self.checks), self.replays), (3, 3))
-
-    def test_parameters_and_buffers(self):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(33, 16), torch.nn.BatchNorm1d(16)).to(self.device)
-        models = [model, copy.deepcopy(model)]
-        ways = [compiled(models[0]).plain, compiled(models[1]).graphed]
-        for call in range(6):
-            x = torch.randn(8, 33, device=self.device)
-            results = []
-            for each, way in zip(models, ways, strict=True):
-                loss = self.step(way, x).square().sum()
-                loss.backward()
-                with torch.no_grad():
-                    for p in each.parameters():
-                        p.sub_(0.01 * p.grad)
-                        p.grad = None
-                results.append(loss.detach().clone())
-            assert_same_bits(
-                [results[1], models[1].state_dict()], [results[0], models[0].state_dict()], f"call {call}: "
-            )
-        self.assertUntouched()
-        self.assertGreater(self.replays, 0)
-
     def test_an_input_that_lies_in_a_parameter(self):
         model = torch.nn.Linear(64, 64, device=self.device)
         ways = compiled(model)
