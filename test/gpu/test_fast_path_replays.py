@@ -353,41 +353,6 @@ class TestFastPath(IndirectionTestCase):
             )
         self.assertGreaterEqual(counts["fast"], 2 * 5)
 
-    def test_gradients_that_are_views(self):
-        """An optimizer takes gradients that are transposed or reshaped views."""
-
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.first = torch.nn.Linear(12, 32)
-                self.second = torch.nn.Parameter(torch.randn(16, 32))
-                self.third = torch.nn.Linear(16, 4)
-
-            def forward(self, x):
-                y = self.first(x).relu().view(2, -1, 32) @ self.second.t()
-                return self.third(y.view(-1, 16)).unflatten(0, (2, -1))
-
-        models = []
-        for kind in ("plain", "graphed"):
-            torch.manual_seed(0)
-            model = Model().to(self.device)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            models.append((model, getattr(compiled(model), kind), optimizer))
-        with counted() as counts:
-            for step in range(8):
-                found = []
-                for model, way, optimizer in models:
-                    torch.manual_seed(step)
-                    optimizer.zero_grad(set_to_none=True)
-                    torch.compiler.cudagraph_mark_step_begin()
-                    loss = way(torch.randn(8, 12, device=self.device)).square().sum()
-                    loss.backward()
-                    gradients = [p.grad.clone() for p in model.parameters()]
-                    optimizer.step()
-                    found.append([loss.detach(), *gradients, *(p.detach().clone() for p in model.parameters())])
-                assert_same_bits(found[1], found[0], f"step {step}: ")
-        self.assertGreater(counts["fast"], 0)
-
     def test_without_the_part_in_cpp(self):
         """Upstream's code replays: the results are the same, and no more is copied."""
         with counted() as counts, mock.patch.object(binding, "extension", None):

@@ -121,23 +121,6 @@ class TestTreePaths(ParityTestCase):
         dead, live = tree.roots[0].children
         self.assertEqual((len(dead.dead_before), len(live.dead_before)), (1, 0))
 
-    def test_three_functions_in_a_step(self) -> None:
-        def program(ctx: Context) -> None:
-            encode = ctx.compile(lambda x: x @ x.t())
-            mix = ctx.compile(lambda h, x: h.relu() @ x)
-            head = ctx.compile(lambda h, g: (h.sum() + g.sum()).reshape(1))
-            for _ in range(4):
-                mark_step()
-                x = torch.randn(8, 16, device=ctx.device)
-                h = encode(x)
-                g = mix(h, x)
-                ctx.record(h, g, head(h, g))
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ((1, ((2, ()),)),)),))
-        self.assertEqual([len(node.managed_inputs) for node in tree.nodes], [0, 1, 2])
-        self.assertEqual([len(node.copied_inputs) for node in tree.nodes], [1, 1, 0])
-
     def test_order_of_functions_changes(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(lambda x: x * 2)

@@ -34,18 +34,6 @@ class TestTreeRandom(ParityTestCase):
         self.assertEqual(distinct(parity.tensors), 6)
         self.assertEqual(parity.tree.recordings, 1)
 
-    def test_seed_repeats_the_numbers(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x + torch.rand_like(x))
-            for _ in range(3):
-                f(torch.zeros(16, 16, device=ctx.device))
-            for _ in range(3):
-                torch.manual_seed(7)
-                ctx.record(f(torch.zeros(16, 16, device=ctx.device)).clone())
-            ctx.record(f(torch.zeros(16, 16, device=ctx.device)))
-
-        self.assertEqual(distinct(self.parity(program, oracle=False).tensors), 2)
-
     def test_generator_state_repeats_the_numbers(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(lambda x: x * torch.randn_like(x))
@@ -57,20 +45,6 @@ class TestTreeRandom(ParityTestCase):
             ctx.record(f(torch.ones(16, 16, device=ctx.device)))
 
         self.assertEqual(distinct(self.parity(program, oracle=False).tensors), 1)
-
-    def test_many_kinds_of_numbers(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                uniform = torch.rand(8, 8, device=x.device)
-                normal = torch.randn(8, 8, device=x.device)
-                whole = torch.randint(0, 100, (8, 8), device=x.device)
-                return uniform + x, normal * x, whole, torch.bernoulli(uniform)
-
-            for _ in range(4):
-                ctx.record(*f(torch.ones(8, 8, device=ctx.device)))
-
-        self.assertEqual(self.parity(program, oracle=False).tree.recordings, 1)
 
     def test_numbers_of_eager_kernels(self) -> None:
         def program(ctx: Context) -> None:

@@ -287,9 +287,3 @@ def device_manager(device_index: int) -> tuple[Any, Any]:
     manager = trees.get_manager(device_index, create_if_none_exists=False)
     return manager, trees.get_container(device_index)
 
-
-def counted(counter: str) -> int:
-    """The next number of an ``itertools.count``, read from its repr."""
-    match = re.fullmatch(r"count\((-?\d+)(?:, -?\d+)?\)", counter)
-    assert match is not None, counter
-    return int(match[1])
