@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -280,6 +280,14 @@ class IndirectionTestCase(TestCase):
             self.assertGraphed(facts, made, again=facts.functions if program.backward else 0)
         self.assertCopied(facts, program.copied)
         return facts
+
+    def assertSameCalls(self, ways: Ways, calls: Iterable[Sequence[Any]]) -> Facts:
+        """Calls both ways with the arguments of each call, which are not mutated: the bits must be equal."""
+        for number, given in enumerate(calls):
+            wanted = ways.plain(*given)
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_same_bits(ways.graphed(*given), wanted, f"call {number}: ")
+        return Facts.now()
 
     def assertGraphed(self, facts: Facts, calls: int, again: int = 0) -> None:
         """Each function had one warmup, one recording and ``again`` more; all other calls were replays."""

@@ -47,7 +47,7 @@ from transcript import (
 from tree_facts import TreeFacts, class_problems, device_manager, tree_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     Program = Callable[["Context"], None]
 
@@ -385,21 +385,20 @@ def compare_sides(
     program: Program,
     *,
     oracle: bool = True,
-    besides: Collection[str] = (),
     tolerance: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Parity:
-    """Runs ``program`` on all sides; raises :class:`ParityError` with every difference except ``besides``."""
+    """Runs ``program`` on all sides, and raises :class:`ParityError` with every difference."""
     upstream = run_side(program, UPSTREAM, **options)
     if upstream.crash is not None:
         raise ParityError(f"the program does not run under upstream:\n{upstream.traceback}")
     ours = run_side(program, OURS, **options)
     if ours.crash is not None:
         raise ParityError(f"the program runs under upstream, not under ours:\n{ours.traceback}")
-    found = differences(upstream, ours, besides)
+    found = differences(upstream, ours)
     if found:
         upstream = run_side(program, UPSTREAM, **options)
-        found = differences(upstream, ours, besides)
+        found = differences(upstream, ours)
     if oracle:
         eager = run_side(program, EAGER, **options)
         if eager.crash is not None:
@@ -451,7 +450,7 @@ class ParityTestCase(TestCase):
         """Runs ``program`` under upstream and ours, with eager as the oracle, and fails on any difference."""
         found = compare_sides(program, **options)
         if self.by_address if by_address is None else by_address:
-            own = {name: value for name, value in options.items() if name not in ("oracle", "besides", "tolerance")}
+            own = {name: value for name, value in options.items() if name not in ("oracle", "tolerance")}
             compare_by_address(program, found.upstream, **own)
         return found
 

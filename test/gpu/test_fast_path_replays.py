@@ -87,12 +87,8 @@ class TestFastPath(IndirectionTestCase):
         """Each size has its own recording, which is replayed whatever size came before."""
         ways = compiled(lambda x, n: x.sum(0) * n + x.shape[0], dynamic=True)
         with counted() as counts:
-            for call in range(48):
-                x = torch.randn(8 + call % 2, 33, device=self.device)
-                wanted = ways.plain(x, call % 3)
-                torch.compiler.cudagraph_mark_step_begin()
-                assert_same_bits(ways.graphed(x, call % 3), wanted, f"call {call}: ")
-        recordings = Facts.now().recordings
+            calls = ([torch.randn(8 + call % 2, 33, device=self.device), call % 3] for call in range(48))
+            recordings = self.assertSameCalls(ways, calls).recordings
         self.assertGreater(recordings, 2)
         # For each: the warmup, the recording, a replay on the slow path, and finding it after the recording before it.
         self.assertGreaterEqual(counts["fast"], 48 - 4 * recordings - 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -126,43 +125,6 @@ class TestInference(Kept):
             self.close(from_dlpack, wanted)
             self.close(other, wanted)
             self.assertEqual(address, output.data_ptr())
-
-    def test_a_state_that_is_carried_on(self) -> None:
-        def fn(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(x @ h + h)
-
-        graphed, h = self.graphed(fn), torch.eye(64, device=self.device)
-        wanted = h.clone()
-        with torch.no_grad():
-            for _ in range(60):
-                x = self.some(64, 64) * 0.1
-                h, wanted = graphed(x, h), fn(x, wanted)
-        self.close(h, wanted)
-        (function,) = self.functions()
-        self.assertEqual(function.recordings[-1].copied_bytes, 0)
-        self.assertGreater(function.replays, 50)
-
-    def test_outputs_kept_for_random_times(self) -> None:
-        drawn, model = random.Random(1), self.layers().eval()
-        graphed = self.graphed(lambda x: (model(x), model(x).sum(0), x * 2))
-        held: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        bytes_in_use = []
-        with torch.no_grad():
-            for call in range(3000):
-                outputs = graphed(self.some())
-                if drawn.random() < 0.5:
-                    output = outputs[drawn.randrange(3)]
-                    output = output[..., 1:] if drawn.random() < 0.5 else output
-                    held.append((call + drawn.randrange(30), output, output.clone()))
-                    del output
-                del outputs
-                for until, found, wanted in held:
-                    if until <= call:
-                        self.assertTrue(torch.equal(found, wanted), f"call {call}")
-                held = [kept for kept in held if kept[0] > call]
-                if call in (500, 2999):
-                    bytes_in_use.append(torch.cuda.memory_allocated())
-        self.assertLess(bytes_in_use[1], bytes_in_use[0] + (1 << 20))
 
     def test_views_and_storages(self) -> None:
         model = self.layers().eval()

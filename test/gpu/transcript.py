@@ -19,7 +19,7 @@ import torch._logging._internal
 
 if TYPE_CHECKING:
     import warnings
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 # Frames of user code stay, to check that an error names the right line of the program.
 _USER_CODE = re.compile(r"/test/(gpu|cpu)/[^/]*$")
@@ -273,10 +273,9 @@ def _describe(leaf: Any) -> str:
     return text if len(text) < 600 else f"{text[:600]}…"
 
 
-def differences(expected: Transcript, actual: Transcript, besides: Collection[str] = ()) -> list[str]:
-    """One line for each fact in which the two runs differ; ``besides`` names facts that may differ."""
-    ours = {path: leaf for path, leaf in actual.facts() if path not in besides}
-    theirs = {path: leaf for path, leaf in expected.facts() if path not in besides}
+def differences(expected: Transcript, actual: Transcript) -> list[str]:
+    """One line for each fact in which the two runs differ."""
+    ours, theirs = dict(actual.facts()), dict(expected.facts())
     lines = [
         f"{path}: {_describe(leaf)} in {expected.side}, {_describe(ours[path])} in {actual.side}"
         for path, leaf in theirs.items()

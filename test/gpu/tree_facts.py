@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-import time
 from typing import TYPE_CHECKING, Any
 
 from transcript import normalise
@@ -86,7 +84,6 @@ class TreeFacts:
     graph_counter: str
     warmup_counter: str
     current: str | None  # class of node and its number
-    current_live: int  # number of live storages of the current path
     state: str
     mode: str | None
     pending_backwards: bool
@@ -153,7 +150,6 @@ def tree_facts(manager: Any, container: Any) -> TreeFacts:
         graph_counter=repr(manager.graph_counter),
         warmup_counter=repr(manager.warmup_node_counter),
         current=None if current is None else f"{_kind_of_node(current)} {current.id.id}",
-        current_live=0 if current is None else _count_of_alive(current),
         state=manager.path_state.name,
         mode=None if manager.mode is None else manager.mode.name,
         pending_backwards=manager.running_forwards_with_pending_backwards,
@@ -163,16 +159,6 @@ def tree_facts(manager: Any, container: Any) -> TreeFacts:
         pool_active_bytes=active_bytes,
         pool_active_blocks=active_blocks,
     )
-
-
-def _count_of_alive(node: Any) -> int:
-    """The number of live outputs. An autograd thread may hold gradients briefly after it returned them."""
-    for wait_s in (0.0, 0.01, 0.1):
-        time.sleep(wait_s)
-        alive = len(list(node.path_live_weakrefs()))
-        if not alive:
-            break
-    return alive
 
 
 def _mutation_hints(manager: Any) -> Any:
@@ -286,4 +272,3 @@ def device_manager(device_index: int) -> tuple[Any, Any]:
 
     manager = trees.get_manager(device_index, create_if_none_exists=False)
     return manager, trees.get_container(device_index)
-
