@@ -61,7 +61,7 @@ class TestTranscripts(TestCase):
             self.assertEqual(differences(transcript_of(one), transcript_of(other)) == [], are_equal, f"{one} {other}")
 
     def test_every_part_of_a_transcript_counts(self):
-        changes = {"notes": [Note("more", 1, False)], "trees": [("end", None)], "counters": {"inductor": {"x": 1}}}
+        changes = {"notes": [Note("more", 1, False)], "trees": {"end": None}, "counters": {"inductor": {"x": 1}}}
         changes |= {"warnings": [("UserWarning", "text")], "logs": [("WARNING", "text")], "random": {"cpu": "other"}}
         changes |= {"allocated_bytes": 512, "crash": ErrorNote.of(ValueError("no"))}
         for name, value in changes.items():

@@ -172,7 +172,7 @@ class Context:
             problems = class_problems(manager, self.side == OURS)
             if problems:
                 raise ParityError(f"{self.side}: {'; '.join(problems)}")
-        self.transcript.trees.append((label or f"tree {len(self.transcript.trees)}", facts))
+        self.transcript.trees[label or f"tree {len(self.transcript.trees)}"] = facts
         return facts
 
     def counter(self, name: str) -> int:
@@ -349,46 +349,14 @@ def prime() -> None:
     gc.freeze()
 
 
-@dataclasses.dataclass(frozen=True)
-class Parity:
-    """The compared runs. Assertions beyond parity read ours, which equals upstream's."""
-
-    upstream: Transcript
-    ours: Transcript
-
-    @property
-    def tree(self) -> TreeFacts:
-        """The recordings at the end of the program."""
-        assert self.ours.tree is not None, "the program captured nothing"
-        return self.ours.tree
-
-    @property
-    def trees(self) -> dict[str, Any]:
-        return dict(self.ours.trees)
-
-    @property
-    def errors(self) -> list[ErrorNote]:
-        return self.ours.errors
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return self.ours.tensors
-
-    def counter(self, name: str) -> int:
-        return self.ours.counters.get("inductor", {}).get(name, 0)
-
-    def noted(self, label: str) -> Any:
-        return self.ours.noted(label)
-
-
 def compare_sides(
     program: Program,
     *,
     oracle: bool = True,
     tolerance: Mapping[str, float] | None = None,
     **options: Any,
-) -> Parity:
-    """Runs ``program`` on all sides, and raises :class:`ParityError` with every difference."""
+) -> Transcript:
+    """Our findings, which are upstream's and agree with eager's; raises :class:`ParityError` with every difference."""
     upstream = run_side(program, UPSTREAM, **options)
     if upstream.crash is not None:
         raise ParityError(f"the program does not run under upstream:\n{upstream.traceback}")
@@ -407,18 +375,18 @@ def compare_sides(
     if found:
         more = f"\nand {len(found) - 25} more" if len(found) > 25 else ""
         raise ParityError(f"{len(found)} differences\n" + "\n".join(found[:25]) + more)
-    return Parity(upstream, ours)
+    return ours
 
 
-def compare_by_address(program: Program, upstream: Transcript, **options: Any) -> None:
-    """Runs ``program`` with inputs by address; raises :class:`ParityError` if its user sees another than upstream's.
+def compare_by_address(program: Program, seen: Transcript, **options: Any) -> None:
+    """Runs ``program`` with inputs by address; raises :class:`ParityError` unless its user sees what ``seen`` has.
 
     Recordings, memory, counters and warnings may differ; values, errors and the state of random generators may not.
     """
     ours = run_side(program, OURS, flags=FLAGS_BY_ADDRESS, **options)
     if ours.crash is not None:
         raise ParityError(f"the program raises with inputs by address:\n{ours.traceback}")
-    found = differences(_seen(upstream), _seen(ours))
+    found = differences(_seen(seen), _seen(ours))
     if found:
         raise ParityError("with inputs by address:\n" + "\n".join(found[:25]))
 
@@ -446,12 +414,12 @@ class ParityTestCase(TestCase):
         super().setUpClass()
         prime()
 
-    def parity(self, program: Program, *, by_address: bool | None = None, **options: Any) -> Parity:
+    def parity(self, program: Program, *, by_address: bool | None = None, **options: Any) -> Transcript:
         """Runs ``program`` under upstream and ours, with eager as the oracle, and fails on any difference."""
         found = compare_sides(program, **options)
         if self.by_address if by_address is None else by_address:
             own = {name: value for name, value in options.items() if name not in ("oracle", "tolerance")}
-            compare_by_address(program, found.upstream, **own)
+            compare_by_address(program, found, **own)
         return found
 
     def assertError(self, error: ErrorNote | None, kind: str, pattern: str) -> None:

@@ -77,7 +77,7 @@ class TestTreeConcurrency(ParityTestCase):
             for _ in range(4):
                 ctx.fact("result", in_thread(lambda: f(x)))
 
-        notes = self.parity(program, oracle=False).ours.notes
+        notes = self.parity(program, oracle=False).notes
         self.assertEqual(len(notes), 4)
         self.assertEqual(len({type(note.value) for note in notes}), 1)
 
@@ -114,7 +114,7 @@ class TestTreeConcurrency(ParityTestCase):
 
         parity = self.parity(program, oracle=False)
         self.assertIn("FORWARD", parity.tree.modes)
-        self.assertEqual(len([note for note in parity.ours.notes if note.label == "backward"]), 4)
+        self.assertEqual(len([note for note in parity.notes if note.label == "backward"]), 4)
 
     def test_threads_with_managers_of_their_own(self) -> None:
         def program(ctx: Context) -> None:

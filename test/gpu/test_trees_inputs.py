@@ -79,7 +79,7 @@ class TestTreeInputs(ParityTestCase):
         self.assertEqual(self.parity(program).counter("cudagraph_skips"), 0)
         parity = self.parity(program, config=WHOLE_GRAPH)
         # Newer versions copy such inputs element by element.
-        self.assertEqual(parity.noted("skips") > 0, parity.ours.tree is None)
+        self.assertEqual(parity.noted("skips") > 0, parity.tree is None)
 
     def test_whole_numbers(self) -> None:
         def program(ctx: Context) -> None:
@@ -109,7 +109,7 @@ class TestTreeInputs(ParityTestCase):
 
         parity = self.parity(program)
         self.assertEqual(parity.tree.functions, 11)
-        warned = [line for _, line in parity.ours.logs if "We have observed 9 distinct sizes" in line]
+        warned = [line for _, line in parity.logs if "We have observed 9 distinct sizes" in line]
         self.assertEqual(len(warned), 1)
 
     def test_output_of_the_last_call_as_input_without_a_copy(self) -> None:

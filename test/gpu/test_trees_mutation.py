@@ -46,7 +46,7 @@ class TestTreeMutation(ParityTestCase):
         self.assertEqual(parity.counter("cudagraph_skips"), 1)
         self.assertEqual(parity.tree.recordings, 0)
         self.assertEqual(parity.tree.warned_mutation, (0,))
-        lines = [line for _, line in parity.ours.logs]
+        lines = [line for _, line in parity.logs]
         self.assertEqual(len(lines), 1)
         self.assertIn("skipping cudagraphs due to mutated inputs (1 instances). Found from", lines[0])
         self.assertIn("x.add_(1)", lines[0])
@@ -141,7 +141,7 @@ class TestTreeMutation(ParityTestCase):
 
         config = {"triton.cudagraph_support_input_mutation": False}
         parity = self.parity(program, config=config)
-        self.assertIsNone(parity.ours.tree)
+        self.assertIsNone(parity.tree)
 
     def test_mutation_is_an_error_by_setting(self) -> None:
         def program(ctx: Context) -> None:

@@ -72,7 +72,7 @@ class TestTreePartitions(ParityTestCase):
         self.assertGreaterEqual(len(tree.nodes[1].managed_inputs), 1)
 
     def test_nothing_left_to_capture(self) -> None:
-        self.assertIsNone(self.parity(calls(lambda x: uncaptured(x))).ours.tree)
+        self.assertIsNone(self.parity(calls(lambda x: uncaptured(x))).tree)
 
     def test_parts_in_training(self) -> None:
         def program(ctx: Context) -> None:
@@ -153,9 +153,9 @@ class TestTreePartitions(ParityTestCase):
 
     def test_whole_graph_with_such_an_operator_is_skipped(self) -> None:
         parity = self.parity(calls(SPLIT["an operator in the middle"][0]), config=WHOLE_GRAPH)
-        self.assertIsNone(parity.ours.tree)
+        self.assertIsNone(parity.tree)
         self.assertEqual(parity.counter("cudagraph_skips"), 1)
-        self.assertIn("incompatible op", " ".join(line for _, line in parity.ours.logs))
+        self.assertIn("incompatible op", " ".join(line for _, line in parity.logs))
 
     def test_shape_that_depends_on_data(self) -> None:
         def function(x: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ class TestTreeRandom(ParityTestCase):
                 ctx.fact("output", y)
 
         parity = self.parity(program, oracle=False)
-        self.assertEqual({note.value for note in parity.ours.notes if note.label == "same mask"}, {True})
+        self.assertEqual({note.value for note in parity.notes if note.label == "same mask"}, {True})
         self.assertEqual(distinct(parity.tensors), 5)
 
     def test_two_recordings_draw_from_one_generator(self) -> None:

@@ -67,7 +67,7 @@ class TestCudagraphsBackend(ParityTestCase):
         program = calls(lambda x: x * 2 + torch.arange(8).to(x.device), backend="cudagraphs", count=3)
         parity = self.parity(program)
         self.assertEqual(parity.counter("cudagraph_skips"), 1)
-        self.assertIsNone(parity.ours.tree)
+        self.assertIsNone(parity.tree)
 
 
 class TestTreeSettings(ParityTestCase):
@@ -81,10 +81,10 @@ class TestTreeSettings(ParityTestCase):
 
     def test_without_trees(self) -> None:
         program = calls(lambda x: x.sin() + 1)
-        self.assertIsNone(self.parity(program, config={"triton.cudagraph_trees": False}).ours.tree)
+        self.assertIsNone(self.parity(program, config={"triton.cudagraph_trees": False}).tree)
 
     def test_without_graphs_and_with_graphs_by_option(self) -> None:
-        self.assertIsNone(self.parity(calls(products, mode="default")).ours.tree)
+        self.assertIsNone(self.parity(calls(products, mode="default")).tree)
         tree = self.parity(calls(products, options={"triton.cudagraphs": True})).tree
         self.assertEqual(tree.recordings, 1)
 
@@ -129,7 +129,7 @@ class TestTreeSettings(ParityTestCase):
                 ctx.record(f(torch.randn(size, 8, device=ctx.device)))
 
         config = {"triton.cudagraph_skip_dynamic_graphs": True}
-        self.assertIsNone(self.parity(program, config=config).ours.tree)
+        self.assertIsNone(self.parity(program, config=config).tree)
         whole = self.parity(program, config={**config, **WHOLE_GRAPH})
         self.assertEqual(whole.counter("cudagraph_skips"), 1)
 

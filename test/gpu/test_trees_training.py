@@ -117,7 +117,7 @@ class TestTreeTraining(ParityTestCase):
             ctx.record(*held)
 
         parity = self.parity(program)
-        warned = [text for _, text in parity.ours.warnings if "Unable to hit fast path of CUDAGraphs" in text]
+        warned = [text for _, text in parity.warnings if "Unable to hit fast path of CUDAGraphs" in text]
         self.assertEqual(len(warned), 1)
         self.assertTrue(parity.tree.pending_backwards)
         self.assertEqual(parity.tree.warned, (0,))
@@ -131,7 +131,7 @@ class TestTreeTraining(ParityTestCase):
                 ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
 
         parity = self.parity(program)
-        self.assertEqual([text for _, text in parity.ours.warnings if "fast path" in text], [])
+        self.assertEqual([text for _, text in parity.warnings if "fast path" in text], [])
         self.assertEqual(parity.tree.recordings, 1)
 
     def test_inference_then_training_then_inference(self) -> None:

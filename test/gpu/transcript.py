@@ -126,7 +126,7 @@ class Transcript:
 
     side: str
     notes: list[Note] = dataclasses.field(default_factory=list)
-    trees: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    trees: dict[str, Any] = dataclasses.field(default_factory=dict)  # recordings by label
     counters: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     warnings: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     logs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -148,7 +148,11 @@ class Transcript:
     @property
     def tree(self) -> Any:
         """The recordings at the end of the program."""
-        return dict(self.trees).get("end")
+        return self.trees.get("end")
+
+    def counter(self, name: str) -> int:
+        """One of Inductor's counters."""
+        return self.counters.get("inductor", {}).get(name, 0)
 
     def noted(self, label: str) -> Any:
         """The value noted under ``label``."""
@@ -162,7 +166,7 @@ class Transcript:
         """Every compared fact as (path, leaf)."""
         for index, note in enumerate(self.notes):
             yield from _leaves(f"note {index} ({note.label})", note.value)
-        for index, (label, tree) in enumerate(self.trees):
+        for index, (label, tree) in enumerate(self.trees.items()):
             yield from _leaves(f"recordings {index} ({label})", tree)
         for group, values in self.counters.items():
             yield from _leaves(f"counters[{group!r}]", values)
