@@ -55,8 +55,6 @@ EAGER, UPSTREAM, OURS = "eager", "upstream", "ours"
 
 requires_cuda = unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device: these tests capture CUDA graphs")
 requires_two_gpus = unittest.skipUnless(torch.cuda.device_count() > 1, "needs two CUDA devices")
-requires_four_gpus = unittest.skipUnless(torch.cuda.device_count() > 3, "needs four CUDA devices")
-
 FLAGS_OFF = {
     "triton.pygraph_placement": "off",
     "triton.pygraph_indirection": "off",

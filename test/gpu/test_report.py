@@ -118,23 +118,6 @@ class TestCoverage(TestCase):
         self.assertTrue(all(Path(__file__).name in str(cause.source) for cause in graph.causes), graph.causes)
         self.assertIn("outside of CUDA graphs", str(report))
 
-    def test_cached_artifacts_know_their_partitions(self):
-        def fn(x):
-            return (x.cpu() + 1).to(DEVICE).exp() * x
-
-        x = torch.ones(8, device=DEVICE)
-        with fresh_cache(), config.patch({"fx_graph_cache": True, **UNPLACED}):
-            found = []
-            for _ in range(2):
-                torch._dynamo.reset()
-                clear()
-                compiled(fn)(x)
-                found.append(
-                    [(p.graphed, p.kernels, p.causes) for g in pygraph_trees.report().graphs for p in g.partitions]
-                )
-            self.assertEqual(found[0], found[1])
-            self.assertGreaterEqual(len(found[0]), 2)
-
     def test_training(self):
         model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()).to(DEVICE)
         f = compiled(model)

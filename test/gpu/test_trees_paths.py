@@ -61,25 +61,6 @@ class TestTreePaths(ParityTestCase):
         self.assertEqual((tree.recordings, tree.depth, tree.functions), (5, 5, 5))
         self.assertEqual(len(tree.nodes[-1].managed_inputs), 4)
 
-    def test_dead_outputs_end_the_path(self) -> None:
-        def program(ctx: Context) -> None:
-            seen: list[Any] = []
-
-            @torch._dynamo.disable
-            def consume(a: torch.Tensor) -> None:
-                seen.append(a.clone().cpu())
-
-            @ctx.compile
-            def f(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-                consume(x * 2)
-                return z + 1
-
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device), torch.randn(3, device=ctx.device)), seen.pop())
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ()), (1, ())))
-
     def test_branches_of_functions(self) -> None:
         def program(ctx: Context) -> None:
             trunk = ctx.compile(lambda x: x.exp() + 1)

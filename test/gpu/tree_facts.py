@@ -51,8 +51,6 @@ class NodeFacts:
     liveness_before: tuple[tuple[bool, ...], ...]
     liveness_after: tuple[tuple[bool, ...], ...]
     dead_before: tuple[tuple[int, int], ...]
-    dead_after: tuple[tuple[int, int], ...]
-    live_after: tuple[tuple[int, int], ...]
     stack_traces: tuple[str | None, ...]
     children: tuple[NodeFacts, ...]
 
@@ -217,8 +215,6 @@ def _node(node: Any, number_of: Any) -> NodeFacts:
         liveness_before=_frozen(node.recorded_liveness_before_graph),
         liveness_after=_frozen(node.recorded_liveness_after_graph),
         dead_before=_frozen(node.expected_dead_indices_before_graph),
-        dead_after=_frozen(node.expected_dead_indices_after_graph),
-        live_after=_frozen(node.live_indices_after_graph),
         stack_traces=tuple(None if trace is None else normalise(trace) for trace in node.stack_traces or ()),
         children=tuple(_node(child, number_of) for children in node.children.values() for child in children),
     )
