@@ -100,10 +100,7 @@ class TestOneCopy(PlacementTestCase):
         (function,) = pygraph_trees.report().functions
         self.assertGreaterEqual(function.recordings[0].kernels, NUMBERS + 1)
         self.assertEqual(Facts.now().routes.count("stage"), NUMBERS)
-
-    def test_two_and_one(self):
-        """Two numbers are the fewest that share a node."""
-        for count in (2, 1):
+        for count in (2, 1):  # two are the fewest that share a node
             with self.subTest(count):
                 reset()
                 self.check_calls(of_numbers, lambda call: numbers(call)[:count], 0)  # noqa: B023

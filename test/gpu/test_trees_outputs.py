@@ -71,10 +71,7 @@ class TestTreeOutputs(ParityTestCase):
 
     def test_gradients_that_do_not_exist(self) -> None:
         def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-                return (x * w * scale).cos()
-
+            f = ctx.compile(lambda x, w, scale: (x * w * scale).cos())
             w = torch.randn(8, device=ctx.device, requires_grad=True)
             for _ in range(4):
                 w.grad = None
@@ -89,10 +86,7 @@ class TestTreeOutputs(ParityTestCase):
     def test_numbers_among_the_outputs(self) -> None:
         def program(ctx: Context) -> None:
             # The forward passes the symbolic size to the backward.
-            @ctx.compile(dynamic=True)
-            def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-                return (x * w).sum(0) * x.size(0)
-
+            f = ctx.compile(lambda x, w: (x * w).sum(0) * x.size(0), dynamic=True)
             for size in (4, 4, 4, 6, 6, 6, 4):
                 w = torch.ones(size, 8, device=ctx.device, requires_grad=True)
                 f(torch.randn(size, 8, device=ctx.device), w).sum().backward()
@@ -142,10 +136,7 @@ class TestTreeOutputs(ParityTestCase):
 
     def test_nothing_in_them(self) -> None:
         def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-                return x * 2, full + 1, torch.cat([x, full]).neg()
-
+            f = ctx.compile(lambda x, full: (x * 2, full + 1, torch.cat([x, full]).neg()))
             for _ in range(4):
                 ctx.record(*f(torch.randn(0, 8, device=ctx.device), torch.randn(4, 8, device=ctx.device)))
 
@@ -154,10 +145,7 @@ class TestTreeOutputs(ParityTestCase):
 
     def test_offset_into_a_larger_storage(self) -> None:
         def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                return (x @ x.t())[2:, 1:]
-
+            f = ctx.compile(lambda x: (x @ x.t())[2:, 1:])
             for _ in range(4):
                 y = f(torch.randn(4, 8, device=ctx.device))
                 ctx.record(y)
@@ -168,10 +156,7 @@ class TestTreeOutputs(ParityTestCase):
 
     def test_tensor_object_is_reused(self) -> None:
         def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                return x * 2
-
+            f = ctx.compile(lambda x: x * 2)
             previous = None
             for step in range(6):
                 y = f(torch.randn(4, 8, device=ctx.device))
@@ -184,10 +169,7 @@ class TestTreeOutputs(ParityTestCase):
 
     def test_hooks_on_an_output_do_not_stay(self) -> None:
         def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                return x * x
-
+            f = ctx.compile(lambda x: x * x)
             for step in range(6):
                 x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
                 y = f(x)
