@@ -1,7 +1,7 @@
 """The report on a GPU: it tells what happened to the functions.
 
-Kernels, partitions, recordings, copied bytes and reasons must be those that occurred, in inference and training, with
-cached artifacts, and with CUDA graphs off.
+Kernels, partitions, recordings, copied bytes and reasons must be those that occurred, in inference and training, and
+with CUDA graphs off.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Trials on a GPU: the measurements decide, decisions are kept, and memory is given back.
 
-The tests cover functions that are chosen after others, in training, with errors in a trial, and with numbers that
-change.
+The tests cover functions that are chosen after others, in training, and with errors in a trial.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Outputs of a recording: aliases of each other, of earlier outputs, of inputs and parameters; nothing, numbers, empty.
+"""Outputs of a recording: aliases of each other, of earlier outputs and of parameters; nothing, numbers, empty.
 
 Tests that assert the kinds of outputs turn partitioning off: a partition returns each buffer once, and leaves views,
 numbers and missing gradients to the code around it. With inputs by address, a program's user must see the same.
