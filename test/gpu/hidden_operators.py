@@ -39,14 +39,6 @@ def hidden_xored_kernel(hidden, out_ptr, count, BLOCK: tl.constexpr):
     tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=inside) * 2, mask=inside)
 
 
-@triton.jit(do_not_specialize=["shifted"])
-def hidden_shifted_kernel(shifted, out_ptr, count, BLOCK: tl.constexpr):
-    x_ptr = (shifted >> 8).to(tl.pointer_type(tl.float32))
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < count
-    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=inside) * 2, mask=inside)
-
-
 @triton.jit(do_not_specialize=["low", "high"])
 def hidden_writing_kernel(low, high, x_ptr, count, BLOCK: tl.constexpr):
     address = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
@@ -146,13 +138,6 @@ def xored(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@torch.library.custom_op("pygraph_hidden_test::shifted", mutates_args=())
-def shifted(x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(x)
-    hidden_shifted_kernel[grid(x)](x.data_ptr() << 8, out, x.numel(), BLOCK=_BLOCK)
-    return out
-
-
 @torch.library.custom_op("pygraph_hidden_test::tabled", mutates_args=())
 def tabled(x: torch.Tensor) -> torch.Tensor:
     """Its kernel reads a table, which an earlier kernel makes from a pointer."""
@@ -205,7 +190,7 @@ def added_up(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-for _operator in (doubled, halves, xored, shifted, tabled, tabled_halves):
+for _operator in (doubled, halves, xored, tabled, tabled_halves):
     _operator.register_fake(_like)
 for _operator in (picked, picked_halves):
     _operator.register_fake(lambda values, index: torch.empty(index.shape, dtype=values.dtype, device=values.device))

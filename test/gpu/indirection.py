@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -267,6 +267,10 @@ class IndirectionTestCase(TestCase):
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True))
 
+    def graphed(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """``fn`` compiled for CUDA graphs; ``options`` go to ``torch.compile``."""
+        return torch.compile(fn, mode="reduce-overhead", **options)
+
     def check(self, program: Program, regimes: Sequence[str] = REGIMES, calls: int = 3, **options: Any) -> Facts:
         """Runs ``program`` and asserts what it announces; ``options`` go to ``torch.compile``."""
         made = run(program, compiled(program.fn, **options), self.device, regimes, calls)
@@ -276,6 +280,14 @@ class IndirectionTestCase(TestCase):
             self.assertGraphed(facts, made, again=facts.functions if program.backward else 0)
         self.assertCopied(facts, program.copied)
         return facts
+
+    def assertSameCalls(self, ways: Ways, calls: Iterable[Sequence[Any]]) -> Facts:
+        """Calls both ways with the arguments of each call, which are not mutated: the bits must be equal."""
+        for number, given in enumerate(calls):
+            wanted = ways.plain(*given)
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_same_bits(ways.graphed(*given), wanted, f"call {number}: ")
+        return Facts.now()
 
     def assertGraphed(self, facts: Facts, calls: int, again: int = 0) -> None:
         """Each function had one warmup, one recording and ``again`` more; all other calls were replays."""
@@ -310,18 +322,22 @@ class KeptTestCase(IndirectionTestCase):
 
 
 class ByTable(IndirectionTestCase):
-    """A second base for tests of the patch route, which makes them run with a table; some programs must use it."""
+    """Base of tests with a table; in each program that they check, a Triton kernel reads an input from it."""
 
     indirection = "table"
-    tabled: frozenset[str] = frozenset()  # names of programs in which a Triton kernel reads an input
 
     def check(self, program: Program, *args: Any, **options: Any) -> Facts:
         facts = super().check(program, *args, **options)
-        if program.name in self.tabled:
-            self.assertIn("table", facts.routes, str(facts))
+        self.assertIn("table", facts.routes, str(facts))
         return facts
 
 
 def by_name(program: Program) -> str:
     """A test's name for :func:`torch.testing._internal.common_utils.parametrize`."""
     return "".join(c if c.isalnum() else "_" for c in program.name)
+
+
+def named(programs: Sequence[Program], *names: str) -> list[Program]:
+    """The programs with these names, which must exist."""
+    found = {program.name: program for program in programs}
+    return [found[name] for name in names]

@@ -3,7 +3,7 @@
 A *program* takes a :class:`Context`: it compiles functions, calls them and notes facts. It runs in eager (the oracle
 for some notes), without the patches, and with the patches but all features off. The transcripts of the two compiled
 runs must be equal. If they differ, upstream runs again, since a process's first run sets up state. An unannounced
-exception fails the test.
+exception fails the test. With inputs by address, only the facts that a program's user sees must be equal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import gc
 import hashlib
-import importlib
 import os
 import sys
 import traceback
@@ -42,14 +41,13 @@ from transcript import (
     comparable_counters,
     comparable_warnings,
     differences,
-    normalise,
     note_of,
     oracle_differences,
 )
 from tree_facts import TreeFacts, class_problems, device_manager, tree_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     Program = Callable[["Context"], None]
 
@@ -57,14 +55,14 @@ EAGER, UPSTREAM, OURS = "eager", "upstream", "ours"
 
 requires_cuda = unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device: these tests capture CUDA graphs")
 requires_two_gpus = unittest.skipUnless(torch.cuda.device_count() > 1, "needs two CUDA devices")
-requires_four_gpus = unittest.skipUnless(torch.cuda.device_count() > 3, "needs four CUDA devices")
-
 FLAGS_OFF = {
     "triton.pygraph_placement": "off",
     "triton.pygraph_indirection": "off",
     "triton.pygraph_selective": "always",
     "triton.pygraph_outputs": "upstream",
 }
+# Ours gives inputs by address. Placement must not change a bit, and replays take the fast path.
+FLAGS_BY_ADDRESS = {"triton.pygraph_placement": "exact", "triton.pygraph_outputs": "upstream"}
 
 # Both runs compile everything in this process. A kernel has one configuration, because a benchmark in the first
 # run only would leave its buffers in the pool and could choose differently.
@@ -92,6 +90,7 @@ class Context:
     side: str
     device: str
     transcript: Transcript
+    flags: Mapping[str, str]  # of our run
     graphs: bool = True  # whether this machine can capture CUDA graphs
     backend: str | None = None  # for compiled functions instead of inductor's
     _kept: list[Any] = dataclasses.field(default_factory=list)
@@ -120,6 +119,20 @@ class Context:
         if keep:
             self._kept += [function, result]
         return result
+
+    def call(self, function: Any, *shapes: tuple[int, ...], count: int = 4) -> None:
+        """Calls ``function`` with new random tensors, by default one of shape (4, 8), and notes what it returns."""
+        for _ in range(count):
+            self.record(function(*(torch.randn(shape, device=self.device) for shape in shapes or [(4, 8)])))
+
+    def train(self, function: Any, *modules: torch.nn.Module, count: int = 4) -> None:
+        """Takes steps with new inputs of shape (4, 8); notes the gradients of each input and of all parameters."""
+        for _ in range(count):
+            x = torch.randn(4, 8, device=self.device, requires_grad=True)
+            function(x).square().sum().backward()
+            self.record(x.grad, [parameter.grad for module in modules for parameter in module.parameters()])
+            for module in modules:
+                module.zero_grad()
 
     def record(self, *values: Any, label: str | None = None, oracle: bool = True) -> None:
         """Notes tensors (copied at once), errors and plain facts."""
@@ -157,7 +170,7 @@ class Context:
             problems = class_problems(manager, self.side == OURS)
             if problems:
                 raise ParityError(f"{self.side}: {'; '.join(problems)}")
-        self.transcript.trees.append((label or f"tree {len(self.transcript.trees)}", facts))
+        self.transcript.trees[label or f"tree {len(self.transcript.trees)}"] = facts
         return facts
 
     def counter(self, name: str) -> int:
@@ -165,7 +178,7 @@ class Context:
         return counters["inductor"][name]
 
     def install(self) -> None:
-        """In our run, installs the patches with every flag off; from then on classes may be mixed."""
+        """In our run, installs the patches with :attr:`flags`; from then on classes may be mixed."""
         self._mixed = True
         if self.side == OURS:
             self._enter()
@@ -181,7 +194,7 @@ class Context:
 
         inductor_patches.install()
         if not self._installed:
-            self._patches.enter_context(torch._inductor.config.patch(FLAGS_OFF))
+            self._patches.enter_context(torch._inductor.config.patch(dict(self.flags)))
         self._installed = True
 
     def _leave(self) -> None:
@@ -198,6 +211,11 @@ def _release(error: BaseException) -> None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+def calls(function: Callable[..., Any], *shapes: tuple[int, ...], count: int = 4, **options: Any) -> Program:
+    """A program that compiles ``function`` with ``options`` and calls it as :meth:`Context.call` does."""
+    return lambda ctx: ctx.call(ctx.compile(function, **options), *shapes, count=count)
 
 
 def clean() -> None:
@@ -228,23 +246,6 @@ def _both_sides(extra: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in BOTH_SIDES.items() if name in known}, **extra}
 
 
-def _check_classes(side: str) -> None:
-    """Checks that new managers will be of the side's own classes."""
-    import torch._inductor.cudagraph_trees as trees
-
-    for name, module, ours in (
-        ("CUDAGraphTreeManager", "managers.manager", "Manager"),
-        ("CUDAGraphNode", "recordings.recording", "Recording"),
-    ):
-        found = getattr(trees, name)
-        if side == OURS:
-            expected = getattr(importlib.import_module(f"pygraph_trees.trees.{module}"), ours)
-            if found is not expected:
-                raise ParityError(f"{side}: torch._inductor.cudagraph_trees.{name} is {found}, not {expected}")
-        elif (found.__module__, found.__qualname__) != (trees.__name__, name):
-            raise ParityError(f"{side}: torch._inductor.cudagraph_trees.{name} is {found}")
-
-
 def run_side(
     program: Program,
     side: str,
@@ -255,10 +256,11 @@ def run_side(
     config: Mapping[str, Any] | None = None,
     dynamo_config: Mapping[str, Any] | None = None,
     installed: bool | None = None,
+    flags: Mapping[str, str] = FLAGS_OFF,
 ) -> Transcript:
     """Runs ``program`` once. ``installed`` tells whether our run starts with the patches in (default: yes)."""
     transcript = Transcript(side)
-    context = Context(side, device, transcript, graphs, backend)
+    context = Context(side, device, transcript, flags, graphs, backend)
     start_installed = side == OURS if installed is None else installed and side == OURS
     if graphs:
         import inductor_patches
@@ -273,7 +275,6 @@ def run_side(
         if graphs:
             if start_installed:
                 context._enter()
-            _check_classes(OURS if start_installed else UPSTREAM)
             if side == UPSTREAM:
                 stack.enter_context(_random_numbers_in_order())
         stack.enter_context(torch._inductor.config.patch(_both_sides(config or {})))
@@ -346,68 +347,56 @@ def prime() -> None:
     gc.freeze()
 
 
-@dataclasses.dataclass(frozen=True)
-class Parity:
-    """The compared runs. Assertions beyond parity read ours, which equals upstream's."""
-
-    upstream: Transcript
-    ours: Transcript
-
-    @property
-    def tree(self) -> TreeFacts:
-        """The recordings at the end of the program."""
-        assert self.ours.tree is not None, "the program captured nothing"
-        return self.ours.tree
-
-    @property
-    def trees(self) -> dict[str, Any]:
-        return dict(self.ours.trees)
-
-    @property
-    def errors(self) -> list[ErrorNote]:
-        return self.ours.errors
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return self.ours.tensors
-
-    def counter(self, name: str) -> int:
-        return self.ours.counters.get("inductor", {}).get(name, 0)
-
-    def noted(self, label: str) -> Any:
-        return self.ours.noted(label)
-
-
 def compare_sides(
     program: Program,
     *,
     oracle: bool = True,
-    crash: bool = False,
-    besides: Collection[str] = (),
     tolerance: Mapping[str, float] | None = None,
-    run: Callable[..., Transcript] = run_side,
     **options: Any,
-) -> Parity:
-    """Runs ``program`` on all sides, and raises :class:`ParityError` with every difference except ``besides``."""
-    upstream = run(program, UPSTREAM, **options)
-    if upstream.crash is not None and not crash:
+) -> Transcript:
+    """Our findings, which are upstream's and agree with eager's; raises :class:`ParityError` with every difference."""
+    upstream = run_side(program, UPSTREAM, **options)
+    if upstream.crash is not None:
         raise ParityError(f"the program does not run under upstream:\n{upstream.traceback}")
-    ours = run(program, OURS, **options)
-    if ours.crash is not None and not crash:
+    ours = run_side(program, OURS, **options)
+    if ours.crash is not None:
         raise ParityError(f"the program runs under upstream, not under ours:\n{ours.traceback}")
-    found = differences(upstream, ours, besides)
+    found = differences(upstream, ours)
     if found:
-        upstream = run(program, UPSTREAM, **options)
-        found = differences(upstream, ours, besides)
+        upstream = run_side(program, UPSTREAM, **options)
+        found = differences(upstream, ours)
     if oracle:
-        eager = run(program, EAGER, **options)
-        if eager.crash is not None and not crash:
+        eager = run_side(program, EAGER, **options)
+        if eager.crash is not None:
             raise ParityError(f"the program does not run in eager:\n{eager.traceback}")
         found += oracle_differences(eager, ours, **(tolerance or {}))
     if found:
         more = f"\nand {len(found) - 25} more" if len(found) > 25 else ""
         raise ParityError(f"{len(found)} differences\n" + "\n".join(found[:25]) + more)
-    return Parity(upstream, ours)
+    return ours
+
+
+def compare_by_address(program: Program, seen: Transcript, **options: Any) -> None:
+    """Runs ``program`` with inputs by address; raises :class:`ParityError` unless its user sees what ``seen`` has.
+
+    Recordings, memory, counters and warnings may differ; values, errors and the state of random generators may not.
+    """
+    ours = run_side(program, OURS, flags=FLAGS_BY_ADDRESS, **options)
+    if ours.crash is not None:
+        raise ParityError(f"the program raises with inputs by address:\n{ours.traceback}")
+    found = differences(_seen(seen), _seen(ours))
+    if found:
+        raise ParityError("with inputs by address:\n" + "\n".join(found[:25]))
+
+
+def _seen(transcript: Transcript) -> Transcript:
+    """The facts that a program's user sees."""
+    notes = [dataclasses.replace(note, label=note.label.split()[0]) for note in transcript.notes if _is_seen(note)]
+    return Transcript(transcript.side, notes=notes, random=transcript.random)
+
+
+def _is_seen(note: Note) -> bool:
+    return note.oracle or isinstance(note.value, ErrorNote) or note.label.startswith("no error ")
 
 
 @requires_cuda
@@ -416,15 +405,20 @@ class ParityTestCase(TestCase):
 
     # Programs use the same few shapes; a long message shows where the runs differ.
     maxDiff = None
+    by_address = False  # whether programs also run with inputs by address
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
         prime()
 
-    def parity(self, program: Program, **options: Any) -> Parity:
+    def parity(self, program: Program, *, by_address: bool | None = None, **options: Any) -> Transcript:
         """Runs ``program`` under upstream and ours, with eager as the oracle, and fails on any difference."""
-        return compare_sides(program, **options)
+        found = compare_sides(program, **options)
+        if self.by_address if by_address is None else by_address:
+            own = {name: value for name, value in options.items() if name not in ("oracle", "tolerance")}
+            compare_by_address(program, found, **own)
+        return found
 
     def assertError(self, error: ErrorNote | None, kind: str, pattern: str) -> None:
         """``error`` is of the class named ``kind`` and ``pattern`` is found in its message."""
@@ -436,21 +430,3 @@ class ParityTestCase(TestCase):
     def assertOverwritten(self, error: ErrorNote | None) -> None:
         # Since torch 2.15, the message tells gradients from other outputs.
         self.assertError(error, "RuntimeError", "accessing (gradient )?tensor output of CUDAGraphs .* overwritten")
-
-
-__all__ = [
-    "EAGER",
-    "OURS",
-    "UPSTREAM",
-    "WHOLE_GRAPH",
-    "Context",
-    "Parity",
-    "ParityError",
-    "ParityTestCase",
-    "compare_sides",
-    "normalise",
-    "requires_cuda",
-    "requires_four_gpus",
-    "requires_two_gpus",
-    "run_side",
-]

@@ -1,8 +1,7 @@
 """Actions of a program around and inside a call.
 
-Hooks on saved tensors, tangents without memory, finalizers, collections and threads that call a compiled function
-during another call, and devices other than the current one. Eager is the oracle: each call, also an inner one, must
-return its own result.
+Hooks on saved tensors, finalizers, collections and threads that call a compiled function during another call. Eager is
+the oracle: each call, also an inner one, must return its own result.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from indirection import Facts, IndirectionTestCase
-from parity import requires_two_gpus
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -147,64 +145,6 @@ class TestSavedTensorHooks(IndirectionTestCase):
             wanted = self.gradients(fn, [x, w], given)
             torch.compiler.cudagraph_mark_step_begin()
             self.assertEqual(self.gradients(graphed, [x, w], given), wanted, atol=2e-4, rtol=2e-4, msg=f"call {call}")
-
-
-class TestTangents(IndirectionTestCase):
-    """Gradients that a program passes for outputs: zeros without memory, expanded zeros, none."""
-
-    def tangents(self, kind: str, like: torch.Tensor) -> torch.Tensor | None:
-        if kind == "zeros without memory":
-            return torch._efficientzerotensor(like.shape, dtype=like.dtype, device=like.device)
-        if kind == "expanded":
-            return torch.zeros((), dtype=like.dtype, device=like.device).expand_as(like)
-        return None if kind == "none" else torch.full_like(like, 0.5)
-
-    @parametrize("order", ["first", "later", "alternate"])
-    @parametrize("kind", ["zeros without memory", "expanded", "none"])
-    @parametrize("shape", [(64,), (4, 3, 5, 2)])
-    def test_gradients_are_those_of_eager(self, shape: tuple[int, ...], kind: str, order: str) -> None:
-        def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return (x * w).sin(), (x + w).exp()
-
-        graphed = torch.compile(fn, mode="reduce-overhead")
-        takes = {
-            "first": lambda n: n == 0,
-            "later": lambda n: n > 3,
-            "alternate": lambda n: n % 2,
-        }
-        for call in range(8):
-            given = [torch.randn(shape, device=self.device) for _ in range(2)]
-            results = []
-            for way in (fn, graphed):
-                leaves = [tensor.clone().requires_grad_() for tensor in given]
-                torch.compiler.cudagraph_mark_step_begin()
-                one, other = way(*leaves)
-                given_ = {one: self.tangents(kind if takes[order](call) else "plain", one)}
-                given_[other] = self.tangents("plain", other)
-                wanted = {output: tangent for output, tangent in given_.items() if tangent is not None}
-                torch.autograd.backward(list(wanted), list(wanted.values()))
-                results.append([leaf.grad for leaf in leaves])
-            torch.cuda.synchronize()
-            self.assertEqual(results[1], results[0], msg=f"call {call}")
-        self.assertGreater(Facts.now().replays, 0)
-
-    def test_a_zero_of_a_matrix_product(self) -> None:
-        def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x @ w, (x * 2).sum(0)
-
-        graphed = torch.compile(fn, mode="reduce-overhead")
-        for call in range(6):
-            given = [torch.randn(16, 16, device=self.device, dtype=torch.float64) for _ in range(2)]
-            results = []
-            for way in (fn, graphed):
-                leaves = [tensor.clone().requires_grad_() for tensor in given]
-                torch.compiler.cudagraph_mark_step_begin()
-                one, other = way(*leaves)
-                kind = "zeros without memory" if call % 3 else "plain"
-                torch.autograd.backward([one, other], [self.tangents(kind, one), torch.ones_like(other)])
-                results.append([leaf.grad for leaf in leaves])
-            torch.cuda.synchronize()
-            self.assertEqual(results[1], results[0], msg=f"call {call}")
 
 
 class Garbage:
@@ -456,51 +396,7 @@ class TestThreads(IndirectionTestCase):
             self.assertEqual(found[0], wanted_gradient, atol=1e-3, rtol=1e-3)
 
 
-class TestDevices(IndirectionTestCase):
-    @requires_two_gpus
-    @parametrize("is_graphed_first", [0, 1])
-    def test_tensors_of_another_device_than_the_current_one(self, is_graphed_first: int) -> None:
-        def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return x @ y + x.sin()
-
-        graphed = torch.compile(fn, mode="reduce-overhead")
-        kept = []
-        for call in range(10):
-            for device in (is_graphed_first, 1 - is_graphed_first):
-                given = [torch.randn(64, 64, device=f"cuda:{device}", dtype=torch.float64) for _ in range(2)]
-                kept.append(given)
-                torch.compiler.cudagraph_mark_step_begin()
-                with torch.cuda.device(call % 2):
-                    found = graphed(*given)
-                    self.assertEqual(torch.cuda.current_device(), call % 2)
-                self.assertEqual(found, fn(*given))
-        self.assertEqual(Facts.now().copied_bytes, 0)
-
-    @requires_two_gpus
-    def test_training_on_another_device(self) -> None:
-        model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)).to("cuda:1")
-        graphed = torch.compile(model, mode="reduce-overhead")
-        for _ in range(6):
-            x = torch.randn(16, 32, device="cuda:1")
-            wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-            torch.compiler.cudagraph_mark_step_begin()
-            found = torch.autograd.grad(graphed(x).sum(), list(model.parameters()))
-            self.assertEqual(found, wanted, atol=1e-4, rtol=1e-4)
-
-    def test_a_context_of_the_only_device_and_a_stream(self) -> None:
-        graphed = torch.compile(lambda x: x.sin() * 2, mode="reduce-overhead")
-        side = torch.cuda.Stream()
-        for call in range(8):
-            x = torch.randn(257, device=self.device)
-            side.wait_stream(torch.cuda.current_stream())
-            torch.compiler.cudagraph_mark_step_begin()
-            with torch.cuda.device(0), torch.cuda.stream(side) if call % 2 else contextlib.nullcontext():
-                found = graphed(x)
-            torch.cuda.current_stream().wait_stream(side)
-            self.assertEqual(found, x.sin() * 2)
-
-
-for _case in (TestSavedTensorHooks, TestTangents, TestFinalizers, TestThreads, TestDevices):
+for _case in (TestSavedTensorHooks, TestFinalizers, TestThreads):
     instantiate_parametrized_tests(_case)
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 A step calls functions, keeps or drops results, takes gradients or not, fails between or in backwards, moves parameters,
 or runs in another thread, if that has trees of its own; sometimes it reads outputs of an earlier step.
-``PYGRAPH_STRESS`` is the number of steps, 1,500 by default. If torch guesses the steps, one more recording changes the
-guess, so parameters, which we patch and upstream records again, then move only with patching off.
+``PYGRAPH_STRESS`` is the number of steps, 1,500 by default. Parameters, which we patch and upstream records again, move
+only in marked steps: if torch guesses the steps, one more recording changes the guess.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Interruption(Exception):
 class World:
     """Compiled functions, their results, and the choice of the next step."""
 
-    def __init__(self, ctx: Context, seed: int, marks: bool, moves: bool) -> None:
-        """``marks``: whether steps are marked; torch guesses them otherwise. ``moves``: whether parameters move."""
+    def __init__(self, ctx: Context, seed: int, marks: bool) -> None:
+        """``marks``: whether steps are marked; torch guesses them otherwise."""
         self.ctx = ctx
         self.draw = random.Random(seed)
         self.marks = marks
         self.kept: list[torch.Tensor] = []
         self.number = 0
         self.failing = False
-        self.moves_left = MOST_MOVES if moves else 0
+        self.moves_left = MOST_MOVES if marks else 0
         torch.manual_seed(0)
         layers = torch.nn.Linear(24, 32), torch.nn.GELU(), torch.nn.Linear(32, 24)
         self.model = torch.nn.Sequential(*layers).to(ctx.device)
@@ -194,9 +194,9 @@ class World:
         torch._C._set_cached_tensors_enabled(True)
 
 
-def steps(seed: int, count: int, marks: bool, moves: bool) -> Callable[[Context], None]:
+def steps(seed: int, count: int, marks: bool) -> Callable[[Context], None]:
     def program(ctx: Context) -> None:
-        world = World(ctx, seed, marks, moves)
+        world = World(ctx, seed, marks)
         for _ in range(count):
             world.step()
         world.kept.clear()
@@ -212,17 +212,14 @@ class TestFastPathStress(TestCase):
         prime()
 
     def test_steps_that_are_marked(self):
-        self._compare(steps(0, STEPS // 2, marks=True, moves=True), "auto")
+        self._compare(steps(0, STEPS // 2, marks=True))
 
     def test_steps_that_are_guessed(self):
-        self._compare(steps(1, STEPS // 2, marks=False, moves=False), "auto")
+        self._compare(steps(1, STEPS // 2, marks=False))
 
-    def test_steps_that_are_guessed_where_parameters_move(self):
-        self._compare(steps(2, STEPS // 2, marks=False, moves=True), "off")
-
-    def _compare(self, program, indirection):
+    def _compare(self, program):
         upstream = run_side(program, UPSTREAM)
-        ours = run_side(program, OURS, config={FLAG: indirection})
+        ours = run_side(program, OURS, config={FLAG: "auto"})
         self.assertIsNone(upstream.crash, upstream.traceback)
         self.assertIsNone(ours.crash, ours.traceback)
         for number, (found, expected) in enumerate(zip(ours.notes, upstream.notes, strict=False)):

@@ -1,5 +1,5 @@
-"""Addresses and layouts of inputs: views, alignments, shared memory, outputs that come back as inputs, parameters that
-move, threads and streams.
+"""Addresses and layouts of inputs: views, alignments, shared memory, outputs that come back as inputs, and parameters
+that move.
 
 Each program runs un-graphed and graphed while its inputs move (``indirection.py``). Both must leave the same bits, and
 only the announced bytes may be copied.
@@ -8,15 +8,12 @@ only the announced bytes may be copied.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-import threading
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from indirection import REGIMES, Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, run, tensor
-from test_trees_concurrency import in_thread, with_own_manager
+from indirection import Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, run, tensor
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
@@ -128,17 +125,6 @@ class TestIndirectionAddresses(IndirectionTestCase):
     def test_functional_call_with_fresh_parameters(self):
         self.check(FUNCTIONAL)
 
-    def both(self, ways, calls):
-        """Calls both ways, which mutate nothing, with the arguments of each call; returns the facts."""
-        for call, arguments in enumerate(calls):
-            results = []
-            for way in (ways.plain, ways.graphed):
-                torch.compiler.cudagraph_mark_step_begin()
-                with torch.no_grad():
-                    results.append(way(*arguments).clone())
-            assert_same_bits(results[1], results[0], f"call {call}: ")
-        return Facts.now()
-
     def test_alignment_that_changes(self):
         block = torch.randn(1 << 16, device=self.device, dtype=torch.float16)
         for first, later in ((0, 1), (0, 8), (0, 16), (1, 0), (1, 3), (8, 4), (64, 8)):
@@ -148,13 +134,13 @@ class TestIndirectionAddresses(IndirectionTestCase):
                 offsets = [first] * 3 + [later] * 3 + [first, later] * 2
                 weight = torch.randn(64, 64, device=self.device, dtype=torch.float16)
                 pieces = [block[offset : offset + 4096] for offset in offsets]
-                facts = self.both(ways, [(piece, weight) for piece in pieces])
+                facts = self.assertSameCalls(ways, [(piece, weight) for piece in pieces])
                 for reason in facts.why:
                     self.assertRegex(reason, "align")
 
     def test_rows_of_64_bytes(self):
         table = torch.randn(100, 16, device=self.device)
-        facts = self.both(compiled(lambda x: x.softmax(0)), [(table[call * 7 % 100],) for call in range(20)])
+        facts = self.assertSameCalls(compiled(lambda x: x.softmax(0)), [(table[call * 7 % 100],) for call in range(20)])
         self.assertLessEqual(facts.recordings, 2, str(facts))
         self.assertEqual((facts.ungraphed_calls, facts.skips), (0, 0))
 
@@ -282,24 +268,9 @@ class TestIndirectionAddresses(IndirectionTestCase):
         for weight in weights:
             torch._dynamo.mark_static_address(weight, guard=False)
         x = torch.randn(8, 64, device=self.device)
-        facts = self.both(compiled(lambda x, w: x @ w), [(x, weights[call // 2]) for call in range(12)])
+        facts = self.assertSameCalls(compiled(lambda x, w: x @ w), [(x, weights[call // 2]) for call in range(12)])
         self.assertLessEqual(facts.recordings, 2, str(facts))
         self.assertEqual(facts.copied_bytes, 0, str(facts))
-
-    def test_parameters_that_are_stepped_and_swapped(self):
-        models = [perceptron().to(self.device)]
-        models.append(copy.deepcopy(models[0]))
-        ways = [compiled(models[0]).plain, compiled(models[1]).graphed]
-        for call in range(8):
-            for model, way in zip(models, ways, strict=True):
-                x = torch.full((4, 64), 0.1 * call, device=self.device)
-                torch.compiler.cudagraph_mark_step_begin()
-                way(x).square().sum().backward()
-                with torch.no_grad():
-                    for p in model.parameters():
-                        p.data = p - 0.1 * p.grad
-                        p.grad = None
-            assert_same_bits(list(models[1].parameters()), list(models[0].parameters()), f"call {call}: ")
 
     def test_sizes_that_change(self):
         def program(x, w):
@@ -311,20 +282,6 @@ class TestIndirectionAddresses(IndirectionTestCase):
             run(Program(f"{n} rows", program, (tensor(n, 16), tensor(32, 16))), ways, self.device, ("fresh", "same"))
         facts = Facts.now()
         self.assertEqual((facts.recordings, facts.copied_bytes), (len(sizes), 0), str(facts))
-
-    @parametrize("inference", [torch.no_grad, torch.inference_mode], name_fn=lambda mode: mode.__name__)
-    def test_inference_and_then_training(self, inference):
-        def program(x, w):
-            return (x @ w).sin()
-
-        ways = compiled(program)
-        inputs = (tensor(32, 64), tensor(64, 16))
-        for backward in (False, True, False, True):
-            with contextlib.nullcontext() if backward else inference():
-                run(Program(f"backward {backward}", program, inputs, backward=backward), ways, self.device)
-        facts = Facts.now()
-        self.assertLessEqual(facts.recordings, 2 * facts.functions, str(facts))
-        self.assertEqual((facts.copied_bytes, facts.ungraphed_calls), (0, 0), str(facts))
 
     def test_a_model_in_inference_mode_and_then_in_training(self):
         """Parameters and inputs are made outside of inference mode, so they are ordinary tensors in both modes."""
@@ -406,18 +363,6 @@ class TestIndirectionAddresses(IndirectionTestCase):
 
         self.assertEqual(self.each_call(step).ungraphed_calls, 0)
 
-    def test_streams(self):
-        program = Program("streams", lambda x, w: (x @ w).softmax(1), (tensor(128, 64), tensor(64, 32)))
-        ways = compiled(program.fn)
-        streams = [torch.cuda.Stream() for _ in range(2)]
-        run(program, ways, self.device)
-        for stream in streams * 2:
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                run(program, ways, self.device, REGIMES[:2])
-            torch.cuda.current_stream().wait_stream(stream)
-        self.assertEqual(Facts.now().copied_bytes, 0)
-
     def test_addresses_stand_out(self):
         """At the driver's addresses, a word of a kernel's parameters that looks like an address is one."""
         placeholders = Placeholders(driver(), self.device.index, [Extent(4096, 0)])
@@ -439,36 +384,15 @@ class TestIndirectionAddresses(IndirectionTestCase):
         for i, result in enumerate(results):
             self.assertEqual(result, torch.full_like(result, i + 1.0))
 
-    def test_threads_in_turn(self):
-        program = Program("thread", lambda x, y: (x * y).sin(), (tensor(1000), tensor(1000)))
-
-        def work():
-            torch._dynamo.reset()  # functions that another thread compiled have that thread's manager
-            return run(program, compiled(program.fn), self.device)
-
-        for _ in range(3):
-            self.assertEqual(in_thread(with_own_manager(work)), 12)
-
-    def test_a_thread_that_replays_while_another_allocates(self):
-        program = Program("thread", lambda x, y: (x * y).sin(), (tensor(5000), tensor(5000)))
-        over = threading.Event()
-
-        def allocate():
-            while not over.is_set():
-                torch.zeros(1 << 16, device=self.device).add_(1)
-
-        ways = compiled(program.fn)
-        run(program, ways, self.device, REGIMES[:1])
-        thread = threading.Thread(target=allocate)
-        thread.start()
-        try:
-            run(program, ways, self.device, ("reused", "fresh"), calls=50)
-        finally:
-            over.set()
-            thread.join()
-
 
 instantiate_parametrized_tests(TestIndirectionAddresses)
+
+
+class TestAddressesByTable(TestIndirectionAddresses):
+    """Inputs that Triton kernels read are given through slots; nothing else differs."""
+
+    indirection = "table"
+
 
 if __name__ == "__main__":
     run_tests()

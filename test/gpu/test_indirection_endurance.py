@@ -189,5 +189,13 @@ class TestIndirectionEndurance(IndirectionTestCase):
                     self.assertLessEqual(ours[1], upstream[1] - sum(sizes) + 4 * MIB, f"{ours}, upstream {upstream}")
 
 
+class TestEnduranceByTable(TestIndirectionEndurance):
+    indirection = "table"
+
+    def test_fresh_addresses(self):
+        super().test_fresh_addresses()
+        self.assertIn("table", Facts.now().routes)
+
+
 if __name__ == "__main__":
     run_tests()

@@ -13,7 +13,7 @@ import warnings
 from unittest import mock
 
 import torch
-from indirection import FLAG, Facts, IndirectionTestCase, Program, compiled, reset, run, tensor
+from indirection import FLAG, ByTable, Facts, IndirectionTestCase, Program, compiled, reset, run, tensor
 from isolated import run_isolated
 from parity import OURS, UPSTREAM
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
@@ -101,7 +101,7 @@ def set_one_by_one():
     return mock.patch.object(Driver, "set_kernels", lambda driver, exec_, nodes: None)
 
 
-class TestIndirectionFailures(IndirectionTestCase):
+class TestEachFailure(IndirectionTestCase):
     def test_every_kind_of_node_is_patched(self):
         kinds = (KernelNode, MemcpyNode, MemsetNode)
         with contextlib.ExitStack() as stack:
@@ -172,6 +172,15 @@ class TestIndirectionFailures(IndirectionTestCase):
         self.assertLessEqual(facts.recordings, 2, str(facts))
         self.assertTrue(any("INJECTED" in why for why in facts.why), str(facts))
 
+
+instantiate_parametrized_tests(TestEachFailure)
+
+
+class TestEachFailureByTable(ByTable, TestEachFailure):
+    """Results are right whichever call fails while a table is recorded and used."""
+
+
+class TestIndirectionFailures(IndirectionTestCase):
     def test_the_reason_names_the_call(self):
         with failing(Driver, "create_memory", 1, math.inf):
             run(NODES, compiled(NODES.fn), self.device)
@@ -239,8 +248,6 @@ class TestIndirectionFailures(IndirectionTestCase):
     def test_interrupt_while_recording(self):
         self.interrupted(KeyboardInterrupt)
 
-
-instantiate_parametrized_tests(TestIndirectionFailures)
 
 if __name__ == "__main__":
     run_tests()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from indirection import IndirectionTestCase, Program, by_name, tensor
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from user_kernels import added
 
 POINTWISE = [
     Program("one kernel", lambda x: x.sin() + 1, (tensor(1 << 20),)),
@@ -25,6 +26,7 @@ POINTWISE = [
     Program("bessel function", lambda x: torch.special.i0e(x) + torch.special.zeta(x + 2, 2.5), (tensor(1 << 16),)),
     Program("pad, roll, flip", lambda x: F.pad(x.roll(3, 0).flip(1), (1, 2)), (tensor(513, 257),)),
     Program("cat and stack", lambda x, y: (torch.cat([x, y, x]), torch.stack([y, x])), (tensor(300, 65),) * 2),
+    Program("of the user", lambda x, y: added(x, y) * 2, (tensor(5000),) * 2),
 ]  # fmt: skip
 
 REDUCTION = [

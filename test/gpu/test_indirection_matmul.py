@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from indirection import IndirectionTestCase, Program, by_name, tensor
+from indirection import ByTable, IndirectionTestCase, Program, by_name, named, tensor
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 MATMUL = [
@@ -60,7 +60,16 @@ class TestIndirectionMatmul(IndirectionTestCase):
         self.check(program)
 
 
+class TestMatmulByTable(ByTable):
+    verify = "on"
+
+    @parametrize("program", named(MATMUL, "vector"), name_fn=by_name)
+    def test_matmul(self, program):
+        self.check(program)
+
+
 instantiate_parametrized_tests(TestIndirectionMatmul)
+instantiate_parametrized_tests(TestMatmulByTable)
 
 if __name__ == "__main__":
     run_tests()

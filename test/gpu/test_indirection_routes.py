@@ -155,35 +155,11 @@ class TestRouteChoice(IndirectionTestCase):
             ways.graphed(*given)
         self.assertEqual((self.found(), Facts.now().recordings, self.steps), ([None], 1, 0))
 
-    def test_few_inputs_that_change_are_patched(self) -> None:
-        ways, stay = compiled(wide), [self.fresh(64, 64, number=number) for number in range(INPUTS - 3)]
-        for number in range(2 * CALLS):
-            given = [*stay, *(self.fresh(64, 64, number=100 + 3 * number + i) for i in range(3))]
-            self.held = [*getattr(self, "held", []), given][-4:]
-            wanted = ways.plain(*given)
-            torch.compiler.cudagraph_mark_step_begin()
-            assert_same_bits(ways.graphed(*given), wanted, f"call {number}: ")
-        text = "by address: the addresses of 3 inputs that a table could hold change, fewer than 4"
-        self.assertEqual((self.found(), Facts.now().recordings, self.steps), ([text], 1, 1))
-
     def test_no_route_is_chosen_for_few_kernels_or_few_inputs(self) -> None:
         for fn, count in ((lambda *inputs: sum(inputs).softmax(1), INPUTS), (thirty, 1)):
             ways = compiled(fn)
             for number in range(2 * CALLS):
                 self.call(ways, number, count)
-        self.assertEqual((self.found(), Facts.now().recordings, self.steps), ([None] * 2, 2, 0))
-
-    def test_no_route_is_chosen_if_it_is_forced(self) -> None:
-        forced = {  # two functions: for one, Dynamo would find the code compiled for the first route
-            "patch": lambda *inputs: wide(*inputs),
-            "table": lambda *inputs: wide(*inputs),
-        }
-        for route, fn in forced.items():
-            with torch._inductor.config.patch({"triton.pygraph_indirection": route}):
-                ways = compiled(fn)
-                for number in range(2 * CALLS):
-                    self.call(ways, number)
-            self.assertEqual(set(self.newest_routes()[-INPUTS:]), {route})
         self.assertEqual((self.found(), Facts.now().recordings, self.steps), ([None] * 2, 2, 0))
 
     def test_inputs_are_patched_if_no_process_can_be_started(self) -> None:

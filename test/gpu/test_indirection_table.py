@@ -1,6 +1,7 @@
 """Live inputs whose addresses Triton kernels read from a table: a replay sets one node, however many read an input.
 
-This file tests what only tables do; ``test_indirection_table_*.py`` run the tests of patches with a table.
+Programs of kernels and libraries that use a table are run here too, those of other files of ``test_indirection_*``
+there.
 """
 
 from __future__ import annotations
@@ -11,11 +12,24 @@ import weakref
 from unittest import mock
 
 import torch
-from indirection import Facts, IndirectionTestCase, Program, assert_same_bits, compiled, run, tensor
+from indirection import (
+    ByTable,
+    Facts,
+    IndirectionTestCase,
+    Program,
+    assert_same_bits,
+    by_name,
+    compiled,
+    named,
+    run,
+    tensor,
+)
 from parity import BOTH_SIDES
 from test_indirection_addresses import nodes_set, recorded_addresses
-from torch.testing._internal.common_utils import run_tests
-from user_kernels import added
+from test_indirection_fallbacks import RANDOM
+from test_indirection_kernels import MANY, POINTWISE, REDUCTION
+from test_indirection_libraries import EMBEDDING, LARGE
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
 from pygraph_trees.indirection import inputs as live_inputs
@@ -29,6 +43,26 @@ def thirty(x):
     for _ in range(30):
         total = (total @ total).softmax(1) + x
     return total
+
+
+KERNELS = [p for p in (*POINTWISE, *REDUCTION, *MANY) if p.name not in ("complex", "norms")]  # which libraries compute
+LIBRARIES = named(
+    [*EMBEDDING, *LARGE], "large table", "int32 indices", "gather", "index select", "two indices", "embedding"
+)
+
+
+class TestProgramsByTable(ByTable):
+    verify = "on"
+
+    @parametrize("program", KERNELS + LIBRARIES, name_fn=by_name)
+    def test_program(self, program):
+        self.check(program)
+
+
+class TestRandomNumbersByTable(ByTable):
+    @parametrize("program", named(RANDOM, "dropout", "dropout around matmul", "noise"), name_fn=by_name)
+    def test_random_numbers(self, program):
+        self.check(program)
 
 
 class TestTable(IndirectionTestCase):
@@ -47,9 +81,6 @@ class TestTable(IndirectionTestCase):
         facts = self.check(program, **options)
         self.assertEqual(sorted(str(route) for route in facts.routes), sorted(routes), str(facts))
         return facts
-
-    def test_pointwise(self):
-        self.by_table(Program("p", lambda x, y: x.sin() + y, (tensor(1 << 20),) * 2), ["table"] * 2)
 
     def test_one_node_is_set(self):
         ways = compiled(thirty)
@@ -90,9 +121,6 @@ class TestTable(IndirectionTestCase):
                 "combo", lambda x, y, z: (x.sin(), y.cos(), z.sum(1)), tuple(tensor(64, n) for n in (3, 64, 99))
             )
             self.by_table(program, ["table"] * 3)
-
-    def test_kernels_of_users(self):
-        self.by_table(Program("user", lambda x, y: added(x, y) * 2, (tensor(5000),) * 2), ["table"] * 2)
 
     def test_tuned(self):
         """Autotuning ends with the first launch; each way may choose another kernel, with the same result."""
@@ -241,6 +269,9 @@ class TestTable(IndirectionTestCase):
             self.check(Program("p", lambda x: x.sin() + 1, (tensor(5000),)))
         self.assertTrue(all(found[0] == f"{WRITER}_8" for found in names), str(names))
 
+
+instantiate_parametrized_tests(TestProgramsByTable)
+instantiate_parametrized_tests(TestRandomNumbersByTable)
 
 if __name__ == "__main__":
     run_tests()

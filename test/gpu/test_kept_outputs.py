@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
-import unittest
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +13,6 @@ import torch._dynamo
 import torch._inductor.config
 import user_operators
 from indirection import KeptTestCase
-from packages import is_torchvision_broken
 from test_trees_concurrency import in_thread, with_own_manager
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -28,10 +24,6 @@ class Kept(KeptTestCase):
     def setUp(self) -> None:
         super().setUp()
         torch.manual_seed(0)
-
-    def graphed(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(fn, mode="reduce-overhead", **options)
-        return compiled
 
     def layers(self, depth: int = 3) -> torch.nn.Module:
         pairs = [m for _ in range(depth) for m in (torch.nn.Linear(64, 64), torch.nn.ReLU())]
@@ -134,43 +126,6 @@ class TestInference(Kept):
             self.close(other, wanted)
             self.assertEqual(address, output.data_ptr())
 
-    def test_a_state_that_is_carried_on(self) -> None:
-        def fn(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(x @ h + h)
-
-        graphed, h = self.graphed(fn), torch.eye(64, device=self.device)
-        wanted = h.clone()
-        with torch.no_grad():
-            for _ in range(60):
-                x = self.some(64, 64) * 0.1
-                h, wanted = graphed(x, h), fn(x, wanted)
-        self.close(h, wanted)
-        (function,) = self.functions()
-        self.assertEqual(function.recordings[-1].copied_bytes, 0)
-        self.assertGreater(function.replays, 50)
-
-    def test_outputs_kept_for_random_times(self) -> None:
-        drawn, model = random.Random(1), self.layers().eval()
-        graphed = self.graphed(lambda x: (model(x), model(x).sum(0), x * 2))
-        held: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        bytes_in_use = []
-        with torch.no_grad():
-            for call in range(3000):
-                outputs = graphed(self.some())
-                if drawn.random() < 0.5:
-                    output = outputs[drawn.randrange(3)]
-                    output = output[..., 1:] if drawn.random() < 0.5 else output
-                    held.append((call + drawn.randrange(30), output, output.clone()))
-                    del output
-                del outputs
-                for until, found, wanted in held:
-                    if until <= call:
-                        self.assertTrue(torch.equal(found, wanted), f"call {call}")
-                held = [kept for kept in held if kept[0] > call]
-                if call in (500, 2999):
-                    bytes_in_use.append(torch.cuda.memory_allocated())
-        self.assertLess(bytes_in_use[1], bytes_in_use[0] + (1 << 20))
-
     def test_views_and_storages(self) -> None:
         model = self.layers().eval()
         graphed = self.graphed(model)
@@ -203,19 +158,6 @@ class TestInference(Kept):
             for call in range(8):
                 x = self.some(64, 64)
                 self.close(graphed(x), x @ module.weight + cached, call)
-
-    @unittest.skipIf(find_spec("timm") is None or is_torchvision_broken(), "needs timm")
-    @parametrize("name", ["levit_256", "convit_small"])
-    def test_models_that_cache_tensors(self, name: str) -> None:
-        import timm
-
-        model = timm.create_model(name, pretrained=False).to(self.device).eval()
-        eager, graphed = copy.deepcopy(model), self.graphed(model)
-        with torch.no_grad():
-            for call in range(5):
-                x = self.some(2, 3, 224, 224)
-                found, wanted = graphed(x), eager(x)
-                self.assertEqual(found, wanted, atol=2e-3, rtol=2e-3, msg=f"call {call}")
 
     def test_a_block_that_is_called_many_times_in_a_step(self) -> None:
         def fn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -384,37 +326,6 @@ class TestTraining(Kept):
         newest = forward.recordings[-1]
         self.assertEqual([(i.kind, i.route) for i in newest.inputs if i.kind == "output"], [("output", "patch")])
         self.assertEqual((newest.copied_bytes, forward.ungraphed_calls), (0, 0))
-
-    def test_losses_that_are_read_at_the_end(self) -> None:
-        model, eager = self.both()
-        graphed = self.graphed(lambda x: model(x).square().mean())
-        ours, theirs = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(eager.parameters(), lr=0.1)
-        found, wanted = [], []
-        for _ in range(20):
-            x = self.some()
-            for loss_of, optimizer, losses in (
-                (graphed, ours, found),
-                (lambda x: eager(x).square().mean(), theirs, wanted),
-            ):
-                optimizer.zero_grad()
-                loss = loss_of(x)
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
-        self.close(torch.stack(found), torch.stack(wanted))
-
-
-class TestAsUpstream(Kept):
-    def test_an_output_of_an_earlier_step_is_overwritten_or_raises(self) -> None:
-        with torch._inductor.config.patch({"triton.pygraph_outputs": "upstream"}), torch.no_grad():
-            graphed = self.graphed(lambda x: x * 2 + 1)
-            ones = torch.ones(64, device=self.device)
-            warmed_up = graphed(ones)
-            recorded = graphed(ones * 2)
-            with self.assertRaisesRegex(RuntimeError, "overwritten by a subsequent run"):
-                warmed_up.sum()
-            graphed(ones * 3)
-            self.assertEqual(recorded.shape, (64,))
 
 
 instantiate_parametrized_tests(TestInference)

@@ -69,12 +69,9 @@ class TestNewerSettings(IndirectionTestCase):
         """Sizes up to the limit are graphed, and later ones run un-graphed."""
         with settings(cudagraph_dynamic_shape_rerecord_limit=2):
             ways = compiled(lambda x: x.sin() * x.size(0), dynamic=True)
-            for call in range(3 * CALLS):
-                x = torch.full((8 + call % 4, 33), call / 8, device=self.device)
-                wanted = ways.plain(x)
-                torch.compiler.cudagraph_mark_step_begin()
-                assert_same_bits(ways.graphed(x), wanted, f"call {call}: ")
-        facts = Facts.now()
+            sizes = [(8 + call % 4, 33) for call in range(3 * CALLS)]
+            calls = ([torch.full(size, call / 8, device=self.device)] for call, size in enumerate(sizes))
+            facts = self.assertSameCalls(ways, calls)
         self.assertEqual((facts.recordings, facts.copied_bytes), (2, 0), str(facts))
         self.assertGreater(facts.replays, 2 * 3 * CALLS // 4 - 6, str(facts))
 
@@ -83,13 +80,9 @@ class TestNewerSettings(IndirectionTestCase):
         with settings(cudagraph_initial_mempool_allocation_gb=0.125):
             before = torch.cuda.memory_reserved()
             ways = compiled(lambda x: (x @ x.mT).relu())
-            for call in range(CALLS):
-                x = torch.full((64, 33), call / 8, device=self.device)
-                wanted = ways.plain(x)
-                torch.compiler.cudagraph_mark_step_begin()
-                assert_same_bits(ways.graphed(x), wanted, f"call {call}: ")
+            calls = ([torch.full((64, 33), call / 8, device=self.device)] for call in range(CALLS))
+            facts = self.assertSameCalls(ways, calls)
             self.assertGreaterEqual(torch.cuda.memory_reserved() - before, 1 << 27)
-        facts = Facts.now()
         self.assertEqual((facts.recordings, facts.copied_bytes, facts.ungraphed_calls), (1, 0, 0), str(facts))
 
 

@@ -1,7 +1,6 @@
 """Trials on a GPU: the measurements decide, decisions are kept, and memory is given back.
 
-The tests cover functions that are chosen after others, in training, with errors in a trial, and with numbers that
-change.
+The tests cover functions that are chosen after others, in training, and with errors in a trial.
 """
 
 from __future__ import annotations
@@ -213,17 +212,6 @@ class TestTrials(SelectionTestCase):
             self.assertLessEqual(in_pools() - before, 2 << 20)
             self.assertEqual(outputs[0], x.sin() @ x, rtol=1e-2, atol=1e-2)
 
-    def test_another_function_goes_on_in_the_pool(self):
-        first, second = (torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x * 2, lambda x: x.cos()))
-        x = torch.randn(1 << 20, device=self.device)
-        ways = iter([Execution.GRAPHED, Execution.UNGRAPHED])
-        with deciding(ways.__next__):
-            for _ in range(2 * CALLS):
-                torch.compiler.cudagraph_mark_step_begin()
-                self.assertEqual(second(first(x)), (x * 2).cos())
-        found = {str(function.decision).split(":")[0] for function in self.functions()}
-        self.assertEqual(found, {"graphed", "un-graphed"})
-
     def test_a_backward_that_cannot_be_graphed(self):
         """A backward that cannot be graphed asks for the manager that its forward has made."""
 
@@ -270,13 +258,6 @@ class TestTrials(SelectionTestCase):
                 with self.assertRaisesRegex(Exception, "theirs"):
                     graphed(x, True)
             self.assertEqual(graphed(x, False), x + 1)
-
-    def test_numbers_that_change(self):
-        graphed = torch.compile(lambda x, n: x * n, mode="reduce-overhead", dynamic=True)
-        for number in range(3 * CALLS):
-            x = torch.ones(8 + number % 3, device=self.device)
-            torch.compiler.cudagraph_mark_step_begin()
-            self.assertEqual(graphed(x, number % 4 + 2), x * (number % 4 + 2))
 
     def test_what_was_decided_holds_for_the_next_process(self):
         """The next process uses the stored decision; here a reset, after which all is compiled again, stands for it."""

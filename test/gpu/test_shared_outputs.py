@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-import user_operators
 from indirection import KeptTestCase
 from shared_reader import reader
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from user_operators import library
 
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"library": library, "generated": lambda x: x.sin() * 2}
 
-def library(x: torch.Tensor) -> torch.Tensor:
-    """A library allocates the output, so it is in the graph pool."""
-    return torch.ops.pygraph_indirection_test.cloned(x.sin())
-
-
-def generated(x: torch.Tensor) -> torch.Tensor:
-    return x.sin() * 2
-
-
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"library": library, "generated": generated}
 CALLS = 4
 
 
 class TestSharedOutputs(KeptTestCase):
     def setUp(self) -> None:
         super().setUp()
-        assert user_operators.cloned is not None
         torch.manual_seed(0)
-
-    def graphed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(fn, mode="reduce-overhead", dynamic=False)
-        return compiled
 
     def some(self) -> torch.Tensor:
         return torch.randn(100, device=self.device)
@@ -42,7 +27,7 @@ class TestSharedOutputs(KeptTestCase):
     @parametrize("name", list(FUNCTIONS))
     @parametrize("what", ["output", "view"])
     def test_shared_memory_is_not_written_again(self, name: str, what: str) -> None:
-        fn, graphed, held = FUNCTIONS[name], self.graphed(FUNCTIONS[name]), []
+        fn, graphed, held = FUNCTIONS[name], self.graphed(FUNCTIONS[name], dynamic=False), []
         with torch.no_grad():
             for _ in range(CALLS):
                 x = self.some()
@@ -61,7 +46,7 @@ class TestSharedOutputs(KeptTestCase):
 
     def test_gradients_that_are_shared(self) -> None:
         model = torch.nn.Linear(32, 8).to(self.device)
-        graphed = self.graphed(model)
+        graphed = self.graphed(model, dynamic=False)
         for step in range(CALLS):
             x = torch.randn(16, 32, device=self.device)
             graphed(x).sum().backward()
@@ -84,7 +69,7 @@ class TestSharedOutputs(KeptTestCase):
         try:
             with torch.no_grad():
                 for name, fn in FUNCTIONS.items():
-                    graphed = self.graphed(FUNCTIONS[name])
+                    graphed = self.graphed(FUNCTIONS[name], dynamic=False)
                     for _ in range(CALLS):
                         x = self.some()
                         output = graphed(x)

@@ -15,7 +15,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from indirection import Facts, KeptTestCase, reset
+from indirection import Facts, reset
 from isolated import run_isolated
 from parity import OURS
 from placement import PlacementTestCase
@@ -100,10 +100,7 @@ class TestOneCopy(PlacementTestCase):
         (function,) = pygraph_trees.report().functions
         self.assertGreaterEqual(function.recordings[0].kernels, NUMBERS + 1)
         self.assertEqual(Facts.now().routes.count("stage"), NUMBERS)
-
-    def test_two_and_one(self):
-        """Two numbers are the fewest that share a node."""
-        for count in (2, 1):
+        for count in (2, 1):  # two are the fewest that share a node
             with self.subTest(count):
                 reset()
                 self.check_calls(of_numbers, lambda call: numbers(call)[:count], 0)  # noqa: B023
@@ -387,16 +384,6 @@ class TestByValue(PlacementTestCase):
                 step()
                 self.assertEqual(graphed(x, *numbers(call)), of_numbers(x, *numbers(call)))
         self.assertEqual(copies(), 1)
-
-
-class TestKeptResults(KeptTestCase):
-    def test_results_of_200_observations(self):
-        """All are kept, without clones, steps or waits."""
-        fn = actor()
-        graphed, given = graphed_of(fn), [torch.randn(32, 64) for _ in range(200)]
-        with torch.no_grad(), config.patch({"triton.pygraph_placement": "full"}):
-            found = [graphed(values) for values in given]
-            self.assertEqual(found, [fn(values) for values in given], rtol=1e-3, atol=1e-4)
 
 
 class TestWaits(SelectionTestCase):

@@ -5,7 +5,6 @@ Outputs of a training forward and gradients are cached tensors, which torch retu
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -156,23 +155,6 @@ class TestTouchedOutputs(KeptTestCase):
                 return [first, other, second, call(x + 2)]
 
             self.check_steps(step)
-
-    def test_a_gradient_that_a_hook_kept(self) -> None:
-        """It is not changed by what becomes of the parameter's gradient."""
-        kept: dict[int, torch.Tensor] = {}
-        for number, parameter in enumerate(self.model.parameters()):
-            parameter.register_hook(functools.partial(kept.__setitem__, number))
-
-        def step(call: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
-            kept.clear()
-            call(x).square().mean().backward()
-            for parameter in self.model.parameters():
-                assert parameter.grad is not None
-                parameter.grad.mul_(100)
-            self.gradients()
-            return [kept[number].clone() for number in sorted(kept)]
-
-        self.check_steps(step)
 
 
 def changed(tensor: torch.Tensor, change: str) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Threads, streams and devices in programs that record and replay.
 
 Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. Eager is the oracle for values.
+facts. With inputs by address, its user must see the same. Eager is the oracle for values.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ refused_before_2_13 = unittest.skipUnless(hasattr(cudagraph_trees, "_initialize_
 
 
 class TestTreeConcurrency(ParityTestCase):
+    by_address = True
+
     @refused_before_2_13
     def test_first_call_in_another_thread(self) -> None:
         def program(ctx: Context) -> None:
@@ -75,22 +77,20 @@ class TestTreeConcurrency(ParityTestCase):
             for _ in range(4):
                 ctx.fact("result", in_thread(lambda: f(x)))
 
-        notes = self.parity(program, oracle=False).ours.notes
+        notes = self.parity(program, oracle=False).notes
         self.assertEqual(len(notes), 4)
         self.assertEqual(len({type(note.value) for note in notes}), 1)
 
     def test_later_calls_in_another_thread(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(lambda x: x * 2 + 1)
-            for _ in range(3):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+            ctx.call(f, count=3)
             for _ in range(3):
                 x = torch.randn(4, 8, device=ctx.device)
                 torch.cuda.synchronize()
                 ctx.fact("elsewhere", in_thread(lambda x=x: f(x).clone()))
             torch.cuda.synchronize()
-            for _ in range(2):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+            ctx.call(f, count=2)
 
         self.assertEqual(self.parity(program).tree.recordings, 1)
 
@@ -114,7 +114,7 @@ class TestTreeConcurrency(ParityTestCase):
 
         parity = self.parity(program, oracle=False)
         self.assertIn("FORWARD", parity.tree.modes)
-        self.assertEqual(len([note for note in parity.ours.notes if note.label == "backward"]), 4)
+        self.assertEqual(len([note for note in parity.notes if note.label == "backward"]), 4)
 
     def test_threads_with_managers_of_their_own(self) -> None:
         def program(ctx: Context) -> None:
@@ -135,45 +135,6 @@ class TestTreeConcurrency(ParityTestCase):
         self.assertEqual([parity.trees[f"thread {factor}"].recordings for factor in (2.0, 3.0, 4.0)], [1, 1, 1])
         self.assertEqual(parity.tree.recordings, 1)
 
-    def test_threads_take_turns(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x.sin() * 2)
-            for _ in range(3):
-                f(torch.randn(64, device=ctx.device))
-            torch.cuda.synchronize()
-            lock = threading.Lock()
-            results: dict[int, list[torch.Tensor]] = {}
-
-            def work(number: int) -> None:
-                for step in range(8):
-                    with lock:
-                        x = torch.full((64,), float(number * 8 + step), device=ctx.device)
-                        results.setdefault(number, []).append(f(x).cpu())
-
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            ctx.record(*(results[number] for number in range(3)))
-
-        self.assertEqual(self.parity(program).tree.recordings, 1)
-
-    def test_other_streams(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x @ x.t() + 1)
-            streams = [torch.cuda.Stream() for _ in range(2)]
-            # Warmed up and recorded on one stream, replayed on three.
-            for step in range(9):
-                stream = torch.cuda.current_stream() if step < 3 else [torch.cuda.current_stream(), *streams][step % 3]
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    x = torch.full((8, 4), float(step), device=ctx.device)
-                    ctx.record(f(x))
-                torch.cuda.current_stream().wait_stream(stream)
-
-        self.assertEqual(self.parity(program).tree.recordings, 1)
-
     def test_recorded_on_another_stream(self) -> None:
         def program(ctx: Context) -> None:
             model = torch.nn.Linear(8, 4, device=ctx.device)
@@ -181,29 +142,11 @@ class TestTreeConcurrency(ParityTestCase):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for _ in range(4):
-                    x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
-                    compiled(x).square().sum().backward()
-                    ctx.record(x.grad, model.weight.grad)
-                    model.zero_grad()
+                ctx.train(compiled, model)
             torch.cuda.current_stream().wait_stream(stream)
 
         # Upstream of torch 2.15 keeps one of the two.
         self.assertIn(self.parity(program).tree.recordings, (1, 2))
-
-    def test_copies_overlap_on_another_stream(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x.exp() + 1)
-            copier = torch.cuda.Stream()
-            host = [torch.randn(64, 64).pin_memory() for _ in range(6)]
-            for each in host:
-                with torch.cuda.stream(copier):
-                    x = each.to(ctx.device, non_blocking=True)
-                torch.cuda.current_stream().wait_stream(copier)
-                x.record_stream(torch.cuda.current_stream())
-                ctx.record(f(x))
-
-        self.assertEqual(self.parity(program).tree.recordings, 1)
 
     @requires_two_gpus
     def test_two_devices(self) -> None:

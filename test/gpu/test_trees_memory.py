@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from parity import WHOLE_GRAPH, ParityTestCase
+from parity import ParityTestCase
 from torch.testing._internal.common_utils import run_tests
 
 if TYPE_CHECKING:
@@ -58,46 +58,6 @@ class TestTreeMemory(ParityTestCase):
         tree = self.parity(program).tree
         # Between steps, the output of 2 KiB and the library's workspace are in use.
         self.assertLess(tree.pool_active_bytes, 40 * MIB)
-
-    def test_outputs_that_die_make_room(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * 2)
-            g = ctx.compile(lambda y: y + 1)
-            for _ in range(4):
-                torch.compiler.cudagraph_mark_step_begin()
-                y = g(f(megabytes(32, ctx.device)))
-                ctx.record(y[:3])
-                del y
-
-        self.assertEqual(self.parity(program).tree.depth, 2)
-
-    def test_activations_of_training(self) -> None:
-        def program(ctx: Context) -> None:
-            layers = [torch.nn.Linear(256, 256, device=ctx.device) for _ in range(3)]
-            model = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.ReLU())))
-            compiled = ctx.compile(model)
-            for _ in range(4):
-                compiled(torch.ones(4096, 256, device=ctx.device)).sum().backward()
-                ctx.record(layers[0].weight.grad[0], oracle=False)
-                model.zero_grad()
-                ctx.tree()
-
-        tree = self.parity(program, config=WHOLE_GRAPH).tree
-        self.assertEqual(tree.shape, ((0, ((1, ()),)),))
-
-    def test_memory_between_steps(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: (x * 2, x + 1, x.neg()))
-            for step in range(6):
-                outputs = f(megabytes(8, ctx.device))
-                ctx.record(*(output[:2] for output in outputs))
-                ctx.fact(f"allocated {step}", torch.cuda.memory_allocated() if ctx.compiled else 0)
-                ctx.tree(f"step {step}")
-                del outputs
-
-        parity = self.parity(program)
-        pools = [parity.trees[f"step {step}"].pool_bytes for step in range(6)]
-        self.assertEqual(len(set(pools[1:])), 1)
 
     def test_trees_do_not_grow_with_calls(self) -> None:
         def program(ctx: Context) -> None:

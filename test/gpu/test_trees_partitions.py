@@ -1,18 +1,20 @@
 """Functions that upstream splits: operators that cannot be captured, copies between devices, CPU inputs.
 
 Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. Eager is the oracle for values.
+facts. With inputs by address, its user must see the same. Eager is the oracle for values.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from parity import WHOLE_GRAPH, ParityTestCase
-from torch.testing._internal.common_utils import run_tests
+from parity import WHOLE_GRAPH, ParityTestCase, calls
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from parity import Context
 
 
@@ -43,57 +45,34 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-class TestTreePartitions(ParityTestCase):
-    def test_operator_in_the_middle(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: uncaptured(x.sin()) * 2)
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+SPLIT: dict[str, tuple[Callable[..., Any], int]] = {  # with the number of partitions that are graphed
+    "an operator in the middle": (lambda x: uncaptured(x.sin()) * 2, 2),
+    "an operator at the end": (lambda x: uncaptured(x.sin() * 2), 1),
+    "three parts": (lambda x: uncaptured(uncaptured(x.sin()).cos() + x).relu() * x, 3),
+    "a copy to the host at the end": (lambda x: (x.sin() * 2).cpu(), 1),
+}
 
-        parity = self.parity(program)
-        self.assertEqual((parity.tree.functions, parity.tree.recordings), (2, 2))
-        self.assertGreaterEqual(parity.counter("cudagraph_partitions"), 2)
+
+class TestTreePartitions(ParityTestCase):
+    by_address = True
+
+    @parametrize("name", list(SPLIT), name_fn=lambda name: name.replace(" ", "_"))
+    def test_a_function_that_is_split(self, name: str) -> None:
+        function, graphed = SPLIT[name]
+        tree = self.parity(calls(function)).tree
+        self.assertEqual(tree.functions, graphed)
 
     def test_value_used_on_both_sides(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                y = x @ x.t()
-                return uncaptured(y).relu() + y
+        def function(x: torch.Tensor) -> torch.Tensor:
+            y = x @ x.t()
+            return uncaptured(y).relu() + y
 
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
-        tree = self.parity(program).tree
+        tree = self.parity(calls(function)).tree
         self.assertEqual(tree.shape, ((0, ((1, ()),)),))
         self.assertGreaterEqual(len(tree.nodes[1].managed_inputs), 1)
 
-    def test_three_parts(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                return uncaptured(uncaptured(x.sin()).cos() + x).relu() * x
-
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
-        self.assertEqual(self.parity(program).tree.functions, 3)
-
-    def test_operator_at_the_end(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: uncaptured(x.sin() * 2))
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
-        self.assertEqual(self.parity(program).tree.functions, 1)
-
     def test_nothing_left_to_capture(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: uncaptured(x))
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
-        self.assertIsNone(self.parity(program).ours.tree)
+        self.assertIsNone(self.parity(calls(lambda x: uncaptured(x))).tree)
 
     def test_parts_in_training(self) -> None:
         def program(ctx: Context) -> None:
@@ -117,20 +96,8 @@ class TestTreePartitions(ParityTestCase):
 
         self.assertEqual(self.parity(program).tree.recordings, 4)
 
-    def test_copy_to_the_host_at_the_end(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: (x.sin() * 2).cpu())
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
-        self.assertEqual(self.parity(program).tree.functions, 1)
-
     def test_through_the_host_and_back(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: (x.sin() * 2).cpu().to(x.device).relu() + x)
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
+        program = calls(lambda x: (x.sin() * 2).cpu().to(x.device).relu() + x)
         self.assertGreaterEqual(self.parity(program).tree.functions, 1)
 
     def test_host_input(self) -> None:
@@ -179,39 +146,27 @@ class TestTreePartitions(ParityTestCase):
         self.assertEqual(parity.counter("cudagraph_skips"), 1)
 
     def test_operator_chosen_by_setting(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: captured(x.sin()) * 2)
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
+        program = calls(lambda x: captured(x.sin()) * 2)
         config = {"custom_should_partition_ops": ["pygraph_trees_test::captured"]}
         self.assertEqual(self.parity(program, config=config).tree.functions, 2)
         self.assertEqual(self.parity(program).tree.functions, 1)
 
     def test_whole_graph_with_such_an_operator_is_skipped(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: uncaptured(x.sin()) * 2)
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
-        parity = self.parity(program, config=WHOLE_GRAPH)
-        self.assertIsNone(parity.ours.tree)
+        parity = self.parity(calls(SPLIT["an operator in the middle"][0]), config=WHOLE_GRAPH)
+        self.assertIsNone(parity.tree)
         self.assertEqual(parity.counter("cudagraph_skips"), 1)
-        self.assertIn("incompatible op", " ".join(line for _, line in parity.ours.logs))
+        self.assertIn("incompatible op", " ".join(line for _, line in parity.logs))
 
     def test_shape_that_depends_on_data(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile(fullgraph=True)
-            def f(x: torch.Tensor) -> torch.Tensor:
-                y = x.sin() * 2
-                return torch.nonzero(y > 0).sum() + y.relu().sum()
+        def function(x: torch.Tensor) -> torch.Tensor:
+            y = x.sin() * 2
+            return torch.nonzero(y > 0).sum() + y.relu().sum()
 
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
-        dynamo_config = {"capture_dynamic_output_shape_ops": True}
+        program, dynamo_config = calls(function, fullgraph=True), {"capture_dynamic_output_shape_ops": True}
         self.assertGreaterEqual(self.parity(program, dynamo_config=dynamo_config).tree.functions, 1)
 
+
+instantiate_parametrized_tests(TestTreePartitions)
 
 if __name__ == "__main__":
     run_tests()

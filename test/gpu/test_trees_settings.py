@@ -9,17 +9,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from parity import WHOLE_GRAPH, ParityTestCase
-from torch.testing._internal.common_utils import run_tests
+from parity import WHOLE_GRAPH, ParityTestCase, calls
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 if TYPE_CHECKING:
     from parity import Context
 
 
-def call_often(ctx: Context, count: int = 4) -> None:
-    f = ctx.compile(lambda x: (x @ x.t()).relu() + 1)
-    for _ in range(count):
-        ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+def products(x: torch.Tensor) -> torch.Tensor:
+    return (x @ x.t()).relu() + 1
+
+
+RECORDED = {  # with one recording
+    "whole_graph": WHOLE_GRAPH,
+    "no_checks_of_the_pool": {"triton.slow_path_cudagraph_asserts": False},
+    "synchronized_replays": {"triton.force_cudagraph_sync": True},
+    "history_of_allocations": {"triton.cudagraph_trees_history_recording": True},
+}
 
 
 class TestCudagraphsBackend(ParityTestCase):
@@ -28,8 +34,7 @@ class TestCudagraphsBackend(ParityTestCase):
             model = torch.nn.Linear(8, 4, device=ctx.device)
             compiled = ctx.compile(model, backend="cudagraphs")
             with torch.no_grad():
-                for _ in range(4):
-                    ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
+                ctx.call(compiled)
 
         self.assertEqual(self.parity(program).tree.recordings, 1)
 
@@ -37,31 +42,10 @@ class TestCudagraphsBackend(ParityTestCase):
         def program(ctx: Context) -> None:
             model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).to(ctx.device)
             compiled = ctx.compile(model, backend="cudagraphs")
-            for _ in range(4):
-                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
-                compiled(x).square().sum().backward()
-                ctx.record(x.grad, *(parameter.grad for parameter in model.parameters()))
-                model.zero_grad()
+            ctx.train(compiled, model)
 
         tree = self.parity(program).tree
         self.assertEqual((tree.modes, tree.recordings), (("FORWARD", "BACKWARD"), 2))
-
-    def test_chain_and_overwritten_output(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile(backend="cudagraphs")
-            def f(x: torch.Tensor) -> torch.Tensor:
-                y = x * 2
-                torch._dynamo.graph_break()
-                return y.sin() + 1
-
-            outputs = [f(torch.randn(4, 8, device=ctx.device)) for _ in range(3)]
-            ctx.raises(lambda: outputs[0] + 1)
-            ctx.raises(lambda: outputs[1] + 1)
-            ctx.record(outputs[2])
-
-        parity = self.parity(program)
-        self.assertOverwritten(parity.errors[0])
-        self.assertEqual(parity.tree.depth, 2)
 
     def test_mutated_input(self) -> None:
         def program(ctx: Context) -> None:
@@ -80,43 +64,29 @@ class TestCudagraphsBackend(ParityTestCase):
         self.assertEqual(parity.tree.recordings, 1)
 
     def test_work_on_the_host(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * 2 + torch.arange(8).to(x.device), backend="cudagraphs")
-            for _ in range(3):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
+        program = calls(lambda x: x * 2 + torch.arange(8).to(x.device), backend="cudagraphs", count=3)
         parity = self.parity(program)
         self.assertEqual(parity.counter("cudagraph_skips"), 1)
-        self.assertIsNone(parity.ours.tree)
+        self.assertIsNone(parity.tree)
 
 
 class TestTreeSettings(ParityTestCase):
-    def test_whole_graph(self) -> None:
-        self.assertEqual(self.parity(call_often, config=WHOLE_GRAPH).tree.recordings, 1)
+    @parametrize("name", list(RECORDED))
+    def test_recorded(self, name: str) -> None:
+        self.assertEqual(self.parity(calls(products), config=RECORDED[name]).tree.recordings, 1)
+
+    def test_nothing_but_warmups(self) -> None:
+        tree = self.parity(calls(products), config={"triton.force_cudagraphs_warmup": True}).tree
+        self.assertEqual((tree.recordings, tree.state), (0, "WARMUP"))
 
     def test_without_trees(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: (x @ x.t()).relu() + 1)
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)).clone())
+        program = calls(lambda x: x.sin() + 1)
+        self.assertIsNone(self.parity(program, config={"triton.cudagraph_trees": False}).tree)
 
-        self.assertIsNone(self.parity(program, config={"triton.cudagraph_trees": False}).ours.tree)
-
-    def test_without_graphs(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: (x @ x.t()).relu() + 1, mode="default")
-            for _ in range(3):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
-        self.assertIsNone(self.parity(program).ours.tree)
-
-    def test_graphs_by_option(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x.sin() + 1, options={"triton.cudagraphs": True})
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
-        self.assertEqual(self.parity(program).tree.recordings, 1)
+    def test_without_graphs_and_with_graphs_by_option(self) -> None:
+        self.assertIsNone(self.parity(calls(products, mode="default")).tree)
+        tree = self.parity(calls(products, options={"triton.cudagraphs": True})).tree
+        self.assertEqual(tree.recordings, 1)
 
     def test_no_warmup(self) -> None:
         def program(ctx: Context) -> None:
@@ -129,10 +99,6 @@ class TestTreeSettings(ParityTestCase):
         self.assertEqual([parity.trees[f"step {step}"].recordings for step in range(3)], [1, 1, 1])
         self.assertEqual(parity.tree.warmed_up, ())
 
-    def test_nothing_but_warmups(self) -> None:
-        tree = self.parity(call_often, config={"triton.force_cudagraphs_warmup": True}).tree
-        self.assertEqual((tree.recordings, tree.state), (0, "WARMUP"))
-
     def test_checks_of_every_replay(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(lambda x: x * 2)
@@ -143,17 +109,6 @@ class TestTreeSettings(ParityTestCase):
                 ctx.record(*g(y), y)
 
         self.assertEqual(self.parity(program, config={"triton.fast_path_cudagraph_asserts": True}).tree.depth, 2)
-
-    def test_no_checks_of_the_pool(self) -> None:
-        config = {"triton.slow_path_cudagraph_asserts": False}
-        self.assertEqual(self.parity(call_often, config=config).tree.recordings, 1)
-
-    def test_synchronized_replays(self) -> None:
-        self.assertEqual(self.parity(call_often, config={"triton.force_cudagraph_sync": True}).tree.recordings, 1)
-
-    def test_history_of_allocations(self) -> None:
-        config = {"triton.cudagraph_trees_history_recording": True}
-        self.assertEqual(self.parity(call_often, config=config).tree.recordings, 1)
 
     def test_chosen_sizes(self) -> None:
         def program(ctx: Context) -> None:
@@ -174,7 +129,7 @@ class TestTreeSettings(ParityTestCase):
                 ctx.record(f(torch.randn(size, 8, device=ctx.device)))
 
         config = {"triton.cudagraph_skip_dynamic_graphs": True}
-        self.assertIsNone(self.parity(program, config=config).ours.tree)
+        self.assertIsNone(self.parity(program, config=config).tree)
         whole = self.parity(program, config={**config, **WHOLE_GRAPH})
         self.assertEqual(whole.counter("cudagraph_skips"), 1)
 
@@ -185,8 +140,7 @@ class TestTreeSettings(ParityTestCase):
             with torch.no_grad():
                 for _ in range(6):
                     model.weight.data = model.weight.data + 1
-                    for _ in range(2):
-                        ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+                    ctx.call(f, count=2)
 
         # If modules are inlined, torch 2.11 has no such limit.
         parity = self.parity(
@@ -201,12 +155,13 @@ class TestTreeSettings(ParityTestCase):
             model = torch.nn.Linear(8, 4, device=ctx.device).eval()
             compiled = ctx.compile(model)
             with torch.no_grad():
-                for _ in range(4):
-                    ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
+                ctx.call(compiled)
 
         tree = self.parity(program, config={"freezing": True}).tree
         self.assertEqual(tree.recordings, 1)
 
+
+instantiate_parametrized_tests(TestTreeSettings)
 
 if __name__ == "__main__":
     run_tests()

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import user_operators
 from indirection import Facts, KeptTestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from user_operators import library
 
 CALLS = 6
-
-
-def library(x: torch.Tensor) -> torch.Tensor:
-    """A library allocates the output, so it is in the graph pool."""
-    return torch.ops.pygraph_indirection_test.cloned(x.sin())
 
 
 def generated(x: torch.Tensor) -> torch.Tensor:
@@ -39,16 +33,11 @@ FUNCTIONS: dict[str, Any] = {"library": library, "generated": generated, "produc
 class TestUserCaptures(KeptTestCase):
     def setUp(self) -> None:
         super().setUp()
-        assert user_operators.cloned is not None
         torch.manual_seed(0)
         self.stream = torch.cuda.Stream()
 
     def some(self, *shape: int) -> torch.Tensor:
         return torch.randn(*(shape or (64, 64)), device=self.device)
-
-    def graphed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(fn, mode="reduce-overhead", dynamic=False)
-        return compiled
 
     def close(self, found: Any, wanted: Any, call: object) -> None:
         self.assertEqual(found, wanted, atol=1e-3, rtol=1e-3, msg=lambda text: f"{call}: {text}")
@@ -64,7 +53,7 @@ class TestUserCaptures(KeptTestCase):
     @parametrize("name", list(FUNCTIONS))
     @parametrize("where", ["a new stream", "the stream of the calls"])
     def test_a_call_becomes_part_of_the_programs_graph(self, name: str, where: str) -> None:
-        fn, graphed = FUNCTIONS[name], self.graphed(FUNCTIONS[name])
+        fn, graphed = FUNCTIONS[name], self.graphed(FUNCTIONS[name], dynamic=False)
         x, graph, held = self.some(), torch.cuda.CUDAGraph(), []
         with torch.no_grad(), torch.cuda.stream(self.stream):
             self.stream.wait_stream(torch.cuda.default_stream())
@@ -92,7 +81,7 @@ class TestUserCaptures(KeptTestCase):
     def test_steps_that_the_program_captures_are_not_counted(self, calls: int) -> None:
         """Captures may come before a function is recorded, and while its trial measures."""
         model, graphs = self.model(), []
-        graphed = self.graphed(model)
+        graphed = self.graphed(model, dynamic=False)
         with torch._inductor.config.patch({"triton.pygraph_selective": "auto"}), torch.no_grad():
             for call in range(24):
                 x = self.some(16, 64)
@@ -111,7 +100,7 @@ class TestUserCaptures(KeptTestCase):
     @parametrize("captures", ["forward and backward", "forward"])
     def test_training_steps(self, captures: str) -> None:
         model, x, graph = self.model(), self.some(16, 64), torch.cuda.CUDAGraph()
-        graphed, found = self.graphed(model), []
+        graphed, found = self.graphed(model, dynamic=False), []
         for _ in range(CALLS):
             graphed(self.some(16, 64)).square().mean().backward()
             self.gradients(model)
@@ -143,7 +132,7 @@ class TestUserCaptures(KeptTestCase):
     @parametrize("name", ["library", "generated"])
     def test_the_programs_graph_reads_an_output(self, name: str, what: str) -> None:
         """It holds the output's address, which later steps do not write."""
-        fn, graphed = FUNCTIONS[name], self.graphed(FUNCTIONS[name])
+        fn, graphed = FUNCTIONS[name], self.graphed(FUNCTIONS[name], dynamic=False)
         with torch.no_grad():
             for call in range(CALLS):
                 x = self.some()
@@ -161,7 +150,7 @@ class TestUserCaptures(KeptTestCase):
     def test_the_programs_graph_reads_gradients(self) -> None:
         """For example a captured step of an optimizer."""
         model = self.model()
-        graphed, reference = self.graphed(model), self.model()
+        graphed, reference = self.graphed(model, dynamic=False), self.model()
         for step in range(CALLS):
             x, graph = self.some(16, 64), torch.cuda.CUDAGraph()
             reference.load_state_dict(model.state_dict())
@@ -182,7 +171,7 @@ class TestUserCaptures(KeptTestCase):
         fn, x, graph = FUNCTIONS[name], self.some(), torch.cuda.CUDAGraph()
         alone: Any = types.FunctionType(fn.__code__.replace(co_name="alone"), globals())  # its code dies with it
         with torch.no_grad():
-            graphed: Any = self.graphed(alone)
+            graphed: Any = self.graphed(alone, dynamic=False)
             for _ in range(CALLS):
                 graphed(x)
             given = self.some()
@@ -191,7 +180,7 @@ class TestUserCaptures(KeptTestCase):
                 captured = graphed(x)
                 del graphed, alone
                 gc.collect()
-            graphed = self.graphed(fn)
+            graphed = self.graphed(fn, dynamic=False)
             for call in range(CALLS):
                 y = self.some()
                 self.close(graphed(y), fn(y), call)

@@ -1,4 +1,4 @@
-"""Tangents that are zeros without memory: gradients of un-graphed code, whether a call warms up, records or replays.
+"""Tangents that are zeros without memory, expanded or missing: gradients are those of un-graphed code in each call.
 
 No test here sets saved-tensor hooks: after a process has set them, each call checks its inputs and replaces such zeros.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from indirection import Facts, IndirectionTestCase
@@ -34,14 +35,31 @@ def zeros(like: torch.Tensor) -> torch.Tensor:
     return torch._efficientzerotensor(like.shape, dtype=like.dtype, device=like.device)
 
 
+TANGENTS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "zeros": zeros,
+    "expanded": lambda like: torch.zeros((), device=like.device).expand_as(like),
+    "none": lambda like: None,
+}
+
+
+def product(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x @ w, (x * 2).sum(0)
+
+
 class TestZeros(IndirectionTestCase):
-    def check(self, backward: Callable[[int, tuple[torch.Tensor, ...]], None]) -> None:
-        """Compares gradients of :func:`two`; ``backward`` is given a call's number and outputs."""
-        graphed = torch.compile(two, mode="reduce-overhead")
+    def check(
+        self,
+        backward: Callable[[int, tuple[torch.Tensor, ...]], None],
+        fn: Callable[..., Any] = two,
+        shape: tuple[int, ...] = (2, 128),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Compares gradients of ``fn``; ``backward`` is given a call's number and outputs."""
+        graphed = torch.compile(fn, mode="reduce-overhead")
         for call in range(CALLS):
-            given = [torch.randn(2, 128, device=self.device) for _ in range(2)]
+            given = [torch.randn(shape, device=self.device, dtype=dtype) for _ in range(2)]
             results = []
-            for way in (two, graphed):
+            for way in (fn, graphed):
                 leaves = [tensor.clone().requires_grad_() for tensor in given]
                 backward(call, way(*leaves))
                 results.append([leaf.grad.clone() for leaf in leaves])  # eager's may be such zeros
@@ -49,14 +67,27 @@ class TestZeros(IndirectionTestCase):
             self.assertEqual(results[1], results[0], msg=f"call {call}")
         self.assertGreater(Facts.now().replays, 0)
 
-    @parametrize("takes", list(TAKES))
-    def test_of_an_output(self, takes: str) -> None:
+    @parametrize(
+        "kind,takes",
+        [("zeros", takes) for takes in TAKES]
+        + [(kind, takes) for kind in ("expanded", "none") for takes in ("first", "later", "in turn")],
+    )
+    def test_of_an_output(self, kind: str, takes: str) -> None:
         def backward(call: int, outputs: tuple[torch.Tensor, ...]) -> None:
             one, other = outputs
-            tangent = zeros(one) if TAKES[takes](call) else torch.full_like(one, 0.5)
-            torch.autograd.backward([one, other], [tangent, torch.ones_like(other)])
+            tangent = TANGENTS[kind](one) if TAKES[takes](call) else torch.full_like(one, 0.5)
+            given = [(other, torch.ones_like(other)), *([(one, tangent)] if tangent is not None else [])]
+            torch.autograd.backward([output for output, _ in given], [tangent for _, tangent in given])
 
         self.check(backward)
+
+    def test_of_a_matrix_product(self) -> None:
+        def backward(call: int, outputs: tuple[torch.Tensor, ...]) -> None:
+            one, other = outputs
+            tangent = zeros(one) if call % 3 else torch.full_like(one, 0.5)
+            torch.autograd.backward([one, other], [tangent, torch.ones_like(other)])
+
+        self.check(backward, product, (16, 16), torch.float64)
 
     @parametrize("takes", list(TAKES))
     def test_a_slice(self, takes: str) -> None:

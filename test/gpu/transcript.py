@@ -19,7 +19,7 @@ import torch._logging._internal
 
 if TYPE_CHECKING:
     import warnings
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 # Frames of user code stay, to check that an error names the right line of the program.
 _USER_CODE = re.compile(r"/test/(gpu|cpu)/[^/]*$")
@@ -126,7 +126,7 @@ class Transcript:
 
     side: str
     notes: list[Note] = dataclasses.field(default_factory=list)
-    trees: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    trees: dict[str, Any] = dataclasses.field(default_factory=dict)  # recordings by label
     counters: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     warnings: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     logs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -148,7 +148,11 @@ class Transcript:
     @property
     def tree(self) -> Any:
         """The recordings at the end of the program."""
-        return dict(self.trees).get("end")
+        return self.trees.get("end")
+
+    def counter(self, name: str) -> int:
+        """One of Inductor's counters."""
+        return self.counters.get("inductor", {}).get(name, 0)
 
     def noted(self, label: str) -> Any:
         """The value noted under ``label``."""
@@ -162,7 +166,7 @@ class Transcript:
         """Every compared fact as (path, leaf)."""
         for index, note in enumerate(self.notes):
             yield from _leaves(f"note {index} ({note.label})", note.value)
-        for index, (label, tree) in enumerate(self.trees):
+        for index, (label, tree) in enumerate(self.trees.items()):
             yield from _leaves(f"recordings {index} ({label})", tree)
         for group, values in self.counters.items():
             yield from _leaves(f"counters[{group!r}]", values)
@@ -273,10 +277,9 @@ def _describe(leaf: Any) -> str:
     return text if len(text) < 600 else f"{text[:600]}…"
 
 
-def differences(expected: Transcript, actual: Transcript, besides: Collection[str] = ()) -> list[str]:
-    """One line for each fact in which the two runs differ; ``besides`` names facts that may differ."""
-    ours = {path: leaf for path, leaf in actual.facts() if path not in besides}
-    theirs = {path: leaf for path, leaf in expected.facts() if path not in besides}
+def differences(expected: Transcript, actual: Transcript) -> list[str]:
+    """One line for each fact in which the two runs differ."""
+    ours, theirs = dict(actual.facts()), dict(expected.facts())
     lines = [
         f"{path}: {_describe(leaf)} in {expected.side}, {_describe(ours[path])} in {actual.side}"
         for path, leaf in theirs.items()

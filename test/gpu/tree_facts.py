@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-import time
 from typing import TYPE_CHECKING, Any
 
 from transcript import normalise
@@ -53,8 +51,6 @@ class NodeFacts:
     liveness_before: tuple[tuple[bool, ...], ...]
     liveness_after: tuple[tuple[bool, ...], ...]
     dead_before: tuple[tuple[int, int], ...]
-    dead_after: tuple[tuple[int, int], ...]
-    live_after: tuple[tuple[int, int], ...]
     stack_traces: tuple[str | None, ...]
     children: tuple[NodeFacts, ...]
 
@@ -86,7 +82,6 @@ class TreeFacts:
     graph_counter: str
     warmup_counter: str
     current: str | None  # class of node and its number
-    current_live: int  # number of live storages of the current path
     state: str
     mode: str | None
     pending_backwards: bool
@@ -153,7 +148,6 @@ def tree_facts(manager: Any, container: Any) -> TreeFacts:
         graph_counter=repr(manager.graph_counter),
         warmup_counter=repr(manager.warmup_node_counter),
         current=None if current is None else f"{_kind_of_node(current)} {current.id.id}",
-        current_live=0 if current is None else _count_of_alive(current),
         state=manager.path_state.name,
         mode=None if manager.mode is None else manager.mode.name,
         pending_backwards=manager.running_forwards_with_pending_backwards,
@@ -163,16 +157,6 @@ def tree_facts(manager: Any, container: Any) -> TreeFacts:
         pool_active_bytes=active_bytes,
         pool_active_blocks=active_blocks,
     )
-
-
-def _count_of_alive(node: Any) -> int:
-    """The number of live outputs. An autograd thread may hold gradients briefly after it returned them."""
-    for wait_s in (0.0, 0.01, 0.1):
-        time.sleep(wait_s)
-        alive = len(list(node.path_live_weakrefs()))
-        if not alive:
-            break
-    return alive
 
 
 def _mutation_hints(manager: Any) -> Any:
@@ -231,8 +215,6 @@ def _node(node: Any, number_of: Any) -> NodeFacts:
         liveness_before=_frozen(node.recorded_liveness_before_graph),
         liveness_after=_frozen(node.recorded_liveness_after_graph),
         dead_before=_frozen(node.expected_dead_indices_before_graph),
-        dead_after=_frozen(node.expected_dead_indices_after_graph),
-        live_after=_frozen(node.live_indices_after_graph),
         stack_traces=tuple(None if trace is None else normalise(trace) for trace in node.stack_traces or ()),
         children=tuple(_node(child, number_of) for children in node.children.values() for child in children),
     )
@@ -286,10 +268,3 @@ def device_manager(device_index: int) -> tuple[Any, Any]:
 
     manager = trees.get_manager(device_index, create_if_none_exists=False)
     return manager, trees.get_container(device_index)
-
-
-def counted(counter: str) -> int:
-    """The next number of an ``itertools.count``, read from its repr."""
-    match = re.fullmatch(r"count\((-?\d+)(?:, -?\d+)?\)", counter)
-    assert match is not None, counter
-    return int(match[1])

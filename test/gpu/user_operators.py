@@ -56,6 +56,11 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+def library(x: torch.Tensor) -> torch.Tensor:
+    """A library allocates the output, so it is in the graph pool."""
+    return torch.ops.pygraph_indirection_test.cloned(x.sin())
+
+
 @torch.library.custom_op("pygraph_indirection_test::zeroed", mutates_args=("x",))
 def zeroed(x: torch.Tensor) -> None:
     """A fill by the driver; ``zero_`` launches a kernel."""
