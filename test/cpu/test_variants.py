@@ -5,7 +5,6 @@ They are compiled for an absent GPU, and interpreted on the CPU.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -16,14 +15,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(Path(__file__).resolve().parent)]
-
 import torch
 import triton
 import triton.language as tl
 import variant_kernels as kernels
-from bench import slots as benchmark
 from test_launches import autotuners, of_inductor, on_gpu
 from torch import nn
 from torch._inductor import config as inductor_config
@@ -102,36 +97,7 @@ class TestCompiled(VariantsTestCase):
         self.assertIn("_language.float32", self.variant(case, ["in_ptr0"]).fn.src)
 
 
-class TestBenchmark(VariantsTestCase):
-    def test_kernels_that_slots_are_measured_with(self):
-        for count in benchmark.COUNTS:
-            ptx = [kernel.asm["ptx"] for kernel in benchmark.compiled(count, TARGET)]
-            vectors, loads = ([text.count(load) for text in ptx] for load in ("ld.global.v4", "ld.global"))
-            self.assertGreater(vectors[0], 0)
-            self.assertEqual(vectors[1], vectors[0])
-            self.assertEqual(loads[1], loads[0] + count)  # of the slots, one each
-
-    def test_wrong_numbers_on_the_command_line_are_refused(self):
-        self.assertEqual((benchmark._sizes("1024,7"), benchmark._block("256")), ((1024, 7), 256))
-        for read, text in ((benchmark._sizes, "1024,0"), (benchmark._sizes, "many"), (benchmark._block, "1000")):
-            with self.assertRaisesRegex(argparse.ArgumentTypeError, f"expected .*, got '{text}'"):
-                read(text)
-
-
 class TestRecord(VariantsTestCase):
-    def test_only_slots_change(self) -> None:
-        case = kernels.CASES["user"]
-        variant = self.variant(case, ["x_ptr"])
-        self.assertEqual(variant.signature, {**case.signature, "x_ptr": "*i64"})
-        self.assertEqual(list(variant.signature), list(case.signature))
-        self.assertEqual(set(variant.attrs), set(case.attrs()) - {(0,)})
-        self.assertEqual(variant.fn.arg_names, case.fn.arg_names)
-        self.assertEqual(variant.fn.constexprs, case.fn.constexprs)
-        original, made = kernels.user.fn, variant.fn.fn
-        self.assertIs(made.__defaults__, original.__defaults__)
-        self.assertNotIn("x_ptr", made.__annotations__)
-        self.assertEqual({**made.__annotations__, "x_ptr": "tl.tensor"}, original.__annotations__)
-
     def test_the_original_is_left_as_it_was(self) -> None:
         def state() -> tuple[Any, ...]:
             names = [(name, id(value)) for name, value in vars(kernels).items()]
@@ -144,23 +110,6 @@ class TestRecord(VariantsTestCase):
         registered = f"{kernels.__name__}:user"
         functions = getattr(jit, "_triton_jit_function_registry", {registered: kernels.user})  # since Triton 3.7
         self.assertIs(functions[registered], kernels.user)
-
-    def test_options_of_triton_jit(self) -> None:
-        fn = triton.jit(
-            kernels.pointwise.fn,
-            do_not_specialize=["xnumel"],
-            debug=True,
-            noinline=True,
-            repr=lambda _: "other_name",
-            launch_metadata=lambda grid, kernel, arguments: {"name": arguments["in_ptr0"].shape},
-        )
-        case = kernels.CASES["pointwise"]._replace(fn=fn)
-        variant = self.variant(case)
-        self.assertEqual(
-            (variant.fn.do_not_specialize, variant.fn.debug, variant.fn.noinline), (["xnumel"], True, True)
-        )
-        self.assertIsNone(variant.fn.launch_metadata)
-        self.assertEqual(self.compiled(variant, case).metadata.name, "other_name")
 
     def test_variables_around_the_kernel_are_kept_and_told_apart(self) -> None:
         def make(by: Any, helper: Any) -> Any:
@@ -357,7 +306,7 @@ class TestInterpreted(TestCase):
             [sys.executable, HERE.with_name("interpreted_variants.py")], env=env, capture_output=True, text=True
         )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertRegex(done.stderr, r"Ran 9 tests in .*\n\nOK\n")
+        self.assertRegex(done.stderr, r"Ran 4 tests in .*\n\nOK\n")
 
 
 if __name__ == "__main__":
