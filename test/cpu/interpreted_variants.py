@@ -80,41 +80,21 @@ class TestKernels(InterpretedTestCase):
                 variant = with_slots(case.fn, case.signature, case.constants, case.attrs(), slots)
                 self.assertSameEffect(case.fn, variant, tensors, {**scalars, **case.constants}, case.grid, slots)
 
-    def test_pointwise(self) -> None:
-        size = kernels.SIZE
-        tensors = {
-            "in_ptr0": torch.randn(size),
-            "in_ptr1": torch.randn(size).bfloat16(),
-            "out_ptr0": torch.zeros(size),
-        }
-        self.check("pointwise", tensors, xnumel=size)
-
-    def test_one_line(self) -> None:
-        self.check("oneline", {"in_ptr0": values("*i8", 512), "out_ptr0": torch.zeros(512, dtype=torch.int64)})
-
-    def test_reduction(self) -> None:
-        rows, columns = kernels.ROWS, kernels.COLUMNS
-        tensors = {"in_ptr0": torch.randn(rows, columns), "out_ptr0": torch.zeros(rows)}
-        self.check("reduction", tensors, xnumel=rows, r0_numel=columns)
-
-    def test_persistent_reduction(self) -> None:
-        rows, columns = kernels.ROWS, kernels.COLUMNS
-        tensors = {"in_out_ptr0": torch.randn(rows, columns), "in_ptr0": torch.randn(columns).half()}
-        self.check("persistent_reduction", tensors, xnumel=rows, r0_numel=columns)
-
-    def test_matmul(self) -> None:
+    def test_kinds_of_kernels(self) -> None:
+        size, rows, columns = kernels.SIZE, kernels.ROWS, kernels.COLUMNS
         m, n, k = kernels.M, kernels.N, kernels.K
-        tensors = {
-            "arg_A": torch.randn(m, k).half(),
-            "arg_B": torch.randn(k, n).half(),
-            "out_ptr0": torch.zeros(m, n),
-        }
-        self.check("matmul", tensors)
-
-    def test_user_kernel_with_helpers(self) -> None:
-        size = kernels.SIZE
-        tensors = {"x_ptr": torch.randn(size), "flags_ptr": values("*i1", size), "y_ptr": torch.zeros(size)}
-        self.check("user", tensors, n=size)
+        matrix, reduced = torch.randn(rows, columns), {"xnumel": rows, "r0_numel": columns}
+        flags, bytes_ = values("*i1", size), values("*i8", 512)
+        for name, tensors, scalars in (
+            ("pointwise", [torch.randn(size), torch.randn(size).bfloat16(), torch.zeros(size)], {"xnumel": size}),
+            ("oneline", [bytes_, torch.zeros(512, dtype=torch.int64)], {}),
+            ("reduction", [matrix, torch.zeros(rows)], reduced),
+            ("persistent_reduction", [matrix, torch.randn(columns).half()], reduced),
+            ("matmul", [torch.randn(m, k).half(), torch.randn(k, n).half(), torch.zeros(m, n)], {}),
+            ("user", [torch.randn(size), flags, torch.zeros(size)], {"n": size}),
+        ):
+            with self.subTest(name):
+                self.check(name, dict(zip(kernels.CASES[name].pointers, tensors, strict=True)), **scalars)
 
     def test_a_slot_written_anew(self) -> None:
         case = kernels.CASES["oneline"]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
 from bare_manager import bare_manager

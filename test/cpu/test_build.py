@@ -13,7 +13,6 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 from filelock import FileLock
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -162,19 +161,6 @@ class TestBuild(TestCase):
             build.announce()
         self.popen.assert_called_once()
         self.assertIn("PYGRAPH_BUILD is off", logs.output[0])
-
-    def test_what_is_used_is_told(self):
-        with mock.patch.object(binding, "extension", object()):
-            self.assertEqual(build.status(), "yes")
-            with self.assertLogs("pygraph_trees.native", "INFO") as logs:
-                build.announce()
-            self.popen.assert_not_called()
-            binding.do_without_extension("it needs attributes that are missing: x")
-            self.assertEqual(build.status(), NO + "it needs attributes that are missing: x")
-        self.assertEqual(logs.output, ["INFO:pygraph_trees.native:native: yes"])
-        build.build()
-        binding.why_without = None
-        self.assertIn("after this process began", build.status())
 
 
 class TestProcess(TestCase):

@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 import warnings
-from pathlib import Path
 from unittest import mock
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 import torch
 import torch._functorch.config

@@ -9,11 +9,8 @@ import itertools
 import sys
 import unittest
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 from bare_manager import SKIPPED, bare_manager
 from fake_trees import Graph, Plain, liveness_check, some
@@ -318,21 +315,6 @@ class TestCandidates(TestCase):
         reference.is_held = False
         del held
         run(0, 0)
-
-    def test_each_of_seventy_recordings_is_found_by_its_static_input(self):
-        """All are recordings of one function; each has its own tensor, and all share another one."""
-        number, call = self.trees.function()
-        shared, *own = some(71)
-        nodes = [self.trees.recording(number, static=[shared, weight]) for weight in own]
-        for times in range(3):
-            with self.looked_for(70 * (not times)) if times != 1 else contextlib.nullcontext():
-                for weight, node in zip(own, nodes, strict=True):
-                    self.step()
-                    self.check(call, [shared, weight], node)
-        for inputs in ([shared, *some(1)], [own[0], own[1]], [own[1], shared]):
-            self.step()
-            self.check_none(call, inputs)
-        self.check(call, [shared, own[69]], nodes[69])
 
     def test_whether_a_step_begins_is_asked_each_time(self):
         number, call = self.trees.function()

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
 from recordings_on_cpu import SIZE, Function

@@ -9,7 +9,6 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 import torch
 from torch.testing._internal.common_utils import TestCase, run_tests

@@ -57,6 +57,11 @@ class TestContained(TestCase):
         with mock.patch.object(calls.Steps, "run", lambda manager, inputs, function_id: upstream(inputs), create=True):
             return self.manager.run([torch.tensor(value)], ID)
 
+    def progress(self) -> Progress:
+        found = progress_of(self.model)
+        assert found is not None
+        return found
+
     def check(self, upstream: Callable[[list[Any]], Any]) -> None:
         """The outputs are right, the turn is free, and the report says why."""
         self.assertEqual(self.call(upstream), [torch.tensor(2.0)])
@@ -74,9 +79,7 @@ class TestContained(TestCase):
 
     def test_an_error_after_the_inputs_were_consumed(self) -> None:
         def upstream(inputs: list[Any]) -> Any:
-            found = progress_of(self.model)
-            assert found is not None
-            found.hold()
+            self.progress().hold()
             inputs.clear()
             fails(RuntimeError("allocated elsewhere"))
 
@@ -96,9 +99,7 @@ class TestContained(TestCase):
         node: Any = SimpleNamespace(copied_outputs=lambda: [torch.tensor(2.0)])
 
         def upstream(inputs: list[Any]) -> Any:
-            found = progress_of(self.model)
-            assert found is not None
-            found.launched(node)
+            self.progress().launched(node)
             fails(AssertionError())
 
         self.check(upstream)
@@ -110,8 +111,7 @@ class TestContained(TestCase):
         """Nothing that happened must be undone, so other recordings stay."""
 
         def upstream(inputs: list[Any]) -> Any:
-            found = progress_of(self.model)
-            assert found is not None
+            found = self.progress()
             found.hold()
             inputs.clear()
             with found.capturing():
@@ -147,9 +147,7 @@ class TestContained(TestCase):
             raise OfProgram
 
         def captured(inputs: list[Any]) -> Any:
-            found = progress_of(self.model)
-            assert found is not None
-            with found.capturing():
+            with self.progress().capturing():
                 fails(inputs)
 
         def interrupted(inputs: list[Any]) -> Any:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
 from test_fast_path import Trees as FakeTrees

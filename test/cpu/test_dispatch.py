@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fake_trees import manager_of, replaying
 from torch._inductor.cudagraph_trees import FunctionID

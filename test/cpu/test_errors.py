@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 from torch.testing._internal.common_utils import TestCase, run_tests
 

@@ -176,14 +176,6 @@ class TestPresence(TestCase):
                 self.assertEqual(tensor.device, torch.device("cuda", 0), name)
             self.assertEqual(x.cpu().device, torch.device("cpu"))
 
-    def test_autograd_on_the_gpu(self) -> None:
-        weight = torch.ones(3, requires_grad=True)
-        weight.sum().backward()  # the engine starts a thread for each device it finds, only once
-        with absent_gpu(), FakeTensorMode(), torch.autograd.set_multithreading_enabled(False):
-            leaf = nn.Parameter(torch.empty(3, 3, device="cuda"))
-            (torch.empty(2, 3, device="cuda") @ leaf + leaf.sum()).relu().sum().backward()
-            self.assertEqual(leaf.grad.device, torch.device("cuda", 0))
-
     def test_channels_last_convolution(self) -> None:
         with absent_gpu(), FakeTensorMode():
             weight = torch.empty(16, 8, 3, 3, device="cuda")
@@ -219,16 +211,6 @@ class TestPartitions(UpstreamTestCase):
             self.assertIn("extern_kernels.mm(", graph.source_code)
             self.assertIn(f"cc={arch.removeprefix('sm_')}", graph.source_code)
 
-    def test_convolutions(self) -> None:
-        with torch.device("meta"):
-            model = nn.Sequential(
-                *(nn.Conv2d(3, 64, 11, 4, 2), nn.ReLU(), nn.MaxPool2d(3, 2)),
-                *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.AdaptiveAvgPool2d((6, 6))),
-                *(nn.Flatten(), nn.Dropout(), nn.Linear(192 * 36, 10)),
-            ).eval()
-        graph = self.check(model, (on_gpu(2, 3, 224, 224),), [True])
-        self.assertEqual(graph.source_code.count("extern_kernels.convolution("), 2)
-
     def test_work_on_the_cpu(self) -> None:
         def positions(x: torch.Tensor) -> torch.Tensor:
             return x * torch.arange(8).float().pow(-0.5).to(x.device)
@@ -252,23 +234,6 @@ class TestPartitions(UpstreamTestCase):
         graph = self.check(constants, (on_gpu(4, 8),), [True])
         devices = {constant.device.type for constant in graph.graph.constants.values()}
         self.assertIn("cuda", devices)
-
-    def test_custom_operator_that_asks_for_it_splits(self) -> None:
-        name = f"absent_gpu_test::shift{id(self)}"
-
-        @torch.library.custom_op(name, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-        def shift(x: torch.Tensor) -> torch.Tensor:
-            return x + 1
-
-        shift.register_fake(torch.empty_like)
-        self.check(lambda x: shift(x.sin()).cos(), (on_gpu(4, 8),), [True, False, True])
-
-    def test_dynamic_size(self) -> None:
-        x = on_gpu(4, 8)
-        torch._dynamo.mark_dynamic(x, 0)
-        graph = self.check(lambda x: (x @ x.t()).softmax(-1).sum(0), (x,), [True])
-        self.assertEqual(graph.input_names[-1], "x")
-        self.assertEqual(len(graph.input_names), 2)  # and its size
 
     def test_what_is_not_graphed(self) -> None:
         def branch(flag: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -398,19 +363,6 @@ class TestLower(UpstreamTestCase):
         (graph,) = lower(lambda a, b: a + b, (x, x))
         self.assertEqual(len(graph.input_names), 1)
 
-    def test_graph_break(self) -> None:
-        def broken(x: torch.Tensor) -> torch.Tensor:
-            y = torch.relu(x) @ x
-            torch._dynamo.graph_break()
-            return y.softmax(-1)
-
-        first, second = lower(broken, (on_gpu(8, 8),))
-        self.assertEqual(first.name, "broken [0/0]")
-        self.assertRegex(second.name, r"^torch_dynamo_resume_in_broken_at_\d+ \[1/0\]$")
-        self.assertEqual([graphed(first), graphed(second)], [[True], [True]])
-        self.assertEqual(second.input_names, ("y",))
-        self.assertEqual([kernels(first), kernels(second)], [1, 1])
-
     def test_eager_code_between_graphs_is_on_the_gpu(self) -> None:
         seen = []
 
@@ -425,17 +377,6 @@ class TestLower(UpstreamTestCase):
         _, second = lower(program, (on_gpu(4, 8),))
         self.assertEqual(seen, [(torch.device("cuda", 0), (8, 4), (1, 8))])
         self.assertEqual(graphed(second), [True])
-
-    def test_recompiled_with_dynamic_sizes(self) -> None:
-        def step(x: torch.Tensor) -> torch.Tensor:
-            torch._dynamo.graph_break()
-            return (x * 2).sum(0) + x.size(0)
-
-        def program(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            return [step(x) for x in tensors]
-
-        graphs = lower(program, (on_gpu(4, 8), on_gpu(5, 8), on_gpu(6, 8)))
-        self.assertEqual(len(graphs), 2)  # one for 4, and one for any size
 
     def test_data_dependence_outside_of_graphs(self) -> None:
         def depends(x: torch.Tensor) -> torch.Tensor:
@@ -528,54 +469,9 @@ class TestAttention(TestCase):
         self.assertEqual(node.args[3].meta["val"].shape, (2, 4, 50, 50))
         self.assertEqual(node.args[3].meta["val"].stride(2), 56)
 
-    def test_on_the_cpu_as_ever(self) -> None:
-        q = torch.randn(1, 2, 16, 8)
-        expected = F.scaled_dot_product_attention(q, q, q)
-        with absent_gpu():
-            self.assertEqual(F.scaled_dot_product_attention(q, q, q), expected)
-
-    def test_backward(self) -> None:
-        class Attend(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.qkv = nn.Linear(64, 192, device="meta")
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                q, k, v = (t.unflatten(-1, (2, 32)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-                return F.scaled_dot_product_attention(q, k, v)
-
-        forward, backward = lower(Attend(), (on_gpu(2, 16, 64),), training=True)
-        self.assertIn("aten._scaled_dot_product_efficient_attention.default", targets(forward))
-        self.assertIn("aten._scaled_dot_product_efficient_attention_backward.default", targets(backward))
-
 
 class TestRealCompilation(TestCase):
     """Compiling for the real device, before and after lowering in the same process."""
-
-    def test_unaffected(self) -> None:
-        torch._dynamo.reset()
-        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8)).eval()
-        x = torch.randn(4, 8)
-        compiled = torch.compile(model)
-        with torch.no_grad():
-            expected = model(x)
-            self.assertEqual(compiled(x), expected)
-            torch._dynamo.utils.counters.clear()
-            lower(model, (on_gpu(4, 8),))
-            lower(model, (on_gpu(6, 8),))
-            self.assertEqual(torch._dynamo.utils.counters, {})
-            self.assertEqual(compiled(x), expected)
-            self.assertEqual(torch.compile(model)(x), expected)
-            codecache_misses = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-            self.assertEqual(compiled(x), expected)
-            self.assertEqual(torch._dynamo.utils.counters["stats"]["unique_graphs"], codecache_misses)
-            self.assertEqual({p.device for p in model.parameters()}, {torch.device("cpu")})
-
-        weight = torch.randn(8, 8, requires_grad=True)
-        torch.compile(lambda w: (w @ w).relu().sum())(weight).backward()
-        gradient, weight.grad = weight.grad, None
-        (weight @ weight).relu().sum().backward()
-        self.assertEqual(gradient, weight.grad)
 
     def test_new_sizes_do_not_make_later_compilations_dynamic(self) -> None:
         torch._dynamo.reset()

@@ -8,10 +8,7 @@ import itertools
 import sys
 import unittest
 import weakref
-from pathlib import Path
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from fake_trees import MAY_CLONE, MODE, Failed, FakeFunction, Live, Plain, Recording, Trees, deaths, fail, ordered, some
@@ -203,25 +200,6 @@ class TestNative(TestCase):
                 setattr(getattr(trees, owner), name, value)
                 self.check_missed(trees, call, some(2), was_asked=True)
 
-    def test_candidates_that_are_not_known_are_searched(self):
-        gone = fast_path.replay(Recording({}, []), (), [])
-        for places in ({}, {7: {}}, {7: {object(): "another"}}, "gone"):
-            trees, given_ = Trees({}, some(1)), some(2)
-            candidates = trees.candidates(trees.native)
-            call = trees.entry(around=True, order=[1, 0], kept=[1], picks=[0])
-            if places == "gone":
-                trees.put(trees.candidates(gone))
-                self.check_missed(trees, call, given_, was_asked=True)
-                continue
-            trees.manager._candidates = places
-            self.check_missed(trees, call, given_, (7, True), was_asked=True)
-            del trees.searched[:]
-            trees.manager._find = fail
-            self.assertRaises(Failed, call, list(given_))
-            trees.manager._find, trees.answer = trees.find, candidates
-            self.check_replays(call, given_, trees.recording.outputs)
-            self.assertEqual((trees.searched, trees.manager.is_taken), ([(7, True)], False))
-
     def test_a_function_of_integers(self):
         """The entry for the values of its integers replays it. If there is none, nothing is replayed."""
         for order in ORDERS:
@@ -341,51 +319,6 @@ class TestNative(TestCase):
                     self.assertEqual(trees.manager.current_gen, marked or generation)
                     self.assertEqual(trees.manager.ended, bool(clones and expected))
 
-    def test_it_raises(self):
-        for owner, name in (("graph", "at_launch"), ("replayer", "manager")):
-            trees = Trees({}, [])
-            setattr(getattr(trees, owner), name, fail)
-            self.assertRaises(Failed, trees.entry(), [])
-            self.assertEqual((trees.searched, trees.manager.is_taken), ([], False))
-        with mock.patch.object(Recording, "own_outputs", fail):
-            self.assertRaises(Failed, Trees({}, []).entry(), [])
-        self.assertRaises(RuntimeError, Trees({0: some(1)[0]}, []).entry(), [torch.eye(3).to_sparse()])
-        one = (1,), (1,), 0
-        cases = [(IndexError, [2]), (IndexError, [0], (2, *one)), (TypeError, [0], (1, *one))]
-        for error, picks, *views in [*cases, (RuntimeError, [0], (0, (), (1,), 0))]:  # which are not to be had
-            trees = Trees({}, [*some(1), None], others=[None, 3])
-            self.assertRaises(error, trees.entry(picks=picks, views=views), [])
-
-    def test_what_is_returned_is_put_together_before_the_launch(self):
-        """It is in the caches then. No garbage collection in between can give the graph other addresses."""
-        views = [(0, (2,), (1,), 1)]
-        for is_enabled, picks in itertools.product((True, False), (None, [1, 0], [2, 0])):
-            trees, seen = Trees({}, some(2)), []
-            cached, threshold = trees.recording.cached_tensor_outputs, gc.get_threshold()
-            trees.graph.at_launch = lambda cached=cached, seen=seen: seen.append([sys.getrefcount(t) for t in cached])
-            call = trees.entry(picks=picks, views=views)
-            before = [sys.getrefcount(tensor) for tensor in cached]
-            (gc.enable if is_enabled else gc.disable)()
-            try:
-                gc.set_threshold(1)
-                outputs = call([])
-                self.assertEqual(gc.isenabled(), is_enabled)
-                trees.graph.at_launch = fail
-                self.assertRaises(Failed, call, [])
-                self.assertEqual(gc.isenabled(), is_enabled)
-            finally:
-                gc.set_threshold(*threshold)
-                gc.enable()
-            held = [1, 1] if picks != [2, 0] else [1, 0]
-            self.assertEqual(seen, [[count + more for count, more in zip(before, held, strict=True)]])
-            self.assertEqual(len(outputs), 2)
-            self.assertEqual([sys.getrefcount(tensor) for tensor in cached], seen[0])
-
-    def test_bad_calls(self):
-        entry = fast_path.entry(FakeFunction())
-        for arguments, keywords in (((), {}), (([], []), {}), (([],), {"more": 3}), ((), {"inputs": []})):
-            self.assertRaises(TypeError, entry, *arguments, **keywords)
-
     def test_references(self):
         given_, cached, earlier, constants = some(3), some(2), some(1), [Plain()]
         moved = [t.clone() for t in given_]
@@ -460,62 +393,6 @@ class TestNative(TestCase):
                     self.assertEqual(seen, [found[2].data_ptr(), found[0].data_ptr()])
             self.check_replays(call, others, trees.recording.outputs)
             self.assertEqual((len(live.prepared), trees.graph.launches, trees.recording.calls), (1, 7, []))
-
-    def several(self, order, lives):
-        """Several recordings as candidates; the first has its static input at another address."""
-        given_ = some(3)
-        theirs = ordered(given_, order)
-        where = [torch.zeros(1), *[theirs[1]] * len(lives)]
-        found = [Recording({1: t}, some(1), live=live) for t, live in zip(where, [None, *lives], strict=True)]
-        trees = Trees({}, some(1))
-        trees.recordings, trees.where = found, where  # keeps addresses from being reused by other tensors
-        replays = [fast_path.replay(recording, (), [NotImplemented]) for recording in found]
-        trees.put(trees.candidates(*replays, facts=[(recording.fixed, None) for recording in found]))
-        return trees, given_
-
-    def test_the_first_of_several(self):
-        """The first candidate that fits replays, with and without the filter."""
-        for order, before in itertools.product(ORDERS, (0, 9)):
-            lives = [Live([2, 0], None) for _ in range(3)]
-            trees, given_ = self.several(order, lives)
-            call = trees.entry(order=order)
-            for _ in range(before):
-                call(list(given_))
-            for recording in trees.recordings:
-                recording.graph.launches = 0
-            for refusing in range(3):  # each refusal leads to the next candidate
-                for number, live in enumerate(lives):
-                    live.settle(None)
-                    live.answer = lambda number=number, refusing=refusing: "why not" if number < refusing else None
-                taken = trees.recordings[1 + refusing]
-                self.check_replays(call, given_, taken.outputs)
-                self.assertIs(trees.manager._current_node, taken)
-                self.assertEqual(
-                    [r.graph.launches for r in trees.recordings], [0, *[1] * (refusing + 1), *[0] * (2 - refusing)]
-                )
-                self.assertTrue(
-                    all(found[1] is ordered(given_, order)[1] for live in lives for found, _ in live.prepared)
-                )
-            self.assertEqual(trees.searched, [])
-
-    def test_none_of_several(self):
-        """Unneeded outputs are released. If any were, all candidates are tried once more."""
-        for order, before in itertools.product(ORDERS, (0, 9)):
-            lives = [Live([2, 0], None) for _ in range(3)]
-            trees, given_ = self.several(order, lives)
-            call = trees.entry(order=order)
-            for live in lives:
-                live.answer = lambda: "why not"
-            for _ in range(before):
-                self.check_missed(trees, call, list(given_))
-            for released, asked in (([], 1), ([True], 2), ([False], 1)):
-                for live in lives:
-                    live.prepared.clear()
-                trees.released = released
-                self.check_missed(trees, call, list(given_))
-                self.assertEqual(([len(live.prepared) for live in lives], trees.released), ([asked] * 3, []))
-            del trees.recordings[:]  # and with them the objects that the replays hold weak references to
-            self.check_missed(trees, call, given_)
 
     def dying(self, order=None, live=None):
         """Two of another recording's three cached outputs are inputs, and all three must be dead."""

@@ -7,18 +7,11 @@ code makes in the mode of the call: an inference tensor cannot be changed in pla
 
 from __future__ import annotations
 
-import sys
 import unittest
-from pathlib import Path
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
-
 import torch
-from functorch.compile import make_boxed_func
 from recordings_on_cpu import SIZE, Function
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.cudagraph_trees import CompilationMode
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
@@ -26,43 +19,6 @@ from pygraph_trees.native import binding
 from pygraph_trees.trees.recordings.recording import Recording
 
 INSIDE = [[True, False, False, True], [False, True, True, False]]  # whether each call is in inference mode
-
-
-class TestCompilations(TestCase):
-    """Cases in which Dynamo does not compile again for another mode, which make the other tests necessary."""
-
-    def compilations(self, call):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("eager")
-        compiled = torch.compile(call, backend=counter)
-        kinds = []
-        for is_inside in (False, True, False):
-            with torch.no_grad(), torch.inference_mode(is_inside):
-                torch.set_grad_enabled(False)
-                kinds.append(compiled().is_inference())
-        self.assertEqual(kinds, [False, True, False])
-        return counter.frame_count
-
-    def test_a_function_without_tensors_is_compiled_once_for_both_modes(self):
-        self.assertEqual(self.compilations(lambda: torch.arange(4) * 2.0), 1)
-
-    def test_a_function_of_a_tensor_is_compiled_for_each_mode(self):
-        given = torch.ones(4)
-        self.assertEqual(self.compilations(lambda: given * 2), 2)
-
-    def test_a_backward_is_compiled_once_for_both_modes(self):
-        leaf, compiled = torch.ones(4, requires_grad=True), []
-
-        def compiler(graph, _):
-            compiled.append(graph)
-            return make_boxed_func(graph.forward)
-
-        doubled = torch.compile(lambda: leaf.sin(), backend=aot_autograd(fw_compiler=compiler))
-        for is_inside in (False, True, False):
-            total = doubled().sum()
-            with torch.inference_mode(is_inside):
-                self.assertEqual(torch.autograd.grad(total, leaf)[0].is_inference(), is_inside)
-        self.assertEqual(len(compiled), 2)  # the forward and the backward
 
 
 @unittest.skipIf(binding.extension is None, "C++ replays here")

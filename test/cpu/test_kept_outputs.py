@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import unittest
-from pathlib import Path
 from unittest import mock
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
 from bare_manager import bare_manager

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import unittest
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest import mock
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
 from bare_manager import bare_manager
@@ -22,7 +18,7 @@ from pygraph_trees.indirection.routes import Decision, Route
 from pygraph_trees.native import binding
 from pygraph_trees.outputs import policy
 from pygraph_trees.outputs.allocations import Block
-from pygraph_trees.outputs.own_memory import MOST_CHANGES, OwnMemory
+from pygraph_trees.outputs.own_memory import OwnMemory
 from pygraph_trees.trees.managers import input_rules
 from pygraph_trees.trees.managers.manager import Manager
 from pygraph_trees.trees.managers.steps import Upstream
@@ -223,24 +219,6 @@ class TestPolicy(TestCase):
         self.assertIsNotNone(self.item(0))
         self.manager.forget(kept)
         self.assertIsNone(self.item(0))
-
-    def test_memory_that_was_not_kept_for_want_of_room_is_kept_once_there_is_room(self):
-        ids = [self.warm_up(function()) for _ in range(2)]
-        for id_ in ids:
-            self.call(id_, times=5)
-        self.recorded(ids[1], pool_bytes=0)  # the other one was called before
-        self.call(ids[0], times=9)
-        self.assertEqual(self.functions[ids[0]].own.native.held_bytes, 0)
-        self.recorded(ids[0], pool_bytes=1 << 40)
-        self.call(ids[0], times=9)
-        self.assertGreater(self.functions[ids[0]].own.native.held_bytes, 0)
-
-    def test_a_function_that_may_not_change_again_does_not_keep_others_from_it(self):
-        forward = self.warm_up(function(many(6), mode="forward"))
-        self.functions[forward].model.outputs.changes = MOST_CHANGES
-        backward = self.warm_up(function(many(2), mode="backward"))
-        self.outlive((forward, 4), (backward, 0), steps=2)
-        self.assertEqual((len(self.call(forward)), len(self.call(backward))), (0, 1))
 
     def test_the_manager_of_another_thread_changes_the_outputs(self):
         """A call that is under way uses the memory that it has. This manager follows once it moves an output."""

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import unittest
 import weakref
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
 from fake_trees import MODE, Live, Plain, Trees

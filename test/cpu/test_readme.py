@@ -11,7 +11,6 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 from torch.testing._internal.common_utils import TestCase, run_tests
 

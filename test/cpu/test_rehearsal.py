@@ -10,13 +10,9 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
 from fake_driver import KNOWN, CUresult, FakeApi
@@ -240,12 +236,6 @@ class TestExpected(TestCase):
                 self.assertEqual(expected.includes([found, torch.arange(3)]), is_included, f"{dtype}, {factor}")
             self.assertFalse(expected.includes([one, torch.arange(3) + 1]))
 
-    def test_a_result_that_was_equal_by_chance_may_differ_by_a_rounding(self):
-        one, norm = torch.rand(8), torch.tensor([3.0])
-        expected = self.seen([one, norm], [one * (1 + 1e-6), norm])
-        self.assertTrue(expected.includes([one, norm * (1 + 1e-7)]))
-        self.assertFalse(expected.includes([one, norm * (1 + 1e-5)]))
-
     def test_small_results_may_be_noise_altogether(self):
         """The gradient of a bias before a batch normalization is zero but for roundings."""
         weight, bias = torch.rand(8), 1e-9 * torch.randn(3)
@@ -349,16 +339,6 @@ class TestRehearsal(LiveInputsTestCase):
         self.check_calls(live, graph, inputs, lambda a, b, c: [a + 1, b + 1, c + 1, b + 3])
         # Memory that the check mapped for the others is given back.
         self.assertEqual(len(self.api.mappings), 1)
-
-    def test_of_many_inputs_all_are_copied_if_one_is_hidden(self):
-        inputs = [some() for _ in range(hidden_addresses._MOST_ALONE + 1)]
-
-        def nodes(a, o):
-            return [*(self.kernel(KNOWN, i, o[0]) for i in a), self.kernel("xored", a[1] ^ KEY, o[1])]
-
-        live, graph = self.rehearse(nodes, *inputs)
-        self.assertEqual({decision.route for decision in live.decisions.values()}, {Route.COPY})
-        self.check_calls(live, graph, inputs, lambda *a: [a[-1] + 1, a[1] + 3])
 
     def test_hidden_inputs_of_any_type_and_content_are_found(self):
         """Inputs are integers and masks of any width with equal elements, zeros, or NaNs."""

@@ -6,15 +6,10 @@ import contextlib
 import ctypes
 import gc
 import itertools
-import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from fake_driver import CUresult
@@ -74,9 +69,7 @@ class StagingTestCase(LiveInputsTestCase):
             (torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream)),
             (staged_values, "value_kernel", self.value_kernel),
         ):
-            patch = mock.patch.object(target, name, value)
-            patch.start()
-            self.addCleanup(patch.stop)
+            self.enterContext(mock.patch.object(target, name, value))
 
     def value_kernel(self, *_):
         """There is none: inputs are copied from pinned memory."""
@@ -313,31 +306,6 @@ def numbers(call, dtypes=(torch.float32,)):
 class TestOneBlock(StagingTestCase):
     """All inputs of a recording are in one block, and one copy takes those that may share it."""
 
-    def test_numbers_share_one_block_and_one_copy(self):
-        for dtypes in ((torch.float32,), (torch.int64, torch.bool, torch.float64), (torch.complex64, torch.bfloat16)):
-            with self.subTest(dtypes):
-                del self.blocks[:]
-                buffers = Staging(numbers(0, dtypes))
-                (source,) = buffers.sources
-                self.assertEqual((len(self.blocks), source.numbers), (1, tuple(range(NUMBERS))))
-                self.assertEqual(buffers.together.data_ptr(), self.blocks[0].data_ptr())
-                self.assertEqual(buffers.together.numel(), source.nbytes)
-                for call in range(3):
-                    values = numbers(call, dtypes)
-                    self.assertEqual(buffers.put(values), [self.blocks[0].data_ptr()])
-                    self.assertEqual(buffers.placeholder_tensors, values, rtol=0, atol=0)
-
-    def test_pinned_and_large_inputs_have_copies_of_their_own(self):
-        """These are pinned memory, which may be read in place, and inputs larger than the limit for staging."""
-        large, small = torch.zeros(100_000), torch.zeros(3)
-        with mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: tensor is small):
-            buffers = Staging([large, torch.ones(2), small, torch.ones(5).bool(), torch.ones(81_920)], 0)
-        self.assertEqual([source.numbers for source in buffers.sources], [(1, 3, 4), (0,), (2,)])
-        self.assertEqual(len(self.blocks), 1)
-        alone = Staging([torch.ones(2), large])
-        self.assertEqual([source.numbers for source in alone.sources], [(0,), (1,)])
-        self.assertIsNone(alone.together)
-
     @settings(max_examples=50, deadline=None)
     @given(st.lists(st.tuples(st.integers(1, 700), st.sampled_from([1, 2, 4, 8, 16])), min_size=1, max_size=12))
     def test_places_in_the_block_are_aligned_and_disjoint(self, sizes):
@@ -386,9 +354,7 @@ class TestOperator(StagingTestCase):
         super().setUp()
         self.stream = 1
         for name, value in (("_is_captured", lambda there: True), ("_stream", lambda device: self.stream)):
-            patch = mock.patch.object(operator, name, value)
-            patch.start()
-            self.addCleanup(patch.stop)
+            self.enterContext(mock.patch.object(operator, name, value))
 
     def staged(self, host, read=HostRead.IN_ORDER):
         return torch.ops.pygraph_trees.staged(torch.empty(0), host, int(read))

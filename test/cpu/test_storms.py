@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from bare_manager import bare_manager
@@ -273,13 +268,6 @@ class TestFunctions(TestCase):
             for n in range(2 * storms.FIRST_SIZES):
                 call([n, base[n > 0 :]])
         self.assertEqual(seen, [0] * storms.FIRST_SIZES)
-
-    def test_which_functions_are_left_alone(self):
-        """All sizes are graphed with "always", and those without integers always are."""
-        run, x = mock.Mock(), torch.ones(2)
-        self.assertIs(self.limited(self.model("always"), run), run)
-        aligned = Aligned(self.model(), (), ())
-        self.assertIs(choice.only_sizes_that_come_again(self.model(), run, [x], aligned, 0), run)
 
     def test_a_function_that_stops_runs_ungraphed_and_gives_its_recordings_back(self):
         model, manager = self.model(), mock.Mock(spec=Manager)

@@ -11,10 +11,7 @@ import inspect
 import sys
 import unittest
 import weakref
-from pathlib import Path
 from unittest import mock
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
 from fake_trees import Trees, some

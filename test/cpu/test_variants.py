@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
-
 import torch
 import triton
 import triton.language as tl
@@ -101,19 +98,6 @@ class TestCompiled(VariantsTestCase):
 
 
 class TestRecord(VariantsTestCase):
-    def test_only_slots_change(self) -> None:
-        case = kernels.CASES["user"]
-        variant = self.variant(case, ["x_ptr"])
-        self.assertEqual(variant.signature, {**case.signature, "x_ptr": "*i64"})
-        self.assertEqual(list(variant.signature), list(case.signature))
-        self.assertEqual(set(variant.attrs), set(case.attrs()) - {(0,)})
-        self.assertEqual(variant.fn.arg_names, case.fn.arg_names)
-        self.assertEqual(variant.fn.constexprs, case.fn.constexprs)
-        original, made = kernels.user.fn, variant.fn.fn
-        self.assertIs(made.__defaults__, original.__defaults__)
-        self.assertNotIn("x_ptr", made.__annotations__)
-        self.assertEqual({**made.__annotations__, "x_ptr": "tl.tensor"}, original.__annotations__)
-
     def test_the_original_is_left_as_it_was(self) -> None:
         def state() -> tuple[Any, ...]:
             names = [(name, id(value)) for name, value in vars(kernels).items()]
@@ -126,23 +110,6 @@ class TestRecord(VariantsTestCase):
         registered = f"{kernels.__name__}:user"
         functions = getattr(jit, "_triton_jit_function_registry", {registered: kernels.user})  # since Triton 3.7
         self.assertIs(functions[registered], kernels.user)
-
-    def test_options_of_triton_jit(self) -> None:
-        fn = triton.jit(
-            kernels.pointwise.fn,
-            do_not_specialize=["xnumel"],
-            debug=True,
-            noinline=True,
-            repr=lambda _: "other_name",
-            launch_metadata=lambda grid, kernel, arguments: {"name": arguments["in_ptr0"].shape},
-        )
-        case = kernels.CASES["pointwise"]._replace(fn=fn)
-        variant = self.variant(case)
-        self.assertEqual(
-            (variant.fn.do_not_specialize, variant.fn.debug, variant.fn.noinline), (["xnumel"], True, True)
-        )
-        self.assertIsNone(variant.fn.launch_metadata)
-        self.assertEqual(self.compiled(variant, case).metadata.name, "other_name")
 
     def test_variables_around_the_kernel_are_kept_and_told_apart(self) -> None:
         def make(by: Any, helper: Any) -> Any:
@@ -339,7 +306,7 @@ class TestInterpreted(TestCase):
             [sys.executable, HERE.with_name("interpreted_variants.py")], env=env, capture_output=True, text=True
         )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertRegex(done.stderr, r"Ran 9 tests in .*\n\nOK\n")
+        self.assertRegex(done.stderr, r"Ran 4 tests in .*\n\nOK\n")
 
 
 if __name__ == "__main__":

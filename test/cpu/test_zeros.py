@@ -70,11 +70,6 @@ class TestZeros(TestCase):
             for call in (manager.run_eager, manager.record_function):
                 self.assertNotIn(0, call([zeros(2), torch.ones(2)], FUNCTION))
 
-    def test_an_ungraphed_call_has_memory(self):
-        model = self.model(lambda inputs: [value._is_zerotensor() for value in inputs])
-        manager = bare_manager(ids_to_funcs={FUNCTION: SimpleNamespace(model=model)})
-        self.assertEqual(manager.run_ungraphed([zeros(2)], FUNCTION, "of the test"), [False])
-
     def test_all_ungraphed_calls_of_a_backward_have_memory_for_tangents(self):
         """The calls are measured, made during another call, or left un-graphed by upstream after too many recordings.
 
@@ -111,13 +106,6 @@ class TestZeros(TestCase):
             self.assertIs(static, value)
             self.assertEqual((found.is_neg(), found.is_conj(), found.stride()), (False, False, value.stride()))
             self.assertEqual(found, value.clone())
-
-    def test_a_backward_that_is_never_graphed_has_memory_for_tangents(self):
-        """As after an earlier process's decision, torch is not asked for a graph."""
-        for mode, expected in (("backward", [True, False]), ("forward", [True, True])):
-            aligned = Aligned(self.model(lambda inputs: [x._is_zerotensor() for x in inputs], mode), [0], ())
-            with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda inputs, static: []):
-                self.assertEqual([aligned([zeros(2), zeros(2)]) for _ in range(2)], [expected] * 2)
 
     def test_outputs_that_compiled_code_makes_have_memory(self):
         """Upstream, and the search for the storages of outputs, ask for the address of each output."""

@@ -245,16 +245,6 @@ class Training:
     def model(self):
         return Model(self, Told())
 
-    def inference(self, compute):
-        """A compiled function without a backward that takes the arguments of ``compute``; always graphed."""
-        run = self.function(Told(), "inference", lambda given: [compute(*given)], [])
-
-        def call(*given):
-            GenerationTracker.generation += 1
-            return run(list(given))[0]
-
-        return call
-
     def function(self, trial, mode, compute, static):
         settings = Settings(placement="off", indirection="auto", selective="auto", outputs=self._outputs)
         function = FunctionModel(_consuming(compute), settings, FunctionLog("f", "0/0", mode, 1, {}))
@@ -287,11 +277,6 @@ class Model:
         self.trial = trial
         self.forward = training.function(trial, "forward", _forward, [1])
         self.backward = training.function(trial, BACKWARD, _backward, [0, 1])
-
-    @property
-    def moved(self):
-        """How many times an output of its forward was moved."""
-        return sum(times for times, _ in self.forward.function.log.moved.values())
 
     def __call__(self, x, w):
         GenerationTracker.generation += 1  # as Dynamo does
