@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from indirection import Facts, IndirectionTestCase, Program, Ways, assert_same_bits, compiled, run, tensor
-from test_indirection_table import thirty
+from test_indirection_by_table import thirty
 from torch.testing._internal.common_utils import run_tests
 
 import pygraph_trees
