@@ -120,6 +120,11 @@ class _Running:
         self._process: BaseProcess = fork.Process(target=self._run)
         self._process.start()
 
+    def __str__(self) -> str:
+        """How long it has been running, and what it printed last."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:] if self._log.exists() else []
+        return "\n".join([f"{self._job.label}: was running for {time.monotonic() - self._start:.0f} s", *lines])
+
     @property
     def sentinel(self) -> int:
         return self._process.sentinel
@@ -195,6 +200,7 @@ def run(
                     show(outcomes[-1])
         finally:
             for one, _ in running.values():
+                print(one, flush=True)
                 one.end()
     return outcomes
 

@@ -104,11 +104,14 @@ class Outcome:
     failures: list[Failure] = field(default_factory=list)
 
 
-def run(campaign: Campaign, progress: Callable[[float, float, str], None]) -> Outcome:
+def run(
+    campaign: Campaign, progress: Callable[[float, float, str], None], failed: Callable[[Failure], None]
+) -> Outcome:
     """Checks cases until the time is over or enough have failed.
 
     Args:
         progress: called with seconds gone, total seconds, and the counts as text, a few times a second.
+        failed: called with a failure once it is made smaller.
 
     Raises:
         RuntimeError: a worker cannot work at all.
@@ -124,14 +127,17 @@ def run(campaign: Campaign, progress: Callable[[float, float, str], None]) -> Ou
             for worker in workers:
                 seen.add(worker.counts())
             # Less than the total, which is reported once, at the end.
-            progress(min(campaign.seconds * 0.999, time.monotonic() - start), campaign.seconds, str(seen))
+            text = f"{seen}; {len(workers)} workers"
+            progress(min(campaign.seconds * 0.999, time.monotonic() - start), campaign.seconds, text)
             for worker in [w for w in workers if w.ended()]:
                 workers.remove(worker)
                 outcome.counts.add(worker.counts())
                 by_torch = worker.lost_by_eager or _control_dies(campaign, worker)
                 failure = None if by_torch else _failure(campaign, worker)
                 outcome.counts.torch_differs += by_torch and not worker.lost_by_eager
-                outcome.failures += [failure] if failure is not None else []
+                if failure is not None:
+                    outcome.failures.append(failure)
+                    failed(failure)
                 left, share = campaign.seconds - (time.monotonic() - start), worker.share_left()
                 if (by_torch or failure is not None) and left > 0 and share != 0:
                     workers.append(stack.enter_context(_Worker(campaign, left, worker.number + jobs, share)))

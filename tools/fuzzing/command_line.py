@@ -21,7 +21,7 @@ import torch
 
 from pygraph_trees.cli.progress import Progress
 
-from .campaign import Campaign, run
+from .campaign import Campaign, Failure, run
 from .case import read
 from .check import InvalidCase, Mismatch, check
 from .programs import program
@@ -102,15 +102,17 @@ def main(arguments: Sequence[str]) -> int:
         most_failures=options.failures,
         reduce_s=options.reduce,
     )
-    outcome = run(campaign, Progress())
-    print(outcome.counts)
-    print(outcome.counts.table())
-    for failure in outcome.failures:
+
+    def write(failure: Failure) -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / f"{seed}-{failure.number}.py"
         message = "".join(f"# {line}\n" for line in failure.message.splitlines())
         path.write_text(message + failure.case.text(), encoding="utf-8")
         print(f"\n{failure.message}\n\n{failure.case.text()}\nwritten to {path}; tools/fuzz {path} runs it again")
+
+    outcome = run(campaign, Progress(), write)
+    print(outcome.counts)
+    print(outcome.counts.table())
     return 1 if outcome.failures else 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import warnings
 from dataclasses import asdict, replace
@@ -132,8 +133,14 @@ class Worker:
         self._say({"failure": {"case": failure.case.text(), "message": failure.message}})
 
 
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
 def main(campaign: str) -> int:
     told = json.loads(campaign)
+    threading.Thread(target=_end_with_parent, daemon=True).start()  # its session is its own, so no signal reaches it
     warnings.simplefilter("ignore")
     worker = Worker(told)
     return worker.campaign() if told["case"] is None else worker.single(told["case"])
