@@ -221,7 +221,7 @@ class TestHome(TestCase):
         self.assertEqual(self.call(self.first, "backward"), "noted")
         with mock.patch.object(home, "IDLE_S", 3600.0):
             self.assertTrue(self.is_elsewhere(self.first))
-        self.second.submit(home.leave).result(60)
+        self.second.shutdown()
         self.assertFalse(self.is_elsewhere(self.first))
 
     def test_each_device_has_its_own(self):

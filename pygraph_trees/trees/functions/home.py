@@ -2,9 +2,9 @@
 
 A thread that begins a step moves outputs, while another one's backward could add to a gradient whose address it has
 read; and no thread can draw random numbers while another one records. So one thread uses the graphs of a device, and
-others run un-graphed: the first one that calls a function, until it ends, resets the trees, or makes no graphed call
-for a second while others ask, as a thread that has warmed up a server. Since torch 2.13, each thread has its own trees,
-and all questions here are answered so.
+others run un-graphed: the first one that calls a function, until it ends, or makes no graphed call for a second while
+others ask, as a thread that has warmed up a server. Since torch 2.13, each thread has its own trees, and all questions
+here are answered so.
 """
 
 from __future__ import annotations
@@ -76,15 +76,6 @@ def may_use(device: int) -> bool:
         if user is None:
             _move_in(device, caller)
         return user is None or user is caller
-
-
-def leave() -> None:
-    """Lets another thread use the graphs that the calling one has used."""
-    caller = _caller()
-    with _lock:
-        for device in [device for device, home in _homes.items() if home.thread() is caller]:
-            forget_replayers()
-            del _homes[device]
 
 
 def _move_in(device: int, thread: Thread) -> None:

@@ -26,7 +26,7 @@ from ..functions.aligned import Aligned
 from ..functions.captures import is_captured
 from ..functions.dispatch import PER_THREAD
 from ..functions.function import FunctionModel, entered
-from ..functions.home import leave, way_elsewhere
+from ..functions.home import way_elsewhere
 from ..functions.threads import for_each_thread
 from ..pools import pools
 from ..pools.collector import paused
@@ -100,8 +100,6 @@ def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
         finally:
             cudagraph_trees._set_cached_tensors_enabled(True)
         dropped.clear()
-        if has_trees():
-            leave()
         with paused():  # a finalizer could wait for the lock
             release_retired()
 
