@@ -3,7 +3,8 @@
    Call(upstream, profiler, debug, conform_inputs) is a method of the class. It returns the result of the attribute
    `fast_call` of the object's current_callable. If that is missing or returns None, or while torch profiles or records
    graphs for debugging, it returns the result of the function `upstream`. Once a call had hooks on saved tensors,
-   `conform_inputs` gets object and inputs first. */
+   `conform_inputs` gets object and inputs first; and before `upstream`, if a tangent may be a negated or conjugate view:
+   code outside of recordings reads its memory as it is. */
 
 #include "fast_path.h"
 
@@ -27,6 +28,15 @@ bool hooks_were_set() {
     if (!were_set)
         were_set = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
     return were_set;
+}
+
+bool is_any_lazy(PyObject *inputs) {
+    if (!PyList_CheckExact(inputs))
+        return false;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); i++)
+        if (PyObject *input = PyList_GET_ITEM(inputs, i); is_tensor(input) && is_lazy(THPVariable_Unpack(input)))
+            return true;
+    return false;
 }
 
 /* Whether a variable of a module is true; -1 with an exception. */
@@ -54,8 +64,11 @@ Ref fast_call_of(const Call *call, PyObject *object) {
 PyObject *call_vectorcall(PyObject *self, PyObject *const *arguments, size_t flags, PyObject *keywords) {
     const auto *call = reinterpret_cast<Call *>(self);
     if (PyVectorcall_NARGS(flags) == 2 && keywords == nullptr) {
-        if (hooks_were_set() &&
-            !Ref(PyObject_CallFunctionObjArgs(call->conform_inputs, arguments[0], arguments[1], nullptr)))
+        const auto conforms = [&] {
+            return bool(Ref(PyObject_CallFunctionObjArgs(call->conform_inputs, arguments[0], arguments[1], nullptr)));
+        };
+        const bool is_checked = hooks_were_set();
+        if (is_checked && !conforms())
             return nullptr;
         Ref fast_call = fast_call_of(call, arguments[0]);
         if (!fast_call && PyErr_Occurred())
@@ -63,6 +76,8 @@ PyObject *call_vectorcall(PyObject *self, PyObject *const *arguments, size_t fla
         Ref outputs = fast_call ? Ref(PyObject_CallOneArg(fast_call.get(), arguments[1])) : Ref();
         if (fast_call && outputs.get() != Py_None)
             return outputs.release();
+        if (!is_checked && is_any_lazy(arguments[1]) && !conforms())
+            return nullptr;
     }
     return PyObject_Vectorcall(call->upstream, arguments, static_cast<size_t>(PyVectorcall_NARGS(flags)), keywords);
 }

@@ -153,8 +153,8 @@ Answer find(Replay::State *state, const Inputs &inputs) {
                 return Answer::no; // the slow path raises the error
             const at::Tensor &tensor = THPVariable_Unpack(object);
             const uint64_t address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
-            if (tensor.is_neg())
-                return Answer::no; // a tangent may be negated at one call and not at the next
+            if (is_lazy(tensor))
+                return Answer::no; // as a tangent may be at one call and not at the next
             if (all == &state->asked)
                 input.address = address;
             else if (address != input.address)

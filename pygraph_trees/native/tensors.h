@@ -78,6 +78,9 @@ inline const at::Tensor *tensor_of(PyObject *object) {
     return &THPVariable_Unpack(object);
 }
 
+/* Whether a tensor reads otherwise than its memory: as a negated or conjugate view. Nothing guards tangents against it. */
+inline bool is_lazy(const at::Tensor &tensor) { return tensor.is_neg() || tensor.is_conj(); }
+
 /* Where a tensor's object, implementation and storage were at the last call, and the storage's Python object. */
 struct Known {
     const void *object = nullptr, *tensor = nullptr, *storage = nullptr, *own = nullptr;

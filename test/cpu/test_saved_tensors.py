@@ -174,7 +174,12 @@ class TestCalls(TestCase):
                 def __init__(self, **more):
                     vars(self).update(more)
             backward, forward = Graph(pygraph_saved=[layout]), Graph()
-            backward([saved.contiguous()])  # nobody set hooks: nothing is looked at
+            backward([saved.contiguous()])  # nobody set hooks: layouts are not looked at
+            # Code outside of recordings would read the memory of a negated tangent as it is.
+            for graph, is_resolved in ((backward, True), (forward, False)):
+                graph(inputs := [torch._neg_view(saved)])
+                assert inputs[0].is_neg() != is_resolved and torch.equal(inputs[0], -saved), graph
+            del seen[1:]
             with saved_tensors_hooks(lambda t: t, lambda t: t):
                 forward([saved])
             backward([saved.contiguous()])

@@ -23,7 +23,7 @@ from pygraph_trees.settings import Settings
 from ..functions.function import loaded_with
 from . import saved_tensors
 from .runner import shortened
-from .saved_tensors import conform_inputs, hooks_were_set
+from .saved_tensors import conform_inputs, hooks_were_set, is_any_lazy
 
 
 def loading(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +69,7 @@ def calling(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(upstream)
     def __call__(self: Any, inputs: Any) -> Any:
-        if hooks_were_set():
+        if hooks_were_set() or is_any_lazy(inputs):
             conform_inputs(self, inputs)
         return upstream(self, inputs)
 

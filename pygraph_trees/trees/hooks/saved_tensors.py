@@ -2,7 +2,8 @@
 
 Hooks may return a saved tensor with other strides, type or device, even at the same address; neither autograd nor
 compiled code checks. :func:`attach` notes the layouts with a compiled backward; :func:`conform` replaces an input with
-another layout by a copy. Calls check only after hooks were set while a compiled graph ran (:func:`hooks_were_set`).
+another layout by a copy. Calls check only after hooks were set while a compiled graph ran (:func:`hooks_were_set`), or
+if a tangent may be a negated or conjugate view (:func:`is_any_lazy`): compiled code reads its memory as it is.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ def hooks_were_set() -> bool:
     global _set
     _set = _set or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return _set
+
+
+def is_any_lazy(inputs: Any) -> bool:
+    """Whether an input is a negated or conjugate view."""
+    return any(isinstance(value, torch.Tensor) and (value.is_neg() or value.is_conj()) for value in inputs)
 
 
 def attach(artifact: Any, graph: Any) -> None:

@@ -198,7 +198,8 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         """Upstream's answer, except that managed inputs that move are not recorded tensors while this one is made."""
         attempts = self._attempts
         if attempts is not None and (
-            (self._gives_addresses and t.is_neg()) or any(t is moving for moving in attempts.moving.values())
+            (self._gives_addresses and (t.is_neg() or t.is_conj()))
+            or any(t is moving for moving in attempts.moving.values())
         ):
             return False
         return _IS_RECORDED(self, t)

@@ -59,8 +59,9 @@ class Replayed(CachedOutputs):
         # Giving a graph addresses takes time, so the other checks come first.
         if any(inputs[index].data_ptr() != address for index, address in self.fixed):
             return super().check_invariants(inputs)  # tells which input moved
-        if self.is_backward and self._gives_addresses and any(inputs[i].is_neg() for i in self.cudagraph_managed_idxs):
-            self.unfit = "an input is a negated view"  # a tangent in the graph pool, which a recording would copy
+        managed = self.cudagraph_managed_idxs if self.is_backward and self._gives_addresses else ()
+        if any(inputs[index].is_neg() or inputs[index].is_conj() for index in managed):
+            self.unfit = "an input is a negated or conjugate view"  # a tangent in the graph pool
             return _MISMATCH, lambda: self.unfit
         if self.deaths_before is not None and not self.deaths_before.ask():
             return _ALIVE_BEFORE
