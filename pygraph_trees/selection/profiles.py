@@ -203,9 +203,14 @@ class Profiles:
         return None
 
 
-@functools.cache  # each reason is given once
+_warned: set[tuple[Path, str]] = set()
+
+
 def _warn(folder: Path, why: str) -> None:
-    warnings.warn(ProfilesUnusable(folder=folder, why=why), stacklevel=4)
+    """Gives each reason once, even if warnings are errors."""
+    if (folder, why) not in _warned:
+        _warned.add((folder, why))
+        warnings.warn(ProfilesUnusable(folder=folder, why=why), stacklevel=4)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ measured. No call is repeated. README.md describes the procedure.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import os
@@ -254,8 +255,9 @@ class Trial:
             return False
         self.way, self._why, self.phase = way, why, Phase.OVER
         self._first = None
-        for member in self._alive():
-            member.end(way, why)
+        with contextlib.ExitStack() as stack:  # an interrupt or an error of one member leaves out no other
+            for member in self._alive():
+                stack.callback(member.end, way, why)
         _log.info("%s", why or f"{way.value}: not enough calls could be measured")
         return True
 

@@ -83,7 +83,7 @@ class Folder(TestCase):
         self.addCleanup(folder.cleanup)
         self.profiles = Profiles(Path(folder.name) / "cache" / "pygraph_trees")
         self.file = self.profiles.folder / f"{KEY}.json"
-        module._warn.cache_clear()
+        module._warned.clear()
 
     def put(self, content: bytes) -> None:
         self.profiles.folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ class Folder(TestCase):
     @contextlib.contextmanager
     def warned(self, *kinds):
         """Checks that exactly these warnings are given."""
-        module._warn.cache_clear()
+        module._warned.clear()
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             yield found

@@ -161,9 +161,7 @@ class TestHome(TestCase):
         super().setUp()
         for name, value in (("PER_THREAD", False), ("_homes", {}), ("IDLE_S", 0.0)):
             self.enterContext(mock.patch.object(home, name, value))
-        self.managers = [
-            mock.Mock(device_index=0, turns=0, **{"is_in_inference.return_value": True, "end_step.return_value": True})
-        ]
+        self.managers = [mock.Mock(device_index=0, turns=0, **{"end_step.return_value": True})]
         self.enterContext(mock.patch.object(home.pools, "managers", lambda: self.managers))
         self.logs = {mode: FunctionLog("model", None, mode, 1, {}) for mode in ("inference", "forward", "backward")}
         self.ways = {mode: home.way_elsewhere(0, log, "un-graphed", "noted") for mode, log in self.logs.items()}
@@ -180,7 +178,7 @@ class TestHome(TestCase):
 
     def keep_busy(self):
         """The home thread has made calls whenever another one asks."""
-        type(self.managers[0]).turns = mock.PropertyMock(side_effect=itertools.count())
+        type(self.managers[0]).turns = mock.PropertyMock(side_effect=itertools.count(step=10))
 
     def test_others_run_ungraphed_until_it_ends(self):
         """The manager is told of a backward that it awaits."""
@@ -200,33 +198,28 @@ class TestHome(TestCase):
         (manager,) = self.managers
         self.assertFalse(self.is_elsewhere(self.first))
         self.assertTrue(self.is_elsewhere(self.second))  # it sees now how many calls there were
-        for change in ({"is_in_inference.return_value": False}, {"end_step.return_value": False}, {"turns": 7}):
-            with self.subTest(change):
-                before = manager.turns
-                manager.configure_mock(**change)
+        for change in ({"return_value": False}, {"side_effect": torch.OutOfMemoryError}):
+            with self.subTest(change), mock.patch.object(manager, "end_step", mock.Mock(**change)):
                 self.assertTrue(self.is_elsewhere(self.second))
                 self.assertFalse(self.is_elsewhere(self.first))
-                manager.configure_mock(
-                    turns=before, **{"is_in_inference.return_value": True, "end_step.return_value": True}
-                )
-                self.assertTrue("turns" not in change or self.is_elsewhere(self.second))
+        manager.turns += 1
+        self.assertTrue(self.is_elsewhere(self.second))
         with mock.patch.object(home, "IDLE_S", 3600.0):
             self.assertTrue(self.is_elsewhere(self.second))
-        manager.end_step.side_effect = torch.OutOfMemoryError
-        self.assertTrue(self.is_elsewhere(self.second))
-        manager.end_step.side_effect = None
-        self.assertTrue(self.is_elsewhere(self.second, "backward"))
+        with mock.patch.object(self, "managers", []):  # the first one is being made
+            self.assertTrue(self.is_elsewhere(self.second))
+        self.assertEqual(self.call(self.second, "backward"), "noted")
+        manager.turns += 1  # of the call that was noted, and not of the first thread
         self.assertFalse(self.is_elsewhere(self.second, "forward"))
-        manager.end_step.assert_called_with(if_inference=True)
-        self.assertEqual(self.call(self.first, "backward"), "noted")
-        with mock.patch.object(home, "IDLE_S", 3600.0):
-            self.assertTrue(self.is_elsewhere(self.first))
-        self.second.shutdown()
+        manager.end_step.assert_called_with(if_dead=True)
+        self.assertTrue(self.is_elsewhere(self.first))
         self.assertFalse(self.is_elsewhere(self.first))
+        self.first.shutdown()
+        self.assertFalse(self.is_elsewhere(self.second))
 
     def test_each_device_has_its_own(self):
         other = mock.Mock(device_index=1, turns=0)
-        other.is_in_inference.return_value = other.end_step.return_value = True
+        other.end_step.return_value = True
         self.managers.append(other)
         for device in (0, 1):
             self.assertTrue(self.first.submit(home.may_use, device).result(60))
@@ -245,12 +238,18 @@ class TestHome(TestCase):
         self.assertIsNone(self.logs["inference"].ungraphed_reason)
         self.assertFalse(self.third.submit(lambda: not home.is_used_elsewhere(0)).result(60))
 
-    def test_backwards_of_threads_without_other_calls_use_graphs(self):
+    def test_backwards_of_threads_without_other_calls_use_graphs_that_no_thread_has_used(self):
         for _ in range(2):
             with ThreadPoolExecutor(1) as thread:
                 self.assertIsNone(self.call(thread, "backward"))
         self.keep_busy()
+        self.assertFalse(self.first.submit(home.is_used_elsewhere, 0).result(60))  # captures end their paths
         self.assertTrue(self.is_elsewhere(self.first))
+        home._homes.clear()
+        with ThreadPoolExecutor(1) as thread:
+            self.assertIsNone(self.call(thread, "forward"))
+        self.assertEqual(self.call(self.second, "backward"), "noted")  # otherwise no forward would be graphed again
+        self.assertIsNone(self.call(self.third, "forward"))
 
     def test_one_of_several_that_come_at_once_wins(self):
         barrier = threading.Barrier(8)

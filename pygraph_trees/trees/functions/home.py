@@ -2,9 +2,9 @@
 
 A thread that begins a step moves outputs, while another one's backward could add to a gradient whose address it has
 read; and no thread can draw random numbers while another one records. So one thread uses the graphs of a device, and
-others run un-graphed: the first one that calls a function, until it ends, or makes no graphed call for a second while
-others ask, as a thread that has warmed up a server. Since torch 2.13, each thread has its own trees, and all questions
-here are answered so.
+others run un-graphed: the first one that calls a function, until it ends, or until it makes no graphed call for a
+second while others ask, and has no output in the graph pool, as a thread that has warmed up a server. Since torch 2.13,
+each thread has its own trees, and all questions here are answered so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .dispatch import PER_THREAD, forget_replayers
 from .threads import Thread, mark
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pygraph_trees.report.log import FunctionLog
 
@@ -42,11 +42,12 @@ class _Home:
         self.thread = weakref.ref(thread)
         self.turns = -1  # of the device's managers, as another thread saw them last
         self.since = 0.0  # when these changed
+        self.of_others = 0  # turns that calls of other threads took
 
 
 _homes: dict[int, _Home] = {}  # by device
 _lock = threading.RLock()  # for changes; never held while the GPU or another lock is waited for
-_unmarked = Thread(0)  # all backwards of threads that have made no other call
+_unmarked = Thread(0)  # all backwards of threads that have made no other call; it never ends
 
 
 def _caller() -> Thread:
@@ -61,7 +62,7 @@ def _user(device: int) -> Thread | None:
 def is_used_elsewhere(device: int) -> bool:
     """Whether another thread than the calling one uses a device's graphs."""
     user = None if PER_THREAD else _user(device)
-    return user is not None and user is not _caller()
+    return user is not None and user is not _unmarked and user is not _caller()
 
 
 def may_use(device: int) -> bool:
@@ -73,36 +74,36 @@ def may_use(device: int) -> bool:
         return True
     with _lock:
         user = _user(device)
-        if user is None:
-            _move_in(device, caller)
-        return user is None or user is caller
+        # A backward of an unmarked thread takes over from no thread: it would keep the graphs for good.
+        if user is None and (caller is not _unmarked or device not in _homes):
+            user = _move_in(device, caller)
+        return user is caller
 
 
-def _move_in(device: int, thread: Thread) -> None:
+def _move_in(device: int, thread: Thread) -> Thread:
     forget_replayers()  # in backwards, a new mark may have the address of an ended thread's
     thread.trains_ungraphed = False
     _homes[device] = _Home(thread)
+    return thread
 
 
 def takes_over(device: int) -> bool:
     """Whether the thread that used a device's graphs is idle, so that the calling one uses them from now on.
 
-    This ends the open path as if a step began, which moves outputs. The path must be one of inference: autograd could
-    be adding to a gradient in it.
+    This ends the open path. Its outputs must be dead: to move them, they are copied first and given the copy's memory
+    later, and what the other thread writes to them in between would be lost.
     """
     caller, home = _caller(), _homes.get(device)
     managers = [manager for manager in pools.managers() if manager.device_index == device]
-    if home is None or not _is_idle(home, sum(manager.turns for manager in managers)):
-        return False
-    if not all(manager.is_in_inference() for manager in managers):
+    if home is None or not managers or not _is_idle(home, managers):
         return False
     with _lock:
         if _homes.get(device) is not home:
             return False
         _move_in(device, caller)  # from here on, the other thread begins no call that is graphed
     try:
-        is_over = all(manager.end_step(if_inference=True) for manager in managers)
-    except Exception as error:  # for example, no memory is free
+        is_over = all(manager.end_step(if_dead=True) for manager in managers)
+    except Exception as error:
         _log.warning("a thread could not use the graphs of another one: %s", described(error))
         is_over = False
     if not is_over:
@@ -110,12 +111,13 @@ def takes_over(device: int) -> bool:
             if _user(device) is caller:
                 forget_replayers()
                 _homes[device] = home
+        home.of_others = sum(manager.turns for manager in managers) - home.turns
     return is_over
 
 
-def _is_idle(home: _Home, turns: int) -> bool:
-    """Whether no call had the turn for a while; if so, it is asked again only after as long."""
-    now = time.monotonic()
+def _is_idle(home: _Home, managers: Sequence[Any]) -> bool:
+    """Whether the thread has taken no turn for a while; if so, it is asked again only after as long."""
+    now, turns = time.monotonic(), sum(manager.turns for manager in managers) - home.of_others
     is_idle = home.turns == turns and now - home.since >= IDLE_S
     if home.turns != turns or is_idle:
         home.turns, home.since = turns, now
@@ -138,7 +140,11 @@ def way_elsewhere(device: int, log: FunctionLog, ungraphed: Call, noted: Call) -
             if log.mode != BACKWARD and takes_over(device):
                 return None
             log.not_graphed(ELSEWHERE)
-        return noted if _is_awaited(log.mode) else ungraphed
+        if not _is_awaited(log.mode):
+            return ungraphed
+        if (home := _homes.get(device)) is not None:
+            home.of_others += 1
+        return noted
 
     return way
 

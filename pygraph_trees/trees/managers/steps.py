@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
-_FORWARD, _INFERENCE = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.CompilationMode.INFERENCE
+_FORWARD = cudagraph_trees.CompilationMode.FORWARD
 _STATE = cudagraph_trees.ExecutionState
 
 
@@ -78,15 +78,10 @@ class Steps(Upstream):
         except Exception as error:  # the un-graphed call needs none of this
             self.failed(error)
 
-    def is_in_inference(self) -> bool:
-        """Whether the open path, if there is one, holds nothing of a forward or backward."""
-        path = [] if self.current_node is None else list(self.current_node._path_from_root)
-        return all(self.id_to_mode[node.wrapped_function.id] == _INFERENCE for node in path)
-
-    def end_step(self, *, if_inference: bool = False) -> bool:
+    def end_step(self, *, if_dead: bool = False) -> bool:
         """Ends the open path, and moves its outputs, as if a step began. Returns whether it did: not during a call.
 
-        With ``if_inference``, does so only if the path is one of inference.
+        With ``if_dead``, does so only if no output of the path is alive, so that nothing moves.
         Autograd's graphs that only recordings hold are freed: their nodes would run on the stream that made them.
         """
         inputs: list[Any] = []
@@ -94,7 +89,7 @@ class Steps(Upstream):
             if not self.take_turn(inputs):
                 return False
             release_unneeded(self.cuda_graphs_thread_pool)
-            if if_inference and not self.is_in_inference():
+            if if_dead and self.current_node is not None and not self.current_node.all_outputs_are_dead():
                 return False
             path = [] if self.current_node is None else list(self.current_node._path_from_root)
             if all(keeps_outputs(node.wrapped_function.model) for node in path):
