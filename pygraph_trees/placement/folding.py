@@ -67,6 +67,8 @@ class Folding:
             return "it is several values"
         if value.dtype not in _FOLDED_TYPES:
             return "Inductor has no constants of its type on a GPU"
+        if value.is_complex() and not value.is_contiguous():
+            return "a kernel would have to arrange complex numbers"
         if nbytes_of(node) > MOST_FOLDED_NBYTES:
             return f"{nbytes_of(node)} bytes are too many for a constant"
         if (why := self._why_not_evaluated(node)) is not None:

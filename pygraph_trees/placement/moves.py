@@ -93,8 +93,12 @@ class _Rewriting:
     def _replace_copy(self, copy: fx.Node, there: fx.Node) -> None:
         wanted = copy.meta["val"]
         if wanted.stride() != there.meta["val"].stride():
-            self._placed.stays.append(Value(copy, How.COPIED, "its copy has other strides"))
-            return
+            with self._graph.inserting_before(copy):  # a pass may have put one row in place of equal ones
+                there = self._call(aten.clone.default, (there,), copy, {"memory_format": torch.contiguous_format})
+            if wanted.stride() != there.meta["val"].stride():
+                self._graph.erase_node(there)
+                self._placed.stays.append(Value(copy, How.COPIED, "its copy has other strides"))
+                return
         with self._graph.inserting_before(copy):
             if wanted.dtype != there.meta["val"].dtype:
                 there = self._converted(there, wanted.dtype, copy)

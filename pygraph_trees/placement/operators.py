@@ -142,6 +142,8 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
         return "it is given -0.0, of which the GPU's compiler may make 0.0"
     if any(map(_is_fraction, node.all_input_nodes)):
         return "it is given a fraction of sizes, which a kernel computes in single precision"
+    if any(map(_is_large, node.all_input_nodes)):
+        return "it is given a large number made of sizes, which a kernel computes with 32 bits"
     if _may_divide_by_zero(node):
         return "it divides integers, and a division by zero is an error of the CPU's"
     if exact and kind in (Kind.JUMPS, Kind.ROUNDS, Kind.FUNCTION):
@@ -268,6 +270,15 @@ def _is_fraction(number: fx.Node) -> bool:
     """Whether a number that is made of sizes is a fraction, or is made of one (``int(n / 3)``)."""
     value = number.meta.get("val")
     return isinstance(value, torch.SymFloat) or (isinstance(value, torch.SymInt) and not _is_whole(value.node.expr))
+
+
+def _is_large(number: fx.Node) -> bool:
+    """Whether a number, or one that it is made of, exceeds what is assumed of all numbers known only at the call."""
+    value = number.meta.get("val")
+    if not isinstance(value, torch.SymInt):
+        return False
+    hint = value.node.hint
+    return (hint is not None and abs(int(hint)) > _MOST_SYMBOLIC) or any(map(_is_large, number.all_input_nodes))
 
 
 def _is_whole(expression: Any) -> bool:

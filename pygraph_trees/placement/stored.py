@@ -28,6 +28,9 @@ def lower_stored() -> None:
 
     def lowered(x: Any) -> Any:
         dtype = x.get_dtype()
+        if dtype == torch.bool:
+            # A vectorized kernel of the CPU, which computes such a value if it is copied there, has masks without bits.
+            return make_pointwise(lambda value: ops.logical_not(ops.logical_not(value)))(x)
         return make_pointwise(lambda value: ops.to_dtype_bitcast(value, dtype, dtype))(x)
 
     register_lowering(stored, type_promotion_kind=None)(lowered)

@@ -18,6 +18,7 @@ from torch._inductor import config
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.fake_gpu import lower
+from pygraph_trees.placement.stored import lower_stored, stored
 from pygraph_trees.report.records import PLACED
 
 SIZE = 1 << 19  # numbers; too large to be computed once
@@ -98,6 +99,31 @@ class TestLowered(TestCase):
             self.assertEqual(found, hows)
             self.assertEqual("cpp_fused" in graph.source_code, set(hows.values()) == {STAGED})
 
+    def test_large_numbers_made_of_sizes_stay_on_the_cpu(self):
+        """A kernel computes them with 32 bits."""
+        for value, how in (
+            (lambda n: torch.full((n,), n * n * (1 << 20)), STAGED),
+            (lambda n: torch.arange(n) + n * n * (1 << 20) % 1000, STAGED),
+            (lambda n: torch.arange(n) + n * n, MADE),
+        ):
+            with torch._dynamo.config.patch(assume_static_by_default=False):
+                hows, _ = self.placed(lambda x: x + value(x.shape[0]).to("cuda"), self.gpu(300))  # noqa: B023
+            self.assertEqual([*hows.values()][-1], how)
+
+    def test_rows_that_a_pass_made_views_of_one(self):
+        """Inductor replaces a running sum of equal numbers by multiples, expanded; the copy has the rows themselves."""
+        hows, _ = self.placed(lambda x: x + torch.full((2, 16), 0.1).cumsum(-1).to("cuda"), self.gpu(2, 16))
+        self.assertLessEqual(set(hows.values()), {MADE, ONCE})
+
+    def test_a_stored_mask_is_vectorized_on_the_cpu(self):
+        """Inductor computes a GPU value of constants alone on the CPU if it is copied there."""
+        lower_stored()
+        mask = lambda x: stored(torch.arange(70) > 3).float() + x  # noqa: E731
+        bits = lambda x: stored(stored(torch.arange(70)).bool()).long() * 3 + x  # noqa: E731
+        for program in (mask, bits):
+            x = torch.ones(70)
+            self.assertEqual(torch.compile(program)(x), program(x))
+
     def test_a_number_that_was_computed_once_is_loaded_if_it_exceeds_single_precision(self):
         _, graph = self.placed(
             lambda x: x + torch.arange(3, dtype=torch.float64).sqrt().sum().to("cuda").float().double(),
@@ -145,6 +171,13 @@ class TestLowered(TestCase):
             lambda x: x + torch.polar(torch.arange(4.0), torch.ones(4)).to("cuda", torch.complex128), self.gpu(4)
         )
         self.assertEqual([*hows.values()], [ONCE])
+
+    def test_transposed_complex_numbers_are_returned(self):
+        """Their constant would be pairs of numbers, which a kernel arranges, and no kernel arranges complex numbers."""
+        hows, _ = self.placed(
+            lambda x: (x + 1, torch.polar(torch.arange(8.0), torch.ones(8)).view(2, 4).t().to("cuda")), self.gpu(4)
+        )
+        self.assertEqual([*hows.values()][-1], STAGED)
 
 
 if __name__ == "__main__":
