@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib
 import itertools
 import struct
@@ -50,6 +51,7 @@ class Driver:
     def __init__(self, api: Any, reader: Any = None, library: str = "libcuda.so.1") -> None:
         """``reader`` is the module written in C, which calls the driver's library itself."""
         self.api = api
+        self.is_there = True  # whether the bindings find the driver's library
         self.reader = reader
         self._library = library
         names = {kind: f"CU_GRAPH_NODE_TYPE_{kind.name}" for kind in NodeKind if kind is not NodeKind.OTHER}
@@ -68,6 +70,8 @@ class Driver:
             raise DriverError(call=name, code=NOT_FOUND) from None
 
     def call(self, name: str, *args: Any) -> tuple[Any, ...]:
+        if not self.is_there:
+            raise DriverError(call=name, code=NOT_FOUND)
         try:
             code, *values = self.find(name)(*args)
         except RuntimeError as error:  # how the bindings report a missing driver or function
@@ -381,4 +385,11 @@ def driver() -> Driver | None:
         reader = importlib.import_module("pygraph_trees.native._graph_nodes")
     except ImportError:
         reader = None
-    return Driver(api, reader)
+    made, was_on = Driver(api, reader), gc.isenabled()
+    gc.disable()  # at each call until they find the library, the bindings hold a lock for which a finalizer would wait
+    try:
+        made.is_there = made.version() > 0
+    finally:
+        if was_on:
+            gc.enable()
+    return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import struct
 import sys
 import threading
@@ -122,6 +123,21 @@ class TestDriver(DriverTestCase):
                 self.assertIsNone(driver_module.driver())
         finally:
             driver_module.driver.cache_clear()
+
+    def test_bindings_that_find_no_library_are_called_once_and_without_the_collector(self):
+        """They hold a lock while they look for it, for which a finalizer that calls the driver would wait."""
+        collects = []
+
+        def absent():
+            collects.append(gc.isenabled())
+            raise RuntimeError("libcuda.so.1 cannot be opened")
+
+        self.api.cuDriverGetVersion = absent
+        with mock.patch.dict(sys.modules, {"cuda.bindings.driver": self.api}):
+            found = driver_module.driver.__wrapped__()
+        self.assertRefused("cuCtxGetCurrent", NOT_FOUND, found.context)
+        self.assertIn("cuMemMap", found.missing_calls())
+        self.assertEqual((collects, gc.isenabled()), ([False], True))
 
 
 class TestMissingCalls(DriverTestCase):
