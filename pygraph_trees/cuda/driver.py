@@ -377,6 +377,16 @@ def _ignore() -> Any:
 @functools.cache
 def driver() -> Driver | None:
     """The driver of this process; None without ``cuda.bindings``."""
+    was_on = gc.isenabled()
+    gc.disable()  # a finalizer of the program may come here, and wait for a lock that the bindings hold at first
+    try:
+        return _found()
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _found() -> Driver | None:
     try:
         api = importlib.import_module("cuda.bindings.driver")
     except ImportError:
@@ -385,11 +395,6 @@ def driver() -> Driver | None:
         reader = importlib.import_module("pygraph_trees.native._graph_nodes")
     except ImportError:
         reader = None
-    made, was_on = Driver(api, reader), gc.isenabled()
-    gc.disable()  # at each call until they find the library, the bindings hold a lock for which a finalizer would wait
-    try:
-        made.is_there = made.version() > 0
-    finally:
-        if was_on:
-            gc.enable()
+    made = Driver(api, reader)
+    made.is_there = made.version() > 0  # the bindings look for the library until they find it
     return made
