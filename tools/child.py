@@ -102,7 +102,10 @@ class Child:
 
 
 def answering() -> Callable[[Mapping[str, Any]], None]:
-    """In the script: what sends an answer. Standard output is standard error from now on, for C and children too."""
+    """In the script: returns the function that sends an answer.
+
+    Whatever else the process, its C code and its children print goes to standard error from now on.
+    """
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return lambda answer: print(json.dumps(answer), file=pipe, flush=True)

@@ -107,7 +107,7 @@ def time_block(
 
 
 def schedule(items: Sequence[T], rounds: int) -> list[T]:
-    """Each item once a round; every second round is the one before it backwards, and pairs start at different items."""
+    """Each item once a round; every second round reverses the one before, and each pair starts one item later."""
     order: list[T] = []
     for number in range(rounds):
         start = number // 2 % len(items) if items else 0

@@ -378,7 +378,7 @@ def _ignore() -> Any:
 def driver() -> Driver | None:
     """The driver of this process; None without ``cuda.bindings``."""
     was_on = gc.isenabled()
-    gc.disable()  # a finalizer of the program may come here, and wait for a lock that the bindings hold at first
+    gc.disable()  # loading the library holds a lock; a finalizer that calls the driver would wait for it forever
     try:
         return _found()
     finally:
@@ -396,5 +396,5 @@ def _found() -> Driver | None:
     except ImportError:
         reader = None
     made = Driver(api, reader)
-    made.is_there = made.version() > 0  # the bindings look for the library until they find it
+    made.is_there = made.version() > 0  # without the library, the bindings would search for it at each call
     return made

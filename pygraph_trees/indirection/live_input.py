@@ -18,7 +18,7 @@ from .placeholder_tensors import Span, copy_at, placeholder_tensor
 
 
 class Place(enum.Enum):
-    """Where the tensor is that stands for an input."""
+    """The location of the tensor that stands for an input."""
 
     PLACEHOLDER = enum.auto()
     MEMORY = enum.auto()

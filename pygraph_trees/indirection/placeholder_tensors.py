@@ -84,7 +84,7 @@ def seen_as(base: torch.Tensor, size: Any, stride: Any, offset: int, dtype: torc
 
 
 def may_be_seen(base: torch.Tensor, view: tuple[Any, ...] | None) -> bool:
-    """Whether a tensor's own memory has the elements of a view of it, as for :func:`seen_as`, or its own if None."""
+    """Whether :func:`seen_as` can give a view of a tensor's memory the right elements; None: the tensor itself."""
     if base._is_zerotensor():
         return False
     dtype = base.dtype if view is None else view[-1]

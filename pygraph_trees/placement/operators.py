@@ -63,10 +63,10 @@ _COMPUTES_INTEGERS = _COUNTS | _DIVIDES | _REDUCES | {
     aten.minimum, aten.maximum, aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.bitwise_not,
 }  # fmt: skip
 # Single precision. Devices round each result alike, but a compiler may fuse a product and a sum, which rounds once, or
-# divide by other means.
+# divide approximately.
 _CLAMPS = frozenset({aten.clamp, aten.clamp_min, aten.clamp_max})
 _ARITHMETIC = _CLAMPS | {aten.add, aten.sub, aten.mul, aten.div, aten.reciprocal, aten.square}
-# Equal on all devices, but another number altogether for a neighbouring input.
+# Exact, but discontinuous: neighbouring inputs may have very different results.
 _JUMPS = frozenset({aten.fmod, aten.ceil, aten.floor, aten.trunc, aten.round, aten.sign, aten.copysign})
 _FUNCTIONS = frozenset(
     {
@@ -88,17 +88,17 @@ class Kind(Enum):
     MOVES = auto()  # elements of the inputs, or given numbers
     CONVERTS = auto()  # the same fractions, or integers as fractions, in another type
     EXACT = auto()  # the same bits
-    JUMPS = auto()  # the same bits; another number altogether for inputs in which the last place differs
-    ROUNDS = auto()  # single-precision arithmetic, which may be rounded otherwise
-    FUNCTION = auto()  # a function such as `exp`, which is computed by other means
+    JUMPS = auto()  # the same bits for the same input, but discontinuous
+    ROUNDS = auto()  # single-precision arithmetic, which may be rounded differently
+    FUNCTION = auto()  # a function such as `exp`, for which devices have different algorithms
 
 
 class Error(IntEnum):
     """How far a value that the GPU computes may be from the CPU's."""
 
     NONE = 0  # the same bits
-    ROUNDING = 1  # single-precision arithmetic was rounded otherwise
-    FUNCTION = 2  # a function such as `exp` was computed by other means
+    ROUNDING = 1  # of single-precision arithmetic
+    FUNCTION = 2  # of a function such as `exp`
 
 
 def why_not_the_same_again(node: fx.Node) -> str | None:

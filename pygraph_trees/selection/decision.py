@@ -204,7 +204,10 @@ def throughput_us(loads: Sequence[Load]) -> float:
 
 
 def compare(parts: Sequence[Part]) -> Comparison:
-    """Compares the steps of measured parts, all of which go the same way; each has the fewest pairs at least."""
+    """Compares graphed with un-graphed steps of parts that change together.
+
+    Each part needs at least one measured call each way.
+    """
     pairs = range(min(len(calls) for part in parts for calls in (part.ungraphed, part.graphed)))
     ungraphed, graphed = (
         [[load for part in parts for load in part.loads(way, number)] for number in pairs]

@@ -48,7 +48,7 @@ class CudaDevice:
 
 
 class Environment:
-    """What a member asks of the function's surroundings; each method has a plain answer."""
+    """What a member asks of the function's surroundings; the answers here are those of a function alone."""
 
     def ended(self, way: Execution) -> None:
         """Notes the way that is taken from now on."""

@@ -220,7 +220,7 @@ class Kept:
     code: str  # the key of the graph's generated code
     what: str  # the graph's name for readers
     device: int
-    settings: Mapping[str, object]  # what else changes a call's cost, or the question
+    settings: Mapping[str, object]  # other settings that a decision depends on
     _profiles: Profiles | None = None
     _key: str = ""  # of the last lookup
 

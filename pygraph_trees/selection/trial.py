@@ -94,7 +94,7 @@ class Trial:
         self.way = Execution.GRAPHED  # currently taken
         self.phase = Phase.RECORDING
         self._first: weakref.ref[TrialMember] | None = None  # the one whose calls begin steps
-        self._steps = 0  # consecutive steps that brought nothing
+        self._steps = 0  # consecutive steps without a measured call
         self._made: dict[Execution, int] = {}  # measured calls when the last step began
         self._asked: tuple[int, ...] = ()  # integers of the memory's lookup
         self._integers: tuple[int, ...] | None = None  # integers of the measured steps
@@ -115,7 +115,7 @@ class Trial:
                 member.end(self.way, self._why)
 
     def leave(self, member: TrialMember) -> None:
-        """Takes out a function that goes its own way from now on; the last one ends the trial."""
+        """Removes a function that is no longer decided by the trial; without the last one, the trial ends."""
         with self._lock:
             self._members = [reference for reference in self._members if reference() not in (None, member)]
             if self._first is not None and self._first() is member:
@@ -234,7 +234,7 @@ class Trial:
             self._decide(compared)
 
     def _expire(self, members: Sequence[TrialMember]) -> None:
-        """Ends a trial that takes too long: graphed, unless each call runs un-graphed already, the long way."""
+        """Ends a trial that takes too long: graphed, or un-graphed if nothing could be recorded."""
         if all(member.cannot_be_recorded() for member in members):
             self._end(Execution.UNGRAPHED, f"{Execution.UNGRAPHED.value}: nothing could be recorded")
         else:

@@ -53,7 +53,7 @@ class World:
     def __init__(self):
         self.now_ns = 0
         self.gpu_until_us = 0.0
-        self.behind = False  # whether the GPU is never seen to be done
+        self.gpu_is_late = False  # whether the GPU never reaches a mark
 
     @property
     def now_us(self):
@@ -66,7 +66,7 @@ class World:
         return max(self.now_us, self.gpu_until_us)
 
     def us_between(self, begin, end):
-        return None if self.behind or end > self.now_us else end - begin
+        return None if self.gpu_is_late or end > self.now_us else end - begin
 
     def work(self, host_us, gpu_us, pieces=1):
         """The GPU begins a piece once the host has launched it."""
@@ -291,10 +291,10 @@ class TestTrial(TrialTestCase):
     def test_nobody_waits_for_the_gpu(self):
         """If the GPU does not catch up, calls keep going the same way until it has."""
         trial, function = self.one()
-        self.world.behind = True
+        self.world.gpu_is_late = True
         self.steps(3 * trials._MOST_STEPS, function)
         self.assertEqual((trial.is_over, function.calls[-1]), (False, function.calls[-trials._MOST_STEPS]))
-        self.world.behind = False
+        self.world.gpu_is_late = False
         self.steps(1, function)
         self.assertEqual((trial.is_over, function.went), (True, [Execution.GRAPHED]))
 
@@ -478,7 +478,7 @@ class TestTrial(TrialTestCase):
     def test_a_forward_with_many_backwards_ends_without_a_decision(self):
         trial, forward, backward = self.pair()
         self.steps(2, forward, backward)
-        self.world.behind = True
+        self.world.gpu_is_late = True
         forward(0)
         for number in range(trials._MOST_CALLS):
             backward(number)

@@ -140,7 +140,7 @@ def _end_with_parent() -> None:
 
 def main(campaign: str) -> int:
     told = json.loads(campaign)
-    threading.Thread(target=_end_with_parent, daemon=True).start()  # its session is its own, so no signal reaches it
+    threading.Thread(target=_end_with_parent, daemon=True).start()  # signals to the parent's session do not reach it
     warnings.simplefilter("ignore")
     worker = Worker(told)
     return worker.campaign() if told["case"] is None else worker.single(told["case"])

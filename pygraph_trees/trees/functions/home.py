@@ -74,7 +74,7 @@ def may_use(device: int) -> bool:
         return True
     with _lock:
         user = _user(device)
-        # A backward of an unmarked thread takes over from no thread: it would keep the graphs for good.
+        # A backward of an unmarked thread never takes over: it would keep the graphs forever.
         if user is None and (caller is not _unmarked or device not in _homes):
             user = _move_in(device, caller)
         return user is caller
@@ -116,7 +116,7 @@ def takes_over(device: int) -> bool:
 
 
 def _is_idle(home: _Home, managers: Sequence[Any]) -> bool:
-    """Whether the thread has taken no turn for a while; if so, it is asked again only after as long."""
+    """Whether the thread has taken no turn for :data:`IDLE_S`; after True, it takes as long until the next True."""
     now, turns = time.monotonic(), sum(manager.turns for manager in managers) - home.of_others
     is_idle = home.turns == turns and now - home.since >= IDLE_S
     if home.turns != turns or is_idle:

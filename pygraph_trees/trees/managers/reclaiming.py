@@ -212,8 +212,8 @@ class Reclaiming:
         self._left = self._left or []
         self.give_back(manager)
         if manager.cuda_graphs_thread_pool == pool:
-            # No variable of this frame may keep the old graph. Outputs of earlier steps, of which nothing is known,
-            # were moved when those steps ended, or are torch's and invalid since then.
+            # This frame must not keep the old graph alive. Outputs of earlier steps need nothing here: they were moved
+            # when their step ended, or are torch's and have been invalid since.
             held = [(manager.graph, self._left)]
             if self._leave_pool(manager):
                 _in_use.extend(held)
