@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -79,8 +80,16 @@ class Child:
         """The exit status of the process; None while it runs."""
         return self._process.poll()
 
-    def how_it_ended(self) -> str:
-        return how_it_ended(self._process.wait(), self._log)
+    def how_it_ended(self, **kwargs: Any) -> str:
+        return how_it_ended(self._process.wait(), self._log, **kwargs)
+
+    def abort(self) -> str:
+        """Ends the process; returns how, with what its threads were doing if it has Python's fault handler."""
+        self._process.send_signal(signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        self.end()
+        return self.how_it_ended(lines=60)
 
     def end(self) -> None:
         """Ends the process, once: the id of a process that has ended may be reused."""

@@ -8,8 +8,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-_TAIL = 15  # lines of a dead process's output
-
 
 def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
     """Ends a process with its own session, and all processes in that session, even if it has already ended itself."""
@@ -28,10 +26,10 @@ def _terminated(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-def how_it_ended(status: int, log: Path) -> str:
-    """The signal or exit status of a dead process, and the end of its output."""
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL:]
-    return "\n".join([f"the process ended with {cause_of(status)}", *lines])
+def how_it_ended(status: int, log: Path, lines: int = 15) -> str:
+    """The signal or exit status of a dead process, and the last ``lines`` of its output."""
+    last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-lines:]
+    return "\n".join([f"the process ended with {cause_of(status)}", *last])
 
 
 def cause_of(status: int) -> str:

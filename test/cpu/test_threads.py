@@ -193,6 +193,10 @@ class TestHome(TestCase):
         self.first.shutdown()
         self.assertEqual([self.call(self.second, mode) for mode in self.logs], [None] * 3)
         self.assertEqual(dispatch.replayers, {})
+        self.third.submit(home.leave).result(60)
+        self.assertTrue(self.is_elsewhere(self.third))
+        self.second.submit(home.leave).result(60)
+        self.assertFalse(self.is_elsewhere(self.third))
 
     def test_another_takes_over_from_an_idle_one_whose_path_can_end(self):
         (manager,) = self.managers

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +31,6 @@ POISONED = 70  # exit status of a worker whose GPU context is lost
 POISONED_BY_EAGER = 71  # exit status of a worker whose GPU context eager lost
 FAILED = 1  # exit status of a worker that found and wrote a failure
 _POLL_S = 0.2
-_LONGEST_CASE_S = 180.0  # without a sign of life, which each case gives when it begins
 _MOST_TRIES = 40  # to make a deadly case smaller
 
 
@@ -48,6 +48,7 @@ class Campaign:
     jobs: int = 1  # worker processes at a time
     most_failures: int = 1
     reduce_s: float = 120.0  # to make a failing case smaller
+    longest_case_s: float = 120.0  # without a sign of life, which each case gives when it begins
 
 
 @dataclass(slots=True)
@@ -132,6 +133,8 @@ def run(
             for worker in [w for w in workers if w.ended()]:
                 workers.remove(worker)
                 outcome.counts.add(worker.counts())
+                if worker.cause is not None:  # what follows takes minutes
+                    print(f"program {worker.number} ended its process: {worker.cause}", file=sys.stderr, flush=True)
                 by_torch = worker.lost_by_eager or _control_dies(campaign, worker)
                 failure = None if by_torch else _failure(campaign, worker)
                 outcome.counts.torch_differs += by_torch and not worker.lost_by_eager
@@ -196,6 +199,7 @@ class _Worker:
         self.cause: str | None = None
         self.lost_by_eager = False
         self._first, self._jobs, self._most = first, campaign.jobs, most
+        self._longest_s = campaign.longest_case_s
         self._sent: dict[str, Any] = {}  # the latest case, counts and failure
         self._alive_at = time.monotonic()
         job = {**asdict(campaign), "seconds": seconds, "number": first, "most_cases": most}
@@ -224,10 +228,9 @@ class _Worker:
             self._sent |= sent
             self._alive_at = time.monotonic()
         if status is None:
-            if time.monotonic() - self._alive_at <= _LONGEST_CASE_S:
+            if time.monotonic() - self._alive_at <= self._longest_s:
                 return False
-            self._child.end()
-            self.cause = f"a case took longer than {_LONGEST_CASE_S:g} s"
+            self.cause = f"a case took longer than {self._longest_s:g} s: {self._child.abort()}"
         elif status == POISONED_BY_EAGER:
             self.lost_by_eager = True
         elif status != 0 and not (status == FAILED and self.failure() is not None):

@@ -87,8 +87,8 @@ class Worker:
 
     def _check(self, case: Case) -> Failure | None:
         """The failure of a case, if it fails."""
-        self._say({"case": case.text()})
         self.counts.cases += 1
+        self._say({"case": case.text(), "counts": asdict(self.counts)})
         try:
             verdict = check(
                 case,

@@ -2,9 +2,9 @@
 
 A thread that begins a step moves outputs, while another one's backward could add to a gradient whose address it has
 read; and no thread can draw random numbers while another one records. So one thread uses the graphs of a device, and
-others run un-graphed: the first one that calls a function, until it ends, or until it makes no graphed call for a
-second while others ask, and has no output in the graph pool, as a thread that has warmed up a server. Since torch 2.13,
-each thread has its own trees, and all questions here are answered so.
+others run un-graphed: the first one that calls a function, until it ends or resets the trees, or until it makes no
+graphed call for a second while others ask, and has no output in the graph pool, as a thread that has warmed up a
+server. Since torch 2.13, each thread has its own trees, and all questions here are answered so.
 """
 
 from __future__ import annotations
@@ -85,6 +85,14 @@ def _move_in(device: int, thread: Thread) -> Thread:
     thread.trains_ungraphed = False
     _homes[device] = _Home(thread)
     return thread
+
+
+def leave() -> None:
+    """The calling thread uses no device's graphs any more."""
+    caller = _caller()
+    with _lock:
+        for device in [device for device in _homes if _user(device) is caller]:
+            del _homes[device]
 
 
 def takes_over(device: int) -> bool:

@@ -22,11 +22,11 @@ from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.native import binding
 from pygraph_trees.selection.functions import why_not_graphed
 
+from ..functions import home
 from ..functions.aligned import Aligned
 from ..functions.captures import is_captured
 from ..functions.dispatch import PER_THREAD
 from ..functions.function import FunctionModel, entered
-from ..functions.home import way_elsewhere
 from ..functions.threads import for_each_thread
 from ..pools import pools
 from ..pools.collector import paused
@@ -99,6 +99,7 @@ def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
                 upstream()
         finally:
             cudagraph_trees._set_cached_tensors_enabled(True)
+        home.leave()
         dropped.clear()
         with paused():  # a finalizer could wait for the lock
             release_retired()
@@ -192,7 +193,7 @@ def _containers_of_this_thread() -> list[Any]:
 def _elsewhere(function: FunctionModel, aligned: Aligned, device: int) -> Callable[[bool], Any] | None:
     if PER_THREAD:
         return None
-    return way_elsewhere(device, function.log, aligned, as_upstream_has_it(aligned, function.log.mode, device))
+    return home.way_elsewhere(device, function.log, aligned, as_upstream_has_it(aligned, function.log.mode, device))
 
 
 def _is_on_cpu(value: Any) -> bool:
