@@ -211,7 +211,7 @@ class _Worker:
             ["-X", "faulthandler", "-m", WORKER],
             {**job, "case": None if case is None else case.text()},
             Path(self._folder.name) / "log.txt",
-            {**os.environ, "PYTHONPATH": path, **one},
+            {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_VEC_ISA_OK": "1", **one},
         )
 
     def __enter__(self) -> _Worker:

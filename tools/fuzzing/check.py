@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -36,6 +37,8 @@ class InvalidCase(Exception):
 
 class Mismatch(AssertionError):
     """A compiled way differs from eager."""
+
+    names: frozenset[str] = frozenset()  # what differs in the call, if known
 
 
 class Raised(Mismatch):
@@ -96,7 +99,7 @@ def check(
             raise
         if not isinstance(ours, Raised):
             try:
-                _compare(case, device, under_test, control, tolerance)
+                _compare(case, device, under_test, control, tolerance, only=ours.names)
             except Raised as error:  # a later call of the control may raise
                 if error.way == under_test:
                     raise
@@ -106,6 +109,11 @@ def check(
     if exactly is not None:
         _compare(case, device, under_test, exactly, tolerance=0.0)
     return verdict
+
+
+def device_of(kind: str) -> torch.device:
+    """The device of the programs, with its index: some functions of torch refuse one without."""
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def is_lost(device: torch.device) -> bool:
@@ -138,10 +146,12 @@ def _compare(
     tolerance: float,
     *,
     exact: bool | None = None,
+    only: frozenset[str] = frozenset(),
 ) -> Verdict:
     """Raises :class:`Mismatch` at the first call at which the two differ; otherwise counts the calls.
 
     Args:
+        only: the names of what is compared; empty: everything.
         exact: whether constants must have eager's bits; by default, in all ways but those of :data:`ROUNDING`.
     """
     agreed = inside = 0
@@ -158,7 +168,7 @@ def _compare(
             where = f"call {call}: {subject} against {reference}"
             is_exact = reference == "eager" and (subject not in ROUNDING if exact is None else exact)
             with_bits = case.moved_constants if is_exact else frozenset()
-            _agree(found, wanted, tolerance, where, with_bits)
+            _agree(found, wanted, tolerance, where, with_bits, only)
             # Those were made by eager, whatever the reference is.
             for call_inside in found.inside if reference == "eager" else ():
                 _agree(
@@ -219,7 +229,14 @@ def _observe(runner: Runner, call: int) -> Observation:
         raise Raised(f"call {call}: {runner.kind} raised {type(error).__name__}: {error}", runner.kind) from error
 
 
-def _agree(found: Observation, wanted: Observation, tolerance: float, where: str, exact: frozenset[str]) -> None:
+def _agree(
+    found: Observation,
+    wanted: Observation,
+    tolerance: float,
+    where: str,
+    exact: frozenset[str],
+    only: frozenset[str] = frozenset(),
+) -> None:
     bits = {f"['output'][{i}]" for i, name in enumerate(wanted.returns) if name in exact}
     if found.aliases != wanted.aliases:
         raise Mismatch(f"{where}: outputs lie in {found.aliases}, expected {wanted.aliases}")
@@ -227,17 +244,29 @@ def _agree(found: Observation, wanted: Observation, tolerance: float, where: str
         names = [name for name, _ in getattr(wanted, what)]
         if names != [name for name, _ in getattr(found, what)]:
             raise Mismatch(f"{where}: {what} are {[n for n, _ in getattr(found, what)]}, expected {names}")
+    problems = {}
+    for what in ("outputs", "blocks"):
         for one, other in zip(getattr(found, what), getattr(wanted, what), strict=True):
-            apart = difference([one], [other])
-            if apart.problem is not None:
-                raise (InexactConstant if one[0] in bits else Mismatch)(f"{where}: {apart.problem}")
-            if one[0] in bits and _apart(one[1], other[1]).any():
-                elements = _first(one[1], other[1])
-                raise InexactConstant(f"{where}: {one[0]} is a constant, and has other bits: {elements}")
             # Gradients accumulate; programs keep everything else within a few units.
             allowed = tolerance * (_scale(other[1]) if what == "outputs" else 1.0)
-            if apart.largest is not None and apart.largest > allowed:
-                raise Mismatch(f"{where}: {one[0]} differs by {apart.largest:.3g}, allowed {allowed:.3g}")
+            if (not only or one[0] in only) and (problem := _problem(one, other, allowed, where, one[0] in bits)):
+                problems[one[0]] = problem
+    for problem in problems.values():
+        problem.names = frozenset(problems)
+        raise problem
+
+
+def _problem(one: Any, other: Any, allowed: float, where: str, is_exact: bool) -> Mismatch | None:
+    """How two named tensors differ."""
+    apart = difference([one], [other])
+    if apart.problem is not None:
+        return (InexactConstant if is_exact else Mismatch)(f"{where}: {apart.problem}")
+    if is_exact and _apart(one[1], other[1]).any():
+        elements = _first(one[1], other[1])
+        return InexactConstant(f"{where}: {one[0]} is a constant, and has other bits: {elements}")
+    if apart.largest is not None and apart.largest > allowed:
+        return Mismatch(f"{where}: {one[0]} differs by {apart.largest:.3g}, allowed {allowed:.3g}")
+    return None
 
 
 def _first(one: torch.Tensor, other: torch.Tensor) -> str:

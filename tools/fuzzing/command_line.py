@@ -23,7 +23,7 @@ from pygraph_trees.cli.progress import Progress
 
 from .campaign import Campaign, Failure, run
 from .case import read
-from .check import InvalidCase, Mismatch, check
+from .check import InvalidCase, Mismatch, check, device_of
 from .programs import program
 
 _MINUTES, _MOST_MINUTES = 5.0, 60.0  # the second if the number of programs is limited
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
                 print(case.text())
         except (OSError, ValueError) as error:
             parser.error(str(error))
-        device = torch.device("cuda" if on_gpu else "cpu")
+        device = device_of("cuda" if on_gpu else "cpu")
         try:
             verdict = check(case, device, under_test=way, control=control, exactly=exactly)
         except (InvalidCase, Mismatch) as error:

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from child import answering
+from torch._inductor.cpu_vec_isa import VecAMX
 
 from pygraph_trees.report.log import journal
 
 from .campaign import FAILED, POISONED, POISONED_BY_EAGER, Counts, Failure
 from .case import Case, read
-from .check import InvalidCase, Mismatch, check, is_lost
+from .check import InvalidCase, Mismatch, check, device_of, is_lost
 from .programs import program
 from .reduction import reduce
 from .uses import uses
@@ -37,7 +38,7 @@ class Worker:
     def __init__(self, told: dict[str, Any]) -> None:
         self._told = told
         self._say = answering()
-        self._device = torch.device(told["device"])
+        self._device = device_of(told["device"])
         self._end = time.monotonic() + told["seconds"]
         self._failure: Failure | None = None
         self.counts = Counts()
@@ -141,6 +142,8 @@ def _end_with_parent() -> None:
 def main(campaign: str) -> int:
     told = json.loads(campaign)
     threading.Thread(target=_end_with_parent, daemon=True).start()  # signals to the parent's session do not reach it
+    # To find out, Inductor starts processes under a lock for which all workers would wait, minutes in all.
+    VecAMX.__bool__ = lambda _: False
     warnings.simplefilter("ignore")
     worker = Worker(told)
     return worker.campaign() if told["case"] is None else worker.single(told["case"])
