@@ -216,6 +216,12 @@ torch._inductor.scheduler.Scheduler.should_partition
   in torch._inductor.graph
     2.11-2.15  GraphLowering.try_get_buffer(self, buffer_name)
 
+torch._inductor.scheduler.ForeachKernelSchedulerNode.get_consumer_subnode_for
+  in torch._inductor.scheduler
+    2.11-2.15  ForeachKernelSchedulerNode.get_consumer_subnode_for(self, producer): get_outputs read_to_node
+    2.11-2.15  FusedSchedulerNode.__init__(self, scheduler, snodes): snodes
+    2.11-2.15  BaseSchedulerNode.get_outputs(self)
+
 torch._inductor.runtime.triton_heuristics.CachingAutotuner.run
   in torch._inductor.runtime.triton_heuristics
     2.11-2.15  CachingAutotuner.run(self, stream, benchmark_run): launchers

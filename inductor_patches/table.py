@@ -187,6 +187,11 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
                 made_by("pygraph_trees.placement.scheduled", "keeping_outside"),
                 "torch keeps what reads values of the CPU out of CUDA graphs",
             ),
+            # A part of a foreach kernel does not wait for a value that another part computes.
+            "ForeachKernelSchedulerNode.get_consumer_subnode_for": (
+                made_by("pygraph_trees.placement.scheduled", "waiting_for_one"),
+                "torch fuses no kernel into a foreach kernel of which several parts read what it computes",
+            ),
         },
     },
 }

@@ -1,4 +1,4 @@
-"""Keeps GPU work that reads a CPU value outside of CUDA graphs, unless the value is staged.
+"""Keeps GPU work that reads a CPU value outside of CUDA graphs, unless the value is staged, and what is moved in order.
 
 :func:`why_outside` takes one of Inductor's scheduler nodes and upstream's reason, and returns the reason for a split or
 None. A kernel takes a CPU scalar by value, and an operator may look at a tensor's content: a recording would repeat the
@@ -33,6 +33,25 @@ def keeping_outside(upstream: Callable[..., Any]) -> Callable[..., Any]:
         return reason if isinstance(node, FusedSchedulerNode) else why_outside(node, reason)
 
     return should_partition
+
+
+def waiting_for_one(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``ForeachKernelSchedulerNode.get_consumer_subnode_for``, which names no part of a kernel if several read a value.
+
+    Inductor would fuse what computes the value into one part, for which the others do not wait. Placement makes such
+    values: CPU values that the program also returns.
+    """
+
+    @functools.wraps(upstream)
+    def get_consumer_subnode_for(self: Any, producer: Any) -> Any:
+        if Settings.current().placement != "off":
+            names = {buffer.get_name() for buffer in producer.get_outputs()}
+            reads = [any(read.name in names for read in part.read_writes.reads) for part in self.snodes]
+            if sum(reads) > 1:
+                return None
+        return upstream(self, producer)
+
+    return get_consumer_subnode_for
 
 
 def why_outside(node: Any, reason: str | None) -> str | None:

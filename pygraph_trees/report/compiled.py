@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pygraph_trees.report")
 _ATTRIBUTE = "pygraph_coverage"  # a Scheduler's partitions; a CompiledFxGraph's, as JSON, with the model's name
-# Operations that give a tensor other memory, which a replay does not repeat.
+REBINDS = "it gives an input other memory, which no replay repeats"
 _REBINDING = ("aten.set_.", "aten.resize_.", "aten.shallow_copy_data_", "inductor.resize_storage_bytes_")
 
 
@@ -75,11 +75,21 @@ def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
             "placed": [asdict(placed) for placed in gm.meta.get(PLACED, ())],
             "why_not_placed": gm.meta.get(WHY_NOT_PLACED),
             "code": _code(getattr(artifact, "source_code", "")),
-            "rebinds_storage": any(str(node.target).startswith(_REBINDING) for node in gm.graph.nodes),
+            "rebinds_storage": rebinds_storage(gm),
         }
         setattr(artifact, _ATTRIBUTE, known)
     except Exception:
         _log.warning("a compiled graph could not be described", exc_info=True)
+
+
+def rebinds_storage(gm: torch.fx.GraphModule) -> bool:
+    """Whether an operation of a graph gives a tensor other memory."""
+    return any(str(node.target).startswith(_REBINDING) for node in gm.graph.nodes)
+
+
+def why_not_replayed(artifact: Any) -> str | None:
+    """Says why no replay does what a compiled graph does; None if nothing is known that speaks against it."""
+    return REBINDS if (getattr(artifact, _ATTRIBUTE, None) or {}).get("rebinds_storage") else None
 
 
 @contextmanager

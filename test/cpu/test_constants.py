@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from pathlib import Path
 
@@ -170,6 +171,20 @@ class TestLoweredConstants(TestCase):
         devices = [node.meta["val"].device.type for node in graph.gm.graph.output_node().args[0]]
         self.assertEqual((devices, [record.how for record in graph.gm.meta[PLACED]]), (["cuda", "cpu"], [FOLDED]))
         self.assertIn("cpp_fused", graph.source_code)
+
+    def test_parts_of_a_kernel_do_not_wait_for_each_other(self):
+        """All parts of a foreach kernel run at once: none reads what another one writes."""
+
+        def program(x):
+            value = (torch.arange(SIZE, dtype=torch.float64) * 3).log().to("cuda")
+            scaled = value.clamp(-1, 1) * x
+            return sum(torch._foreach_mul([scaled, scaled, x, x], 0.25)), value
+
+        (graph,) = lower(program, (torch.empty(SIZE, device="meta"),))
+        calls = re.findall(r"triton_for_fused\w*\.run\((.*)\)", graph.source_code)
+        buffers = [re.findall(r"\bbuf\d+", arguments) for arguments in calls]
+        self.assertEqual([len(set(names)) for names in buffers], [len(names) for names in buffers])
+        self.assertTrue(any(buffers))
 
     def test_random_values_stay(self):
         for value in (

@@ -438,7 +438,16 @@ class TestNever(TestCase):
             with compiling_without_graphs():
                 post_compile(artifact, (), None, kwargs)
         self.assertEqual(given, [False, False])
-        self.assertEqual([graph.dropped for graph in pygraph_trees.report().graphs], ["pygraph_selective is 'never'"])
+        artifact.pygraph_coverage = {"rebinds_storage": True}
+        for indirection, wanted in (("auto", False), ("off", True)):
+            kwargs["cudagraphs"] = BoxedBool(True)
+            with config.patch({"triton.pygraph_indirection": indirection}):
+                post_compile(artifact, (), None, kwargs)
+            self.assertEqual(given.pop(), wanted)
+        whys = [graph.dropped for graph in pygraph_trees.report().graphs]
+        self.assertEqual(
+            whys[:2], ["pygraph_selective is 'never'", "it gives an input other memory, which no replay repeats"]
+        )
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from fuzzing.uses import USES
 from pygraph_trees.trees.functions.dispatch import PER_THREAD
 
 PROGRAMS = int(os.environ.get("PYGRAPH_FUZZ_PROGRAMS", "300"))
-SECONDS = 180.0
-JOBS = max(4, (os.cpu_count() or 1) // 3)  # it is the longest of the lane
+SECONDS = 120.0
+JOBS = max(4, (os.cpu_count() or 1) // 4)  # it is the longest of the lane
 
 
 def first(indirection, *_):
@@ -66,7 +66,7 @@ class TestIndirectionRandom(IndirectionTestCase):
         # This compares replays, not calls that ran un-graphed.
         self.assertGreater(counts.replays, counts.cases / 2, str(counts))
         # Before torch 2.13, calls in other threads run un-graphed.
-        self.assertLess(counts.ungraphed_calls, (0.1 if PER_THREAD else 0.3) * counts.calls, str(counts))
+        self.assertLess(counts.ungraphed_calls, (0.2 if PER_THREAD else 0.4) * counts.calls, str(counts))
 
     def test_what_programs_do_around_a_call(self):
         matrices = tuple(Input(name, (8, 8)) for name in "ab")
@@ -117,6 +117,13 @@ class TestIndirectionRandom(IndirectionTestCase):
                 ("b.add_(1)", "v0 = a * 2"),
                 ("v0", "b"),
                 6,
+            ),
+            Case(  # what a call has set is not set again by a second run of its code
+                (Input("a", (8, 8)), Input("d", (64, 2), place="reused", parameter=True)),
+                ("d.data = torch.tanh(d.data)", "v0 = a * 2"),
+                ("v0",),
+                6,
+                around=Around(faults=(Fault("signal", 1, 40960),)),
             ),
         ):
             with self.subTest(case.text()):

@@ -88,8 +88,12 @@ def check(
         theirs = None if control is None else _mismatch(case, device, UNGRAPHED, tolerance, exact=True)
         if not isinstance(theirs, InexactConstant):
             raise
-        # Torch's decompositions change the last place, too, but maybe in another order.
-        _compare(case, device, under_test, "eager", tolerance, exact=False)
+        # Torch's decompositions change the last place, too, but maybe in another order; and signs of zeros, which
+        # decide on which side of a branch cut a complex number is.
+        try:
+            _compare(case, device, under_test, "eager", tolerance, exact=False)
+        except Mismatch as ours:
+            _compare(case, device, under_test, UNGRAPHED, tolerance, only=ours.names)
         return Verdict(0, torch_differs=str(theirs))
     except Mismatch as ours:
         if control is None or is_lost(device):  # every way would raise on a GPU that is lost
@@ -247,8 +251,10 @@ def _agree(
     problems = {}
     for what in ("outputs", "blocks"):
         for one, other in zip(getattr(found, what), getattr(wanted, what), strict=True):
-            # Gradients accumulate; programs keep everything else within a few units.
+            # Programs keep everything within a few units, but gradients, which accumulate, in any order.
             allowed = tolerance * (_scale(other[1]) if what == "outputs" else 1.0)
+            if "['gradient']" in one[0] and tolerance > TOLERANCE[torch.float32]:
+                allowed *= 4.0
             if (not only or one[0] in only) and (problem := _problem(one, other, allowed, where, one[0] in bits)):
                 problems[one[0]] = problem
     for problem in problems.values():

@@ -48,12 +48,15 @@ def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def post_compile(self: Any, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
         wanted = bool(graph_kwargs["cudagraphs"]) or are_graphs_left_out()
-        reason = why_not_graphed(Settings.current()) if wanted else None
+        settings = Settings.current()
+        reason = why_not_graphed(settings) if wanted else None
+        if wanted and reason is None and settings.indirection != "off":
+            reason = compiled.why_not_replayed(self)
         if reason is not None:
             BoxedBool.disable(graph_kwargs["cudagraphs"])
         with compiled.put_to_use(self, graph_kwargs, wanted=wanted, dropped=reason):
             upstream(self, example_inputs, constants, graph_kwargs)
-        if graph_kwargs["cudagraphs"] and Settings.current().indirection != "off":
+        if graph_kwargs["cudagraphs"] and settings.indirection != "off":
             self.current_callable = shortened(self.current_callable) or self.current_callable
         else:
             saved_tensors.leave(self)
