@@ -122,7 +122,7 @@ class _Running:
 
     def __str__(self) -> str:
         """How long it has been running, and what it printed last."""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:] if self._log.exists() else []
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-60:] if self._log.exists() else []
         return "\n".join([f"{self._job.label}: was running for {time.monotonic() - self._start:.0f} s", *lines])
 
     @property

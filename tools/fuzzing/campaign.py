@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -118,11 +119,12 @@ def run(
         RuntimeError: a worker cannot work at all.
     """
     outcome, start = Outcome(), time.monotonic()
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as judges:
         jobs = campaign.jobs
         most = [None if campaign.most_cases is None else len(range(n, campaign.most_cases, jobs)) for n in range(jobs)]
         workers = [stack.enter_context(_Worker(campaign, campaign.seconds, n, most[n])) for n in range(jobs)]
-        while workers and len(outcome.failures) < campaign.most_failures:
+        judged: dict[Future[tuple[bool, Failure | None]], _Worker] = {}  # workers that have ended
+        while (workers or judged) and len(outcome.failures) < campaign.most_failures:
             time.sleep(_POLL_S)
             seen = replace(outcome.counts, uses=dict(outcome.counts.uses))
             for worker in workers:
@@ -133,10 +135,9 @@ def run(
             for worker in [w for w in workers if w.ended()]:
                 workers.remove(worker)
                 outcome.counts.add(worker.counts())
-                if worker.cause is not None:  # what follows takes minutes
-                    print(f"program {worker.number} ended its process: {worker.cause}", file=sys.stderr, flush=True)
-                by_torch = worker.lost_by_eager or _control_dies(campaign, worker)
-                failure = None if by_torch else _failure(campaign, worker)
+                judged[judges.submit(_judged, campaign, worker)] = worker
+            for verdict in [v for v in judged if v.done()]:
+                worker, (by_torch, failure) = judged.pop(verdict), verdict.result()
                 outcome.counts.torch_differs += by_torch and not worker.lost_by_eager
                 if failure is not None:
                     outcome.failures.append(failure)
@@ -146,6 +147,16 @@ def run(
                     workers.append(stack.enter_context(_Worker(campaign, left, worker.number + jobs, share)))
     progress(campaign.seconds, campaign.seconds, str(outcome.counts))
     return outcome
+
+
+def _judged(campaign: Campaign, worker: _Worker) -> tuple[bool, Failure | None]:
+    """Whether torch ended a worker, and otherwise its failure, if any; may take minutes."""
+    if worker.cause is not None:
+        case = worker.last_case()
+        text = "" if case is None else case.text()
+        print(f"program {worker.number} ended its process: {worker.cause}\n{text}", file=sys.stderr, flush=True)
+    by_torch = worker.lost_by_eager or _control_dies(campaign, worker)
+    return by_torch, None if by_torch else _failure(campaign, worker)
 
 
 def _control_dies(campaign: Campaign, worker: _Worker) -> bool:
