@@ -89,7 +89,7 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         self.end()
-        return self.how_it_ended(lines=150)
+        return self.how_it_ended(lines=250)
 
     def end(self) -> None:
         """Ends the process, once: the id of a process that has ended may be reused."""

@@ -7,6 +7,7 @@ fails. Exit status: 0, :data:`campaign.FAILED`, or, if the GPU is lost, :data:`c
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -30,6 +31,7 @@ from .reduction import reduce
 from .uses import uses
 
 _MOST_TRIES = 80  # to make a failing case smaller
+_LONG_CASE_S = 50.0
 
 
 class Worker:
@@ -90,6 +92,7 @@ class Worker:
         """The failure of a case, if it fails."""
         self.counts.cases += 1
         self._say({"case": case.text(), "counts": asdict(self.counts)})
+        faulthandler.dump_traceback_later(_LONG_CASE_S)  # into the log, which is shown if the case takes too long
         try:
             verdict = check(
                 case,
@@ -113,6 +116,7 @@ class Worker:
             self.counts.torch_differs += verdict.torch_differs is not None
             self._end_if_poisoned(POISONED)  # code that runs when the way is closed may lose the GPU
         finally:
+            faulthandler.cancel_dump_traceback_later()
             self._send_counts()
         return None
 
