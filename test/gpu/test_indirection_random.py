@@ -47,7 +47,7 @@ class TestIndirectionRandom(IndirectionTestCase):
     @parametrize("indirection,programs,seed", [("auto", PROGRAMS, 7), ("table", PROGRAMS // 3, 8)], name_fn=first)
     def test_random_programs(self, indirection, programs, seed):
         drawn = programs + programs // 3  # some cannot run in eager, or differ under torch.compile too
-        campaign = Campaign("cuda", "ours", "compile", None, SECONDS, seed, drawn, JOBS, 1, 20.0, 90.0)
+        campaign = Campaign("cuda", "ours", "compile", None, SECONDS, seed, drawn, JOBS, reduce_s=20.0)
         with mock.patch.dict(os.environ, PYGRAPH_INDIRECTION=indirection):
             outcome = run(campaign, self.log, lambda failure: print(f"fails: {failure}", file=sys.stderr))
         for failure in outcome.failures:

@@ -49,7 +49,7 @@ class Campaign:
     jobs: int = 1  # worker processes at a time
     most_failures: int = 1
     reduce_s: float = 120.0  # to make a failing case smaller
-    longest_case_s: float = 120.0  # without a sign of life, which each case gives when it begins
+    longest_call_s: float = 120.0  # which compiles, in both ways
 
 
 @dataclass(slots=True)
@@ -210,7 +210,7 @@ class _Worker:
         self.cause: str | None = None
         self.lost_by_eager = False
         self._first, self._jobs, self._most = first, campaign.jobs, most
-        self._longest_s = campaign.longest_case_s
+        self._longest_s = campaign.longest_call_s
         self._sent: dict[str, Any] = {}  # the latest case, counts and failure
         self._alive_at = time.monotonic()
         job = {**asdict(campaign), "seconds": seconds, "number": first, "most_cases": most}
@@ -241,7 +241,7 @@ class _Worker:
         if status is None:
             if time.monotonic() - self._alive_at <= self._longest_s:
                 return False
-            self.cause = f"a case took longer than {self._longest_s:g} s: {self._child.abort()}"
+            self.cause = f"a call took longer than {self._longest_s:g} s: {self._child.abort()}"
         elif status == POISONED_BY_EAGER:
             self.lost_by_eager = True
         elif status != 0 and not (status == FAILED and self.failure() is not None):

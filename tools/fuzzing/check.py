@@ -9,7 +9,9 @@ un-graphed code has others, too. After a fault, calls must be graphed again. A f
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,7 +70,13 @@ class Verdict:
 
 
 def check(
-    case: Case, device: torch.device, *, under_test: str, control: str | None = None, exactly: str | None = None
+    case: Case,
+    device: torch.device,
+    *,
+    under_test: str,
+    control: str | None = None,
+    exactly: str | None = None,
+    alive: Callable[[], None] = lambda: None,
 ) -> Verdict:
     """Runs ``case`` under eager and ``under_test`` and compares after each call.
 
@@ -76,34 +84,36 @@ def check(
         under_test: one of the benchmark's ways, or a Dynamo backend, by name or as ``module:function``.
         control: the way to run if they disagree; None: a disagreement is a failure.
         exactly: a way that the way under test must also equal bit for bit.
+        alive: called after each call.
 
     Raises:
         InvalidCase: eager cannot run the case.
         Mismatch: the way under test differs from eager or raises, and the control does not do the same.
     """
     tolerance = tolerance_of(case)
+    compare = functools.partial(_compare, case, device, alive)
     try:
-        verdict = _compare(case, device, under_test, "eager", tolerance)
+        verdict = compare(under_test, "eager", tolerance)
     except InexactConstant:
-        theirs = None if control is None else _mismatch(case, device, UNGRAPHED, tolerance, exact=True)
+        theirs = None if control is None else _mismatch(compare, UNGRAPHED, tolerance, exact=True)
         if not isinstance(theirs, InexactConstant):
             raise
         # Torch's decompositions change the last place, too, but maybe in another order; and signs of zeros, which
         # decide on which side of a branch cut a complex number is.
         try:
-            _compare(case, device, under_test, "eager", tolerance, exact=False)
+            compare(under_test, "eager", tolerance, exact=False)
         except Mismatch as ours:
-            _compare(case, device, under_test, UNGRAPHED, tolerance, only=ours.names)
+            compare(under_test, UNGRAPHED, tolerance, only=ours.names)
         return Verdict(0, torch_differs=str(theirs))
     except Mismatch as ours:
         if control is None or is_lost(device):  # every way would raise on a GPU that is lost
             raise
-        by_torch = _mismatch(case, device, control, tolerance)
+        by_torch = _mismatch(compare, control, tolerance)
         if by_torch is None or isinstance(by_torch, Raised) != isinstance(ours, Raised):
             raise
         if not isinstance(ours, Raised):
             try:
-                _compare(case, device, under_test, control, tolerance, only=ours.names)
+                compare(under_test, control, tolerance, only=ours.names)
             except Raised as error:  # a later call of the control may raise
                 if error.way == under_test:
                     raise
@@ -111,7 +121,7 @@ def check(
                 raise Mismatch(f"{error}; {ours}") from error
         return Verdict(0, torch_differs=str(by_torch))
     if exactly is not None:
-        _compare(case, device, under_test, exactly, tolerance=0.0)
+        compare(under_test, exactly, 0.0)
     return verdict
 
 
@@ -131,12 +141,10 @@ def is_lost(device: torch.device) -> bool:
     return False
 
 
-def _mismatch(
-    case: Case, device: torch.device, way: str, tolerance: float, *, exact: bool | None = None
-) -> Mismatch | None:
+def _mismatch(compare: Callable[..., Verdict], way: str, tolerance: float, **kwargs: Any) -> Mismatch | None:
     """How a way of torch's own differs from eager; None if it does not."""
     try:
-        _compare(case, device, way, "eager", tolerance, exact=exact)
+        compare(way, "eager", tolerance, **kwargs)
     except Mismatch as found:
         return found
     return None
@@ -145,6 +153,7 @@ def _mismatch(
 def _compare(
     case: Case,
     device: torch.device,
+    alive: Callable[[], None],
     subject: str,
     reference: str,
     tolerance: float,
@@ -169,6 +178,7 @@ def _compare(
         for call in range(case.calls):
             ungraphed = _ungraphed_calls() if call == case.calls - 1 and runners[1].caught else 0
             wanted, found = (_observe(runner, call) for runner in runners)
+            alive()
             where = f"call {call}: {subject} against {reference}"
             is_exact = reference == "eager" and (subject not in ROUNDING if exact is None else exact)
             with_bits = case.moved_constants if is_exact else frozenset()

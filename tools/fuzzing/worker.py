@@ -31,7 +31,7 @@ from .reduction import reduce
 from .uses import uses
 
 _MOST_TRIES = 80  # to make a failing case smaller
-_LONG_CASE_S = 50.0
+_LONG_CALL_S = 60.0
 
 
 class Worker:
@@ -92,7 +92,7 @@ class Worker:
         """The failure of a case, if it fails."""
         self.counts.cases += 1
         self._say({"case": case.text(), "counts": asdict(self.counts)})
-        faulthandler.dump_traceback_later(_LONG_CASE_S)  # into the log, which is shown if the case takes too long
+        self._alive()
         try:
             verdict = check(
                 case,
@@ -100,6 +100,7 @@ class Worker:
                 under_test=self._told["under_test"],
                 control=self._told["control"],
                 exactly=self._told["exactly"],
+                alive=self._alive,
             )
         except InvalidCase:
             self.counts.invalid += 1
@@ -119,6 +120,10 @@ class Worker:
             faulthandler.cancel_dump_traceback_later()
             self._send_counts()
         return None
+
+    def _alive(self) -> None:
+        self._say({})
+        faulthandler.dump_traceback_later(_LONG_CALL_S)  # into the log, which is shown if the call takes too long
 
     def _send_counts(self) -> None:
         _, functions = journal.records()
