@@ -32,42 +32,20 @@ __all__ = ["GRANULE", "KNOWN", "CUresult", "FakeApi"]
 KNOWN = "triton_poi_fused_add_0"  # a kernel that hides no address
 
 
-class CUgraphNodeType(enum.IntEnum):
-    CU_GRAPH_NODE_TYPE_KERNEL = 0
-    CU_GRAPH_NODE_TYPE_MEMCPY = 1
-    CU_GRAPH_NODE_TYPE_MEMSET = 2
-    CU_GRAPH_NODE_TYPE_HOST = 3
-    CU_GRAPH_NODE_TYPE_GRAPH = 4
-    CU_GRAPH_NODE_TYPE_EMPTY = 5
-    CU_GRAPH_NODE_TYPE_WAIT_EVENT = 6
-    CU_GRAPH_NODE_TYPE_EVENT_RECORD = 7
-    CU_GRAPH_NODE_TYPE_MEM_ALLOC = 10
-    CU_GRAPH_NODE_TYPE_MEM_FREE = 11
-    CU_GRAPH_NODE_TYPE_BATCH_MEM_OP = 12
-    CU_GRAPH_NODE_TYPE_CONDITIONAL = 13
+def _enum(name: str, prefix: str, names: str, start: int = 0) -> type[enum.IntEnum]:
+    return enum.IntEnum(name, [prefix + one for one in names.split()], start=start)
 
 
-class CUstreamCaptureStatus(enum.IntEnum):
-    CU_STREAM_CAPTURE_STATUS_NONE = 0
-    CU_STREAM_CAPTURE_STATUS_ACTIVE = 1
-    CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2
-
-
-class CUstreamCaptureMode(enum.IntEnum):
-    CU_STREAM_CAPTURE_MODE_GLOBAL = 0
-    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
-    CU_STREAM_CAPTURE_MODE_RELAXED = 2
-
-
-class CUmemorytype(enum.IntEnum):
-    CU_MEMORYTYPE_HOST = 1
-    CU_MEMORYTYPE_DEVICE = 2
-    CU_MEMORYTYPE_ARRAY = 3
-    CU_MEMORYTYPE_UNIFIED = 4
-
-
-class CUpointer_attribute(enum.IntEnum):
-    CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2
+CUgraphNodeType = _enum(
+    "CUgraphNodeType",
+    "CU_GRAPH_NODE_TYPE_",
+    "KERNEL MEMCPY MEMSET HOST GRAPH EMPTY WAIT_EVENT EVENT_RECORD EXT_SEMAS_SIGNAL EXT_SEMAS_WAIT MEM_ALLOC MEM_FREE"
+    " BATCH_MEM_OP CONDITIONAL",
+)
+CUstreamCaptureStatus = _enum("CUstreamCaptureStatus", "CU_STREAM_CAPTURE_STATUS_", "NONE ACTIVE INVALIDATED")
+CUstreamCaptureMode = _enum("CUstreamCaptureMode", "CU_STREAM_CAPTURE_MODE_", "GLOBAL THREAD_LOCAL RELAXED")
+CUmemorytype = _enum("CUmemorytype", "CU_MEMORYTYPE_", "HOST DEVICE ARRAY UNIFIED", start=1)
+CUpointer_attribute = _enum("CUpointer_attribute", "CU_POINTER_ATTRIBUTE_", "MEMORY_TYPE", start=2)
 
 
 class CUcontext(Handle): ...
@@ -132,9 +110,7 @@ class CUDA_MEMSET_NODE_PARAMS(_Fields):
 class Kernel:
     """A kernel's parameters in memory of the driver, as ``kernelParams`` or packed as ``extra``."""
 
-    def __init__(
-        self, parameters: Sequence[bytes], packed: bool, name: str | None, known: bool, apart: bool = False
-    ) -> None:
+    def __init__(self, parameters: Sequence[bytes], packed: bool, name: str | None, known=True, apart=False) -> None:
         self.packed, self.name, self.known = packed, name, known
         self.layout: list[tuple[int, int]] = []
         block = bytearray()
@@ -193,6 +169,13 @@ class Node:
         return (self.handle, 0) if self.has_function else (0, self.handle)
 
 
+def _addresses(values: dict[str, int]) -> list[int]:
+    """Those of a copy's two sides, or of a fill."""
+    if "dst" in values:
+        return [values["dst"]]
+    return [values[side + ("Host" if values[f"{side}MemoryType"] == 1 else "Device")] for side in ("src", "dst")]
+
+
 class FakeApi(FakeMemory):
     CUgraphNodeType = CUgraphNodeType
     CUstreamCaptureStatus = CUstreamCaptureStatus
@@ -214,7 +197,7 @@ class FakeApi(FakeMemory):
         self._nodes: dict[int, Node] = {}
         self._functions: dict[tuple[int, bool], Kernel] = {}  # by handle, whether it is a CUfunction
         self._execs: dict[int, dict[int, bytes | dict[str, int]]] = {}
-        self._reserved_sides: dict[tuple[int, int], dict[str, bool]] = {}  # of copies and fills, by graph and node
+        self._reserved_sides: dict[tuple[int, int], list[bool]] = {}  # of copies and fills, by graph and node
         self._streams: dict[int, tuple[CUstreamCaptureStatus, int]] = {}
         self._modules: dict[int, str] = {}  # PTX by handle
         self._captured_last: dict[int, list[int]] = {}  # nodes by stream
@@ -253,15 +236,7 @@ class FakeApi(FakeMemory):
         self._nodes[handle] = node
         return handle
 
-    def make_kernel(
-        self,
-        words: Sequence[int | bytes],
-        packed: bool = False,
-        name: str | None = KNOWN,
-        func: bool = True,
-        known: bool = True,
-        apart: bool = False,
-    ) -> int:
+    def make_kernel(self, words: Sequence[int | bytes], packed=False, name=KNOWN, func=True, **options: bool) -> int:
         """A kernel node; each word is a parameter of 8 bytes, each ``bytes`` is one of its own size.
 
         Parameters are at multiples of the power of two that divides their size, up to 8. ``func=False`` gives the
@@ -271,18 +246,12 @@ class FakeApi(FakeMemory):
         assert not isinstance(words, (bytes, bytearray)), "a list of parameters"
         parameters = [word if isinstance(word, bytes) else word.to_bytes(8, "little") for word in words]
         assert all(parameters), "a parameter without bytes"
-        kernel, handle = Kernel(parameters, packed, name, known, apart), next(self._handles)
+        kernel, handle = Kernel(parameters, packed, name, **options), next(self._handles)
         self._functions[handle, func] = kernel
         return self._add(Node(CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, kernel, handle, func))
 
     def make_memcpy(
-        self,
-        source: int,
-        target: int,
-        nbytes: int,
-        source_type: str = "DEVICE",
-        target_type: str = "DEVICE",
-        **more: int,
+        self, source: int, target: int, nbytes: int, source_type="DEVICE", target_type="DEVICE", **more: int
     ) -> int:
         """A memcpy node; types are "HOST", "DEVICE", "ARRAY", "UNIFIED"; ``more`` fields: Height, srcXInBytes ..."""
         fields = {"WidthInBytes": nbytes, "Height": 1, "Depth": 1, **more}
@@ -316,10 +285,9 @@ class FakeApi(FakeMemory):
                 self._reserved_sides[exec_, handle] = self._in_reservations(values)
         return exec_
 
-    def _in_reservations(self, values: dict[str, int]) -> dict[str, bool]:
-        """Whether each device address of a copy or a fill is in a reservation."""
-        names = ["dst"] if "dst" in values else [f"{s}Device" for s in ("src", "dst") if values[f"{s}MemoryType"] != 1]
-        return {name: self.is_reserved(values[name]) for name in names}
+    def _in_reservations(self, values: dict[str, int]) -> list[bool]:
+        """Whether each address of a copy or a fill is in a reservation."""
+        return [self.is_reserved(address) for address in _addresses(values)]
 
     def exec_parameters(self, exec_: int, node: int) -> bytes:
         """The parameters that an executable graph holds, at the offsets of relocations.
@@ -329,10 +297,7 @@ class FakeApi(FakeMemory):
         held = self._execs[exec_][node]
         if isinstance(held, bytes):
             return held
-        if "dst" in held:
-            return held["dst"].to_bytes(8, "little")
-        sides = (("Host" if held[f"{side}MemoryType"] == 1 else "Device", side) for side in ("src", "dst"))
-        return b"".join(held[side + field].to_bytes(8, "little") for field, side in sides)
+        return b"".join(address.to_bytes(8, "little") for address in _addresses(held))
 
     def capture(self, stream: int, graph: int, status: str = "ACTIVE") -> None:
         self._streams[stream] = (CUstreamCaptureStatus[f"CU_STREAM_CAPTURE_STATUS_{status}"], graph)
@@ -387,7 +352,7 @@ class FakeApi(FakeMemory):
         ]
         answer = self._answer("cuModuleGetFunction", next(self._handles))
         if answer[0] == 0:
-            self._functions[answer[1], True] = Kernel(parameters, False, name.decode(), known=True)
+            self._functions[answer[1], True] = Kernel(parameters, False, name.decode())
         return answer
 
     def cuLaunchKernel(self, function, *more):
@@ -397,7 +362,7 @@ class FakeApi(FakeMemory):
         block = loaded.read(parameters, extra)
         result = self._enter("cuLaunchKernel")
         if result == 0 and stream in self._streams and self._streams[stream][1]:
-            kernel = Kernel([block[at : at + nbytes] for at, nbytes in loaded.layout], False, loaded.name, known=True)
+            kernel = Kernel([block[at : at + nbytes] for at, nbytes in loaded.layout], False, loaded.name)
             node = self._add(Node(CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, kernel, function))
             self._graphs[self._streams[stream][1]].append(node)
             self._captured_last[stream] = [node]
@@ -430,13 +395,15 @@ class FakeApi(FakeMemory):
         params = CUDA_KERNEL_NODE_PARAMS(*found.functions(), *found.content.pointers())
         return self._answer("cuGraphKernelNodeGetParams", params)
 
+    def _copy_of_fields(self, call: str, node: int, kind: str):
+        fields = self._node(node, kind).content
+        return self._answer(call, type(fields)(**fields.values()))
+
     def cuGraphMemcpyNodeGetParams(self, node: int):
-        fields = self._node(node, "MEMCPY").content.values()
-        return self._answer("cuGraphMemcpyNodeGetParams", CUDA_MEMCPY3D(**fields))
+        return self._copy_of_fields("cuGraphMemcpyNodeGetParams", node, "MEMCPY")
 
     def cuGraphMemsetNodeGetParams(self, node: int):
-        fields = self._node(node, "MEMSET").content.values()
-        return self._answer("cuGraphMemsetNodeGetParams", CUDA_MEMSET_NODE_PARAMS(**fields))
+        return self._copy_of_fields("cuGraphMemsetNodeGetParams", node, "MEMSET")
 
     def _kernel(self, handle: int, is_function: bool) -> Kernel:
         assert (handle, is_function) in self._functions, f"no {'CUfunction' if is_function else 'CUkernel'} {handle!r}"
@@ -485,51 +452,43 @@ class FakeApi(FakeMemory):
         assert kernel.read(*kernel.pointers()) == kernel.block, "the node's own memory was written to"
         return self._set("cuGraphExecKernelNodeSetParams", held, node, block)
 
-    def _set_fields(self, call: str, exec_, node, params, context, changeable: set[str]):
+    def _check_fields(self, node, params, kind: str, old: dict[str, int], changeable: set[str]) -> dict[str, int]:
+        assert type(params) is type(self._node(node, kind).content), type(params)
+        new = params.values()
+        assert all(new[name] == old[name] for name in new if name not in changeable), f"{new}, not {old}"
+        return new
+
+    def _set_fields(self, exec_, node, params, context, kind: str, changeable: set[str]):
         held = self._held(exec_, node)
         assert isinstance(context, CUcontext) and int(context) == int(self.context), f"no context {context!r}"
-        assert type(params) is type(self._node(node).content), type(params)
-        new, old = params.values(), held[int(node)]
-        assert all(new[name] == old[name] for name in new if name not in changeable), f"{new}, not {old}"
+        new = self._check_fields(node, params, kind, held[int(node)], changeable)
         other_kind = self._in_reservations(new) != self._reserved_sides[int(exec_), int(node)]
-        return self._set(call, held, node, new, refused=other_kind)
+        return self._set(f"cuGraphExec{kind.capitalize()}NodeSetParams", held, node, new, refused=other_kind)
 
     def cuGraphExecMemcpyNodeSetParams(self, exec_, node, params, context):
-        self._node(node, "MEMCPY")
         assert params.Height <= 1 and params.Depth <= 1 and params.WidthInBytes > 0, "not of one row"
-        changeable = {"srcDevice", "dstDevice", "srcHost"}
-        return self._set_fields("cuGraphExecMemcpyNodeSetParams", exec_, node, params, context, changeable)
+        return self._set_fields(exec_, node, params, context, "MEMCPY", {"srcDevice", "dstDevice", "srcHost"})
 
     def cuGraphExecMemsetNodeSetParams(self, exec_, node, params, context):
-        self._node(node, "MEMSET")
-        return self._set_fields("cuGraphExecMemsetNodeSetParams", exec_, node, params, context, {"dst"})
+        return self._set_fields(exec_, node, params, context, "MEMSET", {"dst"})
 
-    def _set_captured_fields(self, call: str, node, params, changeable: set[str]):
+    def _set_captured_fields(self, node, params, kind: str, changeable: set[str]):
         found = self._node(node)
-        assert type(params) is type(found.content), type(params)
-        new, old = params.values(), found.content.values()
-        assert all(new[name] == old[name] for name in new if name not in changeable), f"{new}, not {old}"
-        result = self._enter(call)
-        if result == 0:
+        new = self._check_fields(node, params, kind, found.content.values(), changeable)
+        if (result := self._enter(f"cuGraph{kind.capitalize()}NodeSetParams")) == 0:
             found.content = type(params)(**new)
         return (result,)
 
     def cuGraphMemcpyNodeSetParams(self, node, params):
-        self._node(node, "MEMCPY")
-        return self._set_captured_fields("cuGraphMemcpyNodeSetParams", node, params, {"srcDevice", "dstDevice"})
+        return self._set_captured_fields(node, params, "MEMCPY", {"srcDevice", "dstDevice"})
 
     def cuGraphMemsetNodeSetParams(self, node, params):
-        self._node(node, "MEMSET")
-        return self._set_captured_fields("cuGraphMemsetNodeSetParams", node, params, {"dst"})
+        return self._set_captured_fields(node, params, "MEMSET", {"dst"})
 
     def cuPointerGetAttribute(self, attribute: CUpointer_attribute, address: int):
         assert attribute is CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE and isinstance(address, int)
         call = "cuPointerGetAttribute"
-        for start, (buffer, pinned) in self._host.items():
-            if start <= address < start + len(buffer) and pinned:
-                return self._answer(call, CUmemorytype.CU_MEMORYTYPE_HOST)
-            if start <= address < start + len(buffer):
-                return self._enter(call) or CUresult.CUDA_ERROR_INVALID_VALUE, None
-        if self.is_reserved(address) and not self.is_mapped(address):
+        host = [pinned for start, (buffer, pinned) in self._host.items() if start <= address < start + len(buffer)]
+        if host == [False] or (self.is_reserved(address) and not self.is_mapped(address)):
             return self._enter(call) or CUresult.CUDA_ERROR_INVALID_VALUE, None
-        return self._answer(call, CUmemorytype.CU_MEMORYTYPE_DEVICE)
+        return self._answer(call, CUmemorytype.CU_MEMORYTYPE_HOST if host else CUmemorytype.CU_MEMORYTYPE_DEVICE)

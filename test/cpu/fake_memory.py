@@ -15,25 +15,12 @@ from fake_calls import CUresult, FakeCalls, Handle, View, as_int
 GRANULE = 2 << 20
 _DEVICES = 8
 
-
-class CUmemAllocationType(enum.IntEnum):
-    CU_MEM_ALLOCATION_TYPE_INVALID = 0
-    CU_MEM_ALLOCATION_TYPE_PINNED = 1
-
-
-class CUmemLocationType(enum.IntEnum):
-    CU_MEM_LOCATION_TYPE_INVALID = 0
-    CU_MEM_LOCATION_TYPE_DEVICE = 1
-
-
-class CUmemAccess_flags(enum.IntEnum):
-    CU_MEM_ACCESS_FLAGS_PROT_NONE = 0
-    CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
-
-
-class CUmemAllocationGranularity_flags(enum.IntEnum):
-    CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0
-    CU_MEM_ALLOC_GRANULARITY_RECOMMENDED = 1
+CUmemAllocationType = enum.IntEnum("CUmemAllocationType", {"CU_MEM_ALLOCATION_TYPE_PINNED": 1})
+CUmemLocationType = enum.IntEnum("CUmemLocationType", {"CU_MEM_LOCATION_TYPE_DEVICE": 1})
+CUmemAccess_flags = enum.IntEnum("CUmemAccess_flags", {"CU_MEM_ACCESS_FLAGS_PROT_READWRITE": 3})
+CUmemAllocationGranularity_flags = enum.IntEnum(
+    "CUmemAllocationGranularity_flags", {"CU_MEM_ALLOC_GRANULARITY_MINIMUM": 0}
+)
 
 
 class CUdeviceptr(Handle): ...
@@ -52,17 +39,17 @@ class CUmemLocation(View):
 
 class _Located:
     def __init__(self) -> None:
-        self.__dict__["location"] = [CUmemLocationType.CU_MEM_LOCATION_TYPE_INVALID, 0]
+        self.__dict__["location"] = [None, 0]
 
     location = property(CUmemLocation, lambda self, value: self.__dict__.__setitem__("location", list(value._read())))
 
 
 class CUmemAllocationProp(_Located):
-    type = CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_INVALID
+    type = None
 
 
 class CUmemAccessDesc(_Located):
-    flags = CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_NONE
+    flags = None
 
 
 @dataclass
@@ -97,14 +84,8 @@ class FakeMemory(FakeCalls):
 
     def leaks(self) -> list[str]:
         """The memory that is still mapped or held."""
-        return [
-            *(f"{mapping.nbytes:#x} bytes mapped at {start:#x}" for start, mapping in self.mappings.items()),
-            *(
-                f"memory {handle:#x} of {memory.nbytes:#x} bytes"
-                for handle, memory in self.memories.items()
-                if memory.held
-            ),
-        ]
+        mapped = [f"{mapping.nbytes:#x} bytes mapped at {start:#x}" for start, mapping in self.mappings.items()]
+        return mapped + [f"memory {handle:#x}" for handle, memory in self.memories.items() if memory.held]
 
     def _device(self, location: CUmemLocation) -> int:
         kind, device = location._read()
@@ -137,32 +118,33 @@ class FakeMemory(FakeCalls):
         device = self._check_properties(properties)
         _check_granules(nbytes)
         assert flags == 0, flags
-        if result := self._enter("cuMemCreate"):
-            return result, None
         handle = next(self._handles)
-        self.memories[handle] = Memory(nbytes, device)
-        return result, CUmemGenericAllocationHandle(handle)
+        answer = self._answer("cuMemCreate", CUmemGenericAllocationHandle(handle))
+        if answer[0] == 0:
+            self.memories[handle] = Memory(nbytes, device)
+        return answer
+
+    def _held_memory(self, memory: int) -> Memory:
+        found = self.memories.get(as_int(memory))
+        assert found is not None and found.held, f"no memory {memory!r}"
+        return found
 
     def cuMemRelease(self, memory: int):
-        assert as_int(memory) in self.memories and self.memories[as_int(memory)].held, f"no memory {memory!r}"
-        if result := self._enter("cuMemRelease"):
-            return (result,)
-        self.memories[as_int(memory)].held = False
+        found = self._held_memory(memory)
+        if (result := self._enter("cuMemRelease")) == 0:
+            found.held = False
         return (result,)
 
     def is_reserved(self, address: int, nbytes: int = 1) -> bool:
-        inside = (start <= address and address + nbytes <= start + size for start, size in self.reservations.items())
-        return any(inside)
+        return any(start <= address and address + nbytes <= start + n for start, n in self.reservations.items())
 
     def is_mapped(self, address: int) -> bool:
         return bool(self._overlapping(address, 1))
 
-    def _overlapping(self, address: int, nbytes: int) -> dict[int, Mapping]:
-        return {
-            start: mapping
-            for start, mapping in self.mappings.items()
-            if start < address + nbytes and address < start + mapping.nbytes
-        }
+    def _overlapping(self, address: int, nbytes: int) -> list[int]:
+        """The mappings that have a byte of a range, by their starts."""
+        end = address + nbytes
+        return [start for start, one in self.mappings.items() if start < end and address < start + one.nbytes]
 
     def _whole(self, address: int, nbytes: int) -> dict[int, Mapping]:
         """The mappings that fill a range exactly."""
@@ -180,20 +162,19 @@ class FakeMemory(FakeCalls):
         assert offset == 0 and flags == 0, (offset, flags)
         assert self.is_reserved(address, nbytes), f"{address:#x} + {nbytes:#x} is not reserved"
         assert not self._overlapping(address, nbytes), f"{address:#x} + {nbytes:#x} is mapped"
-        assert memory in self.memories and self.memories[memory].held, f"no memory {memory:#x}"
+        available = self._held_memory(memory).nbytes
         if result := self._enter("cuMemMap"):
             return (result,)
-        if nbytes != self.memories[memory].nbytes:
+        if nbytes != available:
             return (CUresult.CUDA_ERROR_NOT_SUPPORTED,)
         self.mappings[address] = Mapping(nbytes, memory)
         return (result,)
 
     def cuMemUnmap(self, address: int, nbytes: int):
         whole = self._whole(as_int(address), nbytes)
-        if result := self._enter("cuMemUnmap"):
-            return (result,)
-        for start in whole:
-            del self.mappings[start]
+        if (result := self._enter("cuMemUnmap")) == 0:
+            for start in whole:
+                del self.mappings[start]
         return (result,)
 
     def cuMemSetAccess(self, address: int, nbytes: int, descriptions, count: int):
@@ -204,10 +185,9 @@ class FakeMemory(FakeCalls):
         device = self._device(description.location)
         whole = self._whole(as_int(address), nbytes)
         assert all(self.memories[mapping.memory].device == device for mapping in whole.values()), f"not on {device}"
-        if result := self._enter("cuMemSetAccess"):
-            return (result,)
-        for mapping in whole.values():
-            mapping.access = True
+        if (result := self._enter("cuMemSetAccess")) == 0:
+            for mapping in whole.values():
+                mapping.access = True
         return (result,)
 
 

@@ -21,11 +21,8 @@ MAY_CLONE = fast_path.MAY_CLONE
 # Since torch 2.15, a recording asks again which outputs are alive after it has found some that nothing needs.
 CHECKS_LIVENESS_AGAIN = "liveness_check_state" in inspect.signature(UpstreamRecording).parameters
 # Limits of a function, since torch 2.15; None means no limit.
-LIMITS = {
-    name: None
-    for name in inspect.signature(cudagraph_trees.WrappedFunction).parameters
-    if "managed_input_rerecord" in name
-}
+PARAMETERS = inspect.signature(cudagraph_trees.WrappedFunction).parameters
+LIMITS = dict.fromkeys(name for name in PARAMETERS if "managed_input_rerecord" in name)
 
 
 class Failed(Exception): ...
@@ -45,7 +42,15 @@ def liveness_check():
 
 
 class FakeManager(fast_path.TreeState):
-    """Counts how often it is asked to end a path."""
+    """Counts how often it is asked to end a path; ``find`` searches candidates."""
+
+    def __init__(self, find):
+        self.ended, self._find, self._candidates = 0, find, {}
+        self.graph, self.current_gen = Plain(), -5
+        self._current_node = self.mode = self.compile_id = self.path_state = None
+        self.running_forwards_with_pending_backwards = None
+        if MAY_CLONE:
+            self.has_live_user_visible_output_cloning = False
 
     def try_end_curr_execution(self):
         self.ended += 1
@@ -153,16 +158,10 @@ class Trees:
         others = [NotImplemented] * len(cached) if others is None else others
         self.native = fast_path.replay(self.recording, managed, others, in_python=in_python)
         self.before, self.partition, self.compile_id, self.mode = Plain(), Plain(), Plain(), mode
-        self.manager, self.partitions = FakeManager(), [self.partition]
+        self.manager, self.partitions = FakeManager(self.find), [self.partition]
         self.searched, self.answer = [], None  # searches for candidates, and their result
         self.released = []  # results of releases
-        self.manager.ended = 0
-        self.manager.graph, self.manager.current_gen, self.manager._find = Plain(), -5, self.find
-        self.manager.mode = self.manager.compile_id = self.manager.path_state = None
-        self.manager.running_forwards_with_pending_backwards = None
         self.put(self.candidates(self.native))
-        if MAY_CLONE:
-            self.manager.has_live_user_visible_output_cloning = False
         self.function = FakeFunction(self.manager, 7)
         self.replayer = self.function.replayer
 
@@ -197,46 +196,27 @@ class Trees:
         return call
 
 
-class _InPython:
-    """A recording that calls ``replay`` with inputs and the function's id, and refuses them if that returns None."""
-
-    def __init__(self, replay, function_id):
-        self.result, self.graph, self.log = None, None, Plain(counter=binding.new_counter())
-        self.fixed, self.cached_tensor_outputs = (), []
-        self.deaths_before = self.deaths_after = self.outliving = self.own = None
-        self.has_new_history = self.is_backward = False
-
-        def prepare(inputs, _):
-            self.result = replay(inputs, function_id)
-            return None if self.result is None else False
-
-        self.live = Plain(addresses=Plain(prepare_fast=prepare, native=None), patched=(), outputs={})
-
-    def replay(self, inputs):
-        inputs.clear()
-        return self.result
-
-    borrowed = own_outputs = fail
-
-
 def replaying(replay):
-    """A manager with one recording of each function, which calls ``replay``. Skips the test without C++."""
+    """A manager whose recordings call ``replay`` with inputs and the function's id, and refuse the inputs if it returns
+    None. Skips the test without C++.
+    """
     if binding.extension is None:
         raise unittest.SkipTest("not built for this torch")
-    manager, kept = FakeManager(), []
-    manager.graph, manager._candidates, manager.current_gen = Plain(), {}, -5
-    manager._current_node = manager.path_state = None
-    manager.running_forwards_with_pending_backwards = manager.has_live_user_visible_output_cloning = False
+    kept = []
 
     def find(_, function_id, begins):
-        kept.append(_InPython(replay, function_id))
-        replays = (fast_path.replay(kept[-1], (), [], in_python=True),)
+        def prepare(inputs, _):
+            recording.outputs = replay(inputs, function_id)
+            return None if recording.outputs is None else False
+
+        live = Plain(addresses=Plain(prepare_fast=prepare, native=None), patched=(), outputs={})
+        kept.append(recording := Recording({}, [], live=live))
+        replays = (fast_path.replay(recording, (), [], in_python=True),)
         return binding.extension.Candidates(
             begins=None, mode=MODE.INFERENCE, compile_id=None, replays=replays, make_filter=None, release=None
         )
 
-    manager._find = find
-    return manager
+    return FakeManager(find)
 
 
 def some(count):

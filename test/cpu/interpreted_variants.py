@@ -50,21 +50,12 @@ def values(ty: str, *size: int) -> torch.Tensor:
 
 
 class InterpretedTestCase(TestCase):
-    def assertSameEffect(
-        self,
-        fn: Any,
-        variant: Variant,
-        tensors: dict[str, torch.Tensor],
-        rest: dict[str, Any],
-        grid: tuple[int, ...],
-        slots: Any,
-    ) -> None:
+    def assertSameEffect(self, fn: Any, variant: Variant, tensors: dict, rest: dict, grid: tuple, slots: Any) -> None:
         """Asserts that both leave the same bits in every tensor, not the old ones, and that slots stay as they are."""
         before, after = ({name: tensor.clone() for name, tensor in tensors.items()} for _ in range(2))
         fn[grid](**before, **rest)
         addresses = {name: torch.tensor([after[name].data_ptr()]) for name in slots}
-        given_ = {name: addresses.get(name, tensor) for name, tensor in after.items()}
-        variant.fn[grid](**given_, **rest)
+        variant.fn[grid](**{**after, **addresses}, **rest)
         self.assertFalse(all(torch.equal(before[name], tensors[name]) for name in tensors), "nothing was done")
         for name in tensors:
             self.assertTrue(torch.equal(before[name], after[name]), name)
@@ -73,19 +64,12 @@ class InterpretedTestCase(TestCase):
 
 
 class TestKernels(InterpretedTestCase):
-    def check(self, name: str, tensors: dict[str, torch.Tensor], **scalars: int) -> None:
-        case = kernels.CASES[name]
-        for count in range(1, len(tensors) + 1):
-            for slots in itertools.combinations(tensors, count):
-                variant = with_slots(case.fn, case.signature, case.constants, case.attrs(), slots)
-                self.assertSameEffect(case.fn, variant, tensors, {**scalars, **case.constants}, case.grid, slots)
-
     def test_kinds_of_kernels(self) -> None:
         size, rows, columns = kernels.SIZE, kernels.ROWS, kernels.COLUMNS
         m, n, k = kernels.M, kernels.N, kernels.K
         matrix, reduced = torch.randn(rows, columns), {"xnumel": rows, "r0_numel": columns}
         flags, bytes_ = values("*i1", size), values("*i8", 512)
-        for name, tensors, scalars in (
+        for name, given_, scalars in (
             ("pointwise", [torch.randn(size), torch.randn(size).bfloat16(), torch.zeros(size)], {"xnumel": size}),
             ("oneline", [bytes_, torch.zeros(512, dtype=torch.int64)], {}),
             ("reduction", [matrix, torch.zeros(rows)], reduced),
@@ -93,8 +77,13 @@ class TestKernels(InterpretedTestCase):
             ("matmul", [torch.randn(m, k).half(), torch.randn(k, n).half(), torch.zeros(m, n)], {}),
             ("user", [torch.randn(size), flags, torch.zeros(size)], {"n": size}),
         ):
-            with self.subTest(name):
-                self.check(name, dict(zip(kernels.CASES[name].pointers, tensors, strict=True)), **scalars)
+            case = kernels.CASES[name]
+            tensors = dict(zip(case.pointers, given_, strict=True))
+            for count in range(1, len(tensors) + 1):
+                for slots in itertools.combinations(tensors, count):
+                    with self.subTest(name, slots=slots):
+                        variant = with_slots(case.fn, case.signature, case.constants, case.attrs(), slots)
+                        self.assertSameEffect(case.fn, variant, tensors, scalars | case.constants, case.grid, slots)
 
     def test_a_slot_written_anew(self) -> None:
         case = kernels.CASES["oneline"]
@@ -106,9 +95,7 @@ class TestKernels(InterpretedTestCase):
             variant.fn[(1,)](slots[:1], slots[1:], **case.constants)
             self.assertEqual(target, source.long())
 
-
-class TestWriters(TestCase):
-    def test_each_slot(self) -> None:
+    def test_writers(self) -> None:
         for width in WIDTHS:
             table = torch.full((width + 2,), -1)
             addresses = [0x7A00_0000_0000 + 0x1234 * i for i in range(width)]

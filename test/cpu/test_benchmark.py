@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -24,15 +25,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import inductor_patches
 import pygraph_trees
-from pygraph_trees.benchmark import (
-    Comparison,
-    Effort,
-    Measurement,
-    Program,
-    Results,
-    compare,
-    text_table,
-)
+from pygraph_trees.benchmark import Comparison, Effort, Measurement, Program, Results, compare, text_table
 from pygraph_trees.benchmark.differences import difference, snapshot
 from pygraph_trees.benchmark.graphs import copied_nbytes, launched
 from pygraph_trees.benchmark.program import NoLossError, tensors_of
@@ -42,13 +35,7 @@ from pygraph_trees.benchmark.table import WIDTH
 from pygraph_trees.benchmark.timing import collector_off, is_steady, schedule, time_block
 from pygraph_trees.benchmark.trace import GpuWork, Span, profile_call, read_trace
 from pygraph_trees.benchmark.tuning import own_cache
-from pygraph_trees.benchmark.verify import (
-    DiffersUngraphed,
-    NothingVerified,
-    _elsewhere,
-    _spoil,
-    _storages,
-)
+from pygraph_trees.benchmark.verify import DiffersUngraphed, NothingVerified, _elsewhere, _spoil, _storages
 from pygraph_trees.benchmark.ways import NotPatchedError, OwnInductor, UnknownWayError, Way, make_ways, patches_on
 from pygraph_trees.fake_gpu import absent_gpu
 from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
@@ -69,18 +56,15 @@ class TestProgram(TestCase):
         with mock.patch("torch.compiler.cudagraph_mark_step_begin") as begin:
             out = program.step(model, program.args, program.kwargs)
         begin.assert_called_once()
-        self.assertFalse(out.requires_grad)
-        self.assertEqual(out, model(x).detach())
+        self.assertEqual((out.requires_grad, out), (False, model(x).detach()))
 
     def test_training_returns_loss_and_gradients_of_this_step_only(self):
         model, x = _model(), torch.randn(3, 4)
         program = Program(model, (x,), training=True)
-        model(x).sum().backward()
-        expected = [p.grad.clone() for p in model.parameters()]
+        expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
         for _ in range(2):
             loss, gradients = program.step(model, program.args, program.kwargs)
-        self.assertEqual(gradients, expected)
-        self.assertEqual(loss, model(x).sum())
+        self.assertEqual((loss, gradients), (model(x).sum().detach(), list(expected)))
         self.assertFalse(loss.requires_grad)
         program.clear_gradients(program.args, program.kwargs)
         self.assertTrue(all(p.grad is None for p in model.parameters()))
@@ -121,7 +105,9 @@ class TestProgram(TestCase):
 
 class TestRing(TestCase):
     def test_consecutive_calls_have_other_addresses(self):
-        ring = Ring(Program(lambda *a: None, (torch.randn(10), torch.randn(3))), sets=3)
+        """There are as many sets of inputs as the budget allows, and at least two."""
+        program = Program(lambda *a: None, (torch.randn(10), torch.randn(3)))
+        ring = Ring(program, sets=3)
         fresh = list(itertools.islice(ring.fresh(), 4)) + list(itertools.islice(ring.fresh(), 4))
         for before, after in itertools.pairwise(fresh):
             for x, y in zip(before.args, after.args, strict=True):
@@ -129,6 +115,8 @@ class TestRing(TestCase):
                 self.assertEqual(x, y)
         same = list(itertools.islice(ring.same(), 2))
         self.assertIs(same[0].args[0], same[1].args[0])
+        for budget_nbytes, sets in ((4 * 13 * 4, 4), (0, 2)):
+            self.assertEqual(len(Ring(program, sets=8, budget_nbytes=budget_nbytes)), sets)
 
     def test_clones_keep_layout_and_aliasing(self):
         base, x = torch.randn(6, 8), torch.complex(torch.arange(4.0), torch.ones(4))
@@ -151,11 +139,6 @@ class TestRing(TestCase):
             self.assertEqual(own.kwargs["k"] is clone.kwargs["k"], live is not None)
             self.assertNotEqual(own.args[1].data_ptr(), clone.args[1].data_ptr())
 
-    def test_sets_are_as_many_as_the_budget_allows_and_at_least_two(self):
-        program = Program(lambda *a: None, (torch.zeros(1000),))
-        self.assertEqual(len(Ring(program, sets=8, budget_nbytes=4 * 4000)), 4)
-        self.assertEqual(len(Ring(program, sets=8, budget_nbytes=0)), 2)
-
 
 class TestTiming(TestCase):
     def test_ways_take_turns_in_changing_order(self):
@@ -163,24 +146,24 @@ class TestTiming(TestCase):
         self.assertEqual("".join(schedule("ab", 4)), "ab" + "ba" + "ba" + "ab")
 
     def test_calls_are_steady_with_equal_times_and_no_new_recording(self):
-        self.assertFalse(is_steady([1.0] * 4, [1] * 4))
-        self.assertTrue(is_steady([1.0] * 5, [1] * 5))
-        self.assertFalse(is_steady([1.0] * 8, [1, 1, 1, 1, 1, 1, 1, 2]))
-        self.assertFalse(is_steady([1.0, 1.0, 1.0, 1.0, 1.0, 3.0], [1] * 6))
+        for times, recordings, expected in (
+            ([1.0] * 4, [1] * 4, False),
+            ([1.0] * 5, [1] * 5, True),
+            ([1.0] * 8, [1] * 7 + [2], False),
+            ([1.0] * 5 + [3.0], [1] * 6, False),
+        ):
+            self.assertEqual(is_steady(times, recordings), expected)
 
     def test_a_block_goes_through_the_inputs_in_order(self):
         self.assertEqual([Effort().block_calls(s) for s in (1.0, 0.01, 1e-6, 0.0)], [10, 20, 200, 200])
-        seen: list[int] = []
-        waits: list[int] = []
+        seen, waits = [], []
         block = time_block(seen.append, itertools.count(), calls=3, settle=2, wait=lambda: waits.append(len(seen)))
-        self.assertEqual(seen, list(range(8)))
-        self.assertEqual(waits, [2, 3, 3, 4, 4, 5, 5, 8])
-        self.assertEqual((len(block.latency_s), len(block.host_s)), (3, 3))
-        self.assertTrue(all(host <= latency for host, latency in zip(block.host_s, block.latency_s, strict=True)))
+        self.assertEqual((seen, waits), (list(range(8)), [2, 3, 3, 4, 4, 5, 5, 8]))
+        for host, latency in zip(block.host_s, block.latency_s, strict=True):
+            self.assertLessEqual(host, latency)
+        self.assertEqual(len(block.host_s), 3)
 
     def test_the_collector_comes_back(self):
-        import gc
-
         with collector_off():
             self.assertFalse(gc.isenabled())
         self.assertTrue(gc.isenabled())
@@ -220,9 +203,9 @@ class TestTrace(TestCase):
         shown = read_trace({"traceEvents": many}).timeline
         self.assertLessEqual(len(shown), 200)
         self.assertEqual(shown[-1].end_us, 49990 + 4999 % 7 + 1)
-        launches = [_event("cuda_runtime", "cudaGraphLaunch", 1.5 * n, 1, correlation=70 + n) for n in range(300)]
-        work = [_event("kernel", "k", 1000 + 1.5 * n, 1, correlation=70 + n) for n in range(300)]
-        shown = read_trace({"traceEvents": [*reversed(work), *reversed(launches)]}).timeline
+        of = (("kernel", "k", 1000), ("cuda_runtime", "cudaGraphLaunch", 0))
+        events = [_event(*kind, start + 1.5 * n, 1, correlation=n) for *kind, start in of for n in range(300, 0, -1)]
+        shown = read_trace({"traceEvents": events}).timeline
         self.assertEqual([s.launches for s in shown if s.lane == "gpu"], [(0, 299)])
 
 
@@ -230,12 +213,11 @@ class TestDifferences(TestCase):
     def test_the_largest_difference_is_found(self):
         """A snapshot survives a write."""
         x = torch.tensor([1.0, float("inf"), float("nan")])
+        before = x.clone()
         a = snapshot({"x": x, "n": torch.tensor([1, 5])})
         x.zero_()
-        b = snapshot({"x": torch.tensor([1.5, float("inf"), float("nan")]), "n": torch.tensor([1, 2])})
-        self.assertEqual(difference(a, a).largest, 0.0)
-        self.assertEqual(difference(a, b).largest, 3.0)
-        self.assertEqual(a[0][1], torch.tensor([1.0, float("inf"), float("nan")]))
+        b = snapshot({"x": before + 0.5, "n": torch.tensor([1, 2])})
+        self.assertEqual((difference(a, a).largest, difference(a, b).largest, a[0][1]), (0.0, 3.0, before))
 
     def test_outputs_that_cannot_be_compared_are_a_problem(self):
         one = snapshot([torch.ones(2)])
@@ -260,66 +242,60 @@ class Hashed(SimpleNamespace):
 class TestGraphs(TestCase):
     def recorded(self, number: int, parent: Any = None, log: Any = None) -> SimpleNamespace:
         """A recording of upstream, or one of ours if there is a ``log``."""
+        ours = {} if log is None else {"log": RecordingLog(number=number)}
         model = SimpleNamespace() if log is None else SimpleNamespace(log=log)
         function = SimpleNamespace(model=model, id=SimpleNamespace(id=10 + number))
-        node = Hashed(wrapped_function=function, id=SimpleNamespace(id=number), parent=parent)
-        if log is not None:
-            node.log = RecordingLog(number=number)
-        return node
+        return Hashed(wrapped_function=function, id=SimpleNamespace(id=number), parent=parent, **ours)
 
     def test_launches_have_the_names_of_their_functions(self):
         graph = GraphLog("Net", "0/0", "forward", (), functions=2)
-        forward = FunctionLog("Net", "0/0", "forward", 2, {}, graph=graph)
-        first = self.recorded(4, log=forward)
+        first = self.recorded(4, log=FunctionLog("Net", "0/0", "forward", 2, {}, graph=graph))
         second = self.recorded(5, first, FunctionLog("Net", "0/0", "backward", 1, {}))
-        third = self.recorded(6, second)
+        third, other = self.recorded(6, second), self.recorded(7, first)
         names = ["Net 0/0 forward, partition 2 of 2, recording 4", "Net 0/0 backward, recording 5"]
         names.append("function 16, recording 6")
-        self.assertEqual(launched({third: 1, first: 1, second: 1}), names)
-        self.assertEqual(launched({third: 1, second: 1}), names[1:])
-        other = self.recorded(7, first)
-        for replays in ({first: 1, second: 2}, {first: 1, third: 1}, {first: 1, second: 1, other: 1}, {}):
-            self.assertEqual(launched(replays), [])
+        for replays, expected in (
+            ({third: 1, first: 1, second: 1}, names),
+            ({third: 1, second: 1}, names[1:]),
+            ({first: 1, second: 2}, []),
+            ({first: 1, third: 1}, []),
+            ({first: 1, second: 1, other: 1}, []),
+            ({}, []),
+        ):
+            self.assertEqual(launched(replays), expected)
 
     def test_copied_bytes_are_those_of_live_inputs(self):
         with FakeTensorMode():
             plain = torch.empty(4, 8, device="cuda:0")
             wide = torch.empty(4, 1, device="cuda:0", dtype=torch.float64).expand(4, 100)
             host = torch.empty(1000)
-        node = SimpleNamespace(
-            reconstructed_inputs=[plain, wide, host, 7, plain], expanded_dims=[[], [1], [], [], None],
-            non_static_input_idx=[0, 1, 2, 3],
-        )  # fmt: skip
+        inputs, dims = [plain, wide, host, 7, plain], [[], [1], [], [], None]
+        node = SimpleNamespace(reconstructed_inputs=inputs, expanded_dims=dims, non_static_input_idx=[0, 1, 2, 3])
         self.assertEqual(copied_nbytes(node), 4 * 8 * 4 + 4 * 8)
         node.input_copy_idxs = [0, 4]
         self.assertEqual(copied_nbytes(node), 2 * 4 * 8 * 4)
-        node.log = RecordingLog(
-            inputs=(
-                (0, "x", "live", "cuda:0", 5, 5, False),
-                (1, "table", "live", "cpu", 6, 6, False),
-                (2, "s0", "value", None, 0, 0, False),
-            )
-        )
+        copied = (0, "x", "live", "cuda:0", 5, 5, False), (1, "table", "live", "cpu", 6, 6, False)
+        node.log = RecordingLog(inputs=(*copied, (2, "s0", "value", None, 0, 0, False)))
         self.assertEqual(copied_nbytes(node), 5)
 
 
 class TestWays(TestCase):
     def test_ours_may_be_asked_for_with_flags(self):
-        for name, route, selective in (
-            ("ours", "auto", "auto"),
-            ("ours:patch", "patch", "always"),
-            ("ours:table", "table", "always"),
-            ("ours:graphed", "auto", "always"),
-            ("ours:keep", "auto", "always"),
-            ("ours:overwrite", "auto", "always"),
+        default = torch._inductor.config.triton.pygraph_outputs
+        for name, *flags in (
+            ("ours", "auto", "auto", default),
+            ("ours:patch", "patch", "always", default),
+            ("ours:table", "table", "always", default),
+            ("ours:graphed", "auto", "always", default),
+            ("ours:keep", "auto", "always", "keep"),
+            ("ours:overwrite", "auto", "always", "upstream"),
         ):
             (way,) = make_ways(Program(lambda: None), [name])
             self.assertTrue(way.compiled and way.patched)
             with way.active():
-                flags = torch._inductor.config.triton
-                self.assertEqual((flags.pygraph_indirection, flags.pygraph_selective), (route, selective))
-                if name in ("ours:keep", "ours:overwrite"):
-                    self.assertEqual(flags.pygraph_outputs == "keep", name == "ours:keep")
+                triton = torch._inductor.config.triton
+                found = [triton.pygraph_indirection, triton.pygraph_selective, triton.pygraph_outputs]
+                self.assertEqual(found, flags)
         self.assertEqual(torch._inductor.config.triton.pygraph_selective, "auto")
         for name in ("jit", "upstream:patch", "ours:off", "ours:"):
             with self.assertRaisesRegex(UnknownWayError, f"got '{name}'"):
@@ -332,29 +308,26 @@ class TestWays(TestCase):
 
     def test_patches_are_on_for_ours_alone_and_as_before_afterwards(self):
         """Each way with graphs has trees of its own."""
-        ways, before, trees = make_ways(Program(lambda: None)), patches_on(), cudagraph_trees.get_container(0)
-        try:
-            for start in (True, False):
-                inductor_patches.install() if start else inductor_patches.uninstall()
-                seen = []
-                for way in ways:
-                    with way.active():
-                        self.assertEqual(patches_on(), way.name == "ours")
-                        seen.append(cudagraph_trees.get_container(0))
-                    self.assertEqual((patches_on(), len(way.managers)), (start, 0))
-                self.assertEqual([container is trees for container in seen], [True, True, False, False])
-                self.assertIsNot(seen[2], seen[3])
-                with self.assertRaises(ZeroDivisionError), ways[-1].active():
-                    1 / 0  # noqa: B018
-                self.assertEqual(patches_on(), start)
-                self.assertIs(cudagraph_trees.get_container(0), trees)
-        finally:
-            inductor_patches.install() if before else inductor_patches.uninstall()
+        ways, trees = make_ways(Program(lambda: None)), cudagraph_trees.get_container(0)
+        self.addCleanup(inductor_patches.install if patches_on() else inductor_patches.uninstall)
+        for start in (True, False):
+            inductor_patches.install() if start else inductor_patches.uninstall()
+            seen = []
+            for way in ways:
+                with way.active():
+                    self.assertEqual(patches_on(), way.name == "ours")
+                    seen.append(cudagraph_trees.get_container(0))
+                self.assertEqual((patches_on(), len(way.managers)), (start, 0))
+            self.assertEqual([container is trees for container in seen], [True, True, False, False])
+            self.assertIsNot(seen[2], seen[3])
+            with self.assertRaises(ZeroDivisionError), ways[-1].active():
+                1 / 0  # noqa: B018
+            self.assertEqual(patches_on(), start)
+            self.assertIs(cudagraph_trees.get_container(0), trees)
 
     def test_ways_do_not_share_compiled_code(self):
-        compiled: list[str] = []
+        compiled: list[bool] = []
         program = Program(lambda x: x.sin() + 1, (torch.randn(8),), context=torch.no_grad)
-        ways = make_ways(program, ["compile", "upstream", "ours"])
         real = OwnInductor.__call__
 
         def counted(backend: Any, *args: Any, **kwargs: Any) -> Any:
@@ -362,16 +335,15 @@ class TestWays(TestCase):
             return real(backend, *args, **kwargs)
 
         with mock.patch.object(OwnInductor, "__call__", counted):
-            for _ in range(2):
-                for way in ways:
-                    with way.active():
-                        out = program.step(way.callable, program.args, program.kwargs)
-                    self.assertEqual(out, program.args[0].sin() + 1)
+            for way in make_ways(program, ["compile", "upstream", "ours"]) * 2:
+                with way.active():
+                    out = program.step(way.callable, program.args, program.kwargs)
+                self.assertEqual(out, program.args[0].sin() + 1)
         self.assertEqual(compiled, [False, True, True])
 
 
-def _ways(**callables: Any) -> Any:
-    made = [Way(name, fn, patched=False, trees=None) for name, fn in callables.items()]
+def _ways(*ways: Way, **callables: Any) -> Any:
+    made = [*ways, *(Way(name, fn, patched=False, trees=None) for name, fn in callables.items())]
     return mock.patch("pygraph_trees.benchmark.measure.make_ways", lambda program, names: made)
 
 
@@ -391,25 +363,21 @@ class TestComparison(TestCase):
             progress=lambda done, total, text: steps.append((done, total)),
             checkpoint=lambda records: checkpoints.append(sum(r.latency_ms is not None for r in records)),
         )
-        self.assertEqual(
-            [(m.way, m.regime) for m in found],
-            list(itertools.product(("eager", "compile", "upstream", "ours"), ("same", "fresh"))),
-        )
+        expected = itertools.product(("eager", "compile", "upstream", "ours"), ("same", "fresh"))
+        self.assertEqual([(m.way, m.regime) for m in found], list(expected))
         for m in found:
-            self.assertIsNone(m.error)
-            self.assertEqual((m.workload, m.mode, m.batch), ("toy", "inference", 3))
+            self.assertEqual((m.workload, m.mode, m.batch, m.error), ("toy", "inference", 3, None))
             for figure in (m.latency_ms, m.latency_p90_ms, m.throughput_ms, m.host_us, m.compile_s):
                 self.assertGreater(figure, 0)
             self.assertLess(m.max_diff, 1e-5)
             self.assertEqual({len(values) for values in m.samples.values()}, {FAST.rounds})
             self.assertEqual(m.ring, 1 if m.regime == "same" else 3)
-            for figure in (m.gpu_ms, m.copied_bytes, m.kernels_total, m.recordings, m.peak_bytes):
-                self.assertIsNone(figure)
+            of_the_gpu = {m.gpu_ms, m.copied_bytes, m.kernels_total, m.recordings, m.peak_bytes}
+            self.assertEqual((of_the_gpu, m.routes), ({None}, []))
         self.assertEqual([m.max_diff_upstream for m in found if m.way == "ours"], [0.0, 0.0])
-        self.assertEqual([m.routes for m in found], [[]] * 8)  # without a GPU there are none
         self.assertEqual(checkpoints, [0] * 5 + [8, 8])  # after each way that is prepared, and after the other stages
         self.assertEqual(steps[-1][0], steps[-1][1])
-        self.assertEqual([done for done, _ in steps], sorted(done for done, _ in steps))
+        self.assertEqual(steps, sorted(steps))
 
     def _that_chooses(self, then: Any) -> Measurement:
         """The measurement of a way that multiplies by two until it has chosen, and does ``then`` from there on."""
@@ -421,33 +389,29 @@ class TestComparison(TestCase):
             call()
             used = then
 
-        with _ways(eager=eager, ours=lambda x: used(x)):
-            program = Program(eager, (torch.ones(3),))
+        program = Program(eager, (torch.ones(3),))
+        settling = mock.patch("pygraph_trees.benchmark.measure.call_until_chosen", side_effect=chosen)
+        with _ways(eager=eager, ours=lambda x: used(x)), settling as settled:
             comparison = Comparison(program, effort=FAST, progress=lambda done, total, text: texts.append(text))
             comparison._choosing = comparison._runs[-1:]  # as on a GPU
-            with mock.patch("pygraph_trees.benchmark.measure.call_until_chosen", side_effect=chosen) as settled:
-                found = comparison.run(prepared=lambda: texts.append("prepared"))
+            found = comparison.run(prepared=lambda: texts.append("prepared"))
         self.assertEqual((settled.call_count, texts.count("prepared")), (1, 1))
         stages = [stage for stage, _ in itertools.groupby(text.split()[0] for text in texts)]
         self.assertEqual(stages[:7], ["compiling", "warming", "compiling", "warming", "prepared", "settling", "timing"])
         return found[-1]
 
     def test_routes_are_chosen_after_all_preparation(self):
-        self.assertEqual(self._that_chooses(lambda x: x * 2).max_diff, 0.0)
-        self.assertEqual(self._that_chooses(lambda x: x * 3).max_diff, 1.0)
+        for then, expected in ((lambda x: x * 2, 0.0), (lambda x: x * 3, 1.0)):
+            self.assertEqual(self._that_chooses(then).max_diff, expected)
         failed = self._that_chooses(lambda x: (x * 2).double())
         self.assertIn("outputs differ from those of eager: output has dtype", failed.error)
         self.assertIsNone(failed.latency_ms)
 
     def test_a_way_that_raises_is_out_and_the_others_go_on(self):
-        def raises(x: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("no graph today")
-
-        program = Program(torch.sin, (torch.randn(3),))
-        found = _compared(program, eager=torch.sin, upstream=raises, ours=torch.sin)
-        error = "RuntimeError: no graph today"
-        self.assertEqual([m.error for m in found], [None, None, error, error, None, None])
-        self.assertEqual([m.latency_ms is None for m in found], [False, False, True, True, False, False])
+        raises = mock.Mock(side_effect=RuntimeError("no graph today"))
+        found = _compared(Program(torch.sin, (torch.randn(3),)), eager=torch.sin, upstream=raises, ours=torch.sin)
+        self.assertEqual([m.error for m in found], [None] * 2 + ["RuntimeError: no graph today"] * 2 + [None] * 2)
+        self.assertEqual([m.latency_ms is None for m in found], [m.way == "upstream" for m in found])
 
     def test_a_way_that_reads_the_inputs_of_another_call_is_found_out(self):
         """A training step and a program that writes to its inputs are not mistaken for it."""
@@ -457,15 +421,12 @@ class TestComparison(TestCase):
             kept.append(x)
             return kept[0] * 2
 
+        doubling = Program(lambda x: x * 2, (torch.ones(3),))
         writing = Program(lambda x: x.add_(1).clone(), (torch.zeros(3),))
         trained = Program(_model(), (torch.randn(3, 4),), training=True)
-        for program, ours, differences in (
-            (Program(lambda x: x * 2, (torch.ones(3),)), stale, [0.0, 0.0, 0.0, 2.0]),
-            (writing, writing.fn, [0.0] * 4),
-            (trained, trained.fn, [0.0] * 4),
-        ):
+        for program, ours, last in ((doubling, stale, 2.0), (writing, writing.fn, 0.0), (trained, trained.fn, 0.0)):
             found = _compared(program, eager=program.fn, ours=ours)
-            self.assertEqual([(m.error, m.max_diff) for m in found], [(None, d) for d in differences])
+            self.assertEqual([(m.error, m.max_diff) for m in found], [(None, d) for d in (0.0, 0.0, 0.0, last)])
         self.assertTrue(all(p.grad is None for p in trained.fn.parameters()))
 
 
@@ -491,32 +452,28 @@ class TestInspection(TestCase):
 
         trees = SimpleNamespace(managers=lambda: [manager], active=contextlib.nullcontext)
         segments = [
-            {"segment_pool_id": (0, 1), "total_size": 1000, "allocated_size": 100},
-            {"segment_pool_id": (0, 2), "total_size": 5000, "allocated_size": 500},
+            {"segment_pool_id": (0, pool), "total_size": size, "allocated_size": 100}
+            for pool, size in ((1, 1000), (2, 5000))
         ]
-        ways = [Way("eager", program.fn, False, None), Way("ours", replayed, False, trees)]
-        for target, value in (
-            ("pygraph_trees.benchmark.measure.make_ways", lambda program, names: ways),
-            ("pygraph_trees.benchmark.measure.profile_call", profiled),
-            ("torch.cuda.memory_allocated", lambda *a: 50),
-            ("torch.cuda.max_memory_allocated", lambda *a: 80),
-            ("torch.cuda.reset_peak_memory_stats", lambda *a: None),
-            ("torch.cuda.memory_snapshot", lambda **options: segments),
+        gpu = {"memory_allocated": 50, "max_memory_allocated": 80, "reset_peak_memory_stats": None}
+        gpu["memory_snapshot"] = segments
+        fakes = {name: mock.Mock(return_value=value) for name, value in gpu.items()}
+        with (
+            _ways(Way("eager", program.fn, False, None), Way("ours", replayed, False, trees)),
+            mock.patch("pygraph_trees.benchmark.measure.profile_call", profiled),
+            mock.patch.multiple(torch.cuda, **fakes),
         ):
-            self.enterContext(mock.patch(target, value))
-        comparison = Comparison(program, effort=FAST)
-        comparison._on_gpu = True
-        return comparison.run()
+            comparison = Comparison(program, effort=FAST)
+            comparison._on_gpu = True
+            return comparison.run()
 
     def test_figures_of_the_gpu(self):
         """Launches are named if there are as many of them as replays."""
         for launches, names in ((1, ("Net 0/0 inference, recording 3",)), (2, ())):
             eager, _, ours, _ = self.inspected(launches)
             self.assertEqual((eager.launches, ours.launches), ((), names))
-        self.assertEqual((eager.error, ours.error), (None, None))
-        self.assertEqual((eager.copied_bytes, eager.recordings, eager.pool_bytes), (0, 0, 0))
-        self.assertEqual((ours.copied_bytes, ours.recordings, ours.pool_bytes), (12 + 7, 1, 1000))
-        self.assertEqual((eager.peak_bytes, ours.peak_bytes), (12 + 30, 12 + 1000 + 30))
+        for m, *wanted in ((eager, 0, 0, 0, 12 + 30), (ours, 12 + 7, 1, 1000, 12 + 1000 + 30)):
+            self.assertEqual([m.copied_bytes, m.recordings, m.pool_bytes, m.peak_bytes, m.error], [*wanted, None])
         self.assertEqual((ours.kernels_total, ours.kernels_graphed, ours.gpu_ms, ours.gpu_total_ms), (4, 3, 0.5, 0.7))
 
     def test_a_profiler_that_fails_is_logged(self):
@@ -543,7 +500,6 @@ def _measurement(way: str = "ours", regime: str = "same", **figures: Any) -> Mea
 class TestResults(TestCase):
     def test_a_result_file_has_the_documented_fields_and_is_read_back(self):
         names = RECORD.split()
-        self.assertEqual([f.name for f in dataclasses.fields(Measurement)][: len(names)], names)
         full = _measurement(latency_ms=1.5, copied_bytes=5, samples={"latency_ms": [1.0, 2.0]}, routes=["f: table"])
         failed = dataclasses.replace(full, way="eager").failed("it broke")
         self.assertEqual((failed.latency_ms, failed.copied_bytes, failed.error), (None, None, "it broke"))
@@ -551,10 +507,10 @@ class TestResults(TestCase):
         self.assertFalse({"timeline", "launches"} & full.to_record().keys())
         results = here("hash", 3).with_records([full, failed])
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "new" / "x.json"
+            path = Path(folder) / "new" / f"{file_stem('NVIDIA H200', '2.11.0+cu130')}.json"
             results.write(path)
             self.assertEqual(Results.read(path), results)
-            self.assertEqual([p.name for p in path.parent.iterdir()], ["x.json"])
+            self.assertEqual([p.name for p in path.parent.iterdir()], ["h200-torch2.11.json"])
             body = json.loads(path.read_text())
             self.assertEqual(list(body), HEAD.split())
             self.assertEqual(list(body["records"][0])[: len(names)], names)
@@ -575,28 +531,19 @@ class TestResults(TestCase):
         self.assertEqual(again.finished(["no such way"]), set())
         self.assertEqual(again.differs_in(dataclasses.replace(again, date="another", rounds=99)), ["rounds"])
 
-    def test_a_result_file_is_named_after_gpu_and_torch(self):
-        self.assertEqual(file_stem("NVIDIA H200", "2.11.0+cu130"), "h200-torch2.11")
-        self.assertEqual(file_stem("NVIDIA A100-SXM4-80GB", "2.13.0"), "a100-sxm4-80gb-torch2.13")
-
 
 class TestTables(TestCase):
-    def _group(self) -> list[Measurement]:
-        return [
-            _measurement(way, regime, latency_ms=latency, latency_p90_ms=12345.678, throughput_ms=12345.678,
-                         host_us=12345.6, gpu_ms=123.456, copied_bytes=10**9, kernels_graphed=1234, kernels_total=1234,
-                         recordings=99, compile_s=123.4, record_s=12.34, peak_bytes=10**11, max_diff=0.00012)
-            for regime in ("same", "fresh")
-            for way, latency in (("eager", 4.0), ("upstream", 2.0), ("ours", 1.0))
-        ] + [_measurement("compile", "same").failed("RuntimeError: " + "long " * 40)]  # fmt: skip
-
     def test_text_fits_a_terminal(self):
-        table = text_table(self._group())
+        wide = dict.fromkeys(("latency_p90_ms", "throughput_ms", "host_us"), 12345.678) | {"gpu_ms": 123.456}
+        wide |= {"copied_bytes": 10**9, "kernels_graphed": 1234, "kernels_total": 1234, "recordings": 99}
+        wide |= {"compile_s": 123.4, "record_s": 12.34, "peak_bytes": 10**11, "max_diff": 0.00012}
+        ways = itertools.product(("same", "fresh"), (("eager", 4.0), ("upstream", 2.0), ("ours", 1.0)))
+        group = [_measurement(way, regime, latency_ms=latency, **wide) for regime, (way, latency) in ways]
+        table = text_table([*group, _measurement("compile").failed("RuntimeError: " + "long " * 40)])
         self.assertLessEqual(max(map(len, table.splitlines())), WIDTH)
         self.assertIn("compile, same: failed: RuntimeError: long", table)
-        rows = [line.split() for line in table.splitlines() if line.startswith("ours      same")]
-        self.assertEqual(rows[0][2], "1.000")
-        self.assertEqual(rows[0][-1], "2.00")
+        row, *_ = [line.split() for line in table.splitlines() if line.startswith("ours      same")]
+        self.assertEqual((row[2], row[-1]), ("1.000", "2.00"))
         self.assertEqual(text_table([]), "")
 
 
@@ -604,20 +551,18 @@ class TestTuning(TestCase):
     """Choices that Inductor benchmarked are carried from way to way; compiled code is not."""
 
     def test_choices_alone_are_carried(self):
-        with tempfile.TemporaryDirectory() as name:
-            folder, caches = Path(name), []
-            for content in ("tuned", None, None):
-                with own_cache(folder):
+        with tempfile.TemporaryDirectory() as folder:
+            caches = []
+            for carried in ({}, *[{"ab/key.best_config": "tuned", "cache/system": "tuned"}] * 2):
+                with own_cache(Path(folder)):
                     cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
                     caches.append(cache)
                     found = {p.relative_to(cache).as_posix(): p.read_text() for p in cache.rglob("*") if p.is_file()}
-                    if content:
-                        self.assertEqual(found, {})
+                    self.assertEqual(found, carried)
+                    if not carried:
                         for path in ("ab/key.best_config", "ab/kernel.py", "cache/system", "triton/x/k.cubin"):
                             (cache / path).parent.mkdir(parents=True, exist_ok=True)
-                            (cache / path).write_text(content)
-                    else:
-                        self.assertEqual(found, {"ab/key.best_config": "tuned", "cache/system": "tuned"})
+                            (cache / path).write_text("tuned")
             self.assertEqual(len(set(caches)), 3)
 
 
@@ -627,10 +572,8 @@ class TestVerify(TestCase):
     def verified(self, fn, *args, recorded=()):
         """``pygraph_trees.verify`` on a machine that seems to have a GPU, with these recordings."""
         looks = itertools.chain([True], itertools.repeat(False))  # only verify itself is told so
-        with (
-            mock.patch.object(torch.cuda, "is_available", lambda: next(looks)),
-            mock.patch("pygraph_trees.benchmark.graphs.recordings", lambda managers: list(recorded)),
-        ):
+        recordings = mock.patch("pygraph_trees.benchmark.graphs.recordings", lambda managers: list(recorded))
+        with mock.patch.object(torch.cuda, "is_available", lambda: next(looks)), recordings:
             pygraph_trees.verify(fn, *args)
 
     def test_without_a_gpu_nothing_is_verified(self):
@@ -675,11 +618,7 @@ class TestVerify(TestCase):
 
         journal.add_graph(GraphLog("M", "0/0", "inference", (), dropped="before"))
         unknown = "nothing of it was compiled for a GPU"
-        for fn, why in (
-            (lambda x: x.sin(), unknown),
-            (lambda x: None, unknown),
-            (logged, "cpu device; mutated inputs"),
-        ):
+        for fn, why in ((torch.sin, unknown), (lambda x: None, unknown), (logged, "cpu device; mutated inputs")):
             with self.assertRaisesRegex(NothingVerified, rf"no part of it ran in a CUDA graph \({why}\)$"):
                 self.verified(fn, torch.ones(3, 4))
 

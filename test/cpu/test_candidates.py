@@ -1,19 +1,24 @@
-"""The recording that is replayed if a function has several."""
+"""The recording that is replayed if a function has several, and the filter in C++ that rules others out."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
+import struct
 import sys
 import unittest
 import weakref
 from types import SimpleNamespace
 from unittest import mock
 
+import torch
 from bare_manager import SKIPPED, bare_manager
-from fake_trees import Graph, Plain, liveness_check, some
+from fake_trees import Graph, Plain, fail, liveness_check, some
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -21,9 +26,20 @@ from pygraph_trees.native import binding
 from pygraph_trees.trees.functions import fast_path
 from pygraph_trees.trees.functions.function import FunctionModel
 from pygraph_trees.trees.managers import candidates as candidates_module
+from pygraph_trees.trees.managers.candidates import candidate_filter
 from pygraph_trees.trees.managers.steps import Upstream
+from pygraph_trees.trees.pools.liveness import Deaths
 from pygraph_trees.trees.recordings.recording import Recording
 
+EXAMPLES = settings(max_examples=200, deadline=None)
+COUNT = 10  # tensors
+KINDS = st.sampled_from(["held", "held in C++", "cached", "not cached", "list cleared"])
+OUTPUTS = st.lists(st.tuples(KINDS, st.booleans()), max_size=5)
+# For each recording: its static inputs, whether the last one has moved, and outputs that must be dead.
+CHOICES = st.lists(
+    st.tuples(st.lists(st.integers(0, COUNT - 1), max_size=12, unique=True), st.booleans(), st.none() | OUTPUTS),
+    max_size=6,
+)
 MODE, EXECUTION = cudagraph_trees.CompilationMode, cudagraph_trees.ExecutionState.EXECUTION
 
 
@@ -41,10 +57,14 @@ class Reference:
         return self.outputs[self.index].data_ptr()
 
 
-class Trees:
-    """A manager of functions whose recordings check and replay as usual, but whose graphs do nothing."""
+@unittest.skipIf(binding.extension is None, "not built for this torch")
+class TestCandidates(TestCase):
+    """Recordings check and replay as usual, but their graphs do nothing."""
 
-    def __init__(self):
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -1))
+        self.steps = itertools.count(2)
         self.roots, self.wrapped, self.replayed = {}, {}, []
         self.manager = bare_manager(roots=self.roots, warmed_up_functions=self.wrapped, ids_to_funcs=self.wrapped)
 
@@ -60,39 +80,34 @@ class Trees:
 
     def recording(self, number, parent=None, *, static=(), outputs=1, dead=()):
         """Adds a recording of a function after ``parent``; ``dead``: the outputs on the path that must be dead."""
-        node = Recording.__new__(Recording)
-        cached = some(outputs)
+        node, cached, replayed = Recording.__new__(Recording), some(outputs), self.replayed
         references = [Reference(cached, index) for index in range(outputs)]
         path = [*([] if parent is None else parent.path_weakrefs), references]
-        replayed = self.replayed
-        own = {
-            "wrapped_function": self.wrapped[number],
-            "id": object(),
-            "children": {},
-            "_parent": None if parent is None else weakref.ref(parent),
-            "cuda_graphs_pool": (0, id(self)),
-            "rerecord_if_static_inputs_change": True,
-            "tensor_static_input_idxs": range(len(static)),
-            "static_input_idxs": range(len(static)),
-            "static_input_data_ptrs": [tensor.data_ptr() for tensor in static],
-            "cudagraph_managed_idxs": [],
-            "expected_dead_indices_before_graph": list(dead),
-            "expected_dead_indices_after_graph": [],
-            "outputs_metadata": [{"data_ptr": tensor.untyped_storage().data_ptr()} for tensor in cached],
-            "static_output_tensors": [None] * outputs,
-            "cached_tensor_outputs": cached,
-            "outputs_weakrefs": references,
-            "user_visible_output_idxs": (),
-            "output_storage_alias": [cudagraph_trees.UnaliasedStorage] * outputs,
-            "tensor_weakrefs": [None] * outputs,
-            "path_weakrefs": path,
-            "live_indices_after_graph": [(d, i) for d, held in enumerate(path) for i in range(len(held))],
-            "graph": Graph(launches=0),
-            "log": Plain(counter=binding.new_counter()),
-            "has_fast_path": True,
-        }
-        for name, value in (own | liveness_check()).items():
-            setattr(node, name, value)
+        vars(node).update(
+            wrapped_function=self.wrapped[number],
+            id=object(),
+            children={},
+            _parent=None if parent is None else weakref.ref(parent),
+            cuda_graphs_pool=(0, 7),
+            rerecord_if_static_inputs_change=True,
+            tensor_static_input_idxs=range(len(static)),
+            static_input_idxs=range(len(static)),
+            static_input_data_ptrs=[tensor.data_ptr() for tensor in static],
+            cudagraph_managed_idxs=[],
+            expected_dead_indices_before_graph=list(dead),
+            expected_dead_indices_after_graph=[],
+            outputs_metadata=[{"data_ptr": tensor.untyped_storage().data_ptr()} for tensor in cached],
+            static_output_tensors=[None] * outputs,
+            cached_tensor_outputs=cached,
+            outputs_weakrefs=references,
+            user_visible_output_idxs=(),
+            path_weakrefs=path,
+            live_indices_after_graph=[(d, i) for d, held in enumerate(path) for i in range(len(held))],
+            graph=Graph(launches=0),
+            log=Plain(counter=binding.new_counter()),
+            has_fast_path=True,
+            **liveness_check(),
+        )
         node._prepare_checks()
         node.native = node._native(in_python=False)
         name = id(node)
@@ -104,95 +119,85 @@ class Trees:
         """Upstream has decided whether it graphs the function after a recording, or at the roots (None)."""
         vars(self.manager)[SKIPPED][place if place is None else place.id][number] = skipped
 
-    def reset(self):
-        """Drops all recordings, as upstream does when it resets its trees."""
-        self.roots.clear()
-        self.manager._candidates.clear()
-        self.manager.current_node = None
-
-
-@unittest.skipIf(binding.extension is None, "not built for this torch")
-class TestCandidates(TestCase):
-    def setUp(self):
-        super().setUp()
-        self.enterContext(mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -1))
-        self.trees = Trees()
-        self.steps = itertools.count(2)
-
-    def step(self):
+    def check_step(self, *calls):
+        """A step begins; each call must replay its recording."""
         cudagraph_trees.MarkStepBox.mark_step_counter = -next(self.steps)
+        for call, node in calls:
+            self.check(call, node)
 
-    def check(self, call, inputs, node):
-        """Asserts that ``node`` is replayed."""
-        given, manager = list(inputs), self.trees.manager
-        outputs = call(given)
+    def check(self, call, node, inputs=()):
+        """Asserts that ``node`` is replayed; None if nothing is, and nothing changes."""
+        left, manager, before = list(inputs), self.manager, self.manager.current_node
+        outputs = call(left)
+        if node is None:
+            self.assertEqual((outputs, left, self.replayed), (None, [*inputs], []))
+            self.assertIs(manager.current_node, before)
+            return
         self.assertEqual([id(one) for one in outputs], [id(one) for one in node.cached_tensor_outputs])
-        self.assertEqual((given, self.trees.replayed.pop(), self.trees.replayed), ([], id(node), []))
+        self.assertEqual((left, self.replayed.pop(), self.replayed), ([], id(node), []))
         self.assertIs(manager.current_node, node)
         self.assertEqual((manager.path_state, manager.mode, manager.compile_id), (EXECUTION, MODE.INFERENCE, "3/1"))
         self.assertEqual(manager.current_gen, manager.get_curr_generation())
 
-    def check_none(self, call, inputs):
-        given, node = list(inputs), self.trees.manager.current_node
-        self.assertIsNone(call(given))
-        self.assertEqual([id(one) for one in given], [id(one) for one in inputs])
-        self.assertEqual(self.trees.replayed, [])
-        self.assertIs(self.trees.manager.current_node, node)
-
-    def replayed(self, change):
+    def check_after(self, change, is_replayed):
         """Whether a function's only recording is replayed when a step begins, after a change at its last position."""
-        self.trees = Trees()
-        number, call = self.trees.function()
-        node = self.trees.recording(number)
-        self.step()
-        self.check(call, [], node)
-        change(self.trees, number, node)
-        self.trees.manager._candidates.clear()
-        self.step()
-        outputs = call([])
-        self.assertEqual(self.trees.replayed, [id(node)] * (outputs is not None))
-        return outputs is not None
+        self.setUp()
+        number, call = self.function()
+        self.check_step((call, node := self.recording(number)))
+        change(number, node)
+        self.manager._candidates.clear()
+        self.check_step()
+        self.assertEqual(call([]) is not None, is_replayed)
+        self.assertEqual(self.replayed, [id(node)] * is_replayed)
 
     def test_calls_that_are_left_to_upstream(self):
         """Upstream gave up there after too many recordings, or because of an input; or it must warm up or record."""
         states = cudagraph_trees.ExecutionState
 
-        def never_recorded(trees, number, node):
-            trees.wrapped[number].model.dispatch.may_be_replayed_by(trees.manager, number + 1)
+        def never_recorded(number, node):
+            self.wrapped[number].model.dispatch.may_be_replayed_by(self.manager, number + 1)
 
-        def too_often(trees, number, node):
-            trees.manager.exceed_rerecord_limit = lambda node_id, function_id: node_id is None
+        def too_often(number, node):
+            self.manager.exceed_rerecord_limit = lambda node_id, function_id: node_id is None
 
-        def own_memory_from_now_on(trees, number, node):
-            trees.manager.output_policy, trees.manager.current_node = Plain(changes_next=True), None
+        def own_memory_from_now_on(number, node):
+            self.manager.output_policy, self.manager.current_node = Plain(changes_next=True), None
 
-        def own_memory_once_the_path_ends(trees, number, node):
-            policy, end = Plain(changes_next=False), trees.manager.try_end_curr_execution
-            trees.manager.output_policy = policy
-            trees.manager.try_end_curr_execution = lambda: (end(), setattr(policy, "changes_next", True))
+        def own_memory_once_the_path_ends(number, node):
+            policy, end = Plain(changes_next=False), self.manager.try_end_curr_execution
+            self.manager.output_policy = policy
+            self.manager.try_end_curr_execution = lambda: (end(), setattr(policy, "changes_next", True))
 
         changes = {
             "it was never recorded": never_recorded,
-            "another function is warmed up": lambda trees, *_: setattr(trees.manager, "path_state", states.WARMUP),
-            "another function is recorded": lambda trees, *_: setattr(trees.manager, "path_state", states.RECORDING),
-            "it is to be warmed up again": lambda trees, *_: setattr(trees.manager, "warmed_up_functions", set()),
-            "the manager is shut down": lambda trees, *_: setattr(trees.manager, "graph", None),
-            "it is not graphed after the node": lambda trees, number, node: trees.skips(number, node),
-            "it is not graphed at the roots": lambda trees, number, _: trees.skips(number, None),
+            "another function is warmed up": lambda *_: setattr(self.manager, "path_state", states.WARMUP),
+            "another function is recorded": lambda *_: setattr(self.manager, "path_state", states.RECORDING),
+            "it is to be warmed up again": lambda *_: setattr(self.manager, "warmed_up_functions", set()),
+            "the manager is shut down": lambda *_: setattr(self.manager, "graph", None),
+            "it is not graphed after the node": lambda number, node: self.skips(number, node),
+            "it is not graphed at the roots": lambda number, _: self.skips(number, None),
             "it was recorded too often": too_often,
             "outputs are given own memory": own_memory_from_now_on,
             "outputs are found that are given own memory": own_memory_once_the_path_ends,
-            "upstream's own recording is asked first": lambda trees, number, _: trees.roots[number].insert(0, object()),
-            "only upstream can check it": lambda trees, number, node: setattr(node, "native", None),
+            "upstream's own recording is asked first": lambda number, _: self.roots[number].insert(0, object()),
+            "only upstream can check it": lambda number, node: setattr(node, "native", None),
         }
         for what, change in changes.items():
             with self.subTest(what):
-                self.assertFalse(self.replayed(change))
-        self.assertTrue(self.replayed(lambda trees, number, _: trees.roots[number].append(object())))
+                self.check_after(change, False)
+        self.check_after(lambda number, _: self.roots[number].append(object()), True)
 
     def test_a_function_that_mutates_inputs_asks_first_whether_it_may(self):
         """Upstream's decision after the last recording does not matter if each step ends the path."""
         self.enterContext(mock.patch("torch.cuda.is_current_stream_capturing", lambda: False))
+
+        def mutates(after, at_roots, keeps, number, node):
+            self.wrapped[number].mutated_input_idxs = (0,)
+            self.manager.keeps_outputs = keeps
+            for place, skipped in ((node, after), (None, at_roots)):
+                if skipped is not None:
+                    self.skips(number, place, skipped)
+
         for after, at_roots, keeps, graphs in (
             (None, None, False, False),
             (True, None, False, False),
@@ -202,33 +207,23 @@ class TestCandidates(TestCase):
             (None, False, False, False),
             (None, False, True, True),
         ):
-
-            def change(trees, number, node, keeps=keeps, decided=((True, after), (False, at_roots))):
-                trees.wrapped[number].mutated_input_idxs = (0,)
-                trees.manager.keeps_outputs = keeps
-                for is_after, skipped in decided:
-                    if skipped is not None:
-                        trees.skips(number, node if is_after else None, skipped)
-
             with self.subTest(after=after, at_roots=at_roots, keeps=keeps):
-                self.assertEqual(self.replayed(change), graphs)
+                self.check_after(functools.partial(mutates, after, at_roots, keeps), graphs)
 
     @contextlib.contextmanager
     def looked_for(self, count):
-        """Asserts how often candidates are searched."""
-        search = self.trees.manager._find
-        found = mock.Mock(side_effect=search)
-        self.trees.manager._find = found
-        yield
-        self.trees.manager._find = search
-        self.assertEqual(found.call_count, count)
+        """Asserts how often candidates are searched, unless ``count`` is None."""
+        manager = self.manager
+        with mock.patch.object(manager, "_find", wraps=manager._find) as found:
+            yield
+        self.assertEqual(found.call_count, found.call_count if count is None else count)
 
     def test_functions_that_follow_each_other_are_found_without_a_search(self):
         """Functions are called at several positions, after themselves or after each other."""
-        (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
-        root, others = self.trees.recording(first), self.trees.recording(second)
-        children = [self.trees.recording(second, root), self.trees.recording(second, others)]
-        inner = self.trees.recording(first, children[0])
+        (first, call_first), (second, call_second) = self.function(), self.function()
+        root, others = self.recording(first), self.recording(second)
+        children = [self.recording(second, root), self.recording(second, others)]
+        inner = self.recording(first, children[0])
         paths = [
             [(call_first, root), (call_second, children[0]), (call_first, inner)],
             [(call_second, others), (call_second, children[1])],
@@ -237,28 +232,20 @@ class TestCandidates(TestCase):
         ]
         for times in range(4):
             for path in paths:
-                self.step()
-                with self.looked_for(0) if times > 1 else contextlib.nullcontext():
-                    for call, node in path:
-                        self.check(call, [], node)
+                with self.looked_for(0 if times > 1 else None):
+                    self.check_step(*path)
 
     def fifty(self):
         """A function that follows another; it has a recording for each set of the other's outputs that is kept."""
-        (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
-        root = self.trees.recording(first, outputs=6)
-        children = []
-        for kept in range(50):
-            dead = [(0, n) for n in range(6) if not kept >> n & 1]
-            children.append(self.trees.recording(second, root, dead=dead))
+        (first, call_first), (second, call_second) = self.function(), self.function()
+        root = self.recording(first, outputs=6)
+        dead = [[(0, n) for n in range(6) if not kept >> n & 1] for kept in range(50)]
+        children = [self.recording(second, root, dead=those) for those in dead]
 
         def run(kept, expected):
-            self.step()
-            self.check(call_first, [], root)
+            self.check_step((call_first, root))
             held = [root.cached_tensor_outputs[n] for n in range(6) if kept >> n & 1]
-            if expected is None:
-                self.check_none(call_second, [])
-            else:
-                self.check(call_second, [], children[expected])
+            self.check(call_second, None if expected is None else children[expected])
             del held
 
         return root, children, run
@@ -276,22 +263,17 @@ class TestCandidates(TestCase):
             run(kept, expected)
 
     def test_outputs_that_nothing_needs_rule_out_no_recording(self):
-        (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
-        root = self.trees.recording(first, outputs=2)
+        (first, call_first), (second, call_second) = self.function(), self.function()
+        root = self.recording(first, outputs=2)
         weights = some(2)
-        children = [self.trees.recording(second, root, static=[weight], dead=[(0, 1)]) for weight in weights]
+        children = [self.recording(second, root, static=[weight], dead=[(0, 1)]) for weight in weights]
         held = [root.cached_tensor_outputs[1]]
-        pools = []
-
-        def release(pool):
-            pools.append(pool)
-            return bool(held) and held.pop() is not None
-
+        release = mock.Mock(side_effect=lambda pool: bool(held) and held.pop() is not None)
         with mock.patch.object(candidates_module, "release_unneeded", release):
-            self.step()
-            self.check(call_first, [], root)
-            self.check(call_second, weights[1:], children[1])
-        self.assertEqual((held, pools), ([], [root.cuda_graphs_pool]))
+            self.check_step((call_first, root))
+            self.check(call_second, children[1], weights[1:])
+        release.assert_called_once_with(root.cuda_graphs_pool)
+        self.assertEqual(held, [])
 
     def test_the_first_of_several_that_accept_is_replayed(self):
         """If more than one fits, upstream's order decides."""
@@ -299,7 +281,7 @@ class TestCandidates(TestCase):
         children.reverse()
         root.children[1].reverse()
         for times in range(6):
-            with self.looked_for(0) if times > 4 else contextlib.nullcontext():
+            with self.looked_for(0 if times > 4 else None):
                 for kept, expected in ((0, 0), (1, 0), (2, 2), (16, 0), (49, 0), (47, 2), (15, 2)):
                     run(kept, expected)
 
@@ -317,29 +299,27 @@ class TestCandidates(TestCase):
         run(0, 0)
 
     def test_whether_a_step_begins_is_asked_each_time(self):
-        number, call = self.trees.function()
-        root = self.trees.recording(number)
+        number, call = self.function()
+        root = self.recording(number)
         for count in (1, 1, 0):
-            self.step()
             with self.looked_for(count):
-                self.check(call, [], root)
+                self.check_step((call, root))
         held = root.cached_tensor_outputs[0]
         with self.looked_for(1):
-            self.check_none(call, [])
+            self.check(call, None)
         del held
         with self.looked_for(2):  # a path whose outputs are all dead ends, and that is not remembered
-            self.check(call, [], root)
-            self.check(call, [], root)
-        self.step()
+            self.check(call, root)
+            self.check(call, root)
         with self.looked_for(0):
-            self.check(call, [], root)
+            self.check_step((call, root))
 
     def test_candidates_are_forgotten_with_every_change_and_keep_no_recording(self):
         """The changes are a call by upstream, recordings that are to be made again, and the shutdown."""
-        number, call = self.trees.function()
-        nodes = [self.trees.recording(number)]
-        nodes.append(self.trees.recording(number, nodes[0]))
-        manager = self.trees.manager
+        number, call = self.function()
+        nodes = [self.recording(number)]
+        nodes.append(self.recording(number, nodes[0]))
+        manager = self.manager
 
         def upstream():
             with mock.patch.object(Upstream, "_run", lambda *_: ["upstream's"]):
@@ -356,42 +336,167 @@ class TestCandidates(TestCase):
         for what in (upstream, forget, end):
             with self.subTest(what=what.__name__):
                 for count in (2, None, 0):
-                    self.step()
-                    with contextlib.nullcontext() if count is None else self.looked_for(count):
-                        for node in nodes:
-                            self.check(call, [], node)
+                    with self.looked_for(count):
+                        self.check_step(*((call, node) for node in nodes))
                 what()
                 self.assertEqual(manager._candidates, {})
         gone = [weakref.ref(node) for node in nodes]
         gc.disable()
-        try:
-            del node
-            nodes.clear()
-            self.trees.reset()
-            self.assertEqual([reference() for reference in gone], [None] * 2)  # without a garbage collection
-        finally:
-            gc.enable()
-        self.step()
-        self.check_none(call, [])
+        self.addCleanup(gc.enable)
+        nodes.clear()
+        self.roots.clear()  # as upstream does when it resets its trees
+        manager._candidates.clear()
+        manager.current_node = None
+        self.assertEqual([reference() for reference in gone], [None] * 2)  # without a garbage collection
+        self.check_step((call, None))
 
     def test_remembered_places_are_not_too_many(self):
-        (first, call_first), *others = [self.trees.function() for _ in range(7)]
-        root = self.trees.recording(first)
-        children = [(call, self.trees.recording(number, root)) for number, call in others]
+        (first, call_first), *others = [self.function() for _ in range(7)]
+        root = self.recording(first)
+        children = [(call, self.recording(number, root)) for number, call in others]
 
         def run():
-            for call, node in children:
-                self.step()
-                self.check(call_first, [], root)
-                self.check(call, [], node)
+            for child in children:
+                self.check_step((call_first, root), child)
 
         with mock.patch.object(candidates_module, "_MOST_PLACES", 4):
             for _ in range(3):
                 run()
-                self.assertLessEqual(len(self.trees.manager._candidates[first]), 4)
+                self.assertLessEqual(len(self.manager._candidates[first]), 4)
         run()
         with self.looked_for(0):
             run()
+
+
+class Outputs:
+    """Cached outputs of one recording, of the given kinds."""
+
+    def __init__(self, drawn):
+        self.holders, self.places = [], []
+        cached, cleared, references, are_dead = [], [], [], []
+        for index, (kind, dead) in enumerate(drawn):
+            cached.append(None if kind == "not cached" else torch.zeros(2))
+            if kind == "held":
+                self.holders.append(cached[-1])
+            elif kind == "held in C++":
+                self.holders.append(cached[-1].detach())
+            are_dead.append(kind == "cached" or (dead and not kind.startswith("held")))
+            references.append(lambda dead=are_dead[-1]: None if dead else 7)
+            self.places.append((cleared if kind == "list cleared" else cached, references, index, 8 * index))
+        self.are_dead = all(are_dead)
+
+
+def some_tensors():
+    kinds = [torch.zeros(3), torch.nn.Parameter(torch.zeros(2)), torch.zeros(0), torch.zeros(8)[3:]]
+    return [kinds[i % 4] if i % 3 else torch.zeros(5) for i in range(COUNT)]
+
+
+def references_to(items):
+    return [sys.getrefcount(item) for item in items]
+
+
+class TestDeaths(TestCase):
+    def test_all_outputs_must_be_dead(self):
+        """Torch's references decide. C++ gets the outputs in runs of the same recording."""
+
+        @EXAMPLES
+        @given(OUTPUTS)
+        def check(drawn):
+            outputs = Outputs(drawn)
+            deaths = Deaths(outputs.places, lambda: False)
+            self.assertIs(deaths.ask(), outputs.are_dead)
+            listed = [(list_, *place) for list_, packed in deaths.groups for place in struct.iter_unpack("QQ", packed)]
+            for (cached, *place), (list_, _, *expected) in zip(listed, outputs.places, strict=True):
+                self.assertIs(cached, list_)
+                self.assertEqual(place, expected)
+
+        check()
+
+    def test_unneeded_references_are_released(self):
+        release = mock.Mock(side_effect=[False, True])
+        references = [lambda: None, lambda: None if release.call_count == 2 else 7]
+        deaths = Deaths([([None] * 2, references, n, 0) for n in range(2)], release)
+        self.assertEqual((deaths.ask(), release.call_count), (False, 1))  # nothing was released
+        self.assertEqual((deaths.ask(), deaths.ask(), release.call_count), (True, True, 2))
+
+
+@unittest.skipIf(binding.extension is None, "not built for this torch")
+class TestCandidateFilter(TestCase):
+    def test_no_recording_that_fits_is_passed_over(self):
+        """The recording that the filter names need not fit: the filter stops once at most one is left."""
+
+        @EXAMPLES
+        @given(CHOICES, st.integers(0, 8), st.sampled_from([1, 30]))
+        def check(drawn, begin, times):
+            given_ = some_tensors()
+            choices, outputs = [], []
+            for fixed, last_moved, kinds in drawn * times:
+                where = [given_[index].data_ptr() for index in fixed]
+                if last_moved and fixed:
+                    where[-1] += 1
+                outputs.append(None if kinds is None else Outputs(kinds))
+                deaths = None if kinds is None else Deaths(outputs[-1].places, fail)
+                choices.append((list(zip(fixed, where, strict=True)), deaths))
+
+            def fits(number):
+                fixed, deaths = choices[number]
+                are_there = all(given_[index].data_ptr() == address for index, address in fixed)
+                return are_there and (deaths is None or outputs[number].are_dead)
+
+            find = candidate_filter(choices)
+            position = find(begin, given_)
+            while position < len(choices) and not fits(position):
+                position = find(position + 1, given_)
+            expected = next(filter(fits, range(begin, len(choices))), len(choices))
+            self.assertEqual(min(position, len(choices)), expected)
+
+        check()
+
+    def test_outputs_and_addresses_rule_recordings_out(self):
+        """There are more recordings than bits in a word. Each call looks again; torch's references are not called."""
+        given_, cached = some_tensors()[:4], [torch.zeros(1) for _ in range(7)]
+        references = [fail] * 7
+        choices = [
+            (
+                [(0, given_[0].data_ptr()), (1, given_[1].data_ptr() + (number >= 64))],
+                Deaths([(cached, references, n, 0) for n in range(7) if not number >> n & 1], fail),
+            )
+            for number in range(128)
+        ]
+        find = candidate_filter(choices)
+        for kept in (0, 1, 2, 63, 37):
+            held = [cached[n] for n in range(7) if kept >> n & 1]
+            self.assertEqual(find(0, given_), kept)
+            held.append(cached[6])
+            self.assertGreaterEqual(find(0, given_), 127)  # the filter does not check the last recording that is left
+            del held
+        self.assertEqual([find(n, given_) for n in (63, 64, 127, 128, 200)], [63, 128, 127, 128, 128])
+        moved = torch.zeros(9)[1:]
+        self.assertEqual([find(n, [given_[0], moved]) for n in (0, 126, 127)], [128, 128, 127])
+        held = cached[6].detach()  # a reference in C++ alone
+        self.assertEqual(find(5, given_), 5)
+        held = list(cached)
+        cached.clear()
+        self.assertEqual(find(5, given_), 5)  # outputs that are gone rule out nothing
+        del held
+        self.assertEqual([candidate_filter([])(n, []) for n in (0, 3)], [0, 0])
+        with self.assertRaises((TypeError, IndexError)):
+            find(0, given_[:1])
+
+    def test_references(self):
+        x, lists = [torch.zeros(1)], [[torch.zeros(1)] for _ in range(3)]
+        for is_cycle in (False, True):
+            before = references_to([*x, *lists])
+            find = candidate_filter([([(0, 7)], Deaths([(cached, [None], 0, 0)], fail)) for cached in lists])
+            self.assertEqual([find(0, x) for _ in range(9)], [0] * 9)
+            if is_cycle:
+                lists[0].append(find)
+                gone = weakref.ref(lists[0][0])
+                del lists[0], before[1]
+            del find
+            gc.collect()
+            self.assertEqual(references_to([*x, *lists]), before)
+        self.assertIsNone(gone())
 
 
 if __name__ == "__main__":

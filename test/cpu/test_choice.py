@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,15 +10,6 @@ from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.trees.hooks import choice
-
-
-def in_thread(fn):
-    """The result of ``fn`` in a thread that torch does not know."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(fn()))
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 class FakeManager:
@@ -30,41 +21,26 @@ class FakeManager:
 
 
 class TestFlags(TestCase):
-    """Upstream's manager learns of un-graphed forwards and backwards."""
-
-    def setUp(self):
-        super().setUp()
+    def test_upstreams_manager_awaits_the_backward_of_an_ungraphed_forward(self):
+        """A step of one thread does not change which backwards another thread waits for."""
         self.enterContext(mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", FakeManager))
         containers = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
         self.enterContext(mock.patch.dict(containers, clear=True))
+        forward, backward = (
+            choice.as_upstream_has_it(lambda inputs: inputs, mode, 0) for mode in ("forward", "backward")
+        )
 
-    def manager(self):
-        return cudagraph_trees.get_manager(0, create_if_none_exists=False)
-
-    def runs(self):
-        return [choice.as_upstream_has_it(lambda inputs: inputs, mode, 0) for mode in ("forward", "backward")]
-
-    def test_a_forward_awaits_its_backward(self):
-        forward, backward = self.runs()
-        forward([])
-        self.assertTrue(self.manager().running_forwards_with_pending_backwards)
-        backward([])
-        self.assertFalse(self.manager().running_forwards_with_pending_backwards)
-
-    def test_each_thread_awaits_its_own_backwards(self):
-        """A step of one thread does not change which backwards another thread waits for."""
-        forward, backward = self.runs()
-        forward([])
-        mine = self.manager()
-        in_thread(lambda: backward([]))
-        self.assertTrue(mine.running_forwards_with_pending_backwards)
-        backward([])
-
-        def other():
+        def forward_and_manager():
             forward([])
-            return self.manager()
+            return cudagraph_trees.get_manager(0, create_if_none_exists=False)
 
-        its = in_thread(other)
+        mine = forward_and_manager()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(backward, []).result()
+            self.assertTrue(mine.running_forwards_with_pending_backwards)
+            backward([])
+            self.assertFalse(mine.running_forwards_with_pending_backwards)
+            its = other.submit(forward_and_manager).result()
         self.assertIsNot(its, mine)
         self.assertTrue(its.running_forwards_with_pending_backwards)
         self.assertFalse(mine.running_forwards_with_pending_backwards)

@@ -23,24 +23,10 @@ from pygraph_trees.trees.pools.collector import paused
 @contextmanager
 def another_thread_recording() -> Iterator[Callable[[], None]]:
     """Another thread records from here on; yields a function that ends it and waits for it."""
-    inside, leave = threading.Event(), threading.Event()
-
-    def record() -> None:
-        with paused():
-            inside.set()
-            leave.wait(60)
-
-    def end() -> None:
-        leave.set()
-        other.result(60)
-
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(record)
-        try:
-            assert inside.wait(60)
-            yield end
-        finally:
-            leave.set()
+    recording = paused()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(recording.__enter__).result(60)
+        yield lambda: other.submit(recording.__exit__, None, None, None).result(60)
 
 
 class TestSwitch(TestCase):
@@ -109,16 +95,13 @@ class TestSwitchInCpp(TestSwitch):
 class TestFinalizer(TestCase):
     def test_one_that_runs_as_the_collector_is_turned_on(self) -> None:
         """This happens if the garbage contains a compiled function; up to Python 3.11 the finalizer runs at once."""
-        calls = []
-
-        def finalizer() -> None:
-            with paused():
-                calls.append(gc.isenabled())
+        calls: list[bool] = []
 
         def enable(enable: Any = gc.enable) -> None:
             enable()
             if not calls:
-                finalizer()
+                with paused():  # in the finalizer
+                    calls.append(gc.isenabled())
 
         def record() -> None:
             with mock.patch.object(gc, "enable", enable), paused():

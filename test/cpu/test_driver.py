@@ -7,6 +7,7 @@ import gc
 import struct
 import sys
 import threading
+from types import SimpleNamespace
 from unittest import mock
 
 from fake_driver import CUresult, FakeApi
@@ -23,21 +24,6 @@ from pygraph_trees.errors import NOT_FOUND, DriverError
 DEVICE = 3
 parameters = st.lists(st.integers(0, 2**64 - 1) | st.binary(min_size=1, max_size=40), max_size=8)
 addresses = st.integers(1, 2**47)
-
-
-def lay_out(words):
-    """Returns the block of these parameters and the offsets at which 8 bytes of one parameter begin.
-
-    Each parameter is aligned to the largest power of two that divides its size, up to 8.
-    """
-    block, inside = b"", []
-    for word in words:
-        part = word if isinstance(word, bytes) else struct.pack("<Q", word)
-        alignment = next(alignment for alignment in (8, 4, 2, 1) if len(part) % alignment == 0)
-        block = block.ljust(-(-len(block) // alignment) * alignment, b"\0")
-        inside.extend(range(len(block), len(block) + len(part) - 7))
-        block += part
-    return block, inside
 
 
 class DriverTestCase(TestCase):
@@ -57,6 +43,13 @@ class DriverTestCase(TestCase):
         wrapper.bind(exec_, self.driver.context())
         return wrapper, exec_
 
+    def check_set(self, node, exec_, expected):
+        """One call sets the node, and the graph then holds the expected parameters."""
+        self.api.calls.clear()
+        node.set()
+        self.assertEqual(self.api.calls, [f"cuGraphExec{node.kind.value.capitalize()}NodeSetParams"])
+        self.assertEqual(self.api.exec_parameters(exec_, node.handle), expected)
+
 
 class TestDriver(DriverTestCase):
     def test_counts_nodes_with_child_graphs(self):
@@ -72,11 +65,9 @@ class TestDriver(DriverTestCase):
 
     def test_the_graph_that_a_stream_captures_is_found(self):
         stream, graph = self.api.make_stream(), self.api.make_graph("KERNEL")
-        self.assertIsNone(self.driver.capturing_graph(stream))
-        self.api.capture(stream, graph)
-        self.assertEqual(self.driver.capturing_graph(stream), graph)
-        self.api.capture(stream, graph, "INVALIDATED")
-        self.assertIsNone(self.driver.capturing_graph(stream))
+        for status, found in (("NONE", None), ("ACTIVE", graph), ("INVALIDATED", None)):
+            self.api.capture(stream, graph, status)
+            self.assertEqual(self.driver.capturing_graph(stream), found)
 
     def test_the_mode_of_captures_is_what_it_was(self):
         modes = self.api.CUstreamCaptureMode
@@ -93,36 +84,26 @@ class TestDriver(DriverTestCase):
 
     def test_questions_about_progress_break_no_capture(self):
         """While another thread captures in the global mode, asking the GPU for progress is an error."""
-        modes, asked = self.api.CUstreamCaptureMode, []
+        asked, before = [], self.api.capture_mode
 
-        class Event:
-            def query(event):
-                asked.append(self.api.capture_mode)
-                return True
+        def answer(value):
+            return lambda *_: asked.append(self.api.capture_mode) or value
 
-            def elapsed_time(event, end):
-                asked.append(self.api.capture_mode)
-                return 0.25
-
-        before = self.api.capture_mode
+        event = SimpleNamespace(query=answer(True), elapsed_time=answer(0.25))
         with mock.patch.object(progress, "driver", lambda: self.driver):
-            self.assertTrue(progress.is_over(Event()))
-            self.assertEqual(progress.us_between(Event(), Event()), 250)
-            self.assertEqual(asked, [modes.CU_STREAM_CAPTURE_MODE_RELAXED] * 3)
+            self.assertTrue(progress.is_over(event))
+            self.assertEqual(progress.us_between(event, event), 250)
+            self.assertEqual(asked, [self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED] * 3)
             self.assertIs(self.api.capture_mode, before)
             self.api.lack("cuThreadExchangeStreamCaptureMode", "driver")
-            self.assertTrue(progress.is_over(Event()))
+            self.assertTrue(progress.is_over(event))
         with mock.patch.object(progress, "driver", lambda: None):
-            self.assertTrue(progress.is_over(Event()))
+            self.assertTrue(progress.is_over(event))
         self.assertEqual(asked[3:], [before] * 2)
 
     def test_there_is_no_driver_without_bindings(self):
-        driver_module.driver.cache_clear()
-        try:
-            with mock.patch.dict(sys.modules, {"cuda.bindings.driver": None}):
-                self.assertIsNone(driver_module.driver())
-        finally:
-            driver_module.driver.cache_clear()
+        with mock.patch.dict(sys.modules, {"cuda.bindings.driver": None}):
+            self.assertIsNone(driver_module.driver.__wrapped__())
 
     def test_bindings_that_find_no_library_are_called_once_and_without_the_collector(self):
         """They hold a lock while they look for it, for which a finalizer that calls the driver would wait."""
@@ -158,11 +139,10 @@ class TestMissingCalls(DriverTestCase):
         host = self.api.make_host(b"12345678")
         memcpy, memset = self.api.make_memcpy(host, 0x2000, 8, "UNIFIED"), self.api.make_memset(0x2000, 8)
         exec_ = self.api.instantiate(self.api.make_graph(*kernels, memcpy, memset))
-        nodes = [self.driver.kernel_node(node) for node in kernels]
         copies = [self.driver.memcpy_node(memcpy), self.driver.memset_node(memset)]
         for node in copies:
             node.set_captured()
-        for node in (*nodes, *copies):
+        for node in (*map(self.driver.kernel_node, kernels), *copies):
             node.bind(exec_, self.driver.context())
             node.set()
         nbytes = self.driver.granularity(DEVICE)
@@ -195,7 +175,9 @@ class TestKernelNode(DriverTestCase):
     def test_sets_what_was_written_and_nothing_else(self, words, packed, func, apart, data):
         handle = self.api.make_kernel(words, packed, func=func, apart=apart)
         node, exec_ = self.bound("kernel", handle)
-        recorded, inside = lay_out(words)
+        kernel = self.api._nodes[handle].content
+        recorded = kernel.block
+        inside = [at for start, nbytes in kernel.layout for at in range(start, start + nbytes - 7)]
         self.assertEqual((node.handle, node.kind, bytes(node.block)), (handle, NodeKind.KERNEL, recorded))
         self.assertEqual(node.words(), recorded + bytes(-len(recorded) % 8))
         self.assertEqual(ctypes.addressof(node.block) % 64, 0)
@@ -205,37 +187,33 @@ class TestKernelNode(DriverTestCase):
             expected[offset : offset + 8] = bytes(node.word(offset))
         self.assertEqual(bytes(node.block), expected)
         self.assertEqual(self.api.exec_parameters(exec_, handle), recorded)
-        self.api.calls.clear()
-        node.set()
-        self.assertEqual(self.api.calls, ["cuGraphExecKernelNodeSetParams"])
-        self.assertEqual(self.api.exec_parameters(exec_, handle), expected)
+        self.check_set(node, exec_, expected)
         self.assertEqual(bytes(self.driver.kernel_node(handle).block), recorded)
 
     def test_parameters_that_cannot_be_located_are_refused(self):
         handle = self.api.make_kernel([1, 2])
         self.api._nodes[handle].content.layout.reverse()
-        with self.assertRaisesRegex(DriverError, "cuFuncGetParamInfo returned parameters in disorder"):
-            self.driver.kernel_node(handle)
+        self.assertRefused("cuFuncGetParamInfo", "parameters in disorder", self.driver.kernel_node, handle)
         handle = self.api.make_kernel([1], packed=True)
         self.api._nodes[handle].content._entries[2] = 3  # an unknown launch parameter
-        with self.assertRaises(DriverError):
-            self.driver.kernel_node(handle)
+        self.assertRaises(DriverError, self.driver.kernel_node, handle)
         for func, call in ((True, "cuFuncGetParamInfo"), (False, "cuKernelGetParamInfo")):
             handle = self.api.make_kernel([1, 2], func=func, known=False)
-            with self.assertRaisesRegex(DriverError, "parameters of unknown layout"):
-                self.driver.kernel_node(handle)
+            self.assertRaisesRegex(DriverError, "parameters of unknown layout", self.driver.kernel_node, handle)
             handle = self.api.make_kernel([1, 2], func=func)
             self.api.fail(call, 1, CUresult.CUDA_ERROR_OUT_OF_MEMORY)
             self.assertRefused(call, "CUDA_ERROR_OUT_OF_MEMORY", self.driver.kernel_node, handle)
         self.assertEqual(len(self.driver.kernel_node(self.api.make_kernel([1], packed=True, known=False)).block), 8)
 
-    def test_packed_pairs_come_in_either_order(self):
+    def test_packed_pairs_come_in_either_order_and_parameters_may_lie_apart(self):
         handle = self.api.make_kernel([1, 2], packed=True)
         entries = self.api._nodes[handle].content._entries
         first, second = entries[:2], entries[2:4]
         for pairs in (first + second, second + first):
             entries[:4] = pairs
             self.assertEqual(bytes(self.driver.kernel_node(handle).block), struct.pack("<QQ", 1, 2))
+        apart = self.driver.kernel_node(self.api.make_kernel([1, 2], apart=True))
+        self.assertEqual(bytes(apart.block), struct.pack("<QQ", 1, 2))
 
     def test_a_kernel_is_named_if_the_driver_knows_its_name(self):
         for func in (True, False):
@@ -250,50 +228,40 @@ class TestKernelNode(DriverTestCase):
 class TestMemcpyNode(DriverTestCase):
     SOURCE, TARGET = 0x1000, 0x2000
 
-    def node(self, *types, **more):
-        return self.driver.memcpy_node(self.api.make_memcpy(self.SOURCE, self.TARGET, 64, *types, **more))
-
-    def assertSides(self, node, source, target, host_source, plain):
-        found = (node.source, node.target, node.host_source, node.plain)
-        self.assertEqual(found, (source, target, host_source, plain))
+    def sides(self, *types, source=SOURCE, target=TARGET, **more):
+        node = self.driver.memcpy_node(self.api.make_memcpy(source, target, 64, *types, **more))
+        self.assertEqual(node.nbytes, 64 * max(1, more.get("Height", 1)) * max(1, more.get("Depth", 1)))
+        return node.source, node.target, node.host_source, node.plain
 
     def test_only_sides_in_device_memory_are_addresses(self):
-        for types, source, target, host_source in (
-            (("DEVICE", "DEVICE"), self.SOURCE, self.TARGET, None),
-            (("UNIFIED", "DEVICE"), self.SOURCE, self.TARGET, None),
-            (("DEVICE", "UNIFIED"), self.SOURCE, self.TARGET, None),
-            (("HOST", "DEVICE"), None, self.TARGET, self.SOURCE),
-            (("DEVICE", "HOST"), self.SOURCE, None, None),
-            (("HOST", "HOST"), None, None, self.SOURCE),
-        ):
-            with self.subTest(types):
-                self.assertSides(self.node(*types), source, target, host_source, True)
-
-    def test_arrays_and_what_adds_to_an_address_are_not_plain(self):
-        for types in (("ARRAY", "DEVICE"), ("DEVICE", "ARRAY")):
-            with self.subTest(types):
-                self.assertSides(self.node(*types), None, None, None, False)
-        for field in ("Height", "Depth"):
-            with self.subTest(field):
-                node = self.node(**{field: 3})
-                self.assertSides(node, None, None, None, False)
-                self.assertEqual(node.nbytes, 3 * 64)
-                self.assertSides(self.node(**{field: 0}), self.SOURCE, self.TARGET, None, True)
-        for field in ("XInBytes", "Y", "Z", "LOD"):
-            for side in ("src", "dst"):
-                with self.subTest(side + field):
-                    self.assertSides(self.node(**{side + field: 1}), None, None, None, False)
-        self.assertSides(self.node("HOST", srcXInBytes=8), None, None, self.SOURCE, False)
+        """Arrays, and what adds to an address, are not plain."""
+        source, target = self.SOURCE, self.TARGET
+        plain, other = (source, target, None, True), (None, None, None, False)
+        cases = [
+            (("DEVICE", "DEVICE"), {}, plain),
+            (("UNIFIED", "DEVICE"), {}, plain),
+            (("DEVICE", "UNIFIED"), {}, plain),
+            (("HOST", "DEVICE"), {}, (None, target, source, True)),
+            (("DEVICE", "HOST"), {}, (source, None, None, True)),
+            (("HOST", "HOST"), {}, (None, None, source, True)),
+            (("HOST", "DEVICE"), {"srcXInBytes": 8}, (None, None, source, False)),
+            (("ARRAY", "DEVICE"), {}, other),
+            (("DEVICE", "ARRAY"), {}, other),
+            *(((), {field: rows}, other if rows else plain) for field in ("Height", "Depth") for rows in (0, 3)),
+            *(((), {s + field: 1}, other) for field in ("XInBytes", "Y", "Z", "LOD") for s in ("src", "dst")),
+        ]
+        for types, more, expected in cases:
+            with self.subTest(types=types, **more):
+                self.assertEqual(self.sides(*types, **more), expected)
 
     def test_unified_addresses_are_of_what_lies_there(self):
+        unified = ("UNIFIED", "UNIFIED")
         for pinned in (True, False):
-            host = self.api.make_host(b"12345678", pinned)
-            to_device = self.driver.memcpy_node(self.api.make_memcpy(host, self.TARGET, 8, "UNIFIED", "UNIFIED"))
-            self.assertSides(to_device, None, self.TARGET, host, True)
-            to_host = self.driver.memcpy_node(self.api.make_memcpy(self.SOURCE, host, 8, "UNIFIED", "UNIFIED"))
-            self.assertSides(to_host, self.SOURCE, None, None, True)
+            host = self.api.make_host(bytes(64), pinned)
+            self.assertEqual(self.sides(*unified, source=host), (None, self.TARGET, host, True))
+            self.assertEqual(self.sides(*unified, target=host), (self.SOURCE, None, None, True))
         self.api.fail("cuPointerGetAttribute", code=CUresult.CUDA_ERROR_OUT_OF_MEMORY)
-        self.assertRefused("cuPointerGetAttribute", "CUDA_ERROR_OUT_OF_MEMORY", self.node, "UNIFIED")
+        self.assertRefused("cuPointerGetAttribute", "CUDA_ERROR_OUT_OF_MEMORY", self.sides, "UNIFIED")
 
     @given(addresses, addresses, st.tuples(*[st.sampled_from(["DEVICE", "UNIFIED"])] * 2))
     def test_set(self, source, target, types):
@@ -302,17 +270,13 @@ class TestMemcpyNode(DriverTestCase):
         node.source = source
         for expected in ((source, self.TARGET), (source, target)):
             node.target = expected[1]
-            self.api.calls.clear()
-            node.set()
-            self.assertEqual(self.api.calls, ["cuGraphExecMemcpyNodeSetParams"])
-            self.assertEqual(self.api.exec_parameters(exec_, node.handle), struct.pack("<QQ", *expected))
+            self.check_set(node, exec_, struct.pack("<QQ", *expected))
             self.assertEqual((node.source, node.target), expected)
 
     def test_set_keeps_a_host_side(self):
         node, exec_ = self.bound("memcpy", self.api.make_memcpy(self.SOURCE, self.TARGET, 64, "HOST"))
         node.target = 0x3000
-        node.set()
-        self.assertEqual(self.api.exec_parameters(exec_, node.handle), struct.pack("<QQ", self.SOURCE, 0x3000))
+        self.check_set(node, exec_, struct.pack("<QQ", self.SOURCE, 0x3000))
 
 
 class TestMemsetNode(DriverTestCase):
@@ -321,10 +285,7 @@ class TestMemsetNode(DriverTestCase):
         node, exec_ = self.bound("memset", self.api.make_memset(0x1000, 64, element))
         self.assertEqual((node.kind, node.target, node.nbytes, node.plain), (NodeKind.MEMSET, 0x1000, 64, True))
         node.target = target
-        self.api.calls.clear()
-        node.set()
-        self.assertEqual(self.api.calls, ["cuGraphExecMemsetNodeSetParams"])
-        self.assertEqual(self.api.exec_parameters(exec_, node.handle), struct.pack("<Q", target))
+        self.check_set(node, exec_, struct.pack("<Q", target))
         self.assertEqual(node.target, target)
 
     def test_a_fill_of_several_rows_is_not_plain(self):

@@ -67,17 +67,19 @@ class TestNative(TestCase):
         self.assertAreSame(found, expected)
         self.assertEqual((inputs, found is expected), ([], False))
 
-    def check_none(self, trees, call, given_, was_asked):
-        inputs = list(given_)
-        self.assertIsNone(call(inputs))
-        self.check_untouched(trees, inputs, given_)
-        self.assertEqual((trees.function.was_asked, trees.searched), (was_asked, []))
-
     def check_untouched(self, trees, inputs, given_):
         self.assertAreSame(inputs, given_)
         self.assertEqual((trees.graph.launches, trees.log.counter.value, trees.recording.calls), (0, 0, []))
         self.assertIs(trees.manager._current_node, trees.before)
         self.assertIsNone(trees.manager.mode)
+
+    def check_missed(self, trees, call, inputs, *searched, was_asked=False):
+        """The call returns None and changes nothing; ``searched`` are the searches for candidates that it causes."""
+        before = list(inputs) if isinstance(inputs, (list, tuple)) else []
+        self.assertIsNone(call(inputs))
+        self.check_untouched(trees, list(inputs) if before else [], before)
+        self.assertEqual((trees.searched, trees.function.was_asked), (list(searched), was_asked))
+        trees.function.was_asked = False
 
     def test_a_fast_call(self):
         for mode, pending in ((MODE.FORWARD, True), (MODE.BACKWARD, False), (MODE.INFERENCE, None)):
@@ -97,59 +99,53 @@ class TestNative(TestCase):
                 self.assertEqual(counts, wanted)
             self.assertEqual((trees.searched, trees.recording.calls, trees.function.was_asked), ([], [], False))
 
-    def test_what_is_returned(self):
+    @settings(max_examples=300, deadline=None)
+    @given(st.data())
+    def test_what_is_returned(self, data):
         """The entry returns a choice of outputs, kept inputs, views of both, and constants."""
-
-        @settings(max_examples=300, deadline=None)
-        @given(st.data())
-        def check(data):
-            order = data.draw(st.none() | st.integers(1, 6).flatmap(lambda n: st.permutations(range(n))))
-            given_ = some(4 if order is None else len(order))
-            numbers, theirs = st.integers(0, len(given_) - 1), ordered(given_, order)
-            kinds = [(torch.zeros(2, 4)[1], NotImplemented), (None, torch.zeros(4)), (None, 5), (None, None)]
-            outputs = data.draw(st.lists(st.tuples(st.sampled_from(kinds), st.none() | numbers), max_size=5))
-            returned = {i: (index, None) for i, (_, index) in enumerate(outputs) if index is not None}  # inputs
-            cached = [kind[0] if index is None else None for kind, index in outputs]
-            others = [kind[1] for kind, _ in outputs]
-            fixed = {index: theirs[index] for index in data.draw(st.sets(numbers))}
-            trees = Trees(fixed, cached, live=Live([], [], returned) if returned else None, others=others)
-            trees.recording.outputs = [b if a is None else a for a, b in zip(cached, others, strict=True)]
-            made = [theirs[returned[i][0]] if i in returned else one for i, one in enumerate(trees.recording.outputs)]
-            spoilt = data.draw(st.sampled_from(["", "hook", "clear"]))  # torch has to make the outputs
-            if spoilt == "hook":
-                kinds[0][0].requires_grad_().register_hook(fail)
-            elif spoilt == "clear":
-                cached.clear()
-            is_made = spoilt == "clear" or not outputs or any(one is NotImplemented for one in trees.recording.outputs)
-            kept = data.draw(st.lists(numbers, max_size=3))
-            constants = data.draw(st.lists(st.sampled_from([None, 7, "constant"]), max_size=2))
-            row, views, seen = [*made, *ordered(given_, kept)], [], []
-            viewable = [number for number, one in enumerate(row) if isinstance(one, torch.Tensor)]
-            for number in data.draw(st.lists(st.sampled_from(viewable), max_size=3)) if viewable else ():
-                sizes, strides = data.draw(st.sampled_from([((2, 2), (1, 1)), ((1,), (3,)), ((), ()), ((0,), (1,))]))
-                start, offset = row[number].storage_offset(), data.draw(st.sampled_from([0, 1]))
-                views.append((number, sizes, strides, offset - start))
-                seen.append(row[number].as_strided(sizes, strides, offset))
-            row += [*seen, *constants]
-            picks = data.draw(st.none() | st.lists(st.integers(0, len(row) - 1), max_size=8)) if row else None
-            call = trees.entry(order=order, kept=kept, picks=picks, constants=constants, views=views)
-            for _ in range(3):
-                inputs = list(given_)
-                found = call(inputs)
-                self.assertEqual((inputs, type(found)), ([], list if picks is None else tuple))
-                wanted = made if picks is None else ordered(row, picks)
-                for position, (one, other) in enumerate(zip(found, wanted, strict=True)):
-                    if one is not other:
-                        self.assertIn(picks[position] - len(made) - len(kept), range(len(views)))
-                        self.assertEqual(
-                            *[(t.shape, t.stride(), t.storage_offset(), t.data_ptr()) for t in (one, other)]
-                        )
-                        self.assertIs(one, found[picks.index(picks[position])])  # made once
-            is_made |= spoilt == "hook" and any(one is kinds[0][0] for one in cached)
-            expected = (3, [], ["own outputs"] * 3 * is_made)
-            self.assertEqual((trees.graph.launches, trees.searched, trees.recording.calls), expected)
-
-        check()
+        order = data.draw(st.none() | st.integers(1, 6).flatmap(lambda n: st.permutations(range(n))))
+        given_ = some(4 if order is None else len(order))
+        numbers, theirs = st.integers(0, len(given_) - 1), ordered(given_, order)
+        kinds = [(torch.zeros(2, 4)[1], NotImplemented), (None, torch.zeros(4)), (None, 5), (None, None)]
+        outputs = data.draw(st.lists(st.tuples(st.sampled_from(kinds), st.none() | numbers), max_size=5))
+        returned = {i: (index, None) for i, (_, index) in enumerate(outputs) if index is not None}  # inputs
+        cached = [kind[0] if index is None else None for kind, index in outputs]
+        others = [kind[1] for kind, _ in outputs]
+        fixed = {index: theirs[index] for index in data.draw(st.sets(numbers))}
+        trees = Trees(fixed, cached, live=Live([], [], returned) if returned else None, others=others)
+        trees.recording.outputs = [b if a is None else a for a, b in zip(cached, others, strict=True)]
+        made = [theirs[returned[i][0]] if i in returned else one for i, one in enumerate(trees.recording.outputs)]
+        spoilt = data.draw(st.sampled_from(["", "hook", "clear"]))  # torch has to make the outputs
+        if spoilt == "hook":
+            kinds[0][0].requires_grad_().register_hook(fail)
+        elif spoilt == "clear":
+            cached.clear()
+        is_made = spoilt == "clear" or not outputs or any(one is NotImplemented for one in trees.recording.outputs)
+        kept = data.draw(st.lists(numbers, max_size=3))
+        constants = data.draw(st.lists(st.sampled_from([None, 7, "constant"]), max_size=2))
+        row, views, seen = [*made, *ordered(given_, kept)], [], []
+        viewable = [number for number, one in enumerate(row) if isinstance(one, torch.Tensor)]
+        for number in data.draw(st.lists(st.sampled_from(viewable), max_size=3)) if viewable else ():
+            sizes, strides = data.draw(st.sampled_from([((2, 2), (1, 1)), ((1,), (3,)), ((), ()), ((0,), (1,))]))
+            start, offset = row[number].storage_offset(), data.draw(st.sampled_from([0, 1]))
+            views.append((number, sizes, strides, offset - start))
+            seen.append(row[number].as_strided(sizes, strides, offset))
+        row += [*seen, *constants]
+        picks = data.draw(st.none() | st.lists(st.integers(0, len(row) - 1), max_size=8)) if row else None
+        call = trees.entry(order=order, kept=kept, picks=picks, constants=constants, views=views)
+        for _ in range(3):
+            inputs = list(given_)
+            found = call(inputs)
+            self.assertEqual((inputs, type(found)), ([], list if picks is None else tuple))
+            wanted = made if picks is None else ordered(row, picks)
+            for position, (one, other) in enumerate(zip(found, wanted, strict=True)):
+                if one is not other:
+                    self.assertIn(picks[position] - len(made) - len(kept), range(len(views)))
+                    self.assertEqual(*[(t.shape, t.stride(), t.storage_offset(), t.data_ptr()) for t in (one, other)])
+                    self.assertIs(one, found[picks.index(picks[position])])  # made once
+        is_made |= spoilt == "hook" and any(one is kinds[0][0] for one in cached)
+        expected = (3, [], ["own outputs"] * 3 * is_made)
+        self.assertEqual((trees.graph.launches, trees.searched, trees.recording.calls), expected)
 
     def test_what_is_replayed_in_python(self):
         """Outputs that are inputs with another dtype, and inputs that are copied for one call or at each call."""
@@ -172,19 +168,12 @@ class TestNative(TestCase):
             trees = Trees({}, [None] * 2, live=live, own=own, others=some(2), in_python=in_python)
             trees.replayer.own, call = own.native, trees.entry(order=order)
             live.answer = lambda: "why not"
-            self.check_none(trees, call, given_, False)
+            self.check_missed(trees, call, given_)
             live.answer = lambda: None
             outputs, memory = call(given := list(given_)), [own.native.item(number) for number in range(2)]
             self.assertEqual((given, len(outputs), trees.graph.launches), ([], 2, 1 - in_python))
             seen = live.prepared + [[id(one) for one in given] for given in trees.recording.calls]
             self.assertEqual(seen[1:], [[id(one) for one in (*ordered(given_, order), *memory)]] * (1 + in_python))
-
-    def check_missed(self, trees, call, inputs, *searched, was_asked=False):
-        """The call returns None and changes nothing; ``searched`` are the searches for candidates that it causes."""
-        before = list(inputs) if isinstance(inputs, (list, tuple)) else []
-        self.assertIsNone(call(inputs))
-        self.check_untouched(trees, list(inputs) if isinstance(inputs, (list, tuple)) else [], before)
-        self.assertEqual((trees.searched, trees.function.was_asked), (list(searched), was_asked))
 
     def test_when_nothing_can_be_replayed(self):
         for owner, name, value in (
@@ -203,32 +192,28 @@ class TestNative(TestCase):
     def test_a_function_of_integers(self):
         """The entry for the values of its integers replays it. If there is none, nothing is replayed."""
         for order in ORDERS:
-            x, outputs = torch.ones(2), some(2)
-            trees, calls = Trees({}, some(1)), []
-            theirs = lambda inputs, order=order: ordered(inputs, order)  # noqa: E731
-            first, second = (3, x, 5), (4, x, 5)
-            index = theirs(range(3)).index
+            x, outputs, calls = torch.ones(2), some(2), []
+            trees, first = Trees({}, some(1)), [3, x, 5]
 
             def replay(inputs, calls=calls, outputs=outputs):
                 calls.append(list(inputs))
                 inputs.clear()
                 return list(outputs)
 
+            index = ordered(range(3), order).index
             trees.function.integers = (index(0), index(2))
             trees.function.by_values = {(3, 5): replay, (4, 5): lambda inputs: None}
             call = trees.entry(order=order, kept=[1], picks=[2, 0], around=True)
-            inputs = list(first)
-            self.assertAreSame(call(inputs), [x, outputs[0]])
-            self.assertEqual(inputs, [])
-            self.assertAreSame(calls.pop(), theirs(first))
-            for given_ in (second, (6, x, 5), (3, x, x)):
-                self.check_missed(trees, call, list(given_), was_asked=True)
+            self.check_replays(call, first, (x, outputs[0]))
+            self.assertAreSame(calls.pop(), ordered(first, order))
+            for given_ in ([4, x, 5], [6, x, 5], [3, x, x]):
+                self.check_missed(trees, call, given_, was_asked=True)
             trees.function.by_values[3, 5] = fail
             self.assertRaises(Failed, call, list(first))
             trees.function.integers = (7,)
-            self.check_missed(trees, call, list(first), was_asked=True)
+            self.check_missed(trees, call, first, was_asked=True)
             trees.function.is_replayed = False
-            self.check_missed(trees, call, list(first), was_asked=True)
+            self.check_missed(trees, call, first, was_asked=True)
 
     def test_another_thread_records_when_the_launch_ends(self):
         """The collector, which is off during the launch, stays off until the recording is made."""
@@ -369,12 +354,12 @@ class TestNative(TestCase):
             addresses = [theirs[2].data_ptr(), theirs[0].data_ptr()]
             trees = Trees({1: theirs[1]}, some(1), live=Live([2, 0], None))
             call, live, (asked, *were) = trees.entry(order=order), trees.live, binding.extension.counts()
-            self.check_none(trees, call, others, False)
-            self.check_none(trees, trees.entry(order=order, around=True, kept=[0], picks=[0]), others, True)
-            trees.function.was_asked = False
+            self.check_missed(trees, call, others)
+            entry = trees.entry(order=order, around=True, kept=[0], picks=[0])
+            self.check_missed(trees, entry, others, was_asked=True)
             self.assertEqual((binding.extension.counts(), live.prepared), ((asked + 2, *were), []))
             live.answer = lambda: "why not"
-            self.check_none(trees, call, given_, False)
+            self.check_missed(trees, call, given_)
             live.answer, inputs = fail, list(given_)
             self.assertRaises(Failed, call, inputs)
             self.check_untouched(trees, inputs, given_)
@@ -472,7 +457,7 @@ class TestNative(TestCase):
         given_, earlier = some(1), some(2)
         trees = Trees({}, some(1), before=deaths(earlier, 1, 0))
         call, held = trees.entry(around=True), earlier[0].view(2, 2)
-        self.check_none(trees, call, given_, True)
+        self.check_missed(trees, call, given_, was_asked=True)
         del held
         self.assertIsNotNone(call(list(given_)))
         for cached in ([earlier[0], None], []):  # so torch is asked

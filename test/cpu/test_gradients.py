@@ -32,11 +32,7 @@ class CompiledFunction(torch.autograd.Function):
 
 def hold(into, by):
     """Registers a hook that keeps the gradients it is given and leaves them as they are."""
-
-    def hook(*given_):
-        into.extend(t for g in given_ for t in (g if isinstance(g, (list, tuple)) else (g,)))
-
-    return by(hook)
+    return by(lambda *given_: into.extend(t for g in given_ for t in (g if isinstance(g, (list, tuple)) else (g,))))
 
 
 def accumulates(parameter):
@@ -72,16 +68,22 @@ class TestGradients(TestCase):
         super().setUp()
         torch._C._set_cached_tensors_enabled(True)
         self.addCleanup(torch._C._set_cached_tensors_enabled, False)
-        self.cached, self.looks = some(3), []
-        for tensor in self.cached:
+        self.looks = []
+        self.call = self.recorded(some(3), self.OWN)
+
+    def recorded(self, cached, views):
+        """Makes these tensors the gradients of a recording, and returns its entry."""
+        for tensor in cached:
+            tensor.untyped_storage()  # as torch's own reference to the storage does
             torch._C._add_cached_tensor(tensor)
             self.addCleanup(torch._C._remove_cached_tensor, tensor)
-        self.trees = Trees({}, self.cached, mode=MODE.BACKWARD)
-        self.call = self.trees.entry(views=self.OWN, own=range(3), picks=range(3, 6))
+        self.cached, self.trees = cached, Trees({}, cached, mode=MODE.BACKWARD)
+        count = len(cached)
+        return self.trees.entry(views=views, own=range(count), picks=range(count, 2 * count))
 
-    def step(self):
+    def step(self, node=CompiledFunction, call=None):
         parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
-        return parameters, CompiledFunction.apply(self.call, self.look, *parameters)
+        return parameters, node.apply(call or self.call, self.look, *parameters)
 
     def look(self, given_):
         """Notes which gradients are the recording's own. Keeps none: a held gradient is not taken over."""
@@ -133,12 +135,8 @@ class TestGradients(TestCase):
                 return tuple(call([]))
 
         dummy = torch.ones(1, requires_grad=True)
-        parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
-
-        def nested(_):
-            return CompiledFunctionBackward.apply(self.call, dummy)
-
-        CompiledFunction.apply(nested, self.look, *parameters).backward(create_graph=True)
+        parameters, y = self.step(call=lambda _: CompiledFunctionBackward.apply(self.call, dummy))
+        y.backward(create_graph=True)
         self.assertEqual(self.is_own(), [False] * 3)
         self.assertEqual([tensor.requires_grad for tensor in self.cached], [False] * 3)
         for parameter in parameters:
@@ -158,8 +156,8 @@ class TestGradients(TestCase):
 
         class Another(CompiledFunction): ...
 
-        parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
-        Another.apply(self.call, self.look, *parameters).backward()
+        _, y = self.step(Another)
+        y.backward()
         self.assertEqual(self.is_own(), [False] * 3)
 
     def test_gradients_that_go_on_into_another_backward_are_others(self):
@@ -190,10 +188,9 @@ class TestGradients(TestCase):
     def test_gradients_beside_views_kept_inputs_and_constants(self):
         """Views, kept inputs, constants and plain outputs are returned next to the gradients."""
         for more, own in (([], [1, 0]), ([(1, (2,), (2,), 1)], [0, 1])):
-            constants = (7,)
             views = [self.OWN[0], self.OWN[2], *more]
             picks = [1, 5, *range(4, 4 + len(views)), 4 + len(views), 3]  # by row: outputs, kept, views, constants
-            call = self.trees.entry(kept=[0], views=views, own=own, picks=picks, constants=constants)
+            call = self.trees.entry(kept=[0], views=views, own=own, picks=picks, constants=(7,))
             kept = torch.zeros(1)
             for sees in (False, True):
                 found = []
@@ -206,13 +203,10 @@ class TestGradients(TestCase):
                 if sees:
                     parameter.register_hook(lambda gradient: None)
                 CompiledFunction.apply(around, len, parameter).backward()
-                self.assertEqual(found[0] is self.cached[1], not sees)
-                self.assertEqual(found[0].data_ptr(), self.cached[1].data_ptr())
-                self.assertEqual([found[1] is self.cached[2], found[2] is self.cached[0]], [not sees] * 2)
-                self.assertEqual(found[3] is self.cached[2], not sees)
-                if more:
-                    self.assertEqual(found[4], torch.ones(2))
-                    self.assertIsNot(found[4], self.cached[1])
+                gradients = [self.cached[index] for index in (1, 2, 0, 2)]
+                self.assertEqual([one is c for one, c in zip(found, gradients, strict=False)], [not sees] * 4)
+                self.assertEqual([one.data_ptr() for one in found[:4]], [c.data_ptr() for c in gradients])
+                self.assertEqual(found[4:-2], [torch.ones(2)] * len(more))
                 self.assertEqual(found[-2], 7)
                 self.assertIs(found[-1], kept)
 
@@ -237,15 +231,8 @@ class TestGradients(TestCase):
                 inputs.clear()
                 gradients = [output for output in outputs if isinstance(output, torch.Tensor)]
                 if call is None:
-                    self.cached[:] = [gradient.clone() for gradient in gradients]
-                    for tensor in self.cached:
-                        tensor.untyped_storage()
-                        torch._C._add_cached_tensor(tensor)
-                        self.addCleanup(torch._C._remove_cached_tensor, tensor)
-                    views = [(i, tuple(c.shape), c.stride(), 0) for i, c in enumerate(self.cached)]
-                    count = len(views)
-                    trees = Trees({}, self.cached, mode=MODE.BACKWARD)
-                    call = trees.entry(views=views, own=range(count), picks=range(count, 2 * count))
+                    views = [(number, tuple(g.shape), g.stride(), 0) for number, g in enumerate(gradients)]
+                    call = self.recorded([gradient.clone() for gradient in gradients], views)
                 for cached, gradient in zip(self.cached, gradients, strict=True):
                     cached.copy_(gradient)
                 given_ = call([])
@@ -256,14 +243,12 @@ class TestGradients(TestCase):
             backward._boxed_call = True
             return backward
 
-        def forward_compiler(graph, _):
-            return make_boxed_func(graph.forward)
-
         model, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh()), torch.randn(2, 4)
         wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-        compiled = torch.compile(
-            model, backend=aot_autograd(fw_compiler=forward_compiler, bw_compiler=backward_compiler)
+        backend = aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward_compiler
         )
+        compiled = torch.compile(model, backend=backend)
 
         def backward(**arguments):
             model.zero_grad()

@@ -10,10 +10,10 @@ import ast
 import contextlib
 import gc
 import importlib.util
+import itertools
 import os
 import sys
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,10 +44,8 @@ class Table:
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.slots = {t.data_ptr(): torch.tensor([t.data_ptr()]) for t in tensors}
+        self.slot = self.slots.get
         self.read: list[tuple[str, int]] = []
-
-    def slot(self, address: int) -> torch.Tensor | None:
-        return self.slots.get(address)
 
     def is_read_by(self, variant: VariantLauncher, address: int) -> None:
         self.read.append((variant.kernel, address))
@@ -70,9 +68,9 @@ class FakeAutotuner:
 
         return launcher
 
-    def run(self, *args: Any, stream: Any, benchmark_run: bool = False, **kwargs: Any) -> Any:
+    def run(self, *args: Any, stream: Any, benchmark_run: bool = False) -> Any:
         self.launchers = self.launchers[-1:]
-        return self.launchers[0](*args, **kwargs, stream=stream)
+        return self.launchers[0](*args, stream=stream)
 
 
 @contextlib.contextmanager
@@ -87,16 +85,15 @@ def warming_up(addresses: Collection[int]) -> Iterator[None]:
 class LaunchesTestCase(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        self.tap = Tap()
         self.made: list[tuple[str, frozenset[str]]] = []
+        self.refused: Collection[str] = ()
         for target, name, value in (
-            (launches, "tap", self.tap),
+            (launches, "tap", tap := Tap()),
             (variant_launchers, "_made", self._made),
             (variant_launchers, "_built", weakref.WeakKeyDictionary()),
         ):
             self.enterContext(mock.patch.object(target, name, value))
-        self.addCleanup(self.tap.offer(self._put_on))
-        self.refused: Collection[str] = ()
+        self.addCleanup(tap.offer(self._put_on))
 
     def _put_on(self) -> Callable[[], None]:
         patch = mock.patch.object(FakeAutotuner, "run", launches.watched(FakeAutotuner.run))
@@ -104,16 +101,16 @@ class LaunchesTestCase(TestCase):
         return patch.stop
 
     def _made(self, autotuner: FakeAutotuner, launcher: Any, names: frozenset[str]) -> VariantLauncher:
-        self.made.append((autotuner.fn.__name__, names))
-        slots = names - frozenset(self.refused)
+        name, slots = autotuner.fn.__name__, names - frozenset(self.refused)
+        self.made.append((name, names))
         if not slots:
-            raise NoVariant(kernel=autotuner.fn.__name__, why="of the test")
+            raise NoVariant(kernel=name, why="of the test")
 
         def run(*args: Any, stream: Any) -> str:
             autotuner.launched.append(("variant", *args, stream))
             return "launched by variant"
 
-        return VariantLauncher(autotuner.fn.__name__, slots, run)
+        return VariantLauncher(name, slots, run)
 
 
 def tensors(count: int) -> list[torch.Tensor]:
@@ -121,12 +118,12 @@ def tensors(count: int) -> list[torch.Tensor]:
 
 
 class TestCapture(LaunchesTestCase):
-    def warmed(self, *inputs: torch.Tensor, **more: Any) -> tuple[FakeAutotuner, torch.Tensor]:
+    def warmed(self, *inputs: torch.Tensor) -> tuple[FakeAutotuner, torch.Tensor]:
         """Returns a kernel launched with two inputs and an output, and that output."""
-        kernel, out = FakeAutotuner(**more), torch.zeros(8)
+        kernel, out, before = FakeAutotuner(), torch.zeros(8), len(self.made)
         with warming_up({t.data_ptr() for t in inputs}):
             kernel.run(*(inputs * 2)[:2], out, 8, stream=7)
-            self.assertEqual(self.made, [])  # built only at the end
+            self.assertEqual(self.made[before:], [])  # built only at the end
         kernel.launched.clear()
         return kernel, out
 
@@ -167,15 +164,13 @@ class TestCapture(LaunchesTestCase):
         self.assertEqual(table.read, [])
 
     def test_a_variant_for_other_parameters_is_used_if_it_takes_some(self) -> None:
-        a, b = tensors(2)
-        kernel, out = FakeAutotuner(), torch.zeros(8)
+        a, b, c, d, out = tensors(5)
+        kernel = FakeAutotuner()
         with warming_up({a.data_ptr()}):
             kernel.run(a, b, out, 8, stream=7)
-        c, d = tensors(2)
         with through(Table(c, d)):  # the only variant takes one of the two
-            kernel.run(c, d, out, 8, stream=7)
+            self.assertEqual(kernel.run(c, d, out, 8, stream=7), "launched by variant")
             self.assertIs(kernel.launched[-1][2], d)
-            self.assertEqual(kernel.launched[-1][0], "variant")
             self.assertEqual(kernel.run(a, d, out, 8, stream=7), "launched")
 
     def test_a_kernel_without_a_variant_is_launched_as_it_is(self) -> None:
@@ -187,17 +182,18 @@ class TestCapture(LaunchesTestCase):
         with warming_up({a.data_ptr()}):
             kernel.run(a, a, out, 8, stream=7)
         self.assertEqual(len(self.made), 1)  # the absence of a variant is remembered
-
-    def test_an_error_while_building_is_logged_and_costs_the_variant(self) -> None:
-        with mock.patch.object(variant_launchers, "_made", side_effect=RuntimeError("of the test")):
-            with self.assertLogs("pygraph_trees.indirection", "WARNING") as logs:
-                kernel, out = self.warmed(*tensors(2))
-            self.assertIn("of the test", logs.output[0])
+        # An error while building is logged and costs the variant.
+        with (
+            mock.patch.object(variant_launchers, "_made", side_effect=RuntimeError("of the test")),
+            self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
+        ):
+            kernel, out = self.warmed(*tensors(2))
+        self.assertIn("of the test", logs.output[0])
         self.assertEqual(self.captured(kernel, out)[-1], "launched")
 
     def test_benchmarks_are_left_alone(self) -> None:
-        a, b = tensors(2)
-        kernel, out = FakeAutotuner(), torch.zeros(8)
+        a, b, out = tensors(3)
+        kernel = FakeAutotuner()
         with warming_up({a.data_ptr()}):
             kernel.run(a, b, out, 8, stream=7, benchmark_run=True)
         self.assertEqual(self.made, [])
@@ -205,12 +201,9 @@ class TestCapture(LaunchesTestCase):
         with through(Table(a, b)):
             self.assertEqual(kernel.run(a, b, out, 8, stream=7, benchmark_run=True), "launched")
 
-
-class TestWarmup(LaunchesTestCase):
     def test_a_variant_is_built_for_the_winner_alone(self) -> None:
-        kernel, out = FakeAutotuner(count=3), torch.zeros(8)
+        (a, out), kernel = tensors(2), FakeAutotuner(count=3)
         winner = kernel.launchers[-1]
-        (a,) = tensors(1)
         with warming_up({a.data_ptr()}):
             kernel.run(a, out, out, 8, stream=7)
             kernel.run(a, out, out, 8, stream=7)
@@ -242,29 +235,21 @@ class TestTap(LaunchesTestCase):
 
     def test_threads_do_not_see_each_other_s_tables(self) -> None:
         original = FakeAutotuner.run
-        wrong = []
 
-        def work() -> None:
+        def work(_: int) -> None:
             for _ in range(200):
                 a, b = tensors(2)
-                kernel = FakeAutotuner()
+                kernel, table = FakeAutotuner(), Table(a)
                 with warming_up({a.data_ptr()}):
                     kernel.run(a, b, b, 8, stream=7)
-                table = Table(a)
                 with contextlib.suppress(KeyError), through(table):
                     kernel.run(a, b, b, 8, stream=7)
                     raise KeyError
-                if kernel.launched[-1][0] != "variant" or table.read != [("kernel", a.data_ptr())]:
-                    wrong.append(kernel.launched)
-                if kernel.run(a, b, b, 8, stream=7) != "launched":  # out of the scope
-                    wrong.append(kernel.launched)
+                self.assertEqual((kernel.launched[-1][0], table.read), ("variant", [("kernel", a.data_ptr())]))
+                self.assertEqual(kernel.run(a, b, b, 8, stream=7), "launched")  # out of the scope
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.assertEqual(wrong, [])
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(work, range(4)))
         self.assertIs(FakeAutotuner.run, original)
 
 
@@ -274,7 +259,6 @@ class TestPatch(TestCase):
         self.assertIs(autotuner.run, UPSTREAM)
         self.assertTrue(launches.available())
         with through(Table()):
-            self.assertIsNot(autotuner.run, UPSTREAM)
             self.assertIs(autotuner.run.__wrapped__, UPSTREAM)
             inductor_patches.uninstall()
             self.assertIs(autotuner.run, UPSTREAM)
@@ -282,40 +266,32 @@ class TestPatch(TestCase):
             inductor_patches.install()
             self.assertIsNot(autotuner.run, UPSTREAM)
         self.assertIs(autotuner.run, UPSTREAM)
-
-    def test_a_replacement_of_somebody_else_stays(self) -> None:
-        autotuner = triton_heuristics.CachingAutotuner
+        # A replacement of somebody else stays.
         with mock.patch.object(autotuner, "run", UPSTREAM):
             with self.assertWarnsRegex(PatchOverwritten, "CachingAutotuner.run was replaced"), through(Table()):
                 autotuner.run = print
             self.assertIs(autotuner.run, print)
 
 
-class Loaded:
-    """Stands for kernels that are loaded on a GPU; launches are noted."""
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[Any, ...]] = []
-        self.registers = 32  # per thread of the loaded kernel
-        has_module = hasattr(static_triton_launcher.StaticallyLaunchedCudaKernel, "close")  # since 2.13
-        self.library = SimpleNamespace(
-            _load_kernel=lambda path, name, shared, device: (*((1,) if has_module else ()), 2, self.registers, 0),
-            _unload_kernel=lambda module: None,
-            _launch_kernel=lambda *args: self.launched.append(args),
-        )
-
-    def init_handles(self, kernel: Any) -> None:
-        kernel.module, kernel.function, kernel.n_regs, kernel.n_spills = 1, 2, self.registers, 0
-        kernel._run = lambda *args: self.launched.append((kernel.metadata.num_warps, kernel.metadata.shared, *args))
-
-
 @contextlib.contextmanager
-def loaded() -> Iterator[Loaded]:
-    gpu = Loaded()
+def loaded() -> Iterator[Any]:
+    """Stands for a GPU on which kernels are loaded; launches are noted."""
+    gpu = SimpleNamespace(launched=[], registers=32)  # registers per thread of a kernel
     static: Any = static_triton_launcher.StaticallyLaunchedCudaKernel
+    module = (1,) if hasattr(static, "close") else ()  # since 2.13
+    library = SimpleNamespace(
+        _load_kernel=lambda path, name, shared, device: (*module, 2, gpu.registers, 0),
+        _unload_kernel=lambda module: None,
+        _launch_kernel=lambda *args: gpu.launched.append(args),
+    )
+
+    def init_handles(kernel: Any) -> None:
+        kernel.module, kernel.function, kernel.n_regs, kernel.n_spills = 1, 2, gpu.registers, 0
+        kernel._run = lambda *args: gpu.launched.append((kernel.metadata.num_warps, kernel.metadata.shared, *args))
+
     with (
-        mock.patch.object(static, "C_impl", gpu.library),
-        mock.patch.object(CompiledKernel, "_init_handles", lambda kernel: gpu.init_handles(kernel)),
+        mock.patch.object(static, "C_impl", library),
+        mock.patch.object(CompiledKernel, "_init_handles", init_handles),
         mock.patch.object(CompiledKernel, "__del__", lambda kernel: None, create=True),
     ):
         yield gpu
@@ -352,18 +328,22 @@ def autotuners(folder: Path, fn: Any, *args: torch.Tensor, **options: Any) -> It
                 yield getattr(module, name)
 
 
+def of_a_user(x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    """A program that launches a user's kernel."""
+    out = torch.empty_like(x)
+    kernels.user[(2,)](x, flags, out, x.numel(), BLOCK=256, STEPS=2)
+    return out + 1
+
+
 class TestInductor(TestCase):
     """Kernels that Inductor generates, on both launchers."""
 
     def setUp(self) -> None:
         super().setUp()
-        self.folder = self.enterContext(tempfile.TemporaryDirectory())
-        self.enterContext(of_inductor(Path(self.folder)))
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.enterContext(of_inductor(self.folder))
 
-    def autotuners(self, fn: Any, *args: torch.Tensor) -> Iterator[Any]:
-        return autotuners(Path(self.folder), fn, *args)
-
-    def check(self, autotuner: Any, static: bool = True) -> None:
+    def check(self, autotuner: Any, static: bool) -> None:
         """Its variant for all pointers is launched like the original, except that it takes addresses of slots."""
         config = autotuner.configs[-1]
         with loaded() as gpu, torch._inductor.config.patch({"use_static_triton_launcher": static}):
@@ -377,8 +357,10 @@ class TestInductor(TestCase):
             with through(table):
                 autotuner.run(*values.values(), stream=7)
         self.assertEqual(sorted(a for _, a in table.read), sorted(table.slots))
-        original, variant = (self.flat(launch) for launch in gpu.launched)
-        self.assertEqual(len(original), len(variant))
+        original, variant = (
+            [v for value in launch for v in (value if isinstance(value, tuple) and value else [value])]
+            for launch in gpu.launched
+        )
         changed = 0
         for one, other in zip(original, variant, strict=True):
             if isinstance(one, torch.Tensor):
@@ -388,82 +370,67 @@ class TestInductor(TestCase):
                 self.assertEqual(one, other)
         self.assertEqual(changed, len(pointers))
 
-    def flat(self, launch: tuple[Any, ...]) -> list[Any]:
-        return [v for value in launch for v in (value if isinstance(value, tuple) and value else [value])]
-
-    def both(self, fn: Any, *args: torch.Tensor) -> int:
-        count = 0
-        for static in (True, False):
-            for autotuner in self.autotuners(fn, *args):
-                with self.subTest(kernel=autotuner.fn.__name__, static=static):
-                    self.check(autotuner, static)
-                count += 1
-        return count
-
     def one(self) -> Any:
         """The autotuner of a program's only kernel, with its launcher."""
-        (autotuner,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
-        with loaded():
-            autotuner.launchers = [autotuner._precompile_config(autotuner.configs[0]).make_launcher()]
+        (autotuner,) = autotuners(self.folder, lambda x: x.sin(), on_gpu(1024))
+        autotuner.launchers = [autotuner._precompile_config(autotuner.configs[0]).make_launcher()]
         return autotuner
-
-    def made(self, autotuner: Any, *names: str) -> VariantLauncher:
-        with loaded():
-            return variant_launchers._made(autotuner, autotuner.launchers[0], frozenset(names))
 
     def test_variants_are_launched_as_their_originals(self) -> None:
         sizes = on_gpu(8, 24)
         torch._dynamo.mark_dynamic(sizes, 0)
         flags = on_gpu(kernels.SIZE, dtype=torch.bool)
         for fn, args, count in (
-            (lambda x, y: ((x.sin() + y).softmax(-1), x.sum()), (on_gpu(1024, 64), on_gpu(1024, 64)), 6),
-            (lambda x, y: (x.sin(), y.cos()), (on_gpu(1024), on_gpu(64, 72)), 2),
-            (self.of_a_user, (on_gpu(kernels.SIZE), flags), 4),
-            (lambda x: x.sin().sum(0), (sizes,), 2),
+            (lambda x, y: ((x.sin() + y).softmax(-1), x.sum()), (on_gpu(1024, 64), on_gpu(1024, 64)), 3),
+            (lambda x, y: (x.sin(), y.cos()), (on_gpu(1024), on_gpu(64, 72)), 1),
+            (of_a_user, (on_gpu(kernels.SIZE), flags), 2),
+            (lambda x: x.sin().sum(0), (sizes,), 1),
         ):
-            with torch._inductor.config.patch(combo_kernels=count == 2):
-                self.assertEqual(self.both(fn, *args), count)
-
-    @staticmethod
-    def of_a_user(x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        kernels.user[(2,)](x, flags, out, x.numel(), BLOCK=256, STEPS=2)
-        return out + 1
+            for static in (True, False):
+                with torch._inductor.config.patch(combo_kernels=count == 1):
+                    found = list(autotuners(self.folder, fn, *args))
+                self.assertEqual(len(found), count)
+                for autotuner in found:
+                    with self.subTest(kernel=autotuner.fn.__name__, static=static):
+                        self.check(autotuner, static)
 
     def test_a_user_kernel_has_no_variant_if_fewer_of_its_blocks_fit(self) -> None:
         args = on_gpu(kernels.SIZE), on_gpu(kernels.SIZE, dtype=torch.bool)
         for static in (True, False):
             options = {"use_static_triton_launcher": static, "static_launch_user_defined_triton_kernels": static}
-            for autotuner in self.autotuners(self.of_a_user, *args):
-                for registers, later, same in ((32, 33, False), (33, 40, True), (40, 32, True), (0, 0, True)):
-                    with (
-                        self.subTest(kernel=autotuner.fn.__name__, static=static, registers=registers),
-                        torch._inductor.config.patch(options),
-                        loaded() as gpu,
-                    ):
-                        gpu.registers = registers
-                        launcher = autotuner._precompile_config(autotuner.configs[0]).make_launcher()
-                        self.assertEqual(getattr(launcher, "_is_static", False), static)
-                        autotuner.launchers = [launcher]
-                        names, gpu.registers = frozenset(parameters(launcher)[:1]), later
-                        if same or not autotuner.custom_kernel:
-                            self.assertEqual(variant_launchers._made(autotuner, launcher, names).slots, names)
-                        else:
-                            with self.assertRaisesRegex(NoVariant, "'user' .* fewer of its blocks might be"):
-                                variant_launchers._made(autotuner, launcher, names)
+            for autotuner, (registers, later) in itertools.product(
+                autotuners(self.folder, of_a_user, *args), ((32, 33), (33, 40), (40, 32), (0, 0))
+            ):
+                with (
+                    self.subTest(kernel=autotuner.fn.__name__, static=static, registers=registers),
+                    torch._inductor.config.patch(options),
+                    loaded() as gpu,
+                ):
+                    gpu.registers = registers
+                    launcher = autotuner._precompile_config(autotuner.configs[0]).make_launcher()
+                    self.assertEqual(getattr(launcher, "_is_static", False), static)
+                    autotuner.launchers = [launcher]
+                    names, gpu.registers = frozenset(parameters(launcher)[:1]), later
+                    refused = contextlib.nullcontext()
+                    if registers == 32 and autotuner.custom_kernel:
+                        refused = self.assertRaisesRegex(NoVariant, "'user' .* fewer of its blocks might be")
+                    with refused:
+                        self.assertEqual(variant_launchers._made(autotuner, launcher, names).slots, names)
 
     def test_a_kernel_that_another_process_compiled_is_loaded_again(self) -> None:
+        self.enterContext(loaded())
         autotuner, source = self.one(), self.one()
-        autotuner.fn.fn = None
-        names = parameters(autotuner.launchers[0])[:2]
+        (launcher,), autotuner.fn.fn = autotuner.launchers, None
+        names = frozenset(parameters(launcher)[:2])
         with self.assertRaisesRegex(NoVariant, "only in the process that compiled it"):
-            self.made(autotuner, *names)
+            variant_launchers._made(autotuner, launcher, names)
         autotuner._reload_kernel = lambda: source
-        self.assertEqual(self.made(autotuner, *names).slots, frozenset(names))
+        self.assertEqual(variant_launchers._made(autotuner, launcher, names).slots, names)
         self.assertIsNone(autotuner.fn.fn)  # nothing of the original is changed
 
     def test_kernels_without_a_variant(self) -> None:
         """They are launched cooperatively, or dependently, or on whatever device is current."""
+        self.enterContext(loaded())
         for option, value, why in (
             ("launch_cooperative_grid", True, "must all fit"),
             ("launch_pdl", True, "may begin before"),
@@ -472,7 +439,7 @@ class TestInductor(TestCase):
             autotuner = self.one()
             autotuner.triton_meta[option] = value
             with self.assertRaisesRegex(NoVariant, why):
-                self.made(autotuner, "in_ptr0")
+                variant_launchers._made(autotuner, autotuner.launchers[0], frozenset({"in_ptr0"}))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -58,11 +60,8 @@ class PlaceholderTensor(torch.Tensor):
 def placeholder_tensor(start: int, span: Any, tensor: torch.Tensor, device: int) -> torch.Tensor:
     storage = torch.zeros(span.nbytes, dtype=torch.uint8).untyped_storage()
     offset = span.lead // tensor.element_size()
-    made = (
-        torch.empty(0, dtype=tensor.dtype)
-        .set_(storage, offset, tensor.shape, tensor.stride())
-        .as_subclass(PlaceholderTensor)
-    )
+    made = torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride())
+    made = made.as_subclass(PlaceholderTensor)
     made.start, made.lead = start, span.lead
     return made
 
@@ -91,12 +90,15 @@ class Graph:
         self._nodes = [node for node in nodes if isinstance(node, int)]
         self._graph = api.make_graph(*nodes)
         self.instances = 0
+        self.refuses: list[Exception] = []  # raised by attempts to instantiate it
 
     def raw_cuda_graph(self) -> int:
         return self._graph
 
     def instantiate(self) -> None:
         self.instances += 1
+        if self.refuses:
+            raise self.refuses.pop()
         self._exec = self._api.instantiate(self._graph)
 
     def raw_cuda_graph_exec(self) -> int:
@@ -107,16 +109,16 @@ class Graph:
 
 
 class Event:
-    """An event after the latest launch on a stream; it is over if the test case says that the GPU is idle."""
+    """An event after the latest launch on a stream; it is over if the test case says that the GPU is idle there."""
 
-    def __init__(self, is_idle: Callable[[int], bool]) -> None:
-        self._is_idle = is_idle
+    def __init__(self, test: LiveInputsTestCase) -> None:
+        self.test = test
 
     def record(self, stream: Any) -> None:
         self.stream = stream.cuda_stream
 
     def query(self) -> bool:
-        return self._is_idle(self.stream)
+        return self.stream in self.test.idle
 
 
 class LiveInputsTestCase(TestCase):
@@ -125,28 +127,23 @@ class LiveInputsTestCase(TestCase):
     def setUp(self) -> None:
         super().setUp()
         self.restart()
-        self.synchronized: list[int] = []
-        self.entered: list[int] = []
+        self.synchronized: list[int] = []  # the devices that were waited for
         self.stream = 0  # the current one
         self.idle: set[int] = set()  # streams on which all launches are over
         for target, name, value in (
             (live_input, "placeholder_tensor", placeholder_tensor),
             (choosing, "why_not_placeholder", lambda tensor, device, in_pool: None),
             (torch.cuda, "synchronize", self.synchronized.append),
-            (torch.cuda, "device", self.enter),
+            (torch.cuda, "device", lambda device: contextlib.nullcontext()),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_stream", self.current_stream),
-            (torch.cuda, "Event", lambda: Event(lambda stream: stream in self.idle)),
+            (torch.cuda, "Event", lambda: Event(self)),
         ):
             self.enterContext(mock.patch.object(target, name, value))
         self.addCleanup(retired._retired.clear)
 
     def current_stream(self, device: int) -> Any:
         return SimpleNamespace(cuda_stream=self.stream, synchronize=lambda: None)
-
-    def enter(self, device: int) -> contextlib.AbstractContextManager[None]:
-        self.entered.append(device)
-        return contextlib.nullcontext()
 
     def restart(self) -> None:
         """Makes a new driver and a new pool."""
@@ -166,29 +163,12 @@ class LiveInputsTestCase(TestCase):
         self.segments += [{"address": t.data_ptr(), "total_size": t.nbytes} for t in tensors]
         self.pool.forget()
 
-    def choose(
-        self,
-        *inputs: Any,
-        mutated: Collection[int] = (),
-        refused: Mapping[int, str] | None = None,
-        candidates: Sequence[int] | None = None,
-        device: int = 0,
-        managed: Collection[int] = (),
-        own: Mapping[int, bool] | None = None,
-    ) -> tuple[LiveInputs | None, dict[int, str]]:
+    def choose(self, *inputs: Any, device: int = 0, candidates: Sequence[int] | None = None, **more: Any) -> Any:
+        """Live inputs, and why the other candidates are copied."""
         before = list(inputs)
-        chosen = choose(
-            self.driver,
-            device,
-            before,
-            range(len(inputs)) if candidates is None else candidates,
-            set(mutated),
-            self.pool,
-            refused or {},
-            managed,
-            own=own or {},
-        )
-        self.assertTrue(all(one is other for one, other in zip(before, inputs, strict=True)))
+        indices = range(len(inputs)) if candidates is None else candidates
+        chosen = choose(self.driver, device, before, indices, pool=self.pool, **{"mutated": (), "refused": {}} | more)
+        self.assertEqual([id(value) for value in before], [id(value) for value in inputs])
         return chosen
 
     def record(self, nodes: Nodes, *inputs: Any, **more: Any) -> tuple[LiveInputs, Graph]:
@@ -207,8 +187,8 @@ class LiveInputsTestCase(TestCase):
         return live, graph
 
     def capture(self, nodes: Nodes, live: LiveInputs) -> Graph:
-        by_index = {item.index: item.placeholder_tensor.data_ptr() for item in live.items}
-        return Graph(self.api, nodes([by_index[i] for i in sorted(by_index)]))
+        items = sorted(live.items, key=lambda item: item.index)
+        return Graph(self.api, nodes([item.placeholder_tensor.data_ptr() for item in items]))
 
     def begin(self, live: LiveInputs, *inputs: Any) -> None:
         """Makes a call up to its launch."""
@@ -233,6 +213,14 @@ class LiveInputsTestCase(TestCase):
     def one_kernel(self, *more: int | bytes, **options: Any) -> Nodes:
         return lambda addresses: [self.api.make_kernel([*addresses, *more], **options)]
 
+    def first_unheld(self, addresses: list[int]) -> list[int]:
+        """The nodes of a graph in which no node holds the first address."""
+        return [self.api.make_kernel(addresses[1:])]
+
+    def check_call(self, live: LiveInputs, graph: Graph, *inputs: torch.Tensor) -> None:
+        """The launch of a call with these inputs has their addresses."""
+        self.assertEqual(self.call(live, graph, *inputs), [[t.data_ptr() for t in inputs]])
+
 
 class TestAddresses(LiveInputsTestCase):
     """Rules 3 to 6: which addresses a graph holds."""
@@ -246,28 +234,23 @@ class TestAddresses(LiveInputsTestCase):
             live.finish()
             for _ in range(3):
                 a, b = at(0), at(0)
-                self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
+                self.check_call(live, graph, a, b)
             self.assertEqual((live.addresses.extra_copies, graph.instances), (0, 1))
             self.api.calls.clear()
             self.pool.forget()
             before = self.snapshots
             for _ in range(3):
-                self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
+                self.check_call(live, graph, a, b)
             self.assertEqual((self.api.calls, self.snapshots), ([], before + 1))  # the pool is looked up again, once
-            self.call(live, graph, a, at(0))
+            self.check_call(live, graph, a, at(0))
             self.assertEqual(self.api.calls, [KERNEL])
 
     def test_a_thread_that_has_not_used_the_gpu_is_given_a_context(self):
         """Without one the driver crashes when nodes are set."""
         live, graph = self.replayable(self.one_kernel(), at(0), at(0))
-        a, b = at(0), at(0)
-        launched = []
-        thread = threading.Thread(target=lambda: launched.extend(self.call(live, graph, a, b)))
-        thread.start()
-        thread.join()
-        self.assertEqual(launched, [[a.data_ptr(), b.data_ptr()]])
-        c = at(0)
-        self.assertEqual(self.call(live, graph, c, b), [[c.data_ptr(), b.data_ptr()]])
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(self.check_call, live, graph, at(0), at(0)).result()
+        self.check_call(live, graph, at(0), at(0))
         self.assertEqual(self.api.calls.count("cuCtxSetCurrent"), 1)
 
     def test_a_recording_is_passed_over_if_the_context_is_refused(self):
@@ -282,9 +265,9 @@ class TestAddresses(LiveInputsTestCase):
         live, graph = self.record(self.one_kernel(), first, other)
         # The whole storage counts: a tensor saved for the backward can be another view of the input.
         begin, nbytes = first.untyped_storage().data_ptr(), first.untyped_storage().nbytes()
-        inside = begin, first.data_ptr(), begin + nbytes - 1, other.data_ptr()
-        self.assertEqual([live.addresses.reaches(address) for address in inside], [True] * 4)
-        self.assertEqual([live.addresses.reaches(address) for address in (0, begin - 1, begin + nbytes)], [False] * 3)
+        inside = [begin, first.data_ptr(), begin + nbytes - 1, other.data_ptr()]
+        reached = filter(live.addresses.reaches, (*inside, 0, begin - 1, begin + nbytes))
+        self.assertEqual(list(reached), inside)
         live.finish()
         self.call(live, graph, later, other)
         self.assertEqual([live.addresses.reaches(t.data_ptr()) for t in (first, later, other)], [False, True, True])
@@ -293,12 +276,8 @@ class TestAddresses(LiveInputsTestCase):
         """They take the memory of inputs, not that of placeholders."""
 
         def nodes(found):
-            return [
-                self.api.make_memcpy(found[0] + 8, OTHER, 8),
-                self.api.make_memcpy(found[1], found[0], 64),
-                self.api.make_memset(found[1] + 16, 16),
-                self.api.make_kernel([found[0]]),
-            ]
+            copies = self.api.make_memcpy(found[0] + 8, OTHER, 8), self.api.make_memcpy(found[1], found[0], 64)
+            return [*copies, self.api.make_memset(found[1] + 16, 16), self.api.make_kernel([found[0]])]
 
         a, b = at(0), at(0)
         live, graph = self.record(nodes, a, b)
@@ -307,8 +286,8 @@ class TestAddresses(LiveInputsTestCase):
         for first, second in ((a, b), (a, b), (at(0), at(0)), (at(0), at(16))):
             self.api.calls.clear()
             self.begin(live, first, second)
-            kernels = [KERNEL] * (first is not a)
-            self.assertEqual(Counter(self.api.calls), Counter([MEMCPY, MEMCPY, MEMSET, *kernels]))
+            due = Counter([MEMCPY, MEMCPY, MEMSET, *[KERNEL] * (first is not a)])
+            self.assertEqual(Counter(self.api.calls), due)
             start, read = first.data_ptr(), live.addresses.temporary.get(1, second).data_ptr()
             self.assertEqual(graph.launch(), [[start + 8, OTHER], [read, start], [read + 16], [start]])
             live.finish()
@@ -321,58 +300,37 @@ class TestAddresses(LiveInputsTestCase):
             hidden = self.api.make_kernel([b"\1\0\0\0" + found[1].to_bytes(8, "little")])
             return [self.api.make_kernel(found), self.api.make_memcpy(found[0], found[1], 64), hidden]
 
-        a, b = at(0), at(0)
-        live, graph = self.record(nodes, a, b)
+        a = at(0)
+        live, graph = self.record(nodes, a, at(0))
         self.assertIsNone(self.routes(live)[0])
         self.assertRegex(str(self.routes(live)[1]), "may be something else")
         self.assertEqual(graph.launch()[:2], [[a.data_ptr(), live.items[1].recorded]] * 2)
         live.finish()
-        a, b = at(0), at(0)
-        self.assertEqual(self.call(live, graph, a, b)[:2], [[a.data_ptr(), live.items[1].recorded]] * 2)
+        a = at(0)
+        self.assertEqual(self.call(live, graph, a, at(0))[:2], [[a.data_ptr(), live.items[1].recorded]] * 2)
 
     def test_placeholder_tensors_are_as_aligned_as_the_inputs(self):
-        tensors = [at(0), at(16), at(132), at(508)]
-        live, _ = self.choose(*tensors)
-        self.assertEqual([i.recorded % 512 for i in live.items], [0, 16, 132, 508])
-        self.assertEqual([i.placeholder_tensor.data_ptr() for i in live.items], [i.recorded for i in live.items])
-        for item in live.items:
-            self.assertIs(live.storages[item.placeholder_tensor.untyped_storage().data_ptr()], item)
-        self.assertNotIn(tensors[0].untyped_storage().data_ptr(), live.storages)
-        live.release()
+        residues = [0, 16, 132, 508]
+        live, _ = self.choose(*map(at, residues))
+        self.assertEqual([item.placeholder_tensor.data_ptr() % 512 for item in live.items], residues)
+        self.assertEqual([item.placeholder_tensor.data_ptr() for item in live.items], [i.recorded for i in live.items])
 
     def test_a_view_is_recorded_with_its_storage_or_without(self):
         storage = torch.rand(1 << 12)
         for whole in (1 << 20, 0):
             with mock.patch.object(placeholder_tensors, "WHOLE_STORAGE", whole):
                 live, _ = self.choose(storage[128:256])
-                (item,) = live.items
-                self.assertEqual(item.lead, 512 if whole else 0)
-                reached = item.placeholder_tensor.untyped_storage().data_ptr() if whole else item.recorded
-                graph = self.capture(
-                    lambda found, reached=reached: [
-                        self.api.make_kernel([*found, reached]),
-                        self.api.make_memcpy(found[0] + 4, OTHER, 8),
-                    ],
-                    live,
-                )
-                live.set_up(graph)
-                for start in (128, 256, 0):
-                    view = storage[start : start + 128] if start else at(storage[128:].data_ptr() % 512, (128,))
-                    address = view.data_ptr()
-                    expected = [[address, address - item.lead], [address + 4, OTHER]]
-                    self.assertEqual(self.call(live, graph, view), expected)
-
-    def test_a_node_that_hides_addresses_makes_all_copied(self):
-        a, b = at(0), at(0)
-        live, graph = self.record(lambda found: [self.api.make_kernel(found), "HOST"], a, b)
-        self.assertEqual(self.routes(live), dict.fromkeys((0, 1), "a host node may hide its address"))
-        stands = [item.placeholder_tensor.data_ptr() for item in live.items]
-        for inputs in ((a, b), (at(0), at(64))):
-            self.begin(live, *inputs)
-            self.assertEqual(graph.launch(), [stands])
-            self.assertEqual([item.placeholder_tensor for item in live.items], list(inputs))
-            live.finish()
-        self.assertNotIn(KERNEL, self.api.calls)
+            (item,) = live.items
+            self.assertEqual(item.lead, 512 if whole else 0)
+            reached = item.placeholder_tensor.untyped_storage().data_ptr() if whole else item.recorded
+            copy = self.api.make_memcpy(item.recorded + 4, OTHER, 8)
+            graph = Graph(self.api, [self.api.make_kernel([item.recorded, reached]), copy])
+            live.set_up(graph)
+            for start in (128, 256, 0):
+                view = storage[start : start + 128] if start else at(storage[128:].data_ptr() % 512, (128,))
+                address = view.data_ptr()
+                expected = [[address, address - item.lead], [address + 4, OTHER]]
+                self.assertEqual(self.call(live, graph, view), expected)
 
 
 CALLS = st.lists(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 0, 16, 4])), min_size=3, max_size=3))
@@ -381,59 +339,57 @@ CALLS = st.lists(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 0, 16
 class TestCopies(LiveInputsTestCase):
     """Rules 2, 4 and 9: which inputs are copied, when, and which are copied back."""
 
-    def hidden(self, *inputs: Any, **more: Any) -> tuple[LiveInputs, Graph]:
-        """A recording whose first input no node holds."""
-        return self.record(lambda found: [self.api.make_kernel(found[1:])], *inputs, **more)
-
     def test_an_input_without_a_known_address_is_copied_to_its_placeholder(self):
-        a, b = at(0), at(0, (1 << 20,))  # not in one granule
-        live, graph = self.hidden(a, b)
-        self.assertEqual(self.routes(live), {0: UNHELD, 1: None})
-        item = live.items[0]
-        self.assertEqual(item.placeholder_tensor, a)
-        self.assertEqual([self.api.is_mapped(i.recorded) for i in live.items], [True, False])
-        live.finish()
-        for _ in range(2):
-            a = at(4)  # a copy takes any alignment
-            before = a.clone()
-            self.begin(live, a, b)
-            self.assertEqual((graph.launch(), item.placeholder_tensor), ([[b.data_ptr()]], before))
-            item.placeholder_tensor.zero_()
+        hidden = "a host node may hide its address"
+        for more, reasons in (([], {0: UNHELD, 1: None}), (["HOST"], {0: hidden, 1: hidden})):
+            a, b = at(0), at(0, (1 << 20,))  # not in one granule
+            live, graph = self.record(lambda found, more=more: [*self.first_unheld(found), *more], a, b)
+            self.assertEqual(self.routes(live), reasons)
+            copied = [item for item in live.items if reasons[item.index]]
+            self.assertEqual([item for item in live.items if self.api.is_mapped(item.recorded)], copied)
+            self.assertEqual([item.placeholder_tensor for item in copied], [a, b][: len(copied)])
             live.finish()
-            self.assertEqual(a, before)  # not mutated, so not copied back
+            self.api.calls.clear()
+            for _ in range(2):
+                inputs = [at(4), b]  # a copy takes any alignment
+                before = [t.clone() for t in inputs]
+                self.begin(live, *inputs)
+                self.assertEqual(graph.launch(), [[live.items[1].recorded if reasons[1] else b.data_ptr()]])
+                for item in copied:
+                    self.assertEqual(item.placeholder_tensor, before[item.index])
+                    item.placeholder_tensor.zero_()
+                live.finish()
+                self.assertEqual(inputs, before)  # not mutated, so not copied back
+            self.assertEqual(self.api.calls, [])
 
     def test_autograd_does_not_see_that_copies_go_back(self):
         """It does not see what kernels write either: AOTAutograd counts the writes that autograd must see."""
         weight = torch.rand(4, 8, requires_grad=True)
-        for nodes, residue in ((self.one_kernel(), 16), (lambda found: [self.api.make_kernel(found[1:])], 0)):
+        for nodes, residue in ((self.one_kernel(), 16), (self.first_unheld, 0)):
             live, _ = self.replayable(nodes, at(0), at(0), mutated=[0])
             a = at(residue)
-            before, saved = a._version, (weight * a).sum()
+            before, saved, expected = a._version, (weight * a).sum(), a + 1
             self.begin(live, a, at(0))
-            copy = live.addresses.temporary.get(0, live.items[0].placeholder_tensor)
-            expected = a + 1
-            copy.add_(1)
+            live.addresses.temporary.get(0, live.items[0].placeholder_tensor).add_(1)
             live.finish()
             self.assertEqual((a, a._version), (expected, before))
             saved.backward()
 
     def test_copies_are_made_in_any_mode(self):
         """Tensors made in inference mode cannot be written to outside of it."""
-        for recorded_inside in (True, False):
+        for recorded_inside, called_inside in itertools.product((True, False), repeat=2):
             with torch.inference_mode(recorded_inside):
                 inputs = at(0), at(4), at(0)
-                live, _ = self.hidden(*inputs, mutated=[1], refused={1: "told so"})
+                live, _ = self.replayable(self.first_unheld, *inputs, mutated=[1], refused={1: "told so"})
+            with torch.inference_mode(called_inside):
+                a, b, c = at(0), at(0), at(16)  # copied to a placeholder, copied both ways, copied for the call
+                expected = b + 1
+                self.begin(live, a, b, c)
+                copies = {item.index: item.placeholder_tensor for item in live.items}
+                self.assertEqual((copies[0], copies[1], live.addresses.temporary[2]), (a, b, c))
+                copies[1].data.add_(1)
                 live.finish()
-            for called_inside in (True, False):
-                with torch.inference_mode(called_inside):
-                    a, b, c = at(0), at(0), at(16)  # copied to a placeholder, copied both ways, copied for the call
-                    expected = b + 1
-                    self.begin(live, a, b, c)
-                    copies = {item.index: item.placeholder_tensor for item in live.items}
-                    self.assertEqual((copies[0], copies[1], live.addresses.temporary[2]), (a, b, c))
-                    copies[1].data.add_(1)
-                    live.finish()
-                    self.assertEqual(b, expected)
+                self.assertEqual(b, expected)
 
     def test_a_copy_keeps_layouts_with_gaps_and_overlaps(self):
         for view in (
@@ -443,62 +399,49 @@ class TestCopies(LiveInputsTestCase):
             lambda: torch.tensor(2.5),
         ):
             a, b = view(), at(0)
-            live, _ = self.hidden(a, b)
+            live, _ = self.record(self.first_unheld, a, b)
             self.assertEqual(live.items[0].placeholder_tensor, a)
             self.assertEqual(live.items[0].placeholder_tensor.stride(), a.stride())
             for residue in (0, 8):
                 copy = live_inputs.copy_at(a, residue)
                 self.assertEqual((copy, copy.stride(), copy.data_ptr() % 512), (a, a.stride(), residue))
 
-    def test_a_misaligned_input_is_copied_for_the_call(self):
-        for recorded, given_, fitting, mutated in ((0, 16, 0, ()), (0, 16, 0, (0,)), (68, 72, 132, ())):
-            live, graph = self.replayable(self.one_kernel(), at(recorded), mutated=mutated)
-            a = at(given_)
-            before = a.clone()
+    def test_an_input_that_does_not_fit_is_copied_for_the_call(self):
+        """Zeros without memory have no address: a kernel that is given 0, or an offset from it, would read there."""
+        zeros = torch._efficientzerotensor(256)
+        cut = zeros[128:160]  # as autograd does it; the address is 512, which would fit
+        self.assertEqual((cut._is_zerotensor(), cut.data_ptr()), (True, 512))
+        for recorded, given_, fitting, mutated in (
+            (at(0), at(16), at(0), ()),
+            (at(0), at(16), at(0), (0,)),
+            (at(68), at(72), at(132), ()),  # the last one is the same modulo 16
+            (at(0), zeros.as_strided((4, 8), (8, 1)), at(0), ()),
+            (at(0, (2, 4, 4)), zeros.as_strided((2, 4, 4), (1, 2, 8)), at(0, (2, 4, 4)), ()),
+            (at(0, (32,)), cut, at(0, (32,)), ()),
+        ):
+            live, graph = self.replayable(self.one_kernel(), recorded, mutated=mutated)
+            seen = torch.zeros(given_.shape) if given_._is_zerotensor() else given_.clone()
             for count in (1, 2):  # the same address once more: it is copied once more
-                self.begin(live, a)
-                copy = live.addresses.temporary[0]
-                self.assertEqual((graph.launch(), copy.data_ptr() % 512), ([[copy.data_ptr()]], recorded))
-                self.assertNotEqual(copy.data_ptr(), a.data_ptr())
-                self.assertEqual((copy, live.addresses.extra_copies), (a, count))
+                self.begin(live, given_)
+                copy, address = live.addresses.temporary[0], live.addresses.temporary[0].data_ptr()
+                self.assertEqual((graph.launch(), address % 512), ([[address]], recorded.data_ptr() % 512))
+                self.assertNotEqual(address, given_.data_ptr())
+                self.assertEqual((copy, live.addresses.extra_copies), (seen, count))
                 copy.add_(1)
                 live.finish()
-                self.assertEqual(a, before + count if mutated else before)
-            a = at(fitting)  # the same modulo 16
-            self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
-            self.assertEqual((live.addresses.extra_copies, live.addresses.extra_copied_bytes), (2, 2 * before.nbytes))
-
-    def test_zeros_without_memory_are_copied_for_the_call(self):
-        """They have no address: a kernel that is given 0, or an offset from 0, reads at that address."""
-        for shape, stride, offset in (
-            ((4, 8), (8, 1), 0),
-            ((32,), (1,), 0),
-            ((2, 4, 4), (1, 2, 8), 0),
-            ((32,), (1,), 128),  # as autograd cuts them; their address is 512, which fits
-        ):
-            live, graph = self.replayable(self.one_kernel(), at(0, shape))
-            for number in range(3):
-                zeros = torch._efficientzerotensor(256).as_strided(shape, stride, offset)
-                self.begin(live, zeros)
-                self.assertEqual((zeros._is_zerotensor(), zeros.data_ptr()), (True, 4 * offset))
-                copy = live.addresses.temporary[0]
-                self.assertEqual((graph.launch(), copy), ([[copy.data_ptr()]], torch.zeros(shape)))
-                self.assertNotEqual(copy.data_ptr(), zeros.data_ptr())
-                live.finish()
-                self.assertEqual(live.addresses.extra_copies, number + 1)
-                a = at(0, shape)
-                self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
+                seen += 1 if mutated else 0
+                self.assertEqual(given_, seen)
+                self.check_call(live, graph, fitting)
+            self.assertEqual((live.addresses.extra_copies, live.addresses.extra_copied_bytes), (2, 2 * seen.nbytes))
 
     def test_an_address_in_the_middle_of_an_input_stays_aligned(self):
         """A kernel was chosen for the alignment of that address, not of the first element's."""
         live, graph = self.replayable(lambda found: [self.api.make_kernel([found[0], found[0] + 112])], at(16))
         for residue, copies in ((0, 1), (32, 2), (144, 2), (16, 2)):
             a = at(residue)
-            self.begin(live, a)
-            first, second = graph.launch()[0]
+            ((first, second),) = self.call(live, graph, a)
             self.assertEqual((second - first, second % 128, live.addresses.extra_copies), (112, 0, copies))
             self.assertEqual(first == a.data_ptr(), residue % 128 == 16)
-            live.finish()
 
     def test_a_call_inside_a_change_of_addresses_is_passed_over(self):
         """A finalizer can make such a call. The graph still holds the addresses it is believed to hold."""
@@ -516,40 +459,36 @@ class TestCopies(LiveInputsTestCase):
             self.assertIsNone(live.addresses.prepare([a]))
         self.assertRegex(answers[0], "another call")
         for given_ in (a, a, b):
-            self.assertEqual(self.call(live, graph, given_), [[given_.data_ptr()]])
+            self.check_call(live, graph, given_)
 
     def test_managed_inputs_that_stay_are_patched(self):
         h, g = at(0), at(0)
         self.put_in_pool(h, g)
-        live, graph = self.record(self.one_kernel(), h, managed=[0])
-        self.assertEqual(graph.launch()[0], [h.data_ptr()])
-        live.finish()
+        live, graph = self.replayable(self.one_kernel(), h, managed=[0])
+        self.assertEqual(graph.launch(), [[h.data_ptr()]])
         for tensor, stays in ((h, True), (g, True), (g, False), (g, True), (h, False)):
             self.assertIsNone(live.addresses.prepare([tensor], stays=lambda t, answer=stays: answer))
             live.take([tensor])
             ((launched,),) = graph.launch()
-            self.assertEqual(launched == tensor.data_ptr(), stays)
-            self.assertEqual(self.pool.holds(launched), stays)
+            self.assertEqual((launched == tensor.data_ptr(), self.pool.holds(launched)), (stays, stays))
             live.finish()
         self.assertEqual(live.addresses.extra_copies, 2)
 
     def test_an_interrupt_leaves_known_addresses(self):
         apply = live_inputs.Patches.apply
+        for is_done in (False, True):
 
-        def before(patches, *addresses):
-            raise KeyboardInterrupt
+            def interrupted(patches, *addresses, is_done=is_done):
+                if is_done:
+                    apply(patches, *addresses)
+                raise KeyboardInterrupt
 
-        def after(patches, *addresses):
-            apply(patches, *addresses)
-            raise KeyboardInterrupt
-
-        for interrupted in (before, after):
-            a, b = at(0), at(0)
+            a = at(0)
             live, graph = self.replayable(self.one_kernel(), a)
-            self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
+            self.check_call(live, graph, a)
             with mock.patch.object(live_inputs.Patches, "apply", interrupted), self.assertRaises(KeyboardInterrupt):
-                live.addresses.prepare([b])
-            self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
+                live.addresses.prepare([at(0)])
+            self.check_call(live, graph, a)
 
     def test_a_negated_tangent_or_a_conjugate_view_is_passed_over(self):
         """Dynamo guards a forward's inputs, but nothing guards tangents."""
@@ -561,11 +500,10 @@ class TestCopies(LiveInputsTestCase):
         ):
             live, _ = self.choose(plain)
             live.is_of_backward = is_of_backward
-            graph = self.capture(self.one_kernel(), live)
-            live.set_up(graph)
+            live.set_up(graph := self.capture(self.one_kernel(), live))
             live.finish()
             for _ in range(2):  # also once it is settled
-                self.assertEqual(self.call(live, graph, plain), [[plain.data_ptr()]])
+                self.check_call(live, graph, plain)
                 self.assertEqual(live.addresses.prepare([view]), expected)
 
     def test_an_input_that_was_copied_for_a_call_can_die_before_the_launch(self):
@@ -585,19 +523,16 @@ class TestCopies(LiveInputsTestCase):
         pairs = [(at(0), at(16)) for _ in range(5)]
         with mock.patch.object(addresses, "_MOST_KNOWN", 3), mock.patch.object(addresses, "_MOST_FITTING", 2):
             for turn in (0, 1, 0, 1, 2, 3, 4, 3, 0, 4, 4, 2):
-                a, b = pairs[turn]
-                self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
+                self.check_call(live, graph, *pairs[turn])
                 self.assertLessEqual(len(live.addresses._known), 3)
-            a, b = pairs[0][0], pairs[1][1]  # each was there before, never together
-            self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
+            self.check_call(live, graph, pairs[0][0], pairs[1][1])  # each was there before, never together
         self.assertEqual(live.addresses.extra_copies, 0)
 
     def test_a_mutated_input_in_the_pool_is_refused(self):
         """Whether it is patched or copied back, it would overwrite what the graph put in the pool."""
         h = at(0)
         self.put_in_pool(h)
-        for hides in (False, True):
-            nodes = (lambda found: [self.api.make_kernel(found[1:])]) if hides else self.one_kernel()
+        for nodes in (self.one_kernel(), self.first_unheld):
             live, graph = self.replayable(nodes, at(0), at(0), mutated=[0])
             before = graph.launch()
             self.api.calls.clear()
@@ -610,20 +545,20 @@ class TestCopies(LiveInputsTestCase):
     def test_a_call_that_is_prepared_and_not_made_leaves_no_trace(self):
         for mutated in ((), (0,)):
             live, graph = self.replayable(self.one_kernel(), at(0), at(0), mutated=mutated)
-            a, b = at(16), at(0)
+            a, b, c = at(16), at(0), at(0)
+            before = c.clone()
             self.assertIsNone(live.addresses.prepare([a, at(0)]))
             copy = weakref.ref(live.addresses.temporary[0])
             live.drop()
             self.assertIsNone(copy())
             self.assertIsNone(live.addresses.prepare([a, at(0)]))
-            c = at(0)
-            expected = c.clone()
-            self.assertEqual((self.call(live, graph, c, b), c), ([[c.data_ptr(), b.data_ptr()]], expected))
+            self.check_call(live, graph, c, b)
+            self.assertEqual(c, before)
             self.assertIsNone(live.addresses.prepare([a, at(0)]))
             a.add_(1)  # after the copy for the call that was not made
             self.begin(live, a, b)
-            self.assertEqual(graph.launch(), [[live.addresses.temporary[0].data_ptr(), b.data_ptr()]])
-            self.assertEqual(live.addresses.temporary[0], a)
+            copy = live.addresses.temporary[0]
+            self.assertEqual((graph.launch(), copy), ([[copy.data_ptr(), b.data_ptr()]], a))
             live.finish()
 
     @settings(max_examples=60, deadline=None)
@@ -636,15 +571,12 @@ class TestCopies(LiveInputsTestCase):
         self.restart()
         tensors = {(n, residue): at(residue) for n in range(4) for residue in (0, 16, 4)}
         self.put_in_pool(*(t for (n, _), t in tensors.items() if n == 3))
-        live, graph = self.record(
-            lambda found: [
-                self.api.make_kernel(found[:2]),
-                self.api.make_memcpy(found[0], OTHER, 8) if with_copy else self.api.make_kernel([found[0], OTHER]),
-            ],
-            *(at(0) for _ in range(3)),
-            mutated=[1],
-        )
-        live.finish()
+
+        def nodes(found):
+            last = self.api.make_memcpy(found[0], OTHER, 8) if with_copy else self.api.make_kernel([found[0], OTHER])
+            return [self.api.make_kernel(found[:2]), last]
+
+        live, graph = self.replayable(nodes, *(at(0) for _ in range(3)), mutated=[1])
         for places in calls:
             inputs = [tensors[place] for place in places]
             if places[1][0] == 3:
@@ -657,7 +589,7 @@ class TestCopies(LiveInputsTestCase):
                 self.assertEqual(t is tensor, residue == 0 and n != 3)
             self.assertEqual(launched, [[t.data_ptr() for t in read], [read[0].data_ptr(), OTHER]])
             self.assertEqual([*read, live.items[2].placeholder_tensor], before)
-            self.assertTrue(all(t.data_ptr() % 512 == 0 for t in read))
+            self.assertEqual([t.data_ptr() % 512 for t in read], [0, 0])
             read[1].add_(1)
             live.finish()
             self.assertEqual(inputs[1], before[1] + 1)
@@ -681,10 +613,10 @@ class TestOutputs(LiveInputsTestCase):
             live.finish()
             self.assertEqual(view, a_now.flatten()[8:16:2])
 
-    def in_dtype(self, live: LiveInputs, view: tuple[Any, ...]) -> Any:
-        """What torch would make an output in another dtype than its input's from."""
+    def in_dtype(self, live: LiveInputs, view: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
+        """What torch would make an output in another dtype than its input's from: metadata and storage."""
         name = "_construct_CUDA_Tensor_From_Storage_And_Metadata"
-        with mock.patch.object(torch._C, name, lambda metadata, storage: (metadata, storage), create=True):
+        with mock.patch.object(torch._C, name, lambda *made_from: made_from, create=True):
             return live.output(0, view)
 
     def test_an_output_may_be_a_view_in_another_dtype(self):
@@ -701,14 +633,13 @@ class TestOutputs(LiveInputsTestCase):
         for outputs, expected in (({}, UNHELD), ({3: (0, None)}, None)):
             live, _ = self.choose(at(0), at(0))
             live.outputs.update(outputs)
-            live.set_up(self.capture(lambda found: [self.api.make_kernel(found[1:])], live))
+            live.set_up(self.capture(self.first_unheld, live))
             self.assertEqual(self.routes(live), {0: expected, 1: None})
 
     def test_an_output_on_an_input_in_the_pool_is_a_view_of_a_copy(self):
-        h, a, b = at(0), at(0), at(0)
-        for nodes in (self.one_kernel(), lambda found: [self.api.make_kernel(found[1:])]):  # patched, and copied
-            live, _ = self.replayable(nodes, a, b)
-            self.put_in_pool(h)
+        for nodes in (self.one_kernel(), self.first_unheld):  # patched, and copied
+            live, _ = self.replayable(nodes, at(0), at(0))
+            self.put_in_pool(h := at(0))
             before = h.clone()
             self.begin(live, h, at(0))
             whole, view = live.output(0, None), live.output(0, self.VIEW)
@@ -717,18 +648,17 @@ class TestOutputs(LiveInputsTestCase):
             self.begin(live, at(0), at(0))  # the next call
             self.assertEqual((whole, view), (before, before.flatten()[8:16:2]))
             self.assertEqual(view.data_ptr(), whole.data_ptr() + 32)
-            h.copy_(before)
 
     def test_a_view_is_of_a_copy_if_the_input_has_no_such_elements(self):
         """Un-graphed, a misaligned or negated input is copied before it is seen as complex numbers."""
-        for nodes in (self.one_kernel(), lambda found: [self.api.make_kernel(found[1:])]):  # patched, and copied
+        for nodes in (self.one_kernel(), self.first_unheld):  # patched, and copied
             live, _ = self.replayable(nodes, at(0), at(0))
             for moved in (at(4), torch._neg_view(at(4))):
                 self.begin(live, moved, at(0))
                 metadata, _ = self.in_dtype(live, ((15,), (1,), 1, torch.complex64))
                 copy = live.addresses.temporary[0]
-                self.assertEqual(copy, moved)
-                self.assertEqual(metadata["data_ptr"] + 8 * metadata["storage_offset"], copy.data_ptr() + 8)
+                start = metadata["data_ptr"] + 8 * metadata["storage_offset"]
+                self.assertEqual((copy, start), (moved, copy.data_ptr() + 8))
                 live.finish()
             self.begin(live, torch._efficientzerotensor((4, 8)), at(0))  # it has no memory in any dtype
             self.assertNotEqual(self.in_dtype(live, (*self.VIEW[:3], torch.float16))[0]["data_ptr"], 0)
@@ -742,23 +672,18 @@ class TestChoice(LiveInputsTestCase):
     """Rules 2, 7 and 8: which inputs are recorded at placeholder addresses."""
 
     def test_only_candidates_that_are_tensors_and_not_refused_are_chosen(self):
+        refused = {0: "the driver refused its address"}
         for inputs, more, indices, reasons in (
             ((at(0), 3, at(0), None, at(0)), {"candidates": [1, 2, 3, 4]}, [2, 4], {}),
-            (
-                (at(0), at(0)),
-                {"refused": {0: "the driver refused its address"}},
-                [1],
-                {0: "the driver refused its address"},
-            ),
+            ((at(0), at(0)), {"refused": refused}, [1], refused),
         ):
             live, found = self.choose(*inputs, **more)
             self.assertEqual(([item.index for item in live.items], found), (indices, reasons))
-            live.release()
-        self.api.calls.clear()
+        self.restart()
         self.assertEqual(self.choose(3, at(0), candidates=[0]), (None, {}))
         with mock.patch.object(choosing, "why_not_placeholder", lambda *args: "it has no elements"):
             self.assertEqual(self.choose(at(0)), (None, {0: "it has no elements"}))
-        self.assertEqual([call for call in self.api.calls if call != "cuThreadExchangeStreamCaptureMode"], [])
+        self.assertEqual(self.api.calls, [])
 
     def test_inputs_in_the_pool_are_told_from_others(self):
         tensors = [at(0), at(0).as_subclass(OnCuda), at(0)]
@@ -767,24 +692,18 @@ class TestChoice(LiveInputsTestCase):
         with mock.patch.object(choosing, "why_not_placeholder", rule):
             live, reasons = self.choose(*tensors, device=2)
         self.assertEqual(([item.index for item in live.items], reasons), ([0, 2], {1: "in the pool of 2"}))
-        live.release()
 
     def test_outputs_are_found_anywhere_in_the_memory_of_an_input(self):
         """If there are gaps between its rows, its memory is larger than its elements."""
         gaps = torch.rand(40)[3:].as_strided((4, 2), (8, 1))
         live, _ = self.record(self.one_kernel(), gaps, at(0), at(0), mutated=[0], refused={0: "told so"})
         (held,) = (item for item in live.items if item.index == 0)
-        for part in (
-            held.placeholder_tensor,
-            held.placeholder_tensor[0],
-            held.placeholder_tensor[3],
-            held.placeholder_tensor[3, 1:],
-            held.placeholder_tensor[:0],
-        ):
+        whole = held.placeholder_tensor
+        for part in (whole, whole[0], whole[3], whole[3, 1:], whole[:0]):
             self.assertIs(live.item_under(part), held)
-        for other in (torch.ones(3), torch.empty(0)):
-            self.assertIsNone(live.item_under(other))
-        live.release()
+        outside, _ = self.choose(at(0))  # only at placeholder addresses
+        for recording, other in ((live, torch.ones(3)), (outside, torch.ones(3)), (live, torch.empty(0))):
+            self.assertIsNone(recording.item_under(other))
 
 
 class OnCuda(torch.Tensor):
@@ -795,22 +714,24 @@ class TestLifetimes(LiveInputsTestCase):
     """Rule 7: which memory is kept, and given back when nothing runs in it."""
 
     def hidden(self, device: int = 0) -> tuple[LiveInputs, Graph]:
-        live, graph = self.replayable(lambda found: ["HOST"], at(0), device=device)
-        return live, graph
+        return self.replayable(lambda found: ["HOST"], at(0), device=device)
 
-    def drop(self, recordings: list[Any]) -> None:
-        """Lets the recordings die."""
+    def drop(self, *devices: int, streams: Iterable[int] = ()) -> None:
+        """Lets recordings die; the first one was launched on these streams."""
+        recordings = [self.hidden(device) for device in devices]
+        for self.stream in streams:
+            self.call(*recordings[0], at(0))
+        self.api.calls.clear()
+        self.synchronized.clear()
         recordings.clear()
         gc.collect()
 
     def assertWaitedFor(self, *devices: int) -> None:
         """Memory is held until the next recording waits for these devices."""
         self.assertNotEqual(self.api.leaks(), [])
-        self.synchronized.clear()
-        self.choose()
-        self.assertEqual((self.api.leaks(), sorted(self.synchronized)), ([], list(devices)))
-        self.choose()
-        self.assertEqual(len(self.synchronized), len(devices))
+        for _ in range(2):
+            self.choose()
+            self.assertEqual((self.api.leaks(), sorted(self.synchronized)), ([], list(devices)))
 
     def test_memory_of_a_copy_lives_as_long_as_its_graph(self):
         live, graph = self.hidden()
@@ -828,60 +749,47 @@ class TestLifetimes(LiveInputsTestCase):
         self.assertWaitedFor(0)
 
     def test_memory_is_given_back_with_its_graph_once_nothing_runs_there(self):
-        """Nothing waits, and captures elsewhere continue."""
-        for calls in (0, 2):
-            recordings = [self.hidden()]
-            for _ in range(calls):
-                self.call(*recordings[0], at(0))
-            self.idle = {0}
-            self.api.calls.clear()
-            self.drop(recordings)
-            self.assertEqual((self.api.leaks(), self.synchronized, list(retired._retired)), ([], [], []))
+        """Each stream that it was launched on is asked; nothing waits, and captures elsewhere continue."""
+        for streams, self.idle, is_over in (
+            ((), {0}, True),
+            ((0, 0), {0}, True),
+            ((7, 0), {0}, False),
+            ((7, 0), {7}, False),
+            ((7, 0), {0, 7}, True),
+            (range(100), set(range(100)), False),  # more streams than are followed
+        ):
+            self.drop(0, streams=streams)
+            self.assertEqual((not self.api.leaks(), not retired._retired, self.synchronized), (is_over, is_over, []))
             self.assertEqual({self.api.calls[0], self.api.calls[-1]}, {"cuThreadExchangeStreamCaptureMode"})
             self.assertEqual(self.api.capture_mode, self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
-
-    def test_each_stream_that_it_was_launched_on_is_asked(self):
-        """With more streams than are followed, it is waited for."""
-        for others, idle, is_over in (
-            *(((7,), {0}, False), ((7,), {7}, False), ((7,), {0, 7}, True)),
-            (range(100), set(range(100)), False),
-        ):
-            recordings = [self.hidden()]
-            for self.stream in (*others, 0):
-                self.call(*recordings[0], at(0))
-            self.idle = idle
-            self.synchronized.clear()
-            self.drop(recordings)
-            self.assertEqual((not self.api.leaks(), self.synchronized), (is_over, []))
             if not is_over:
                 self.assertWaitedFor(0)
 
     def test_it_is_waited_for_if_copies_are_queued_and_nothing_is_launched(self):
-        recordings = [self.hidden()]
+        live, graph = self.hidden()
         self.idle = {0}
-        self.begin(recordings[0][0], at(0))
-        recordings[0][0].drop()
-        self.drop(recordings)
+        self.begin(live, at(0))
+        live.drop()
+        del live, graph
+        gc.collect()
         self.assertWaitedFor(0)
 
     def test_it_is_kept_while_another_graph_is_captured(self):
-        recordings = [self.hidden()]
         self.idle = {0}
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
-            self.drop(recordings)
+            self.drop(0)
             retired.release_retired()
             self.assertNotEqual(self.api.leaks(), [])
         retired.release_retired()
         self.assertEqual((self.api.leaks(), self.synchronized), ([], []))
 
     def test_it_is_waited_for_if_the_driver_cannot_tell(self):
+        self.idle = {0}
         for fault in ("query", "call"):
-            recordings = [self.hidden()]
-            self.idle = {0}
             if fault == "call":
                 self.api.fail("cuThreadExchangeStreamCaptureMode")
             with mock.patch.object(Event, "query", side_effect=RuntimeError("captured") if fault == "query" else None):
-                self.drop(recordings)
+                self.drop(0)
             with mock.patch.object(Event, "query", lambda event: False):
                 self.assertWaitedFor(0)
 
@@ -893,26 +801,22 @@ class TestLifetimes(LiveInputsTestCase):
             held.append(lock.locked())
             self.synchronized.append(device)
 
-        self.drop([self.hidden(device) for device in (1, 2, 1)])
-        self.synchronized.clear()
-        with (
-            mock.patch.object(retired, "capture_lock", lambda: lock),
-            mock.patch.object(torch.cuda, "synchronize", synchronize),
-        ):
-            with lock:
-                retired.release_retired()
-                self.assertEqual((len(self.api.leaks()), self.synchronized), (3, []))
-                self.choose()  # under the lock, as upstream records
-                self.assertEqual((self.api.leaks(), sorted(self.synchronized)), ([], [1, 2]))
-            self.drop([self.hidden(device) for device in (1, 2)])
+        self.enterContext(mock.patch.object(retired, "capture_lock", lambda: lock))
+        self.enterContext(mock.patch.object(torch.cuda, "synchronize", synchronize))
+        self.drop(1, 2, 1)
+        with lock:
             retired.release_retired()
-        self.assertEqual((self.api.leaks(), sorted(self.synchronized)), ([], [1, 1, 2, 2]))
+            self.assertEqual((len(self.api.leaks()), self.synchronized), (3, []))
+            self.choose()  # under the lock, as upstream records
+            self.assertEqual((self.api.leaks(), sorted(self.synchronized)), ([], [1, 2]))
+        self.drop(1, 2)
+        retired.release_retired()
+        self.assertEqual((self.api.leaks(), sorted(self.synchronized)), ([], [1, 2]))
         self.assertEqual((held, lock.locked()), ([True] * 4, False))
 
     def test_a_graph_may_go_while_others_are_given_back(self):
-        first, second = self.hidden(), [self.hidden()]
-        del first
-        gc.collect()
+        second = [self.hidden()]
+        self.drop(0)
         with mock.patch.object(torch.cuda, "synchronize", lambda device: second.clear() or gc.collect()):
             self.choose()
         self.assertEqual(len(self.api.leaks()), 1)
@@ -934,14 +838,18 @@ class TestLifetimes(LiveInputsTestCase):
             self.choose()
             self.assertEqual((self.api.leaks(), self.synchronized), ([], [0] * may_have_run))
 
-    def test_a_placeholder_tensor_that_cannot_be_made_leaks_nothing(self):
+    def test_an_error_or_an_interrupt_leaks_nothing(self):
+        """Neither one while a placeholder tensor is made, nor one while memory is waited for."""
         for error in (RuntimeError("no"), KeyboardInterrupt()):
-            with (
-                mock.patch.object(live_input, "placeholder_tensor", side_effect=error),
-                self.assertRaises(type(error)),
+            for target, name, attempt in (
+                (live_input, "placeholder_tensor", lambda: self.choose(at(0))),
+                (torch.cuda, "synchronize", retired.release_retired),
             ):
-                self.choose(at(0))
-            self.assertEqual(self.api.leaks(), [])
+                self.drop(0)
+                with mock.patch.object(target, name, side_effect=error), self.assertRaises(type(error)):
+                    attempt()
+                retired.release_retired()
+                self.assertEqual(self.api.leaks(), [])
 
 
 class TestFailures(LiveInputsTestCase):
@@ -949,105 +857,100 @@ class TestFailures(LiveInputsTestCase):
 
     SIZES = ((4, 8), (4, 8), (4, 8), (512, 512))
     MUTATED = (1, 2)
+    hide: tuple[int, ...] = ()
     code = CUresult.CUDA_ERROR_OUT_OF_MEMORY
 
     def inputs(self) -> list[torch.Tensor]:
         return [at(0, size) for size in self.SIZES]
 
-    def assertSame(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-        self.assertTrue(all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)))
+    def fail(self, call: str, after: int = 0, times: int = 1) -> None:
+        for _ in range(times):
+            self.api.fail(call, after, self.code)
 
-    def nodes(self, hide: Sequence[int]) -> Nodes:
-        """Kernels of both forms, a copy and a fill; no node holds the inputs in ``hide``."""
+    def nodes(self, found: Mapping[int, int]) -> list[Any]:
+        """Kernels of both forms, a copy and a fill; no node holds the inputs in ``self.hide``."""
+        held = [found[index] for index in sorted(found) if index not in self.hide]
+        return [
+            self.api.make_kernel([*held, 5]),
+            self.api.make_kernel([b"ab", *held], packed=True),
+            self.api.make_memcpy(held[0], held[-1], 64),
+            self.api.make_memset(held[-1] + 8, 8),
+            "EMPTY",
+        ]
 
-        def made(found: dict[int, int]) -> list[Any]:
-            held = [address for i, address in found.items() if i not in hide]
-            return [
-                self.api.make_kernel([*held, 5]),
-                self.api.make_kernel([b"ab", *held], packed=True),
-                self.api.make_memcpy(held[0], held[-1], 64),
-                self.api.make_memset(held[-1] + 8, 8),
-                "EMPTY",
-            ]
-
-        return made
-
-    def attempt(self, hide: Sequence[int], inputs: list[torch.Tensor]) -> tuple[LiveInputs | None, Graph, dict]:
-        """Sets up a graph as a recording does; upstream copies inputs that are not live to its own places."""
+    def attempt(self, inputs: list[torch.Tensor]) -> tuple[LiveInputs | None, Graph]:
+        """A captured graph before it is set up; upstream copies inputs that are not live to its own places."""
         live, reasons = self.choose(*inputs, mutated=self.MUTATED)
-        places = {i: OTHER + 0x1000 * i for i in reasons}
-        places |= {item.index: item.placeholder_tensor.data_ptr() for item in (live.items if live else ())}
-        self.assertEqual(sorted(places), list(range(len(inputs))))
+        self.places = {index: OTHER + 0x1000 * index for index in reasons}
+        self.places |= {item.index: item.placeholder_tensor.data_ptr() for item in (live.items if live else ())}
+        self.assertEqual(sorted(self.places), list(range(len(inputs))))
         self.assertFalse(set(reasons) & set(self.MUTATED), "a mutation that would be lost")
-        graph = Graph(self.api, self.nodes(hide)(dict(sorted(places.items()))))
-        if live is not None:
-            live.set_up(graph)
-        return live, graph, places
+        return live, Graph(self.api, self.nodes(self.places))
 
-    def check_launch(self, live, graph, places, hide, inputs) -> None:
+    def check_launch(self, live: LiveInputs | None, graph: Graph, inputs: list[torch.Tensor]) -> None:
         """The launch of a call reads and writes its inputs."""
         if live is None:
             return
-        items = {item.index: item for item in live.items}
-        where = dict(places)
-        for index, decision in live.decisions.items():
-            item = items[index]
-            if decision.route is Route.PATCH:
-                where[index] = inputs[index].data_ptr()
+        used = {item.index: item.placeholder_tensor for item in live.items}
+        where = dict(self.places)
+        for item in live.items:
+            if live.decisions[item.index].route is Route.PATCH:
+                used[item.index] = inputs[item.index]
+                where[item.index] = inputs[item.index].data_ptr()
             else:
-                self.assertSame([item.placeholder_tensor], [inputs[index]])
+                self.assertTrue(torch.equal(item.placeholder_tensor, inputs[item.index]))
                 is_placeholder = isinstance(item.placeholder_tensor, PlaceholderTensor)
                 self.assertEqual(self.api.is_mapped(item.recorded), is_placeholder)
-        held = [where[i] for i in sorted(where) if i not in hide]
+        held = [where[index] for index in sorted(where) if index not in self.hide]
         launched = graph.launch()
-        self.assertEqual(launched[0], [*held, 5])
-        self.assertEqual(launched[1][1:], held)
+        self.assertEqual((launched[0], launched[1][1:]), ([*held, 5], held))
         self.assertEqual(launched[2:4], [[held[0], held[-1]], [held[-1] + 8]])
-        expected = [t + 1 if i in self.MUTATED else t.clone() for i, t in enumerate(inputs)]
+        expected = [t + 1 if index in self.MUTATED else t.clone() for index, t in enumerate(inputs)]
         for index in self.MUTATED:  # as the graph does
-            patched = live.decisions[index].route is Route.PATCH
-            (inputs[index] if patched else items[index].placeholder_tensor).add_(1)
+            used[index].add_(1)
         live.finish()
-        self.assertSame(inputs, expected)
+        self.assertTrue(all(map(torch.equal, inputs, expected)))
 
-    def recording_calls(self, hide: Sequence[int]) -> Counter[str]:
+    def recording_calls(self) -> Counter[str]:
         self.restart()
-        self.attempt(hide, self.inputs())
+        live, graph = self.attempt(self.inputs())
+        live.set_up(graph)
         calls = [call for call in self.api.calls if call != "cuThreadExchangeStreamCaptureMode"]  # made by finalizers
         return Counter([*calls, "cuCtxGetCurrent"])  # which the fake does not list
 
     def test_each_call_of_a_recording_may_fail(self):
         """It may fail once, or for good."""
         seen = set()
-        for hide in ((), (1,), (0, 1, 2)):
-            for call, count in self.recording_calls(hide).items():
+        for self.hide in ((), (1,), (0, 1, 2)):
+            for call, count in self.recording_calls().items():
                 seen.add(call)
                 for after, times in (*((after, 1) for after in range(count)), (0, 200)):
-                    with self.subTest(hide=hide, call=call, after=after, times=times):
-                        self.check_failure(hide, call, after, times)
+                    with self.subTest(hide=self.hide, call=call, after=after, times=times):
+                        self.check_failure(call, after, times)
         nodes = {KERNEL, MEMCPY, MEMSET, POINT_COPY, POINT_FILL}
         self.assertLessEqual({*nodes, "cuMemCreate", "cuMemMap", *GIVING_BACK, "cuCtxGetCurrent"}, seen)
 
-    def check_failure(self, hide: Sequence[int], call: str, after: int, times: int) -> None:
+    def check_failure(self, call: str, after: int, times: int) -> None:
         self.restart()
-        for _ in range(times):
-            self.api.fail(call, after, self.code)
+        self.fail(call, after, times)
         inputs = self.inputs()
         with mock.patch.object(retired._log, "warning") as warned:
+            live, graph = self.attempt(inputs)
             # The copy's memory could not be mapped at its address, and the graph's addresses are unknown.
-            if times > 1 and hide and call == "cuMemUnmap":
+            if times > 1 and self.hide and call == "cuMemUnmap":
                 with self.assertRaisesRegex(DriverError, call):
-                    self.attempt(hide, inputs)
+                    live.set_up(graph)
                 return
-            live, graph, places = self.attempt(hide, inputs)
-            self.check_launch(live, graph, places, hide, inputs)
+            if live is not None:
+                live.set_up(graph)
+            self.check_launch(live, graph, inputs)
             if times == 1:
                 self.assertEqual(self.api._failures[call], [])
             if live is not None and (times == 1 or call not in (KERNEL, MEMCPY, MEMSET)):
                 for _ in range(2):
                     inputs = self.inputs()
                     self.begin(live, *inputs)
-                    self.check_launch(live, graph, places, hide, inputs)
+                    self.check_launch(live, graph, inputs)
             for reason in self.routes(live).values() if live else ():
                 self.assertRegex(reason or "because of this", r"\w+ \w+")
             del live, graph
@@ -1057,60 +960,20 @@ class TestFailures(LiveInputsTestCase):
             if times == 1:
                 self.assertEqual(warned.call_count, 1)
 
-    def captured(self) -> tuple[LiveInputs, Graph, list[torch.Tensor]]:
-        """A recording before it is set up, after a restart."""
-        self.restart()
-        inputs = self.inputs()
-        live, _ = self.choose(*inputs, mutated=self.MUTATED)
-        return live, self.capture(lambda found: self.nodes(())(dict(enumerate(found))), live), inputs
-
-    def test_copies_that_cannot_be_set_are_pointed_back_at_the_placeholders(self):
-        for call, times, instances in (
-            (POINT_COPY, 1, 1),
-            (POINT_COPY, 20, 1),
-            (POINT_FILL, 1, 1),
-            (POINT_FILL, 20, 1),
-            ("cuCtxGetCurrent", 1, 2),
-            (KERNEL, 1, 2),
-            (MEMSET, 1, 2),
-        ):
-            with self.subTest(call=call, times=times):
-                live, graph, inputs = self.captured()
-                for _ in range(times):
-                    self.api.fail(call, 0, self.code)
-                live.set_up(graph)
-                self.check_all_copied(live, graph, inputs, instances)
-
     def test_copies_are_pointed_back_where_the_graph_cannot_be_instantiated(self):
-        live, graph, inputs = self.captured()
-        instantiate, pointed = graph.instantiate, []
-
-        def refused_once() -> None:
-            if graph.instances == 0:
-                graph.instances += 1
-                pointed.append(self.driver.memset_node(graph._nodes[3]).target)
-                raise DriverError(call="cuGraphInstantiate", code=self.code.name)
-            instantiate()
-
-        graph.instantiate = refused_once
+        inputs = self.inputs()
+        live, graph = self.attempt(inputs)
+        graph.refuses = [DriverError(call="cuGraphInstantiate", code=self.code.name)]
         live.set_up(graph)
-        self.assertEqual(pointed, [inputs[3].data_ptr() + 8])
-        self.check_all_copied(live, graph, inputs, 2)
-
-    def check_all_copied(self, live, graph, inputs, instances) -> None:
-        placeholders = [item.recorded for item in live.items]
         self.assertEqual({decision.route for decision in live.decisions.values()}, {Route.COPY})
-        self.assertEqual(graph.instances, instances)
-        self.assertEqual(graph.launch()[2:], [[placeholders[0], placeholders[3]], [placeholders[3] + 8]])
-        self.assertTrue(all(self.api.is_mapped(placeholder) for placeholder in placeholders))
-        self.check_launch(live, graph, dict(enumerate(placeholders)), (), inputs)
+        self.assertEqual(self.driver.memset_node(graph._nodes[3]).target, self.places[3] + 8)
+        self.check_launch(live, graph, inputs)
 
     def test_without_memory_for_a_copy_nothing_is_launched(self):
         """In that case nothing is recorded, nothing is launched, and nothing is lost."""
         live, _ = self.choose(*self.inputs())
         graph = Graph(self.api, ["HOST"])
-        for _ in range(20):
-            self.api.fail("cuMemCreate", 0, self.code)
+        self.fail("cuMemCreate", times=20)
         with self.assertRaisesRegex(DriverError, "cuMemCreate"):
             live.set_up(graph)
         self.assertEqual(graph.instances, 0)
@@ -1121,47 +984,29 @@ class TestFailures(LiveInputsTestCase):
     def test_memory_that_the_allocator_held_is_taken_from_it(self):
         """It is taken for a copy, and for placeholders if the driver is out of memory."""
         live, _ = self.choose(*self.inputs())
-        self.api.fail("cuMemCreate", 0, self.code)
+        self.fail("cuMemCreate")
         with mock.patch.object(torch.cuda, "empty_cache") as emptied:
             live.set_up(Graph(self.api, ["HOST"]))
         emptied.assert_called_once_with()
         self.assertEqual({d.route for d in live.decisions.values()}, {Route.COPY})
-        for code, calls in ((self.code, 1), (CUresult.CUDA_ERROR_NOT_SUPPORTED, 0)):
+        for code, calls, reasons in ((self.code, 1, []), (CUresult.CUDA_ERROR_NOT_SUPPORTED, 0, [0, 3])):
             self.restart()
             self.api.fail("cuMemCreate", 0, code)
             with mock.patch.object(torch.cuda, "empty_cache") as emptied:
-                live, reasons = self.choose(*self.inputs(), mutated=self.MUTATED)
-            self.assertEqual((emptied.call_count, live.has_placeholders), (calls, bool(calls)))
-            self.assertEqual(sorted(reasons), [] if calls else [0, 3])
-
-    def test_an_interrupt_while_memory_is_waited_for_loses_none(self):
-        live, graph = self.record(lambda a: [self.api.make_kernel(a), "HOST"], at(0))
-        del live, graph
-        self.assertNotEqual(self.api.leaks(), [])
-        with (
-            mock.patch.object(torch.cuda, "synchronize", side_effect=KeyboardInterrupt),
-            self.assertRaises(KeyboardInterrupt),
-        ):
-            retired.release_retired()
-        retired.release_retired()
-        self.assertEqual(self.api.leaks(), [])
+                live, found = self.choose(*self.inputs(), mutated=self.MUTATED)
+            self.assertEqual((emptied.call_count, live.has_placeholders, sorted(found)), (calls, bool(calls), reasons))
 
     def test_each_call_of_a_replay_may_fail(self):
-        def recorded():
-            self.restart()
-            live, graph, _ = self.attempt((), self.inputs())
-            live.finish()
-            self.api.calls.clear()
-            return live, graph
-
-        live, _ = recorded()
-        self.assertIsNone(live.addresses.prepare(self.inputs()))
-        calls = Counter(self.api.calls)
-        self.assertEqual(calls, Counter([KERNEL, KERNEL, MEMCPY, MEMSET]))
-        for call, after in ((call, after) for call, count in calls.items() for after in range(count)):
+        for call, after in ((KERNEL, 0), (KERNEL, 1), (MEMCPY, 0), (MEMSET, 0)):
             with self.subTest(call=call, after=after):
-                live, _ = recorded()
-                self.api.fail(call, after, self.code)
+                self.restart()
+                live, graph = self.attempt(self.inputs())
+                live.set_up(graph)
+                live.finish()
+                self.api.calls.clear()
+                self.assertIsNone(live.addresses.prepare(self.inputs()))
+                self.assertEqual(Counter(self.api.calls), Counter([KERNEL, KERNEL, MEMCPY, MEMSET]))
+                self.fail(call, after)
                 inputs = [at(4), *self.inputs()[1:]]  # the first one is copied for the call
                 why = live.addresses.prepare(inputs)
                 self.assertRegex(str(why), f"^{call} refused an address of input .: {self.code.name}$")
@@ -1175,9 +1020,8 @@ class TestFailures(LiveInputsTestCase):
                 self.assertEqual(self.api.calls, [])
                 # The next recording does not use the address of this input.
                 again, reasons = self.choose(*self.inputs(), mutated=self.MUTATED, refused=live.addresses.refused)
-                again.set_up(Graph(self.api, self.nodes(())({i.index: i.recorded for i in again.items})))
-                expected = dict.fromkeys(range(4)) | live.addresses.refused
-                self.assertEqual(reasons | self.routes(again), expected)
+                again.set_up(Graph(self.api, self.nodes({i.index: i.recorded for i in again.items})))
+                self.assertEqual(reasons | self.routes(again), dict.fromkeys(range(4)) | live.addresses.refused)
                 self.assertEqual(reasons, {} if index in self.MUTATED else live.addresses.refused)
 
 

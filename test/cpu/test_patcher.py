@@ -6,17 +6,18 @@ C++ calls the fake driver's function through its address.
 from __future__ import annotations
 
 import gc
-import threading
+import struct
 import unittest
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import test_live_inputs
 import torch
 from fake_driver import CUresult
+from fake_trees import Trees as FakeTrees
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_fast_path import Trees as FakeTrees
 from test_live_inputs import KERNEL, LiveInputsTestCase, at
 from torch.testing._internal.common_utils import run_tests
 
@@ -53,30 +54,40 @@ class TestFailures(test_live_inputs.TestFailures):
     native = True
 
 
+def addresses(inputs):
+    return [t.data_ptr() for t in inputs]
+
+
+def patch(live, inputs):
+    """Gives the graph the inputs' addresses; returns whether C++ did so alone."""
+    return live.addresses.native.patch(addresses(inputs))
+
+
 @requires_cpp
-class TestPatcher(LiveInputsTestCase):
+class PatcherTestCase(LiveInputsTestCase):
     native = True
 
-    def recorded(self, kernels=1, inputs=2):
-        """Returns live inputs of kernels that each hold all of them, the graph, and two sets of inputs that fitted."""
-        sets = [[at(0) for _ in range(inputs)] for _ in range(2)]
-        live, graph = self.record(lambda found: [self.api.make_kernel([*found, n]) for n in range(kernels)], *sets[0])
-        live.finish()
+    def recorded(self, nodes=None, kernels=1, inputs=2, count=2):
+        """Returns live inputs, a graph whose kernels each hold all of them, and sets of inputs that fitted."""
+        nodes = nodes or (lambda found: [self.api.make_kernel([*found, n]) for n in range(kernels)])
+        sets = [[at(0) for _ in range(inputs)] for _ in range(count)]
+        live, graph = self.replayable(nodes, *sets[0])
         for given_ in (*sets, sets[0]):
             self.call(live, graph, *given_)
         self.api.calls.clear()
         return live, graph, sets
 
+
+class TestPatcher(PatcherTestCase):
     def replay(self, live, *inputs):
         """Gives the graph the inputs' addresses as a fast replay does; returns whether C++ did so alone."""
-        seen = [t.data_ptr() for t in inputs]
-        if live.addresses.native.patch(seen):
-            return True
-        self.assertIsNotNone(live.addresses.prepare_fast(inputs, seen))
-        return False
+        is_patched = patch(live, inputs)
+        if not is_patched:
+            self.assertIsNotNone(live.addresses.prepare_fast(inputs, addresses(inputs)))
+        return is_patched
 
     def holds(self, graph, inputs):
-        return [launched[: len(inputs)] == [t.data_ptr() for t in inputs] for launched in graph.launch()]
+        return [launched[: len(inputs)] == addresses(inputs) for launched in graph.launch()]
 
     def test_addresses_that_fitted_are_set_without_python(self):
         live, graph, sets = self.recorded(kernels=3)
@@ -84,7 +95,7 @@ class TestPatcher(LiveInputsTestCase):
         for inputs in (sets[1], sets[0], [sets[0][0], sets[1][1]], [sets[0][0], sets[1][1]]):
             self.assertTrue(self.replay(live, *inputs))
             self.assertEqual(self.holds(graph, inputs), [True] * 3)
-            self.assertTrue(all(live.addresses.reaches(t.data_ptr()) for t in inputs))
+            self.assertTrue(all(map(live.addresses.reaches, addresses(inputs))))
         self.assertEqual(live.addresses.set_calls - set_calls, 9)
         self.assertEqual(self.api.calls, [KERNEL] * 9)  # the last call changes nothing
         self.assertFalse(live.addresses.reaches(sets[1][0].data_ptr()))
@@ -92,10 +103,10 @@ class TestPatcher(LiveInputsTestCase):
     def test_python_goes_on_from_what_the_fast_path_set(self):
         live, graph, sets = self.recorded(kernels=2)
         self.assertTrue(self.replay(live, *sets[1]))
-        self.assertEqual(self.call(live, graph, *sets[1])[0][:2], [t.data_ptr() for t in sets[1]])
+        self.assertEqual(self.call(live, graph, *sets[1])[0][:2], addresses(sets[1]))
         self.assertEqual(self.api.calls, [KERNEL] * 2)  # the call in Python found all addresses in place
         for inputs in (sets[0], sets[1]):
-            self.assertEqual(self.call(live, graph, *inputs)[1][:2], [t.data_ptr() for t in inputs])
+            self.assertEqual(self.call(live, graph, *inputs)[1][:2], addresses(inputs))
         self.assertEqual(self.api.calls, [KERNEL] * 6)
         self.assertTrue(self.replay(live, *sets[0]))
         self.assertEqual(self.holds(graph, sets[0]), [True] * 2)
@@ -103,17 +114,13 @@ class TestPatcher(LiveInputsTestCase):
     def test_a_thread_that_has_not_used_the_gpu(self):
         """It has no context, and the driver crashes if nodes are set without one."""
         live, graph, sets = self.recorded()
-        made, by_cpp = [], []
 
-        def call():
-            for inputs in (sets[1], sets[0]):
-                by_cpp.append(self.replay(live, *inputs))
-                made.append(self.holds(graph, inputs))
+        def call(inputs):
+            return self.replay(live, *inputs), self.holds(graph, inputs)
 
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-        self.assertEqual((made, by_cpp), ([[True], [True]], [False, True]))  # Python sets the context, once
+        with ThreadPoolExecutor(1) as thread:
+            found = list(thread.map(call, (sets[1], sets[0])))
+        self.assertEqual(found, [(False, [True]), (True, [True])])  # Python sets the context, once
         self.assertEqual(self.api.calls, ["cuCtxSetCurrent", KERNEL, KERNEL])
 
     def test_nodes_are_set_in_their_own_context(self):
@@ -132,15 +139,9 @@ class TestPatcher(LiveInputsTestCase):
         self.assertEqual(int(self.driver.context()), int(other))
 
     def test_only_nodes_that_hold_what_changed_are_set(self):
-        sets = [[at(0), at(0)] for _ in range(2)]
-        live, graph = self.record(
-            lambda found: [self.api.make_kernel([found[0]]), self.api.make_kernel([found[1], 8, found[1] + 16])],
-            *sets[0],
+        live, graph, sets = self.recorded(
+            lambda found: [self.api.make_kernel([found[0]]), self.api.make_kernel([found[1], 8, found[1] + 16])]
         )
-        live.finish()
-        for inputs in (*sets, sets[0]):
-            self.call(live, graph, *inputs)
-        self.api.calls.clear()
         self.assertTrue(self.replay(live, sets[1][0], sets[0][1]))
         self.assertEqual(self.api.calls, [KERNEL])
         second = sets[0][1].data_ptr()
@@ -152,53 +153,44 @@ class TestPatcher(LiveInputsTestCase):
     def test_addresses_among_other_parameters(self, packed, apart):
         """Parameters may be in one piece, or an address inside a larger parameter."""
         self.restart()
-        sets = [[at(0), at(0)] for _ in range(2)]
 
         def nodes(found):
-            inside = b"".join(word.to_bytes(8, "little") for word in (7, found[0] + 16, 9))
+            inside = struct.pack("<QQQ", 7, found[0] + 16, 9)
             more = {} if packed else {"apart": apart}
             return [self.api.make_kernel([inside, found[1]], packed=packed, **more), self.api.make_kernel([found[1]])]
 
-        live, graph = self.record(nodes, *sets[0])
-        live.finish()
-        for inputs in (*sets, sets[0]):
-            self.call(live, graph, *inputs)
+        live, graph, sets = self.recorded(nodes)
         for inputs in (sets[1], sets[0], [sets[0][0], sets[1][1]]):
-            first, second = (t.data_ptr() for t in inputs)
-            self.assertTrue(live.addresses.native.patch([first, second]))
+            self.assertTrue(patch(live, inputs))
+            first, second = addresses(inputs)
             self.assertEqual(graph.launch(), [[7, first + 16, 9, second], [second]])
 
-    def test_python_is_asked_about_the_others(self):
+    def test_what_python_is_asked_about(self):
+        """Addresses that have not fitted before, any that come after copies, and all after a change of the pool."""
         live, graph, sets = self.recorded()
         new = [sets[0][0], at(0)]
-        self.assertFalse(live.addresses.native.patch([t.data_ptr() for t in new]))
-        self.assertEqual(self.call(live, graph, *new)[0][:2], [t.data_ptr() for t in new])
+        self.assertFalse(patch(live, new))
+        self.assertEqual(self.call(live, graph, *new)[0][:2], addresses(new))
         self.call(live, graph, *sets[0])
-        self.assertTrue(live.addresses.native.patch([t.data_ptr() for t in new]))
-
-    def test_a_pool_that_changed_is_looked_at_by_python(self):
-        live, _, sets = self.recorded()
+        self.assertTrue(patch(live, new))
+        self.call(live, graph, at(4), sets[0][1])  # less aligned
+        self.assertEqual(live.addresses.extra_copies, 1)
+        self.assertFalse(patch(live, sets[1]))
+        self.call(live, graph, *sets[1])
+        self.assertTrue(patch(live, sets[0]))
+        self.assertEqual(self.holds(graph, sets[0]), [True])
         self.pool.forget()
-        self.assertFalse(live.addresses.native.patch([t.data_ptr() for t in sets[1]]))
+        self.assertFalse(patch(live, sets[1]))
         self.put_in_pool(sets[1][0])
         self.assertIsNone(live.addresses.prepare(sets[1]))
         self.assertEqual(list(live.addresses.temporary), [0])
 
-    def test_after_a_call_with_copies_python_is_asked(self):
-        live, graph, sets = self.recorded()
-        self.call(live, graph, at(4), sets[0][1])  # less aligned
-        self.assertEqual(live.addresses.extra_copies, 1)
-        self.assertFalse(live.addresses.native.patch([t.data_ptr() for t in sets[1]]))
-        self.call(live, graph, *sets[1])
-        self.assertTrue(live.addresses.native.patch([t.data_ptr() for t in sets[0]]))
-        self.assertEqual(self.holds(graph, sets[0]), [True])
-
     @given(st.integers(1, 5), st.integers(0, 5))
     def test_what_is_refused_once_is_set_by_python(self, kernels, after):
         self.restart()
-        live, graph, sets = self.recorded(kernels)
+        live, graph, sets = self.recorded(kernels=kernels)
         self.api.fail(KERNEL, after)
-        is_set = live.addresses.native.patch([t.data_ptr() for t in sets[1]])
+        is_set = patch(live, sets[1])
         self.assertEqual(is_set, after >= kernels)
         self.assertFalse(live.addresses._patches.broken)
         if not is_set:
@@ -211,7 +203,7 @@ class TestPatcher(LiveInputsTestCase):
         live, _, sets = self.recorded(kernels=3)
         for after in (2, 3):  # the third node, and the first node a second time
             self.api.fail(KERNEL, after)
-        self.assertFalse(live.addresses.native.patch([t.data_ptr() for t in sets[1]]))
+        self.assertFalse(patch(live, sets[1]))
         self.assertTrue(live.addresses._patches.broken)
         for inputs in sets:
             self.assertEqual(live.addresses.prepare(inputs), "a driver call failed")
@@ -223,25 +215,22 @@ class TestPatcher(LiveInputsTestCase):
         with mock.patch.object(self.api, "cuGraphExecKernelNodeSetParams", refuse):
             self.assertIsNotNone(live.addresses.prepare(sets[1]))
         for inputs in sets:
-            self.assertFalse(live.addresses.native.patch([t.data_ptr() for t in inputs]))
+            self.assertFalse(patch(live, inputs))
             self.assertEqual(live.addresses.prepare(inputs), "a driver call failed")
 
     def test_what_cpp_does_not_set(self):
         """C++ sets no nodes other than kernels, and no nodes at all if the driver's calls have no addresses."""
-        copy, later = at(0), at(0)
-        nodes = lambda found: [self.api.make_memset(found[0], 16)]  # noqa: E731
-        recordings = [self.record(nodes, copy)]
+        fill = lambda found: [self.api.make_memset(found[0], 16)]  # noqa: E731
+        recordings = [self.recorded(fill, inputs=1)]
         self.driver = Driver(self.api)
-        recordings.append(self.record(self.one_kernel(), copy))
+        recordings.append(self.recorded(self.one_kernel(), inputs=1))
         with mock.patch.object(binding, "extension", None):
-            recordings.append(self.record(self.one_kernel(), copy))
-        for number, (live, graph) in enumerate(recordings):
-            live.finish()
-            for inputs in ([later], [copy], [later]):
-                self.call(live, graph, *inputs)
-                if live.addresses.native is not None:
-                    self.assertFalse(live.addresses.native.patch([copy.data_ptr()]))
+            recordings.append(self.recorded(self.one_kernel(), inputs=1))
+        for number, (live, graph, sets) in enumerate(recordings):
             self.assertEqual(live.addresses.native is None, number != 1)
+            for inputs in (sets[1], sets[0]):
+                self.call(live, graph, *inputs)
+                self.assertFalse(number == 1 and patch(live, sets[0]))
 
     def test_its_memory_lives_as_long_as_it_does(self):
         live, graph, sets = self.recorded()
@@ -249,27 +238,19 @@ class TestPatcher(LiveInputsTestCase):
         del live
         gc.collect()
         self.assertIsNone(reference())
-        self.assertTrue(native.patch([t.data_ptr() for t in sets[1]]))
+        self.assertTrue(native.patch(addresses(sets[1])))
         self.assertEqual(self.holds(graph, sets[1]), [True])
 
 
-@requires_cpp
-class TestFastPath(LiveInputsTestCase):
+class TestFastPath(PatcherTestCase):
     """The whole path of a call: the entry, the recording's part, the live inputs, and the driver's call."""
-
-    native = True
 
     @settings(deadline=None)
     @given(st.sampled_from([None, [2, 0, 1], [1, 2, 0]]), st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3)))
     def test_each_launch_has_its_addresses(self, order, calls):
         self.restart()
-        sets = [[at(0) for _ in range(3)] for _ in range(3)]
-        live, graph = self.record(
-            lambda found: [self.api.make_kernel([found[2], 5, found[0]]), self.api.make_kernel([found[1]])], *sets[0]
-        )
-        live.finish()
-        for inputs in (*sets, sets[0]):
-            self.call(live, graph, *inputs)
+        nodes = lambda found: [self.api.make_kernel([found[2], 5, found[0]]), self.api.make_kernel([found[1]])]  # noqa: E731
+        live, graph, sets = self.recorded(nodes, inputs=3, count=3)
         trees = FakeTrees({}, [torch.zeros(1)], live=live)
         entry = trees.entry(order=order)
         with (
@@ -281,9 +262,8 @@ class TestFastPath(LiveInputsTestCase):
                 given_ = list(inputs)
                 for index, place in enumerate(order or range(3)):
                     given_[place] = inputs[index]
-                outputs = entry(given_)
-                self.assertEqual(len(outputs), 1)
-                first, second, third = (t.data_ptr() for t in inputs)
+                self.assertEqual(len(entry(given_)), 1)
+                first, second, third = addresses(inputs)
                 self.assertEqual(graph.launch(), [[third, 5, first], [second]])
         self.assertEqual((trees.graph.launches, trees.searched), (len(calls), []))
 

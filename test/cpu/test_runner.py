@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import re
 import tempfile
 import textwrap
@@ -38,10 +39,7 @@ class Runner:
         self.partitions = partitions
 
     def recursively_apply_fns(self, fns):
-        new_callables = []
-        for fn, c in zip(fns, self.partitions):
-            new_callables.append(fn(c))
-        self.partitions = new_callables
+        self.partitions = [fn(c) for fn, c in zip(fns, self.partitions)]
 
     def call(self, args):
 """
@@ -59,7 +57,6 @@ TWICE = CALL.replace("None", "reinterpret_tensor(buf1, (2, 3), (3, 1), 4)")
 # Statements that Inductor, or other code, may add between the lines above, and after the partition.
 MORE = """
 torch.cuda.synchronize()
-assert arg1_1 is not None
 arg1_1 = copy_if_misaligned(arg1_1)
 buf9 = 3
 args = [arg1_1]
@@ -70,15 +67,10 @@ partition0_args = arg1_1
 del args
 args.clear(1)
 self.calls = 1
-def inner(): ...
-yield arg1_1
-with torch.cuda._DeviceGuard(0): torch.cuda.set_device(0)
-while args: args.pop()
 """
 MORE_BEHIND = """
 buf2 = buf0
 buf0.add_(1)
-buf0 = buf1
 (buf2, buf3) = self.partitions[0](partition0_args)
 partition0_args = [arg1_1]
 s0 = arg1_1
@@ -90,19 +82,15 @@ INSTEAD = {
         arg0_1, arg1_1, arg2_1 = inputs
         arg0_1, arg1_1, arg1_1 = args
         arg0_1, arg1_1, arg2_1 = others = args
-        arg0_1 = args[0]
     """,
     2: """
         partition0_args = [arg2_1, arg0_1, buf0]
         partition0_args = [arg2_1, *args]
         partition0_args = (arg2_1, arg0_1, arg1_1)
         partition1_args = [arg2_1, arg0_1, arg1_1]
-        args = partition0_args = [arg2_1, arg0_1, arg1_1]
     """,
     4: """
         (buf0, buf1) = self.partitions[1](partition0_args)
-        (buf0, buf1) = self.partitions[0](args)
-        (buf0, buf1) = partition_0(partition0_args)
         (buf0, *buf1) = self.partitions[0](partition0_args)
         (buf1, buf1) = self.partitions[0](partition0_args)
         buf1 = self.partitions[0](partition0_args)
@@ -110,18 +98,14 @@ INSTEAD = {
     """,
     6: """
         return (buf0 + 1, )
-        return (clone(buf0), )
         return (alias(buf0, (2, ), (1, ), 0), )
         return (torch.reinterpret_tensor(buf0, (2, ), (1, ), 0), )
         return (arg0_1, )
-        return (torch, )
         return ((buf0, buf1), )
         return ('a string', )
         return [buf0, buf1]
-        return
         return self.partitions[0](partition0_args)
         return (reinterpret_tensor(arg0_1, (2, ), (1, ), 0), )
-        return (reinterpret_tensor(reinterpret_tensor(buf0, (2, ), (1, ), 0), (2, ), (1, ), 0), )
         return (reinterpret_tensor(buf0, (arg1_1, ), (1, ), 0), )
         return (reinterpret_tensor(buf0, (2, ), (1, ), buf1.size(0)), )
         return (reinterpret_tensor(buf0, (2, ), (1, ), offset=0), )
@@ -144,16 +128,13 @@ def listed(names: list[str]) -> str:
 class Partition:
     """Returns the given outputs, with an input in place of each index, and notes its arguments."""
 
-    def __init__(self, outputs, clears=True):
-        self.outputs = outputs
-        self.clears = clears
-        self.seen = []
+    def __init__(self, outputs):
+        self.outputs, self.seen = outputs, []
 
     def __call__(self, inputs):
         self.seen.append(list(inputs))
         outputs = [inputs[o] if isinstance(o, int) else o for o in self.outputs]
-        if self.clears:
-            inputs.clear()
+        inputs.clear()
         self.given = outputs
         return outputs
 
@@ -217,6 +198,9 @@ class RunnerTestCase(TestCase):
     def runner(self, call, *partitions):
         return self.module(runner_of(call)).Runner(list(partitions))
 
+    def assertAreIdentical(self, found, expected):
+        self.assertEqual(list(map(id, found)), list(map(id, expected)))
+
     def assertAreSame(self, found, expected):
         """Both are the same objects, or tensors that view the same memory."""
         self.assertEqual(len(found), len(expected))
@@ -232,15 +216,12 @@ class RunnerTestCase(TestCase):
         """Calls both ways; returns the short one."""
         call = shortened(runner.call)
         self.assertIsNotNone(call)
-        given_ = tensors_numbered(count)
-        one, other = list(given_), list(given_)
+        one = tensors_numbered(count)
+        other = list(one)
         expected, found = runner.call(one), call(other)
         self.assertAreSame(found, expected)
-        long, short = partition.seen[-2:]
-        self.assertEqual(len(short), len(long))
-        self.assertTrue(all(a is b for a, b in zip(short, long, strict=True)))
-        if partition.clears:
-            self.assertEqual(other, [])
+        self.assertAreIdentical(*partition.seen[-2:])
+        self.assertEqual(other, [])
         return call
 
     def check_refused(self, call, *partitions):
@@ -269,20 +250,17 @@ class TestViewsInside(RunnerTestCase):
         found = shortened(short.call)
         inputs = tensors_numbered(count)
         self.assertAreSame(found(list(inputs)), long.call(list(inputs)))
-        self.assertTrue(all(a is b for a, b in zip(*partition.seen[-2:], strict=True)))
+        self.assertAreIdentical(*partition.seen[-2:])
         return found, model
 
-    def test_any_program(self):
-        @EXAMPLES
-        @given(programs())
-        def check(program):
-            call, count, outputs, _ = program
-            for is_backward in (False, True):
-                _, model = self.check(call, count, Partition(outputs), is_backward=is_backward)
-                if "reinterpret" not in call:
-                    self.assertIsNone(model.as_returned)
-
-        check()
+    @EXAMPLES
+    @given(programs())
+    def test_any_program(self, program):
+        call, count, outputs, _ = program
+        for is_backward in (False, True):
+            _, model = self.check(call, count, Partition(outputs), is_backward=is_backward)
+            if "reinterpret" not in call:
+                self.assertIsNone(model.as_returned)
 
     def test_a_gradient_is_the_functions_own_if_it_is_returned_once(self):
         """Python makes a new tensor for each view; C++ knows for which views it may return the function's own. Torch
@@ -307,46 +285,40 @@ class TestViewsInside(RunnerTestCase):
                     self.assertEqual(value is given_[0], isinstance(value, torch.Tensor) and value.dim() == 1)
                     self.assertIsNot(value, given_[1])
 
-    def test_an_output_that_is_returned_once_is_viewed_inside(self):
-        partition = Partition([torch.zeros(64), torch.ones(64)[4:]])
-        found, model = self.check(CALL, 3, partition)
-        buf0, buf1 = model(tensors_numbered(3))
-        self.assertIs(buf0, partition.outputs[0])
-        self.assertEqual((buf1.shape, buf1.storage_offset()), ((2, 3), 8))
-        given_ = [object(), object()]
-        manager = replaying(lambda inputs, _: list(given_))
-        for returned in (found, found.fast_call):
-            replay_with(model.dispatch, None if returned is found else manager, 7)
-            with mock.patch.object(FunctionModel, "ungraphed", lambda self, inputs: given_):
-                self.assertEqual(returned(tensors_numbered(3)), (given_[1], given_[0], None))
-
-    def test_an_output_that_is_returned_twice_alike_is_viewed_inside(self):
-        """The function makes the view, and yet two tensors are returned; the last is the function's own."""
-        found, model = self.check(TWICE, 3, Partition([torch.zeros(64), torch.ones(64)[4:]]))
-        _, buf1 = model(tensors_numbered(3))
-        self.assertEqual((buf1.shape, buf1.storage_offset()), ((2, 3), 8))
-        with mock.patch.object(FunctionModel, "ungraphed", lambda self, inputs: [torch.zeros(64), buf1]):
-            first, _, last = found(tensors_numbered(3))
-        self.assertIs(last, buf1)
-        self.assertIsNot(first, buf1)
-        self.assertAreSame([first], [buf1])
+    def test_an_output_is_viewed_inside_if_it_is_always_returned_alike(self):
+        """If it is returned twice, there are two tensors, and the last is the function's own."""
+        for call in (CALL, TWICE):
+            partition = Partition([torch.zeros(64), torch.ones(64)[4:]])
+            found, model = self.check(call, 3, partition)
+            buf0, buf1 = model(tensors_numbered(3))
+            self.assertIs(buf0, partition.outputs[0])
+            self.assertEqual((buf1.shape, buf1.storage_offset()), ((2, 3), 8))
+            manager = replaying(lambda *_, given_=(buf0, buf1): list(given_))
+            for returned in (found, found.fast_call):
+                replay_with(model.dispatch, None if returned is found else manager, 7)
+                with mock.patch.object(FunctionModel, "ungraphed", lambda *_, given_=(buf0, buf1): list(given_)):
+                    first, second, last = returned(tensors_numbered(3))
+                self.assertIs(second, buf0)
+                self.assertIs(last, None if call is CALL else buf1)
+                self.assertEqual(first is buf1, call is CALL)
+                self.assertAreSame([first], [buf1])
 
     def test_which_outputs_are_viewed_outside(self):
         """Those that a user sees, that are returned in several ways, or that are the call's own inputs. Either no
         output is known to be inside, or all from some number on are."""
         of_input = CALL.replace("(buf0, buf1) =", "(buf0, arg0_1) =").replace("buf1", "arg0_1")
         of_alias = CALL.replace("args.clear()", "args.clear()\ns0 = arg0_1").replace("buf1", "s0")
-        for call, second, first_inside, inside in (
-            *((CALL, torch.zeros(64), *case) for case in ((None, False), (3, False), (1, False), (0, True))),
-            *((TWICE, torch.zeros(64), *case) for case in ((None, False), (3, False), (2, True), (0, True))),
-            (CALL.replace("None", "buf1"), torch.zeros(64), 0, False),
-            (CALL.replace("None", "reinterpret_tensor(buf1, (1, ), (1, ), 0)"), torch.zeros(64), 0, False),
-            (of_input, 1, 0, False),
-            (of_alias, 1, 0, False),
+        inside = ((CALL, 0), (TWICE, 0), (TWICE, 2))
+        otherwise = "buf1", "reinterpret_tensor(buf1, (1, ), (1, ), 0)"
+        for call, first_inside in (
+            *inside,
+            *((CALL, 1), (CALL, 3), (CALL, None), (TWICE, 3), (TWICE, None)),
+            *((call, 0) for call in (*(CALL.replace("None", more) for more in otherwise), of_input, of_alias)),
         ):
             with self.subTest(call, first_inside=first_inside):
+                second = 1 if call in (of_input, of_alias) else torch.zeros(64)
                 _, model = self.check(call, 3, Partition([torch.zeros(64), second]), first_inside)
-                self.assertEqual(model.as_returned is not None, inside)
+                self.assertEqual(model.as_returned is not None, (call, first_inside) in inside)
 
     def test_saved_outputs_begin_where_autograd_says(self):
         """AOTAutograd's cache tells as much as its compilation; nothing is known for inference."""
@@ -358,25 +330,16 @@ class TestViewsInside(RunnerTestCase):
         found = {}
         upstream = CompiledFxGraph.post_compile
 
-        def first_inside(**mode):
-            return FunctionModel.of(len, **mode).first_inside
+        def first_inside(is_backward, is_inference):
+            return FunctionModel.of(len, is_backward=is_backward, is_inference=is_inference).first_inside
 
         def post_compile(graph, inputs, constants, kwargs):
-            mode = {"is_backward": bool(kwargs["is_backward"]), "is_inference": bool(graph.fx_kwargs["is_inference"])}
-            found[mode["is_backward"]] = first_inside(**mode)
-            if mode["is_backward"]:
+            mode = bool(kwargs["is_backward"]), bool(graph.fx_kwargs["is_inference"])
+            found[mode[0]] = first_inside(*mode)
+            if mode[0]:
                 with mock.patch.object(binding, "extension", None):
-                    self.assertIsNone(first_inside(**mode))
+                    self.assertIsNone(first_inside(*mode))
             return upstream(graph, inputs, constants, kwargs)
-
-        def run(kind, requires_grad):
-            found.clear()
-            torch._dynamo.reset()
-            inputs = (kind(torch.randn(4, 4)).requires_grad_(requires_grad) for _ in range(2))
-            outputs = torch.compile(step)(*inputs)
-            if requires_grad:
-                sum(output.sum() for output in outputs).backward()
-            return dict(found)
 
         counters = torch._dynamo.utils.counters["aot_autograd"]
         with fresh_cache(), mock.patch.object(CompiledFxGraph, "post_compile", post_compile):
@@ -385,23 +348,25 @@ class TestViewsInside(RunnerTestCase):
                 (torch.clone, False, {False: None}),
                 (lambda t: TwoTensor(t, t.clone()), True, {False: 6, True: OF_GRADIENTS}),  # two tensors for each
             ):
-                self.assertEqual(run(kind, requires_grad), wanted)
-                hits = counters["autograd_cache_hit"]
-                self.assertEqual(run(kind, requires_grad), wanted)
-                self.assertEqual(counters["autograd_cache_hit"], hits + 1)
-        self.assertIsNone(first_inside(is_backward=False, is_inference=False))
+                for hits in (0, 1):
+                    before = counters["autograd_cache_hit"]
+                    found.clear()
+                    torch._dynamo.reset()
+                    inputs = (kind(torch.randn(4, 4)).requires_grad_(requires_grad) for _ in range(2))
+                    outputs = torch.compile(step)(*inputs)
+                    if requires_grad:
+                        sum(output.sum() for output in outputs).backward()
+                    self.assertEqual((found, counters["autograd_cache_hit"] - before), (wanted, hits))
+        self.assertIsNone(first_inside(False, False))
 
     def test_nothing_is_known_if_autograd_wraps_outputs_or_inputs_in_subclasses(self):
-        wrapped = [object.__new__(SubclassCreationMeta)]
-        for more in ({"subclass_fw_graph_out_meta": wrapped}, {"subclass_inp_meta": wrapped}):
+        wrapped, kinds = [object.__new__(SubclassCreationMeta)], ("subclass_fw_graph_out_meta", "subclass_inp_meta")
+        for which, is_backward in itertools.product(kinds, (False, True)):
             context = TracingContext(None)
-            context.fw_metadata = SimpleNamespace(
-                **({"subclass_fw_graph_out_meta": [], "subclass_inp_meta": [], "num_forward": 3} | more)
-            )
-            for is_backward in (False, True):
-                with tracing(context):
-                    model = FunctionModel.of(len, is_backward=is_backward, is_inference=False)
-                self.assertIsNone(model.first_inside)
+            context.fw_metadata = SimpleNamespace(num_forward=3, **{kind: wrapped * (kind == which) for kind in kinds})
+            with tracing(context):
+                model = FunctionModel.of(len, is_backward=is_backward, is_inference=False)
+            self.assertIsNone(model.first_inside)
 
     def test_a_function_of_other_code_or_without_addresses_is_left_alone(self):
         """A function of other code would be called in other places; one without addresses is not entered."""
@@ -418,28 +383,24 @@ class TestViewsInside(RunnerTestCase):
 
 
 class TestShortened(RunnerTestCase):
-    def test_any_program(self):
-        @EXAMPLES
-        @given(programs())
-        def check(program):
-            call, count, outputs, are_returned = program
-            partition = Partition(outputs)
-            short = self.check(self.runner(call, partition), count, partition)
-            found = short(tensors_numbered(count))
-            self.assertEqual(found is partition.given, are_returned)
-
-        check()
+    @EXAMPLES
+    @given(programs())
+    def test_any_program(self, program):
+        call, count, outputs, are_returned = program
+        partition = Partition(outputs)
+        short = self.check(self.runner(call, partition), count, partition)
+        found = short(tensors_numbered(count))
+        self.assertEqual(found is partition.given, are_returned)
 
     def test_inputs_are_released(self):
         """The partition gets the only list, and only inputs that are returned for the backward are kept."""
-        lists, dead = [], []
-        output = torch.zeros(64)
+        seen, output = [], torch.zeros(64)
 
         def partition(inputs):
-            lists.append(inputs)
-            dead.append([reference() is None for reference in references])
-            inputs.clear()
-            dead.append([reference() is None for reference in references])
+            seen.append(inputs)
+            for _ in range(2):
+                seen.append([reference() is None for reference in references])
+                inputs.clear()
             return [output, output]
 
         kept = CALL.replace("None, )", "arg1_1, reinterpret_tensor(arg1_1, (2, ), (1, ), 7), )")
@@ -451,9 +412,9 @@ class TestShortened(RunnerTestCase):
             inputs = tensors_numbered(3)
             references, address = [weakref.ref(tensor) for tensor in inputs], inputs[1].data_ptr()
             found = shortened(self.runner(call, partition).call)(inputs)
-            self.assertIs(lists.pop(), inputs)
-            self.assertEqual(dead, [first, then])
-            dead.clear()
+            self.assertIs(seen[0], inputs)
+            self.assertEqual(seen[1:], [first, then])
+            seen.clear()
             if call is kept:
                 self.assertEqual((found[2].data_ptr(), found[3].data_ptr()), (address, address + 28))
 
@@ -467,23 +428,21 @@ class TestShortened(RunnerTestCase):
             partition = Partition(outputs)
             runner = self.runner(call, partition)
             self.assertIsNone(shortened(runner.call).fast_call)  # no function of ours
-            answers = [True]
-            replay = lambda inputs, _, partition=partition, answers=answers: partition(inputs) if answers[0] else None  # noqa: E731
+            replay = mock.Mock(side_effect=lambda inputs, _, partition=partition: partition(inputs))
             function = FakeFunction(replaying(replay), 7)
             partition.function = SimpleNamespace(dispatch=function)
             short = shortened(runner.call)
             given_ = tensors_numbered(3)
-            expected = runner.call(list(given_))
-            inputs = list(given_)
+            expected, inputs = runner.call(list(given_)), list(given_)
             self.assertAreSame(short.fast_call(inputs), expected)
             self.assertEqual((inputs, function.was_asked), ([], False))
-            self.assertTrue(all(a is b for a, b in zip(partition.seen[-1], partition.seen[-2], strict=True)))
-            answers[0] = False
+            self.assertAreIdentical(*partition.seen[-2:])
+            replay.side_effect = lambda *_: None
             inputs = list(given_)
             self.assertIsNone(short.fast_call(inputs))
-            self.assertTrue(all(a is b for a, b in zip(inputs, given_, strict=True)))
+            self.assertAreIdentical(inputs, given_)
             self.assertTrue(function.was_asked)
-            answers[0] = True
+            replay.side_effect = None  # it would give something again
             runner.partitions[0] = Partition(outputs)
             self.assertIsNone(short.fast_call(inputs))
 
@@ -493,37 +452,32 @@ class TestShortened(RunnerTestCase):
         partition.function = SimpleNamespace(dispatch=None)
         with mock.patch.object(binding, "extension", None):
             self.assertIsNone(self.check(self.runner(CALL, partition), 3, partition).fast_call)
-        call = CALL.replace("[arg2_1, arg0_1, arg1_1]", "[arg2_1, arg1_1]")
-        self.assertFalse(hasattr(self.check(self.runner(call, partition), 3, partition), "fast_call"))
+        runner = self.runner(CALL.replace("[arg2_1, arg0_1, arg1_1]", "[arg2_1, arg1_1]"), partition)
+        self.assertFalse(hasattr(self.check(runner, 3, partition), "fast_call"))
 
     def test_the_partition_is_looked_up_at_each_call(self):
         """Inductor replaces it with a graphed one, and may do so after the code was read."""
-        runner = self.runner(CALL, Partition([torch.zeros(64), torch.zeros(64)]))
+        partitions = [Partition(tensors_numbered(2)) for _ in range(3)]
+        runner = self.runner(CALL, partitions[0])
         call = shortened(runner.call)
-        first = runner.partitions[0]
         call(tensors_numbered(3))
-        second = Partition([torch.zeros(64), torch.zeros(64)])
-        runner.recursively_apply_fns([lambda fn: second])
-        self.assertIs(call(tensors_numbered(3))[1], second.outputs[0])
-        third = runner.partitions[0] = Partition([torch.zeros(64), torch.zeros(64)])
-        self.assertIs(call(tensors_numbered(3))[1], third.outputs[0])
-        self.assertEqual([len(partition.seen) for partition in (first, second, third)], [1, 1, 1])
+        runner.recursively_apply_fns([lambda fn: partitions[1]])
+        self.assertIs(call(tensors_numbered(3))[1], partitions[1].outputs[0])
+        runner.partitions[0] = partitions[2]
+        self.assertIs(call(tensors_numbered(3))[1], partitions[2].outputs[0])
+        self.assertEqual([len(partition.seen) for partition in partitions], [1, 1, 1])
 
     def test_code_with_another_number_of_partitions_is_not_shortened(self):
-        self.check(self.runner(CALL, partition := Partition(tensors_numbered(2))), 3, partition)
-        module = self.module(runner_of(CALL))
+        module, partition = self.module(runner_of(CALL)), Partition(tensors_numbered(2))
         for partitions in ([], [partition] * 2, (partition,), partition, None):
             self.assertIsNone(shortened(module.Runner(partitions).call))
-        two = CALL.replace(
-            "del partition0_args", "partition1_args = [buf0]\n(buf1,) = self.partitions[1](partition1_args)"
-        )
-        self.check_refused(two, partition, partition)
-        self.check_refused(two)
+        more = "partition1_args = [buf0]\n(buf1,) = self.partitions[1](partition1_args)"
+        for partitions in ([partition], [partition] * 2):
+            self.check_refused(CALL.replace("del partition0_args", more), *partitions)
         self.check_refused("arg0_1, = args\nargs.clear()\nreturn (reinterpret_tensor(arg0_1, (2, ), (1, ), 2), )")
 
     def test_only_methods_of_a_runner_are_shortened(self):
-        partition = Partition(tensors_numbered(2))
-        source = runner_of(CALL)
+        partition, source = Partition(tensors_numbered(2)), runner_of(CALL)
         runner, wrapped = self.runner(CALL, partition), self.runner(CALL, partition)
         self.assertIsNotNone(shortened(runner.call))
         original = type(wrapped).call
@@ -535,50 +489,38 @@ class TestShortened(RunnerTestCase):
             self.module(source.replace("def call(self, args)", definition)).Runner([partition])
             for definition in ("def call(self, inputs)", "def call(args, self)", "async def call(self, args)")
         ]
-        methods = [other.call for other in (wrapped, renamed, derived, *others)]
-        for call in (
-            *methods,
-            type(runner).call,
-            lambda inputs: runner.call(inputs),
-            runner,
-            builtin.append,
-            len,
-            None,
-        ):
+        calls = [other.call for other in (wrapped, renamed, derived, *others)]
+        for call in (*calls, original, lambda inputs: runner.call(inputs), runner, builtin.append, len, None):
             self.assertIsNone(shortened(call), call)
 
     def test_code_without_a_source_is_not_shortened(self):
-        partition = Partition(tensors_numbered(2))
-        namespace = {}
-        exec(HEAD + runner_of(CALL), namespace)
-        self.assertIsNone(shortened(namespace["Runner"]([partition]).call))
-        exec(compile(HEAD + runner_of(CALL), str(self.folder / "gone.py"), "exec"), namespace)
-        self.assertIsNone(shortened(namespace["Runner"]([partition]).call))
+        partition, namespace = Partition(tensors_numbered(2)), {}
+        for filename in ("<string>", str(self.folder / "gone.py")):
+            exec(compile(HEAD + runner_of(CALL), filename, "exec"), namespace)
+            self.assertIsNone(shortened(namespace["Runner"]([partition]).call))
         runner = self.runner(CALL, partition)
         (self.folder / f"generated{self.files}.py").unlink()
         self.assertIsNone(shortened(runner.call))
 
-    def test_code_that_does_more_is_not_shortened(self):
-        self.check(self.runner(CALL, partition := Partition(tensors_numbered(2))), 3, partition)
+    def test_code_that_does_more_or_differs_is_not_shortened(self):
+        """Statements may not be added, put into a block, replaced or left out."""
         lines = CALL.strip().splitlines()
-        for more, places in ((MORE, range(1, 7)), (MORE_BEHIND, [5, 6])):
-            for statement in more.strip().splitlines():
-                for place in places:
-                    with self.subTest(statement, place=place):
-                        self.check_refused("\n".join([*lines[:place], statement, *lines[place:]]))
-        for block in ("with torch.no_grad():", "if True:", "while True:", "def inner():"):
-            for begin in range(1, 7):
-                inner = textwrap.indent("\n".join(lines[begin:]), "    ")
-                with self.subTest(block, begin=begin):
-                    self.check_refused("\n".join([*lines[:begin], block, inner]))
 
-    def test_code_that_differs_is_not_shortened(self):
-        lines = CALL.strip().splitlines()
+        def refused(begin, instead, behind):
+            code = "\n".join([*lines[:begin], *instead, *behind])
+            with self.subTest(code):
+                self.check_refused(code)
+
+        for more, places in ((MORE, range(1, 7)), (MORE_BEHIND, [5, 6])):
+            for statement, place in itertools.product(more.strip().splitlines(), places):
+                refused(place, [statement], lines[place:])
+        blocks = "with torch.no_grad():", "if True:", "while True:", "def inner():"
+        for block, begin in itertools.product(blocks, range(1, 7)):
+            refused(begin, [block], [f"    {line}" for line in lines[begin:]])
         for number, instead in INSTEAD.items():
             for other in ["", *instead.strip().splitlines()]:
-                with self.subTest(other, number=number):
-                    self.check_refused("\n".join([*lines[:number], other.strip(), *lines[number + 1 :]]))
-        self.check_refused("\n".join([lines[0], *lines]))  # taken apart twice
+                refused(number, [other.strip()], lines[number + 1 :])
+        refused(1, lines[:1], lines[1:])  # taken apart twice
         twice = [line.replace("(buf0, buf1)", "(buf0, buf0)") for line in lines[:-1]]
         self.check_refused("\n".join([*twice, "return (buf0, buf0, )"]))
 
@@ -592,9 +534,8 @@ class TestInductor(RunnerTestCase):
 
     def setUp(self):
         super().setUp()
-        config = torch._inductor.config.patch({"triton.pygraph_placement": "off"})  # so that there is more than one
-        config.__enter__()
-        self.addCleanup(config.__exit__, None, None, None)
+        # So that there is more than one partition.
+        self.enterContext(torch._inductor.config.patch({"triton.pygraph_placement": "off"}))
 
     def parts(self, graph):
         """The source of the runner's class, and how many partitions it gets."""
@@ -618,41 +559,33 @@ class TestInductor(RunnerTestCase):
         def several(x, y, z):
             return y + 1, x @ y, x, (x @ z).view(-1)[2:], 3, None, (x @ y).unbind(0)[1], z[0]
 
-        def nothing(x, y):
-            x.add_(y)
-
         (graph,) = lower(several, [on_gpu(8, 8) for _ in range(3)])
         self.assertIn("reinterpret_tensor", self.check_graph(graph).rsplit("return", 1)[1])
         for fn, arguments in (
             (torch.sin, (on_gpu(4),)),
-            (nothing, (on_gpu(4), on_gpu(4))),
+            (lambda x, y: [x.add_(y)][1:], (on_gpu(4), on_gpu(4))),
             (lambda: torch.ones(4, device="cuda"), ()),
             (lambda x: torch.rand(4, device=x.device) + x, (on_gpu(4),)),
         ):
             (graph,) = lower(fn, arguments)
             self.check_graph(graph)
-
-    def test_code_of_a_training_step_is_shortened(self):
         model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 8))
         forward, backward = lower(model, (on_gpu(4, 8),), training=True)
         self.check_graph(forward)
         self.assertIn("None", self.check_graph(backward).rsplit("return", 1)[1])
+        text = self.check_graph(self.dynamic(lambda x: (x * 2).sum(0) + x.size(0)))
+        self.assertRegex(text, r"\n *s\d+ = arg0_1\n")
 
     def dynamic(self, step):
         """The graph of a function for any size."""
 
         def program(*tensors):
-            results = []
             for x in tensors:
                 torch._dynamo.graph_break()
-                results.append(step(x))
-            return results
+                y = step(x)
+            return y
 
         return lower(program, (on_gpu(4, 8), on_gpu(5, 8)))[-1]
-
-    def test_code_for_any_size_is_shortened(self):
-        text = self.check_graph(self.dynamic(lambda x: (x * 2).sum(0) + x.size(0)))
-        self.assertRegex(text, r"\n *s\d+ = arg0_1\n")
 
     def test_code_that_does_more_is_not_shortened(self):
         on_cpu = nn.Linear(8, 8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import unittest
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor import config
 from torch.autograd.graph import saved_tensors_hooks
-from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.native import binding
 from pygraph_trees.trees.hooks import saved_tensors
@@ -24,52 +23,41 @@ from pygraph_trees.trees.hooks.saved_tensors import conform, conforming, layouts
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def changed(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Copies of a tensor with other layouts."""
-    found = [tensor.contiguous(), tensor.clone(memory_format=torch.preserve_format)]
-    found += [tensor.mT.contiguous().mT] if tensor.dim() > 1 else []
-    found += [torch.stack([tensor, tensor], dim=-1)[..., 0]]  # gaps
-    return found
+def conformed(saved, returned):
+    """What a backward is given for a saved tensor, or for one of such a layout, if hooks return ``returned``."""
+    layouts = map(tuple, layouts_of([saved])) if isinstance(saved, torch.Tensor) else [saved]
+    conform(list(layouts), inputs := [returned])
+    return inputs[0]
 
 
 class TestConform(TestCase):
-    def layouts(self, *tensors_):
-        return [tuple(layout) for layout in layouts_of(tensors_)]
-
-    def test_elements_survive_whatever_the_layout(self):
-        @settings(max_examples=100, deadline=None)
-        @given(
-            st.lists(st.integers(1, 4), min_size=1, max_size=4).flatmap(
-                lambda sizes: st.tuples(
-                    st.just(sizes), st.permutations(range(len(sizes))), st.permutations(range(len(sizes)))
-                )
-            )
+    @settings(max_examples=100, deadline=None)
+    @given(
+        st.lists(st.integers(1, 4), min_size=1, max_size=4).flatmap(
+            lambda sizes: st.tuples(st.just(sizes), *[st.permutations(range(len(sizes)))] * 2)
         )
-        def check(drawn):
-            sizes, one, other = drawn
-            value = torch.arange(float(torch.tensor(sizes).prod())).view(sizes)
-            saved, returned = (
-                value.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
-                for order in (one, other)
-            )
-            inputs = [returned]
-            conform(self.layouts(saved), inputs)
-            self.assertEqual(inputs[0], saved)
-            alike = zip(sizes, inputs[0].stride(), saved.stride(), strict=True)
-            self.assertTrue(all(size < 2 or a == b for size, a, b in alike))
-
-        check()
+    )
+    def test_elements_survive_whatever_the_layout(self, drawn):
+        sizes, *orders = drawn
+        value = torch.arange(float(torch.tensor(sizes).prod())).view(sizes)
+        saved, returned = (
+            value.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
+            for order in orders
+        )
+        found = conformed(saved, returned)
+        self.assertEqual(found, saved)
+        alike = zip(sizes, found.stride(), saved.stride(), strict=True)
+        self.assertTrue(all(size < 2 or a == b for size, a, b in alike))
 
     def test_with_symbolic_sizes_the_order_of_strides_counts(self):
         """The sizes of the call do not matter."""
-        layout = [(0, torch.float32, torch.device("cpu"), None, (60, 1, 15, 3))]  # channels last, of an example
+        layout = (0, torch.float32, torch.device("cpu"), None, (60, 1, 15, 3))  # channels last, of an example
         value = torch.randn(3, 2, 5, 7)
         for returned in (value, value.to(memory_format=torch.channels_last)):
-            inputs = [returned]
-            conform(layout, inputs)
-            self.assertTrue(inputs[0].is_contiguous(memory_format=torch.channels_last))
-            self.assertEqual(inputs[0], value)
-            self.assertEqual(inputs[0] is returned, returned is not value)
+            found = conformed(layout, returned)
+            self.assertTrue(found.is_contiguous(memory_format=torch.channels_last))
+            self.assertEqual(found, value)
+            self.assertEqual(found is returned, returned is not value)
 
     def test_tensors_of_other_sizes_or_classes_are_left_alone(self):
         """They have other sizes or another class, or differ in a stride that affects no element."""
@@ -77,28 +65,22 @@ class TestConform(TestCase):
         class Other(torch.Tensor): ...
 
         saved = torch.randn(3, 1)
-        for returned in (torch.randn(3), torch.randn(4, 1), saved.as_subclass(Other), 3, None):
-            inputs = [returned]
-            conform(self.layouts(saved), inputs)
-            self.assertIs(inputs[0], returned)
-        inputs = [saved.as_strided((3, 1), (1, 77))]
-        conform(self.layouts(saved), kept := list(inputs))
-        self.assertIs(kept[0], inputs[0])
-        conform(self.layouts(saved), inputs := [])
+        alike = saved.as_strided((3, 1), (1, 77))
+        for returned in (torch.randn(3), torch.randn(4, 1), saved.as_subclass(Other), 3, None, alike):
+            self.assertIs(conformed(saved, returned), returned)
+        conform(layouts_of([saved]), inputs := [])
         self.assertEqual(inputs, [])
 
     def test_zeros_without_memory_get_some(self):
-        inputs = [torch._efficientzerotensor((2, 3))]
-        conform(self.layouts(torch.ones(2, 3)), inputs)
-        self.assertEqual((inputs[0]._is_zerotensor(), inputs[0]), (False, torch.zeros(2, 3)))
+        found = conformed(torch.ones(2, 3), torch._efficientzerotensor((2, 3)))
+        self.assertEqual((found._is_zerotensor(), found), (False, torch.zeros(2, 3)))
 
 
 class TestAttach(TestCase):
     """Facts that are noted when Inductor compiles a backward, here for the CPU."""
 
     def attached(self, fn, *args, dynamic=False):
-        found = []
-        upstream = saved_tensors.attach
+        found, upstream = [], saved_tensors.attach
 
         def note(artifact, graph):
             upstream(artifact, graph)
@@ -121,10 +103,8 @@ class TestAttach(TestCase):
         layouts = self.attached(lambda x: torch.relu(conv(torch.sin(x))), x)
         shown = {(sizes, strides) for _, _, _, sizes, strides in layouts}
         self.assertIn(((2, 3, 8, 8), (192, 1, 24, 3)), shown)
-        self.assertEqual(
-            {(dtype, device.type) for _, dtype, device, _, _ in layouts} - {(torch.bool, "cpu")},
-            {(torch.float32, "cpu")},
-        )
+        kinds = {(dtype, device.type) for _, dtype, device, _, _ in layouts}
+        self.assertEqual(kinds - {(torch.bool, "cpu")}, {(torch.float32, "cpu")})
         inputs = [torch.empty_strided(sizes, strides, dtype=dtype) for _, dtype, _, sizes, strides in layouts]
         conform([(n, *rest) for n, (_, *rest) in enumerate(layouts)], kept := list(inputs))
         self.assertTrue(all(a is b for a, b in zip(inputs, kept, strict=True)))
@@ -149,10 +129,14 @@ class TestAttach(TestCase):
         self.assertEqual((vars(artifact), vars(other)), ({saved_tensors.ATTRIBUTE: None}, {}))
 
 
+@instantiate_parametrized_tests
 class TestCalls(TestCase):
     """These tests run in separate processes: once hooks were set, a process remembers it until it ends."""
 
-    def check(self, native: bool) -> None:
+    @parametrize("native", [True, False])
+    def test_calls_after_hooks_conform_their_inputs(self, native):
+        if native and binding.extension is None:
+            self.skipTest("the part in C++ was not built")
         program = f"""
             import sys
             from unittest import mock
@@ -192,18 +176,13 @@ class TestCalls(TestCase):
         """
         subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, check=True, timeout=300)
 
-    @unittest.skipIf(binding.extension is None, "the part in C++ was not built")
-    def test_calls_after_hooks_conform_their_inputs_in_cpp(self):
-        self.check(native=True)
-
-    def test_calls_after_hooks_conform_their_inputs_in_python(self):
-        self.check(native=False)
-
     def test_a_function_of_another_compiler_keeps_its_first_layout(self):
         seen = []
         with mock.patch.object(saved_tensors, "_set", False):
-            backward = conforming(lambda inputs: seen.append(inputs[0].stride()), is_backward=True)
-            forward = conforming(lambda inputs: seen.append(inputs[0].stride()), is_backward=False)
+            backward, forward = (
+                conforming(lambda inputs: seen.append(inputs[0].stride()), is_backward=is_backward)
+                for is_backward in (True, False)
+            )
             value = torch.randn(3, 4)
             other = value.t().contiguous().t()
             for call in (backward, forward):

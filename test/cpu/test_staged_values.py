@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import importlib.util
 import struct
 import subprocess
 import tempfile
 import unittest
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -17,7 +16,7 @@ from fake_driver import CUresult
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fast_path import Trees as FakeTrees
-from test_live_inputs import KERNEL, Graph, at, words
+from test_live_inputs import KERNEL, at, words
 from test_staging import StagingTestCase, numbers
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -26,7 +25,6 @@ from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.indirection import choosing
 from pygraph_trees.indirection.addresses import Addresses
-from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.native import binding
@@ -38,6 +36,10 @@ DTYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex6
 
 def observation(call=0, size=(32, 64)):
     return torch.arange(float(torch.Size(size).numel())).view(size) + 1000 * call
+
+
+def stage(value, read=HostRead.IN_ORDER):
+    torch.ops.pygraph_trees.staged(torch.empty(0), value, int(read))
 
 
 class ValuesTestCase(StagingTestCase):
@@ -54,48 +56,36 @@ class ValuesTestCase(StagingTestCase):
         ):
             self.enterContext(mock.patch.object(target, name, value))
 
-    def record(self, *inputs, read=HostRead.IN_ORDER, nodes=lambda found: [], stages=None, fails=None):
+    def record(self, *inputs, read=HostRead.IN_ORDER, nodes=lambda found: [], stages=None, fails=lambda: None):
         """A recording that is about to be launched; its kernels hold the values of the inputs that are not ``on_gpu``.
 
         Args:
             nodes: other nodes, from the recorded addresses of all inputs.
-            stages: calls the operator, given the placeholder tensors of the staged inputs.
+            stages: calls the operator, given the placeholder tensors of the staged inputs; once for each by default.
             fails: takes part of the driver away once the graph is captured.
         """
-        live, reasons = choose(self.driver, 0, list(inputs), range(len(inputs)), set(), self.pool, {}, stage=True)
-        self.assertEqual(reasons, {})
-        by_index = {item.index: item.placeholder_tensor.data_ptr() for item in live.items}
-        graph = Graph(self.api, nodes([by_index[index] for index in sorted(by_index)]))
+        live = self.chosen(*inputs)
+        graph = self.capture(nodes, live)
         staged = [item.placeholder_tensor for item in live.items if item.index in live._staged.indices]
-        with self.captured(graph), operator.observed(*live.staged_copies) as found:
+        before, self.stream = self.stream, self.api.make_stream()
+        self.api.capture(self.stream, graph._graph)  # launches on the current stream become nodes of the graph
+        with operator.observed(*live.staged_copies) as found:
             for tensor in staged if stages is None else ():
-                torch.ops.pygraph_trees.staged(torch.empty(0), tensor, int(read))
+                stage(tensor, read)
             if stages is not None:
                 stages(*staged)
-        self.writers = [node for node in self.api._graphs[graph._graph] if node not in graph._nodes]
-        if fails is not None:
-            fails()
-        live.set_up(graph, found.reads, found.copied)
-        return live, graph
-
-    @contextlib.contextmanager
-    def captured(self, graph):
-        """Launches on the current stream become nodes of the graph."""
-        before, self.stream = self.stream, self.api.make_stream()
-        self.api.capture(self.stream, graph._graph)
-        yield
         self.api.capture(self.stream, 0, "NONE")
         self.stream = before
+        self.writers = [node for node in self.api._graphs[graph._graph] if node not in graph._nodes]
+        fails()
+        live.set_up(graph, found.reads, found.copied)
+        return live, graph
 
     def recorded(self, *inputs, **more):
         """A recording that was launched once."""
         live, graph = self.record(*inputs, **more)
         live.finish()
         return live, graph
-
-    def chosen(self, *inputs):
-        live, _ = choose(self.driver, 0, list(inputs), range(len(inputs)), set(), self.pool, {}, stage=True)
-        return live
 
     def launched(self, graph):
         """The bytes that each kernel writes in a launch."""
@@ -117,24 +107,23 @@ class ValuesTestCase(StagingTestCase):
             found.append(dense.as_strided(tensor.shape, item.placeholder_tensor.stride()))
         return found
 
-    def check(self, make, calls=4, read=HostRead.IN_ORDER):
-        live, graph = self.record(*make(0), read=read)
+    def check(self, make):
+        live, graph = self.record(*make(0))
         self.assertEqual({decision.route for decision in live.decisions.values()}, {Route.STAGE})
         self.assertFalse(live.copies_some)
-        queued = [(self.launched(graph), make(0))]
+        queued = [self.launched(graph)]
         live.finish()
-        for call in range(1, calls):
+        for call in range(1, 4):
             given_ = make(call)
             self.begin(live, *given_)
-            queued.append((self.launched(graph), make(call)))
+            queued.append(self.launched(graph))
             live.finish()
             for value in given_:
                 if value.is_contiguous():
                     value.zero_()  # the program may write to it at once
-        for written, wanted in queued:
-            self.assertEqual(self.values(live, written, *wanted), wanted, rtol=0, atol=0)
+        for call, written in enumerate(queued):
+            self.assertEqual(self.values(live, written, *make(call)), make(call), rtol=0, atol=0)
         self.assertEqual((self.blocks, self.queue.waits), ([], 0))
-        return live, graph
 
 
 class TestInPython(ValuesTestCase):
@@ -146,6 +135,7 @@ class TestInPython(ValuesTestCase):
             lambda call: [observation(call, (8, 4)).t(), torch.tensor([call % 2 == 0] * 3)],
             lambda call: [observation(call, (8, 8))[:, ::2], observation(call, (3, 1)).expand(3, 5)],
             lambda call: [observation(call, (5,)).to(torch.uint8)],
+            *(lambda call, count=count: [torch.full((count,), float(call))] for count in (1, 64, 65, 4096)),
         ):
             self.check(make)
 
@@ -159,15 +149,11 @@ class TestInPython(ValuesTestCase):
             self.begin(live, *numbers(call))
             self.assertEqual(self.api.calls, [KERNEL])
 
-    def test_up_to_16_kib_are_held_by_value(self):
-        for count, is_by_value in ((1, True), (64, True), (65, True), (4096, True), (4097, False)):
+    def test_when_there_are_buffers(self):
+        """Kernels hold up to 16 KiB, of inputs that are not pinned."""
+        for count, is_by_value in ((4096, True), (4097, False)):
             live = self.chosen(torch.ones(count))
-            self.assertIs(live.staged_copies[1] is not None, is_by_value, count)
-            self.assertIs(live.copies_some, not is_by_value)
-            if is_by_value:
-                self.check(lambda call: [torch.full((count,), float(call))])  # noqa: B023
-
-    def test_pinned_inputs_and_without_the_kernel_there_are_buffers(self):
+            self.assertEqual((live.staged_copies[1] is not None, live.copies_some), (is_by_value, not is_by_value))
         with (
             mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True),
             mock.patch.object(torch.cuda, "synchronize"),
@@ -188,14 +174,9 @@ class TestInPython(ValuesTestCase):
         for read, waits in ((HostRead.AT_ONCE, False), (HostRead.IN_ORDER, True), (HostRead.LATER, True)):
             live, graph = self.recorded(observation(), read=read)
             value = observation(3)
-            synchronize = mock.Mock(side_effect=lambda: value.add_(1))  # noqa: B023
-            stream = SimpleNamespace(cuda_stream=0, synchronize=synchronize)
-            with (
-                mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True),
-                mock.patch.object(torch.cuda, "current_stream", lambda device: stream),  # noqa: B023
-            ):
+            self.waited.side_effect = lambda: value.add_(1)  # noqa: B023
+            with mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True):
                 self.begin(live, value)
-            self.assertEqual(synchronize.call_count, waits)
             self.assertEqual(self.values(live, self.launched(graph), value), [observation(3) + waits])
 
     def test_values_that_look_like_addresses_are_no_addresses(self):
@@ -219,21 +200,21 @@ class TestInPython(ValuesTestCase):
 
         def stages(first, second):
             for value in (first, second, first, first[8:24]):
-                torch.ops.pygraph_trees.staged(torch.empty(0), value)
+                stage(value)
 
         live, graph = self.recorded(torch.zeros(64), torch.tensor(0.0), stages=stages)
-        self.begin(live, torch.arange(64.0), torch.tensor(7.0))
+        wanted = [torch.arange(64.0), torch.tensor(7.0)]
+        self.begin(live, *wanted)
         together, again, part = self.launched(graph)
-        self.assertEqual(self.values(live, [together], torch.zeros(64), torch.tensor(0.0))[1], torch.tensor(7.0))
+        self.assertEqual(self.values(live, [together], *wanted), wanted)
         self.assertEqual(again, torch.arange(64.0).numpy().tobytes())
         self.assertEqual(part, torch.arange(8.0, 24.0).numpy().tobytes())
 
     def test_an_input_that_is_read_by_other_means_is_not_staged(self):
         """A copy node would read the block when the GPU reaches it, and a constant would keep its first value."""
-        reads = lambda first, second: torch.ops.pygraph_trees.staged(torch.empty(0), first)  # noqa: E731
         for more in (
             {"nodes": lambda found: [self.api.make_memcpy(found[0], 0x100, 4, "HOST")]},
-            {"stages": reads},
+            {"stages": lambda first, second: stage(first)},
             {"fails": lambda: self.api.fail("cuGraphGetNodes", 0, CUresult.CUDA_ERROR_INVALID_VALUE)},
             {"fails": lambda: self.api.fail(KERNEL, 0, CUresult.CUDA_ERROR_INVALID_VALUE)},
         ):
@@ -255,24 +236,26 @@ class TestInCpp(TestInPython):
 
     native = True
 
-    def entry(self, live, order=None):
-        self.trees = FakeTrees({}, [torch.zeros(1)], live=live)
+    def entry(self, live, order=None, **more):
+        self.trees = FakeTrees({}, [torch.zeros(1)], live=live, **more)
         return self.trees.entry(order=order)
 
-    @contextlib.contextmanager
+    def steady(self, count, *values):
+        """A recording of an input on the GPU and these values, which was called with the former at each place."""
+        self.restart()
+        self.on_gpu = [at(0) for _ in range(count)]
+        live, graph = self.recorded(self.on_gpu[0], *values, nodes=self.one_kernel_of_the_first)
+        for place in self.on_gpu * 2:
+            self.call(live, graph, place, *values)
+        return live, graph, self.on_gpu
+
     def without_python(self):
-        with mock.patch.object(Addresses, "prepare", side_effect=AssertionError("C++ does it")):
-            yield
+        return mock.patch.object(Addresses, "prepare", side_effect=AssertionError("C++ does it"))
 
     @settings(deadline=None, max_examples=30)
     @given(st.sampled_from([None, [2, 0, 1], [1, 2, 0]]), st.lists(st.integers(0, 2), max_size=8))
     def test_a_steady_call_is_in_cpp_alone(self, order, calls):
-        self.restart()
-        places = [at(0) for _ in range(3)]
-        self.on_gpu = places
-        live, graph = self.recorded(places[0], observation(), torch.tensor(0), nodes=self.one_kernel_of_the_first)
-        for place in (*places, *places):
-            self.call(live, graph, place, observation(), torch.tensor(0))
+        live, graph, places = self.steady(3, observation(), torch.tensor(0))
         entry = self.entry(live, order)
         queued = []
         with self.without_python():
@@ -286,15 +269,15 @@ class TestInCpp(TestInPython):
                 queued.append((graph.launch()[0], self.launched(graph)))
         for call, ((address,), written) in enumerate(queued):
             self.assertEqual(address, places[calls[call]].data_ptr())
-            wanted = observation(call), torch.tensor(call)
-            self.assertEqual(self.values(live, written, *wanted), list(wanted))
+            wanted = [observation(call), torch.tensor(call)]
+            self.assertEqual(self.values(live, written, *wanted), wanted)
         self.assertEqual((self.trees.graph.launches, self.trees.recording.calls), (len(calls), []))
 
     def test_an_input_that_is_also_returned(self):
         """No input is on the GPU."""
         live, graph = self.recorded(torch.tensor(0))
         live.outputs[0] = 0, None
-        entry = FakeTrees({}, [torch.zeros(1)], live=live, others=[None]).entry()
+        entry = self.entry(live, others=[None])
         with self.without_python():
             for call in range(1, 4):
                 value = torch.tensor(call)
@@ -307,7 +290,7 @@ class TestInCpp(TestInPython):
         """Then C++ launches, and the next plain value is written in C++ again."""
         live, graph = self.recorded(observation(0, (4, 4)))
         entry = self.entry(live)
-        wide = observation(1, (4, 8))
+        wide, plain = observation(1, (4, 8)), observation(5, (4, 4))
         for value in (
             *(wide[:, ::2], wide[:, :4].t(), observation(1, (4, 1)).expand(4, 4)),
             *(torch._neg_view(observation(1, (4, 4))), observation(1, (4, 4)).double()),
@@ -318,7 +301,6 @@ class TestInCpp(TestInPython):
             self.assertEqual(asked.call_count, 1)
             found = self.values(live, self.launched(graph), value)
             self.assertEqual(found, [value.float().resolve_neg()], rtol=0, atol=0)
-            plain = observation(5, (4, 4))
             with self.without_python():
                 self.assertIsNotNone(entry([plain]))
             self.assertEqual(self.values(live, self.launched(graph), plain), [plain])
@@ -326,12 +308,7 @@ class TestInCpp(TestInPython):
 
     @given(st.integers(0, 2))
     def test_what_is_refused_once_is_set_by_python(self, after):
-        self.restart()
-        places = [at(0), at(0)]
-        self.on_gpu = places
-        live, graph = self.recorded(places[0], torch.tensor(0), nodes=self.one_kernel_of_the_first)
-        for place in (*places, *places):
-            self.call(live, graph, place, torch.tensor(0))
+        live, graph, places = self.steady(2, torch.tensor(0))
         entry = self.entry(live)
         self.api.fail(KERNEL, after)
         for call, place in enumerate((places[0], places[1], places[0])):
@@ -358,22 +335,18 @@ class TestInCpp(TestInPython):
 
 class TestKernel(TestCase):
     def test_it_assembles_for_every_width_and_gpu(self):
-        try:
-            from triton.backends import nvidia
-        except ImportError:
-            self.skipTest("there is no triton")
-        ptxas = Path(nvidia.__file__).parent / "bin" / "ptxas"
+        spec = importlib.util.find_spec("triton")
+        ptxas = Path(spec.origin if spec else "").parent / "backends/nvidia/bin/ptxas"
         if not ptxas.exists():
-            self.skipTest("this triton has no ptxas")
-        with tempfile.TemporaryDirectory() as folder:
-            for width in value_kernel.WIDTHS:
-                path = Path(folder) / "kernel.ptx"
-                path.write_text(value_kernel.source(width))
-                for arch in ("sm_70", "sm_80", "sm_90"):
-                    command = [ptxas, "-v", f"-arch={arch}", path, "-o", f"{folder}/kernel.cubin"]
-                    made = subprocess.run(command, capture_output=True, text=True)
-                    self.assertEqual(made.returncode, 0, made.stderr)
-                    self.assertRegex(made.stderr, "0 bytes stack frame")  # no thread has a copy of the parameters
+            self.skipTest("there is no ptxas of triton")
+        path = Path(self.enterContext(tempfile.TemporaryDirectory())) / "kernel.ptx"
+        for width in value_kernel.WIDTHS:
+            path.write_text(value_kernel.source(width))
+            for arch in ("sm_70", "sm_80", "sm_90"):
+                command = [ptxas, "-v", f"-arch={arch}", path, "-o", path.with_suffix(".cubin")]
+                made = subprocess.run(command, capture_output=True, text=True)
+                self.assertEqual(made.returncode, 0, made.stderr)
+                self.assertRegex(made.stderr, "0 bytes stack frame")  # no thread has a copy of the parameters
 
 
 if __name__ == "__main__":

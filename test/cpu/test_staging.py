@@ -38,9 +38,7 @@ class Queue:
     def __init__(self):
         self.done = self.queued = 0
         self.waits = 0
-
-    def event(self):
-        return Event(self)
+        self.asked = lambda: None  # called at each question and wait
 
 
 class Event:
@@ -51,6 +49,7 @@ class Event:
         self.place = self.queue.queued
 
     def query(self):
+        self.queue.asked()
         return self.queue.done >= self.place
 
     def synchronize(self):
@@ -63,10 +62,15 @@ class StagingTestCase(LiveInputsTestCase):
         super().setUp()
         self.queue = Queue()
         self.blocks = []  # that were allocated
+        self.waited = mock.Mock()  # waits for a stream
         for target, name, value in (
             (staging, "pinned_bytes", self.pinned_bytes),
-            (torch.cuda, "Event", self.queue.event),
-            (torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream)),
+            (torch.cuda, "Event", lambda: Event(self.queue)),
+            (
+                torch.cuda,
+                "current_stream",
+                lambda device: SimpleNamespace(cuda_stream=self.stream, synchronize=self.waited),
+            ),
             (staged_values, "value_kernel", self.value_kernel),
         ):
             self.enterContext(mock.patch.object(target, name, value))
@@ -78,10 +82,17 @@ class StagingTestCase(LiveInputsTestCase):
         self.blocks.append(torch.full((nbytes,), 0xA5, dtype=torch.uint8))
         return self.blocks[-1]
 
-    def pin(self):
-        """All tensors on the CPU are pinned from now on."""
-        self.enterContext(mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True))
-        self.enterContext(mock.patch.object(torch.cuda, "current_stream", lambda device: mock.Mock()))
+    def pin(self, are_pinned=True):
+        """From now on, all tensors on the CPU are pinned."""
+        self.enterContext(mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: are_pinned))
+
+    def launch(self, buffers):
+        """Queues a launch that reads the values that were put last."""
+        self.queue.queued += 1
+        buffers.launched(None)
+
+    def chosen(self, *inputs):
+        return choose(self.driver, 0, list(inputs), range(len(inputs)), set(), self.pool, {}, stage=True)[0]
 
 
 def read_at(address, like):
@@ -102,25 +113,19 @@ class TestBuffers(StagingTestCase):
                 "every second one": torch.arange(2.0 * side * side).view(side, 2 * side)[:, ::2],
                 "expanded": torch.arange(float(side)).expand(side, side),
                 "negated": torch._neg_view(wide),
+                "zeros without memory": torch._efficientzerotensor((side, side)),  # a tangent may be such zeros
                 "of booleans": wide % 3 == 0,
                 "conjugated": torch.complex(wide, wide).conj(),
                 "a gradient's": wide.clone().requires_grad_(),
             }
-            for first_name, first in layouts.items():
-                for name, value in layouts.items():
-                    if value.dtype == first.dtype:
-                        with self.subTest(first_name, then=name, side=side):
-                            buffers = Staging([first.detach()])
-                            buffers.put([value])
-                            (memory,) = buffers.placeholder_tensors
-                            self.assertEqual(memory, value.detach().resolve_neg().resolve_conj(), rtol=0, atol=0)
-
-    def test_zeros_without_memory_are_read(self):
-        """A tangent may be such zeros: there are no bytes to copy."""
-        for shape in ((4,), (300, 300)):
-            buffers = Staging([torch.ones(shape), torch.ones(shape)])
-            buffers.put([torch._efficientzerotensor(shape), torch.ones(shape)])
-            self.assertEqual(buffers.placeholder_tensors, [torch.zeros(shape), torch.ones(shape)])
+            for (first_name, first), (name, value) in itertools.product(layouts.items(), repeat=2):
+                if value.dtype == first.dtype:
+                    with self.subTest(first_name, then=name, side=side):
+                        buffers = Staging([first.detach()])
+                        buffers.put([value])
+                        wanted = torch.zeros_like(wide) if value._is_zerotensor() else value.detach()
+                        (memory,) = buffers.placeholder_tensors
+                        self.assertEqual(memory, wanted.resolve_neg().resolve_conj(), rtol=0, atol=0)
 
     def test_a_queued_buffer_is_not_written_to(self):
         """Every input in it keeps its value."""
@@ -144,8 +149,7 @@ class TestBuffers(StagingTestCase):
                     continue
                 (address,) = buffers.put(values(number))
                 if step == "launch":
-                    self.queue.queued += 1
-                    buffers.launched(None)
+                    self.launch(buffers)
                     queued.append((address, number))
                 for begin, wanted in (*queued[self.queue.done :], (address, number)):
                     for offset, value in zip(offsets, values(wanted), strict=True):
@@ -156,7 +160,6 @@ class TestBuffers(StagingTestCase):
 
     def test_pinned_memory_is_read_when_the_program_reads_it(self):
         """The program's copy may follow a copy into that memory which the GPU has not made yet."""
-        stream = mock.Mock()
         for read, pinned, waits, in_place in (
             (None, True, True, False),
             (HostRead.IN_ORDER, True, True, False),
@@ -165,49 +168,21 @@ class TestBuffers(StagingTestCase):
             (HostRead.LATER, False, False, False),
             (HostRead.IN_ORDER, False, False, False),
         ):
-            with (
-                self.subTest(read=read, pinned=pinned),
-                mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: pinned),  # noqa: B023
-                mock.patch.object(torch.cuda, "current_stream", lambda device: stream),
-                mock.patch.object(torch.cuda, "synchronize") as synchronize,
-            ):
+            with self.subTest(read=read, pinned=pinned), mock.patch.object(torch.cuda, "synchronize") as synchronize:
+                self.pin(pinned)
+                self.waited.reset_mock()
                 value = torch.zeros(4)
-                synchronize.side_effect = stream.synchronize.side_effect = lambda *_: value.add_(1)  # noqa: B023
+                synchronize.side_effect = self.waited.side_effect = lambda *_: value.add_(1)  # noqa: B023
                 buffers = Staging([value], 0)
                 self.assertEqual(buffers.placeholder_tensors[0].tolist(), [float(pinned)] * 4)
                 buffers.take([0], {} if read is None else {0: read}, [0])
                 (address,) = buffers.put([value])
                 self.assertEqual(address == value.data_ptr(), in_place)
-                self.assertEqual(list((ctypes.c_float * 4).from_address(address)), [float(pinned + waits)] * 4)
-                self.assertEqual(stream.synchronize.call_count, waits)
-                stream.reset_mock()
+                self.assertEqual(read_at(address, value).tolist(), [float(pinned + waits)] * 4)
+                self.assertEqual(self.waited.call_count, waits)
 
     def test_pinned_memory_that_is_read_later_is_kept(self):
-        """It is kept until the GPU has read it; a value with another layout is copied."""
-        self.pin()
-        value = torch.arange(8.0).view(2, 4)
-        buffers = Staging([torch.zeros(2, 4)])
-        buffers.take([0], {0: HostRead.LATER}, [0])
-        self.assertEqual(buffers.put([value]), [value.data_ptr()])
-        kept = weakref.ref(value)
-        del value
-        self.queue.queued += 1
-        buffers.launched(None)
-        self.assertNotEqual(buffers.put([torch.ones(2, 4)]), [])  # another buffer, as that one is read
-        gc.collect()
-        self.assertIsNotNone(kept())
-        self.queue.done = self.queue.queued
-        for _ in range(3):
-            buffers.put([torch.ones(2, 4)])
-            self.queue.queued += 1
-            buffers.launched(None)
-        other = torch.arange(8.0).view(4, 2).t()
-        (address,) = buffers.put([other])
-        self.assertNotEqual(address, other.data_ptr())
-        self.assertEqual(read_at(address, torch.zeros(2, 4)), other)
-
-    def test_no_value_is_kept_that_the_gpu_has_read(self):
-        """This also holds if buffers are not used again."""
+        """It is kept until the GPU has read it, also if buffers are not used again."""
         self.pin()
         buffers, kept = Staging([torch.zeros(4)]), []
         buffers.take([0], {0: HostRead.LATER}, [0])
@@ -215,15 +190,23 @@ class TestBuffers(StagingTestCase):
             value = torch.full((4,), float(number))
             kept.append(weakref.ref(value))
             if number == 6:
+                self.assertEqual([found() is None for found in kept], [False] * 7)
                 self.queue.done = self.queue.queued  # it keeps up from now on
-            self.assertEqual(buffers.put([value]), [value.data_ptr()])
-            self.assertEqual(buffers.in_place, [0])
-            self.queue.queued += 1
-            buffers.launched(None)
+            self.assertEqual((buffers.put([value]), buffers.in_place), ([value.data_ptr()], [0]))
+            self.launch(buffers)
             if number >= 6:
                 self.queue.done = self.queue.queued
         del value
         self.assertEqual([number for number, found in enumerate(kept) if found() is not None], [11])
+
+    def test_a_pinned_value_is_copied_if_its_layout_differs(self):
+        self.pin()
+        buffers = Staging([torch.zeros(2, 4)])
+        buffers.take([0], {0: HostRead.LATER}, [0])
+        other = torch.arange(8.0).view(4, 2).t()
+        (address,) = buffers.put([other])
+        self.assertNotEqual(address, other.data_ptr())
+        self.assertEqual(read_at(address, torch.zeros(2, 4)), other)
 
     def test_one_tensor_may_be_given_for_two_inputs(self):
         self.pin()
@@ -250,39 +233,23 @@ class TestBuffers(StagingTestCase):
 
         While another thread captures in the global mode, such questions and waits are errors that end the capture.
         """
-        modes = self.api.CUstreamCaptureMode
         before, found = self.api.capture_mode, []
-
-        class Noted(Event):
-            def query(event):
-                found.append(self.api.capture_mode)
-                return super().query()
-
-            def synchronize(event):
-                found.append(self.api.capture_mode)
-                super().synchronize()
-
-        def note(*args):
-            found.append(self.api.capture_mode)
-            return mock.Mock(synchronize=note)
-
         self.pin()
+        self.queue.asked = self.waited.side_effect = lambda: found.append(self.api.capture_mode)
         with (
             mock.patch.object(progress, "driver", lambda: self.driver),
-            mock.patch.object(torch.cuda, "Event", lambda: Noted(self.queue)),
-            mock.patch.object(torch.cuda, "current_stream", note),
             mock.patch.object(torch.cuda, "synchronize"),
         ):
             buffers = Staging([torch.zeros(4)])
             for number in range(MOST_BUFFERS + 2):
                 buffers.put([torch.full((4,), float(number))])
-                self.queue.queued += 1
-                buffers.launched(None)
+                self.launch(buffers)
                 self.assertEqual(self.queue.waits, max(0, number + 1 - MOST_BUFFERS))
             del buffers
         self.assertEqual(self.queue.done, self.queue.queued)
+        self.assertEqual(self.waited.call_count, MOST_BUFFERS + 2)
         self.assertGreater(len(found), 2 * MOST_BUFFERS)
-        self.assertEqual(set(found), {modes.CU_STREAM_CAPTURE_MODE_RELAXED})
+        self.assertEqual(set(found), {self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED})
         self.assertIs(self.api.capture_mode, before)
 
     def test_buffers_work_in_inference_mode_and_outside(self):
@@ -313,22 +280,23 @@ class TestOneBlock(StagingTestCase):
         dtypes = {1: torch.bool, 2: torch.half, 4: torch.int32, 8: torch.double, 16: torch.complex128}
         buffers = Staging([torch.ones(count, dtype=dtypes[size]) for count, size in sizes])
         begin, spans = self.blocks[-1].data_ptr(), []
-        for placeholder_tensor in buffers.placeholder_tensors:
-            start = placeholder_tensor.data_ptr() - begin
-            self.assertEqual(start % (512 if placeholder_tensor.nbytes >= 512 else 64), 0)
-            self.assertEqual(placeholder_tensor, torch.ones_like(placeholder_tensor))
-            spans.append((start, start + placeholder_tensor.nbytes))
+        for tensor in buffers.placeholder_tensors:
+            start = tensor.data_ptr() - begin
+            self.assertEqual(start % (512 if tensor.nbytes >= 512 else 64), 0)
+            self.assertEqual(tensor, torch.ones_like(tensor))
+            spans.append((start, start + tensor.nbytes))
         spans.sort()
         self.assertTrue(all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)))
-        self.assertLessEqual(spans[-1][1], self.blocks[-1].numel())
-        if buffers.together is not None:
-            self.assertLessEqual(spans[-1][1], buffers.together.numel())
+        block = self.blocks[-1] if buffers.together is None else buffers.together
+        self.assertLessEqual(spans[-1][1], block.numel())
 
     def test_placeholder_tensors_have_storages_of_their_own(self):
         """A recording identifies them by their storages; each holds the block."""
         placeholder_tensors = Staging(numbers(0)).placeholder_tensors
-        self.assertEqual(len({value.untyped_storage().data_ptr() for value in placeholder_tensors}), NUMBERS)
-        self.assertEqual({value.untyped_storage().nbytes() for value in placeholder_tensors}, {4})
+        storages = {
+            (value.untyped_storage().data_ptr(), value.untyped_storage().nbytes()) for value in placeholder_tensors
+        }
+        self.assertEqual((len(storages), {nbytes for _, nbytes in storages}), (NUMBERS, {4}))
         block = weakref.ref(self.blocks.pop())
         gc.collect()
         self.assertIsNotNone(block())
@@ -360,16 +328,22 @@ class TestOperator(StagingTestCase):
         return torch.ops.pygraph_trees.staged(torch.empty(0), host, int(read))
 
     def test_one_copy_serves_all(self):
+        """A stream has a copy of its own: nothing orders its reads after another stream's copy."""
         values = [*numbers(7, (torch.float32, torch.int64, torch.bool)), torch.rand(3, 5).t(), torch.rand(500)]
         buffers = Staging(values)
         with operator.observed(buffers.together) as found:
             there = [self.staged(placeholder_tensor) for placeholder_tensor in buffers.placeholder_tensors]
             (copy,) = found._copies.values()
-        self.assertEqual(found.copied, [buffers.together.data_ptr()])
-        self.assertEqual(there, values, rtol=0, atol=0)
-        self.assertEqual([value.stride() for value in there], [value.stride() for value in values])
-        self.assertEqual({value.untyped_storage().data_ptr() for value in there}, {copy.data_ptr()})
-        self.assertEqual(len(found.reads), len(values))
+            self.assertEqual(found.copied, [buffers.together.data_ptr()])
+            self.assertEqual(there, values, rtol=0, atol=0)
+            self.assertEqual([value.stride() for value in there], [value.stride() for value in values])
+            self.assertEqual({value.untyped_storage().data_ptr() for value in there}, {copy.data_ptr()})
+            self.assertEqual(len(found.reads), len(values))
+            self.stream = 2
+            again = self.staged(buffers.placeholder_tensors[0])
+            self.assertEqual(found.copied, [buffers.together.data_ptr()] * 2)
+        self.assertEqual(again, values[0])
+        self.assertNotEqual(again.untyped_storage().data_ptr(), copy.data_ptr())
 
     def test_no_bytes_are_given_twice(self):
         """Compiled code may write to a value in place. Parts are aligned, as it assumes."""
@@ -402,34 +376,21 @@ class TestOperator(StagingTestCase):
 
     def test_a_part_with_gaps_is_read_from_the_memory_that_is_written_at_each_call(self):
         """Torch would gather its elements on the CPU, once."""
-        buffers = Staging([torch.arange(64.0).view(8, 8), torch.tensor(1.0)])
-        own = Staging([torch.arange(64.0).view(8, 8)])
-        original = torch.Tensor.copy_
-        for staged in (buffers, own):
+        wide, original, sources = torch.arange(64.0).view(8, 8), torch.Tensor.copy_, []
+
+        def copy(to, of, non_blocking=False):
+            sources.append(of)
+            return original(to, of)
+
+        for staged in (Staging([wide, torch.tensor(1.0)]), Staging([wide])):
             for part in (lambda v: v[:, 3], lambda v: v[1:5, 2:7], lambda v: v[0, :1].expand(4)):
-                sources = []
-
-                def copy(to, of, non_blocking=False):
-                    sources.append(of)  # noqa: B023
-                    return original(to, of)
-
+                sources.clear()
                 with operator.observed(staged.together), mock.patch.object(torch.Tensor, "copy_", copy):
                     found = self.staged(part(staged.placeholder_tensors[0]))
-                self.assertEqual(found, part(torch.arange(64.0).view(8, 8)))
-                begin = staged.recorded[0][0]
+                self.assertEqual(found, part(wide))
+                begin, nbytes = staged.recorded[0]
                 self.assertTrue(sources[0].is_contiguous())
-                self.assertTrue(begin <= sources[0].data_ptr() < begin + staged.recorded[0][1])
-
-    def test_a_stream_has_a_copy_of_its_own(self):
-        """Nothing orders one stream's reads after another stream's copy."""
-        buffers = Staging([torch.tensor(1.0), torch.tensor(2.0)])
-        with operator.observed(buffers.together) as found:
-            first = self.staged(buffers.placeholder_tensors[0])
-            self.stream = 2
-            second = self.staged(buffers.placeholder_tensors[0])
-            self.assertEqual(len(found._copies), 2)
-        self.assertNotEqual(first.data_ptr(), second.data_ptr())
-        self.assertEqual((first, second), (torch.tensor(1.0), torch.tensor(1.0)))
+                self.assertTrue(begin <= sources[0].data_ptr() < begin + nbytes)
 
     def test_outputs_have_memory_of_their_own(self):
         """Code may return the memory of a value that it no longer needs; views of one value still share memory.
@@ -487,32 +448,26 @@ class TestUngraphed(TestCase):
 
         A graph that the program captures reads its memory itself: a copy that waits makes torch raise there.
         """
+        layouts = torch.tensor(3.0), torch.rand(4, 5).t(), torch.rand(4, 6)[:, ::2], torch.ones(2).bool()
         for read, pinned in itertools.product(HostRead, (False, True)):
             itself = pinned and read is not HostRead.AT_ONCE
-            ungraphed, captured = (
-                (itself, not itself or read is HostRead.LATER),
-                (True, read is HostRead.LATER and pinned),
-            )
+            ungraphed = itself, not itself or read is HostRead.LATER
+            captured = True, read is HostRead.LATER and pinned
             with self.subTest(read=read, pinned=pinned):
-                for host in (
-                    *(torch.tensor(3.0), torch.rand(4, 5).t(), torch.rand(4, 6)[:, ::2], torch.ones(2).bool()),
-                ):
+                for host in layouts:
                     self.assertEqual(self.copies(host, read, pinned=pinned), [ungraphed])
                 self.assertEqual(self.copies(torch.rand(4), read, captured=True, pinned=pinned), [captured])
         with operator.observed() as found:  # observed, and not captured
             self.assertEqual(self.copies(torch.rand(4), HostRead.AT_ONCE), [(False, True)])
         self.assertEqual(len(found.reads), 1)
-
-    def test_conjugated_and_negated_values_are_resolved(self):
         for host in (torch.complex(torch.rand(4), torch.rand(4)).conj(), torch._neg_view(torch.rand(4))):
-            self.assertEqual(self.copies(host, HostRead.IN_ORDER), [(False, True)])
+            self.assertEqual(self.copies(host, HostRead.IN_ORDER), [(False, True)])  # it is resolved
 
 
 class TestLiveInputs(StagingTestCase):
     def record(self, nodes, *inputs, returned=(), unread=()):
         """``unread``: inputs that no call of the operator read while the graph was captured."""
-        live, reasons = choose(self.driver, 0, list(inputs), range(len(inputs)), set(), self.pool, {}, stage=True)
-        self.assertEqual(reasons, {})
+        live = self.chosen(*inputs)
         live.outputs.update({number: (index, None) for number, index in enumerate(returned)})
         graph = self.capture(nodes, live)
         live.set_up(graph, self.reads(live, unread))
@@ -522,40 +477,23 @@ class TestLiveInputs(StagingTestCase):
         return [(item.recorded, HostRead.IN_ORDER) for item in live.items if item.index not in unread]
 
     def test_parts_that_are_read_at_several_times_are_read_in_order(self):
-        inputs = [torch.zeros(4) for _ in range(4)]
-        live, _ = choose(self.driver, 0, inputs, range(4), set(), self.pool, {}, stage=True)
+        live = self.chosen(*(torch.zeros(4) for _ in range(4)))
         starts = [item.recorded for item in live.items]
-        reads = [
-            *((starts[0], HostRead.LATER), (starts[0] + 8, HostRead.LATER)),
-            *((starts[1], HostRead.LATER), (starts[1] + 8, HostRead.AT_ONCE)),
-            *((starts[2] + 12, HostRead.AT_ONCE), (1, HostRead.LATER)),
-        ]
-        expected = {0: HostRead.LATER, 1: HostRead.IN_ORDER, 2: HostRead.AT_ONCE}
-        live._staged.note_reads(reads)
-        self.assertEqual(live._staged._reads, expected)
+        live._staged.note_reads(
+            [
+                *((starts[0], HostRead.LATER), (starts[0] + 8, HostRead.LATER)),
+                *((starts[1], HostRead.LATER), (starts[1] + 8, HostRead.AT_ONCE)),
+                *((starts[2] + 12, HostRead.AT_ONCE), (1, HostRead.LATER)),
+            ]
+        )
+        self.assertEqual(live._staged._reads, {0: HostRead.LATER, 1: HostRead.IN_ORDER, 2: HostRead.AT_ONCE})
 
     def copies(self, addresses):
         return [self.api.make_memcpy(a, TARGET + 4096 * n, 16, "HOST") for n, a in enumerate(addresses)]
 
     def read(self, launched):
         """The values that each copy of a launch would read."""
-        return [list((ctypes.c_float * 4).from_address(source)) for source, _ in launched]
-
-    def test_each_launch_reads_its_call(self):
-        a, b = torch.full((4,), 1.0), torch.full((4,), 2.0)
-        live, graph = self.record(self.copies, a, b)
-        self.assertEqual([d.route for d in live.decisions.values()], [Route.STAGE] * 2)
-        self.assertTrue(live.copies_some)
-        self.assertEqual(self.read(graph.launch()), [[1.0] * 4, [2.0] * 4])
-        self.queue.queued += 1
-        live.finish()
-        launched = []
-        for call in range(3, 12):
-            a.fill_(call)  # in place, which no address tells
-            launched.append((self.call(live, graph, a, b), call))
-            self.queue.queued += 1
-        for held, call in launched[-MOST_BUFFERS:]:
-            self.assertEqual(self.read(held), [[float(call)] * 4, [2.0] * 4])
+        return [read_at(source, torch.zeros(4)).tolist() for source, _ in launched]
 
     def test_an_input_that_is_only_returned_is_not_copied(self):
         """A later partition needs it; it is not copied, and each call returns its own input."""
@@ -570,7 +508,7 @@ class TestLiveInputs(StagingTestCase):
 
     def test_outputs_on_a_staged_input_are_of_the_input_of_their_call(self):
         """Upstream sees none of them; each call's outputs are made from its own input."""
-        live, _ = choose(self.driver, 0, [torch.arange(8.0)], [0], set(), self.pool, {}, stage=True)
+        live = self.chosen(torch.arange(8.0))
         (item,) = live.items
         other = torch.zeros(2)
         shown = without_staged([item.placeholder_tensor, 3, item.placeholder_tensor[2:6], other], live)
@@ -606,13 +544,14 @@ class TestLiveInputs(StagingTestCase):
             del self.blocks[:]
             self.live, graph = self.record_numbers(own=own)
             self.assertEqual({d.route for d in self.live.decisions.values()}, {Route.STAGE})
-            self.assertEqual(len(self.blocks), 1)
-            launched = [(graph.launch(), 0)]
+            self.assertEqual((len(self.blocks), self.live.copies_some), (1, True))
+            launched, given_ = [(graph.launch(), 0)], numbers(0)
             self.queue.queued += 1
             self.live.finish()
             for call in range(1, 6):
                 del self.api.calls[:]
-                launched.append((self.call(self.live, graph, *numbers(call)), call))
+                torch._foreach_copy_(given_, numbers(call))  # in place, which no address tells
+                launched.append((self.call(self.live, graph, *given_), call))
                 self.queue.queued += 1
                 self.assertEqual(self.api.calls.count(CALL), 1 + len(own))
             self.assertEqual(len({node[0][0] for node, _ in launched}), 6)
@@ -630,7 +569,7 @@ class TestLiveInputs(StagingTestCase):
         """A patched address may be at the same offset in a kernel's parameters as the noted source in a copy node."""
         x, s, t = at(0), torch.tensor(1.0), torch.tensor(2.0)
         with mock.patch.object(choosing, "may_be_staged", lambda tensor: tensor.dim() == 0):
-            live, _ = choose(self.driver, 0, [x, s, t], range(3), set(), self.pool, {}, stage=True)
+            live = self.chosen(x, s, t)
         graph = self.capture(lambda found: [self.common(), self.api.make_kernel([1, 2, found[0]])], live)
         live.set_up(graph, self.reads(live), [self.blocks[0].data_ptr()])
         self.assertEqual(graph.launch()[1], [1, 2, x.data_ptr()])
@@ -660,7 +599,7 @@ class TestLiveInputs(StagingTestCase):
             (1, 0, "input 5 lies on the CPU"),
             (None, 1, ""),  # memory that belongs to no buffer
         ):
-            live, _ = choose(self.driver, 0, numbers(0), range(NUMBERS), set(), self.pool, {}, stage=True)
+            live = self.chosen(*numbers(0))
             second = live.items[5].recorded
             nodes = [self.common(), self.api.make_memcpy(second, TARGET + 8192, 4, "HOST")]
             graph = self.capture(lambda _: nodes, live)  # noqa: B023
@@ -681,7 +620,7 @@ class TestLiveInputs(StagingTestCase):
 
     def test_one_buffer_is_used_if_the_graph_cannot_be_read(self):
         """The graph always reads the same buffer: a call waits until the previous launch has read it."""
-        live, _ = choose(self.driver, 0, [torch.ones(4)], [0], set(), self.pool, {}, stage=True)
+        live = self.chosen(torch.ones(4))
         graph = self.capture(self.copies, live)
         self.api.fail("cuGraphGetNodes", 0, CUresult.CUDA_ERROR_INVALID_VALUE)
         live.set_up(graph, self.reads(live))

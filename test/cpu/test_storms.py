@@ -13,7 +13,7 @@ from test_trial import if_aligned
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.report.log import Count, GraphLog, RecordingLog, journal
+from pygraph_trees.report.log import Count, FunctionLog, RecordingLog
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions.aligned import Aligned
@@ -26,28 +26,16 @@ from pygraph_trees.trees.managers.storms import Sizes, is_endless, why_stopped
 
 
 class TestSizes(TestCase):
-    def test_the_first_sizes_are_graphed_at_once(self):
-        sizes = Sizes()
-        found = [sizes.are_graphed((n,)) for n in range(2 * storms.FIRST_SIZES)]
-        self.assertEqual(found, [True] * storms.FIRST_SIZES + [False] * storms.FIRST_SIZES)
-        self.assertTrue(all(sizes.are_graphed((n,)) for n in range(storms.FIRST_SIZES)))
-
-    def test_a_size_that_comes_again_is_graphed_later(self):
-        sizes, count = Sizes(), storms.FIRST_SIZES + 4
+    def test_the_first_sizes_are_graphed_at_once_and_others_when_they_come_again(self):
+        sizes, others = Sizes(), 4
+        count = storms.FIRST_SIZES + others
         rounds = [[sizes.are_graphed((n,)) for n in range(count)] for _ in range(storms.COMES_AGAIN + 1)]
-        self.assertEqual(
-            [sum(found) for found in rounds], [storms.FIRST_SIZES] * (storms.COMES_AGAIN - 1) + [count] * 2
-        )
+        first = [True] * storms.FIRST_SIZES + [False] * others
+        self.assertEqual(rounds, [first] * (storms.COMES_AGAIN - 1) + [[True] * count] * 2)
 
     def test_memory_is_bounded(self):
-        """Of more sizes than are remembered, none comes again."""
-        sizes = Sizes()
-        for n in range(storms.FIRST_SIZES):
-            sizes.are_graphed((-n,))
-        for n in [*range(1, storms.MOST_WAITING + 2)] * (storms.COMES_AGAIN + 1):
-            self.assertFalse(sizes.are_graphed((n,)))
+        """Of more sizes than are remembered, none comes again. Another thread calls while one is dropped."""
 
-    def test_another_thread_calls_while_one_is_dropped(self):
         class Changing(dict):
             def __iter__(self):
                 if next(changes):
@@ -56,8 +44,10 @@ class TestSizes(TestCase):
 
         sizes, changes = Sizes(), itertools.cycle((True, False, True, True, False))
         sizes._waiting = Changing()
-        for n in range(storms.FIRST_SIZES + 2 * storms.MOST_WAITING):
-            sizes.are_graphed((n,))
+        for n in range(storms.FIRST_SIZES):
+            sizes.are_graphed((-n,))
+        for n in [*range(1, storms.MOST_WAITING + 2)] * (storms.COMES_AGAIN + 1):
+            self.assertFalse(sizes.are_graphed((n,)))
         self.assertEqual(len(sizes._waiting), storms.MOST_WAITING)
 
     def test_random_sizes_stay_graphed_and_within_the_limit(self):
@@ -70,12 +60,10 @@ class TestSizes(TestCase):
             self.assertEqual(len(graphed), min(most, storms.MOST_SIZES))
 
 
-class TestRecordings(TestCase):
-    def nodes(self, count, replays):
-        """Recordings of a function that are replayed one after the other."""
-        logs = [RecordingLog(number=n, reason="of the test", counter=Count()) for n in range(count)]
-        for recording in itertools.islice(itertools.cycle(logs), replays):
-            recording.counter.value += 1
+class TestPaths(TestCase):
+    def recordings(self, count, replays):
+        """Recordings of a function; the first one is replayed."""
+        logs = [RecordingLog(number=n, reason="of the test", counter=Count(replays * (n == 0))) for n in range(count)]
         return [SimpleNamespace(log=log) for log in logs]
 
     def test_more_recordings_than_replays_stop(self):
@@ -83,49 +71,37 @@ class TestRecordings(TestCase):
         for most, place in ((storms.MOST_RECORDINGS, 0), (storms.MOST_ON_PATH, 1)):
             for count, replays, stops in ((most - 1, 0, False), (most, most, False), (most, most - 1, True)):
                 places = [[], []]
-                places[place] = self.nodes(count, replays)
+                places[place] = self.recordings(count, replays)
                 self.assertEqual(why_stopped(*places) is not None, stops, (count, replays))
         self.assertEqual(
-            why_stopped(self.nodes(16, 2), ()),
+            why_stopped(self.recordings(16, 2), ()),
             "it was recorded 16 times for 2 replays, the last time because: of the test",
         )
 
-
-class TestPaths(TestCase):
     def path(self, *alive):
         """A path with a recording for each value; the outputs of some are alive."""
-        function = SimpleNamespace(id=7, model=mock.Mock())
-        nodes = [
-            SimpleNamespace(
-                outputs_weakrefs=[None, lambda is_alive=is_alive: 7 if is_alive else None],
-                wrapped_function=function,
-                cuda_graphs_pool=(0, 7),
-            )
-            for is_alive in alive
-        ]
+        shared = {"wrapped_function": SimpleNamespace(id=7, model=mock.Mock()), "cuda_graphs_pool": (0, 7)}
+        held = [lambda is_alive=is_alive: 7 if is_alive else None for is_alive in alive]
+        nodes = [SimpleNamespace(outputs_weakrefs=[None, reference], **shared) for reference in held]
         nodes[-1]._path_from_root = nodes
         return nodes[-1]
 
     def test_a_path_of_forwards_without_a_backward_ends(self):
         most = storms.MOST_DEAD
-        frozen = [False] * 48 + [True]  # layers without a backward come before a layer that is trained
+        dead, frozen = [False] * most, [False] * 48 + [True]  # layers without a backward come before a trained one
         for ends, alive, forwards, others in (
             # Outputs of the last call, which may consist of several graphs, may still have a backward.
-            *(
-                (dead >= most, [False] * dead + [True] * last, None, 0)
-                for dead in (0, most - 1, most)
-                for last in (1, 3)
-            ),
+            *((n >= most, dead[:n] + last, None, 0) for n in (0, most - 1, most) for last in ([True], [True] * 3)),
             # An earlier forward may have a backward.
             *((False, [place == n for n in range(20)] + [True], None, 0) for place in (0, 7, 15)),
             (False, frozen, [48], 0),
             (False, frozen, range(15), 0),
             (True, frozen, range(0, 48, 2), 0),
             # Forwards that run un-graphed count.
-            (True, [False] * 16 + [True], [], 16),
-            (True, [False] * 16 + [True], range(9), 7),
-            (False, [False] * 16 + [True], [], 15),
-            (False, [False] * 15 + [True] * 2, [], 99),
+            (True, [*dead, True], [], 16),
+            (True, [*dead, True], range(9), 7),
+            (False, [*dead, True], [], 15),
+            (False, [*dead[1:], True, True], [], 99),
         ):
             nodes = self.path(*alive)._path_from_root
             found = is_endless(nodes, lambda node: forwards is None or nodes.index(node) in forwards, others=others)  # noqa: B023
@@ -133,8 +109,9 @@ class TestPaths(TestCase):
 
     def test_a_step_begins_although_a_backward_is_pending(self):
         endless, short, overwritten = (self.path(*[False] * dead, True) for dead in (20, 1, 20))
-        overwritten.wrapped_function.model = SimpleNamespace()  # its outputs are not kept
-        self.enterContext(mock.patch.object(steps, "keeps_outputs", lambda model: isinstance(model, mock.Mock)))
+        overwritten.wrapped_function.model = None  # its outputs are not kept
+        self.enterContext(mock.patch.object(steps, "keeps_outputs", lambda model: model is not None))
+        self.enterContext(mock.patch.object(Manager, "user_invoked_mark_step", lambda _: False))
         for node, keeps, generation, begins in (
             (overwritten, True, 1, False),
             (endless, True, 1, True),
@@ -147,31 +124,15 @@ class TestPaths(TestCase):
                 current_node=node, current_gen=0, keeps_outputs=keeps, running_forwards_with_pending_backwards=True
             )
             manager.id_to_mode = {7: cudagraph_trees.CompilationMode.FORWARD}
-            with (
-                mock.patch.object(manager, "get_curr_generation", lambda found=generation: found),
-                mock.patch.object(manager, "user_invoked_mark_step", lambda: False),
-            ):
+            with mock.patch.object(Manager, "get_curr_generation", lambda _, found=generation: found):
                 self.assertEqual(manager.can_start_new_generation(), begins)
 
     def test_the_end_of_a_path_and_the_move_of_its_outputs_go_by_one_answer(self):
         """Torch's own code, in any version, asks once; another thread begins a step in between."""
-        moved = []
-
-        class Path(cudagraph_trees.CUDAGraphNode):
-            def __init__(self):
-                pass
-
-            _parent = staticmethod(lambda: None)
-
-            def all_outputs_are_dead(self):
-                return False
-
-            def clear_path_state(self):
-                moved.append("ended")
 
         class Manages(Manager):
             def get_curr_generation(self):
-                return now[0]
+                return self.now
 
             def user_invoked_mark_step(self):
                 return True
@@ -182,12 +143,13 @@ class TestPaths(TestCase):
             def _keep_outputs(self):
                 if self.can_start_new_generation():
                     moved.append("moved")
-                now[0] = 1  # another thread begins a step
+                self.now = 1  # another thread begins a step
 
         for generation, expected in ((1, ["moved", "ended"]), (0, [])):
-            moved.clear()
-            now = [generation]
-            manager = bare_manager(Manages, current_node=Path(), current_gen=0, keeps_outputs=True)
+            moved, node = [], cudagraph_trees.CUDAGraphNode.__new__(cudagraph_trees.CUDAGraphNode)
+            node._parent, node.all_outputs_are_dead = lambda: None, lambda: False
+            node.clear_path_state = lambda moved=moved: moved.append("ended")
+            manager = bare_manager(Manages, now=generation, current_node=node, current_gen=0, keeps_outputs=True)
             manager.path_state = cudagraph_trees.ExecutionState.EXECUTION
             manager.try_end_curr_execution()
             self.assertEqual(moved, expected)
@@ -213,80 +175,72 @@ class TestPaths(TestCase):
 class TestFunctions(TestCase):
     """Functions that are chosen by measurement, and double their input."""
 
-    def model(self, selective="auto"):
-        with journal.compiling(GraphLog("Net", "5/0", "inference", ())):
-            model = FunctionModel.of(lambda inputs: [inputs[1] * 2], is_backward=False, is_inference=True)
-        model.settings = Settings("off", "auto", selective)
-        return model
-
-    def limited(self, model, run):
+    def setUp(self):
+        super().setUp()
         self.enterContext(mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *_: []))
-        return choice.only_sizes_that_come_again(model, run, [3, torch.ones(2)], Aligned(model, (), ()), 0)
+        log = FunctionLog("Net", "5/0", "inference", 1, {})
+        self.model, self.graphed = FunctionModel(self.doubled, Settings("off", "auto", "auto"), log), []
+        self.aligned = Aligned(self.model, (), ())
+        self.limited = choice.only_sizes_that_come_again(self.model, self.run_graphed, [3, None], self.aligned, 0)
+
+    def doubled(self, inputs):
+        return [inputs[1] * 2]
+
+    def run_graphed(self, inputs):
+        self.graphed.append(inputs[0])
+        return self.doubled(inputs)
+
+    def check(self, call, number):
+        self.assertEqual(call([number, torch.ones(2)]), [torch.full((2,), 2.0)])
 
     def test_a_function_whose_sizes_always_change_runs_ungraphed(self):
-        model, graphed = self.model(), []
-        call = self.limited(model, lambda inputs: graphed.append(inputs[0]) or [inputs[1] * 2])
-        for n in range(100):
-            self.assertEqual(call([n, torch.ones(2)]), [torch.full((2,), 2.0)])
-        self.assertEqual(graphed, list(range(storms.FIRST_SIZES)))
-        self.assertEqual(model.log.ungraphed_reason, storms.OTHER_SIZES)
-
-    def test_after_many_such_calls_others_take_the_shortest_way(self):
-        """A call with a size that is graphed ends this."""
-        model = self.model()
-        call = self.limited(model, lambda inputs: [inputs[1] * 2])
-        for n in range(storms.FIRST_SIZES + storms.REFUSED - 1):
-            call([n, torch.ones(2)])
-            self.assertIsNone(model.dispatch.call)
-        call([-1, torch.ones(2)])
-        self.assertIs(model.dispatch.way, Way.UNGRAPHED)
+        """After many such calls, others take the shortest way, until one has a size that is graphed."""
+        for n in range(storms.FIRST_SIZES + storms.REFUSED):
+            self.assertIsNone(self.model.dispatch.call)
+            self.check(self.limited, n)
+        self.assertEqual(self.graphed, list(range(storms.FIRST_SIZES)))
+        self.assertEqual(self.model.log.ungraphed_reason, storms.OTHER_SIZES)
         for n in (-2, 3):
-            self.assertEqual(model.dispatch.call([n, torch.ones(2)]), [torch.full((2,), 2.0)])
-        self.assertIs(model.dispatch.way, Way.REPLAYED)
-        self.assertIsNone(model.dispatch.call)
+            self.assertIs(self.model.dispatch.way, Way.UNGRAPHED)
+            self.check(self.model.dispatch.call, n)
+        self.assertIs(self.model.dispatch.way, Way.REPLAYED)
+        self.assertIsNone(self.model.dispatch.call)
 
     def test_sizes_that_are_replayed_in_between_go_on_being_replayed_and_measured(self):
         """C++ replays them, so their calls are not seen in Python."""
-        model, recording = self.model(), RecordingLog()
-        model.trial = mock.Mock()
-        call = self.limited(model, lambda inputs: [inputs[1] * 2])
+        recording, self.model.trial = RecordingLog(), mock.Mock()
         for n in range(storms.FIRST_SIZES + 3 * storms.REFUSED):
-            call([n, torch.ones(2)])
-            model.log.recordings[:] = [recording]
+            self.check(self.limited, n)
+            self.model.log.recordings[:] = [recording]
             recording.counter.value += 1
-        self.assertIs(model.dispatch.way, Way.REPLAYED)
-        self.assertIsNone(model.dispatch.call)
-        model.trial.give_up.assert_not_called()
+        self.assertIs(self.model.dispatch.way, Way.REPLAYED)
+        self.model.trial.give_up.assert_not_called()
 
     def test_the_first_call_decides_which_inputs_must_be_aligned(self):
         """Later calls, whose sizes are not graphed, may get misaligned inputs."""
-        model, seen = self.model(), []
-        model.model = lambda inputs: seen.append(inputs[1].data_ptr() % 16) or [inputs[1]]
-        base = torch.zeros(9)
-        call = self.limited(model, lambda inputs: [inputs.pop()])
+        seen, base = [], torch.zeros(9)
+        self.model.model = lambda inputs: seen.append(inputs[1].data_ptr() % 16)
         with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", if_aligned):
             for n in range(2 * storms.FIRST_SIZES):
-                call([n, base[n > 0 :]])
+                self.limited([n, base[n > 0 :]])
         self.assertEqual(seen, [0] * storms.FIRST_SIZES)
 
     def test_a_function_that_stops_runs_ungraphed_and_gives_its_recordings_back(self):
-        model, manager = self.model(), mock.Mock(spec=Manager)
+        model, manager = self.model, mock.Mock(spec=Manager)
         with (
             mock.patch.object(choice, "CudaDevice", lambda device: SimpleNamespace()),
             mock.patch.object(cudagraph_trees, "get_manager", lambda *args, **kwargs: manager),
-            mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *_: []),
         ):
-            kept = choice.chooser(0)(model, lambda inputs: self.fail("graphed"), Aligned(model, (), ()))
+            kept = choice.chooser(0)(model, lambda inputs: self.fail("graphed"), self.aligned)
             model.stop("of the test")
             self.assertIs(model.dispatch.way, Way.UNGRAPHED)
-            self.assertEqual(model.dispatch.call([3, torch.ones(2)]), [torch.full((2,), 2.0)])
+            self.check(model.dispatch.call, 3)
             self.assertTrue(model.trial.is_over)  # it has no other function
-            self.assertEqual(model.dispatch.call([3, torch.ones(2)]), [torch.full((2,), 2.0)])
+            self.check(model.dispatch.call, 3)
             kept.environment.ended(Execution.GRAPHED)
             self.assertIs(model.dispatch.way, Way.UNGRAPHED)
         manager.forget.assert_called_once_with(model, later=True)
         self.assertEqual(model.log.ungraphed_reason, "of the test")
-        self.assertIsNotNone(kept)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -57,18 +57,16 @@ class TestWriters(TestCase):
         self.assertLess(sum(widths[:-1]), max(count, 1))
 
     def test_compiled(self) -> None:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            mock.patch.dict(os.environ, TRITON_CACHE_DIR=os.path.join(folder, "cache")),
-        ):
-            for width in WIDTHS:
-                source = ASTSource(writer_function(width), writer_signature(width), {}, {})
-                compiled = triton.compile(source, target=TARGET, options={"num_warps": 1})
-                ptx = compiled.asm["ptx"]
-                # The addresses by value, as whole 64-bit words, each stored as it is.
-                self.assertEqual(len(re.findall(r"\.param \.u64 (?!\.ptr)\w+_param_\d+", ptx)), width, ptx[:2000])
-                self.assertEqual(len(re.findall(r"st\.global\.b64", ptx)), width)
-                self.assertEqual(compiled.metadata.name, f"{WRITER}_{width}")
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        self.enterContext(mock.patch.dict(os.environ, TRITON_CACHE_DIR=os.path.join(folder, "cache")))
+        for width in WIDTHS:
+            source = ASTSource(writer_function(width), writer_signature(width), {}, {})
+            compiled = triton.compile(source, target=TARGET, options={"num_warps": 1})
+            ptx = compiled.asm["ptx"]
+            # The addresses by value, as whole 64-bit words, each stored as it is.
+            self.assertEqual(len(re.findall(r"\.param \.u64 (?!\.ptr)\w+_param_\d+", ptx)), width, ptx[:2000])
+            self.assertEqual(len(re.findall(r"st\.global\.b64", ptx)), width)
+            self.assertEqual(compiled.metadata.name, f"{WRITER}_{width}")
 
 
 class TestSlots(LiveInputsTestCase):
@@ -77,20 +75,17 @@ class TestSlots(LiveInputsTestCase):
     def setUp(self) -> None:
         super().setUp()
         self.written: list[tuple[int, ...]] = []
-        empty = torch.empty
         self.memory: list[torch.Tensor] = []
+        self.enterContext(mock.patch.object(tables, "_writer", lambda device, width: self.write))
+        empty = torch.empty
 
         def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if kwargs.get("dtype") is torch.int64:
-                self.memory.append(empty(*args, dtype=torch.int64))
-                return self.memory[-1]
-            return empty(*args, **kwargs)
+            if kwargs.get("dtype") is not torch.int64:
+                return empty(*args, **kwargs)
+            self.memory.append(empty(*args, dtype=torch.int64))
+            return self.memory[-1]
 
-        for target, name, value in (
-            (tables, "_writer", lambda device, width: self.write),
-            (torch, "empty", on_cpu),
-        ):
-            self.enterContext(mock.patch.object(target, name, value))
+        self.enterContext(mock.patch.object(torch, "empty", on_cpu))
 
     def write(self, memory: torch.Tensor, *addresses: int) -> None:
         self.written.append(addresses)
@@ -99,42 +94,39 @@ class TestSlots(LiveInputsTestCase):
     def chosen(self, *inputs: torch.Tensor, tabled: Collection[int] | None = None) -> LiveInputs:
         """``tabled``: inputs that have slots; None for all."""
         every = range(len(inputs))
-        given = self.driver, 0, list(inputs), every, (), self.pool, {}
-        live, _ = choose(*given, tabled=every if tabled is None else tabled)
-        assert live is not None
-        return live
+        tabled = every if tabled is None else tabled
+        return choose(self.driver, 0, list(inputs), every, (), self.pool, {}, tabled=tabled)[0]
 
     def variant(self, *slots: str) -> VariantLauncher:
         return VariantLauncher("reader", frozenset(slots), print)
 
     def tabled(
         self,
-        inputs: Sequence[torch.Tensor],
+        count: int,
         read: Sequence[int],
         held: Sequence[int] = (),
         written: Sequence[int] | None = None,
         hidden: bool = False,
+        slots: Sequence[int] | None = None,
     ) -> tuple[LiveInputs, Graph]:
         """A recording whose kernels read some inputs from slots, and hold the addresses of some themselves."""
-        live = self.chosen(*inputs)
+        live = self.chosen(*(at(0) for _ in range(count)), tabled=slots)
         table = live._table
-        assert table is not None
         with live.captured():
             for position in read:
                 address = live.items[position].recorded
                 self.assertEqual(table.slot(address).tolist(), [address])
                 table.is_read_by(self.variant("in_ptr0"), address)
         (*_, addresses) = self.written
-        wanted = [live.items[i].recorded for i in range(len(inputs))]
-        self.assertEqual(list(addresses[: len(inputs)]), wanted)
-        self.assertEqual(set(addresses[len(inputs) :]), {0})
+        wanted = [item.recorded for item in live.items]
+        given = [address for i, address in enumerate(wanted) if slots is None or i in slots]
+        self.assertEqual(list(addresses), [*given, *[0] * (8 - len(given))])
         if written is not None:
             addresses = [a if a == 0 or wanted.index(a) in written else 1 for a in addresses]
-        nodes: list[Any] = [self.api.make_kernel([self.memory[-1].data_ptr(), *addresses], name=f"{WRITER}_8")]
+        nodes = [self.api.make_kernel([self.memory[-1].data_ptr(), *addresses], name=f"{WRITER}_8")]
         if held:
             nodes.append(self.api.make_kernel([wanted[i] for i in held]))
-        nodes += [self.api.make_kernel([7], name=None)] * hidden
-        graph = Graph(self.api, nodes)
+        graph = Graph(self.api, nodes + [self.api.make_kernel([7], name=None)] * hidden)
         live.set_up(graph)
         return live, graph
 
@@ -142,28 +134,25 @@ class TestSlots(LiveInputsTestCase):
         return [decision.route for _, decision in sorted(live.decisions.items())]
 
     def test_one_node_for_all(self) -> None:
-        a, b = at(0), at(16)
-        live, graph = self.tabled((a, b), read=(0, 1))
+        live, graph = self.tabled(2, read=(0, 1))
         self.assertEqual(self.decided(live), [TABLE, TABLE])
         self.assertEqual(self.api.leaks(), [])
         for _ in range(3):
-            self.assertEqual(graph.launch()[0][1:3], [a.data_ptr(), b.data_ptr()])
             live.finish()
-            a, b = at(0), at(16)
+            a, b = at(0), at(0)
             self.api.calls.clear()
             self.begin(live, a, b)
             self.assertEqual(self.api.calls, [KERNEL])
+            self.assertEqual(graph.launch()[0][1:3], [a.data_ptr(), b.data_ptr()])
         self.assertEqual(live.kernels_of(0), [f"{WRITER}_8", "reader"])
 
     def test_kernels_that_hold_an_address_beside(self) -> None:
-        a, b = at(0), at(0)
-        live, graph = self.tabled((a, b), read=(0,), held=(0, 1))
+        live, graph = self.tabled(2, read=(0,), held=(0, 1))
         self.assertEqual(self.decided(live), [TABLE, PATCH])
         c, d = at(0), at(0)
         self.begin(live, c, d)
         writer, kernel = graph.launch()
-        self.assertEqual(writer[1:3], [c.data_ptr(), d.data_ptr()])
-        self.assertEqual(kernel, [c.data_ptr(), d.data_ptr()])
+        self.assertEqual([writer[1:3], kernel], [[c.data_ptr(), d.data_ptr()]] * 2)
 
     def test_inputs_that_are_copied_and_why(self) -> None:
         """Writing a slot is no use of an input, and a slot must be written."""
@@ -172,7 +161,7 @@ class TestSlots(LiveInputsTestCase):
             ({"read": (0, 1), "held": (0, 1), "written": (0,)}, [TABLE, COPY], "no node writes its slot"),
             ({"read": (0, 1), "hidden": True}, [COPY, COPY], "may hide its address"),
         ):
-            live, graph = self.tabled((at(0), at(0)), **given_)
+            live, graph = self.tabled(2, **given_)
             self.assertEqual(self.decided(live), routes)
             self.assertIn(why, live.decisions[1].reason)
         # Slots lead to the memory that holds the copies.
@@ -191,30 +180,16 @@ class TestSlots(LiveInputsTestCase):
         self.assertEqual(self.written, [])
 
     def test_slots_for_those_alone_that_a_variant_takes(self) -> None:
-        a, b = at(0), at(16)
-        live = self.chosen(a, b, tabled=[1, 7])
-        first, second = (item.recorded for item in live.items)
-        self.assertEqual(self.written, [(second, *[0] * 7)])
-        self.assertIsNone(live._table.slot(first))
-        with live.captured():
-            live._table.is_read_by(self.variant("in_ptr0"), second)
-        nodes = [self.api.make_kernel([0, *self.written[-1]], name=f"{WRITER}_8"), self.api.make_kernel([first])]
-        graph = Graph(self.api, nodes)
-        live.set_up(graph)
+        live, graph = self.tabled(2, read=(1,), held=(0,), slots=(1, 7))
+        self.assertIsNone(live._table.slot(live.items[0].recorded))
         self.assertEqual(self.decided(live), [PATCH, TABLE])
         live.finish()
-        a, b = at(0), at(16)
-        self.begin(live, a, b)
-        writer, kernel = graph.launch()
+        a, b = at(0), at(0)
+        writer, kernel = self.call(live, graph, a, b)
         self.assertEqual((writer[1:3], kernel), ([b.data_ptr(), 0], [a.data_ptr()]))
 
     def test_a_writer_that_cannot_be_compiled_is_tried_once(self) -> None:
-        tried = []
-
-        def source(width: int) -> Any:
-            tried.append(width)
-            raise RuntimeError("of the test")
-
+        source = mock.Mock(side_effect=RuntimeError("of the test"))
         target = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: TARGET))
         with (
             mock.patch.object(tables, "_writer", functools.cache(WRITER_OF)),
@@ -228,15 +203,15 @@ class TestSlots(LiveInputsTestCase):
                 self.assertFalse(live.has_table)
                 live.set_up(self.capture(self.one_kernel(), live))
                 self.assertEqual(self.decided(live), [PATCH])
-            self.assertEqual((tried, len(logs.output)), ([8], 1))
+            self.assertEqual((source.mock_calls, len(logs.output)), ([mock.call(8)], 1))
             self.assertIn("of the test", logs.output[0])
             # Writers of other widths and devices are made if possible.
             self.assertFalse(self.chosen(*(at(0) for _ in range(9))).has_table)
             self.assertIsNone(tables.table_for(1, [16]))
-            self.assertEqual((tried, len(logs.output)), ([8, 32, 8], 3))
+            self.assertEqual((source.mock_calls, len(logs.output)), ([mock.call(n) for n in (8, 32, 8)], 3))
 
     def test_the_table_outlives_queued_replays(self) -> None:
-        live, graph = self.tabled((at(0),), read=(0,))
+        live, graph = self.tabled(1, read=(0,))
         table = live._table
         del live
         gc.collect()
@@ -254,58 +229,44 @@ class TestSlots(LiveInputsTestCase):
 
     def test_many_inputs(self) -> None:
         live = self.chosen(*(at(0) for _ in range(140)))
-        addresses = [item.recorded for item in live.items]
-        self.assertEqual([len(a) for a in self.written], [128, 32])
-        self.assertEqual([*self.written[0], *self.written[1]], [*addresses, *[0] * 20])
+        slots = [*(item.recorded for item in live.items), *[0] * 20]
+        self.assertEqual(self.written, [tuple(slots[:128]), tuple(slots[128:])])
         (memory,) = self.memory
-        self.assertEqual(memory.tolist(), [*addresses, *[0] * 20])
+        self.assertEqual(memory.tolist(), slots)
         for position in (0, 127, 128, 139):
-            slot = live._table.slot(addresses[position])
-            self.assertEqual(slot.data_ptr(), memory.data_ptr() + 8 * position)
+            self.assertEqual(live._table.slot(slots[position]).data_ptr(), memory.data_ptr() + 8 * position)
 
     def test_warmup_looks_at_what_may_have_a_slot(self) -> None:
-        seen: list[Collection[int]] = []
         static, live, pooled = at(0), at(0), at(0)
+        overwritten = mock.Mock(spec=torch.Tensor, data_ptr=mock.Mock(side_effect=RuntimeError("overwritten")))
+        noting = mock.Mock(side_effect=lambda addresses: contextlib.nullcontext([]))
+        warmups = Warmups()
 
-        @contextlib.contextmanager
-        def noting(addresses: Collection[int]) -> Iterator[list[Reading]]:
-            seen.append(addresses)
-            yield []
-
-        def begin(*inputs: Any, step: int = 1, is_backward: bool = False) -> None:
+        def looked_at(*inputs: Any, step: int = 1, is_backward: bool = False) -> Any:
+            noting.reset_mock()
             with warmups.begin(print, step, inputs, [0], 0, self.pool, is_backward=is_backward, builds=True):
-                pass
+                return [call.args for call in noting.mock_calls]
 
         def why_not(tensor: torch.Tensor, device: int, in_pool: bool) -> str | None:
             return "it is that" if tensor is pooled else None
 
-        warmups = Warmups()
+        of_live = [({live.data_ptr()},)]
         with mock.patch.object(tables, "noting", noting), mock.patch.object(tables, "why_not_placeholder", why_not):
-            begin(static, 3, live, pooled, None)
-            self.assertEqual(seen, [{live.data_ptr()}])
+            self.assertEqual(looked_at(static, 3, live, pooled, None), of_live)
             # A backward's static inputs that were live in its forward; no others, and not in another step.
-            begin(live)
-            begin(static, is_backward=True)
-            self.assertEqual(len(seen), 1)
-            begin(live, is_backward=True)
-            self.assertEqual(seen[1:], [{live.data_ptr()}])
-            begin(live, step=2, is_backward=True)
-            overwritten = mock.Mock(spec=torch.Tensor, data_ptr=mock.Mock(side_effect=RuntimeError("overwritten")))
-            begin(static, overwritten)  # upstream reports this itself
+            self.assertEqual(looked_at(live), [])
+            self.assertEqual(looked_at(static, is_backward=True), [])
+            self.assertEqual(looked_at(live, is_backward=True), of_live)
+            self.assertEqual(looked_at(live, step=2, is_backward=True), [])
+            self.assertEqual(looked_at(static, overwritten), [])  # upstream reports this itself
             with mock.patch.object(launches, "tap", launches.Tap()):
-                begin(static, live)
-            self.assertEqual(len(seen), 2)
+                self.assertEqual(looked_at(static, live), [])
 
     def test_warmup_finds_the_inputs_that_variants_take(self) -> None:
         """If nothing is built yet, it finds the inputs that could be read from slots."""
         a, b, c = at(0), at(0), at(0)
-
-        @contextlib.contextmanager
-        def noting(addresses: Collection[int]) -> Iterator[list[Reading]]:
-            found = list[Reading]()
-            yield found
-            given = {(f"in_ptr{n}", t.data_ptr()) for n, t in enumerate((a, b, c))}
-            found.append(Reading("its autotuner", frozenset(name for name, _ in given), frozenset(given)))
+        given = frozenset((f"in_ptr{n}", t.data_ptr()) for n, t in enumerate((a, b, c)))
+        reading = Reading("its autotuner", frozenset(name for name, _ in given), given)
 
         def warm_up(function: Any, *inputs: Any, builds: bool) -> None:
             with Warmups().begin(function, 1, inputs, [0], 0, self.pool, is_backward=False, builds=builds):
@@ -316,7 +277,7 @@ class TestSlots(LiveInputsTestCase):
         def other() -> None: ...
 
         with (
-            mock.patch.object(tables, "noting", noting),
+            mock.patch.object(tables, "noting", lambda addresses: contextlib.nullcontext([reading])),
             mock.patch.object(tables, "why_not_placeholder", lambda *_: None),
             mock.patch.object(variant_launchers, "build", lambda *_: self.variant("in_ptr1")),
         ):
@@ -329,34 +290,22 @@ class TestSlots(LiveInputsTestCase):
             self.assertEqual((reader.build(), tables.taken_by_variants(other)), ({2, 3}, set()))  # until it is taken
 
     def test_a_capture_begins_with_the_writers(self) -> None:
-        done: list[str] = []
-
-        @contextlib.contextmanager
-        def captured() -> Iterator[None]:
-            done.append("written")
-            yield
-            done.append("over")
-
-        def model(inputs: list[Any]) -> list[Any]:
-            done.append("captured")
-            return inputs
-
-        live = SimpleNamespace(
-            items=(), has_staged=False, staged_copies=(None, None), captured=captured, kinds=Counter()
-        )
-        live.set_up = lambda graph, reads, copied, surroundings: done.append("set up")
+        done = mock.MagicMock(model=mock.Mock(return_value=[3]))
+        live = SimpleNamespace(items=(), has_staged=False, staged_copies=(None, None), kinds=Counter())
+        live.captured, live.set_up = done.captured, done.set_up
         node = recording.Recording.__new__(recording.Recording)
         node._live, node.graph, node.device, node.stream = live, "upstream's", 0, "of captures"
         node.wrapped_function = SimpleNamespace(model=None)
-        current = SimpleNamespace(wait_stream=lambda stream: done.append(f"waited for the stream {stream}"))
         with (
-            mock.patch.object(torch.cuda, "current_stream", lambda device: current),
+            mock.patch.object(torch.cuda, "current_stream", lambda device: done),
             mock.patch.object(recording.Upstream, "_record", lambda node, model, inputs: model(inputs)),
             mock.patch.object(recording, "kept_graph", lambda inputs: "kept"),
         ):
-            self.assertEqual(node._record(model, [3]), [3])
+            node._record(done.model, [3])
         # What torch set on that stream before the capture must not overwrite what the first replay sets.
-        self.assertEqual(done, ["written", "captured", "over", "waited for the stream of captures", "set up"])
+        order = ["captured", "captured().__enter__", "model", "captured().__exit__", "wait_stream", "set_up"]
+        self.assertEqual([name for name, *_ in done.mock_calls], order)
+        done.wait_stream.assert_called_once_with("of captures")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import subprocess
 import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +31,6 @@ from pygraph_trees.indirection.table.variant_worker import Job, Worker, WriterJo
 
 class Function:
     """An object that can be referred to weakly."""
-
-
-def reader(kernel: str) -> Reader:
-    return Reader(FakeAutotuner(kernel), frozenset({"in_ptr0"}), frozenset({("in_ptr0", 0)}))
 
 
 class FakeWorker:
@@ -55,8 +54,8 @@ class TestBuilding(TestCase):
         super().setUp()
         self.function, self.started = Function(), list[FakeWorker]()
         self.built = list[Any]()  # kernels and writers
-        self.readers = [reader(name) for name in ("a", "b", "c")]
-        self.free = True
+        inputs = frozenset({("in_ptr0", 0)})
+        self.readers = [Reader(FakeAutotuner(kernel), frozenset({"in_ptr0"}), inputs) for kernel in ("a", "b", "c")]
         self.error: Exception | None = None
         for target, name, value in (
             (builds, "readers_of", lambda function: self.readers),
@@ -77,11 +76,9 @@ class TestBuilding(TestCase):
     def job_of(self, autotuner: FakeAutotuner, names: frozenset[str]) -> Job | None:
         return None if autotuner.fn.__name__ == "b" else Job("path", autotuner.fn.__name__, None, names)
 
-    def start(self, jobs: Sequence[Job | WriterJob]) -> FakeWorker | None:
+    def start(self, jobs: Sequence[Job | WriterJob]) -> FakeWorker:
         if self.error is not None:
             raise self.error
-        if not self.free:
-            return None
         self.started.append(FakeWorker(jobs))
         return self.started[-1]
 
@@ -97,20 +94,15 @@ class TestBuilding(TestCase):
     def go_on(self) -> bool | None:
         return builds.go_on(self.function)
 
-    def compiled(self, *done: int) -> FakeWorker:
-        """Begins, and lets the process compile these jobs; the next step loads the first one."""
+    def test_one_is_loaded_at_a_step(self) -> None:
         self.begin()
         self.assertEqual([self.go_on(), self.go_on()], [None, None])
-        (worker,) = self.started
-        worker.compiled = set(done)
-        return worker
-
-    def test_one_is_loaded_at_a_step(self) -> None:
-        worker = self.compiled(0, 1, 2)
         self.assertFalse(builds.is_over(self.function))
+        (worker,) = self.started
         *kernels, writer = worker.jobs
         self.assertEqual([job.kernel for job in kernels], ["a", "c"])
         self.assertEqual(writer, WriterJob(8, "a target"))
+        worker.compiled = {0, 1, 2}
         for built in ([], [(3, 8)], [(3, 8), "c"]):
             self.assertIsNone(self.go_on())
             self.assertEqual(self.built, built)
@@ -126,36 +118,34 @@ class TestBuilding(TestCase):
             self.assertEqual(table.taken_by_variants(function), frozenset())
             self.assertTrue(builds.is_over(function))
 
-    def test_none_can_be(self) -> None:
-        self.readers = self.readers[1:2]
-        self.begin()
-        self.assertIs(self.go_on(), False)
-        self.assertEqual(self.started, [])
-
-    def test_no_process_can_be_made(self) -> None:
-        self.error = OSError("of the test")
-        self.begin()
-        with self.assertLogs("pygraph_trees.indirection", "WARNING") as logs:
+    def test_a_build_that_fails_is_over(self) -> None:
+        with self.subTest("no process can be made"), self.assertLogs("pygraph_trees.indirection", "WARNING") as logs:
+            self.error = OSError("of the test")
+            self.begin()
             self.assertIs(self.go_on(), False)
+            self.assertIs(self.go_on(), False)  # it is not tried again
+        self.assertEqual(len(logs.output), 1)
         self.assertIn("of the test", logs.output[0])
-        self.assertIs(self.go_on(), False)  # it is not tried again
-        with builds._lock:
-            self.assertIsNone(self.go_on())  # another thread is building
-
-    def test_a_writer_that_cannot_be_loaded(self) -> None:
-        self.compiled(0, 1, 2)
-        self.go_on()
-        with (
-            mock.patch.object(builds, "load_writer", side_effect=RuntimeError("of the test")),
-            self.assertLogs("pygraph_trees.indirection", "WARNING"),
-        ):
+        with self.subTest("a writer cannot be loaded"), self.assertLogs("pygraph_trees.indirection", "WARNING"):
+            self.error, self.function = None, Function()
+            self.begin()
+            self.go_on()
+            self.started[0].compiled = {0, 1, 2}
+            self.go_on()
+            with mock.patch.object(builds, "load_writer", side_effect=RuntimeError("of the test")):
+                self.assertIs(self.go_on(), False)
+            self.assertTrue(builds.is_over(self.function))
+        with self.subTest("no kernel can be compiled elsewhere"):
+            self.readers, self.function = self.readers[1:2], Function()
+            self.begin()
             self.assertIs(self.go_on(), False)
-        self.assertTrue(builds.is_over(self.function))
+            self.assertEqual(len(self.started), 1)
 
     def test_a_finalizer_may_begin_one(self) -> None:
         """It waits for no lock: a finalizer may run while this thread holds the lock."""
         with builds._lock:
             self.begin()
+            self.assertIsNone(self.go_on())  # another thread is building
         self.assertIn(self.function, builds._builds)
 
 
@@ -173,16 +163,15 @@ class TestWorker(TestCase):
 
     def setUp(self) -> None:
         super().setUp()
-        self.stack = contextlib.ExitStack()
-        self.addCleanup(self.stack.close)
-        self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
-    def autotuners(self) -> list[Any]:
-        self.stack.enter_context(of_inductor(self.folder))
-        found = list(autotuners(self.folder, lambda x, y: (x.sin() + y).sum(-1), on_gpu(64, 64), on_gpu(64, 64)))
-        for autotuner in found:
-            autotuner.launchers = [SimpleNamespace(config=autotuner.configs[0])]
-        return found
+    def job(self, *names: str) -> tuple[Any, Job]:
+        """A kernel's autotuner, and the job of compiling it with these slots."""
+        self.enterContext(of_inductor(self.folder))
+        program = lambda x, y: (x.sin() + y).sum(-1)  # noqa: E731
+        (autotuner,) = autotuners(self.folder, program, on_gpu(64, 64), on_gpu(64, 64))
+        autotuner.launchers = [SimpleNamespace(config=autotuner.configs[0])]
+        return autotuner, job_of(autotuner, frozenset(names))
 
     def wait(self, worker: Worker) -> set[int]:
         end = time.monotonic() + 300
@@ -192,14 +181,12 @@ class TestWorker(TestCase):
         return done
 
     def test_what_it_compiles_is_found(self) -> None:
-        (autotuner,) = self.autotuners()
-        job = job_of(autotuner, frozenset({"in_ptr0", "in_ptr1"}))
-        assert job is not None
+        autotuner, job = self.job("in_ptr0", "in_ptr1")
         self.assertEqual(Path(job.path), self.folder / f"{job.kernel}.py")
         # The process has no GPU either.
         Path(job.path).write_text(PRESENCE + Path(job.path).read_text())
         target = GPUTarget("cuda", 90, 32)
-        jobs = [Job(job.path, "none of that name", job.config, job.names), job, WriterJob(8, target)]
+        jobs = [replace(job, kernel="none of that name"), job, WriterJob(8, target)]
         (self.folder / "triton").mkdir()  # nothing is imported from the working folder
         (self.folder / "triton" / "__init__.py").write_text("raise ImportError")
         before = os.getcwd()
@@ -207,7 +194,6 @@ class TestWorker(TestCase):
         os.chdir(self.folder)
         worker = Worker.start(jobs)
         os.chdir(before)
-        assert worker is not None
         self.assertIsNone(Worker.start([job]))  # one at a time
         self.assertEqual(self.wait(worker), {1, 2})
         # Wherever this process looks by then.
@@ -224,11 +210,9 @@ class TestWorker(TestCase):
         self.assertEqual(slots, job.names)
 
     def test_jobs_one_by_one(self) -> None:
-        (autotuner,) = self.autotuners()
-        job = job_of(autotuner, frozenset({"in_ptr0"}))
-        assert job is not None
-        gone = Job(str(self.folder / "none.py"), job.kernel, job.config, job.names)
-        other = Job(job.path, job.kernel, job.config, frozenset({"xnumel"}))  # not a pointer
+        _, job = self.job("in_ptr0")
+        gone = replace(job, path=str(self.folder / "none.py"))
+        other = replace(job, names=frozenset({"xnumel"}))  # not a pointer
         self.assertEqual(list(compile_jobs([gone, job, other])), [1])
 
     def test_kernels_that_no_other_process_could_compile(self) -> None:
@@ -243,15 +227,9 @@ class TestWorker(TestCase):
 
     def fake(self, code: str) -> Worker:
         """A worker whose process runs ``code`` instead."""
-        original = variant_worker.subprocess.Popen
-
-        def popen(command: list[str], **more: Any) -> Any:
-            return original(["/bin/sh", "-c", code], **more)
-
-        with mock.patch.object(variant_worker.subprocess, "Popen", popen):
-            worker = Worker.start([])
-        assert worker is not None
-        return worker
+        popen = functools.partial(subprocess.Popen, ["/bin/sh", "-c", code])
+        with mock.patch.object(subprocess, "Popen", lambda command, **more: popen(**more)):
+            return Worker.start([])
 
     def test_a_process_that_fails(self) -> None:
         worker = self.fake("echo 0; echo other; exit 3")
@@ -290,7 +268,7 @@ class TestWorker(TestCase):
         self.assertEqual(process.returncode, -9)
         for _ in range(2):
             with (
-                mock.patch.object(variant_worker.subprocess, "Popen", side_effect=OSError("of the test")),
+                mock.patch.object(subprocess, "Popen", side_effect=OSError("of the test")),
                 self.assertRaises(OSError),
             ):
                 Worker.start([])

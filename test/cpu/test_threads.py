@@ -10,14 +10,11 @@ import threading
 import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch._guards import CompileContext, CompileId, compile_context
-from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
 from pygraph_trees.report.log import Count, FunctionLog, RecordingLog
@@ -38,6 +35,10 @@ class Run:
 
     def __call__(self, inputs):
         return [self.number, self.compile_id, *inputs]
+
+
+def on(thread, work, *arguments):
+    return thread.submit(work, *arguments).result(60)
 
 
 def in_backward(call):
@@ -74,14 +75,14 @@ class TestThreads(TestCase):
         with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
             for _ in range(2):
                 for number, thread in enumerate((first, second), 1):
-                    self.assertEqual(thread.submit(self.backwards).result(60), [[number, ID, "x"]] * 2)
-                    self.assertEqual(thread.submit(self.call).result(60), [number, ID, "x"])
+                    self.assertEqual(on(thread, self.backwards), [[number, ID, "x"]] * 2)
+                    self.assertEqual(on(thread, self.call), [number, ID, "x"])
 
     def test_nothing_is_left_of_a_thread_that_has_ended(self):
         self.call()
         for number in range(1, 4):
             with ThreadPoolExecutor(1) as thread:
-                self.assertEqual(thread.submit(self.backwards).result(60)[0], [number, ID, "x"])
+                self.assertEqual(on(thread, self.backwards)[0], [number, ID, "x"])
                 self.assertIsNotNone(self.made[number]())
             self.assertIsNone(self.made[number]())
         self.assertIsNotNone(self.made[0]())
@@ -96,7 +97,7 @@ class TestThreads(TestCase):
             self.log.recordings.append(RecordingLog(counter=Count(replays)))
             for number in range(threads.MOST_ENDED + 1):
                 with ThreadPoolExecutor(1) as thread:
-                    found = thread.submit(self.call).result(60)[0]
+                    found = on(thread, self.call)[0]
                 self.assertEqual(found, number if number < threads.MOST_ENDED else last)
             self.assertEqual(self.log.ungraphed_reason, None if replays else threads.SHORT_LIVED)
 
@@ -108,7 +109,7 @@ class TestThreads(TestCase):
         self.call()
         for _ in range(2):
             with ThreadPoolExecutor(1) as thread:
-                self.assertEqual(thread.submit(backward).result(60), [1, ID, "x"])
+                self.assertEqual(on(thread, backward), [1, ID, "x"])
 
     def test_containers(self):
         """Each thread has its own, which its backwards use. Others' backwards leave none in autograd's thread."""
@@ -125,11 +126,11 @@ class TestThreads(TestCase):
                     return (in_backward if is_per_thread else lambda work: work())(lambda: get(0)), dict(vars(local))
 
             with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second, ThreadPoolExecutor(1) as third:
-                found = [thread.submit(containers).result(60) for thread in (first, second)]
-                others = [third.submit(of_others).result(60)]
-                third.submit(threads.mark).result(60)  # it still has no trees
-                others.append(third.submit(of_others).result(60))
-                others.append(third.submit(of_others, False).result(60))  # as all calls before torch 2.13
+                found = [on(thread, containers) for thread in (first, second)]
+                others = [on(third, of_others)]
+                on(third, threads.mark)  # it still has no trees
+                others.append(on(third, of_others))
+                others.append(on(third, of_others, False))  # as all calls before torch 2.13
         for own, kept, in_its_backward in found:
             self.assertIs(own, kept)
             self.assertIs(own, in_its_backward)
@@ -148,7 +149,7 @@ class TestThreads(TestCase):
             return [before, number(), *(in_backward(number) for _ in range(2))]
 
         with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-            found = [thread.submit(numbers).result(60) for thread in (one, other)]
+            found = [on(thread, numbers) for thread in (one, other)]
         for before, here, backward, again in found:
             self.assertEqual((before, again), (here, backward))
         self.assertEqual(len({value for values in found for value in values}), 4)
@@ -168,10 +169,8 @@ class TestHome(TestCase):
         self.first, self.second, self.third = (self.enterContext(ThreadPoolExecutor(1)) for _ in range(3))
 
     def call(self, thread, mode, is_graphed=True):
-        def work():
-            return self.ways[mode](is_graphed)
-
-        return thread.submit((lambda: in_backward(work)) if mode == "backward" else work).result(60)
+        around = in_backward if mode == "backward" else lambda work: work()
+        return on(thread, around, lambda: self.ways[mode](is_graphed))
 
     def is_elsewhere(self, thread, mode="inference"):
         return self.call(thread, mode) is not None
@@ -187,15 +186,15 @@ class TestHome(TestCase):
         self.assertEqual([self.call(self.second, mode) for mode in self.logs], ["un-graphed"] * 3)
         self.assertEqual([self.call(self.third, mode) for mode in ("backward", "inference")], ["noted", "un-graphed"])
         self.assertEqual({log.ungraphed_reason for log in self.logs.values()}, {home.ELSEWHERE})
-        self.assertTrue(self.second.submit(home.may_use, 1).result(60))  # of another device
+        self.assertTrue(on(self.second, home.may_use, 1))  # of another device
         dispatch = Dispatch()
         dispatch.replayers = {1: "of the first thread"}
         self.first.shutdown()
         self.assertEqual([self.call(self.second, mode) for mode in self.logs], [None] * 3)
         self.assertEqual(dispatch.replayers, {})
-        self.third.submit(home.leave).result(60)
+        on(self.third, home.leave)
         self.assertTrue(self.is_elsewhere(self.third))
-        self.second.submit(home.leave).result(60)
+        on(self.second, home.leave)
         self.assertFalse(self.is_elsewhere(self.third))
 
     def test_another_takes_over_from_an_idle_one_whose_path_can_end(self):
@@ -222,32 +221,30 @@ class TestHome(TestCase):
         self.assertFalse(self.is_elsewhere(self.second))
 
     def test_each_device_has_its_own(self):
-        other = mock.Mock(device_index=1, turns=0)
-        other.end_step.return_value = True
-        self.managers.append(other)
+        self.managers.append(mock.Mock(device_index=1, turns=0, **{"end_step.return_value": True}))
         for device in (0, 1):
-            self.assertTrue(self.first.submit(home.may_use, device).result(60))
+            self.assertTrue(on(self.first, home.may_use, device))
         taken = []
         for _ in range(2):
             self.managers[0].turns += 1  # the first thread goes on there
-            taken.append(self.second.submit(home.takes_over, 1).result(60))
+            taken.append(on(self.second, home.takes_over, 1))
         self.assertEqual(taken, [False, True])
-        self.assertFalse(self.first.submit(home.may_use, 1).result(60))
-        self.assertTrue(self.first.submit(home.may_use, 0).result(60))
+        self.assertFalse(on(self.first, home.may_use, 1))
+        self.assertTrue(on(self.first, home.may_use, 0))
 
     def test_calls_that_are_not_graphed_claim_nothing(self):
         self.assertIsNone(self.call(self.first, "inference", is_graphed=False))
         self.assertIsNone(self.call(self.second, "inference"))
         self.assertEqual(self.call(self.first, "inference", is_graphed=False), "un-graphed")
         self.assertIsNone(self.logs["inference"].ungraphed_reason)
-        self.assertFalse(self.third.submit(lambda: not home.is_used_elsewhere(0)).result(60))
+        self.assertFalse(on(self.third, lambda: not home.is_used_elsewhere(0)))
 
     def test_backwards_of_threads_without_other_calls_use_graphs_that_no_thread_has_used(self):
         for _ in range(2):
             with ThreadPoolExecutor(1) as thread:
                 self.assertIsNone(self.call(thread, "backward"))
         self.keep_busy()
-        self.assertFalse(self.first.submit(home.is_used_elsewhere, 0).result(60))  # captures end their paths
+        self.assertFalse(on(self.first, home.is_used_elsewhere, 0))  # captures end their paths
         self.assertTrue(self.is_elsewhere(self.first))
         home._homes.clear()
         with ThreadPoolExecutor(1) as thread:
@@ -262,26 +259,22 @@ class TestHome(TestCase):
             barrier.wait(60)
             return home.may_use(0)
 
-        interval = sys.getswitchinterval()
+        self.addCleanup(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(1e-5)
-        try:
-            with ThreadPoolExecutor(8) as threads:
-                for _ in range(20):
-                    home._homes.clear()
-                    self.assertEqual(sum(threads.map(claim, range(8))), 1)
-        finally:
-            sys.setswitchinterval(interval)
+        with ThreadPoolExecutor(8) as threads:
+            for _ in range(20):
+                home._homes.clear()
+                self.assertEqual(sum(threads.map(claim, range(8))), 1)
 
     def test_a_reset_leaves_the_trees_of_devices_that_another_thread_uses(self):
         containers = {0: "used here", 1: "used elsewhere", 2: "unused"}
         shared = {"tree_manager_containers": containers, "tree_manager_locks": {}}
         local = threading.local()
-        self.enterContext(mock.patch.object(manager_container, "local", local))
-        self.enterContext(mock.patch.object(manager_container, "PER_THREAD", False))
-        self.enterContext(mock.patch.object(manager_container, "_of_others", shared))
+        for name, value in (("local", local), ("PER_THREAD", False), ("_of_others", shared)):
+            self.enterContext(mock.patch.object(manager_container, name, value))
         vars(local).update(shared)
         self.assertTrue(home.may_use(0))
-        self.first.submit(home.may_use, 1).result(60)
+        on(self.first, home.may_use, 1)
         with manager_container.without_others():
             found = dict(local.tree_manager_containers)
             local.tree_manager_containers.clear()  # as upstream does
@@ -298,39 +291,36 @@ class TestCaptures(TestCase):
         self.lock, self.done = threading.Lock(), threading.Event()
         self.enterContext(mock.patch.object(capture_lock, "capture_lock", lambda: self.lock))
 
+    @contextlib.contextmanager
     def capturing(self, is_torchs):
-        stack = contextlib.ExitStack()
-        stack.enter_context(mock.patch.object(capture_lock, "IS_TORCHS", is_torchs))
-        if is_torchs:
-            stack.enter_context(self.lock)
-        stack.enter_context(capture_lock.locked_by_torch())
-        self.assertTrue(self.lock.locked())
-        return stack
+        kind = mock.patch.object(capture_lock, "IS_TORCHS", is_torchs)
+        with kind, self.lock if is_torchs else contextlib.nullcontext(), capture_lock.locked_by_torch():
+            self.assertTrue(self.lock.locked())
+            yield
 
     def move(self):
         with capture_lock.idle_device(0), capture_lock.idle_device(0):  # one may cause another
             self.assertTrue(self.lock.locked())
             self.done.set()
 
-    @parametrize("is_torchs", [True, False])
-    def test_outputs_are_moved_once_no_other_thread_captures(self, is_torchs):
-        with ThreadPoolExecutor(1) as other:
+    def test_outputs_are_moved_once_no_other_thread_captures(self):
+        for is_torchs in (True, False):
+            self.done.clear()
+            with ThreadPoolExecutor(1) as other:
+                with self.capturing(is_torchs):
+                    moving = other.submit(self.move)
+                    self.assertFalse(self.done.wait(0.1))
+                moving.result(60)
+            self.assertEqual((self.done.is_set(), self.lock.locked()), (True, False))
+
+    def test_a_thread_does_not_wait_for_its_own_capture(self):
+        for is_torchs in (True, False):
             with self.capturing(is_torchs):
-                moving = other.submit(self.move)
-                self.assertFalse(self.done.wait(0.1))
-            moving.result(60)
-        self.assertEqual((self.done.is_set(), self.lock.locked()), (True, False))
-
-    @parametrize("is_torchs", [True, False])
-    def test_a_thread_does_not_wait_for_its_own_capture(self, is_torchs):
-        with self.capturing(is_torchs):
+                self.move()
+                self.assertTrue(self.lock.locked())
             self.move()
-            self.assertTrue(self.lock.locked())
-        self.move()
-        self.assertFalse(self.lock.locked())
+            self.assertFalse(self.lock.locked())
 
-
-instantiate_parametrized_tests(TestCaptures)
 
 if __name__ == "__main__":
     run_tests()

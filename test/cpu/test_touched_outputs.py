@@ -11,6 +11,7 @@ import inspect
 import sys
 import unittest
 import weakref
+from itertools import count, product
 from unittest import mock
 
 import torch
@@ -20,7 +21,6 @@ from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState, Sto
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from pygraph_trees.native import binding
 from pygraph_trees.trees.hooks import entry_points
@@ -29,13 +29,7 @@ from pygraph_trees.trees.pools.liveness import Deaths
 from pygraph_trees.trees.recordings import kept_outputs
 from pygraph_trees.trees.recordings.recording import Recording
 
-# AOTAutograd calls this at each call of a function with symbolic sizes.
-STAMPS = ("_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices")
-
-
-def stamp(output, indices):
-    for name in STAMPS:
-        setattr(output, name, indices)
+INFERENCE, FORWARD, BACKWARD = CompilationMode.INFERENCE, CompilationMode.FORWARD, CompilationMode.BACKWARD
 
 
 def all_of(value):
@@ -99,13 +93,12 @@ class TestDropped(OnCpuTestCase):
 
     @parametrize("fast", [False, True])
     @parametrize(
-        "change",
-        ["unsqueeze_", "requires_grad_", "retains its gradient", "grad_dtype", "an attribute", "dtype", "negated"],
+        "change", ["unsqueeze_", "requires_grad_", "retain_grad", "hook", "grad_dtype", "tag", "dtype", "negated"]
     )
     def test_what_is_left_on_an_output(self, change, fast):
-        function = Function()
+        function, hooked = Function(), []
         (output,) = function.call(3.0)
-        if change == "an attribute":
+        if change == "tag":
             output.tag = 1
         elif change == "grad_dtype":
             output.grad_dtype = torch.float64
@@ -113,15 +106,20 @@ class TestDropped(OnCpuTestCase):
             output.data = output.view(torch.int32)
         elif change == "negated":
             output.data = torch._neg_view(output)
-        elif change == "retains its gradient":
+        elif change == "retain_grad":
             output.requires_grad_().retain_grad()
             (output * 2).sum().backward()
+        elif change == "hook":
+            output.requires_grad_().register_post_accumulate_grad_hook(hooked.append)
+            output.sum().backward()
+            self.assertIs(hooked.pop(), output)
         else:
             getattr(output, change)(*((0,) if change == "unsqueeze_" else ()))
         del output
         found = self.check_next(function, fast=fast)
         self.assertFalse(hasattr(found, "tag"))
-        found.add_(1)
+        found.add_(1).requires_grad_().sum().backward()
+        self.assertEqual(hooked, [])
 
     @parametrize("fast", [False, True])
     def test_a_tangent(self, fast):
@@ -145,7 +143,7 @@ class TestDropped(OnCpuTestCase):
 
     def test_gradients_that_an_output_of_autograd_retains(self):
         """They belong to one step, as in eager."""
-        function = Function(mode=CompilationMode.FORWARD)
+        function = Function(mode=FORWARD)
         graphed = under_autograd(function)
         leaf = torch.ones(SIZE, requires_grad=True)
         for step in (1, 2, 3):
@@ -155,40 +153,22 @@ class TestDropped(OnCpuTestCase):
             self.assertEqual(output.grad, all_of(step))
             del output
 
-    @parametrize("mode", [CompilationMode.INFERENCE, CompilationMode.BACKWARD])
     @parametrize("fast", [False, True])
-    def test_changes_in_place_that_autograd_records(self, mode, fast):
-        """They belong to one step, for example if a trained bias is added to a frozen backbone's features."""
-        function, bias = Function(mode=mode), torch.zeros(SIZE, requires_grad=True)
+    @parametrize("mode,is_recorded", [*product((INFERENCE, BACKWARD), (False, True)), (FORWARD, False)])
+    def test_changes_in_place(self, mode, is_recorded, fast):
+        """They belong to one step, also if autograd records them: a trained bias for a frozen backbone's features."""
+        function, bias = Function(mode=mode), torch.ones(SIZE, requires_grad=is_recorded)
         for step in (3, 4, 5):
             (output,) = function.call(step, fast=fast)
-            self.assertFalse(output.requires_grad)
-            output.add_(bias)
-            (gradient,) = torch.autograd.grad(output.sum(), bias)
-            self.assertEqual((output, gradient), (all_of(step), all_of(1)))
+            if is_recorded:
+                self.assertFalse(output.requires_grad)
+            elif step > 3:
+                self.assertEqual(output._version, 0)
+            output.add_(bias).mul_(2)
+            self.assertEqual(output, all_of(2 * step + 2))
+            if is_recorded:
+                self.assertEqual(torch.autograd.grad(output.sum(), bias), (all_of(2),))
             del output
-
-    def test_hooks_after_accumulation(self):
-        function, seen = Function(), []
-        for step in (3, 4):
-            (output,) = function.call(step)
-            output.requires_grad_()
-            output.register_post_accumulate_grad_hook(lambda _, step=step: seen.append(step))
-            output.sum().backward()
-            del output
-        self.assertEqual(seen, [3, 4])
-
-    def test_weak_references(self):
-        function, sums = Function(), WeakTensorKeyDictionary()
-        for step in (3, 4, 5):
-            (output,) = function.call(step)
-            if output not in sums:
-                sums[output] = float(output.sum())
-            self.assertEqual(sums[output], SIZE * step)
-            of_this_step = weakref.ref(output)
-            del output
-        function.call(6.0)
-        self.assertIsNone(of_this_step())
 
     def test_code_that_runs_while_outputs_are_dropped(self):
         """Such code may ask which outputs are alive."""
@@ -204,34 +184,30 @@ class TestDropped(OnCpuTestCase):
         self.assertEqual(len(asked), 1)
 
     @parametrize("fast", [False, True])
-    @parametrize("is_held", [False, True])
-    @parametrize("how", ["data", "set_"])
-    def test_other_memory(self, how, is_held, fast):
-        """Memory that the program gave a dropped output is not returned as a result."""
+    @parametrize("change", ["nothing", "data", "set_"])
+    @parametrize("is_other_held", [False, True])
+    @parametrize("kept", ["nothing", "view", "storage", "typed storage"])
+    def test_memory(self, kept, is_other_held, change, fast):
+        """The program may keep an output's memory and give the output other memory, which is its own."""
         function, other = Function(), all_of(77)
         (output,) = function.call(3.0)
-        give_memory(output, other if is_held else other.clone(), how)
-        del output
+        keep = {"view": output.detach, "storage": output.untyped_storage, "typed storage": output.storage}
+        held = keep[kept]() if kept in keep else None
+        if change != "nothing":
+            give_memory(output, other if is_other_held else other.clone(), change)
+            if kept != "nothing":
+                output.untyped_storage()  # torch remembers the object
+        del output, keep
         self.check_next(function, fast=fast).zero_()
-        self.assertEqual(other, all_of(77))
-        self.check_next(function, 5.0)
+        self.check_next(function, 5.0, fast=fast)
         function.end()
-
-    @parametrize("fast", [False, True])
-    @parametrize("mode", [CompilationMode.INFERENCE, CompilationMode.FORWARD, CompilationMode.BACKWARD])
-    def test_changes_in_place_are_not_counted_for_the_next_output(self, mode, fast):
-        function = Function(mode=mode)
-        for step in (3, 4, 5):
-            (output,) = function.call(step, fast=fast)
-            if step > 3:
-                self.assertEqual(output._version, 0)
-            output.add_(1).mul_(2)
-            self.assertEqual(output, all_of(2 * step + 2))
-            del output
+        self.assertEqual(other, all_of(77))
+        if kept != "nothing":
+            self.assertEqual(torch.empty(0).set_(held.untyped() if kept == "typed storage" else held), all_of(3))
 
     @parametrize("holds", ["nothing", "the output", "the other"])
     @parametrize("change", ["swapped", "swapped with a view", "grown", "emptied", "lazily cloned"])
-    @parametrize("mode", [CompilationMode.INFERENCE, CompilationMode.BACKWARD])
+    @parametrize("mode", [INFERENCE, BACKWARD])
     def test_memory_that_is_exchanged_resized_or_shared(self, change, holds, mode):
         """Each way works as with any other tensor, and what the program holds keeps its values."""
         function = Function(mode=mode)
@@ -285,15 +261,15 @@ class TestDropped(OnCpuTestCase):
     @parametrize("has_graph", [False, True])
     def test_untouched_outputs_are_returned_again(self, has_graph):
         """C++ does it without Python, even if autograd has used them."""
-        function = Function(mode=CompilationMode.FORWARD if has_graph else CompilationMode.INFERENCE)
-
+        function = Function(mode=FORWARD if has_graph else INFERENCE)
         graphed = under_autograd(function)
         leaf, objects = torch.ones(SIZE, requires_grad=True), set()
         with mock.patch.object(Recording, "reconstruct_outputs", side_effect=AssertionError("it asked Python")):
             for step in range(3, 7):
                 output = graphed(leaf * step) if has_graph else function.call(step)[0]
                 self.assertEqual(output, all_of(step))
-                stamp(output, frozenset({0}))  # as AOTAutograd does for outputs with symbolic sizes
+                for name in ("_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices"):
+                    setattr(output, name, frozenset({0}))  # as AOTAutograd does for outputs with symbolic sizes
                 if has_graph:
                     output.sum().backward()
                 objects.add(id(output))
@@ -313,34 +289,9 @@ class TestKept(OnCpuTestCase):
         output.data = all_of(77)
         self.check_steps(function, [output, *views], [77, *[3] * has_view])
 
-    @parametrize("how", ["data", "set_"])
-    @parametrize("is_storage", [False, True])
-    @parametrize("fast", [False, True])
-    def test_memory_that_an_output_had_before_it_was_dropped(self, how, is_storage, fast):
-        """The memory that the output has last is held by nobody else."""
-        function = Function()
-        (output,) = function.call(3.0)
-        kept = output.untyped_storage() if is_storage else output.detach()
-        give_memory(output, all_of(77), how)
-        output.untyped_storage()  # torch remembers the object
-        del output
-        for step in (4, 5):
-            self.assertEqual(function.call(step, fast=fast), [all_of(step)])
-        self.assertEqual(torch.empty(0).set_(kept), all_of(3))
-
-    @parametrize("typed", [False, True])
-    def test_a_storage_alone(self, typed):
-        function = Function()
-        (output,) = function.call(3.0)
-        storage = output.storage() if typed else output.untyped_storage()
-        del output
-        function.call(4.0)
-        untyped = storage.untyped() if typed else storage
-        self.assertEqual(torch.empty(0).set_(untyped), all_of(3))
-
     @parametrize("of_storage", [False, True])
-    @parametrize("fast", [False, True])
-    def test_weak_references_when_memory_is_overwritten(self, of_storage, fast):
+    @parametrize("then", ["C++ replays", "Python replays", "an ungraphed forward begins a step"])
+    def test_weak_references_when_memory_may_be_overwritten(self, then, of_storage):
         """They are dead by then, as in eager, and do not give the program a tensor that another step writes to."""
         function, seen = Function(), []
         (output,) = function.call(3.0)
@@ -351,19 +302,12 @@ class TestKept(OnCpuTestCase):
             seen.append(held())
             function.pool.fill_(function.value)
 
+        if then == "an ungraphed forward begins a step":
+            begin_step_ungraphed(function)
+            self.assertIsNone(held())
         with mock.patch.object(function.recording.graph, "replay", launched):
-            self.assertEqual(function.call(4.0, fast=fast), [all_of(4)])
+            self.assertEqual(function.call(4.0, fast=then != "Python replays"), [all_of(4)])
         self.assertEqual(seen, [None])
-
-    @parametrize("of_storage", [False, True])
-    def test_weak_references_when_an_ungraphed_forward_begins_a_step(self, of_storage):
-        function = Function()
-        (output,) = function.call(3.0)
-        held = weakref.ref(output.untyped_storage() if of_storage else output)
-        del output
-        begin_step_ungraphed(function)
-        self.assertIsNone(held())
-        self.assertEqual(function.call(4.0), [all_of(4)])
 
     @parametrize("state", [ExecutionState.RECORDING, ExecutionState.WARMUP])
     def test_other_memory_of_a_first_output(self, state):
@@ -385,6 +329,18 @@ class TestKept(OnCpuTestCase):
         self.assertEqual((invalidated, output), ([], all_of(77)))
 
 
+def interrupted(owner, name, at):
+    """Replaces a function by one that is interrupted at the call of this number."""
+    before, calls = getattr(owner, name), count(1)
+
+    def call(*arguments):
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return before(*arguments)
+
+    return mock.patch.object(owner, name, call)
+
+
 @instantiate_parametrized_tests
 class TestInterrupts(OnCpuTestCase):
     @parametrize("where", ["_exchange", "_forget", "remove_node_cached_tensors"])
@@ -392,17 +348,9 @@ class TestInterrupts(OnCpuTestCase):
     def test_while_outputs_are_moved(self, where, is_kept):
         """The interrupt is at the second output or the only recording; all later outputs are right."""
         function = Function(outputs=2)
-        outputs, calls = function.call(3.0), []
-        owner = Recording if where == "remove_node_cached_tensors" else kept_outputs
-        before = getattr(owner, where)
-
-        def interrupted(*arguments):
-            calls.append(1)
-            if len(calls) == (1 if owner is Recording else 2):
-                raise KeyboardInterrupt
-            return before(*arguments)
-
-        with mock.patch.object(owner, where, interrupted), self.assertRaises(KeyboardInterrupt):
+        outputs = function.call(3.0)
+        owner, at = (kept_outputs, 2) if hasattr(kept_outputs, where) else (Recording, 1)
+        with interrupted(owner, where, at), self.assertRaises(KeyboardInterrupt):
             function.call(4.0)
         self.assertEqual(outputs, [all_of(3)] * 2)
         if not is_kept:
@@ -412,7 +360,7 @@ class TestInterrupts(OnCpuTestCase):
     @parametrize("is_kept", [False, True])
     def test_while_a_path_is_about_to_end(self, is_kept):
         """The interrupt is inside a step; the program keeps the traceback, as an interactive session does."""
-        function = Function(mode=CompilationMode.FORWARD)
+        function = Function(mode=FORWARD)
         manager = function.manager
         first = function.call(3.0)
         manager.current_gen = manager.get_curr_generation()
@@ -448,8 +396,7 @@ class TestInterrupts(OnCpuTestCase):
         if not is_kept:
             outputs[0].tag = 1
             outputs.clear()
-        interrupted = mock.patch.object(StorageWeakRefWrapper, "remove_extra_reference", side_effect=KeyboardInterrupt)
-        with interrupted, self.assertRaises(KeyboardInterrupt):
+        with interrupted(StorageWeakRefWrapper, "remove_extra_reference", 1), self.assertRaises(KeyboardInterrupt):
             function.call(4.0)
         self.check_steps(function, outputs, [3, 3] * is_kept)
 
@@ -474,20 +421,10 @@ class TestInterrupts(OnCpuTestCase):
             self.assertEqual(function.call(step), [all_of(step)] * 2)
 
     def test_while_cached_outputs_are_made(self):
-        function, made = Function(outputs=3), []
+        function = Function(outputs=3)
         function.recording.remove_node_cached_tensors()
-        add = torch._C._add_cached_tensor
-
-        def interrupted(tensor):
-            made.append(tensor)
-            if len(made) == 2:
-                raise KeyboardInterrupt
-            add(tensor)
-
-        with mock.patch.object(torch._C, "_add_cached_tensor", interrupted), contextlib.suppress(KeyboardInterrupt):
+        with interrupted(torch._C, "_add_cached_tensor", 2), self.assertRaises(KeyboardInterrupt):
             function.call(1.0)
-        self.assertEqual(len(made), 2)
-        made.clear()
         self.check_steps(function)
 
 

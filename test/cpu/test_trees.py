@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
+import itertools
 import sys
 import threading
 import unittest
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -26,7 +25,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 import pygraph_trees
 from pygraph_trees.native import binding
 from pygraph_trees.report import compiled
-from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
+from pygraph_trees.report.log import GraphLog, RecordingLog, journal
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
@@ -58,22 +57,26 @@ def double(inputs):
     return values
 
 
-class TestFunction(TestCase):
-    def setUp(self):
-        super().setUp()
-        clear()
+def inference(fn=double, **settings):
+    """A function for inference; ``settings`` differ from the current ones."""
+    function = FunctionModel.of(fn, is_backward=False, is_inference=True)
+    function.settings = replace(function.settings, **settings)
+    return function
 
+
+class TestFunction(TestCase):
     def test_stands_for_the_model(self):
-        function = FunctionModel.of(double, is_backward=False, is_inference=True)
+        function = inference()
         self.assertEqual(function([torch.ones(2)]), [torch.full((2,), 2.0)])
-        self.assertEqual(function.__name__, "double")
-        self.assertEqual(function.log.runs, 1)
-        self.assertIs(FunctionModel.of(function, is_backward=False, is_inference=True), function)
+        self.assertEqual((function.__name__, function.log.runs), ("double", 1))
+        self.assertIs(inference(function), function)
 
     def test_a_call_goes_past_the_wrappers_if_it_can(self):
-        function = FunctionModel.of(double, is_backward=False, is_inference=True)
-        function.settings = dataclasses.replace(function.settings, indirection="auto")
+        """The function is entered once, and only if inputs go by address."""
+        self.assertIs(enter(inference(indirection="off"), double), double)
+        function = inference(indirection="auto")
         call, dispatch = enter(function, lambda inputs: ["the wrappers", *inputs]), function.dispatch
+        self.assertIs(enter(function, double), double)
         self.assertEqual(call([1]), ["the wrappers", 1])
         manager = replaying(lambda inputs, function_id: [function_id] if inputs == [1] else None)
         replay_with(dispatch, manager, 7)
@@ -82,37 +85,62 @@ class TestFunction(TestCase):
         self.assertEqual((call([1]), call([1])), (["the wrappers", 1], [7]))
         self.assertIs(call.function, function)
 
-    def test_it_is_entered_once_and_only_if_inputs_go_by_address(self):
-        function = FunctionModel.of(double, is_backward=False, is_inference=True)
-        for indirection, twice in (("off", True), ("auto", False), ("auto", True)):
-            function.settings = dataclasses.replace(function.settings, indirection=indirection)
-            self.assertEqual(enter(function, double) is double, twice)
-
     def test_belongs_to_the_graph_being_compiled(self):
-        graph = GraphLog("Net", "3/1", "forward", ())
-        with journal.compiling(graph):
+        clear()
+        with journal.compiling(GraphLog("Net", "3/1", "forward", ())):
             functions = [FunctionModel.of(double, is_backward=False, is_inference=False) for _ in range(2)]
-        records = [f.log.record() for f in functions]
+        records = pygraph_trees.report().functions
         self.assertEqual(
             [(r.model, r.compile_id, r.partition, r.partitions) for r in records],
-            [("Net", "3/1", 1, 2), ("Net", "3/1", 2, 2)],
+            [("Net", "3/1", number, len(functions)) for number in (1, 2)],
         )
-        self.assertEqual(len(pygraph_trees.report().functions), 2)
 
     def test_settings_are_taken_when_it_is_compiled(self):
         with config.patch({"triton.pygraph_selective": "never"}):
-            function = FunctionModel.of(double, is_backward=False, is_inference=True)
-        self.assertEqual(function.settings.selective, "never")
+            function = inference()
         self.assertEqual(why_not_graphed(function.settings), "pygraph_selective is 'never'")
         self.assertIsNone(why_not_graphed(Settings.current()))
+
+    def test_generated_code_that_calls_one_is_not_verified(self):
+        """All ranks must go the same way."""
+        for call, has_collective in (
+            ("torch.ops._c10d_functional.all_reduce_.default(args[0], 'sum', '0')", True),
+            ("torch.ops.symm_mem.one_shot_all_reduce.default(args[0], 'sum', '0')", True),
+            ("torch.ops.aten.add.Tensor(args[0], 1)", False),
+        ):
+            scope = {"torch": torch}
+            exec(f"def call(args):\n    return {call}", scope)
+            model = inference(scope["call"], verify="on")
+            function, inputs = SimpleNamespace(model=model), [torch.ones(2)]
+            given = SimpleNamespace(function=function, inputs=inputs, is_managed=lambda t: False)
+            with self.assertLogs("pygraph_trees.trees", "INFO") if has_collective else contextlib.nullcontext():
+                verification = Manager._verification(SimpleNamespace(), given)
+            self.assertEqual((model.log.has_collective, verification is None), (has_collective, has_collective), call)
+        self.assertFalse(inference(len).log.has_collective)
+
+    def test_conjugated_and_negated_outputs_are_resolved(self):
+        """Neither upstream nor a replay knows about the bits: the memory is read as it is."""
+        base = torch.randn(8, 8, dtype=torch.complex64)
+        outputs = [
+            *(base.conj(), base[:, ::2].conj(), base.t().conj(), base[1:2].expand(4, 8).conj(), base[3, 4].conj()),
+            *(torch._neg_view(base.real), base.conj().imag, base[0:0].conj()),
+        ]
+        outputs += [torch.empty(5, 0, dtype=torch.complex64), torch.empty(2, 0, 3, dtype=torch.complex64).conj()]
+        outputs.append(torch.empty(4, 8, dtype=torch.complex64)[:0, :3].conj())
+        given = [base, None, 3, *outputs]
+        found = as_they_read(given)
+        self.assertTrue(all(one is other for one, other in zip(found[:3], given[:3], strict=True)))
+        for one, other in zip(found[3:], outputs, strict=True):
+            self.assertEqual(one, other, rtol=0, atol=0)
+            self.assertEqual(one.stride(), other.stride())
+            self.assertFalse(one.numel() and (one.is_conj() or one.is_neg()))
+        for plain in ((base, 3), base):
+            self.assertIs(as_they_read(plain), plain)
+        self.assertFalse(as_they_read(base.conj()).is_conj())
 
 
 class TestPutToUse(TestCase):
     """A compiled graph is noted when it is put to use, with the facts in its artifact."""
-
-    def setUp(self):
-        super().setUp()
-        clear()
 
     def artifact(self, **fields):
         partition = {"graphed": True, "kernels": {"triton": 2}, "causes": [], "inputs": [], "outputs": []}
@@ -121,23 +149,22 @@ class TestPutToUse(TestCase):
         base |= {"pygraph_coverage": {"model": "Net", "partitions": [partition]}}
         return SimpleNamespace(**(base | fields))
 
-    def put(self, artifact, functions=0, **options):
+    def put(self, artifact, functions=1, **options):
+        clear()
         kwargs = {"is_backward": False, "cudagraphs": True}  # no more than AOTAutograd's cache passes
         with compiled.put_to_use(artifact, kwargs, **{"wanted": True, "dropped": None, **options}):
             for _ in range(functions):
-                FunctionModel.of(double, is_backward=False, is_inference=True)
+                inference()
         return pygraph_trees.report().graphs
 
     def test_a_graphed_one_is_noted_with_what_its_artifact_knows(self):
         for is_inference, mode in ((True, "inference"), (False, "forward")):
-            clear()
-            (graph,) = self.put(self.artifact(fx_kwargs={"is_inference": is_inference}), functions=1)
+            (graph,) = self.put(self.artifact(fx_kwargs={"is_inference": is_inference}))
             self.assertEqual((graph.model, graph.mode, graph.dropped), ("Net", mode, None))
             self.assertEqual(graph.partitions[0].kernels, {"triton": 2})
-        clear()
         artifact = self.artifact()
         del artifact.pygraph_coverage  # of a process without the patches
-        (graph,) = self.put(artifact, functions=1)
+        (graph,) = self.put(artifact)
         self.assertEqual((graph.model, graph.partitions), ("unknown", ()))
 
     def test_a_dropped_one_is_noted_with_the_reason(self):
@@ -152,24 +179,18 @@ class TestPutToUse(TestCase):
             ({"device_types": {"cpu"}}, {}, []),
             ({}, {"wanted": False}, []),
         ):
-            clear()
-            graphs = self.put(self.artifact(**fields), **options)
+            graphs = self.put(self.artifact(**fields), functions=0, **options)
             self.assertEqual([graph.dropped for graph in graphs], reasons)
 
     def test_equal_code_has_an_equal_key(self):
         """The key does not depend on earlier compilations; other code has another key."""
-        keys = []
-        attach = compiled.attach
-
-        def look(artifact, graph, gm):
-            attach(artifact, graph, gm)
-            keys.append(artifact.pygraph_coverage["code"])
-
         one, other = (lambda x: x @ x), (lambda x: x @ x @ x)  # which need no kernel to be compiled
-        with mock.patch.object(compiled, "attach", look), config.patch({"force_disable_caches": True}):
+        attach = mock.patch.object(compiled, "attach", wraps=compiled.attach)
+        with attach as attached, config.patch({"force_disable_caches": True}):
             for fn in (one, other, one):
                 torch.compile(fn)(torch.ones(4, 4))
                 torch._dynamo.reset()
+        keys = [call.args[0].pygraph_coverage["code"] for call in attached.call_args_list]
         self.assertEqual(keys[0], keys[2])
         self.assertNotEqual(keys[0], keys[1])
         self.assertRegex(keys[0], "^[0-9a-f]{64}$")
@@ -182,17 +203,12 @@ class TestPutToUse(TestCase):
         for field, value in (("partitions", [{"unknown": 1}]), ("placed", [{"unknown": 1}]), ("partitions", 3)):
             artifact = self.artifact(pygraph_coverage={"model": "Net", field: value})
             with self.subTest(field=field), self.assertLogs("pygraph_trees.report", "WARNING"):
-                clear()
-                (graph,) = self.put(artifact, functions=1)
+                (graph,) = self.put(artifact)
                 self.assertEqual((graph.model, graph.partitions, graph.dropped), ("Net", (), None))
 
-
-class TestCompiledGraph(TestCase):
-    """A call of a compiled graph bypasses upstream's code around it if a fast replay is possible."""
-
     @unittest.skipIf(binding.extension is None, "not built for this torch")
-    def test_upstream_is_passed_if_a_fast_replay_answers(self):
-        """It is not bypassed while a profiler runs or calls are recorded, since these must see the call."""
+    def test_a_call_bypasses_upstream_if_a_fast_replay_answers(self):
+        """It does not while a profiler runs or calls are recorded, since these must see the call."""
 
         def run(inputs):
             return list(inputs)
@@ -203,10 +219,8 @@ class TestCompiledGraph(TestCase):
             self.assertEqual(call(graph, [1]), ["upstream's", 1])
         run.fast_call = lambda inputs: ["fast"]
         self.assertEqual(call(graph, [1]), ["fast"])
-        for owner, watches in (
-            (torch.autograd.profiler, "_is_profiler_enabled"),
-            (torch._inductor.debug, "RECORD_GRAPH_EXECUTION"),
-        ):
+        profiler, debug = torch.autograd.profiler, torch._inductor.debug
+        for owner, watches in ((profiler, "_is_profiler_enabled"), (debug, "RECORD_GRAPH_EXECUTION")):
             with mock.patch.object(owner, watches, True):
                 self.assertEqual(call(graph, [1]), ["upstream's", 1])
 
@@ -215,45 +229,16 @@ class Held:
     """An object with attributes that supports weak references."""
 
 
-class TestCollectives(TestCase):
-    """All ranks must go the same way in code that calls collectives."""
-
-    def function(self, call):
-        scope = {"torch": torch}
-        exec(f"def call(args):\n    return {call}", scope)
-        return FunctionModel.of(scope["call"], is_backward=False, is_inference=True)
-
-    def test_generated_code_that_calls_one(self):
-        for call, has in (
-            ("torch.ops._c10d_functional.all_reduce_.default(args[0], 'sum', '0')", True),
-            ("torch.ops.symm_mem.one_shot_all_reduce.default(args[0], 'sum', '0')", True),
-            ("torch.ops.aten.add.Tensor(args[0], 1)", False),
-        ):
-            self.assertEqual(self.function(call).log.has_collective, has, call)
-        self.assertFalse(FunctionModel.of(len, is_backward=False, is_inference=True).log.has_collective)
-
-    def test_it_is_not_verified(self):
-        model = self.function("torch.ops._c10d_functional.wait_tensor.default(args[0])")
-        model.settings = replace(model.settings, verify="on")
-        given = SimpleNamespace(
-            function=SimpleNamespace(model=model), inputs=[torch.ones(2)], is_managed=lambda t: False
-        )
-        with self.assertLogs("pygraph_trees.trees", "INFO") as logs:
-            self.assertIsNone(Manager._verification(SimpleNamespace(), given))
-        self.assertIn("not verified", logs.output[0])
-        model.log.has_collective = False
-        self.assertIsNotNone(Manager._verification(SimpleNamespace(), given))
-
-
 class TestContainers(TestCase):
     def setUp(self):
         super().setUp()
         self.containers = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
-        self.before = dict(self.containers)
-        self.addCleanup(lambda: self.assertEqual(self.containers, self.before))
+        before = dict(self.containers)
+        self.addCleanup(lambda: self.assertEqual(self.containers, before))
 
     def test_containers_are_exchanged_and_put_back(self):
-        one, other = Trees(), Trees()
+        """To clear them shuts their managers down."""
+        one, other, manager = Trees(), Trees(), mock.Mock()
         with one.active():
             self.assertEqual(self.containers, {})
             mine = cudagraph_trees.get_container(0)
@@ -262,157 +247,72 @@ class TestContainers(TestCase):
             self.assertIs(cudagraph_trees.get_container(0), mine)
             with self.assertRaises(AssertionError), one.active():  # not twice at a time
                 pass
-        self.assertEqual(self.containers, self.before)
         with self.assertRaises(ValueError), one.active():
             self.assertIs(cudagraph_trees.get_container(0), mine)
+            mine.tree_manager = manager
+            cudagraph_trees.get_container(1)
+            self.assertEqual(one.managers(), [manager])
             raise ValueError
-        self.assertEqual(self.containers, self.before)
+        self.assertEqual(one.managers(), [manager])
+        one.clear()
+        manager.shutdown.assert_called_once_with()
+        self.assertEqual(one.managers(), [])
 
     def test_autograd_threads_follow_and_nothing_is_freed(self):
-        seen = []
-
-        class Note(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx, grad):
-                seen.append(dict(torch._C._get_obj_in_tls("tree_manager_containers")))
-                return grad
-
         references = sys.getrefcount(self.containers)
         for trees in (Trees(), Trees()):
+            seen, y = [], torch.ones(2, requires_grad=True).clone()
+            y.register_hook(lambda _, to=seen: to.append(dict(torch._C._get_obj_in_tls("tree_manager_containers"))))
             with trees.active():
                 mine = cudagraph_trees.get_container(0)
-                Note.apply(torch.ones(2, requires_grad=True)).sum().backward()
-            self.assertEqual(seen.pop(), {0: mine})
+                y.sum().backward()
+            self.assertEqual(seen, [{0: mine}])
             gc.collect()
         self.assertEqual(sys.getrefcount(self.containers), references)
 
-    def in_a_thread(self, call):
-        """Runs ``call``, which must end: a thread that waits for its own lock never does."""
-        thread = threading.Thread(target=call, daemon=True)
-        thread.start()
-        thread.join(60)
+    def manager_of(self, kind, call):
+        """The manager that ``call`` is given twice. It must end: a thread that waits for its own lock never does."""
+        thread = threading.Thread(target=call, args=(seen := [],), daemon=True)
+        with mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", kind):
+            thread.start()
+            thread.join(60)
         self.assertFalse(thread.is_alive())
+        manager, other = seen
+        self.assertIs(manager, other)
+        return manager
 
     def test_a_collection_while_a_manager_is_made(self):
         """A finalizer that asks for the manager meanwhile runs later; upstream's thread would wait for itself."""
-        seen, before = [], gc.get_threshold()
+        before, asked = gc.get_threshold(), []
 
         class Made:
             def __init__(self, device_index, **_):
                 litter = Held()
                 litter.cycle = litter
-                weakref.finalize(litter, lambda: seen.append(cudagraph_trees.get_manager(0))).atexit = False
+                weakref.finalize(litter, lambda: asked.append(cudagraph_trees.get_manager(0))).atexit = False
                 del litter
                 gc.set_threshold(1)
                 self.objects = [[n] for n in range(100)]
                 gc.set_threshold(*before)
-                self.had_been_asked = list(seen)
+                self.had_been_asked = list(asked)
 
-        def make():
-            seen.append(cudagraph_trees.get_manager(0))
+        def make(seen):
+            manager = cudagraph_trees.get_manager(0)
             gc.collect()
+            seen += manager, *asked
 
         self.addCleanup(gc.set_threshold, *before)
-        with mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", Made):
-            self.in_a_thread(make)
-        self.assertEqual(len(seen), 2)
-        self.assertIs(seen[0], seen[1])
-        self.assertEqual(seen[0].had_been_asked, [])
+        self.assertEqual(self.manager_of(Made, make).had_been_asked, [])
 
     def test_what_a_manager_holds_may_ask_for_another_when_the_last_function_is_gone(self):
-        seen = []
-
-        def let_go():
+        def let_go(seen):
             container = cudagraph_trees.get_container(0)
             weakref.finalize(container.get_tree_manager(), lambda: seen.append(cudagraph_trees.get_manager(0)))
             container.add_strong_reference(fn := lambda: None)
             del fn
             seen.append(container.tree_manager)
 
-        with mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", lambda *_, **__: Held()):
-            self.in_a_thread(let_go)
-        self.assertEqual(len(seen), 2)
-        self.assertIs(seen[0], seen[1])
-
-    def test_clearing_shuts_the_managers_down(self):
-        trees, manager = Trees(), mock.Mock()
-        with trees.active():
-            cudagraph_trees.get_container(0).tree_manager = manager
-            cudagraph_trees.get_container(1)
-            self.assertEqual(trees.managers(), [manager])
-        self.assertEqual(trees.managers(), [manager])
-        trees.clear()
-        manager.shutdown.assert_called_once_with()
-        self.assertEqual(trees.managers(), [])
-
-
-class TestTurns(TestCase):
-    """One call at a time goes through the trees of a manager; other calls meanwhile run un-graphed."""
-
-    def setUp(self):
-        super().setUp()
-        self.id = FunctionID(0)
-        self.model = FunctionModel(double, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
-        self.manager = bare_manager(ids_to_funcs={self.id: SimpleNamespace(model=self.model)})
-        run = mock.patch.object(Upstream, "run", autospec=True, side_effect=lambda *given: self.run_by_upstream(*given))
-        self.upstream = self.enterContext(run)
-        replay_with(self.model.dispatch, self.manager, self.id)
-        self.fast_call = fast_path.entry(self.model.dispatch) or (lambda inputs: None)
-
-    def run_by_upstream(self, manager, inputs, function_id):
-        self.assertTrue(manager.is_taken)
-        return ["graphed"]
-
-    def runs(self):
-        return self.model.log.runs, self.upstream.call_count
-
-    def test_a_call_inside_another_is_ungraphed(self):
-        """Such calls come from hooks, finalizers, or the program's own operators."""
-
-        def interrupted(manager, inputs, function_id):
-            found = manager.run([torch.ones(1)], function_id), self.fast_call([torch.ones(1)])
-            return [*found, *inputs]
-
-        self.run_by_upstream = interrupted
-        outputs, fast_call, outer = self.manager.run(["outer"], self.id)
-        self.assertEqual((outputs, fast_call, outer), ([torch.full((1,), 2.0)], None, "outer"))
-        self.assertEqual(self.runs(), (1, 1))
-        self.assertIn("another call", self.model.log.ungraphed_reason)
-
-    def test_a_call_of_another_thread_is_ungraphed_meanwhile(self):
-        self.assertTrue(self.manager.take_turn(other := []))
-        with ThreadPoolExecutor(1) as pool:
-            outputs = pool.submit(self.manager.run, [torch.ones(1)], self.id).result(60)
-            self.assertEqual(outputs, [torch.full((1,), 2.0)])
-            self.assertIsNone(pool.submit(self.fast_call, [torch.ones(1)]).result(60))
-        self.manager.end_turn(other)
-        self.assertEqual(self.runs(), (1, 0))
-        self.assertEqual(self.manager.run([], self.id), ["graphed"])
-
-    def test_upstream_may_begin_again_at_a_root(self):
-        def twice(manager, inputs, function_id):
-            return manager.run(inputs, function_id) if self.upstream.call_count == 1 else ["graphed"]
-
-        self.run_by_upstream = twice
-        self.assertEqual(self.manager.run([torch.ones(1)], self.id), ["graphed"])
-        self.assertEqual((self.runs(), self.manager.is_taken), ((0, 2), False))
-
-    def test_a_call_that_raises_gives_its_turn_back(self):
-        """Even if it is interrupted as soon as it has its turn."""
-
-        def take_turn(inputs):
-            self.assertTrue(type(self.manager).take_turn(self.manager, inputs))
-            raise KeyboardInterrupt
-
-        self.run_by_upstream = mock.Mock(side_effect=KeyboardInterrupt)
-        for taking in (self.manager.take_turn, take_turn):
-            with mock.patch.object(self.manager, "take_turn", taking):
-                self.assertRaises(KeyboardInterrupt, self.manager.run, [], self.id)
-            self.assertFalse(self.manager.is_taken)
+        self.manager_of(lambda *_, **__: Held(), let_go)
 
 
 class TestInputsThatMove(TestCase):
@@ -422,15 +322,14 @@ class TestInputsThatMove(TestCase):
         super().setUp()
         self.inputs = [torch.ones(2) for _ in range(4)] + [7]
         self.id = FunctionID(0)
-        model = FunctionModel(double, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
-        wrapped = WrappedFunction(model, [0, 1, 2], self.id, (), [], [2], **LIMITS)
-        self.recorded = SimpleNamespace(
+        wrapped = WrappedFunction(inference(), [0, 1, 2], self.id, (), [], [2], **LIMITS)
+        recorded = SimpleNamespace(
             static_input_idxs=[0, 1, 2, 4],
             static_input_data_ptrs=[t.data_ptr() if isinstance(t, torch.Tensor) else None for t in self.inputs],
             cudagraph_managed_idxs=[],
             preserved_aliased_inputs=[False] * 5,
         )
-        self.manager = bare_manager(ids_to_funcs={self.id: wrapped}, roots={self.id: [self.recorded]})
+        self.manager = bare_manager(ids_to_funcs={self.id: wrapped}, roots={self.id: [recorded]})
         self.in_place = True
         self.enterContext(mock.patch.object(input_rules, "uses_addresses", lambda model: True))
         self.enterContext(mock.patch.object(Given, "is_written_in_place", lambda *_: self.in_place))
@@ -442,11 +341,17 @@ class TestInputsThatMove(TestCase):
         return list(self.manager.ids_to_funcs[self.id].static_input_idxs)
 
     def test_a_static_input_that_moved_is_live_from_then_on(self):
+        """If it is written to, only if it can be written in place."""
         before = self.manager.ids_to_funcs[self.id]
         for moved in ((), (3,)):  # the latter is live already
             self.assertEqual(self.static(*moved), [0, 1, 2])
         self.assertIs(self.manager.ids_to_funcs[self.id], before)
-        for moved, static in (((1,), [0, 2]), ((1,), [0, 2]), ((0, 1), [2])):
+        for moved, self.in_place, static in (
+            ((1,), True, [0, 2]),
+            ((1,), True, [0, 2]),
+            ((0, 1, 2), False, [2]),
+            ((0, 1, 2), True, []),
+        ):
             self.assertEqual(self.static(*moved), static)
 
     def test_all_are_live_once_inputs_moved_twice(self):
@@ -466,89 +371,18 @@ class TestInputsThatMove(TestCase):
             moves.note(addresses)
             self.assertEqual(moves.go_on, go_on)
 
-    def test_parameters_that_are_gathered_are_live_from_the_first_recording_on(self):
-        self.manager.roots = {}
-        gathered = {self.inputs[index].data_ptr() for index in (1, 3)}
-        with mock.patch.object(input_rules, "gathered_addresses", lambda: gathered):
-            self.assertEqual(self.static(), [0, 2])
-        self.assertEqual(self.static(), [0, 2])
-
-    def test_one_that_is_written_to_is_live_only_if_it_can_be_written_in_place(self):
-        self.in_place = False
-        self.assertEqual(self.static(1, 2), [0, 2])
-        self.in_place = True
-        self.assertEqual(self.static(1, 2), [0])
-
-    def test_all_stay_static_without_a_recording_there_or_without_addresses(self):
+    def test_without_a_recording_there_only_parameters_that_are_gathered_are_live(self):
+        """All stay static without addresses."""
         with mock.patch.object(input_rules, "uses_addresses", lambda model: False):
             self.assertEqual(self.static(0, 1, 2), [0, 1, 2])
         self.manager.current_node = SimpleNamespace(children={})  # only its successors count
         self.assertEqual(self.static(0, 1, 2), [0, 1, 2])
         self.manager.roots, self.manager.current_node = {}, None
         self.assertEqual(self.static(0, 1, 2), [0, 1, 2])
-
-
-class TestWhyRecorded(TestCase):
-    def setUp(self):
-        super().setUp()
-        self.inputs = [torch.ones(2), torch.ones(2), torch.ones(2), 5]
-        placeholders = [PlaceholderInfo(f"arg{i}_1", None, [], None) for i in range(4)]
-        self.id = FunctionID(0)
-        self.log = SimpleNamespace(recordings=[])
-        self.function = SimpleNamespace(model=double, placeholders=placeholders)
-        self.manager = SimpleNamespace(roots={}, current_node=None)
-
-    def node(self, moved=True, managed=()):
-        lies_at = [1, 2] if moved else [t.data_ptr() for t in self.inputs[:2]]
-        return SimpleNamespace(
-            id=SimpleNamespace(id=7),
-            children={},
-            wrapped_function=self.function,
-            cudagraph_managed_idxs=managed,
-            static_input_idxs=[0, 1],
-            static_input_data_ptrs=[*lies_at, None, None],
-        )
-
-    def test_the_reason_names_what_differs_from_what_is_recorded(self):
-        above = self.node()
-        above.children = {self.id: [self.node(moved=False)]}
-        for recordings, current, roots, reason, *sizes in (
-            ([], None, [], "first call"),
-            ([object()], None, [], "first call with these sizes", 8),
-            ([object()], None, [], "first call of another thread"),
-            ([object()], self.node(), [], "first call after recording 7"),
-            ([], None, [self.node(moved=False), self.node()], "static input arg0_1, arg1_1 moved"),
-            ([], None, [self.node(managed=[0, 1])], "managed input arg0_1, arg1_1 moved"),
-            ([], above, [], "other outputs are alive than when it was recorded"),
-        ):
-            self.log.recordings, self.manager.current_node = recordings, current
-            self.manager.roots = {self.id: roots} if roots else {}
-            self.manager.ids_to_funcs = dict.fromkeys([self.id, *sizes], self.function)
-            self.assertEqual(why_recorded(self.manager, self.inputs, self.id, self.log), reason)
-            self.assertEqual(len(self.inputs), 4)  # the question does not change the inputs
-
-
-class TestOutputs(TestCase):
-    def test_conjugated_and_negated_outputs_are_resolved(self):
-        """Neither upstream nor a replay knows about the bits: the memory is read as it is."""
-        base = torch.randn(8, 8, dtype=torch.complex64)
-        outputs = [
-            *(base.conj(), base[:, ::2].conj(), base.t().conj(), base[1:2].expand(4, 8).conj(), base[3, 4].conj()),
-            *(torch._neg_view(base.real), base.conj().imag, base[0:0].conj()),
-        ]
-        outputs += [torch.empty(5, 0, dtype=torch.complex64), torch.empty(2, 0, 3, dtype=torch.complex64).conj()]
-        outputs.append(torch.empty(4, 8, dtype=torch.complex64)[:0, :3].conj())
-        given = [base, None, 3, *outputs]
-        found = as_they_read(given)
-        self.assertTrue(all(one is other for one, other in zip(found[:3], given[:3], strict=True)))
-        for one, other in zip(found[3:], outputs, strict=True):
-            self.assertEqual(one, other, rtol=0, atol=0)
-            self.assertEqual(one.stride(), other.stride())
-            self.assertFalse(one.numel() and (one.is_conj() or one.is_neg()))
-        plain = (base, 3)
-        self.assertIs(as_they_read(plain), plain)
-        self.assertIs(as_they_read(base), base)
-        self.assertFalse(as_they_read(base.conj()).is_conj())
+        gathered = {self.inputs[index].data_ptr() for index in (1, 3)}
+        with mock.patch.object(input_rules, "gathered_addresses", lambda: gathered):
+            self.assertEqual(self.static(), [0, 2])
+        self.assertEqual(self.static(), [0, 2])
 
 
 class Graph(torch.autograd.Function):
@@ -579,7 +413,6 @@ class TestWhoHoldsOutputs(TestCase):
         node = Recording.__new__(Recording)
         references = [None] * count
         path = [*(parent.path_weakrefs if parent else ()), references]
-        outputs = [torch.zeros(3) for _ in range(count)]
         vars(node).update(
             _parent=None if parent is None else weakref.ref(parent),
             cuda_graphs_pool=self.pool,
@@ -588,19 +421,22 @@ class TestWhoHoldsOutputs(TestCase):
             cached_tensor_outputs=[],
             output_storage_alias=[cudagraph_trees.UnaliasedStorage] * count,
             unaliased_in_all_paths=[True] * count,
-            outputs_metadata=[node._tensor_metadata(o, ignore_storage_offset=False) for o in outputs],
+            outputs_metadata=[node._tensor_metadata(torch.zeros(3), ignore_storage_offset=False)] * count,
             live_indices_after_graph=[(d, i) for d, held in enumerate(path) for i in range(len(held))],
-            create_storage=lambda metadata: torch.UntypedStorage(metadata["nbytes"]),
             _reconstruct_from_tensor_metadata=lambda metadata, storage: torch.empty(0).set_(
                 storage, metadata["storage_offset"], metadata["size"], metadata["stride"]
             ),
+            **liveness_check(),
         )
-        vars(node).update(liveness_check())
         node._initialize_cached_tensors()
         return node
 
     def alive(self, node):
         return [cudagraph_trees.is_live(reference) for reference in node.outputs_weakrefs]
+
+    def check_that_none_has_a_backward(self, *nodes):
+        outputs = [output for node in nodes for output in node.cached_tensor_outputs]
+        self.assertEqual([output.grad_fn for output in outputs], [None] * len(outputs))
 
     def test_outputs_that_others_have_taken_the_place_of(self):
         """They stay in the pool as long as they are held, although the recording no longer asks for them."""
@@ -633,38 +469,33 @@ class TestWhoHoldsOutputs(TestCase):
 
     def forward(self, graphs, saved, between=lambda x: x):
         """Runs some graphs, one after another; returns the output of the last one, and the recordings."""
-        x, node = torch.ones(3), None
-        nodes = []
+        x, nodes = torch.ones(3), []
         for _ in range(graphs):
-            node = self.recording(3, node)
-            nodes.append(node)
-            x = between(Graph.apply(x, self.weight, node, saved))
+            nodes.append(self.recording(3, nodes[-1] if nodes else None))
+            x = between(Graph.apply(x, self.weight, nodes[-1], saved))
         return x, nodes
 
     def test_an_output_that_nobody_holds_keeps_no_backward(self):
         """The user has dropped the outputs, only their recordings hold them, and no backward ever comes."""
-        for graphs in (1, 2, 4):
-            for saved in ((1,), (1, 2), (0,), (0, 1)):
-                for between in (lambda x: x, lambda x: x * 1.5, torch.sigmoid):
-                    with self.subTest(graphs=graphs, saved=saved):
-                        x, nodes = self.forward(graphs, saved, between)
-                        del x
-                        with torch.inference_mode(between is torch.sigmoid):
-                            self.assertTrue(nodes[-1].all_outputs_are_dead())
-                        outputs = [output for node in nodes for output in node.cached_tensor_outputs]
-                        self.assertEqual([output.grad_fn for output in outputs], [None] * len(outputs))
+        places, steps = ((1,), (1, 2), (0,), (0, 1)), (lambda x: x, lambda x: x * 1.5, torch.sigmoid)
+        for graphs, saved, between in itertools.product((1, 2, 4), places, steps):
+            with self.subTest(graphs=graphs, saved=saved):
+                x, nodes = self.forward(graphs, saved, between)
+                del x
+                with torch.inference_mode(between is torch.sigmoid):
+                    self.assertTrue(nodes[-1].all_outputs_are_dead())
+                self.check_that_none_has_a_backward(*nodes)
 
     def test_a_backward_that_is_to_come_keeps_all_that_it_reads(self):
         for graphs in (1, 2, 4):
-            with self.subTest(graphs=graphs):
-                x, nodes = self.forward(graphs, (0, 1))
-                loss = x.sum()
-                del x
-                self.assertFalse(nodes[-1].all_outputs_are_dead())
-                self.assertEqual([self.alive(node) for node in nodes], [[True, True, False]] * graphs)
-                loss.backward()
-                del loss
-                self.assertTrue(nodes[-1].all_outputs_are_dead())
+            x, nodes = self.forward(graphs, (0, 1))
+            loss = x.sum()
+            del x
+            self.assertFalse(nodes[-1].all_outputs_are_dead())
+            self.assertEqual([self.alive(node) for node in nodes], [[True, True, False]] * graphs)
+            loss.backward()
+            del loss
+            self.assertTrue(nodes[-1].all_outputs_are_dead())
 
     def test_an_output_that_is_not_asked_for_holds_none_that_is(self):
         """Gradients stop at it: the tensors saved for it are gone, and its own memory is in use."""
@@ -688,8 +519,7 @@ class TestWhoHoldsOutputs(TestCase):
         del y
         self.assertEqual(self.alive(first), [True, True])
         self.assertTrue(taken.all_outputs_are_dead())
-        outputs = [*first.cached_tensor_outputs, *left.cached_tensor_outputs]
-        self.assertEqual([output.grad_fn for output in outputs], [None] * 4)
+        self.check_that_none_has_a_backward(first, left)
 
     def test_outputs_of_another_manager_are_not_released(self):
         """Another manager's thread may be about to return them."""
@@ -701,8 +531,7 @@ class TestWhoHoldsOutputs(TestCase):
 
     def test_questions_about_outputs_do_not_keep_the_recording(self):
         node = self.recording(1)
-        gone = weakref.ref(node)
-        reference = node.outputs_weakrefs[0]
+        gone, reference = weakref.ref(node), node.outputs_weakrefs[0]
         self.assertIn(self.pool, liveness._by_pool)
         del node
         self.assertIsNone(gone())
@@ -718,13 +547,15 @@ class TestManager(TestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0))  # no steps are marked
-        self.manager = bare_manager(warmed_up_functions={self.FUNCTION})
-        self.model = FunctionModel.of(double, is_backward=False, is_inference=True)
-        self.model.settings = dataclasses.replace(self.model.settings, indirection="auto")
+        self.model = inference(indirection="auto")
+        self.manager = bare_manager(warmed_up_functions={self.FUNCTION, 8})
+
+    def wrapped(self, model, mutated=()):
+        return SimpleNamespace(model=model, mutated_input_idxs=mutated, static_input_idxs=[], id="sizes")
 
     def node(self, **attributes):
         node = Recording.__new__(Recording)
-        known = {"children": {}, "_parent": None, "outputs_weakrefs": [], "own": None}
+        known = {"children": {}, "_parent": None, "outputs_weakrefs": [], "own": None, "cuda_graphs_pool": None}
         known |= {"all_outputs_are_dead": lambda: False, "clear_path_state": lambda: None}
         vars(node).update(known | attributes)
         return node
@@ -739,105 +570,94 @@ class TestManager(TestCase):
 
         with mock.patch.object(Upstream, "__init__", init), mock.patch.object(pools, "OWNED", {}) as owned:
             manager = Manager(3, initial_mempool_allocation_gb=1.5)  # since torch 2.15
-            self.assertEqual((given, [*owned]), ([((3,), {"initial_mempool_allocation_gb": 1.5})], ["its pool"]))
             self.assertIs(owned["its pool"](), manager)
             self.assertIsInstance(manager.reclaiming._remake(), Manager)
-        self.assertEqual(given, 2 * given[:1])
+        self.assertEqual(given, 2 * [((3,), {"initial_mempool_allocation_gb": 1.5})])
+
+    def tried(self, flag, last):
+        """The ways in which a recording is tried until the ``last`` one works, and for what tables are given up."""
+        given_, seen, left = ["an input"], [], []
+        self.model = inference(indirection=flag)
+        recording = attempts.Attempts(self.wrapped(self.model), given_)
+
+        def choose(*_, tabled, **__):
+            items = [SimpleNamespace(index=0)]
+            live = SimpleNamespace(has_table=bool(tabled), has_placeholders=True, in_place=(0,), items=items)
+            return (None if recording.refused else live), {}
+
+        def attempt():
+            self.assertEqual(given_, ["an input"])
+            live = recording.choose_live(None, 0, given_, [0], None, (), may_be_kept=True)
+            seen.append("memory" if live is None else "table" if live.has_table else "address")
+            given_[:] = [0]
+            try:
+                torch.empty(1).view(1 if seen[-1] == last else 2)  # an error of torch
+            except RuntimeError as error:
+                if live is not None:
+                    recording.failed(live, error)
+                raise
+
+        with (
+            mock.patch.object(attempts, "choose", choose),
+            mock.patch.object(attempts, "may_use_table", lambda *_: not left),
+            mock.patch.object(attempts, "taken_by_variants", lambda _: (0,)),
+            mock.patch.object(attempts, "chooser_for", lambda *_: None),
+            mock.patch.object(attempts, "leave_table", lambda *what: left.append(what[1])),
+            self.assertRaises(RuntimeError) if last is None else contextlib.nullcontext(),
+        ):
+            recording.until_one_works(attempt, given_)
+        return seen, left
 
     def test_a_recording_that_fails_is_tried_in_another_way(self):
         """It is tried with a table, by address, then on memory, as long as the inputs exist."""
-        for flag, ways, fails, refused in (
-            ("auto", ["table", "address"], False, set()),
-            ("auto", ["table", "address", "memory"], False, {0}),
-            ("table", ["table", "memory"], False, {0}),  # the flag asks for a table: then on memory at once
-            ("auto", ["table", "address", "memory"], True, set()),  # no way works
+        for flag, last, ways, refused in (
+            ("auto", "address", ["table", "address"], []),
+            ("auto", "memory", ["table", "address", "memory"], [0]),
+            ("table", "memory", ["table", "memory"], [0]),  # the flag asks for a table: then on memory at once
+            ("auto", None, ["table", "address", "memory"], []),  # no way works
         ):
-            self.setUp()
-            self.model.settings = replace(self.model.settings, indirection=flag)
-            given_, seen, left = ["an input"], [], []
-            wrapped = SimpleNamespace(model=self.model, id="sizes", mutated_input_idxs=())
-            recording = attempts.Attempts(wrapped, given_)
-
-            def choose(*_, tabled, recording=recording, **__):
-                live = SimpleNamespace(has_table=bool(tabled), has_placeholders=True, in_place=(0,))
-                live.items = [SimpleNamespace(index=0)]
-                return (None if recording.refused else live), {}
-
-            def attempt(recording=recording, given_=given_, seen=seen, last=None if fails else ways[-1]):
-                self.assertEqual(given_, ["an input"])
-                live = recording.choose_live(None, 0, given_, [0], None, (), may_be_kept=True)
-                seen.append("memory" if live is None else "table" if live.has_table else "address")
-                given_[:] = [0]
-                if seen[-1] == last:
-                    return
-                try:
-                    torch.empty(1).view(2)  # an error of torch
-                except RuntimeError as error:
-                    if live is not None:
-                        recording.failed(live, error)
-                    raise
-
-            with (
-                self.subTest(flag=flag, ways=ways),
-                mock.patch.object(attempts, "choose", choose),
-                mock.patch.object(attempts, "may_use_table", lambda *_, left=left: not left),
-                mock.patch.object(attempts, "taken_by_variants", lambda _: (0,)),
-                mock.patch.object(attempts, "chooser_for", lambda *_: None),
-                mock.patch.object(attempts, "leave_table", lambda *what, left=left: left.append(what[1])),
-                self.assertRaises(RuntimeError) if fails else contextlib.nullcontext(),
-            ):
-                recording.until_one_works(attempt, given_)
-            self.assertEqual((seen, set(self.model.refused)), (ways, refused))
-            self.assertEqual(left, ["sizes"] if flag == "auto" else [])
+            with self.subTest(flag=flag, ways=ways):
+                self.assertEqual(self.tried(flag, last), (ways, ["sizes"] if flag == "auto" else []))
+                self.assertEqual(list(self.model.refused), refused)
 
     def test_a_recording_that_would_write_to_a_copy_is_refused(self):
         """This holds even if upstream has decided that the function may be recorded."""
-        node = Recording.__new__(Recording)
-        node.log = RecordingLog(number=3)
-        node.wrapped_function = SimpleNamespace(mutated_input_idxs=(1,), id=3)
-        done = mock.patch.object(recording_module.Upstream, "_allocate_and_copy_recording_inputs", lambda *_: "done")
         inputs = [torch.ones(2), torch.ones(2), torch.ones(0)]
-        chosen = mock.patch.object(attempts, "choose", lambda *_, **__: (None, {}))
-        node.device, node.cuda_graphs_pool, node.cudagraph_managed_idxs = 0, "its pool", []
-        node.wrapped_function.model = SimpleNamespace(settings=SimpleNamespace(placement="off", indirection="patch"))
-        node._attempts = attempts.Attempts(node.wrapped_function, inputs)
-        more = {"_managed_and_moving": lambda *_: set(), "_may_be_kept": lambda *_: True}
-        with done, chosen, mock.patch.multiple(Recording, **more), mock.patch.object(recording_module, "ranges_of"):
-            for copied, api, fits in (((0, 1), "driver", False), ((0,), "driver", True), ((0, 1), None, True)):
-                node._driver_for_addresses = lambda: (api, "why not")  # noqa: B023
-                with mock.patch.object(Recording, "_copied_indices", lambda node: list(copied)):  # noqa: B023
-                    if fits:  # without addresses upstream decides
-                        self.assertEqual(node._allocate_and_copy_recording_inputs(inputs), "done")
-                    else:
-                        with self.assertRaisesRegex(
-                            recording_module.WouldLoseWrites, "recording 3: input 1 is written"
-                        ):
-                            node._allocate_and_copy_recording_inputs(inputs)
+        function = self.wrapped(inference(placement="off", indirection="patch"), mutated=(1,))
+        node = self.node(log=RecordingLog(number=3), wrapped_function=function, device=0, cudagraph_managed_idxs=[])
+        node._attempts = attempts.Attempts(function, inputs)
+        node._managed_and_moving, node._may_be_kept = lambda *_: set(), lambda *_: True
+        self.enterContext(mock.patch.object(attempts, "choose", lambda *_, **__: (None, {})))
+        self.enterContext(mock.patch.object(recording_module, "ranges_of"))
+        upstream = recording_module.Upstream, "_allocate_and_copy_recording_inputs"
+        self.enterContext(mock.patch.object(*upstream, lambda *_: "done"))
+        loses = self.assertRaisesRegex(recording_module.WouldLoseWrites, "recording 3: input 1 is written")
+        # Without addresses upstream decides.
+        for copied, api, fits in (((0, 1), "driver", False), ((0,), "driver", True), ((0, 1), None, True)):
+            node._driver_for_addresses = lambda: (api, "why not")  # noqa: B023
+            node._copied_indices = lambda: list(copied)  # noqa: B023
+            with contextlib.nullcontext() if fits else loses:
+                self.assertEqual(node._allocate_and_copy_recording_inputs(inputs), "done")
 
     def test_a_call_that_cannot_be_staged_leaves_the_path_as_it_is(self):
         """Upstream prepares the allocator for a recording before it asks for one."""
-        self.model.model = lambda inputs: ["un-graphed", *inputs]
+        self.model = inference(lambda inputs: ["un-graphed", *inputs], placement="full")
         self.model.refused = {0: "no node of the graph reads it"}
-        self.model.settings = replace(self.model.settings, placement="full")
-        other = SimpleNamespace(mutated_input_idxs=(), static_input_idxs=[], model=None)
-        staged = SimpleNamespace(mutated_input_idxs=(), static_input_idxs=[], model=self.model)
-        self.manager.ids_to_funcs = {self.FUNCTION: staged, 8: other}
-        self.manager.warmed_up_functions.add(8)
+        self.manager.ids_to_funcs = {self.FUNCTION: self.wrapped(self.model), 8: self.wrapped(None)}
         self.manager.path_state = state = cudagraph_trees.ExecutionState.EXECUTION
-        uses = mock.patch.object(input_rules, "uses_addresses", lambda model: True)
-        upstream = mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's"])
+        self.enterContext(mock.patch.object(input_rules, "uses_addresses", lambda model: True))
+        self.enterContext(mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's"]))
         x, node = torch.ones(2), self.node()
-        with uses, upstream:
-            for new_step in (False, False, True):
-                self.manager.current_node = node
-                self.manager.current_gen = self.manager.get_curr_generation() - new_step
-                self.assertEqual(self.manager._run([x], self.FUNCTION), ["un-graphed", x])
-                if not new_step:
-                    self.assertEqual((self.manager.current_node, self.manager.path_state), (node, state))
-            self.assertIsNone(self.manager.current_node)  # the new step's path begins with the next function
-            self.assertEqual(self.model.log.ungraphed_reason, "no node of the graph reads it")
-            for function_id in (8, self.FUNCTION):
-                self.assertEqual(self.manager._run([x], function_id), ["upstream's"])
+        for new_step in (False, False, True):
+            self.manager.current_node = node
+            self.manager.current_gen = self.manager.get_curr_generation() - new_step
+            self.assertEqual(self.manager._run([x], self.FUNCTION), ["un-graphed", x])
+            if not new_step:
+                self.assertEqual((self.manager.current_node, self.manager.path_state), (node, state))
+        self.assertIsNone(self.manager.current_node)  # the new step's path begins with the next function
+        self.assertEqual(self.model.log.ungraphed_reason, "no node of the graph reads it")
+        for function_id in (8, self.FUNCTION):
+            self.assertEqual(self.manager._run([x], function_id), ["upstream's"])
 
     def test_a_function_is_added_only_if_its_first_call_works(self):
         def add_function(manager, model, inputs):
@@ -852,7 +672,7 @@ class TestManager(TestCase):
         self.assertTrue(self.model.dispatch.is_added)
 
     def test_a_function_that_would_lose_its_writes_is_not_recorded(self):
-        wrapped = SimpleNamespace(mutated_input_idxs=(0,), static_input_idxs=[], model=self.model)
+        wrapped = self.wrapped(self.model, mutated=(0,))
         self.manager.ids_to_funcs = {self.FUNCTION: wrapped}
         managed, elsewhere, in_pool = object(), object(), object()
         self.manager._get_cuda_graph_recorded_tensor_checker = lambda: lambda t: t is managed
@@ -869,22 +689,44 @@ class TestManager(TestCase):
         with uses:
             self.assertFalse(self.manager._given([in_pool], self.FUNCTION).would_lose_writes())
 
+    def test_the_reason_names_what_differs_from_what_is_recorded(self):
+        inputs, id_, log = [torch.ones(2), torch.ones(2), torch.ones(2), 5], FunctionID(0), SimpleNamespace()
+        placeholders = [PlaceholderInfo(f"arg{i}_1", None, [], None) for i in range(4)]
+        function = SimpleNamespace(model=double, placeholders=placeholders)
+
+        def node(moved=True, managed=(), **children):
+            return SimpleNamespace(
+                id=SimpleNamespace(id=7),
+                children={id_: list(children.values())} if children else {},
+                wrapped_function=function,
+                cudagraph_managed_idxs=managed,
+                static_input_idxs=[0, 1],
+                static_input_data_ptrs=[*([1, 2] if moved else [t.data_ptr() for t in inputs[:2]]), None, None],
+            )
+
+        for recordings, current, roots, reason, *sizes in (
+            ([], None, [], "first call"),
+            ([object()], None, [], "first call with these sizes", 8),
+            ([object()], None, [], "first call of another thread"),
+            ([object()], node(), [], "first call after recording 7"),
+            ([], None, [node(moved=False), node()], "static input arg0_1, arg1_1 moved"),
+            ([], None, [node(managed=[0, 1])], "managed input arg0_1, arg1_1 moved"),
+            ([], node(below=node(moved=False)), [], "other outputs are alive than when it was recorded"),
+        ):
+            log.recordings = recordings
+            functions = dict.fromkeys([id_, *sizes], function)
+            tree = SimpleNamespace(current_node=current, roots={id_: roots} if roots else {}, ids_to_funcs=functions)
+            self.assertEqual(why_recorded(tree, inputs, id_, log), reason)
+            self.assertEqual(len(inputs), 4)  # the question does not change the inputs
+
     def test_inputs_of_a_forward_are_live_in_its_backward(self):
         saved, weight, managed, tangent = (torch.ones(4) for _ in range(4))
         reached = {saved.data_ptr(), managed.data_ptr(), tangent.data_ptr()}
-        forward = self.node(
-            _live=SimpleNamespace(addresses=SimpleNamespace(reaches=lambda address: address in reached)),
-        )
+        forward = self.node(_live=SimpleNamespace(addresses=SimpleNamespace(reaches=reached.__contains__)))
         later = self.node(_live=None, _parent=lambda: forward)
-
-        @dataclasses.dataclass(frozen=True)
-        class Wrapped:
-            static_input_idxs: list
-            mutated_input_idxs: tuple = ()
-            model: object = None
-
         inputs = [saved, weight, managed, 7, tangent]
         modes = cudagraph_trees.CompilationMode
+        self.enterContext(mock.patch.object(Given, "is_written_in_place", lambda given, index: False))
         self.manager._get_cuda_graph_recorded_tensor_checker = lambda: lambda t: t is managed
         for mode, node, uses, mutated, static in (
             (modes.BACKWARD, later, True, (), [1, 2, 3]),
@@ -894,45 +736,34 @@ class TestManager(TestCase):
             (modes.BACKWARD, forward, False, (), [0, 1, 2, 3]),
             (modes.FORWARD, forward, True, (), [0, 1, 2, 3]),
         ):
-            with self.subTest(mode=mode, node=node, uses=uses, mutated=mutated):
-                self.manager.ids_to_funcs = {self.FUNCTION: Wrapped([0, 1, 2, 3], mutated)}
-                self.manager.id_to_mode = {self.FUNCTION: mode}
-                self.manager.current_node = node
-                with (
-                    mock.patch.object(input_rules, "uses_addresses", lambda model: uses),  # noqa: B023
-                    mock.patch.object(Given, "is_written_in_place", lambda given, index: False),
-                ):
-                    self.manager._demote(self.manager._given(inputs, self.FUNCTION), self.FUNCTION)
+            wrapped = WrappedFunction(self.model, [0, 1, 2, 3], self.FUNCTION, (), (), mutated, **LIMITS)
+            self.manager.ids_to_funcs, self.manager.current_node = {self.FUNCTION: wrapped}, node
+            self.manager.id_to_mode = {self.FUNCTION: mode}
+            with (
+                self.subTest(mode=mode, node=node, uses=uses, mutated=mutated),
+                mock.patch.object(input_rules, "uses_addresses", lambda model: uses),  # noqa: B023
+            ):
+                self.manager._demote(self.manager._given(inputs, self.FUNCTION), self.FUNCTION)
                 self.assertEqual(self.manager.ids_to_funcs[self.FUNCTION].static_input_idxs, static)
 
-
-class TestReplay(TestCase):
-    """The Python parts of a fast replay."""
-
-    def recording(self, **attributes):
-        node = Recording.__new__(Recording)
-        model = SimpleNamespace(log=SimpleNamespace(name="step 0/0"))
-        held = SimpleNamespace(ask=lambda: False)
-        known = {"deaths_after": held, "wrapped_function": SimpleNamespace(model=model), "cuda_graphs_pool": None}
-        vars(node).update(known | attributes)
-        return node
+    def replayed(self, **attributes):
+        """A recording after whose replay an input is still held."""
+        function = SimpleNamespace(model=SimpleNamespace(log=SimpleNamespace(name="step 0/0")))
+        deaths = SimpleNamespace(ask=lambda: False)
+        return self.node(**{"deaths_after": deaths, "wrapped_function": function, **attributes})
 
     def test_an_input_that_is_still_held_after_it_died_is_an_error(self):
-        dropped = []
-        for live in (None, SimpleNamespace(drop=lambda: dropped.append(1))):
+        """With torch 2.15, the replay checks it. If inputs are copied, upstream's own code does so after the copies."""
+        live = SimpleNamespace(is_copied=False, drop=mock.Mock())
+        for given in (None, live):
             with self.assertRaisesRegex(RuntimeError, "step 0/0: an input that died .* is still held"):
-                self.recording(_live=live).check_what_died()
-        self.assertEqual(dropped, [1])
+                self.replayed(_live=given).check_what_died()
+        live.drop.assert_called_once_with()
         for deaths_after in (None, SimpleNamespace(ask=lambda: True)):
-            self.recording(deaths_after=deaths_after).check_what_died()
-
-    def test_with_torch_2_15_the_replay_checks_which_inputs_died(self):
-        """This matches upstream. If inputs are copied, upstream's own code checks after the copies."""
-        live = SimpleNamespace(is_copied=False, drop=lambda: None)
-        recording = self.recording(_live=live, run=lambda inputs: ["upstream's way"])
+            self.replayed(deaths_after=deaths_after).check_what_died()
+        recording = self.replayed(_live=live, run=lambda inputs: ["upstream's way"])
         with mock.patch.object(fast_path, "CHECKS_LATE", True):
-            with self.assertRaises(HeldForTooLong):
-                recording.replay(["there"])
+            self.assertRaises(HeldForTooLong, recording.replay, ["there"])
             live.is_copied = True
             self.assertEqual(recording.replay(["there"]), ["upstream's way"])
 
@@ -941,7 +772,7 @@ class TestReplay(TestCase):
         one, other = own_memory(storage(0)), own_memory(storage(0))
         for own, given in ((None, one), (one, None), (one, other)):
             inputs = [torch.ones(1), *([] if given is None else given.native.take())]
-            _, why = self.recording(own=own, _takes=1).check_invariants(inputs)
+            _, why = self.node(own=own, _takes=1).check_invariants(inputs)
             self.assertEqual(why(), "it was recorded with own memory of other outputs")
 
 

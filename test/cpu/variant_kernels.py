@@ -21,7 +21,7 @@ class Case(NamedTuple):
     signature: dict[str, str]
     constants: dict[str, Any]
     grid: tuple[int, ...]
-    options: dict[str, int] = {"num_warps": 4}  # noqa: RUF012
+    options: dict[str, int]
 
     @property
     def pointers(self) -> list[str]:
@@ -146,56 +146,17 @@ def user(
         y_ptr += BLOCK
 
 
+def _case(fn: Any, types: list[str], constants: dict[str, Any], grid: int, **options: int) -> Case:
+    signature = {**dict(zip(fn.arg_names, types, strict=False)), **dict.fromkeys(constants, "constexpr")}
+    return Case(fn, signature, constants, (grid,), {"num_warps": 4, **options})
+
+
+OF_MATMUL = {"ACC_TYPE": tl.float32, "BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 16}
 CASES = {
-    "pointwise": Case(
-        pointwise,
-        {"in_ptr0": "*fp32", "in_ptr1": "*bf16", "out_ptr0": "*fp32", "xnumel": "i32", "XBLOCK": "constexpr"},
-        {"XBLOCK": 512},
-        (2,),
-    ),
-    "oneline": Case(oneline, {"in_ptr0": "*i8", "out_ptr0": "*i64", "XBLOCK": "constexpr"}, {"XBLOCK": 512}, (1,)),
-    "reduction": Case(
-        reduction,
-        {
-            "in_ptr0": "*fp32",
-            "out_ptr0": "*fp32",
-            "xnumel": "i32",
-            "r0_numel": "i32",
-            "XBLOCK": "constexpr",
-            "R0_BLOCK": "constexpr",
-        },
-        {"XBLOCK": 4, "R0_BLOCK": 64},
-        (2,),
-    ),
-    "persistent_reduction": Case(
-        persistent_reduction,
-        {"in_out_ptr0": "*fp32", "in_ptr0": "*fp16", "xnumel": "i32", "r0_numel": "i32", "XBLOCK": "constexpr"},
-        {"XBLOCK": 4},
-        (2,),
-    ),
-    "matmul": Case(
-        matmul,
-        {
-            "arg_A": "*fp16",
-            "arg_B": "*fp16",
-            "out_ptr0": "*fp32",
-            **dict.fromkeys(("ACC_TYPE", "BLOCK_M", "BLOCK_N", "BLOCK_K"), "constexpr"),
-        },
-        {"ACC_TYPE": tl.float32, "BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 16},
-        (4,),
-        {"num_warps": 4, "num_stages": 3},
-    ),
-    "user": Case(
-        user,
-        {
-            "x_ptr": "*fp32",
-            "flags_ptr": "*i1",
-            "y_ptr": "*fp32",
-            "n": "i32",
-            "BLOCK": "constexpr",
-            "STEPS": "constexpr",
-        },
-        {"BLOCK": 256, "STEPS": 2},
-        (2,),
-    ),
+    "pointwise": _case(pointwise, ["*fp32", "*bf16", "*fp32", "i32"], {"XBLOCK": 512}, 2),
+    "oneline": _case(oneline, ["*i8", "*i64"], {"XBLOCK": 512}, 1),
+    "reduction": _case(reduction, ["*fp32", "*fp32", "i32", "i32"], {"XBLOCK": 4, "R0_BLOCK": 64}, 2),
+    "persistent_reduction": _case(persistent_reduction, ["*fp32", "*fp16", "i32", "i32"], {"XBLOCK": 4}, 2),
+    "matmul": _case(matmul, ["*fp16", "*fp16", "*fp32"], OF_MATMUL, 4, num_stages=3),
+    "user": _case(user, ["*fp32", "*i1", "*fp32", "i32"], {"BLOCK": 256, "STEPS": 2}, 2),
 }
