@@ -274,16 +274,30 @@ def _is_fraction(number: fx.Node) -> bool:
 
 def _is_large(number: fx.Node) -> bool:
     """Whether a number, or one that it is made of, exceeds what is assumed of all numbers known only at the call."""
-    value = number.meta.get("val")
-    if not isinstance(value, torch.SymInt):
-        return False
-    hint = value.node.hint
-    return (hint is not None and abs(int(hint)) > _MOST_SYMBOLIC) or any(map(_is_large, number.all_input_nodes))
+    todo, seen = [number], set()
+    while todo:
+        value = (current := todo.pop()).meta.get("val")
+        if current in seen or not isinstance(value, torch.SymInt):
+            continue
+        seen.add(current)
+        hint = value.node.hint
+        if hint is not None and abs(int(hint)) > _MOST_SYMBOLIC:
+            return True
+        todo += current.all_input_nodes
+    return False
 
 
 def _is_whole(expression: Any) -> bool:
     """Whether sympy knows that an expression and all parts of it are integers."""
-    return bool(getattr(expression, "is_integer", None)) and all(map(_is_whole, expression.args))
+    todo, seen = [expression], set()
+    while todo:
+        if (current := todo.pop()) in seen:
+            continue
+        seen.add(current)
+        if not getattr(current, "is_integer", None):
+            return False
+        todo += current.args
+    return True
 
 
 def _numbers_fit(node: fx.Node) -> bool:

@@ -83,13 +83,17 @@ def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
 
 
 def rebinds_storage(gm: torch.fx.GraphModule) -> bool:
-    """Whether an operation of a graph gives a tensor other memory."""
-    return any(str(node.target).startswith(_REBINDING) for node in gm.graph.nodes)
+    """Whether an operation of a graph, or of a branch or a loop in it, gives a tensor other memory."""
+    graphs = [module.graph for module in gm.modules() if hasattr(module, "graph")]
+    return any(str(node.target).startswith(_REBINDING) for graph in graphs for node in graph.nodes)
 
 
 def why_not_replayed(artifact: Any) -> str | None:
     """Says why no replay does what a compiled graph does; None if nothing is known that speaks against it."""
-    return REBINDS if (getattr(artifact, _ATTRIBUTE, None) or {}).get("rebinds_storage") else None
+    known = getattr(artifact, _ATTRIBUTE, None)
+    source = "" if known else str(getattr(artifact, "source_code", ""))
+    rebinds = known["rebinds_storage"] if known else any(name in source for name in _REBINDING)
+    return REBINDS if rebinds else None
 
 
 @contextmanager

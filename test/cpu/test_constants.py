@@ -97,6 +97,16 @@ class TestLoweredConstants(TestCase):
             for why in self.check(VALUES, wanted, how=how, symbolic=True).whys:
                 self.assertRegex(why, "not known when the graph is compiled|looks up what may not be there")
 
+    def test_sizes_made_of_sizes_in_many_ways(self):
+        def value(n):
+            a, b = n, n + 1
+            for _ in range(60):
+                a, b = b, a + b
+            return torch.full((3,), a, dtype=torch.int64)
+
+        (why,) = Lowered(value, symbolic=True).whys
+        self.assertIn("a large number made of sizes", why)
+
     def test_large_values(self):
         """Above 1 MiB, and above 4 MiB, nothing is folded."""
         size = (5 << 20) // 4

@@ -17,7 +17,8 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 
 import torch
-from torch._inductor import config
+from torch._inductor import config, cudagraph_trees
+from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch._inductor.utils import BoxedBool, fresh_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -377,6 +378,20 @@ class TestNever(TestCase):
             with config.patch({"triton.pygraph_indirection": indirection}):
                 post_compile(artifact, (), None, kwargs)
         self.assertEqual(given, [False, False, False, True])
+        del artifact.pygraph_coverage  # it is not described
+        for source, wanted in (("aten.add.Tensor(arg0_1)", True), ("aten.set_.source_Tensor(arg0_1, buf0)", False)):
+            kwargs["cudagraphs"], artifact.source_code = BoxedBool(True), source
+            post_compile(artifact, (), None, kwargs)
+            self.assertEqual(given[-1], wanted)
+        kwargs |= {
+            "cudagraphs": BoxedBool(True),
+            "is_backward": True,
+            "boxed_forward_device_index": BoxedDeviceIndex(0),
+        }
+        post_compile(artifact, (), None, kwargs)
+        with mock.patch.object(cudagraph_trees, "get_manager") as manager:
+            self.assertEqual(artifact.current_callable([1, 2]), 2)  # the forward may have been graphed
+        manager.return_value.set_to_running_backward.assert_called_once_with()
         whys = [graph.dropped for graph in pygraph_trees.report().graphs[:2]]
         rebinds = "it gives an input other memory, which no replay repeats"
         self.assertEqual(whys, ["pygraph_selective is 'never'", rebinds])

@@ -493,6 +493,20 @@ class TestPolicy(TestCase):
         self.manager.forget(kept)
         self.assertIsNone(self.item(0))
 
+    def test_a_warm_up_that_is_stopped_is_made_again(self):
+        def stopped(manager, inputs, id_):
+            manager.warmed_up_functions.add(id_)
+            raise KeyboardInterrupt
+
+        self.enterContext(mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0)))
+        self.enterContext(mock.patch.object(Manager, "_warming_up", lambda *_: contextlib.nullcontext()))
+        self.enterContext(mock.patch.object(Upstream, "run_eager", stopped))
+        for was_warm in (False, True):
+            id_ = self.add(function())
+            self.manager.warmed_up_functions = {id_} if was_warm else set()
+            self.assertRaises(KeyboardInterrupt, self.manager.run_eager, [X], id_)
+            self.assertEqual(id_ in self.manager.warmed_up_functions, was_warm)
+
     def test_the_manager_of_another_thread_changes_the_outputs(self):
         """A call that is under way uses the memory that it has. This manager follows once it moves an output."""
         id_ = self.warm_up(model := function())

@@ -10,6 +10,7 @@ import threading
 import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -20,6 +21,7 @@ from pygraph_trees.native import binding
 from pygraph_trees.report.log import Count, FunctionLog, RecordingLog
 from pygraph_trees.trees.functions import home, threads
 from pygraph_trees.trees.functions.dispatch import Dispatch
+from pygraph_trees.trees.functions.function import entered
 from pygraph_trees.trees.hooks import manager_container
 from pygraph_trees.trees.pools import capture_lock
 
@@ -100,6 +102,13 @@ class TestThreads(TestCase):
                     found = on(thread, self.call)[0]
                 self.assertEqual(found, number if number < threads.MOST_ENDED else last)
             self.assertEqual(self.log.ungraphed_reason, None if replays else threads.SHORT_LIVED)
+        self.setUp()
+        for _ in range(threads.MOST_ENDED):
+            with ThreadPoolExecutor(1) as thread:
+                on(thread, self.call)
+        with ThreadPoolExecutor(1) as thread:  # one that goes on
+            found = [on(thread, self.call)[0] for _ in range(threads.MOST_REFUSED + 2)]
+        self.assertEqual(found, ["un-graphed"] * threads.MOST_REFUSED + [threads.MOST_ENDED] * 2)
 
     def test_backwards_of_threads_without_trees_have_the_same(self):
         def backward():
@@ -192,9 +201,9 @@ class TestHome(TestCase):
         self.first.shutdown()
         self.assertEqual([self.call(self.second, mode) for mode in self.logs], [None] * 3)
         self.assertEqual(dispatch.replayers, {})
-        on(self.third, home.leave)
+        on(self.third, home.leave, [0])
         self.assertTrue(self.is_elsewhere(self.third))
-        on(self.second, home.leave)
+        on(self.second, home.leave, [0, 2])
         self.assertFalse(self.is_elsewhere(self.third))
 
     def test_another_takes_over_from_an_idle_one_whose_path_can_end(self):
@@ -205,6 +214,9 @@ class TestHome(TestCase):
             with self.subTest(change), mock.patch.object(manager, "end_step", mock.Mock(**change)):
                 self.assertTrue(self.is_elsewhere(self.second))
                 self.assertFalse(self.is_elsewhere(self.first))
+        with mock.patch.object(manager, "end_step", side_effect=KeyboardInterrupt):
+            self.assertRaises(KeyboardInterrupt, self.is_elsewhere, self.second)
+            self.assertFalse(self.is_elsewhere(self.first))
         manager.turns += 1
         self.assertTrue(self.is_elsewhere(self.second))
         with mock.patch.object(home, "IDLE_S", 3600.0):
@@ -251,6 +263,17 @@ class TestHome(TestCase):
             self.assertIsNone(self.call(thread, "forward"))
         self.assertEqual(self.call(self.second, "backward"), "noted")  # otherwise no forward would be graphed again
         self.assertIsNone(self.call(self.third, "forward"))
+        # A forward that a backward runs again, in a thread without a mark, does not take over either.
+        self.assertEqual(on(self.second, in_backward, lambda: self.ways["forward"](True)), "un-graphed")
+
+    def test_functions_that_are_given_no_addresses_are_kept_apart_too(self):
+        aligned, settings = mock.Mock(return_value="un-graphed"), SimpleNamespace(indirection="off")
+        function = SimpleNamespace(is_entered=False, settings=settings)
+        way = home.way_elsewhere(0, self.logs["inference"], aligned, aligned)
+        run = entered(function, lambda inputs: "graphed", aligned, way_elsewhere=way)
+        self.keep_busy()
+        self.assertEqual([on(thread, run, []) for thread in (self.first, self.second)], ["graphed", "un-graphed"])
+        aligned.decide.assert_called_once_with([])
 
     def test_one_of_several_that_come_at_once_wins(self):
         barrier = threading.Barrier(8)
@@ -268,7 +291,7 @@ class TestHome(TestCase):
 
     def test_a_reset_leaves_the_trees_of_devices_that_another_thread_uses(self):
         containers = {0: "used here", 1: "used elsewhere", 2: "unused"}
-        shared = {"tree_manager_containers": containers, "tree_manager_locks": {}}
+        shared = {"tree_manager_containers": containers, "tree_manager_locks": {0: None}}
         local = threading.local()
         for name, value in (("local", local), ("PER_THREAD", False), ("_of_others", shared)):
             self.enterContext(mock.patch.object(manager_container, name, value))
@@ -278,9 +301,17 @@ class TestHome(TestCase):
         with manager_container.without_others():
             found = dict(local.tree_manager_containers)
             local.tree_manager_containers.clear()  # as upstream does
+            for _ in local.tree_manager_locks:  # another thread makes a manager meanwhile
+                shared["tree_manager_locks"][1] = None
         self.assertEqual(found, {0: "used here", 2: "unused"})
         self.assertIs(local.tree_manager_containers, containers)
         self.assertEqual(containers, {1: "used elsewhere"})
+        self.assertTrue(on(self.second, home.may_use, 0))
+        self.assertFalse(on(self.second, home.may_use, 1))
+        vars(local).clear()
+        with mock.patch.object(torch._C, "_is_key_in_tls", return_value=False), manager_container.without_others():
+            pass  # upstream resets nothing of a thread without trees
+        self.assertFalse(home.may_use(0))
 
 
 class TestCaptures(TestCase):

@@ -171,6 +171,23 @@ class FunctionModel:
         return function
 
 
+def _kept_apart(
+    run: Callable[[list[Any]], Any],
+    aligned: Aligned,
+    way_elsewhere: Callable[[bool], Callable[[list[Any]], Any] | None],
+) -> Callable[[list[Any]], Any]:
+    """``run``, but calls of threads that must not use graphs go another way."""
+
+    def call(inputs: list[Any]) -> Any:
+        elsewhere = way_elsewhere(True)
+        if elsewhere is None:
+            return run(inputs)
+        aligned.decide(inputs)
+        return elsewhere(inputs)
+
+    return call
+
+
 def entered(
     function: FunctionModel,
     run: Callable[[list[Any]], Any],
@@ -189,8 +206,10 @@ def entered(
         way_elsewhere: gives the way of a call from a thread that must not use graphs, and None for another thread. It
             is told whether the call would be graphed.
     """
-    if function.is_entered or function.settings.indirection == "off":
+    if function.is_entered:
         return run
+    if function.settings.indirection == "off":
+        return run if way_elsewhere is None else _kept_apart(run, aligned, way_elsewhere)
     function.is_entered = True
     dispatch = function.dispatch
     fast_call = entry(dispatch)

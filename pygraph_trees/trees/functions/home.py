@@ -23,7 +23,7 @@ from .dispatch import PER_THREAD, forget_replayers
 from .threads import Thread, mark
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pygraph_trees.report.log import FunctionLog
 
@@ -87,12 +87,13 @@ def _move_in(device: int, thread: Thread) -> Thread:
     return thread
 
 
-def leave() -> None:
-    """The calling thread uses no device's graphs any more."""
+def leave(devices: Iterable[int]) -> None:
+    """The calling thread does not use these devices' graphs any more."""
     caller = _caller()
     with _lock:
-        for device in [device for device in _homes if _user(device) is caller]:
-            del _homes[device]
+        for device in devices:
+            if _user(device) is caller:
+                del _homes[device]
 
 
 def takes_over(device: int) -> bool:
@@ -103,23 +104,25 @@ def takes_over(device: int) -> bool:
     """
     caller, home = _caller(), _homes.get(device)
     managers = [manager for manager in pools.managers() if manager.device_index == device]
-    if home is None or not managers or not _is_idle(home, managers):
+    # A thread without a mark, in a backward, would keep the graphs forever.
+    if home is None or not managers or caller is _unmarked or not _is_idle(home, managers):
         return False
     with _lock:
         if _homes.get(device) is not home:
             return False
         _move_in(device, caller)  # from here on, the other thread begins no call that is graphed
+    is_over = False
     try:
         is_over = all(manager.end_step(if_dead=True) for manager in managers)
     except Exception as error:
         _log.warning("a thread could not use the graphs of another one: %s", described(error))
-        is_over = False
-    if not is_over:
-        with _lock:
-            if _user(device) is caller:
-                forget_replayers()
-                _homes[device] = home
-        home.of_others = sum(manager.turns for manager in managers) - home.turns
+    finally:  # an interrupt may have come
+        if not is_over:
+            with _lock:
+                if _user(device) is caller:
+                    forget_replayers()
+                    _homes[device] = home
+            home.of_others = sum(manager.turns for manager in managers) - home.turns
     return is_over
 
 

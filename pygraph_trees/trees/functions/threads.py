@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SHORT_LIVED = "the threads that call it end before they replay it"
 MOST_ENDED = 8  # threads
+MOST_REFUSED = 16  # calls of a later thread; one that goes on calling is not short-lived
 _NAME = "pygraph_trees"  # of the mark; native/tree.cpp looks for it
 
 
@@ -66,12 +67,13 @@ def mark() -> Thread | None:
 def for_each_thread(make: Callable[[], Call], log: FunctionLog, ungraphed: Call) -> Call:
     """Makes calls with what ``make`` returns now, for the first thread, and later for each other one.
 
-    If threads end before they replay a function, those that come later run it ``ungraphed``.
+    If threads end before they replay a function, those that come later first run it ``ungraphed`` a few times.
     """
     context, unused = CompileContext.try_get(), [make()]
     of_threads: weakref.WeakKeyDictionary[Thread, Call] = weakref.WeakKeyDictionary()
     of_others: list[Call] = []
     ended: list[None] = []
+    refused: weakref.WeakKeyDictionary[Thread, int] = weakref.WeakKeyDictionary()  # calls
 
     def made() -> Call:
         with contextlib.suppress(IndexError):
@@ -86,7 +88,9 @@ def for_each_thread(make: Callable[[], Call], log: FunctionLog, ungraphed: Call)
             return of_others[0](inputs)
         found = of_threads.get(thread)
         if found is None:
-            if len(ended) >= MOST_ENDED and sum(recording.replays for recording in log.recordings) < len(ended):
+            are_short = len(ended) >= MOST_ENDED and sum(record.replays for record in log.recordings) < len(ended)
+            if are_short and (calls := refused.get(thread, 0)) < MOST_REFUSED:
+                refused[thread] = calls + 1
                 log.not_graphed(SHORT_LIVED)
                 return ungraphed(inputs)
             weakref.finalize(thread, ended.append, None).atexit = False

@@ -17,11 +17,13 @@ from torch.autograd import profiler
 
 from pygraph_trees.native import binding
 from pygraph_trees.report import compiled
+from pygraph_trees.report.naming import BACKWARD
 from pygraph_trees.selection.functions import are_graphs_left_out, why_not_graphed
 from pygraph_trees.settings import Settings
 
 from ..functions.function import loaded_with
 from . import saved_tensors
+from .choice import as_upstream_has_it
 from .runner import shortened
 from .saved_tensors import conform_inputs, hooks_were_set, is_any_lazy
 
@@ -56,6 +58,9 @@ def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
             BoxedBool.disable(graph_kwargs["cudagraphs"])
         with compiled.put_to_use(self, graph_kwargs, wanted=wanted, dropped=reason):
             upstream(self, example_inputs, constants, graph_kwargs)
+        index = graph_kwargs.get("boxed_forward_device_index")
+        if reason is not None and graph_kwargs["is_backward"] and index is not None and index.value is not None:
+            self.current_callable = as_upstream_has_it(self.current_callable, BACKWARD, index.value)
         if graph_kwargs["cudagraphs"] and settings.indirection != "off":
             self.current_callable = shortened(self.current_callable) or self.current_callable
         else:

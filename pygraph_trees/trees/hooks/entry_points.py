@@ -99,7 +99,6 @@ def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
                 upstream()
         finally:
             cudagraph_trees._set_cached_tensors_enabled(True)
-        home.leave()
         dropped.clear()
         with paused():  # a finalizer could wait for the lock
             release_retired()

@@ -23,7 +23,7 @@ from torch._inductor.cudagraph_trees import TreeManagerContainer as Upstream
 from torch._inductor.cudagraph_trees import get_obj, local
 
 from ..functions.dispatch import PER_THREAD
-from ..functions.home import is_used_elsewhere
+from ..functions.home import is_used_elsewhere, leave
 from ..functions.threads import mark, stash
 from ..managers.manager import Manager
 from ..pools.collector import paused
@@ -80,17 +80,27 @@ def _lent(trees: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_others() -> Iterator[None]:
-    """Inside a reset before torch 2.13, upstream finds no trees of a device whose graphs another thread uses."""
-    shared = _of_others["tree_manager_containers"]
-    if PER_THREAD or not has_trees() or get_obj(local, "tree_manager_containers") is not shared:
+    """Inside a reset before torch 2.13, upstream finds no trees of a device whose graphs another thread uses.
+
+    The thread leaves the graphs of devices whose trees it has reset.
+    """
+    if PER_THREAD or not has_trees():  # upstream resets nothing of a thread without trees
         yield
         return
-    own = {device: container for device, container in shared.items() if not is_used_elsewhere(device)}
-    devices = list(own)
-    with _lent({**_of_others, "tree_manager_containers": own}):
-        yield
-    for device in devices:
-        shared.pop(device, None)
+    shared, trees = _of_others["tree_manager_containers"], get_obj(local, "tree_manager_containers")
+    devices = [device for device in list(trees) if trees is not shared or not is_used_elsewhere(device)]
+    try:
+        if trees is not shared:
+            yield
+            return
+        own, locks = {device: shared[device] for device in devices}, dict(_of_others["tree_manager_locks"])
+        with _lent({"tree_manager_containers": own, "tree_manager_locks": locks}):  # other threads may add to ours
+            yield
+    finally:
+        if trees is shared:
+            for device in devices:
+                shared.pop(device, None)
+        leave(devices)
 
 
 if not PER_THREAD and has_trees():

@@ -177,9 +177,14 @@ class Making(Calls):
     def _warm_up(self, new_inputs: list[Any], function_id: Any, function: FunctionLog) -> Any:
         function.warmups += 1
         before = self._pool.nbytes()
+        was_warm = function_id in self.warmed_up_functions
         try:
             with self._warming_up(new_inputs, function_id), self._watching(new_inputs, function_id) as found:
                 outputs = super().run_eager(new_inputs, function_id)
+        except BaseException:
+            if not was_warm:  # its kernels may not be chosen yet
+                self.warmed_up_functions.discard(function_id)
+            raise
         finally:
             self._pool.forget()
         if found is not None:
