@@ -169,6 +169,9 @@ class TestPaths(TestCase):
             self.assertTrue(manager.take_turn(other))
             self.assertEqual(manager.run([1], 7), [2])
             self.assertEqual(manager.running_forwards_with_pending_backwards, expected)
+            graphed = manager.turns - manager.asides
+            manager.note_ungraphed([1], is_forward=False)  # it does not count as a graphed call
+            self.assertEqual(manager.turns - manager.asides, graphed)
             manager.end_turn(other)
 
 

@@ -171,7 +171,7 @@ class TestHome(TestCase):
         super().setUp()
         for name, value in (("PER_THREAD", False), ("_homes", {}), ("IDLE_S", 0.0)):
             self.enterContext(mock.patch.object(home, name, value))
-        self.managers = [mock.Mock(device_index=0, turns=0, **{"end_step.return_value": True})]
+        self.managers = [mock.Mock(device_index=0, turns=0, asides=0, **{"end_step.return_value": True})]
         self.enterContext(mock.patch.object(home.pools, "managers", lambda: self.managers))
         self.logs = {mode: FunctionLog("model", None, mode, 1, {}) for mode in ("inference", "forward", "backward")}
         self.ways = {mode: home.way_elsewhere(0, log, "un-graphed", "noted") for mode, log in self.logs.items()}
@@ -224,7 +224,8 @@ class TestHome(TestCase):
         with mock.patch.object(self, "managers", []):  # the first one is being made
             self.assertTrue(self.is_elsewhere(self.second))
         self.assertEqual(self.call(self.second, "backward"), "noted")
-        manager.turns += 1  # of the call that was noted, and not of the first thread
+        manager.asides += 1
+        manager.turns += 1  # of the call that was noted, and not graphed
         self.assertFalse(self.is_elsewhere(self.second, "forward"))
         manager.end_step.assert_called_with(if_dead=True)
         self.assertTrue(self.is_elsewhere(self.first))
@@ -233,7 +234,7 @@ class TestHome(TestCase):
         self.assertFalse(self.is_elsewhere(self.second))
 
     def test_each_device_has_its_own(self):
-        self.managers.append(mock.Mock(device_index=1, turns=0, **{"end_step.return_value": True}))
+        self.managers.append(mock.Mock(device_index=1, turns=0, asides=0, **{"end_step.return_value": True}))
         for device in (0, 1):
             self.assertTrue(on(self.first, home.may_use, device))
         taken = []

@@ -40,9 +40,8 @@ class _Home:
 
     def __init__(self, thread: Thread) -> None:
         self.thread = weakref.ref(thread)
-        self.turns = -1  # of the device's managers, as another thread saw them last
-        self.since = 0.0  # when these changed
-        self.of_others = 0  # turns that calls of other threads took
+        self.calls = -1  # graphed calls of the device's managers, as another thread saw them last
+        self.since = 0.0  # when there were more
 
 
 _homes: dict[int, _Home] = {}  # by device
@@ -122,16 +121,15 @@ def takes_over(device: int) -> bool:
                 if _user(device) is caller:
                     forget_replayers()
                     _homes[device] = home
-            home.of_others = sum(manager.turns for manager in managers) - home.turns
     return is_over
 
 
 def _is_idle(home: _Home, managers: Sequence[Any]) -> bool:
-    """Whether the thread has taken no turn for :data:`IDLE_S`; after True, it takes as long until the next True."""
-    now, turns = time.monotonic(), sum(manager.turns for manager in managers) - home.of_others
-    is_idle = home.turns == turns and now - home.since >= IDLE_S
-    if home.turns != turns or is_idle:
-        home.turns, home.since = turns, now
+    """Whether no call was graphed for :data:`IDLE_S`; after True, it takes as long until the next True."""
+    now, calls = time.monotonic(), sum(manager.turns - manager.asides for manager in managers)
+    is_idle = calls <= home.calls and now - home.since >= IDLE_S
+    if calls > home.calls or is_idle:
+        home.calls, home.since = calls, now
     return is_idle
 
 
@@ -151,11 +149,7 @@ def way_elsewhere(device: int, log: FunctionLog, ungraphed: Call, noted: Call) -
             if log.mode != BACKWARD and takes_over(device):
                 return None
             log.not_graphed(ELSEWHERE)
-        if not _is_awaited(log.mode):
-            return ungraphed
-        if (home := _homes.get(device)) is not None:
-            home.of_others += 1
-        return noted
+        return noted if _is_awaited(log.mode) else ungraphed
 
     return way
 

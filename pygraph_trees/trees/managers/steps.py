@@ -34,6 +34,7 @@ class Steps(Upstream):
     cuda_graphs_thread_pool: Any
     keeps_outputs: bool  # whether a function was added whose outputs must be kept
     _begins_step: bool | None = None  # the answer of can_start_new_generation while a path may end
+    asides = 0  # turns for what is no graphed call
     _ungraphed = 0  # un-graphed forwards since the last un-graphed call that began a step or was a backward
 
     def can_start_new_generation(self, *generation: Any) -> bool:
@@ -53,6 +54,11 @@ class Steps(Upstream):
     def _is_forward(self, node: Any) -> bool:
         return bool(self.id_to_mode[node.wrapped_function.id] == _FORWARD)
 
+    def take_aside(self, inputs: list[Any]) -> bool:
+        """Takes the turn for what is no graphed call."""
+        self.asides += 1  # first: another thread that looks in between must not see a graphed call
+        return bool(self.take_turn(inputs))
+
     def note_ungraphed(self, inputs: list[Any], *, is_forward: bool) -> None:
         """Notes that an un-graphed forward or backward runs now; it is part of a step like a graphed one.
 
@@ -61,7 +67,7 @@ class Steps(Upstream):
         """
         with deferred():
             try:
-                if self.take_turn(inputs):  # otherwise it is called during another call
+                if self.take_aside(inputs):  # otherwise it is called during another call
                     self.note_ungraphed_in_turn(is_forward=is_forward)
             finally:
                 self.end_turn(inputs)
@@ -86,7 +92,7 @@ class Steps(Upstream):
         """
         inputs: list[Any] = []
         try:  # an interrupt may come anywhere
-            if not self.take_turn(inputs):
+            if not self.take_aside(inputs):
                 return False
             release_unneeded(self.cuda_graphs_thread_pool)
             if if_dead and self.current_node is not None and not self.current_node.all_outputs_are_dead():
@@ -116,7 +122,7 @@ class Steps(Upstream):
         inputs: list[Any] = []
         until = time.monotonic() + 1
         try:  # an interrupt may come anywhere
-            while not self.take_turn(inputs):
+            while not self.take_aside(inputs):
                 if time.monotonic() > until:
                     return
                 time.sleep(1e-4)
