@@ -36,6 +36,7 @@ _FOLDED_TYPES = HALVES | {
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.float64, torch.complex64,
     torch.complex128,
 }  # fmt: skip
+_COMPUTED_OF = "it is computed of"
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})  # a kernel loads these types as single precision
 _LITERALS = HALVES | {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
 
@@ -120,24 +121,33 @@ class Folding:
 
     def _why_not_evaluated(self, node: fx.Node) -> str | None:
         """Evaluates a node and everything it depends on; says why if that fails or exceeds the limit."""
-        todo = [node]
+        todo, seen = [node], {node}
         for current in todo:
             if current in self._values:
                 continue
             if (why := self._why_not_run(current)) is not None:
-                return why if current is node else f"it is computed of {current.name}: {why}"
-            todo += [source for source in current.all_input_nodes if source not in todo]
+                return self._fails(node, current, why)
+            todo += [source for source in current.all_input_nodes if source not in seen]
+            seen.update(current.all_input_nodes)
         missing = [current for current in sorted(todo) if current not in self._values]
         nbytes = sum(map(nbytes_of, missing))
         if nbytes > self._left:
-            return f"{nbytes} bytes are too many to be computed when the graph is compiled"
+            why = f"{nbytes} bytes are too many to be computed when the graph is compiled"
+            return self._fails(node, node, why)  # less is left later
         self._left -= int(nbytes)
         with _as_eager_runs():
             for current in missing:
                 if (why := self._run(current)) is not None:
                     self._failed[current] = why
-                    return why if current is node else f"it is computed of {current.name}: {why}"
+                    return self._fails(node, current, why)
         return None
+
+    def _fails(self, node: fx.Node, cause: fx.Node, why: str) -> str:
+        """Notes why a node is not evaluated, so that no later node looks any further."""
+        if cause is not node and not why.startswith(_COMPUTED_OF):
+            why = f"{_COMPUTED_OF} {cause.name}: {why}"
+        self._failed[node] = why
+        return why
 
     def _why_not_run(self, node: fx.Node) -> str | None:
         """Says why a node cannot be evaluated at compile time, whatever its inputs are."""

@@ -11,6 +11,7 @@ import contextlib
 import enum
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler
 
-from pygraph_trees.report.naming import BACKWARD
+from pygraph_trees.report.naming import BACKWARD, FORWARD
 
 from .decision import FEWEST_PAIRS, Comparison, Execution, Facts, compare, decide, next_way, plain_text, plain_way
 
@@ -245,7 +246,9 @@ class Trial:
         text = compared.text(way)
         if self._end(way, text):
             self.compared = compared
-            is_kept = compared.is_clear and not self._is_disturbed and self._integers == self._asked
+            modes = {member.mode for member in self._alive()}
+            is_whole = BACKWARD in modes or FORWARD not in modes  # a later process may have the backward
+            is_kept = compared.is_clear and is_whole and not self._is_disturbed and self._integers == self._asked
             if is_kept and self._memory is not None:
                 self._memory.store(way, text)
 
@@ -274,8 +277,16 @@ def _is_step_over(first: TrialMember, members: Sequence[TrialMember]) -> bool:
 
 
 def _is_disturbed() -> bool:
-    """Whether a profiler or a blocking launch mode slows down each call."""
-    return bool(profiler._is_profiler_enabled) or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+    """Whether a profiler, a debugger, a blocking launch mode or a check at each call slows down calls."""
+    from torch._inductor import config
+
+    checks = ("fast_path_cudagraph_asserts", "force_cudagraph_sync", "force_cudagraphs_warmup")
+    return (
+        bool(profiler._is_profiler_enabled)
+        or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+        or (sys.gettrace() or sys.getprofile()) is not None
+        or any(getattr(config.triton, name, False) for name in checks)
+    )
 
 
 def _integers(inputs: Sequence[object]) -> tuple[int, ...]:

@@ -73,6 +73,12 @@ class TestPaths(TestCase):
                 places = [[], []]
                 places[place] = self.recordings(count, replays)
                 self.assertEqual(why_stopped(*places) is not None, stops, (count, replays))
+        newest = [node.log for node in self.recordings(storms.MOST_ON_PATH, storms.MOST_ON_PATH - 1)]
+        self.assertIsNotNone(why_stopped([], [], newest))  # each step takes another path
+        self.assertIsNone(why_stopped([], [], newest[1:]))
+        after_days = [*self.recordings(1, 10**6), *self.recordings(4 * storms.MOST_RECORDINGS, 2)]
+        self.assertIsNotNone(why_stopped(after_days, []))
+        self.assertIsNone(why_stopped(after_days[:-1], []))
         self.assertEqual(
             why_stopped(self.recordings(16, 2), ()),
             "it was recorded 16 times for 2 replays, the last time because: of the test",

@@ -214,6 +214,7 @@ class TestTrial(TrialTestCase):
             self.assertEqual((function.went, trial.way), ([Execution.UNGRAPHED], Execution.UNGRAPHED))
             self.assertEqual("".join(function.calls)[-5:], "uuuuu")
             self.assertRegex(function.log.decision, "^un-graphed: 60 us a call against 130 us")
+            self.assertEqual(self.memory.store.called, mode == "inference")  # in another process it may train
 
     def test_finalizers_call_while_measured_calls_are_counted(self):
         counted = TrialMember(FunctionLog("Net", None, "inference", 1, {}), None, None, None, Environment())
@@ -498,6 +499,8 @@ class TestTrial(TrialTestCase):
         for disturbed, stored in (
             (mock.patch.object(torch.autograd.profiler, "_is_profiler_enabled", True), 0),
             (mock.patch.dict("os.environ", CUDA_LAUNCH_BLOCKING="1"), 0),
+            (mock.patch.object(sys, "getprofile", lambda: print), 0),
+            (torch._inductor.config.patch({"triton.force_cudagraph_sync": True}), 0),
             (mock.patch.dict("os.environ", CUDA_LAUNCH_BLOCKING="0"), 1),
         ):
             trial, function = self.one()

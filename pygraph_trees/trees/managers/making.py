@@ -28,7 +28,7 @@ from ..recordings.rerecord import siblings_of, why_recorded
 from . import input_rules
 from .calls import Calls
 from .input_rules import Given, Moves
-from .storms import why_stopped
+from .storms import MOST_ON_PATH, why_stopped
 from .verification import Verification
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Making(Calls):
             return None
         path = () if self.current_node is None else self.current_node._path_from_root
         on_path = [node for node in path if node.wrapped_function.model is model]
-        why = why_stopped(siblings_of(self, function_id), on_path)
+        why = why_stopped(siblings_of(self, function_id), on_path, model.log.recordings[-MOST_ON_PATH:])
         if why is not None:
             model.stop(why)
         return why

@@ -184,10 +184,10 @@ class Reclaiming:
                 self.give_back(manager)  # calls this method again
             return False
         is_used = self._again or manager.current_node is not None or any(manager.roots.values())
-        if self._left is None or self._is_unknown or is_used:
+        if self._left is None:
             return False
         self._left = [held for held in self._left if not held.expired()]
-        if self._left:
+        if self._left or self._is_unknown or is_used:
             return False
         return self._leave_pool(manager)
 

@@ -25,7 +25,7 @@ COMES_AGAIN = 4  # calls with a later set before it is graphed
 REFUSED = 16  # consecutive calls that are not graphed, after which later ones take the shortest way
 MOST_WAITING = 1024  # sets whose calls are counted
 MOST_RECORDINGS = 16  # of a function at one place in the tree; from then on, it needs as many replays as recordings
-MOST_ON_PATH = 256  # the same limit for one path; making a recording takes longer the longer the path is
+MOST_ON_PATH = 256  # the same limit for a path, and for all; making a recording takes longer the longer the path is
 MOST_DEAD = 16  # forwards without live outputs at the beginning of a path, before it must end
 
 OTHER_SIZES = (
@@ -61,20 +61,26 @@ class Sizes:
         return False
 
 
-def why_stopped(siblings: Sequence[Any], on_path: Sequence[Any]) -> str | None:
+def why_stopped(siblings: Sequence[Any], on_path: Sequence[Any], newest: Sequence[RecordingLog] = ()) -> str | None:
     """Why a function runs un-graphed from now on, instead of being recorded again; None if it is recorded.
 
     Args:
         siblings: its recordings at the place where it would be recorded.
         on_path: its recordings on the path to that place. A function that is called many times in a step has several
             there; on a path that never ends, their number grows without limit.
+        newest: its newest recordings anywhere. Each place may have few, if each step takes another path.
     """
-    for nodes, most in ((siblings, MOST_RECORDINGS), (on_path, MOST_ON_PATH)):
-        found: list[RecordingLog] = [log for node in nodes if (log := getattr(node, "log", None)) is not None]
-        count, replays = len(found), sum(recording.replays for recording in found)
-        if count >= most and replays < count:
-            return f"it was recorded {count} times for {replays} replays, the last time because: {found[-1].reason}"
+    here, there = _logs(siblings), _logs(on_path)
+    for found, most in ((here, MOST_RECORDINGS), (there, MOST_ON_PATH), (newest, MOST_ON_PATH)):
+        for some in (found, found[-4 * most :]):  # the first recordings may have been replayed for days
+            count, replays = len(some), sum(recording.replays for recording in some)
+            if count >= most and replays < count:
+                return f"it was recorded {count} times for {replays} replays, the last time because: {some[-1].reason}"
     return None
+
+
+def _logs(nodes: Sequence[Any]) -> list[RecordingLog]:
+    return [log for node in nodes if (log := getattr(node, "log", None)) is not None]
 
 
 def is_endless(path: Sequence[Any], is_forward: Callable[[Any], bool], *, others: int = 0) -> bool:

@@ -53,7 +53,7 @@ class Attempts:
                 attempt()
                 break
             except Exception as error:
-                is_another = self._left_table or self.refused != refused
+                is_another = self._left_table or self.refused.keys() != refused.keys()
                 if not self._kept or isinstance(error, NotStaged) or not is_another:
                     if not is_tried_again:
                         # This call cannot try again, so later calls record without placeholders.
