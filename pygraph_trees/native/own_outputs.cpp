@@ -29,10 +29,14 @@ bool has_names(const auto *impl) {
     return false;
 }
 
-/* Lets a dead tensor begin as a new one: no other tensor shares its version. */
-void reset_version(const c10::TensorImpl *impl) {
+/* Lets a dead tensor begin as a new one. A detached tensor that the program gave other memory may share its version. */
+void reset_version(c10::TensorImpl *impl) {
     const c10::VariableVersion &version = impl->version_counter();
-    if (version.enabled() && version.current_version() != 0)
+    if (!version.enabled())
+        return;
+    if (!version.unique())
+        impl->set_version_counter(c10::VariableVersion(0));
+    else if (version.current_version() != 0)
         c10::VariableVersion(version).set_version(0);
 }
 

@@ -2,7 +2,8 @@
 
    Without that, two functions, or two sizes of one, would use the same memory at the same time. The event is made only
    when the stream changes; one on a stream that torch did not make is recorded after each launch, since the program may
-   destroy such a stream. Streams that the program names for memory of the pool are waited for at the next launch. */
+   destroy such a stream. Streams that the program names for memory of the pool are waited for at the next launch, and
+   again once the memory is dead. */
 
 #include "tree.h"
 
@@ -27,12 +28,40 @@ c10::StreamId current_stream(const TreeState *trees) {
 /* Torch's own streams have odd numbers, the default one 0; others are pointers. */
 bool is_external(c10::StreamId id) { return id != 0 && (id & 1) == 0; }
 
-void wait_for(const TreeState *trees, c10::StreamId before, c10::StreamId now) {
+void wait_for(const c10::Stream &before, const c10::Stream &now) {
     if (before == now)
         return;
     c10::Event event(CUDA);
-    event.record(stream_of(trees, before));
-    event.block(stream_of(trees, now));
+    event.record(before);
+    event.block(now);
+}
+
+/* A stream that uses memory of the pool. */
+struct Use {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    c10::Stream stream;
+    bool is_new; // since the last launch
+};
+
+std::vector<Use> *uses_of(const TreeState *trees) { return static_cast<std::vector<Use> *>(trees->uses); }
+
+/* Waits for new uses, and for those of memory that is dead now: a replay may write to it. */
+void wait_for_uses(TreeState *trees, const c10::Stream &now) {
+    std::vector<Use> &uses = *uses_of(trees);
+    for (size_t i = uses.size(); i-- > 0;) {
+        const c10::Stream stream = uses[i].stream;
+        const bool is_over = uses[i].storage.expired() || is_external(stream.id()); // before the wait
+        if (!is_over && !std::exchange(uses[i].is_new, false))
+            continue;
+        try {
+            wait_for(stream, now);
+        } catch (const c10::Error &) {
+            if (!is_external(stream.id())) // else the program has destroyed it
+                throw;
+        }
+        if (is_over)
+            uses.erase(uses.begin() + static_cast<std::ptrdiff_t>(i));
+    }
 }
 
 c10::Event *event_of(const TreeState *trees) { return static_cast<c10::Event *>(trees->event); }
@@ -63,27 +92,33 @@ void pygraph::order_streams(TreeState *trees) {
     if (trees->device < 0)
         return;
     const c10::StreamId now = current_stream(trees);
-    const bool has_others = trees->streams != nullptr && PyList_Check(trees->streams) && PyList_GET_SIZE(trees->streams) > 0;
+    const bool has_uses = uses_of(trees) != nullptr && !uses_of(trees)->empty();
     const bool is_same = trees->has_launched && trees->stream == now && trees->event == nullptr;
-    if ((is_same && !has_others) || is_captured(trees))
+    if ((is_same && !has_uses) || is_captured(trees))
         return; // a capture, which calls without addresses may be in, waits for nothing outside of it
     if (event_of(trees) != nullptr) // another stream may have the same number by now
         event_of(trees)->block(stream_of(trees, now));
     else if (trees->has_launched)
-        wait_for(trees, trees->stream, now);
-    for (Py_ssize_t i = 0; has_others && i < PyList_GET_SIZE(trees->streams); i++) {
-        const long long other = PyLong_AsLongLong(PyList_GET_ITEM(trees->streams, i));
-        if (PyErr_Occurred())
-            PyErr_Clear();
-        else
-            wait_for(trees, other, now);
-    }
-    if (has_others && PyList_SetSlice(trees->streams, 0, PyList_GET_SIZE(trees->streams), nullptr) < 0)
-        PyErr_Clear();
+        wait_for(stream_of(trees, trees->stream), stream_of(trees, now));
+    if (has_uses)
+        wait_for_uses(trees, stream_of(trees, now));
     delete event_of(trees);
     trees->event = nullptr;
     trees->stream = now;
     trees->has_launched = 1;
+}
+
+void pygraph::note_use(TreeState *trees, const at::Tensor &tensor, c10::DeviceIndex device, c10::StreamId id) {
+    if (trees->uses == nullptr)
+        trees->uses = new std::vector<Use>();
+    auto storage = tensor.storage().getWeakStorageImpl();
+    const c10::Stream stream(c10::Stream::UNSAFE, c10::Device(CUDA, device), id);
+    for (Use &use : *uses_of(trees))
+        if (use.storage == storage && use.stream == stream) {
+            use.is_new = true;
+            return;
+        }
+    uses_of(trees)->push_back({std::move(storage), stream, true});
 }
 
 void pygraph::note_launch(TreeState *trees) {
@@ -98,4 +133,6 @@ void pygraph::note_launch(TreeState *trees) {
 void pygraph::forget_streams(TreeState *trees) {
     delete event_of(trees);
     trees->event = nullptr;
+    delete uses_of(trees);
+    trees->uses = nullptr;
 }

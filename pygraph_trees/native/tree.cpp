@@ -60,7 +60,21 @@ void tree_state_dealloc(PyObject *self) {
     held_dealloc<TreeState>(self);
 }
 
+PyObject *note_stream_use(PyObject *self, PyObject *arguments) {
+    return translated([&]() -> PyObject * {
+        PyObject *tensor;
+        int device = 0;
+        long long stream = 0;
+        if (!PyArg_ParseTuple(arguments, "OiL", &tensor, &device, &stream) || tensor_of(tensor) == nullptr)
+            return nullptr;
+        pygraph::note_use(reinterpret_cast<TreeState *>(self), *tensor_of(tensor),
+                          static_cast<c10::DeviceIndex>(device), stream);
+        Py_RETURN_NONE;
+    });
+}
+
 PyMethodDef tree_state_methods[] = {
+    {"note_use", note_stream_use, METH_VARARGS, "Notes that a stream, given by device and number, uses a tensor."},
     {"order_streams", order_current_stream, METH_NOARGS, "Lets the current stream wait for the last launch on another."},
     {"note_launch", note_last_launch, METH_NOARGS, "Must be called after a launch."},
     {"take_turn", take_turn, METH_O, "Takes the turn for the call with this list, and returns whether the call has it."},
@@ -91,7 +105,6 @@ PyMemberDef tree_state_members[] = {
     ATTRIBUTE(TreeState, "running_forwards_with_pending_backwards", pending),
     ATTRIBUTE(TreeState, "_candidates", candidates),
     ATTRIBUTE(TreeState, "_find", find),
-    ATTRIBUTE(TreeState, "used_streams", streams),
     {"ordered_device", T_SHORT, offsetof(TreeState, device), 0, "The device whose streams are ordered; negative: none."},
     {"turns", T_ULONGLONG, offsetof(TreeState, turns), READONLY, "How often a call asked for the turn."},
     {"last_stream", T_LONGLONG, offsetof(TreeState, stream), READONLY, "The number of the last launch's stream."},
@@ -304,7 +317,7 @@ Answer pygraph::find_candidates(const Counters &counters, OwnTurn *turn, Found *
         return Answer::no;
     *why = Slow::not_found;
     for (PyObject **held : trees->held()) // unset, if upstream names its state otherwise
-        if (*held == nullptr && held != &trees->mode && held != &trees->compile_id && held != &trees->streams)
+        if (*held == nullptr && held != &trees->mode && held != &trees->compile_id)
             return Answer::no;
     if (trees->graph == Py_None || !PyDict_Check(trees->candidates) || function_id == nullptr)
         return Answer::no;

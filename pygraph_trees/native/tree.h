@@ -23,7 +23,7 @@ struct TreeState {
     short device;     // the device whose streams are put in order; negative: none are
     long long stream; // its number
     void *event;      // after the last launch, if torch did not make its stream
-    PyObject *streams; // numbers of streams that use memory of the pool: the next launch waits for them
+    void *uses;       // by streams that the program names, of memory of the pool; NULL if there was none
 
     bool take_turn(const void *call) {
         turns++;
@@ -37,9 +37,9 @@ struct TreeState {
             turn_of = nullptr;
     }
 
-    std::array<PyObject **, 10> held() {
+    std::array<PyObject **, 9> held() {
         return {&graph, &current_node, &path_state, &mode, &compile_id,
-                &generation, &pending, &candidates, &find, &streams};
+                &generation, &pending, &candidates, &find};
     }
 };
 
@@ -48,6 +48,9 @@ bool is_captured(const TreeState *trees);
 
 /* Lets the current stream wait for the last launch, if that was on another one, and notes the current stream. */
 void order_streams(TreeState *trees);
+
+/* Notes that another stream uses a tensor's memory in the pool. Once the tensor is dead, the next launch waits. */
+void note_use(TreeState *trees, const at::Tensor &tensor, c10::DeviceIndex device, c10::StreamId id);
 
 /* Must be called after a launch. */
 void note_launch(TreeState *trees);

@@ -162,6 +162,21 @@ class TestBlocks(TestCase):
         first.add_(1)
         self.assertEqual((first._version, second._version), (1, 0))  # as un-graphed code makes them
 
+    def test_a_version_that_a_tensor_on_other_memory_shares_is_left_to_it(self):
+        made = torch.zeros(SIZE)
+        made.untyped_storage()  # has a Python object now, as a recording's
+        trees = Trees({}, [made])
+        del made
+        (output,) = (entry := trees.entry())([])
+        other = output.detach()
+        other.data = torch.ones(3)  # for example a parameter that was converted
+        del output
+        other.add_(1)
+        (output,) = entry([])
+        self.assertEqual((other._version, output._version), (1, 0))
+        other.add_(1)
+        self.assertEqual((other._version, output._version), (2, 0))
+
     def test_tensors_are_of_the_mode_of_their_call(self):
         own = own_memory(storage(0))
         for is_inference in (True, False, True):

@@ -148,6 +148,31 @@ class TestStreams(KeptTestCase):
             self.assertEqual(again, fn(b), msg=f"call {call}")
             del read, again
 
+    @parametrize("name", list(FUNCTIONS))
+    @parametrize("moves", [False, True])
+    def test_record_stream_covers_later_uses(self, name: str, moves: bool) -> None:
+        """As in torch, it is called once, before other calls, and the last use comes after these."""
+        fn, graphed, main = FUNCTIONS[name], self.graphed(FUNCTIONS[name]), torch.cuda.current_stream()
+        then = self.graphed(lambda x: x.flip(0) + 1)
+        for call in range(CALLS):
+            a, b = self.some(), self.some()
+            wanted, output = fn(a), graphed(a)
+            output.record_stream(self.second)
+            after = then(output)
+            if moves:
+                torch.compiler.cudagraph_mark_step_begin()
+                after = then(output)
+            self.second.wait_stream(main)
+            with self.on(self.second, sleeps=True):
+                read = output.clone()
+            del output
+            again, spoilt = graphed(b), self.overwrite(wanted.shape)
+            main.wait_stream(self.second)
+            self.assertEqual(read, wanted, msg=f"call {call}")
+            self.assertEqual(again, fn(b), msg=f"call {call}")
+            self.assertEqual(after, wanted.flip(0) + 1, msg=f"call {call}")
+            del read, again, after, spoilt
+
     def test_gradients_that_another_stream_changes_when_a_step_begins(self) -> None:
         model = torch.nn.Linear(512, 512).to(self.device)
         graphed = self.graphed(model)

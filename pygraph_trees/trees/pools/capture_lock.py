@@ -14,6 +14,7 @@ from pygraph_trees.compat import has_capture_lock
 from pygraph_trees.cuda.progress import capture_lock, wait_for_device
 
 from .collector import paused
+from .interrupts import deferred
 
 IS_TORCHS = has_capture_lock()
 
@@ -47,7 +48,7 @@ def is_by_torch() -> bool:
 @contextlib.contextmanager
 def idle_device(index: int) -> Iterator[None]:
     """Waits for a device before and after what is inside; no other thread captures for torch meanwhile."""
-    with contextlib.ExitStack() as stack:
+    with deferred(), contextlib.ExitStack() as stack:  # an interrupt could leave a lock held
         if not _thread.is_locked:
             if IS_TORCHS:
                 stack.enter_context(capture_lock())

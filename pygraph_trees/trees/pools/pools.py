@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from pygraph_trees.indirection.pool import PoolRanges
 
@@ -23,10 +24,13 @@ def owner_of(pool: Any) -> Any:
 
 
 def note_stream(tensor: torch.Tensor, stream: Any) -> None:
-    """Lets the next replay of the pool that a tensor is in wait for another stream, which uses the tensor."""
+    """Lets replays of the pool that a tensor is in wait for another stream, which uses the tensor."""
+    storage = tensor.untyped_storage()
     for manager in managers():
-        if holds(manager, tensor.untyped_storage()):
-            manager.used_streams.append(stream.stream_id)
+        if holds(manager, storage):
+            manager.note_use(tensor, stream.device_index, stream.stream_id)
+            manager.uses[:] = [use for use in manager.uses if not use[0].expired()]
+            manager.uses.append((StorageWeakRef(storage), stream))
 
 
 def managers() -> list[Any]:
