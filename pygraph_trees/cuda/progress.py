@@ -46,15 +46,15 @@ def us_between(begin: Any, end: Any) -> float | None:
         return begin.elapsed_time(end) * 1e3 if end.query() else None
 
 
-def wait_for_device(index: int) -> None:
-    """Waits until the GPU has finished the work of all streams.
-
-    Returns at once if CUDA has not started, or refuses to wait during a capture.
-    """
-    if not torch.cuda.is_initialized():
-        return
-    with contextlib.suppress(RuntimeError), without_disturbing_captures():
-        torch.cuda.synchronize(index)
+def wait_for_device(index: int) -> bool:
+    """Waits until the GPU has finished the work of all streams; returns False if CUDA refuses to, during a capture."""
+    if torch.cuda.is_initialized():
+        try:
+            with without_disturbing_captures():
+                torch.cuda.synchronize(index)
+        except RuntimeError:
+            return False
+    return True
 
 
 @contextlib.contextmanager

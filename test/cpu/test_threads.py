@@ -20,6 +20,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.native import binding
 from pygraph_trees.report.log import Count, FunctionLog, RecordingLog
 from pygraph_trees.trees.functions import home, threads
+from pygraph_trees.trees.functions.containment import passes
 from pygraph_trees.trees.functions.dispatch import Dispatch
 from pygraph_trees.trees.functions.function import entered
 from pygraph_trees.trees.hooks import manager_container
@@ -352,6 +353,16 @@ class TestCaptures(TestCase):
                 self.assertTrue(self.lock.locked())
             self.move()
             self.assertFalse(self.lock.locked())
+
+    def test_nothing_is_moved_while_a_capture_of_the_program_prevents_waits(self):
+        """The call runs un-graphed, and the next one begins the step."""
+        with mock.patch.object(torch.cuda, "is_initialized", lambda: True):
+            for error in (RuntimeError("operation not permitted when stream is capturing"), None):
+                refused = self.assertRaises(capture_lock.DeviceBusy) if error else contextlib.nullcontext()
+                with mock.patch.object(torch.cuda, "synchronize", side_effect=error), refused as raised:
+                    self.move()
+                self.assertEqual((self.done.is_set(), self.lock.locked()), (error is None, False))
+                self.assertTrue(error is None or passes(raised.exception))
 
 
 if __name__ == "__main__":

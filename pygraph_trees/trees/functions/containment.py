@@ -20,6 +20,8 @@ import torch
 from pygraph_trees.compat import checks_deaths_after_copies
 from pygraph_trees.errors import PygraphError, Reported
 
+from ..pools.capture_lock import DeviceBusy
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -244,7 +246,7 @@ def _is_held(error: Exception, manager: Contains, progress: Progress) -> bool:
 def passes(error: BaseException) -> bool:
     """Whether an error while a function is recorded says nothing about the next recording."""
     lacks_memory = isinstance(error, torch.OutOfMemoryError) or getattr(error, "error_code", None) == _NO_MEMORY
-    return not isinstance(error, Exception) or lacks_memory or is_of_program(error)
+    return not isinstance(error, Exception) or lacks_memory or isinstance(error, DeviceBusy) or is_of_program(error)
 
 
 def is_of_program(error: Exception) -> bool:

@@ -12,11 +12,16 @@ from collections.abc import Iterator
 
 from pygraph_trees.compat import has_capture_lock
 from pygraph_trees.cuda.progress import capture_lock, wait_for_device
+from pygraph_trees.errors import PygraphError
 
 from .collector import paused
 from .interrupts import deferred
 
 IS_TORCHS = has_capture_lock()
+
+
+class DeviceBusy(PygraphError, RuntimeError):
+    template = "the GPU cannot be waited for while a thread captures a graph"
 
 
 class _Thread(threading.local):
@@ -47,13 +52,22 @@ def is_by_torch() -> bool:
 
 @contextlib.contextmanager
 def idle_device(index: int) -> Iterator[None]:
-    """Waits for a device before and after what is inside; no other thread captures for torch meanwhile."""
+    """Waits for a device before and after what is inside; no other thread captures for torch meanwhile.
+
+    Raises :class:`DeviceBusy` before what is inside.
+    """
     with deferred(), contextlib.ExitStack() as stack:  # an interrupt could leave a lock held
         if not _thread.is_locked:
             if IS_TORCHS:
                 stack.enter_context(capture_lock())
             stack.enter_context(locked_by_torch())
             stack.enter_context(paused())  # a finalizer could wait for the lock
-        wait_for_device(index)
+        wait(index)
         yield
         wait_for_device(index)
+
+
+def wait(index: int) -> None:
+    """Waits for a device; raises :class:`DeviceBusy` if that is impossible."""
+    if not wait_for_device(index):
+        raise DeviceBusy

@@ -15,10 +15,10 @@ import torch
 from torch._inductor.cudagraph_trees import StorageWeakRefWrapper
 
 from pygraph_trees.cuda.extent import copy_bits
-from pygraph_trees.cuda.progress import wait_for_device
 from pygraph_trees.native import binding
 
 from ..functions.function import FunctionModel
+from ..pools.capture_lock import wait
 from ..pools.liveness import release_unneeded
 from ..pools.pools import owner_of
 
@@ -79,7 +79,7 @@ def move_alive(node: Any, only: torch.UntypedStorage | None = None) -> None:
                 for used, stream in getattr(owner_of(node.cuda_graphs_pool), "uses", ()):
                     if used.cdata == storage._cdata:
                         copies[-1].record_stream(stream)
-        wait_for_device(alive[0][0].device.index)  # another thread may read an output as soon as it has its address
+        wait(alive[0][0].device.index)  # another thread may read an output as soon as it has its address
         # Before the exchange: after an interrupt, a recording with a moved tensor in its cache would return it again.
         for made_by in {id(made_by): made_by for _, held_by in alive for made_by, _ in held_by}.values():
             if hasattr(made_by, "remove_node_cached_tensors"):  # a warm-up has none
