@@ -2,8 +2,8 @@
 
    Without that, two functions, or two sizes of one, would use the same memory at the same time. The event is made only
    when the stream changes; one on a stream that torch did not make is recorded after each launch, since the program may
-   destroy such a stream. Streams that the program names for memory of the pool are waited for at the next launch, and
-   again once the memory is dead. */
+   destroy such a stream. Streams that the program names for memory of the pool are waited for at each launch of the step,
+   and at the first one of the next step. */
 
 #include "tree.h"
 
@@ -40,19 +40,21 @@ void wait_for(const c10::Stream &before, const c10::Stream &now) {
 struct Use {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     c10::Stream stream;
-    bool is_new; // since the last launch
+    Ref step; // the generation in which the program said so
 };
 
 std::vector<Use> *uses_of(const TreeState *trees) { return static_cast<std::vector<Use> *>(trees->uses); }
 
-/* Waits for new uses, and for those of memory that is dead now: a replay may write to it. */
+/* Waits for all uses: a replay may write to memory that is dead. After the step, what is alive has been moved. */
 void wait_for_uses(TreeState *trees, const c10::Stream &now) {
     std::vector<Use> &uses = *uses_of(trees);
     for (size_t i = uses.size(); i-- > 0;) {
         const c10::Stream stream = uses[i].stream;
-        const bool is_over = uses[i].storage.expired() || is_external(stream.id()); // before the wait
-        if (!is_over && !std::exchange(uses[i].is_new, false))
-            continue;
+        const int is_same = trees->generation == nullptr ? 0
+                                                         : PyObject_RichCompareBool(uses[i].step.get(), trees->generation, Py_EQ);
+        if (is_same < 0)
+            PyErr_Clear();
+        const bool is_over = is_same == 0 || uses[i].storage.expired() || is_external(stream.id()); // before the wait
         try {
             wait_for(stream, now);
         } catch (const c10::Error &) {
@@ -113,12 +115,13 @@ void pygraph::note_use(TreeState *trees, const at::Tensor &tensor, c10::DeviceIn
         trees->uses = new std::vector<Use>();
     auto storage = tensor.storage().getWeakStorageImpl();
     const c10::Stream stream(c10::Stream::UNSAFE, c10::Device(CUDA, device), id);
+    Ref step = Ref::dup(trees->generation == nullptr ? Py_None : trees->generation);
     for (Use &use : *uses_of(trees))
         if (use.storage == storage && use.stream == stream) {
-            use.is_new = true;
+            use.step = std::move(step);
             return;
         }
-    uses_of(trees)->push_back({std::move(storage), stream, true});
+    uses_of(trees)->push_back({std::move(storage), stream, std::move(step)});
 }
 
 void pygraph::note_launch(TreeState *trees) {

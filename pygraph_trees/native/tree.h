@@ -49,7 +49,7 @@ bool is_captured(const TreeState *trees);
 /* Lets the current stream wait for the last launch, if that was on another one, and notes the current stream. */
 void order_streams(TreeState *trees);
 
-/* Notes that another stream uses a tensor's memory in the pool. Once the tensor is dead, the next launch waits. */
+/* Notes that another stream uses a tensor's memory in the pool: launches wait for it until the next step has begun. */
 void note_use(TreeState *trees, const at::Tensor &tensor, c10::DeviceIndex device, c10::StreamId id);
 
 /* Must be called after a launch. */

@@ -1,12 +1,20 @@
-"""Which addresses are in a graph pool, compared with a walk through its segments."""
+"""Which addresses are in a graph pool, compared with a walk through its segments; which streams use outputs there."""
 
 from __future__ import annotations
 
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from bare_manager import bare_manager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.indirection.pool import PoolRanges
+from pygraph_trees.native import binding
+from pygraph_trees.trees.pools import pools as owned
 
 MIB = 1 << 20
 
@@ -67,6 +75,28 @@ class TestPoolRanges(TestCase):
         ranges = PoolRanges(allocator.snapshot)
         self.assertEqual([ranges.holds(address) for address in (0, 1, 1 << 47)], [False] * 3)
         self.assertEqual(allocator.snapshots, 1)
+
+
+@unittest.skipIf(binding.extension is None, "not built for this torch")
+class TestStreams(TestCase):
+    def test_streams_that_use_an_output_are_known_until_its_step_ends(self):
+        manager, pool = bare_manager(), (0, 77)
+        manager.current_gen, manager.uses = 3, {}
+        output, other = torch.ones(4), torch.ones(4)
+        one, two = (SimpleNamespace(device_index=0, stream_id=number) for number in (33, 35))
+        self.enterContext(mock.patch.dict(owned.OWNED, {pool: lambda: manager}, clear=True))
+        self.enterContext(mock.patch.object(owned, "holds", lambda _, storage: storage.data_ptr() != other.data_ptr()))
+        for tensor, stream in ((output, one), (output[1:], one), (output, two), (other, one)):
+            owned.note_stream(tensor, stream)
+        self.assertEqual(owned.streams_that_use(pool, output.untyped_storage()), [one, two])
+        self.assertEqual(owned.streams_that_use(pool, other.untyped_storage()), [])
+        self.assertEqual(owned.streams_that_use((0, 78), output.untyped_storage()), [])
+        manager.current_gen = 4
+        self.assertEqual(owned.streams_that_use(pool, output.untyped_storage()), [])
+        del output
+        owned.note_stream(again := torch.ones(4), one)
+        self.assertEqual((len(manager.uses), owned.streams_that_use(pool, again.untyped_storage())), (1, [one]))
+        self.assertRaises(TypeError, manager.note_use, "no tensor", 0, 33)
 
 
 if __name__ == "__main__":

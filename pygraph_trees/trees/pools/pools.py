@@ -29,8 +29,17 @@ def note_stream(tensor: torch.Tensor, stream: Any) -> None:
     for manager in managers():
         if holds(manager, storage):
             manager.note_use(tensor, stream.device_index, stream.stream_id)
-            manager.uses[:] = [use for use in manager.uses if not use[0].expired()]
-            manager.uses.append((StorageWeakRef(storage), stream))
+            for key in [key for key, use in manager.uses.items() if use[1].expired()]:
+                del manager.uses[key]
+            key = storage._cdata, stream.device_index, stream.stream_id
+            manager.uses[key] = manager.current_gen, StorageWeakRef(storage), stream
+
+
+def streams_that_use(pool: Any, storage: torch.UntypedStorage) -> list[Any]:
+    """The streams that the program has named for an output of the open path."""
+    manager = owner_of(pool)
+    uses = list(getattr(manager, "uses", {}).values())
+    return [stream for step, used, stream in uses if step == manager.current_gen and used.cdata == storage._cdata]
 
 
 def managers() -> list[Any]:

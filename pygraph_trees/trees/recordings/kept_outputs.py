@@ -20,7 +20,7 @@ from pygraph_trees.native import binding
 from ..functions.function import FunctionModel
 from ..pools.capture_lock import wait
 from ..pools.liveness import release_unneeded
-from ..pools.pools import owner_of
+from ..pools.pools import streams_that_use
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,9 +76,8 @@ def move_alive(node: Any, only: torch.UntypedStorage | None = None) -> None:
                 before = _bytes_of(storage)
                 copies.append(torch.empty_like(before))
                 copy_bits(copies[-1:], [before])
-                for used, stream in getattr(owner_of(node.cuda_graphs_pool), "uses", ()):
-                    if used.cdata == storage._cdata:
-                        copies[-1].record_stream(stream)
+                for stream in streams_that_use(node.cuda_graphs_pool, storage):
+                    copies[-1].record_stream(stream)
         wait(alive[0][0].device.index)  # another thread may read an output as soon as it has its address
         # Before the exchange: after an interrupt, a recording with a moved tensor in its cache would return it again.
         for made_by in {id(made_by): made_by for _, held_by in alive for made_by, _ in held_by}.values():
