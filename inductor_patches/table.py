@@ -187,10 +187,10 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
                 made_by("pygraph_trees.placement.scheduled", "keeping_outside"),
                 "torch keeps what reads values of the CPU out of CUDA graphs",
             ),
-            # A part of a foreach kernel does not wait for a value that another part computes.
+            # The parts of a foreach kernel run in no order, so none may read what another one computes.
             "ForeachKernelSchedulerNode.get_consumer_subnode_for": (
-                made_by("pygraph_trees.placement.scheduled", "waiting_for_one"),
-                "torch fuses no kernel into a foreach kernel of which several parts read what it computes",
+                made_by("pygraph_trees.placement.scheduled", "keeping_producers_outside"),
+                "torch does not fuse a producer into a foreach kernel that reads it in several parts",
             ),
         },
     },

@@ -40,7 +40,7 @@ void wait_for(const c10::Stream &before, const c10::Stream &now) {
 struct Use {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     c10::Stream stream;
-    Ref step; // the generation in which the program said so
+    Ref step; // the generation in which the program named the stream
 };
 
 std::vector<Use> *uses_of(const TreeState *trees) { return static_cast<std::vector<Use> *>(trees->uses); }

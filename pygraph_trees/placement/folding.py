@@ -36,7 +36,7 @@ _FOLDED_TYPES = HALVES | {
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.float64, torch.complex64,
     torch.complex128,
 }  # fmt: skip
-_COMPUTED_OF = "it is computed of"
+_COMPUTED_FROM = "it is computed from"
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})  # a kernel loads these types as single precision
 _LITERALS = HALVES | {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
 
@@ -144,15 +144,15 @@ class Folding:
 
     def _fails(self, node: fx.Node, cause: fx.Node, why: str) -> str:
         """Notes why a node is not evaluated, so that no later node looks any further."""
-        if cause is not node and not why.startswith(_COMPUTED_OF):
-            why = f"{_COMPUTED_OF} {cause.name}: {why}"
+        if cause is not node and not why.startswith(_COMPUTED_FROM):
+            why = f"{_COMPUTED_FROM} {cause.name}: {why}"
         self._failed[node] = why
         return why
 
     def _why_not_run(self, node: fx.Node) -> str | None:
         """Says why a node cannot be evaluated at compile time, whatever its inputs are."""
         if node not in self.constants:
-            return "it is not computed of constants alone"
+            return "it is not computed from constants alone"
         if node in self._failed:
             return self._failed[node]
         if not all(isinstance(size, int) for tensor in tensors_of(node) for size in tensor.shape):

@@ -140,7 +140,7 @@ class _Plan:
         is_constant = node in self._folding.constants
         why = why_not_elsewhere(node, exact=self._exact or is_constant)
         if why is None and any(not is_on_cpu(source) for source in node.all_input_nodes if tensors_of(source)):
-            why = "it is computed of values of several devices"
+            why = "it is computed from values of several devices"
         if why is None:
             return None
         return self._folded_or_copied(node, why) if is_constant else self._copied(node, why)
@@ -159,15 +159,15 @@ class _Plan:
         error = error_of(node, self._errors.get(inexact, Error.NONE))
         why = None
         if stuck is not None:
-            why = f"it is computed of {stuck.name}: {self.values[stuck].why}"
+            why = f"it is computed from {stuck.name}: {self.values[stuck].why}"
         elif any(self._leaves[index] for index in indices_of(node)):
             why = "it looks up what inputs say, and an index that is out of bounds is an error of the CPU's"
         elif indices_of(node) and not looks_up_within(node, self._folding.value):
             why = "it looks up what may not be there, and an index that is out of bounds is an error of the CPU's"
         elif error is None:
-            why = f"it is computed of {inexact.name}, whose last place may differ"
+            why = f"it is computed from {inexact.name}, whose last place may differ"
         elif nbytes > MOST_NBYTES and nbytes > nbytes_of(node):
-            why = f"what it is computed of is larger: {nbytes} bytes"
+            why = f"what it is computed from is larger: {nbytes} bytes"
         if why is not None or error is None:
             return self._copied(node, str(why))
         self._leaves[node], self._errors[node] = leaves, error

@@ -1,5 +1,6 @@
-"""Keeps GPU work that reads a CPU value outside of CUDA graphs, unless the value is staged, and what is moved in order.
+"""Corrects decisions of Inductor's scheduler about values of the CPU, moved or not.
 
+GPU work that reads a CPU value stays outside of CUDA graphs, unless the value is staged.
 :func:`why_outside` takes one of Inductor's scheduler nodes and upstream's reason, and returns the reason for a split or
 None. A kernel takes a CPU scalar by value, and an operator may look at a tensor's content: a recording would repeat the
 value that it was recorded with.
@@ -35,11 +36,11 @@ def keeping_outside(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return should_partition
 
 
-def waiting_for_one(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """``ForeachKernelSchedulerNode.get_consumer_subnode_for``, which names no part of a kernel if several read a value.
+def keeping_producers_outside(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``ForeachKernelSchedulerNode.get_consumer_subnode_for``, but None for a producer that several parts read.
 
-    Inductor would fuse what computes the value into one part, for which the others do not wait. Placement makes such
-    values: CPU values that the program also returns.
+    Inductor would fuse the producer into one part, and the parts of a foreach kernel run in no order. A CPU value that
+    the program also returns has such a producer once placement has moved it to the GPU.
     """
 
     @functools.wraps(upstream)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pygraph_trees.report")
 _ATTRIBUTE = "pygraph_coverage"  # a Scheduler's partitions; a CompiledFxGraph's, as JSON, with the model's name
-REBINDS = "it gives an input other memory, which no replay repeats"
+REBINDS = "it replaces the memory of an input, which a replay would not repeat"
 _REBINDING = ("aten.set_.", "aten.resize_.", "aten.shallow_copy_data_", "inductor.resize_storage_bytes_")
 
 
@@ -83,13 +83,13 @@ def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
 
 
 def rebinds_storage(gm: torch.fx.GraphModule) -> bool:
-    """Whether an operation of a graph, or of a branch or a loop in it, gives a tensor other memory."""
+    """Whether an operation of a graph, or of a branch or a loop in it, replaces the memory of a tensor."""
     graphs = [module.graph for module in gm.modules() if hasattr(module, "graph")]
     return any(str(node.target).startswith(_REBINDING) for graph in graphs for node in graph.nodes)
 
 
 def why_not_replayed(artifact: Any) -> str | None:
-    """Says why no replay does what a compiled graph does; None if nothing is known that speaks against it."""
+    """Says why a replay would not do what a compiled graph does; None if no reason is known."""
     known = getattr(artifact, _ATTRIBUTE, None)
     source = "" if known else str(getattr(artifact, "source_code", ""))
     rebinds = known["rebinds_storage"] if known else any(name in source for name in _REBINDING)

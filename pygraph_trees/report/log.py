@@ -216,7 +216,7 @@ class GraphLog:
     mode: str
     partitions: tuple[Partition, ...]
     dropped: str | None = None
-    rebinds_storage: bool = False  # an operation gives an input other memory, which no replay can repeat
+    rebinds_storage: bool = False  # an operation replaces the memory of an input, which a replay would not repeat
     functions: int = 0  # passed to cudagraphify so far
     placed: tuple[Placed, ...] = ()
     why_not_placed: str | None = None

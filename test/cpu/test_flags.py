@@ -393,7 +393,7 @@ class TestNever(TestCase):
             self.assertEqual(artifact.current_callable([1, 2]), 2)  # the forward may have been graphed
         manager.return_value.set_to_running_backward.assert_called_once_with()
         whys = [graph.dropped for graph in pygraph_trees.report().graphs[:2]]
-        rebinds = "it gives an input other memory, which no replay repeats"
+        rebinds = "it replaces the memory of an input, which a replay would not repeat"
         self.assertEqual(whys, ["pygraph_selective is 'never'", rebinds])
 
 

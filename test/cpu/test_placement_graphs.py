@@ -451,7 +451,7 @@ class TestLowered(TestCase):
         graph, _ = self.full(program)
         self.assertIsNone(graph.gm.meta[WHY_NOT_PLACED])
         (count,) = [record for record in graph.gm.meta[PLACED] if record.value.startswith("getitem")]
-        self.assertEqual((count.how, count.why), ("staged", "it is computed of values of several devices"))
+        self.assertEqual((count.how, count.why), ("staged", "it is computed from values of several devices"))
 
     def test_copies_outside_are_waited_for_as_in_the_program(self):
         """After waiting, the program may write to its tensor."""

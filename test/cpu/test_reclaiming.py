@@ -116,7 +116,7 @@ class TestForgotten(WithoutGpu):
         for node in (self.first, None):
             self.manager.current_node = node
             self.first.children, self.manager.roots = {1: [self.below]}, {2: [self.first]}
-            self.manager._candidates |= {1: "what is given back", 2: "others"}
+            self.manager._candidates |= {1: "recordings that are given back", 2: "recordings that stay"}
             self.manager.reclaiming.forgotten = [1]
             self.manager._find(self.manager, 2, False)
             self.assertEqual((self.manager.reclaiming.forgotten, self.first.children), ([], {}))

@@ -506,21 +506,21 @@ class TestShortened(RunnerTestCase):
         """Statements may not be added, put into a block, replaced or left out."""
         lines = CALL.strip().splitlines()
 
-        def refused(begin, instead, behind):
-            code = "\n".join([*lines[:begin], *instead, *behind])
+        def check_edited(kept, inserted, rest):
+            code = "\n".join([*lines[:kept], *inserted, *rest])
             with self.subTest(code):
                 self.check_refused(code)
 
         for more, places in ((MORE, range(1, 7)), (MORE_BEHIND, [5, 6])):
             for statement, place in itertools.product(more.strip().splitlines(), places):
-                refused(place, [statement], lines[place:])
+                check_edited(place, [statement], lines[place:])
         blocks = "with torch.no_grad():", "if True:", "while True:", "def inner():"
         for block, begin in itertools.product(blocks, range(1, 7)):
-            refused(begin, [block], [f"    {line}" for line in lines[begin:]])
+            check_edited(begin, [block], [f"    {line}" for line in lines[begin:]])
         for number, instead in INSTEAD.items():
             for other in ["", *instead.strip().splitlines()]:
-                refused(number, [other.strip()], lines[number + 1 :])
-        refused(1, lines[:1], lines[1:])  # taken apart twice
+                check_edited(number, [other.strip()], lines[number + 1 :])
+        check_edited(1, lines[:1], lines[1:])  # taken apart twice
         twice = [line.replace("(buf0, buf1)", "(buf0, buf0)") for line in lines[:-1]]
         self.check_refused("\n".join([*twice, "return (buf0, buf0, )"]))
 

@@ -34,7 +34,7 @@ class Steps(Upstream):
     cuda_graphs_thread_pool: Any
     keeps_outputs: bool  # whether a function was added whose outputs must be kept
     _begins_step: bool | None = None  # the answer of can_start_new_generation while a path may end
-    asides = 0  # turns for what is no graphed call
+    asides = 0  # turns that were not for a graphed call
     _ungraphed = 0  # un-graphed forwards since the last un-graphed call that began a step or was a backward
 
     def can_start_new_generation(self, *generation: Any) -> bool:
@@ -55,7 +55,7 @@ class Steps(Upstream):
         return bool(self.id_to_mode[node.wrapped_function.id] == _FORWARD)
 
     def take_aside(self, inputs: list[Any]) -> bool:
-        """Takes the turn for what is no graphed call."""
+        """Takes the turn for anything but a graphed call."""
         self.asides += 1  # first: another thread that looks in between must not see a graphed call
         return bool(self.take_turn(inputs))
 
