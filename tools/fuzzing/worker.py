@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from child import answering
-from torch._inductor.cpu_vec_isa import VecAMX
+from torch._inductor.cpu_vec_isa import VecISA
 
 from pygraph_trees.report.log import journal
 
@@ -151,8 +151,8 @@ def _end_with_parent() -> None:
 def main(campaign: str) -> int:
     told = json.loads(campaign)
     threading.Thread(target=_end_with_parent, daemon=True).start()  # signals to the parent's session do not reach it
-    # To find out, Inductor starts processes under a lock for which all workers would wait, minutes in all.
-    VecAMX.__bool__ = lambda _: False
+    # To find out what a compiler can do, Inductor starts processes under a lock: all workers would wait, minutes in all.
+    VecISA.check_build = lambda *_: False
     warnings.simplefilter("ignore")
     worker = Worker(told)
     return worker.campaign() if told["case"] is None else worker.single(told["case"])

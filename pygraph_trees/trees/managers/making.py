@@ -181,8 +181,8 @@ class Making(Calls):
         try:
             with self._warming_up(new_inputs, function_id), self._watching(new_inputs, function_id) as found:
                 outputs = super().run_eager(new_inputs, function_id)
-        except BaseException:
-            if not was_warm:  # its kernels may not be chosen yet
+        except BaseException as error:
+            if not was_warm and not isinstance(error, Exception):  # stopped: its kernels may not be chosen yet
                 self.warmed_up_functions.discard(function_id)
             raise
         finally:
