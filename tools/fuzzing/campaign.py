@@ -9,6 +9,7 @@ give the same case, whichever worker checks it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from child import Child
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 from .case import Case, read
 from .check import UNGRAPHED
@@ -49,7 +51,7 @@ class Campaign:
     jobs: int = 1  # worker processes at a time
     most_failures: int = 1
     reduce_s: float = 120.0  # to make a failing case smaller
-    longest_call_s: float = 120.0  # which compiles, in both ways
+    longest_call_s: float = 300.0  # which compiles; the machine may be busy
 
 
 @dataclass(slots=True)
@@ -201,6 +203,15 @@ def _failure(campaign: Campaign, worker: _Worker) -> Failure | None:
     return Failure(reduce(case, fails, _MOST_TRIES, 2 * campaign.reduce_s), worker.cause, worker.number)
 
 
+@functools.cache
+def vector_instructions() -> list[str]:
+    """Those that work here.
+
+    Inductor finds out by processes that it starts under a lock: if each worker asked, all would wait, minutes in all.
+    """
+    return list(map(str, valid_vec_isa_list()))
+
+
 class _Worker:
     """A worker process; ``cause`` says what killed it."""
 
@@ -213,7 +224,8 @@ class _Worker:
         self._longest_s = campaign.longest_call_s
         self._sent: dict[str, Any] = {}  # the latest case, counts and failure
         self._alive_at = time.monotonic()
-        job = {**asdict(campaign), "seconds": seconds, "number": first, "most_cases": most}
+        limits = {"seconds": seconds, "number": first, "most_cases": most}
+        job = {**asdict(campaign), **limits, "vector_instructions": vector_instructions()}
         # Several workers fill the machine, and pools of compile processes take long to start.
         one = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if campaign.jobs > 1 else {}
         path = os.pathsep.join(filter(None, [str(TOOLS), str(TOOLS.parent), os.environ.get("PYTHONPATH")]))
@@ -222,7 +234,7 @@ class _Worker:
             ["-X", "faulthandler", "-m", WORKER],
             {**job, "case": None if case is None else case.text()},
             Path(self._folder.name) / "log.txt",
-            {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_VEC_ISA_OK": "1", **one},
+            {**os.environ, "PYTHONPATH": path, **one},
         )
 
     def __enter__(self) -> _Worker:
