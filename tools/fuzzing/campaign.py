@@ -34,6 +34,7 @@ POISONED = 70  # exit status of a worker whose GPU context is lost
 POISONED_BY_EAGER = 71  # exit status of a worker whose GPU context eager lost
 FAILED = 1  # exit status of a worker that found and wrote a failure
 _POLL_S = 0.2
+_LONGEST_START_S = 300.0  # on a busy machine with cold disks
 _MOST_TRIES = 40  # to make a deadly case smaller
 
 
@@ -51,7 +52,7 @@ class Campaign:
     jobs: int = 1  # worker processes at a time
     most_failures: int = 1
     reduce_s: float = 120.0  # to make a failing case smaller
-    longest_call_s: float = 300.0  # which compiles; the machine may be busy
+    longest_call_s: float = 90.0  # which compiles
 
 
 @dataclass(slots=True)
@@ -131,9 +132,9 @@ def run(
             seen = replace(outcome.counts, uses=dict(outcome.counts.uses))
             for worker in workers:
                 seen.add(worker.counts())
-            # Less than the total, which is reported once, at the end.
-            text = f"{seen}; {len(workers)} workers"
-            progress(min(campaign.seconds * 0.999, time.monotonic() - start), campaign.seconds, text)
+            gone = time.monotonic() - start
+            text = f"{seen}; {len(workers)} workers, {len(judged)} judged"
+            progress(gone, max(campaign.seconds, gone + 1), text)  # never the total, which is reported once, at the end
             for worker in [w for w in workers if w.ended()]:
                 workers.remove(worker)
                 outcome.counts.add(worker.counts())
@@ -145,7 +146,8 @@ def run(
                     outcome.failures.append(failure)
                     failed(failure)
                 left, share = campaign.seconds - (time.monotonic() - start), worker.share_left()
-                if (by_torch or failure is not None) and left > 0 and share != 0:
+                has_died = worker.cause is not None or worker.lost_by_eager
+                if (has_died or failure is not None) and left > 0 and share != 0:
                     workers.append(stack.enter_context(_Worker(campaign, left, worker.number + jobs, share)))
     progress(campaign.seconds, campaign.seconds, str(outcome.counts))
     return outcome
@@ -200,6 +202,8 @@ def _failure(campaign: Campaign, worker: _Worker) -> Failure | None:
         with _alone(campaign, smaller) as single:
             return single.cause is not None or single.failure() is not None
 
+    if worker.is_late and not fails(case):
+        return None  # the machine was busy
     return Failure(reduce(case, fails, _MOST_TRIES, 2 * campaign.reduce_s), worker.cause, worker.number)
 
 
@@ -219,7 +223,7 @@ class _Worker:
         self, campaign: Campaign, seconds: float, first: int, most: int | None, case: Case | None = None
     ) -> None:
         self.cause: str | None = None
-        self.lost_by_eager = False
+        self.lost_by_eager = self.is_late = False
         self._first, self._jobs, self._most = first, campaign.jobs, most
         self._longest_s = campaign.longest_call_s
         self._sent: dict[str, Any] = {}  # the latest case, counts and failure
@@ -251,9 +255,11 @@ class _Worker:
             self._sent |= sent
             self._alive_at = time.monotonic()
         if status is None:
-            if time.monotonic() - self._alive_at <= self._longest_s:
+            longest_s = self._longest_s if "case" in self._sent else _LONGEST_START_S
+            if time.monotonic() - self._alive_at <= longest_s:
                 return False
-            self.cause = f"a call took longer than {self._longest_s:g} s: {self._child.abort()}"
+            self.is_late = True
+            self.cause = f"a call took longer than {longest_s:g} s: {self._child.abort()}"
         elif status == POISONED_BY_EAGER:
             self.lost_by_eager = True
         elif status != 0 and not (status == FAILED and self.failure() is not None):
