@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from child import Child
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
@@ -216,6 +217,16 @@ def vector_instructions() -> list[str]:
     return list(map(str, valid_vec_isa_list()))
 
 
+def _gpus_of(number: int) -> dict[str, str]:
+    """What lets a worker see two GPUs of several, so that all are used evenly."""
+    count = torch.cuda.device_count()
+    if count < 3:
+        return {}
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = (named.split(",") if named else list(map(str, range(count))))[:count]  # those after a missing one are not seen
+    return {"CUDA_VISIBLE_DEVICES": f"{gpus[number % count]},{gpus[(number + 1) % count]}"}
+
+
 class _Worker:
     """A worker process; ``cause`` says what killed it."""
 
@@ -238,7 +249,7 @@ class _Worker:
             ["-X", "faulthandler", "-m", WORKER],
             {**job, "case": None if case is None else case.text()},
             Path(self._folder.name) / "log.txt",
-            {**os.environ, "PYTHONPATH": path, **one},
+            {**os.environ, "PYTHONPATH": path, **one, **_gpus_of(first)},
         )
 
     def __enter__(self) -> _Worker:
