@@ -223,7 +223,7 @@ def _gpus_of(number: int) -> dict[str, str]:
     if count < 3:
         return {}
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = (named.split(",") if named else list(map(str, range(count))))[:count]  # those after a missing one are not seen
+    gpus = named.split(",") if named else list(map(str, range(count)))  # there are none after the first that is missing
     return {"CUDA_VISIBLE_DEVICES": f"{gpus[number % count]},{gpus[(number + 1) % count]}"}
 
 
