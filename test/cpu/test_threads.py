@@ -210,7 +210,7 @@ class TestHome(TestCase):
     def test_another_takes_over_from_an_idle_one_whose_path_can_end(self):
         (manager,) = self.managers
         self.assertFalse(self.is_elsewhere(self.first))
-        self.assertTrue(self.is_elsewhere(self.second))  # it sees now how many calls there were
+        self.assertTrue(self.is_elsewhere(self.second, "forward"))  # it sees now how many calls there were
         for change in ({"return_value": False}, {"side_effect": torch.OutOfMemoryError}):
             with self.subTest(change), mock.patch.object(manager, "end_step", mock.Mock(**change)):
                 self.assertTrue(self.is_elsewhere(self.second))
@@ -218,13 +218,16 @@ class TestHome(TestCase):
         with mock.patch.object(manager, "end_step", side_effect=KeyboardInterrupt):
             self.assertRaises(KeyboardInterrupt, self.is_elsewhere, self.second)
             self.assertFalse(self.is_elsewhere(self.first))
+        self.assertEqual(self.call(self.second, "backward"), "un-graphed")  # of its own forward
         manager.turns += 1
+        self.assertTrue(self.is_elsewhere(self.second))
+        home._homes[0].calls += 5  # of managers that were reset
         self.assertTrue(self.is_elsewhere(self.second))
         with mock.patch.object(home, "IDLE_S", 3600.0):
             self.assertTrue(self.is_elsewhere(self.second))
         with mock.patch.object(self, "managers", []):  # the first one is being made
             self.assertTrue(self.is_elsewhere(self.second))
-        self.assertEqual(self.call(self.second, "backward"), "noted")
+        self.assertEqual(self.call(self.third, "backward"), "noted")
         manager.asides += 1
         manager.turns += 1  # of the call that was noted, and not graphed
         self.assertFalse(self.is_elsewhere(self.second, "forward"))

@@ -234,8 +234,8 @@ def _are_outputs_kept() -> bool:
 def _observe(runner: Runner, call: int) -> Observation:
     try:
         seen = runner.step()
-        if runner.kind == "eager" and torch.cuda.is_available():
-            torch.cuda.synchronize()  # attributes a fault to eager, not to the next way
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # attributes a fault to this way, not to the next one
         return seen
     except Exception as error:
         if runner.kind == "eager":

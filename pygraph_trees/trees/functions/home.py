@@ -41,7 +41,7 @@ class _Home:
     def __init__(self, thread: Thread) -> None:
         self.thread = weakref.ref(thread)
         self.calls = -1  # graphed calls of the device's managers, as another thread saw them last
-        self.since = 0.0  # when there were more
+        self.since = 0.0  # when there were others
 
 
 _homes: dict[int, _Home] = {}  # by device
@@ -106,6 +106,7 @@ def takes_over(device: int) -> bool:
     # A thread without a mark, in a backward, would keep the graphs forever.
     if home is None or not managers or caller is _unmarked or not _is_idle(home, managers):
         return False
+    trained = caller.trains_ungraphed
     with _lock:
         if _homes.get(device) is not home:
             return False
@@ -120,15 +121,16 @@ def takes_over(device: int) -> bool:
             with _lock:
                 if _user(device) is caller:
                     forget_replayers()
-                    _homes[device] = home
+                    _homes[device], caller.trains_ungraphed = home, trained
     return is_over
 
 
 def _is_idle(home: _Home, managers: Sequence[Any]) -> bool:
     """Whether no call was graphed for :data:`IDLE_S`; after True, it takes as long until the next True."""
     now, calls = time.monotonic(), sum(manager.turns - manager.asides for manager in managers)
-    is_idle = calls <= home.calls and now - home.since >= IDLE_S
-    if calls > home.calls or is_idle:
+    is_same = calls == home.calls  # fewer: a reset made new managers, which have made calls since
+    is_idle = is_same and now - home.since >= IDLE_S
+    if not is_same or is_idle:
         home.calls, home.since = calls, now
     return is_idle
 
