@@ -37,12 +37,7 @@ UNARY = {
     "first": lambda x: x[0],
     "sin": lambda x: x.float().sin(),
 }
-BINARY = {
-    "add": torch.add,
-    "mul": lambda x, y: x * y % 1009,
-    "max": torch.maximum,
-    "less": lambda x, y: (x < y).long(),
-}
+BINARY = {"add": torch.add, "mul": lambda x, y: x * y % 1009, "max": torch.maximum, "less": lambda x, y: (x < y).long()}
 
 
 @st.composite

@@ -198,10 +198,7 @@ PROGRAMS = [
         "input",
         "row of a computed one",
         lambda x, v: x * v.lgamma()[3].to(GPU),
-        (
-            Input((1025,)),
-            Input((64, 1025), where="cpu"),
-        ),
+        (Input((1025,)), Input((64, 1025), where="cpu")),
         OUTSIDE,
     ),
     Mixed("input", "to half precision", lambda x, v: x * v.to(torch.bfloat16).to(GPU).float(), (X, V), rounds=False),

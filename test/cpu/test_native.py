@@ -50,11 +50,7 @@ class TestPatching(test_patching.Patching, TestCase):
 
     @test_patching.EXAMPLES
     @given(
-        test_patching.GRAPHS,
-        test_patching.PATCHED,
-        test_patching.STEPS,
-        test_patching.CALLS,
-        strategies.integers(0, 6),
+        test_patching.GRAPHS, test_patching.PATCHED, test_patching.STEPS, test_patching.CALLS, strategies.integers(0, 6)
     )
     def test_any_set_call_may_fail(self, specs, inputs, steps, call, after):
         self.check_any_set_call_may_fail(specs, inputs, steps, call, after)

@@ -236,10 +236,7 @@ class TestBuffers(StagingTestCase):
         before, found = self.api.capture_mode, []
         self.pin()
         self.queue.asked = self.waited.side_effect = lambda: found.append(self.api.capture_mode)
-        with (
-            mock.patch.object(progress, "driver", lambda: self.driver),
-            mock.patch.object(torch.cuda, "synchronize"),
-        ):
+        with mock.patch.object(progress, "driver", lambda: self.driver), mock.patch.object(torch.cuda, "synchronize"):
             buffers = Staging([torch.zeros(4)])
             for number in range(MOST_BUFFERS + 2):
                 buffers.put([torch.full((4,), float(number))])

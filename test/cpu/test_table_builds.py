@@ -267,10 +267,7 @@ class TestWorker(TestCase):
         del worker
         self.assertEqual(process.returncode, -9)
         for _ in range(2):
-            with (
-                mock.patch.object(subprocess, "Popen", side_effect=OSError("of the test")),
-                self.assertRaises(OSError),
-            ):
+            with mock.patch.object(subprocess, "Popen", side_effect=OSError("of the test")), self.assertRaises(OSError):
                 Worker.start([])
         self.wait(self.fake("true"))
 

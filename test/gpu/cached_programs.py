@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 CALLS = 5
 COUNTED = {
     "inductor": ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass"),
-    "aot_autograd": (
-        "autograd_cache_hit",
-        "autograd_cache_miss",
-        "autograd_cache_bypass",
-        "autograd_cache_saved",
-    ),
+    "aot_autograd": ("autograd_cache_hit", "autograd_cache_miss", "autograd_cache_bypass", "autograd_cache_saved"),
 }
 
 

@@ -215,13 +215,7 @@ class _Side:
         return self._memory.place_of(output)
 
 
-def run(
-    program: Program,
-    ways: Ways,
-    device: torch.device,
-    regimes: Sequence[str] = REGIMES,
-    calls: int = 3,
-) -> int:
+def run(program: Program, ways: Ways, device: torch.device, regimes: Sequence[str] = REGIMES, calls: int = 3) -> int:
     """Calls ``program`` both ways under each regime, compares, and returns the number of calls.
 
     Raises:

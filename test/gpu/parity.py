@@ -348,11 +348,7 @@ def prime() -> None:
 
 
 def compare_sides(
-    program: Program,
-    *,
-    oracle: bool = True,
-    tolerance: Mapping[str, float] | None = None,
-    **options: Any,
+    program: Program, *, oracle: bool = True, tolerance: Mapping[str, float] | None = None, **options: Any
 ) -> Transcript:
     """Our findings, which are upstream's and agree with eager's; raises :class:`ParityError` with every difference."""
     upstream = run_side(program, UPSTREAM, **options)

@@ -11,15 +11,7 @@ import unittest
 
 import torch
 import torch.nn.functional as F
-from indirection import (
-    FLAG,
-    Facts,
-    IndirectionTestCase,
-    Program,
-    by_name,
-    compiled,
-    tensor,
-)
+from indirection import FLAG, Facts, IndirectionTestCase, Program, by_name, compiled, tensor
 from isolated import run_isolated
 from parity import OURS
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests

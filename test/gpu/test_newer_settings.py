@@ -47,10 +47,7 @@ class TestNewerSettings(IndirectionTestCase):
     @parametrize("action", ["copy", "skip"])
     def test_limit_of_recordings_for_managed_inputs(self, action):
         """An output of another graph that moves is given by address before the limit is reached."""
-        with settings(
-            cudagraph_managed_input_rerecord_limit=3,
-            cudagraph_managed_input_rerecord_action=action,
-        ):
+        with settings(cudagraph_managed_input_rerecord_limit=3, cudagraph_managed_input_rerecord_action=action):
             first = compiled(lambda x: [x.sin() * i for i in range(1, 7)])
             second = compiled(lambda y: y.relu() + y)
             for call in range(3 * CALLS):

@@ -215,11 +215,7 @@ class TestRightPrograms(VerificationTestCase):
 
     def test_a_function_without_a_graph_is_an_error(self):
         x, not_compiled = torch.ones(4, 4, device=self.device), torch.compiler.disable(lambda x: x.sin())
-        for fn, given in (
-            (lambda x: x + 1, x.cpu()),
-            (lambda x: not_compiled(x), x),
-            (lambda x: None, x),
-        ):
+        for fn, given in ((lambda x: x + 1, x.cpu()), (lambda x: not_compiled(x), x), (lambda x: None, x)):
             nothing = "nothing was verified: no part of it ran in a CUDA graph"
             with self.subTest(device=given.device), self.assertRaisesRegex(NothingVerified, nothing):
                 pygraph_trees.verify(fn, given)
