@@ -283,33 +283,6 @@ class TestIndirectionAddresses(IndirectionTestCase):
         facts = Facts.now()
         self.assertEqual((facts.recordings, facts.copied_bytes), (len(sizes), 0), str(facts))
 
-    def test_a_model_in_inference_mode_and_then_in_training(self):
-        """Parameters and inputs are made outside of inference mode, so they are ordinary tensors in both modes."""
-        model = perceptron().to(self.device)
-        ways = compiled(model)
-        parameters = list(model.parameters())
-        modes = (torch.inference_mode, torch.no_grad, torch.enable_grad)
-        for call, mode in enumerate([mode for mode in (*modes, *modes) for _ in range(4)]):
-            x = torch.full((8, 64), 0.1 * call, device=self.device)
-            results = []
-            for way in (ways.plain, ways.graphed):
-                torch.compiler.cudagraph_mark_step_begin()
-                with mode():
-                    output = way(x)
-                    result = [output.detach().clone()]
-                    if mode is torch.enable_grad:
-                        gradients = torch.autograd.grad(output, parameters, torch.full_like(output, 0.5))
-                        result += [g.clone() for g in gradients]
-                        del gradients
-                    if mode is not torch.inference_mode:
-                        self.assertFalse(output.is_inference())
-                    del output
-                results.append(result)
-            assert_same_bits(results[1], results[0], f"{mode.__name__}, call {call}: ")
-        facts = Facts.now()
-        self.assertLessEqual(facts.recordings, 2 * facts.functions, str(facts))
-        self.assertEqual((facts.copied_bytes, facts.ungraphed_calls, facts.skips), (0, 0, 0), str(facts))
-
     def each_call(self, step):
         """Makes 24 steps of ``step(call, kind, x)``, with the same bits for both kinds; returns the facts."""
         for call in range(24):

@@ -7,7 +7,6 @@ there.
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from unittest import mock
 
@@ -34,7 +33,6 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 import pygraph_trees
 from pygraph_trees.indirection import inputs as live_inputs
 from pygraph_trees.indirection.table import variant_launchers
-from pygraph_trees.indirection.table.pointer_table import WRITER
 
 
 def thirty(x):
@@ -145,15 +143,6 @@ class TestTable(IndirectionTestCase):
         facts = self.check(Program("parts", program, (tensor(1024 + 32 * 64),)))
         self.assertEqual((facts.copied_bytes, facts.routes), (0, ("table",)), str(facts))
 
-    def test_sizes_that_are_unknown(self):
-        def program(x, y):
-            return (x * y).sum(1)
-
-        ways = compiled(program, dynamic=True)
-        for n in (64, 100, 1000):
-            run(Program(f"{n}", program, (tensor(n, 32),) * 2), ways, self.device)
-        self.assertEqual(set(Facts.now().routes), {"table"})
-
     def test_training(self):
         program = Program("training", lambda x, w: (x * w).sin() * x, (tensor(64, 32), tensor(64, 32)), backward=True)
         self.assertIn("table", self.check(program).routes)
@@ -168,22 +157,6 @@ class TestTable(IndirectionTestCase):
         (recording,) = function.recordings
         self.assertEqual([i.route for i in recording.inputs if i.kind == "live"], ["table"])
         self.assertEqual(recording.kernels, 2)
-
-    def test_a_kernel_without_a_variant_is_patched(self):
-        with (
-            mock.patch.object(variant_launchers, "_made", side_effect=RuntimeError("of the test")),
-            self.assertLogs("pygraph_trees.indirection", logging.WARNING),
-        ):
-            self.by_table(Program("none", lambda x: x.sin() + 1, (tensor(5000),)), ["patch"])
-
-    def test_without_a_writer_it_is_patched(self):
-        with (
-            mock.patch(
-                "pygraph_trees.indirection.table.pointer_table._writer", side_effect=RuntimeError("of the test")
-            ),
-            self.assertLogs("pygraph_trees.indirection", logging.WARNING),
-        ):
-            self.by_table(Program("none", lambda x: x.sin() + 1, (tensor(5000),)), ["patch"])
 
     def test_addresses_that_are_hidden(self):
         """Inputs with hidden addresses are copied to the addresses in the slots."""
@@ -239,35 +212,6 @@ class TestTable(IndirectionTestCase):
         with mock.patch.object(triton, "compile", compiling):
             run(Program("p", lambda x, y: (x * y).softmax(1), (tensor(64, 65),) * 2), ways, self.device)
         self.assertFalse(any(capturing for capturing, _ in seen), str(seen))
-
-    def test_the_same_inputs_set_nothing(self):
-        graphed = compiled(lambda x: x.sin() + 1).graphed
-        x = torch.randn(64, device=self.device)
-        with recorded_addresses() as made:
-            for _ in range(4):
-                torch.compiler.cudagraph_mark_step_begin()
-                graphed(x)
-        before = nodes_set(made)
-        torch.compiler.cudagraph_mark_step_begin()
-        self.assertEqual(graphed(x), x.sin() + 1)
-        self.assertEqual((len(made), nodes_set(made)), (1, before))
-
-    def test_the_names_of_writers(self):
-        """The names of writers distinguish them from the graph's other kernels."""
-        names = []
-        original = live_inputs.LiveInputs._slots
-
-        def slots(live, found):
-            result = original(live, found)
-            names.append(
-                [live._driver.function_name(n.function, n.kernel) for n in found.nodes if hasattr(n, "kernel")]
-            )
-            self.assertEqual(len(result.writers), 1)
-            return result
-
-        with mock.patch.object(live_inputs.LiveInputs, "_slots", slots):
-            self.check(Program("p", lambda x: x.sin() + 1, (tensor(5000),)))
-        self.assertTrue(all(found[0] == f"{WRITER}_8" for found in names), str(names))
 
 
 instantiate_parametrized_tests(TestProgramsByTable)

@@ -7,7 +7,6 @@ only the announced bytes may be copied.
 from __future__ import annotations
 
 import importlib
-import unittest
 
 import torch
 import torch.nn.functional as F
@@ -77,26 +76,6 @@ class TestIndirectionFallbacks(IndirectionTestCase):
         with torch._inductor.config.patch("triton.pygraph_indirection", "off"):
             facts = self.check(Program("off", lambda x, y: x * y, PAIR, None))
         self.assertEqual(facts.copied_bytes, 2 * 64 * 33 * 4)
-
-    @unittest.skipUnless(torch.distributed.is_available(), "needs torch.distributed")
-    def test_collectives_of_one_rank(self):
-        import torch.distributed as dist
-        import torch.distributed._functional_collectives as collectives
-
-        if not dist.is_nccl_available():
-            self.skipTest("needs NCCL")
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=self.device)
-        self.addCleanup(dist.destroy_process_group)
-
-        def gather(x, y):
-            return collectives.all_gather_tensor(x, 0, dist.group.WORLD) * 2 + y
-
-        def reduce(x, y):
-            return collectives.all_reduce(x.sin(), "sum", dist.group.WORLD) + x + y
-
-        for fn in (gather, reduce):
-            with self.subTest(fn.__name__):
-                self.check(Program(fn.__name__, fn, PAIR, None, graphed=False))
 
     def test_condition(self):
         def program(flag, x):
