@@ -6,7 +6,6 @@ Calls are made while the GPU is busy, and with values that are pinned, partly re
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,6 @@ from parity import OURS
 from placement import PlacementTestCase
 from selection import CALLS, SelectionTestCase, decided
 from torch._inductor import config, cudagraph_trees
-from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.testing._internal.common_utils import run_tests
 
 import pygraph_trees
@@ -324,15 +322,6 @@ class TestByValue(PlacementTestCase):
 
         self.check_in_cpp(fn, make)
 
-    def test_values_with_gaps(self):
-        """Python gathers them; C++ launches."""
-        graphed, x = graphed_of(lambda x, v: x[:16] * v.to("cuda")), torch.rand(256, device=self.device)
-        for call in range(12):
-            value = (torch.arange(32.0) + call)[::2]
-            step()
-            self.assertEqual(graphed(x, value), x[:16] * value.to("cuda"))
-        self.assertGraphed(Facts.now(), 12)
-
     def test_each_width_and_the_limit(self):
         """Every byte arrives, whatever the size; a value above 16 KiB is copied from a buffer."""
         for count in (1, 3, 16, 255, 256, 257, 1000, 1024, 4095, 4096, 16383, 16384, 16385):
@@ -367,14 +356,6 @@ class TestByValue(PlacementTestCase):
                     torch.cuda.synchronize()
                     pinned.zero_()
                     self.assertEqual(found, x * call)
-
-    def test_values_that_are_also_returned(self):
-        graphed, x = graphed_of(lambda x, v: (v, x * v.to("cuda"))), torch.rand(256, device=self.device)
-        for call in range(8):
-            value = torch.full((256,), float(call))
-            step()
-            same, found = graphed(x, value)
-            self.assertEqual((same.data_ptr(), found), (value.data_ptr(), x * call))
 
     def test_without_the_kernel(self):
         """If the driver cannot load it, values are copied from pinned memory."""
@@ -453,32 +434,6 @@ class TestWaits(SelectionTestCase):
         self.assertEqual(found, of_numbers(x, *numbers(1)))
         self.assertEqual(pygraph_trees.report().functions, ())
         self.assertEqual([graph.dropped for graph in pygraph_trees.report().graphs], ["pygraph_selective is 'never'"])
-
-    def test_never_is_the_code_of_torch_without_graphs(self):
-        """Under "never", code and output devices are those of torch without graphs, CPU constants included."""
-
-        def fn(x, v, s):
-            table = torch.arange(256).float().sqrt()
-            return x * v.to("cuda") + table.to("cuda"), torch.arange(4), s + 1, x * s, (x * 2).cpu()
-
-        x = torch.rand(256, device=self.device)
-
-        def code_of(**how):
-            torch._dynamo.reset()
-            # This also holds after a compilation, which leaves it off.
-            with fresh_cache(), config.patch({"deterministic": False}):
-                outputs, codes = run_and_get_code(
-                    torch.compile(fn, dynamic=False, **how), x, torch.ones(256), torch.tensor(2.0)
-                )
-            comments = re.compile(r"^\s*#.*$", re.MULTILINE)
-            return outputs, [re.sub(r"/tmp/\S+", "", comments.sub("", code)) for code in codes]
-
-        wanted, plain = code_of()
-        with config.patch({"triton.pygraph_selective": "never"}):
-            found, never = code_of(mode="reduce-overhead")
-        self.assertEqual(never, plain)
-        self.assertEqual([output.device for output in found], [output.device for output in wanted])
-        self.assertEqual(found, wanted, rtol=0, atol=0)
 
 
 def captures(fn):
