@@ -6,7 +6,6 @@ with CUDA graphs off.
 
 from __future__ import annotations
 
-import logging
 import sys
 import unittest
 from pathlib import Path
@@ -15,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import parity  # noqa: F401  (sets PYGRAPH_SELECTIVE)
 import torch
-from torch._inductor import config, cudagraph_trees
+from torch._inductor import config
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -145,15 +144,6 @@ class TestCoverage(TestCase):
         self.assertEqual(first.reason, "first call")
         self.assertRegex(second.reason, r"^static input \w+ moved$")
 
-    def test_recorded_again_for_sizes(self):
-        f = compiled(lambda x: x.sin() + 1, mode="reduce-overhead", dynamic=True)
-        for n in (4, 5, 4, 5, 5):
-            step()
-            f(torch.ones(n, 3, device=DEVICE))
-        self.assertEqual(
-            [r.reason for r in self.only_function().recordings], ["first call", "first call with these sizes"]
-        )
-
     def test_ungraphed_by_mutation(self):
         def fn(a, b):
             a.add_(b)
@@ -168,17 +158,6 @@ class TestCoverage(TestCase):
         self.assertEqual((function.ungraphed_calls, function.recordings), (3, ()))
         self.assertIn("mutates inputs", function.ungraphed_reason)
         self.assertEqual(a, torch.full((4,), 3.0))
-
-    def test_never(self):
-        f = compiled(lambda x: x.sin() + 1, options={"triton.cudagraphs": True, "triton.pygraph_selective": "never"})
-        x = torch.randn(8, device=DEVICE, requires_grad=True)
-        for _ in range(3):
-            step()
-            f(x).sum().backward()
-        report = pygraph_trees.report()
-        self.assertEqual(report.functions, ())
-        self.assertEqual({g.dropped for g in report.graphs}, {"pygraph_selective is 'never'"})
-        self.assertIsNone(cudagraph_trees.get_container(0).tree_manager)
 
     def test_never_on_the_cudagraphs_backend(self):
         with config.patch({"triton.pygraph_selective": "never"}):
@@ -197,16 +176,6 @@ class TestCoverage(TestCase):
             f(torch.ones(8, device=DEVICE))
         function = self.only_function()
         self.assertEqual((function.model, function.replays, len(function.recordings)), ("<lambda>", 2, 1))
-
-    def test_logs(self):
-        with self.assertLogs("pygraph_trees.report", logging.DEBUG) as logs:
-            f = compiled(lambda x: x.sin() + 1)
-            for _ in range(3):
-                step()
-                f(torch.ones(8, device=DEVICE))
-        text = "\n".join(logs.output)
-        self.assertIn("1 graphed of 1 partitions", text)
-        self.assertIn("recording 0: first call;", text)
 
 
 if __name__ == "__main__":

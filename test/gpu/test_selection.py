@@ -13,8 +13,8 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from indirection import Facts, compiled, reset
-from selection import CALLS, SelectionTestCase, decided, deciding
+from indirection import compiled, reset
+from selection import CALLS, SelectionTestCase, decided
 from torch.testing._internal.common_utils import run_tests
 
 import pygraph_trees
@@ -75,16 +75,6 @@ class TestTrials(SelectionTestCase):
         self.assertLessEqual((function.warmups, len(function.recordings)), (storms.FIRST_SIZES, 0))
         self.assertRegex(str(function.ungraphed_reason), "sizes change too often")
         self.assertLess(reserved[-1] - reserved[2 * storms.FIRST_SIZES], 64 << 20)
-
-    def test_sizes_that_come_again_are_graphed_later(self):
-        graphed = torch.compile(lambda x: x.sin() * 2, mode="reduce-overhead", dynamic=True)
-        sizes = storms.FIRST_SIZES + 4
-        for call in range(10 * sizes):
-            x = torch.full((8 + call % sizes, 16), call / 8, device=self.device)
-            torch.compiler.cudagraph_mark_step_begin()
-            self.assertEqual(graphed(x), x.sin() * 2)
-        (function,) = self.functions()
-        self.assertEqual(function.warmups, sizes)
 
     def test_recordings_that_are_never_replayed_stop(self):
         """Each set of the first function's outputs that is kept needs another recording of the second one."""
@@ -158,29 +148,6 @@ class TestTrials(SelectionTestCase):
             graphed(x)
         after = binding.extension.counts()
         self.assertEqual((after[0] - before[0], after[1] - before[1]), (10, 10))
-
-    def test_recordings_are_given_back(self):
-        """Recordings are given back also if another, graphed function runs earlier in each step."""
-        first, second = (torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x * 2, lambda x: x.cos()))
-        x = torch.randn(1 << 20, device=self.device)
-        for graphed in ((second,), (first, second)):
-            reset()
-            Profiles.default().clear()
-            ways = iter([*[Execution.GRAPHED] * (len(graphed) - 1), Execution.UNGRAPHED])
-            with deciding(ways.__next__):
-                for _ in range(CALLS):
-                    torch.compiler.cudagraph_mark_step_begin()
-                    y = x
-                    for function in graphed:
-                        y = function(y)
-                    self.assertEqual(y, (x * (1 if len(graphed) == 1 else 2)).cos())
-            manager = torch._inductor.cudagraph_trees.get_manager(0, create_if_none_exists=False)
-            todo, found = [manager.roots], 0
-            while todo:
-                for nodes in todo.pop().values():
-                    found += len(nodes)
-                    todo += [node.children for node in nodes]
-            self.assertLessEqual(found, len(graphed) - 1)
 
     def test_the_pool_is_given_back(self):
         """The pool is given back as soon as the last replay's outputs are released."""
@@ -277,14 +244,6 @@ class TestTrials(SelectionTestCase):
                 self.assertEqual("as measured on" in function.decision, number == 1)
             self.assertEqual(function.ungraphed_calls, 5 if way is Execution.UNGRAPHED else 0)
             self.assertEqual([profile.way for profile in Profiles.default().list()], [way])
-
-    def test_always_measures_nothing(self):
-        with torch._inductor.config.patch({"triton.pygraph_selective": "always"}):
-            graphed = torch.compile(lambda x: x.sin(), mode="reduce-overhead")
-            for _ in range(5):
-                graphed(torch.ones(8, device=self.device))
-        facts = Facts.now()
-        self.assertEqual((facts.warmups, facts.recordings, facts.replays, facts.ungraphed_calls), (1, 1, 3, 0))
 
     def test_clocks_break_no_capture_of_another_thread(self):
         clocks = CudaDevice(torch.cuda.current_device())
