@@ -1,4 +1,4 @@
-"""Threads, streams and devices in programs that record and replay.
+"""Threads and streams in programs that record and replay.
 
 Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
 facts. With inputs by address, its user must see the same. Eager is the oracle for values.
@@ -13,7 +13,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from parity import ParityTestCase, requires_two_gpus
+from parity import ParityTestCase
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import run_tests
 
@@ -147,17 +147,6 @@ class TestTreeConcurrency(ParityTestCase):
 
         # Upstream of torch 2.15 keeps one of the two.
         self.assertIn(self.parity(program).tree.recordings, (1, 2))
-
-    @requires_two_gpus
-    def test_two_devices(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * 2 + 1)
-            for _ in range(4):
-                for index in range(2):
-                    with torch.cuda.device(index):
-                        ctx.record(f(torch.full((4, 8), float(index), device=f"cuda:{index}")))
-
-        self.assertEqual(self.parity(program).tree.recordings, 1)
 
 
 if __name__ == "__main__":

@@ -71,20 +71,6 @@ class TestTreeGenerations(ParityTestCase):
 
         self.assertOverwritten(self.parity(program).errors[0])
 
-    def test_input_of_the_next_function_was_overwritten(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(double)
-            g = ctx.compile(lambda y: y.cos())
-            ctx.call(g, count=3)
-            stale = f(torch.randn(4, 8, device=ctx.device))
-            f(torch.randn(4, 8, device=ctx.device))
-            ctx.raises(g, stale)
-            for _ in range(3):
-                y = f(torch.randn(4, 8, device=ctx.device)).clone()
-                ctx.record(g(y))
-
-        self.assertOverwritten(self.parity(program).errors[0])
-
     def test_outputs_of_a_step_are_valid_until_the_next_mark(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(double)
@@ -95,22 +81,6 @@ class TestTreeGenerations(ParityTestCase):
 
         tree = self.parity(program).tree
         self.assertEqual(tree.shape, ((0, ((0, ((0, ()),)),)),))
-
-    def test_overwritten_by_a_marked_step(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(double)
-            mark_step()
-            first = f(torch.randn(4, 8, device=ctx.device))
-            second = f(torch.randn(4, 8, device=ctx.device))
-            ctx.record(first, second)
-            mark_step()
-            f(torch.randn(4, 8, device=ctx.device))
-            ctx.raises(lambda: first + 1)
-            ctx.raises(lambda: second + 1)
-
-        errors = self.parity(program).errors
-        self.assertEqual(len(errors), 2)
-        self.assertOverwritten(errors[1])
 
     def test_marks_begin_late(self) -> None:
         def program(ctx: Context) -> None:
@@ -127,22 +97,6 @@ class TestTreeGenerations(ParityTestCase):
         self.assertEqual(tree.functions, 2)
         self.assertEqual(len(tree.roots), 2)
         self.assertEqual(tree.recordings, 3)
-
-    def test_one_mark_and_no_more(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(double)
-            mark_step()
-            held = [f(torch.randn(4, 8, device=ctx.device)) for _ in range(4)]
-            ctx.record(*held)
-            ctx.tree("first mark")
-            mark_step()
-            held = [f(torch.randn(4, 8, device=ctx.device)) for _ in range(4)]
-            ctx.record(*held)
-
-        parity = self.parity(program)
-        # While outputs of a warmup live, later functions of the same generation run as warmups too.
-        self.assertEqual(parity.trees["first mark"].recordings, 0)
-        self.assertEqual(parity.tree.depth, 4)
 
     def test_reset_of_the_trees(self) -> None:
         def program(ctx: Context) -> None:
@@ -176,20 +130,6 @@ class TestTreeGenerations(ParityTestCase):
         found = run_side(program, OURS, flags=FLAGS_BY_ADDRESS)
         self.assertIsNone(found.crash, found.traceback)
         self.assertLess(max(tensor.abs().max() for tensor in found.tensors), 1e-5)
-
-    def test_reset_of_the_compiler(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(double)
-            for _ in range(3):
-                for _ in range(3):
-                    mark_step()
-                    ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-                ctx.tree()
-                torch.compiler.reset()
-                gc.collect()
-
-        parity = self.parity(program)
-        self.assertEqual([tree and tree.recordings for tree in parity.trees.values()], [1, 1, 1, None])
 
     def test_pool_goes_back_to_the_device_after_a_reset(self) -> None:
         def program(ctx: Context) -> None:

@@ -59,20 +59,6 @@ class TestTreeMemory(ParityTestCase):
         # Between steps, the output of 2 KiB and the library's workspace are in use.
         self.assertLess(tree.pool_active_bytes, 40 * MIB)
 
-    def test_trees_do_not_grow_with_calls(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x.sin() + 1)
-            for step in range(60):
-                y = f(torch.full((64,), float(step), device=ctx.device))
-                if step % 20 == 4:
-                    ctx.record(y)
-                    ctx.tree(f"step {step}")
-
-        parity = self.parity(program)
-        facts = [parity.trees[f"step {step}"] for step in (4, 24, 44)]
-        self.assertEqual([each.recordings for each in facts], [1, 1, 1])
-        self.assertEqual(len({(each.pool_bytes, each.pool_active_blocks) for each in facts}), 1)
-
 
 if __name__ == "__main__":
     run_tests()

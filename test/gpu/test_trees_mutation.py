@@ -28,21 +28,23 @@ class Counter(torch.nn.Module):
         return x * self.calls
 
 
+def increased(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x * 2
+
+
+def mutating(ctx: Context) -> None:
+    f = ctx.compile(increased)
+    for _ in range(4):
+        x = torch.randn(4, 8, device=ctx.device)
+        ctx.record(f(x), x)
+
+
 class TestTreeMutation(ParityTestCase):
     by_address = True
 
     def test_mutated_input_is_not_captured(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                x.add_(1)
-                return x * 2
-
-            for _ in range(4):
-                x = torch.randn(4, 8, device=ctx.device)
-                ctx.record(f(x), x)
-
-        parity = self.parity(program)
+        parity = self.parity(mutating)
         self.assertEqual(parity.counter("cudagraph_skips"), 1)
         self.assertEqual(parity.tree.recordings, 0)
         self.assertEqual(parity.tree.warned_mutation, (0,))
@@ -129,27 +131,11 @@ class TestTreeMutation(ParityTestCase):
         self.assertIn(True, [hint for _, function, hint in parity.tree.mutation_hints if function == 1])
 
     def test_mutation_not_supported_by_setting(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                x.add_(1)
-                return x * 2
-
-            for _ in range(3):
-                x = torch.randn(4, 8, device=ctx.device)
-                ctx.record(f(x), x)
-
-        config = {"triton.cudagraph_support_input_mutation": False}
-        parity = self.parity(program, config=config)
-        self.assertIsNone(parity.tree)
+        self.assertIsNone(self.parity(mutating, config={"triton.cudagraph_support_input_mutation": False}).tree)
 
     def test_mutation_is_an_error_by_setting(self) -> None:
         def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                x.add_(1)
-                return x * 2
-
+            f = ctx.compile(increased)
             for _ in range(2):
                 ctx.raises(f, torch.randn(4, 8, device=ctx.device))
 
@@ -161,11 +147,7 @@ class TestTreeMutation(ParityTestCase):
         """We skip no graph, so nothing raises: the input is mutated in place."""
 
         def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                x.add_(1)
-                return x * 2
-
+            f = ctx.compile(increased)
             for _ in range(4):
                 x = torch.randn(4, 8, device=ctx.device)
                 before = x.clone()

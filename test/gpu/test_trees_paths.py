@@ -99,18 +99,6 @@ class TestTreePaths(ParityTestCase):
         dead, live = tree.roots[0].children
         self.assertEqual((len(dead.dead_before), len(live.dead_before)), (1, 0))
 
-    def test_order_of_functions_changes(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * 2)
-            g = ctx.compile(lambda x: x + 5)
-            for first, second in [(f, g)] * 3 + [(g, f)] * 3 + [(f, g), (g, f)]:
-                mark_step()
-                y = first(torch.randn(4, 8, device=ctx.device))
-                ctx.record(second(y), y)
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ((1, ()),)), (1, ((0, ()),))))
-
     def test_step_grows_after_replays(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(lambda x: x * 2)
@@ -126,31 +114,6 @@ class TestTreePaths(ParityTestCase):
         self.assertEqual(tree.shape, ((0, ((1, ()),)),))
         # Once to warm the new function up, once to record it.
         self.assertEqual(tree.checkpoint_count, 2)
-
-    def test_dropped_output_lets_the_next_function_be_a_root(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * 2)
-            g = ctx.compile(lambda x: x + 1)
-            for _ in range(4):
-                mark_step()
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-                ctx.record(g(torch.randn(4, 8, device=ctx.device)))
-
-        self.assertEqual(self.parity(program).tree.shape, ((0, ()), (1, ())))
-
-    def test_modules_of_one_class_alternate(self) -> None:
-        def program(ctx: Context) -> None:
-            models = [torch.nn.Linear(8, 8, device=ctx.device) for _ in range(2)]
-            compiled = [ctx.compile(model) for model in models]
-            with torch.no_grad():
-                for step in range(8):
-                    ctx.record(compiled[step % 2](torch.randn(4, 8, device=ctx.device)))
-
-        # The guards of one compiled function fit both modules, whose parameters are at other addresses.
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ()), (0, ())))
-        self.assertEqual(tree.fail_count, 2)
-        self.assertEqual([len(node.persistent_inputs) for node in tree.nodes], [2, 2])
 
     def test_last_function_takes_the_manager_with_it(self) -> None:
         def program(ctx: Context) -> None:
