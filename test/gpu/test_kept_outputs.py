@@ -126,20 +126,6 @@ class TestInference(Kept):
             self.close(other, wanted)
             self.assertEqual(address, output.data_ptr())
 
-    def test_views_and_storages(self) -> None:
-        model = self.layers().eval()
-        graphed = self.graphed(model)
-        with torch.no_grad():
-            for _ in range(6):
-                x = self.some()
-                output, wanted = graphed(x), model(x)
-                storage, view = output.untyped_storage(), output[3:5]
-                del output
-                graphed(self.some())
-                graphed(x + 1)
-                self.close(view, wanted[3:5])
-                self.assertEqual(storage.data_ptr(), view.untyped_storage().data_ptr())
-
     def test_a_tensor_that_the_first_call_caches_on_its_module(self) -> None:
         class Module(torch.nn.Module):
             def __init__(self) -> None:
