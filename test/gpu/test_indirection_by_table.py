@@ -31,7 +31,6 @@ from test_indirection_libraries import EMBEDDING, LARGE
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
-from pygraph_trees.indirection import inputs as live_inputs
 from pygraph_trees.indirection.table import variant_launchers
 
 
@@ -157,26 +156,6 @@ class TestTable(IndirectionTestCase):
         (recording,) = function.recordings
         self.assertEqual([i.route for i in recording.inputs if i.kind == "live"], ["table"])
         self.assertEqual(recording.kernels, 2)
-
-    def test_addresses_that_are_hidden(self):
-        """Inputs with hidden addresses are copied to the addresses in the slots."""
-
-        def program(x, y):
-            return x.sin() + y, x @ y
-
-        ways = compiled(program)
-        with mock.patch.object(live_inputs, "scan", self._hidden(live_inputs.scan)):
-            run(Program("hidden", program, (tensor(64, 64),) * 2), ways, self.device)
-        facts = Facts.now()
-        self.assertEqual(set(facts.routes), {"copy"}, str(facts))
-        self.assertGreater(facts.replays, 0)
-
-    def _hidden(self, scan):
-        def hidden(*args):
-            found = scan(*args)
-            return type(found)(found.nodes, found.relocations, found.refused, "a host node", found.kinds)
-
-        return hidden
 
     def test_a_recording_that_goes_while_its_replays_are_queued(self):
         for _ in range(5):

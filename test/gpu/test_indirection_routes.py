@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 from indirection import Facts, IndirectionTestCase, Program, Ways, assert_same_bits, compiled, run, tensor
-from test_indirection_by_table import thirty
 from torch.testing._internal.common_utils import run_tests
 
 import pygraph_trees
@@ -145,22 +144,6 @@ class TestRouteChoice(IndirectionTestCase):
         self.assertEqual((facts.copied_bytes, facts.ungraphed_calls), (0, 0), str(facts))
         self.assertTrue(all(str(text).startswith("by table: ") for text in self.found()), self.found())
         self.assertEqual(set(self.newest_routes()), {"table"})
-
-    def test_no_route_is_chosen_for_inputs_that_stay(self) -> None:
-        ways = compiled(wide)
-        given = [self.fresh(64, 64, number=number) for number in range(INPUTS)]
-        for _ in range(2 * CALLS):
-            torch.compiler.cudagraph_mark_step_begin()
-            torch.cuda.synchronize()
-            ways.graphed(*given)
-        self.assertEqual((self.found(), Facts.now().recordings, self.steps), ([None], 1, 0))
-
-    def test_no_route_is_chosen_for_few_kernels_or_few_inputs(self) -> None:
-        for fn, count in ((lambda *inputs: sum(inputs).softmax(1), INPUTS), (thirty, 1)):
-            ways = compiled(fn)
-            for number in range(2 * CALLS):
-                self.call(ways, number, count)
-        self.assertEqual((self.found(), Facts.now().recordings, self.steps), ([None] * 2, 2, 0))
 
     def test_inputs_are_patched_if_no_process_can_be_started(self) -> None:
         ways = compiled(wide)

@@ -15,10 +15,8 @@ import numpy
 import torch
 from indirection import FLAG, VERIFY, Facts, reset
 from placement import CALLS_EACH, PlacementTestCase, name_of
-from placement_programs import CALLS, PROGRAMS, TABLE, loud, louder
+from placement_programs import CALLS, PROGRAMS, loud, louder
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-
-import pygraph_trees
 
 VERIFIED = (("input", "vector"), ("number", "as it is"), ("number", "for the CPU too"), ("closed over", "indexed"))
 UNSTAGED = (("input", "vector"), ("number", "as it is"), ("number", "for the CPU alone"), ("constructors", "integers"))
@@ -217,29 +215,6 @@ class TestPlacement(PlacementTestCase):
             torch.compiler.cudagraph_mark_step_begin()
             wanted = (x * call if call > 2 else x - call) + 1
             self.assertEqual(graphed(x, v), wanted)
-
-    def test_a_look_up_by_a_number_is_reported(self):
-        """For a look-up by a number, Dynamo breaks the graph or compiles it for each number; the report says so."""
-        doubles, rows = TABLE.double(), TABLE.view(8, 8)
-        for function, look_up in (
-            (lambda x, t: x * TABLE[t].to("cuda"), "TABLE[t]"),
-            (lambda x, t: x * doubles[t].sqrt().to("cuda"), "doubles[t]"),
-            (lambda x, t: x * rows[t].sqrt().to("cuda"), "rows[t]"),
-        ):
-            with self.subTest(look_up):
-                reset()
-                graphed = torch.compile(function, mode="reduce-overhead")
-                for call in range(3):
-                    x, t = torch.ones(8, device=self.device), torch.tensor(call)
-                    torch.compiler.cudagraph_mark_step_begin()
-                    self.assertEqual(graphed(x, t), function(x, t))
-                report = pygraph_trees.report()
-                if report.breaks or look_up == "TABLE[t]":
-                    (broken,) = report.breaks
-                    self.assertIn(look_up, broken.source)
-                    self.assertNotEqual(broken.reason, "")
-                else:
-                    self.assertEqual(len(report.graphs), 1)
 
     def test_side_effects_keep_their_order(self):
         """Two operators and a write between them to their input keep their order; the first result is read last."""

@@ -13,7 +13,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from indirection import compiled, reset
+from indirection import reset
 from selection import CALLS, SelectionTestCase, decided
 from torch.testing._internal.common_utils import run_tests
 
@@ -197,53 +197,6 @@ class TestTrials(SelectionTestCase):
             torch.compiler.cudagraph_mark_step_begin()
             graphed(x).sum().backward()
             self.assertEqual(x.grad, 2 * torch.ones_like(x).cos())
-
-    def test_several_graphs_in_a_training_step(self):
-        """With several graphs in a training step, backwards run in reverse order."""
-        layers = [torch.nn.Linear(32, 32, device=self.device) for _ in range(2)]
-        steps = [torch.compile(layer, mode="reduce-overhead") for layer in layers]
-        for _ in range(2 * CALLS):
-            x = torch.randn(8, 32, device=self.device)
-            wanted = torch.autograd.grad(layers[1](layers[0](x)).square().sum(), layers[0].weight)
-            found = torch.autograd.grad(steps[1](steps[0](x)).square().sum(), layers[0].weight)
-            self.assertEqual(found, wanted, rtol=1e-3, atol=1e-3)
-        decisions = [str(function.decision) for function in self.functions()]
-        self.assertEqual(len(decisions), 4)
-        for decision in decisions:
-            self.assertRegex(decision, "^(un-)?graphed: ")
-
-    def test_an_error_in_a_trial(self):
-        def program(x, fail):
-            if fail:
-                raise ValueError("theirs")
-            return x + 1
-
-        graphed = torch.compile(program, mode="reduce-overhead")
-        x = torch.ones(8, device=self.device)
-        for number in range(CALLS):
-            if number % 5 == 4:
-                with self.assertRaisesRegex(Exception, "theirs"):
-                    graphed(x, True)
-            self.assertEqual(graphed(x, False), x + 1)
-
-    def test_what_was_decided_holds_for_the_next_process(self):
-        """The next process uses the stored decision; here a reset, after which all is compiled again, stands for it."""
-        graphed = compiled(lambda x: x.sin() + 1).graphed  # the code depends on flags
-        for way in (Execution.UNGRAPHED, Execution.GRAPHED):
-            Profiles.default().clear()
-            for number, calls in enumerate((CALLS, 5)):
-                reset()
-                torch._dynamo.reset()
-                with decided(way):
-                    for _ in range(calls):
-                        torch.compiler.cudagraph_mark_step_begin()
-                        x = torch.randn(64, device=self.device)
-                        self.assertEqual(graphed(x), x.sin() + 1)
-                (function,) = self.functions()
-                self.assertRegex(str(function.decision), f"^{way.value}: ")
-                self.assertEqual("as measured on" in function.decision, number == 1)
-            self.assertEqual(function.ungraphed_calls, 5 if way is Execution.UNGRAPHED else 0)
-            self.assertEqual([profile.way for profile in Profiles.default().list()], [way])
 
     def test_clocks_break_no_capture_of_another_thread(self):
         clocks = CudaDevice(torch.cuda.current_device())

@@ -84,12 +84,6 @@ class TestCaches(TestCase):
                     missed, hit = (BOTH_MISSED, BOTH_HIT) if name in TRAINED else (MISSED, HIT)
                     self.assertEqual(self.counters(way, name), [missed, hit, hit])
 
-    def test_the_counters_are_those_of_torch_alone(self) -> None:
-        for way in WAYS[1:]:
-            for name in PROGRAMS:
-                with self.subTest(way=way, program=name):
-                    self.assertEqual(self.counters(way, name), self.counters("torch", name))
-
     def test_what_comes_from_the_caches_is_graphed(self) -> None:
         for way in WAYS:
             for number, process in enumerate(self.found[way]):

@@ -139,24 +139,6 @@ class TestOneCopy(PlacementTestCase):
             self.assertEqual(len({storage.data_ptr() for storage in storages}), 5)
             self.assertEqual({storage.nbytes() for storage in storages}, {1024})
 
-    def test_parts_of_values(self):
-        """Aligned and unaligned parts of a value, and the whole value, are read without reading one through another."""
-
-        def fn(x, v, s):
-            whole, first, odd = v.to("cuda"), v[:64].to("cuda"), v[3:67].to("cuda")
-            return whole.sin(), (first + 1).cos(), odd * s, x * v[5]
-
-        def make(call):
-            return [torch.arange(256.0) * (call + 1), torch.tensor(float(call))]
-
-        graphed = torch.compile(fn, mode="reduce-overhead", dynamic=False)
-        x = torch.rand(256, device=self.device)
-        for call in range(8):
-            given = make(call)
-            step()
-            self.assertEqual([o.clone() for o in graphed(x, *given)], list(fn(x, *given)))
-        self.assertGraphed(Facts.now(), 8)
-
     def test_pinned_memory_has_a_copy_of_its_own(self):
         """Pinned memory is read in its own place if the program waits for no copy; no other code overwrites it."""
 

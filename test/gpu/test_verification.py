@@ -32,7 +32,7 @@ from test_indirection_fallbacks import chunk_cat, host_call
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
-from pygraph_trees.benchmark.verify import DiffersUngraphed, NothingVerified
+from pygraph_trees.benchmark.verify import DiffersUngraphed
 from pygraph_trees.indirection import inputs as inputs_module
 from pygraph_trees.indirection.patching import Patches
 from pygraph_trees.trees.managers.verification import Verification, VerificationFailed
@@ -60,12 +60,9 @@ def through_the_host(x, y):
 
 MATRIX = tensor(65, 33)
 RIGHT = [
-    Program("pointwise", lambda x, y: x.sin() * y, (MATRIX, MATRIX)),
     Program("eight bits", lambda x: x.float() + 1, (tensor(1024, dtype="float8_e4m3fn"),)),
-    Program("misaligned", lambda x, y: x @ y, (tensor(64, 64, layout="misaligned"), tensor(64, 64))),
     Program("beside the view", lambda x: torch.as_strided(x, (5, 5), (2, 9), 80).sin(), (tensor(100),)),
     Program("one storage", lambda x, y: x * 2 + y, (tensor(1000), tensor(1000, shares="0", shift=500))),
-    Program("returned", lambda x, y: (x, x[1:], y.t(), x.sum() + y), (MATRIX, MATRIX)),
     Program("address array", lambda x, y: chunk_cat([x, y]) * 2, (MATRIX, MATRIX), None),
     Program("host node", lambda x: host_call(x) + 1, (tensor(1 << 16),), None),
     Program("parts", through_the_host, (MATRIX, MATRIX)),
@@ -74,9 +71,6 @@ RIGHT = [
 
 WRITTEN = [
     Program("added", lambda c, x: (c.add_(x), c * 2)[1], (MATRIX, MATRIX)),
-    Program("only written", lambda c, x: c.copy_(x.sin()), (MATRIX, MATRIX)),
-    Program("a row", lambda c, i, x: c.index_copy_(0, i, x).sum(0),
-            (tensor(64, 40), tensor(64, dtype="int64", values="order"), tensor(64, 40))),
     Program("misaligned", lambda c, x: c.add_(x), (tensor(4097, layout="misaligned"), tensor(4097))),
     Program("one storage", lambda a, b: (a.add_(1), b.mul_(2), a.sum())[2],
             (tensor(1000), tensor(1000, shares="0", shift=1024))),
@@ -212,13 +206,6 @@ class TestRightPrograms(VerificationTestCase):
                 drawn.append([*results, torch.rand(3, device=self.device), torch.rand(3)])
         assert_same_bits(drawn[1], drawn[0], "")
         self.assertEqual((len(self.checks), self.replays), (1, 0))
-
-    def test_a_function_without_a_graph_is_an_error(self):
-        x, not_compiled = torch.ones(4, 4, device=self.device), torch.compiler.disable(lambda x: x.sin())
-        for fn, given in ((lambda x: x + 1, x.cpu()), (lambda x: not_compiled(x), x), (lambda x: None, x)):
-            nothing = "nothing was verified: no part of it ran in a CUDA graph"
-            with self.subTest(device=given.device), self.assertRaisesRegex(NothingVerified, nothing):
-                pygraph_trees.verify(fn, given)
 
     def test_a_function_is_verified_whatever_is_selected(self):
         for value in ("always", "auto", "never"):
