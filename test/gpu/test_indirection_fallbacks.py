@@ -72,11 +72,6 @@ class TestIndirectionFallbacks(IndirectionTestCase):
     def test_random_numbers(self, program):
         self.check(program)
 
-    def test_off(self):
-        with torch._inductor.config.patch("triton.pygraph_indirection", "off"):
-            facts = self.check(Program("off", lambda x, y: x * y, PAIR, None))
-        self.assertEqual(facts.copied_bytes, 2 * 64 * 33 * 4)
-
     def test_condition(self):
         def program(flag, x):
             return torch.cond(flag.any(), lambda x: x.sin(), lambda x: x.cos(), (x,))

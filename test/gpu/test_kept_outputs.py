@@ -243,19 +243,6 @@ class TestTraining(Kept):
         model = self.layers()
         return model, copy.deepcopy(model)
 
-    def test_gradients_accumulated_over_micro_batches(self) -> None:
-        model, eager = self.both()
-        graphed = self.graphed(model)
-        for step in range(8):
-            for parameter in (*model.parameters(), *eager.parameters()):
-                parameter.grad = None
-            for _ in range(4):
-                x = self.some()
-                graphed(x).square().mean().backward()
-                eager(x).square().mean().backward()
-            for one, other in zip(model.parameters(), eager.parameters(), strict=True):
-                self.close(one.grad, other.grad, step)
-
     def test_forwards_without_a_backward(self) -> None:
         """A loop without ``no_grad``: at each call, the last outputs are alive, and may have a backward."""
         model, eager = self.both()

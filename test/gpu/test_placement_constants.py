@@ -182,20 +182,6 @@ class TestConstantsOnGpu(PlacementTestCase):
             for value in outputs:
                 value.fill_(-1)
 
-    def test_matrix_products_on_the_gpu_read_constants(self):
-        """A library's matrix product reads a folded value in each replay."""
-
-        def program(x):
-            table = (torch.arange(64 * 64) / 4096).sin().view(64, 64)
-            return x @ table.to("cuda")
-
-        graphed = torch.compile(program, mode="reduce-overhead", dynamic=False)
-        for _ in range(CALLS_EACH):
-            x = torch.rand(64, 64, device=self.device)
-            torch.compiler.cudagraph_mark_step_begin()
-            self.assertEqual(graphed(x), program(x))
-        self.assertOneGraph(CALLS_EACH)
-
     def test_gradients_through_constants(self):
         def program(x):
             return (x * (torch.arange(24) / 9).exp().to("cuda")).sin().sum()

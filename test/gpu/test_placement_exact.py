@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from indirection import Facts, assert_same_bits, reset
+from indirection import Facts, assert_same_bits
 from last_place import EQUAL, NEAR, numbers
 from placement import CALLS_EACH, PlacementTestCase, name_of
 from placement_programs import PROGRAMS
@@ -19,8 +19,11 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import pygraph_trees
 
-# One program of each family, and all that are partitioned differently if floating-point work is moved.
-SOME = [p for n, p in enumerate(PROGRAMS) if p.exact or p.family not in [q.family for q in PROGRAMS[:n]]]
+# All whose results are not rounded, or that are partitioned differently if floating-point work is moved, and the first
+# one of each family.
+SOME = [
+    p for n, p in enumerate(PROGRAMS) if p.exact or not p.rounds or p.family not in [q.family for q in PROGRAMS[:n]]
+]
 
 
 class TestExactPlacement(PlacementTestCase):
@@ -32,14 +35,6 @@ class TestExactPlacement(PlacementTestCase):
     @parametrize("program", SOME, name_fn=name_of)
     def test_family(self, program):
         self.check_family(program, "exact")
-
-    def test_bits(self):
-        """Integers, constructors and copies, after which the GPU does at most one operation, rounded as in eager."""
-        for program in PROGRAMS:
-            if not program.rounds:
-                with self.subTest(name_of(program)):
-                    reset()
-                    self.check_family(program, "exact")
 
     def test_single_precision_math_on_inputs(self):
         """Values that the GPU computes instead of the CPU are equal, or differ by the GPU's rounding."""

@@ -1,7 +1,6 @@
 """The report on a GPU: it tells what happened to the functions.
 
-Kernels, partitions, recordings, copied bytes and reasons must be those that occurred, in inference and training, and
-with CUDA graphs off.
+Kernels, partitions, recordings, copied bytes and reasons must be those that occurred.
 """
 
 from __future__ import annotations
@@ -131,16 +130,6 @@ class TestCoverage(TestCase):
         self.assertEqual((function.ungraphed_calls, function.recordings), (3, ()))
         self.assertIn("mutates inputs", function.ungraphed_reason)
         self.assertEqual(a, torch.full((4,), 3.0))
-
-    def test_never_on_the_cudagraphs_backend(self):
-        with config.patch({"triton.pygraph_selective": "never"}):
-            f = torch.compile(lambda x: x.sin() + 1, backend="cudagraphs")
-            x = torch.randn(8, device=DEVICE)
-            for _ in range(3):
-                step()
-                self.assertEqual(f(x), x.sin() + 1)
-        function = self.only_function()
-        self.assertEqual((function.ungraphed_calls, function.recordings), (3, ()))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from indirection import Program, by_name, compiled, run, tensor
-from selection import CALLS, SelectionTestCase, decided, deciding
+from selection import CALLS, SelectionTestCase, decided
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.selection.decision import Execution
@@ -71,18 +71,6 @@ class TestBothWays(SelectionTestCase):
         manager = torch._inductor.cudagraph_trees.get_manager(0, create_if_none_exists=False)
         self.assertFalse(manager.running_forwards_with_pending_backwards)
         self.assertEqual({str(f.decision).partition(":")[0] for f in self.functions()}, {way.value})
-
-    def test_two_models_one_of_them_ungraphed(self):
-        """Outputs of a graphed model are inputs of an un-graphed one, and the reverse."""
-        first, second = (torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x * 2 + 1, lambda x: x.sin()))
-
-        for ways in (Execution.UNGRAPHED, Execution.GRAPHED), (Execution.GRAPHED, Execution.UNGRAPHED):
-            torch._dynamo.reset()
-            with deciding(iter(ways).__next__):
-                for number in range(2 * CALLS):
-                    x = torch.full((256,), float(number), device=self.device)
-                    torch.compiler.cudagraph_mark_step_begin()
-                    self.assertEqual(second(first(x)), torch.sin(x * 2 + 1), rtol=1e-5, atol=1e-5)
 
 
 instantiate_parametrized_tests(TestBothWays)

@@ -403,20 +403,6 @@ class TestWaits(SelectionTestCase):
         for call, one in enumerate(found):
             self.assertEqual((one.min().item(), one.max().item()), (call, call))
 
-    def test_never(self):
-        """Under "never", kernels get numbers without a wait, as with ``torch.compile`` alone."""
-        x = torch.rand(256, device=self.device)
-        with config.patch({"triton.pygraph_selective": "never"}):
-            called = torch.compile(of_numbers, mode="reduce-overhead", dynamic=False)
-            called(x, *numbers(0))
-            with Busy() as busy:
-                found = called(x, *numbers(1))
-        self.assertFalse(busy.waited)
-        self.assertLess(busy.seconds, 0.3)
-        self.assertEqual(found, of_numbers(x, *numbers(1)))
-        self.assertEqual(pygraph_trees.report().functions, ())
-        self.assertEqual([graph.dropped for graph in pygraph_trees.report().graphs], ["pygraph_selective is 'never'"])
-
 
 def captures(fn):
     """Runs in another process, since torch does not clean up everything after a failed capture."""
