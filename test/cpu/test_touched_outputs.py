@@ -21,6 +21,7 @@ from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState, Sto
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pygraph_trees.native import binding
 from pygraph_trees.trees.hooks import entry_points
@@ -151,6 +152,18 @@ class TestDropped(OnCpuTestCase):
             output.retain_grad()
             (output * step).sum().backward()
             self.assertEqual(output.grad, all_of(step))
+            del output
+
+    @parametrize("mode", [INFERENCE, FORWARD])
+    def test_sums_that_are_remembered_by_output(self, mode):
+        function, sums = Function(mode=mode), WeakTensorKeyDictionary()
+        graphed = under_autograd(function)
+        for step in (3, 4, 5):
+            output = graphed(torch.full((SIZE,), float(step), requires_grad=mode == FORWARD))
+            self.assertNotIn(output, sums)
+            sums[output] = output.detach().sum()
+            if mode == FORWARD:
+                output.sum().backward()
             del output
 
     @parametrize("fast", [False, True])
