@@ -24,7 +24,7 @@ import torch._functorch.config
 import torch._inductor.config
 from fuzzing.case import Case, Input
 from fuzzing.memory import Memory
-from parity import BOTH_SIDES, clean, requires_cuda
+from parity import both_sides, clean, requires_cuda
 from torch._dynamo.utils import counters
 from torch.testing._internal.common_utils import TestCase
 from torch.utils import _pytree as pytree
@@ -93,14 +93,10 @@ def _pinned(callable_: Callable[..., Any]) -> Callable[..., Any]:
     """Sets the options of both ways at each call, since a compilation leaves torch's ``deterministic`` off."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._inductor.config.patch(_both()):
+        with torch._inductor.config.patch(both_sides()):
             return callable_(*args, **kwargs)
 
     return call
-
-
-def _both() -> dict[str, Any]:
-    return {name: value for name, value in BOTH_SIDES.items() if name in torch._inductor.config._config}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +253,7 @@ class IndirectionTestCase(TestCase):
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
         flags = {FLAG: self.indirection, VERIFY: self.verify, OUTPUTS: self.outputs}
-        stack.enter_context(torch._inductor.config.patch({**_both(), **flags}))
+        stack.enter_context(torch._inductor.config.patch({**both_sides(), **flags}))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True))
 

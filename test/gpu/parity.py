@@ -241,9 +241,9 @@ def _random_state(graphs: bool) -> dict[str, str]:
     return {name: hashlib.sha256(state.numpy().tobytes()).hexdigest()[:16] for name, state in states.items()}
 
 
-def _both_sides(extra: Mapping[str, Any]) -> dict[str, Any]:
-    known = torch._inductor.config._config
-    return {**{name: value for name, value in BOTH_SIDES.items() if name in known}, **extra}
+def both_sides() -> dict[str, Any]:
+    """Those of :data:`BOTH_SIDES` that the installed torch has."""
+    return {name: value for name, value in BOTH_SIDES.items() if name in torch._inductor.config._config}
 
 
 def run_side(
@@ -277,7 +277,7 @@ def run_side(
                 context._enter()
             if side == UPSTREAM:
                 stack.enter_context(_random_numbers_in_order())
-        stack.enter_context(torch._inductor.config.patch(_both_sides(config or {})))
+        stack.enter_context(torch._inductor.config.patch({**both_sides(), **(config or {})}))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(torch._dynamo.config.patch(dict(dynamo_config or {})))
         caught = stack.enter_context(warnings.catch_warnings(record=True))
