@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,7 @@ import torch
 
 from pygraph_trees.cuda.progress import capture_lock
 from pygraph_trees.errors import DriverError
+from pygraph_trees.locks import run_if_free
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
@@ -111,17 +112,23 @@ def release_retired(*, is_locked: bool = False) -> None:
     _give_back_idle()
     if not _retired:
         return
-    with _lock_of_captures(is_locked) as is_ours:
-        gone = _taken() if is_ours else []
-        try:
-            for device in {retired.device for retired in gone}:
-                torch.cuda.synchronize(device)
-            while gone:
-                give_back(gone[-1].memory.close)
-                gone.pop()
-        except BaseException:
-            _retired.extend(gone)  # after an interrupt, the next call gives these back
-            raise
+    if is_locked:
+        _give_back_all()
+    else:
+        run_if_free(capture_lock(), _give_back_all)
+
+
+def _give_back_all() -> None:
+    gone = _taken()
+    try:
+        for device in {retired.device for retired in gone}:
+            torch.cuda.synchronize(device)
+        while gone:
+            give_back(gone[-1].memory.close)
+            gone.pop()
+    except BaseException:
+        _retired.extend(gone)  # after an interrupt, the next call gives these back
+        raise
 
 
 def _is_capturing() -> bool:
@@ -130,21 +137,6 @@ def _is_capturing() -> bool:
         return torch.cuda.is_current_stream_capturing()
     except RuntimeError:
         return True
-
-
-@contextlib.contextmanager
-def _lock_of_captures(is_locked: bool) -> Iterator[bool]:
-    """Holds the capture lock if it is free; gives whether this thread may wait for the GPU."""
-    if is_locked:
-        yield True
-        return
-    lock = capture_lock()
-    is_ours = lock.acquire(blocking=False)
-    try:
-        yield is_ours
-    finally:
-        if is_ours:
-            lock.release()
 
 
 def _give_back_idle() -> None:

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import logging
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler
 
+from pygraph_trees.locks import run_if_free
 from pygraph_trees.report.naming import BACKWARD, FORWARD
 
 from .decision import FEWEST_PAIRS, Comparison, Execution, Facts, compare, decide, next_way, plain_text, plain_way
 
 if TYPE_CHECKING:
-    from .member import TrialMember
+    from .member import TimedCall, TrialMember
     from .profiles import Kept
 
 _log = logging.getLogger("pygraph_trees.selection")
@@ -90,7 +93,8 @@ class Trial:
         self._has_fast_path = has_fast_path
         self._memory, self.graph, self._turn = memory, graph, turn
         self.backward: object = None  # the backward graph, for callers that ask
-        self._lock = threading.RLock()  # reentrant: freeing an object under it may call a function
+        self._lock = threading.Lock()  # for changes; nobody waits for it
+        self._later: deque[Callable[[], object]] = deque()
         self._members: list[weakref.ref[TrialMember]] = []
         self.way = Execution.GRAPHED  # currently taken
         self.phase = Phase.RECORDING
@@ -110,46 +114,74 @@ class Trial:
 
     def join(self, member: TrialMember) -> None:
         """Adds a function; one that joins after the end goes the way of the others."""
-        with self._lock:
-            self._members.append(weakref.ref(member))
-            if self.is_over:
-                member.end(self.way, self._why)
+        self._change(functools.partial(self._join, member))
+
+    def _join(self, member: TrialMember) -> None:
+        self._members.append(weakref.ref(member))
+        if self.is_over:
+            member.end(self.way, self._why)
 
     def leave(self, member: TrialMember) -> None:
         """Removes a function that is no longer decided by the trial; without the last one, the trial ends."""
-        with self._lock:
-            self._members = [reference for reference in self._members if reference() not in (None, member)]
-            if self._first is not None and self._first() is member:
-                self._first = None
-            if not self._members:
-                self._end(Execution.GRAPHED, None)
+        self._change(functools.partial(self._leave, member))
+
+    def _leave(self, member: TrialMember) -> None:
+        self._members = [reference for reference in self._members if reference() not in (None, member)]
+        if self._first is not None and self._first() is member:
+            self._first = None
+        if not self._members:
+            self._end(Execution.GRAPHED, None)
 
     def give_up(self) -> None:
         """Ends the trial without a decision, for example because calls do not repeat."""
-        with self._lock:
-            self._end(Execution.GRAPHED, None)
+        self._change(functools.partial(self._end, Execution.GRAPHED, None))
+
+    def _change(self, change: Callable[[], object], *, is_needed: bool = True) -> bool:
+        """Makes a change; during another one, it is made at the end of that, or left out if it is not needed.
+
+        Returns False if it is left out.
+        """
+        if is_needed:
+            self._later.append(change)
+        is_made = is_needed or run_if_free(self._lock, change)
+        while self._later and run_if_free(self._lock, self._make_next):
+            pass
+        return is_made
+
+    def _make_next(self) -> None:
+        if self._later:  # otherwise another thread has made it
+            self._later.popleft()()
 
     def way_of(self, member: TrialMember, inputs: Sequence[object]) -> Execution:
         """The way for the call that a function is about to make."""
-        if not self.is_over:
-            with self._lock:
-                if not self.is_over:
-                    self._go_on(member, inputs)
+        self._begin(member, inputs)
         return self.way
+
+    def _begin(self, member: TrialMember, inputs: Sequence[object]) -> bool:
+        """Prepares for a call; returns False if another thread, or a call around this one, does so."""
+        if self.is_over:
+            return True
+        if not member.is_in_its_thread():
+            self.give_up()
+            return False
+        return self._change(functools.partial(self._go_on, member, inputs), is_needed=False)
 
     def call(self, member: TrialMember, inputs: list[Any]) -> Any:
         """Makes a function's call; returns its outputs. It is measured if its step has the measured integers."""
-        way = self.way_of(member, inputs)
-        if self.phase is not Phase.MEASURING:
+        is_alone = self._begin(member, inputs)
+        way = self.way
+        if self.phase is not Phase.MEASURING or not is_alone:
             return member.run(way, inputs)
         outputs, timed = member.timed(way, inputs)
         if timed is not None:
-            with self._lock:
-                counts = self.phase is Phase.MEASURING and self._integers in (None, self._given)
-                if counts and member.add(way, timed):
-                    self._integers = self._given
-                    self._is_disturbed |= _is_disturbed()
+            self._change(functools.partial(self._add, member, way, timed), is_needed=False)
         return outputs
+
+    def _add(self, member: TrialMember, way: Execution, timed: TimedCall) -> None:
+        counts = self.phase is Phase.MEASURING and self._integers in (None, self._given)
+        if counts and member.add(way, timed):
+            self._integers = self._given
+            self._is_disturbed |= _is_disturbed()
 
     def _alive(self) -> list[TrialMember]:
         return [member for reference in self._members if (member := reference()) is not None]
@@ -161,8 +193,7 @@ class Trial:
 
     def _go_on(self, member: TrialMember, inputs: Sequence[object]) -> None:
         """Begins or continues a step."""
-        if not member.is_in_its_thread():
-            self._end(Execution.GRAPHED, None)
+        if self.is_over:
             return
         first = None if self._first is None else self._first()
         if first is None:

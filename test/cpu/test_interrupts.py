@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
+import sys
 import threading
 from typing import Any
 from unittest import mock
 
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+from pygraph_trees.locks import run_if_free
 from pygraph_trees.trees.pools import interrupts
 from pygraph_trees.trees.pools.interrupts import deferred
 
@@ -77,6 +80,37 @@ class TestDeferred(TestCase):
         thread.start()
         thread.join()
         self.assertEqual(seen, [signal.default_int_handler])
+
+
+class TestRunIfFree(TestCase):
+    def test_an_interrupt_leaves_no_lock_held(self) -> None:
+        """It may come at any call or return."""
+        lock = threading.Lock()
+
+        def block() -> None:
+            self.assertTrue(run_if_free(lock, lambda: self.assertFalse(run_if_free(lock, self.fail))))
+
+        for moment in itertools.count():
+            left = moment
+
+            def profile(*_: Any) -> None:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    sys.setprofile(None)
+                    raise KeyboardInterrupt
+
+            sys.setprofile(profile)
+            try:
+                block()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.setprofile(None)
+            self.assertFalse(lock.locked(), f"moment {moment}")
+            if left > 0:
+                break
+        self.assertGreater(moment, 10)
 
 
 if __name__ == "__main__":

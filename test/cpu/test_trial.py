@@ -442,12 +442,28 @@ class TestTrial(TrialTestCase):
             self.assertTrue(all(trial.compared for trial in found))
 
     def test_a_trial_ends_once(self):
-        """Another thread may end it while it is being decided."""
+        """A function may be stopped while the trial is being decided."""
         trial, function = self.one()
         with mock.patch.object(trials, "decide", lambda compared: trial.give_up() or Execution.UNGRAPHED):
             self.steps(30, function)
-        self.assertEqual((function.went, function.log.decision), ([Execution.GRAPHED], None))
-        self.memory.store.assert_not_called()
+        self.assertEqual(function.went, [Execution.UNGRAPHED])
+
+    def test_nobody_waits_for_a_change(self):
+        """A finalizer that comes during a change calls functions, and waits for a backward in another thread."""
+        trial, forward, backward = self.pair()
+        inside = []
+
+        def finalize():
+            if not inside:
+                inside.append(forward(5))
+                inside.append(autograd.submit(backward, 6).result(timeout=60))
+
+        forward.why_not_tried = finalize
+        with ThreadPoolExecutor(1) as autograd:
+            self.steps(60, forward, lambda x: autograd.submit(backward, x).result())
+        self.assertEqual(inside, [[6], [7]])
+        self.assertEqual((forward.went, backward.went), ([Execution.GRAPHED], [Execution.GRAPHED]))
+        self.assertIsNotNone(trial.compared)
 
     def test_a_call_that_records_again_is_not_measured(self):
         _, function = self.one()

@@ -9,6 +9,7 @@ thread takes one, or while another function's build uses the process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import weakref
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from pygraph_trees.locks import run_if_free
 
 from .pointer_table import (
     WIDTHS,
@@ -43,18 +46,17 @@ def begin(function: Any, device: int) -> None:
 
 def go_on(function: Any) -> bool | None:
     """Takes a step of a build. Returns None if more steps follow, else whether the function's inputs have slots."""
-    if not _lock.acquire(blocking=False):
-        return None
+    run_if_free(_lock, functools.partial(_take_step, function))
+    return bool(taken_by_variants(function)) if is_over(function) else None
+
+
+def _take_step(function: Any) -> None:
+    build = _builds[function]
     try:
-        build = _builds[function]
-        try:
-            build.go_on(function)
-        except Exception as error:  # for example, no process can be started
-            _log.warning("kernels were not compiled to read addresses from a table: %s", error)
-            build.give_up()
-        return bool(taken_by_variants(function)) if build.is_over else None
-    finally:
-        _lock.release()
+        build.go_on(function)
+    except Exception as error:  # for example, no process can be started
+        _log.warning("kernels were not compiled to read addresses from a table: %s", error)
+        build.give_up()
 
 
 def is_over(function: Any) -> bool:

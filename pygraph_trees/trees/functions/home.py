@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pygraph_trees.report.naming import BACKWARD, FORWARD
 
 from ..pools import pools
+from ..pools.collector import paused
 from .containment import described
 from .dispatch import PER_THREAD, forget_replayers
 from .threads import Thread, mark
@@ -45,7 +46,7 @@ class _Home:
 
 
 _homes: dict[int, _Home] = {}  # by device
-_lock = threading.RLock()  # for changes; never held while the GPU or another lock is waited for
+_lock = threading.RLock()  # for changes; never held while the GPU, another lock or a finalizer is waited for
 _unmarked = Thread(0)  # all backwards of threads that have made no other call; it never ends
 
 
@@ -71,7 +72,7 @@ def may_use(device: int) -> bool:
     caller = _caller()
     if _user(device) is caller:
         return True
-    with _lock:
+    with paused(), _lock:
         user = _user(device)
         # A backward of an unmarked thread never takes over: it would keep the graphs forever.
         if user is None and (caller is not _unmarked or device not in _homes):
@@ -89,7 +90,7 @@ def _move_in(device: int, thread: Thread) -> Thread:
 def leave(devices: Iterable[int]) -> None:
     """The calling thread does not use these devices' graphs any more."""
     caller = _caller()
-    with _lock:
+    with paused(), _lock:
         for device in devices:
             if _user(device) is caller:
                 del _homes[device]
@@ -107,7 +108,7 @@ def takes_over(device: int) -> bool:
     if home is None or not managers or caller is _unmarked or not _is_idle(home, managers):
         return False
     trained = caller.trains_ungraphed
-    with _lock:
+    with paused(), _lock:
         if _homes.get(device) is not home:
             return False
         _move_in(device, caller)  # from here on, the other thread begins no call that is graphed
@@ -118,7 +119,7 @@ def takes_over(device: int) -> bool:
         _log.warning("a thread could not use the graphs of another one: %s", described(error))
     finally:  # an interrupt may have come
         if not is_over:
-            with _lock:
+            with paused(), _lock:
                 if _user(device) is caller:
                     forget_replayers()
                     _homes[device], caller.trains_ungraphed = home, trained

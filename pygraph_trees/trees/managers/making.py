@@ -69,7 +69,7 @@ class Making(Calls):
         function = self._log_of(function_id)
         give_memory(inputs)
         # A finalizer that a collection ran here could wait for the lock.
-        with locked_by_torch(), paused():
+        with paused(), locked_by_torch():
             if function is not None:
                 return ours(inputs, function_id, function)
             try:

@@ -58,10 +58,10 @@ def idle_device(index: int) -> Iterator[None]:
     """
     with deferred(), contextlib.ExitStack() as stack:  # an interrupt could leave a lock held
         if not _thread.is_locked:
+            stack.enter_context(paused())  # a finalizer could wait for the lock
             if IS_TORCHS:
                 stack.enter_context(capture_lock())
             stack.enter_context(locked_by_torch())
-            stack.enter_context(paused())  # a finalizer could wait for the lock
         wait(index)
         yield
         wait_for_device(index)
