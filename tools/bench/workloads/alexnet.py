@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import inference, seeded, workload
+from .registry import Made, workload
 
 
 class AlexNet(nn.Module):
@@ -61,9 +59,7 @@ def _model() -> nn.Module:
 
 
 @workload("ALNET", mode="inference", batch=2)
-def build(device: torch.device | str, *, batch: int = 2) -> Program:
+def build(*, batch: int = 2) -> Made:
     """AlexNet image classification"""
-    with seeded(device):
-        model = _model().eval()
-        images = torch.randn(batch, 3, 224, 224)
-    return Program(model, (images,), context=inference(device), name="ALNET", batch=batch)
+    model = _model().eval()
+    return model, (torch.randn(batch, 3, 224, 224),)

@@ -9,50 +9,37 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from pygraph_trees.benchmark.program import Program
-
-from .registry import DROPS_NOTHING, inference, seeded, training, workload
+from .registry import DROPS_NOTHING, Made, workload
 from .texts import labelled, question
 
 
 def _config(layers: int, hidden: int, **settings: Any) -> Any:
     from transformers import BertConfig
 
-    heads = hidden // 64
     return BertConfig(
         num_hidden_layers=layers,
         hidden_size=hidden,
-        num_attention_heads=heads,
+        num_attention_heads=hidden // 64,
         intermediate_size=4 * hidden,
         **settings,
     )
 
 
 @workload("BERT", mode="training", batch=16)
-def build_training(
-    device: torch.device | str, *, batch: int = 16, sequence: int = 512, layers: int = 12, hidden: int = 768
-) -> Program:
+def build_training(*, batch: int = 16, sequence: int = 512, layers: int = 12, hidden: int = 768) -> Made:
     """BERT base, masked language modelling step, 512 tokens"""
     from transformers import BertForMaskedLM
 
     config = _config(layers, hidden, hidden_dropout_prob=DROPS_NOTHING, attention_probs_dropout_prob=DROPS_NOTHING)
-    with seeded(device):
-        model = BertForMaskedLM(config).train()
-        inputs = labelled(config.vocab_size, batch, sequence)
-    return Program(model, kwargs=inputs, training=True, context=training(device), name="BERT", batch=batch)
+    model = BertForMaskedLM(config).train()
+    return model, labelled(config.vocab_size, batch, sequence)
 
 
 @workload("BERT-I", mode="inference", batch=1)
-def build_inference(
-    device: torch.device | str, *, batch: int = 1, sequence: int = 384, layers: int = 12, hidden: int = 768
-) -> Program:
+def build_inference(*, batch: int = 1, sequence: int = 384, layers: int = 12, hidden: int = 768) -> Made:
     """BERT base, question answering, 384 tokens"""
     from transformers import BertForQuestionAnswering
 
     config = _config(layers, hidden)
-    with seeded(device):
-        model = BertForQuestionAnswering(config).eval()
-        inputs = question(config.vocab_size, batch, sequence)
-    return Program(model, kwargs=inputs, context=inference(device), name="BERT-I", batch=batch)
+    model = BertForQuestionAnswering(config).eval()
+    return model, question(config.vocab_size, batch, sequence)

@@ -7,24 +7,12 @@ bfloat16 autocast. README.md lists differences.
 
 from __future__ import annotations
 
-import torch
-
-from pygraph_trees.benchmark.program import Program
-
-from .registry import DROPS_NOTHING, seeded, training, without_layer_drop, workload
+from .registry import DROPS_NOTHING, Made, without_layer_drop, workload
 from .texts import labelled
 
 
 @workload("BSCG", mode="training", batch=64)
-def build(
-    device: torch.device | str,
-    *,
-    batch: int = 64,
-    sequence: int = 128,
-    layers: int = 8,
-    hidden: int = 512,
-    vocabulary: int = 54944,
-) -> Program:
+def build(*, batch: int = 64, sequence: int = 128, layers: int = 8, hidden: int = 512, vocabulary: int = 54944) -> Made:
     """Blenderbot small, training step, 128 tokens to 128 tokens"""
     from transformers import BlenderbotSmallConfig, BlenderbotSmallForConditionalGeneration
 
@@ -40,7 +28,5 @@ def build(
         dropout=DROPS_NOTHING,
         use_cache=False,
     )
-    with seeded(device):
-        model = without_layer_drop(BlenderbotSmallForConditionalGeneration(config).train())
-        inputs = labelled(vocabulary, batch, sequence)
-    return Program(model, kwargs=inputs, training=True, context=training(device), name="BSCG", batch=batch)
+    model = without_layer_drop(BlenderbotSmallForConditionalGeneration(config).train())
+    return model, labelled(vocabulary, batch, sequence)

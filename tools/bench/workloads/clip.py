@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import inference, seeded, workload
+from .registry import Made, workload
 
 
 class _Layers(nn.Module):
@@ -77,15 +75,12 @@ class _Clip(nn.Module):
 
 
 @workload("MMC", mode="inference", batch=1)
-def build(
-    device: torch.device | str, *, batch: int = 1, size: int = 224, layers: int = 12, width: int = 768
-) -> Program:
+def build(*, batch: int = 1, size: int = 224, layers: int = 12, width: int = 768) -> Made:
     """CLIP ViT-B/16, an image and a text of 77 tokens, which come from the CPU"""
     text_width, features, length, vocabulary = width * 2 // 3, width * 2 // 3, 77, 49408
-    with seeded(device):
-        images = _Images(size, 16, width, width // 64, layers, features)
-        texts = _Texts(length, vocabulary, text_width, max(1, text_width // 64), layers, features)
-        model = _Clip(images, texts).eval()
-        picture = torch.randn(batch, 3, size, size)
+    images = _Images(size, 16, width, width // 64, layers, features)
+    texts = _Texts(length, vocabulary, text_width, max(1, text_width // 64), layers, features)
+    model = _Clip(images, texts).eval()
+    picture = torch.randn(batch, 3, size, size)
     tokens = torch.randint(vocabulary, (batch, length), device="cpu")
-    return Program(model, (picture, tokens), context=inference(device), name="MMC", batch=batch)
+    return model, (picture, tokens)

@@ -13,9 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import inference, seeded, workload
+from .registry import Made, workload
 
 _HEAD = 64
 _STEPS = 1000  # of the whole diffusion; the workload runs one
@@ -213,7 +211,6 @@ class _Dalle2(nn.Module):
 
 @workload("DALLE2", mode="inference", batch=1)
 def build(
-    device: torch.device | str,
     *,
     batch: int = 1,
     size: int = 64,
@@ -222,12 +219,11 @@ def build(
     text_width: int = 512,
     text_layers: int = 12,
     layers: int = 6,
-) -> Program:
+) -> Made:
     """DALL-E 2, a step of the prior and of the decoder for 64x64, with a text from the CPU"""
-    with seeded(device):
-        parts = (_Text(text_width, text_layers), _Prior(text_width, layers), _Unet(width, levels, text_width))
-        model = _Dalle2(*parts).eval()
-        noise, pixels = torch.randn(2, batch, text_width), torch.randn(batch, 3, size, size)
+    parts = (_Text(text_width, text_layers), _Prior(text_width, layers), _Unet(width, levels, text_width))
+    model = _Dalle2(*parts).eval()
+    noise, pixels = torch.randn(2, batch, text_width), torch.randn(batch, 3, size, size)
     tokens = torch.randint(1, _VOCABULARY - 1, (batch, _LENGTH), device="cpu")
     tokens[:, 20], tokens[:, 21:] = _VOCABULARY - 1, 0
-    return Program(model, (tokens, noise, pixels), context=inference(device), name="DALLE2", batch=batch)
+    return model, (tokens, noise, pixels)

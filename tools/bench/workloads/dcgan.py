@@ -12,9 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import seeded, training, workload
+from .registry import Made, workload
 
 _SLOPE, _DEVIATION = 0.2, 0.02
 
@@ -40,9 +38,8 @@ class Discriminator(nn.Module):
 
 
 @workload("DCGAN", mode="training", batch=32)
-def build(device: torch.device | str, *, batch: int = 32, width: int = 64) -> Program:
+def build(*, batch: int = 32, width: int = 64) -> Made:
     """DCGAN's discriminator, training step, images of 64x64"""
-    with seeded(device):
-        model = Discriminator(width).train()
-        images, real = torch.randn(batch, 3, 64, 64), torch.ones(batch)
-    return Program(model, (images, real), training=True, context=training(device), name="DCGAN", batch=batch)
+    model = Discriminator(width).train()
+    images, real = torch.randn(batch, 3, 64, 64), torch.ones(batch)
+    return model, (images, real)

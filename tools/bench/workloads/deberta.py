@@ -8,18 +8,12 @@ gives sizes and differences.
 
 from __future__ import annotations
 
-import torch
-
-from pygraph_trees.benchmark.program import Program
-
-from .registry import DROPS_NOTHING, inference, seeded, training, workload
+from .registry import DROPS_NOTHING, Made, workload
 from .texts import labelled, question
 
 
 @workload("DMLM", mode="training", batch=8)
-def build_training(
-    device: torch.device | str, *, batch: int = 8, sequence: int = 512, layers: int = 12, hidden: int = 768
-) -> Program:
+def build_training(*, batch: int = 8, sequence: int = 512, layers: int = 12, hidden: int = 768) -> Made:
     """DeBERTa base, masked language modelling step, 512 tokens"""
     from transformers import DebertaConfig, DebertaForMaskedLM
 
@@ -34,19 +28,15 @@ def build_training(
         hidden_dropout_prob=DROPS_NOTHING,
         attention_probs_dropout_prob=DROPS_NOTHING,
     )
-    with seeded(device):
-        model = DebertaForMaskedLM(config).train()
-        for layer in model.deberta.encoder.layer:
-            layer.attention.self.q_bias.data = layer.attention.self.q_bias.data.bfloat16()
-            layer.attention.self.v_bias.data = layer.attention.self.v_bias.data.bfloat16()
-        inputs = labelled(config.vocab_size, batch, sequence)
-    return Program(model, kwargs=inputs, training=True, context=training(device), name="DMLM", batch=batch)
+    model = DebertaForMaskedLM(config).train()
+    for layer in model.deberta.encoder.layer:
+        layer.attention.self.q_bias.data = layer.attention.self.q_bias.data.bfloat16()
+        layer.attention.self.v_bias.data = layer.attention.self.v_bias.data.bfloat16()
+    return model, labelled(config.vocab_size, batch, sequence)
 
 
 @workload("DBV2", mode="inference", batch=1)
-def build_inference(
-    device: torch.device | str, *, batch: int = 1, sequence: int = 512, layers: int = 24, hidden: int = 1536
-) -> Program:
+def build_inference(*, batch: int = 1, sequence: int = 512, layers: int = 24, hidden: int = 1536) -> Made:
     """DeBERTa v2 xlarge, question answering, 512 tokens"""
     from transformers import DebertaV2Config, DebertaV2ForQuestionAnswering
 
@@ -65,7 +55,5 @@ def build_inference(
         conv_kernel_size=3,
         conv_act="gelu",
     )
-    with seeded(device):
-        model = DebertaV2ForQuestionAnswering(config).eval()
-        inputs = question(config.vocab_size, batch, sequence)
-    return Program(model, kwargs=inputs, context=inference(device), name="DBV2", batch=batch)
+    model = DebertaV2ForQuestionAnswering(config).eval()
+    return model, question(config.vocab_size, batch, sequence)

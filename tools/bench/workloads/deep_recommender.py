@@ -15,9 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import DROPS_NOTHING, inference, seeded, training, workload
+from .registry import DROPS_NOTHING, Made, workload
 
 ITEMS = 197951
 
@@ -60,18 +58,16 @@ class RatingLoss(nn.Module):
 
 
 @workload("DR-I", mode="inference", batch=8192)
-def build_inference(device: torch.device | str, *, batch: int = 8192, items: int = ITEMS) -> Program:
+def build_inference(*, batch: int = 8192, items: int = ITEMS) -> Made:
     """Deep recommender autoencoder, 197951 items"""
-    with seeded(device):
-        model = Autoencoder(items).eval()
-        ratings = torch.randn(batch, items)
-    return Program(model, (ratings,), context=inference(device), name="DR-I", batch=batch)
+    model = Autoencoder(items).eval()
+    ratings = torch.randn(batch, items)
+    return model, (ratings,)
 
 
 @workload("DR-T", mode="training", batch=256)
-def build_training(device: torch.device | str, *, batch: int = 256, items: int = ITEMS) -> Program:
+def build_training(*, batch: int = 256, items: int = ITEMS) -> Made:
     """Deep recommender autoencoder, 197951 items, training step"""
-    with seeded(device):
-        model = RatingLoss(Autoencoder(items)).train()
-        ratings = torch.randint(1, 6, (batch, items)).float() * (torch.rand(batch, items) < 0.01)
-    return Program(model, (ratings,), training=True, context=training(device), name="DR-T", batch=batch)
+    model = RatingLoss(Autoencoder(items)).train()
+    ratings = torch.randint(1, 6, (batch, items)).float() * (torch.rand(batch, items) < 0.01)
+    return model, (ratings,)

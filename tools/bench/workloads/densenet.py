@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import inference, seeded, workload
+from .registry import Made, workload
 
 
 @workload("DNET", mode="inference", batch=64)
-def build(device: torch.device | str, *, batch: int = 64, size: int = 224) -> Program:
+def build(*, batch: int = 64, size: int = 224) -> Made:
     """DenseNet-121 image classification"""
     from torchvision.models import densenet121
 
-    with seeded(device):
-        model = densenet121(weights=None).eval()
-        images = torch.randn(batch, 3, size, size)
-    return Program(model, (images,), context=inference(device), name="DNET", batch=batch)
+    model = densenet121(weights=None).eval()
+    return model, (torch.randn(batch, 3, size, size),)

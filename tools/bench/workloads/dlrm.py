@@ -14,9 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import inference, seeded, workload
+from .registry import Made, workload
 
 BAGS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)  # indices, by feature
 FEATURES = len(BAGS)
@@ -54,12 +52,9 @@ def _mlp(sizes: Sequence[int]) -> nn.Sequential:
 
 
 @workload("DLRM", mode="inference", batch=2048)
-def build(device: torch.device | str, *, batch: int = 2048, rows: int = 1_000_000, features: int = FEATURES) -> Program:
+def build(*, batch: int = 2048, rows: int = 1_000_000, features: int = FEATURES) -> Made:
     """DLRM click prediction, 26 bags of 1 to 100 categories and 512 dense features"""
-    offsets = torch.tensor(BAGS[:features])[:, None] * torch.arange(batch)
-    with seeded(device):
-        model = Dlrm(rows, features).eval()
-        dense = torch.rand(batch, DENSE)
-        indices = [torch.randint(rows, (length * batch,)) for length in BAGS[:features]]
-    args = (dense, offsets.to(device), *indices)
-    return Program(model, args, context=inference(device), name="DLRM", batch=batch)
+    model = Dlrm(rows, features).eval()
+    dense, offsets = torch.rand(batch, DENSE), torch.tensor(BAGS[:features])[:, None] * torch.arange(batch)
+    indices = [torch.randint(rows, (length * batch,)) for length in BAGS[:features]]
+    return model, (dense, offsets, *indices)

@@ -15,9 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import seeded, training, workload
+from .registry import Made, workload
 
 _LEVELS = range(3, 8)
 _SCALES, _RATIOS = (1.0, 2 ** (1 / 3), 2 ** (2 / 3)), (0.5, 1.0, 2.0)
@@ -166,7 +164,6 @@ def _focal_loss(scores: torch.Tensor, target: torch.Tensor, alpha: float = 0.25,
 
 @workload("TEFD", mode="training", batch=1)
 def build(
-    device: torch.device | str,
     *,
     batch: int = 1,
     size: int = 640,
@@ -175,15 +172,14 @@ def build(
     depth: int = 3,
     boxes: int = 16,
     backbone: str = "tf_efficientnet_b1",
-) -> Program:
+) -> Made:
     """EfficientDet-D1, training step, an image of 640x640 with 16 boxes"""
     from timm import create_model
 
     classes = 90
-    with seeded(device):
-        trunk = create_model(backbone, pretrained=False, features_only=True, out_indices=(2, 3, 4))
-        model = EfficientDet(trunk, size, width, cells, depth, classes).train()
-        images = torch.randn(batch, 3, size, size)
-        places = torch.cat([torch.rand(batch, boxes, 2), torch.rand(batch, boxes, 2) * 0.4 + 0.1], -1) * size
-        kinds = torch.randint(classes, (batch, boxes))
-    return Program(model, (images, places, kinds), training=True, context=training(device), name="TEFD", batch=batch)
+    trunk = create_model(backbone, pretrained=False, features_only=True, out_indices=(2, 3, 4))
+    model = EfficientDet(trunk, size, width, cells, depth, classes).train()
+    images = torch.randn(batch, 3, size, size)
+    places = torch.cat([torch.rand(batch, boxes, 2), torch.rand(batch, boxes, 2) * 0.4 + 0.1], -1) * size
+    kinds = torch.randint(classes, (batch, boxes))
+    return model, (images, places, kinds)

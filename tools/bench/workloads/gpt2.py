@@ -6,18 +6,12 @@ tokens are random; dropout is computed and drops nothing. Weights are random, in
 
 from __future__ import annotations
 
-import torch
-
-from pygraph_trees.benchmark.program import Program
-
-from .registry import DROPS_NOTHING, seeded, training, workload
+from .registry import DROPS_NOTHING, Made, workload
 from .texts import continued
 
 
 @workload("DGPT2", mode="training", batch=16)
-def build(
-    device: torch.device | str, *, batch: int = 16, sequence: int = 512, layers: int = 6, hidden: int = 768
-) -> Program:
+def build(*, batch: int = 16, sequence: int = 512, layers: int = 6, hidden: int = 768) -> Made:
     """DistilGPT2, language modelling step, 512 tokens"""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -30,8 +24,6 @@ def build(
         resid_pdrop=DROPS_NOTHING,
         use_cache=False,
     )
-    with seeded(device):
-        model = GPT2LMHeadModel(config).train()
-        model.loss_type = "ForCausalLM"  # the default, whose warning would break the graph
-        inputs = continued(config.vocab_size, batch, sequence)
-    return Program(model, kwargs=inputs, training=True, context=training(device), name="DGPT2", batch=batch)
+    model = GPT2LMHeadModel(config).train()
+    model.loss_type = "ForCausalLM"  # the default, whose warning would break the graph
+    return model, continued(config.vocab_size, batch, sequence)

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import inference, seeded, workload
+from .registry import Made, workload
 
 
 @workload("LCNET", mode="inference", batch=256)
-def build(device: torch.device | str, *, batch: int = 256, size: int = 224) -> Program:
+def build(*, batch: int = 256, size: int = 224) -> Made:
     """LCNet 0.5 image classification"""
     from timm import create_model
 
-    with seeded(device):
-        model = create_model("lcnet_050", pretrained=False).eval()
-        images = torch.randn(batch, 3, size, size)
-    return Program(model, (images,), context=inference(device), name="LCNET", batch=batch)
+    model = create_model("lcnet_050", pretrained=False).eval()
+    return model, (torch.randn(batch, 3, size, size),)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import inference, seeded, workload
+from .registry import Made, workload
 
 
 class _Float32Masks(nn.Module):
@@ -28,15 +26,15 @@ class _Float32Masks(nn.Module):
 
 
 @workload("VM", mode="inference", batch=1)
-def build(device: torch.device | str, *, batch: int = 1, size: int = 800) -> Program:
+def build(*, batch: int = 1, size: int = 800) -> Made:
     """Mask R-CNN ResNet-50 FPN, an image of 800x800"""
     from torchvision.models.detection import maskrcnn_resnet50_fpn
 
-    with seeded(device), torch.no_grad():
+    with torch.no_grad():
         model = maskrcnn_resnet50_fpn(weights=None, weights_backbone=None, min_size=size, max_size=size).eval()
         for name, norm in model.backbone.named_modules():
             if name.endswith(".bn3"):
                 norm.weight *= 0.2
         model.roi_heads.box_predictor.cls_score.weight *= 20
         images = [torch.rand(3, size, size) for _ in range(batch)]
-    return Program(_Float32Masks(model), (images,), context=inference(device), name="VM", batch=batch)
+    return _Float32Masks(model), (images,)

@@ -6,21 +6,15 @@ inputs, as a tokenizer gives them. Tokens and weights are random, in float32 und
 
 from __future__ import annotations
 
-import torch
-
-from pygraph_trees.benchmark.program import Program
-
-from .registry import inference, seeded, workload
+from .registry import Made, workload
 from .texts import question
 
 
 @workload("MBERT", mode="inference", batch=128)
-def build(device: torch.device | str, *, batch: int = 128, sequence: int = 128, layers: int = 24) -> Program:
+def build(*, batch: int = 128, sequence: int = 128, layers: int = 24) -> Made:
     """MobileBERT, question answering, 128 tokens"""
     from transformers import MobileBertConfig, MobileBertForQuestionAnswering
 
     config = MobileBertConfig(num_hidden_layers=layers)
-    with seeded(device):
-        model = MobileBertForQuestionAnswering(config).eval()
-        inputs = question(config.vocab_size, batch, sequence)
-    return Program(model, kwargs=inputs, context=inference(device), name="MBERT", batch=batch)
+    model = MobileBertForQuestionAnswering(config).eval()
+    return model, question(config.vocab_size, batch, sequence)

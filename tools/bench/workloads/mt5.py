@@ -9,23 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import DROPS_NOTHING, inference, seeded, training, workload
+from .registry import DROPS_NOTHING, Made, workload
 from .texts import labelled
 
 
-def _program(
-    device: torch.device | str,
-    name: str,
-    *,
-    trains: bool,
-    batch: int = 16,
-    sequence: int = 128,
-    layers: int = 8,
-    hidden: int = 512,
-    vocabulary: int = 250112,
-) -> Program:
+def _build(
+    trains: bool, batch: int = 16, sequence: int = 128, layers: int = 8, hidden: int = 512, vocabulary: int = 250112
+) -> Made:
     from transformers import MT5Config, MT5ForConditionalGeneration
 
     config = MT5Config(
@@ -37,23 +27,21 @@ def _program(
         dropout_rate=DROPS_NOTHING,
         use_cache=False,
     )
-    with seeded(device):
-        model = MT5ForConditionalGeneration(config).train(trains)
-        model.lm_head = torch.nn.Linear(hidden, vocabulary, bias=False)
-        inputs = labelled(vocabulary, batch, sequence)
+    model = MT5ForConditionalGeneration(config).train(trains)
+    model.lm_head = torch.nn.Linear(hidden, vocabulary, bias=False)
+    inputs = labelled(vocabulary, batch, sequence)
     if not trains:
         inputs["decoder_input_ids"] = inputs.pop("labels")
-    context = training(device) if trains else inference(device)
-    return Program(model, kwargs=inputs, training=trains, context=context, name=name, batch=batch)
+    return model, inputs
 
 
 @workload("MTCG-T", mode="training", batch=16)
-def build_training(device: torch.device | str, **sizes: int) -> Program:
+def build_training(**sizes: int) -> Made:
     """MT5 small, training step, 128 tokens to 128 tokens"""
-    return _program(device, "MTCG-T", trains=True, **sizes)
+    return _build(True, **sizes)
 
 
 @workload("MTCG-I", mode="inference", batch=16)
-def build_inference(device: torch.device | str, **sizes: int) -> Program:
+def build_inference(**sizes: int) -> Made:
     """MT5 small, scores of 128 tokens given 128 tokens"""
-    return _program(device, "MTCG-I", trains=False, **sizes)
+    return _build(False, **sizes)

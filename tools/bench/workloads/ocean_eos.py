@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import seeded, workload
+from .registry import Made, workload
 
 PASCAL_PER_DBAR = 1e4
 SHAPE = (256, 256, 16)
@@ -118,16 +116,8 @@ def volume_terms(s: torch.Tensor, t: torch.Tensor) -> tuple[list[Pair], list[Pai
     return numerator, denominator
 
 
-def specific_volume(s: torch.Tensor, t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Specific volume [m^3/kg]."""
-    numerator, denominator = volume_terms(s, t)
-    above: torch.Tensor = sum(value * p**power for power, (value, _) in enumerate(numerator))
-    below: torch.Tensor = sum(value * p**power for power, (value, _) in enumerate(denominator))
-    return above / below
-
-
-def _enthalpy(s: torch.Tensor, t: torch.Tensor, p: torch.Tensor) -> Pair:
-    """Dynamic enthalpy and its derivative by t, before the conversion of the pressure's unit."""
+def enthalpy_by_temperature(s: torch.Tensor, t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Derivative of dynamic enthalpy by conservative temperature [J/(kg K)]."""
     (a0, a1, a2, a3), (b0, twice_b1, b2) = volume_terms(s, t)
     b1 = _scaled(twice_b1, 0.5)
     # N / D is a line in p plus (r1 p + r0) / D.
@@ -146,27 +136,14 @@ def _enthalpy(s: torch.Tensor, t: torch.Tensor, p: torch.Tensor) -> Pair:
     slanted = _over(_times(r1, _sum(along_low, along_high)), _scaled(b2, 2.0))
     rest = _minus(r0, _over(_times(r1, b1), b2))
     level = _over(_times(rest, _minus(along_low, along_high)), _scaled(half_width, 2.0))
-    return _sum(straight, slanted, level)
-
-
-def enthalpy(s: torch.Tensor, t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Dynamic enthalpy [J/kg]."""
-    value: torch.Tensor = _enthalpy(s, t, p)[0] * PASCAL_PER_DBAR
-    return value
-
-
-def enthalpy_by_temperature(s: torch.Tensor, t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Derivative of dynamic enthalpy by conservative temperature [J/(kg K)]."""
-    slope: torch.Tensor = _enthalpy(s, t, p)[1] * PASCAL_PER_DBAR
+    slope: torch.Tensor = _sum(straight, slanted, level)[1] * PASCAL_PER_DBAR
     return slope
 
 
-@workload("EOS", mode="inference", batch=1048576)
-def build(device: torch.device | str, *, shape: tuple[int, int, int] = SHAPE) -> Program:
+@workload("EOS", mode="inference", batch=1048576, autocast=False)
+def build(*, shape: tuple[int, int, int] = SHAPE) -> Made:
     """Equation of state of sea water, float64, 1048576 points"""
-    with seeded(device):
-        s = torch.rand(shape, dtype=torch.float64) * 35 + 5
-        t = torch.rand(shape, dtype=torch.float64) * 30 - 2
-        p = torch.rand(shape, dtype=torch.float64) * 4000 + 1
-    batch = shape[0] * shape[1] * shape[2]
-    return Program(enthalpy_by_temperature, (s, t, p), name="EOS", batch=batch)
+    s = torch.rand(shape, dtype=torch.float64) * 35 + 5
+    t = torch.rand(shape, dtype=torch.float64) * 30 - 2
+    p = torch.rand(shape, dtype=torch.float64) * 4000 + 1
+    return enthalpy_by_temperature, (s, t, p)

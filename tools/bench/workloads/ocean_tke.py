@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import seeded, workload
+from .registry import Made, workload
 
 SHAPE = (256, 256, 16)
 
@@ -62,7 +60,8 @@ def tke_step(
     one of the three dimensions, ``bottom`` and ``surface_forcing`` are [x, y].
     """
     c = CONSTANTS
-    mixed = _mix_vertically(dzt, dzw, bottom, kappa, mixing_length, forcing, surface_forcing, tke)
+    *system, wet = vertical_system(dzt, dzw, bottom, kappa, mixing_length, forcing, surface_forcing, tke)
+    mixed = torch.where(wet, solve_columns(*system), tke)
     surface = mixed[:, :, -1]
     correction = torch.clamp(-surface, min=0.0) * dzw[-1] * 0.5
     mixed = torch.cat([mixed[:, :, :-1], torch.clamp(surface, min=0.0).unsqueeze(2)], dim=2)
@@ -81,22 +80,6 @@ def tke_step(
 
     ahead = (1.5 + c.stabilizer) * tendency - (0.5 + c.stabilizer) * tendency_before
     return mixed + c.dt * (_inside(spread) + _inside(ahead)), tendency, correction
-
-
-def _mix_vertically(
-    dzt: torch.Tensor,
-    dzw: torch.Tensor,
-    bottom: torch.Tensor,
-    kappa: torch.Tensor,
-    mixing_length: torch.Tensor,
-    forcing: torch.Tensor,
-    surface_forcing: torch.Tensor,
-    tke: torch.Tensor,
-) -> torch.Tensor:
-    lower, diagonal, upper, right, wet = vertical_system(
-        dzt, dzw, bottom, kappa, mixing_length, forcing, surface_forcing, tke
-    )
-    return torch.where(wet, solve_columns(lower, diagonal, upper, right), tke)
 
 
 def vertical_system(
@@ -184,31 +167,29 @@ def _inside(field: torch.Tensor) -> torch.Tensor:
     return F.pad(field[2:-2, 2:-2], (0, 0, 2, 2, 2, 2))
 
 
-@workload("TKE", mode="inference", batch=1048576)
-def build(device: torch.device | str, *, shape: tuple[int, int, int] = SHAPE) -> Program:
+@workload("TKE", mode="inference", batch=1048576, autocast=False)
+def build(*, shape: tuple[int, int, int] = SHAPE) -> Made:
     """Turbulent kinetic energy step of an ocean model, float64, 1048576 points, 21 inputs"""
     nx, ny, nz = shape
-    with seeded(device):
 
-        def field(*size: int, low: float, high: float) -> torch.Tensor:
-            return torch.rand(size, dtype=torch.float64) * (high - low) + low
+    def field(*size: int, low: float, high: float) -> torch.Tensor:
+        return torch.rand(size, dtype=torch.float64) * (high - low) + low
 
-        def mask() -> torch.Tensor:
-            return (torch.rand(shape, dtype=torch.float64) < 0.9).to(torch.float64)
+    def mask() -> torch.Tensor:
+        return (torch.rand(shape, dtype=torch.float64) < 0.9).to(torch.float64)
 
-        inputs = (
-            *(field(*shape, low=-1e-2, high=1e-2) for _ in range(3)),
-            *(mask() for _ in range(3)),
-            *(field(nx, low=9e3, high=11e3) for _ in range(2)),
-            *(field(ny, low=9e3, high=11e3) for _ in range(2)),
-            *(field(nz, low=8.0, high=12.0) for _ in range(2)),
-            *(field(ny, low=0.5, high=1.0) for _ in range(2)),
-            torch.randint(0, nz, (nx, ny)),
-            field(*shape, low=1e-5, high=1e-2),
-            field(*shape, low=1e-1, high=1e1),
-            field(*shape, low=-1e-8, high=1e-6),
-            field(nx, ny, low=-1e-6, high=1e-4),
-            field(*shape, low=0.0, high=1e-3),
-            field(*shape, low=-1e-8, high=1e-8),
-        )
-    return Program(tke_step, inputs, name="TKE", batch=nx * ny * nz)
+    return tke_step, (
+        *(field(*shape, low=-1e-2, high=1e-2) for _ in range(3)),
+        *(mask() for _ in range(3)),
+        *(field(nx, low=9e3, high=11e3) for _ in range(2)),
+        *(field(ny, low=9e3, high=11e3) for _ in range(2)),
+        *(field(nz, low=8.0, high=12.0) for _ in range(2)),
+        *(field(ny, low=0.5, high=1.0) for _ in range(2)),
+        torch.randint(0, nz, (nx, ny)),
+        field(*shape, low=1e-5, high=1e-2),
+        field(*shape, low=1e-1, high=1e1),
+        field(*shape, low=-1e-8, high=1e-6),
+        field(nx, ny, low=-1e-6, high=1e-4),
+        field(*shape, low=0.0, high=1e-3),
+        field(*shape, low=-1e-8, high=1e-8),
+    )

@@ -1,16 +1,18 @@
 """The register of workloads.
 
-A builder takes a device and returns a :class:`Program`: "cuda" to measure, "cpu" to try without a GPU, "meta" for
-parameters and GPU inputs without data (inputs that the real program has on the CPU stay there). Its keyword arguments
-are sizes: the defaults are the workload, smaller ones are for tests. Weights and inputs are random under a fixed seed.
-A name registered twice raises :class:`ValueError`.
+A builder returns a model, or a function, and its inputs: a tuple, or a dictionary by name. It is called with a device
+as torch's default: "cuda" to measure, "cpu" to try without a GPU, "meta" for parameters and GPU inputs without data
+(inputs that the real program has on the CPU stay there). Its keyword arguments are sizes: the defaults are the
+workload, smaller ones are for tests. Weights and inputs are random under a fixed seed. A name registered twice raises
+:class:`ValueError`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ SEED = 20
 # A dropout that is computed like any other and drops nothing, so gradients can be compared with eager's.
 DROPS_NOTHING = 1e-30
 
-Builder = Callable[..., Program]
+Made = tuple[Callable[..., Any], tuple[Any, ...] | dict[str, Any]]
+Builder = Callable[..., Made]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,49 +34,49 @@ class Workload:
     name: str
     mode: str  # "inference" or "training"
     batch: int
-    build: Builder
-    doc: str  # one line
+    autocast: bool  # to bfloat16
+    builder: Builder
+
+    @property
+    def doc(self) -> str:
+        """One line."""
+        return (self.builder.__doc__ or "").strip().splitlines()[0]
+
+    def build(self, device: torch.device | str, **sizes: Any) -> Program:
+        torch.manual_seed(SEED)
+        with torch.device(device):
+            fn, inputs = self.builder(**sizes)
+        args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+        of = {"training": self.mode == "training", "name": self.name, "batch": sizes.get("batch", self.batch)}
+        return Program(fn, args, kwargs, context=self._context(device), **of)
+
+    def _context(self, device: torch.device | str) -> Callable[[], AbstractContextManager[Any]]:
+        """The context of a call, or of a training step's forward: autocast; in inference, no gradients."""
+        if not self.autocast:
+            return nullcontext
+        autocast = partial(torch.autocast, "cpu" if torch.device(device).type == "cpu" else "cuda", torch.bfloat16)
+
+        @contextmanager
+        def inference() -> Iterator[None]:
+            with torch.no_grad(), autocast():
+                yield
+
+        return autocast if self.mode == "training" else inference
 
 
 WORKLOADS: dict[str, Workload] = {}
 
 
-def workload(name: str, mode: str, batch: int) -> Callable[[Builder], Builder]:
+def workload(name: str, mode: str, batch: int, autocast: bool = True) -> Callable[[Builder], Builder]:
     """Registers a builder; the first line of its docstring describes the workload."""
 
-    def register(build: Builder) -> Builder:
+    def register(builder: Builder) -> Builder:
         if name in WORKLOADS:
-            raise ValueError(f"workload {name} is registered already, by {WORKLOADS[name].build.__module__}")
-        doc = (build.__doc__ or "").strip().splitlines()[0]
-        WORKLOADS[name] = Workload(name, mode, batch, build, doc)
-        return build
+            raise ValueError(f"workload {name} is registered already, by {WORKLOADS[name].builder.__module__}")
+        WORKLOADS[name] = Workload(name, mode, batch, autocast, builder)
+        return builder
 
     return register
-
-
-@contextmanager
-def seeded(device: torch.device | str) -> Iterator[None]:
-    """Seeds all random numbers in the block, and makes new tensors on ``device``."""
-    torch.manual_seed(SEED)
-    with torch.device(device):
-        yield
-
-
-def inference(device: torch.device | str) -> Callable[[], AbstractContextManager[Any]]:
-    """The context of a model's call: no gradients, bfloat16 autocast."""
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        with torch.no_grad(), training(device)():
-            yield
-
-    return context
-
-
-def training(device: torch.device | str) -> Callable[[], AbstractContextManager[Any]]:
-    """The context of a training step's forward: bfloat16 autocast."""
-    kind = "cpu" if torch.device(device).type == "cpu" else "cuda"
-    return lambda: torch.autocast(kind, torch.bfloat16)
 
 
 def without_layer_drop(model: torch.nn.Module) -> torch.nn.Module:

@@ -13,9 +13,7 @@ import math
 import torch
 from torch import nn
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import inference, seeded, workload
+from .registry import Made, workload
 
 _START = 2  # the character with which a target begins
 
@@ -101,14 +99,11 @@ class _SpeechTransformer(nn.Module):
 
 
 @workload("ST", mode="inference", batch=1)
-def build(
-    device: torch.device | str, *, batch: int = 1, time: int = 256, count: int = 24, layers: int = 6, width: int = 512
-) -> Program:
+def build(*, batch: int = 1, time: int = 256, count: int = 24, layers: int = 6, width: int = 512) -> Made:
     """Speech-Transformer, 256 frames and 24 characters, with lengths from the CPU"""
     features, vocabulary = 320, 4233
-    with seeded(device):
-        model = _SpeechTransformer(features, width, layers, vocabulary, most=2 * time).eval()
-        sounds = torch.randn(batch, time, features)
-        target = torch.randint(vocabulary, (batch, count))
+    model = _SpeechTransformer(features, width, layers, vocabulary, most=2 * time).eval()
+    sounds = torch.randn(batch, time, features)
+    target = torch.randint(vocabulary, (batch, count))
     lengths = torch.randint(time // 2, time + 1, (batch,), device="cpu")
-    return Program(model, (sounds, lengths, target), context=inference(device), name="ST", batch=batch)
+    return model, (sounds, lengths, target)

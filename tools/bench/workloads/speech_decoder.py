@@ -8,24 +8,14 @@ README.md lists settings and differences.
 
 from __future__ import annotations
 
-import torch
-
-from pygraph_trees.benchmark.program import Program
-
-from .registry import DROPS_NOTHING, seeded, training, without_layer_drop, workload
+from .registry import DROPS_NOTHING, Made, without_layer_drop, workload
 from .texts import continued
 
 
 @workload("STCLM", mode="training", batch=256)
 def build(
-    device: torch.device | str,
-    *,
-    batch: int = 256,
-    sequence: int = 128,
-    layers: int = 6,
-    hidden: int = 256,
-    vocabulary: int = 10000,
-) -> Program:
+    *, batch: int = 256, sequence: int = 128, layers: int = 6, hidden: int = 256, vocabulary: int = 10000
+) -> Made:
     """Decoder of Speech2Text2, language modelling step, 128 tokens"""
     from transformers import TrOCRConfig, TrOCRForCausalLM
 
@@ -43,11 +33,9 @@ def build(
         use_learned_position_embeddings=False,
         layernorm_embedding=False,
     )
-    with seeded(device):
-        model = without_layer_drop(TrOCRForCausalLM(config).train())
-        positions = model.model.decoder.embed_positions
-        table = positions.get_embedding(config.max_position_embeddings, hidden, config.pad_token_id)
-        del positions.weights
-        positions.register_buffer("weights", table)
-        inputs = continued(vocabulary, batch, sequence)
-    return Program(model, kwargs=inputs, training=True, context=training(device), name="STCLM", batch=batch)
+    model = without_layer_drop(TrOCRForCausalLM(config).train())
+    positions = model.model.decoder.embed_positions
+    table = positions.get_embedding(config.max_position_embeddings, hidden, config.pad_token_id)
+    del positions.weights
+    positions.register_buffer("weights", table)
+    return model, continued(vocabulary, batch, sequence)

@@ -7,44 +7,30 @@ to transformers 5.3 the model makes its relative positions on the CPU in every f
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from pygraph_trees.benchmark.program import Program
-
-from .registry import DROPS_NOTHING, inference, seeded, training, workload
+from .registry import DROPS_NOTHING, Made, workload
 from .texts import continued
 
 
-@workload("XLNET-I", mode="inference", batch=1)
-def build(
-    device: torch.device | str, *, batch: int = 1, sequence: int = 512, layers: int = 12, hidden: int = 768
-) -> Program:
-    """XLNet base, language modelling scores, 512 tokens"""
+def _model(layers: int, hidden: int, **settings: Any) -> Any:
     from transformers import XLNetConfig, XLNetLMHeadModel
 
-    config = XLNetConfig(d_model=hidden, n_layer=layers, n_head=hidden // 64, d_inner=4 * hidden)
-    with seeded(device):
-        model = XLNetLMHeadModel(config).to(device).eval()  # some parameters ignore the default device
-        tokens = torch.randint(config.vocab_size, (batch, sequence))
-    return Program(model, kwargs={"input_ids": tokens}, context=inference(device), name="XLNET-I", batch=batch)
+    config = XLNetConfig(d_model=hidden, n_layer=layers, n_head=hidden // 64, d_inner=4 * hidden, **settings)
+    return XLNetLMHeadModel(config).to(torch.get_default_device())  # some parameters ignore the default device
+
+
+@workload("XLNET-I", mode="inference", batch=1)
+def build(*, batch: int = 1, sequence: int = 512, layers: int = 12, hidden: int = 768) -> Made:
+    """XLNet base, language modelling scores, 512 tokens"""
+    model = _model(layers, hidden).eval()
+    return model, {"input_ids": torch.randint(model.config.vocab_size, (batch, sequence))}
 
 
 @workload("XLNET-T", mode="training", batch=8)
-def build_training(
-    device: torch.device | str, *, batch: int = 8, sequence: int = 512, layers: int = 12, hidden: int = 768
-) -> Program:
+def build_training(*, batch: int = 8, sequence: int = 512, layers: int = 12, hidden: int = 768) -> Made:
     """XLNet base, language modelling step, 512 tokens"""
-    from transformers import XLNetConfig, XLNetLMHeadModel
-
-    config = XLNetConfig(
-        d_model=hidden,
-        n_layer=layers,
-        n_head=hidden // 64,
-        d_inner=4 * hidden,
-        dropout=DROPS_NOTHING,
-        use_mems_train=False,
-    )
-    with seeded(device):
-        model = XLNetLMHeadModel(config).to(device).train()  # some parameters ignore the default device
-        inputs = continued(config.vocab_size, batch, sequence)
-    return Program(model, kwargs=inputs, training=True, context=training(device), name="XLNET-T", batch=batch)
+    model = _model(layers, hidden, dropout=DROPS_NOTHING, use_mems_train=False).train()
+    return model, continued(model.config.vocab_size, batch, sequence)
