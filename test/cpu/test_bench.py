@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import tempfile
 import textwrap
@@ -13,7 +14,8 @@ from unittest import mock
 import torch
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tools"), str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tools"), str(Path(__file__).resolve().parent)]
 
 import captured
 from bench import causes, choices, command_line, everything, graph_host, many, routes
@@ -21,12 +23,10 @@ from bench import summary as pages
 from bench import training_loops as loops
 from bench.everything import TIME_IS_UP, Done, Step, run_all
 from bench.isolated import Job
-from bench.loading import load_workloads
+from bench.workloads import WORKLOADS
 
 from pygraph_trees.benchmark import Effort, Measurement, Program, Results
 from pygraph_trees.benchmark.differences import snapshot
-
-WORKLOADS = load_workloads()
 
 # Overrides under which workloads run on a CPU in a second.
 SMALL = {"EOS": {"shape": (8, 8, 8)}, "TKE": {"shape": (16, 16, 8)}, "DR-T": {"batch": 4, "items": 50}}
@@ -94,15 +94,17 @@ class TestCommandLine(WithFolder):
 
     def test_a_workload_that_fails_fails_alone_and_is_run_again(self):
         """It runs as if there were a GPU, with workloads on the CPU."""
-        (self.folder / "__init__.py").write_text(textwrap.dedent(self.CODE))
+        (self.folder / "one_fails.py").write_text(textwrap.dedent(self.CODE))
+        self.enterContext(mock.patch.dict(os.environ, PYTHONPATH=f"{self.folder}{os.pathsep}{ROOT}"))
+        self.enterContext(mock.patch.object(sys, "path", [str(self.folder), *sys.path]))
         out = self.folder / "x.json"
-        options = ("--workloads", str(self.folder), "--rounds", "1", "--ways", "eager", "--out", str(out))
+        options = ("--workloads", "one_fails", "--rounds", "1", "--ways", "eager", "--out", str(out))
         blank = Results("a GPU", "1", "2.11.0", "3", "3.12", "today", "this", 1)
         for target, value in (
             ("torch.cuda.is_available", lambda: True),
-            ("pygraph_trees.benchmark.results.here", lambda *args: blank),
-            ("bench.isolated.Job", lambda *of, **more: Job(*of, device="cpu", **more)),
-            ("bench.quiet.wait_until_quiet", lambda *args: None),
+            ("bench.command_line.here", lambda *args: blank),
+            ("bench.command_line.Job", lambda *of, **more: Job(*of, device="cpu", **more)),
+            ("bench.command_line.wait_until_quiet", lambda *args: None),
         ):
             self.enterContext(mock.patch(target, value))
         for more, said in ((("--jobs", "2"), ""), (("--resume",), "[1/1] RAISES")):
@@ -124,8 +126,8 @@ class TestCommandLine(WithFolder):
             self.assertEqual((status, out, problem in err), (2, "", True), err)
         for module in (choices, graph_host, many, routes):
             with mock.patch.object(sys, "argv", ["a script"]):
-                status, out, _ = captured.run(lambda _, main=module.main: main())
-            self.assertEqual((status, "need a GPU" in out), (2, True), module.__name__)
+                status, _, err = captured.run(lambda _, main=module.main: main())
+            self.assertEqual((status, "need a GPU" in err), (2, True), module.__name__)
         self.assertEqual([captured.run(everything.main, *wrong)[0] for wrong in ([], ["recordin"])], [2, 2])
 
 

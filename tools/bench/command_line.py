@@ -9,24 +9,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER
-from .loading import load_workloads
+from pygraph_trees.benchmark import FULL, MORE_WAYS, QUICK, WAYS, Effort, Measurement, Results, text_table
+from pygraph_trees.benchmark.results import file_stem, here
+from pygraph_trees.cli.progress import Progress
 
-if TYPE_CHECKING:
-    from pygraph_trees.benchmark import Effort, Measurement, Results
-
-    from .isolated import Job
-
-
-NO_GPU = "bench: figures need a GPU, and torch finds none here (python tools/bench --list shows the workloads)"
+from . import RESULTS_FOLDER, START_FOLDER, summary
+from .figures import has_gpu, product_hash
+from .isolated import Job, Worker
+from .quiet import wait_until_quiet
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
         help="seconds for each stage of a workload: to prepare, to measure (1800)",
     )
     parse.add_argument("--resume", action="store_true", help="keep what the result file has of this code and machine")
-    parse.add_argument("--workloads", type=Path, default=WORKLOADS_FOLDER, metavar="DIR", help=argparse.SUPPRESS)
+    parse.add_argument("--workloads", default="bench.workloads", metavar="MODULE", help=argparse.SUPPRESS)
     return parse
 
 
@@ -96,7 +94,7 @@ def _at_least_one(text: str) -> int:
 def main(arguments: Sequence[str]) -> int:
     parse = parser()
     options = parse.parse_args(arguments)
-    workloads = load_workloads(options.workloads)
+    workloads = importlib.import_module(options.workloads).WORKLOADS
     if options.list:
         print(listing(workloads))
         return 0
@@ -107,16 +105,11 @@ def main(arguments: Sequence[str]) -> int:
             hint = f"; did you mean {near[0]}?" if near else ""
             parse.error(f"there is no workload {name!r}, only {', '.join(workloads)}{hint}")
 
-    import torch
-
-    from pygraph_trees.benchmark import MORE_WAYS, WAYS
-
     ways = tuple(options.ways.split(",")) if options.ways else ("upstream", "ours") if options.start_times else WAYS
     for way in ways:
         if way not in (*WAYS, *MORE_WAYS):
             parse.error(f"there is no way {way!r}, only {', '.join((*WAYS, *MORE_WAYS))}")
-    if not torch.cuda.is_available():
-        print(NO_GPU, file=sys.stderr)
+    if not has_gpu():
         return 2
     return _measure(names, workloads, ways, _effort(options), options)
 
@@ -131,8 +124,6 @@ def listing(workloads: Mapping[str, Any]) -> str:
 
 
 def _effort(options: argparse.Namespace) -> Effort:
-    from pygraph_trees.benchmark import FULL, QUICK, Effort
-
     effort = QUICK if options.quick else FULL if options.full else Effort()
     effort = replace(effort, fresh_caches=options.caches is None)
     if options.start_times:
@@ -147,12 +138,6 @@ def _measure(
     effort: Effort,
     options: argparse.Namespace,
 ) -> int:
-    from pygraph_trees.benchmark import Results, text_table
-    from pygraph_trees.benchmark.results import file_stem, here
-
-    from .figures import product_hash
-    from .isolated import Job
-
     results = here(product_hash(), effort.rounds)
     folder = RESULTS_FOLDER / START_FOLDER if options.start_times else RESULTS_FOLDER
     out: Path = options.out or folder / f"{file_stem(results.gpu, results.torch)}.json"
@@ -170,7 +155,7 @@ def _measure(
         print(f"{name}: measured before", flush=True)
     left = [name for name in names if name not in done]
     # Caches are separate for each state of the code: the version alone stays the same.
-    caches = None if options.caches is None else options.caches.resolve() / results.code_hash[:12]
+    caches = None if options.caches is None else str(options.caches.resolve() / results.code_hash[:12])
     gpus, size = options.gpus, max(options.jobs, options.gpus)
     jobs = [
         Job(
@@ -199,8 +184,6 @@ def _measure(
         print(text_table(records), end="\n\n", flush=True)
     print(f"{out}\n{out.with_suffix('.md')}")
     if out.parent == folder:
-        from bench import summary
-
         summary.main([])
     failed = [r for r in results.records if r.workload in names and r.error is not None]
     return 1 if failed else 0
@@ -212,11 +195,6 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float, gpus: int = 1)
     A batch is prepared together. Then its workloads are timed one by one, or as many at a time as there are GPUs; jobs
     without rounds are not timed.
     """
-    from pygraph_trees.cli.progress import Progress
-
-    from .isolated import Worker
-    from .quiet import wait_until_quiet
-
     is_timed = any(job.effort.rounds for job in jobs)
     for first in range(0, len(jobs), size):
         with contextlib.ExitStack() as stack:
@@ -241,8 +219,6 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float, gpus: int = 1)
 
 
 def _resume(results: Results, out: Path, ways: Sequence[str]) -> tuple[Results, set[str]]:
-    from pygraph_trees.benchmark import Results
-
     if not out.exists():
         return results, set()
     before = Results.read(out)

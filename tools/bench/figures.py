@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pygraph_trees.version import triton_version
 def has_gpu() -> bool:
     """Whether torch can use a GPU; prints a message if not."""
     if not torch.cuda.is_available():
-        print("these figures need a GPU, and this machine has none that torch can use")
+        print("these figures need a GPU, and this machine has none that torch can use", file=sys.stderr)
         return False
     return True
 

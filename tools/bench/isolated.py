@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from child import Child
 
@@ -34,25 +33,20 @@ class Job:
     batch: int
     ways: tuple[str, ...]
     effort: Effort
-    folder: Path  # of the package of workloads
+    workloads: str  # the module that defines WORKLOADS
     device: str = "cuda"
-    caches: Path | None = None  # the compilers' caches, if the effort has none for each way
+    caches: str | None = None  # the compilers' caches, if the effort has none for each way
     gpu: int | None = None  # its number; None for the first
     compile_threads: int | None = None  # None leaves Inductor its own number, which is for a process alone
 
     def environment(self) -> dict[str, str]:
         """The environment of its process."""
-        own = {} if self.caches is None else {"TORCHINDUCTOR_CACHE_DIR": str(self.caches)}
-        if self.gpu is not None:
-            own["CUDA_VISIBLE_DEVICES"] = str(self.gpu)
-        if self.compile_threads is not None and _THREADS not in os.environ:
-            own[_THREADS] = str(self.compile_threads)
-        return {**os.environ, **own}
-
-    def told(self) -> dict[str, Any]:
-        """The worker's argument."""
-        fields = {"name": self.name, "ways": self.ways, "folder": str(self.folder), "device": self.device}
-        return {**fields, "effort": asdict(self.effort)}
+        own = {
+            "TORCHINDUCTOR_CACHE_DIR": self.caches,
+            "CUDA_VISIBLE_DEVICES": self.gpu,
+            _THREADS: os.environ.get(_THREADS, self.compile_threads),
+        }
+        return {**os.environ, **{name: str(value) for name, value in own.items() if value is not None}}
 
 
 class Worker:
@@ -64,7 +58,7 @@ class Worker:
         self._records: list[Measurement] = []
         self._error: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="bench_")
-        self._child = Child([str(WORKER)], job.told(), Path(self._folder.name) / "log.txt", job.environment())
+        self._child = Child([str(WORKER)], asdict(job), Path(self._folder.name) / "log.txt", job.environment())
 
     def __enter__(self) -> Worker:
         return self

@@ -17,9 +17,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
-from bench import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER, causes, loops_table, paper
+from bench import RESULTS_FOLDER, START_FOLDER, causes, loops_table, paper
 from bench.collected import Summary, Workload, geometric_mean, read_all, summarise
-from bench.loading import load_workloads
+from bench.workloads import WORKLOADS
 from pygraph_trees.benchmark import WAYS
 from pygraph_trees.benchmark.results import REGIMES, ResultsFormatError
 from pygraph_trees.report.text import markdown_table, nbytes
@@ -302,7 +302,7 @@ def main(arguments: Sequence[str]) -> int:
         parse.error(str(error))
     if not files:
         parse.error("there is no result file")
-    summary = summarise(files, list(load_workloads(WORKLOADS_FOLDER)), starts)
+    summary = summarise(files, list(WORKLOADS), starts)
     latest = max(summary.files.values(), key=lambda r: r.date)
     training = [] if options.files else loops_table.latest(RESULTS_FOLDER, latest.gpu, latest.torch)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -7,10 +7,10 @@ Standard output carries progress, records and stages; what programs print goes t
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +21,6 @@ def main(job: str) -> int:
 
     say = answering()
     from bench.isolated import DONE, PREPARED
-    from bench.loading import load_workloads
     from pygraph_trees.benchmark import Effort, Measurement, compare
 
     def wait() -> None:
@@ -38,14 +37,11 @@ def main(job: str) -> int:
         say({"stage": PREPARED})
         wait()
 
-    effort: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in told["effort"].items()
-    }
-    workload = load_workloads(Path(told["folder"]))[told["name"]]
+    workload = importlib.import_module(told["workloads"]).WORKLOADS[told["name"]]
     wait()
     progress(0, 1, f"building {workload.name}")
     program = workload.build(told["device"])
-    compare(program, told["ways"], Effort(**effort), progress, write, prepared)
+    compare(program, told["ways"], Effort(**told["effort"]), progress, write, prepared)
     say({"stage": DONE})
     return 0
 
