@@ -24,10 +24,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import torch
 
-from bench.figures import has_gpu, write_figures
+from bench.figures import has_gpu, one_of, write_figures
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.benchmark.rings import Ring
-from pygraph_trees.benchmark.timing import collector_off, synchroniser
+from pygraph_trees.benchmark.timing import collector_off, schedule, synchroniser
 from pygraph_trees.benchmark.ways import Way, make_ways
 from pygraph_trees.report.log import journal
 
@@ -110,11 +110,10 @@ def grid(device: torch.device, seconds: float, seed: int) -> list[dict[str, Any]
             with way.active():
                 step_us(drawn, program, way, ring.fresh(), _DECIDED)
         log = journal.records()[1][-1]
-        for number in range(_ROUNDS):
-            for way in ways[:: -1 if number % 2 else 1]:
-                with way.active(), collector_off():
-                    step_us(drawn, program, way, ring.fresh(), 5)
-                    found[way.name].append(step_us(drawn, program, way, ring.fresh(), _CALLS))
+        for way in schedule(ways, _ROUNDS):
+            with way.active(), collector_off():
+                step_us(drawn, program, way, ring.fresh(), 5)
+                found[way.name].append(step_us(drawn, program, way, ring.fresh(), _CALLS))
         times = {name: median(values) for name, values in found.items()}
         ratios = ratios_of(times, is_graphed=log.ungraphed_reason is None)
         records.append(
@@ -167,14 +166,13 @@ def longest_first_calls(device: torch.device, seed: int) -> list[dict[str, Any]]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="*", metavar="PART", help="grid or first; default both")
+    parser.add_argument(
+        "what", nargs="*", type=one_of(("grid", "first")), metavar="PART", help="grid or first; default: both"
+    )
     parser.add_argument("--seconds", type=float, default=300.0, help="of the grid (default 300)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    unknown = {*options.what} - {"grid", "first"}
-    if unknown:
-        parser.error(f"there is no {', '.join(sorted(unknown))}; parts are grid and first")
     if not has_gpu():
         return 2
     device = torch.device("cuda", 0)

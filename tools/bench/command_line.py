@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from pygraph_trees.benchmark.results import file_stem, here
 from pygraph_trees.cli.progress import Progress
 
 from . import RESULTS_FOLDER, START_FOLDER, summary
-from .figures import has_gpu, product_hash
+from .figures import has_gpu, one_of, product_hash, several_of
 from .isolated import Job, Worker
 from .quiet import wait_until_quiet
 
@@ -46,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--rounds", type=int, metavar="N", help="rounds of interleaved blocks (7)")
     parse.add_argument(
         "--ways",
-        default=None,
+        type=several_of((*WAYS, *MORE_WAYS)),
         metavar="A,B",
         help="some of eager,compile,upstream,ours,ours:patch,ours:table,ours:graphed,ours:keep,ours:overwrite",
     )
@@ -98,17 +97,11 @@ def main(arguments: Sequence[str]) -> int:
     if options.list:
         print(listing(workloads))
         return 0
-    names = options.names or list(workloads)
-    for name in names:
-        if name not in workloads:
-            near = difflib.get_close_matches(name.upper(), list(workloads), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            parse.error(f"there is no workload {name!r}, only {', '.join(workloads)}{hint}")
-
-    ways = tuple(options.ways.split(",")) if options.ways else ("upstream", "ours") if options.start_times else WAYS
-    for way in ways:
-        if way not in (*WAYS, *MORE_WAYS):
-            parse.error(f"there is no way {way!r}, only {', '.join((*WAYS, *MORE_WAYS))}")
+    try:
+        names = list(map(one_of(workloads), options.names or workloads))
+    except argparse.ArgumentTypeError as error:
+        parse.error(str(error))
+    ways = options.ways or (("upstream", "ours") if options.start_times else WAYS)
     if not has_gpu():
         return 2
     return _measure(names, workloads, ways, _effort(options), options)

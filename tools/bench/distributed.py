@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
-from bench.figures import has_gpu, write_figures
+from bench.figures import has_gpu, one_of, write_figures
 from pygraph_trees.benchmark import Program
 from pygraph_trees.benchmark.timing import schedule
 from pygraph_trees.benchmark.ways import make_ways
@@ -108,7 +108,7 @@ def measure(name: str, device: torch.device, rounds: int, steps: int) -> dict[st
                 found = _value(program.step(way.callable, args, {}))
         wanted = found if wanted is None else wanted
         apart[way.name] = float((found - wanted).abs().max())
-    for _, way in schedule(ways, rounds):
+    for way in schedule(ways, rounds):
         with way.active(), torch.set_grad_enabled(program.training):
             program.step(way.callable, args, {})
             samples[way.name].append(_block(lambda: program.step(way.callable, args, {}), device, steps))  # noqa: B023
@@ -154,14 +154,13 @@ def topology() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(PROGRAMS)}; default: all")
+    parser.add_argument(
+        "names", nargs="*", type=one_of(PROGRAMS), metavar="NAME", help=f"some of {', '.join(PROGRAMS)}; default: all"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=50, help="steps in a block (default 50)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where rank 0 writes JSON")
     options = parser.parse_args()
-    unknown = [name for name in options.names if name not in PROGRAMS]
-    if unknown:
-        parser.error(f"there is no program {unknown[0]!r}; there are {', '.join(PROGRAMS)}")
     if "LOCAL_RANK" not in os.environ:
         parser.error("torchrun starts this: torchrun --nproc-per-node 2 tools/bench/distributed.py")
     if not has_gpu():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import functools
 import json
 import math
@@ -28,7 +27,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import torch
 from processes import end, end_on_termination
+
+from bench import RESULTS_FOLDER
+from bench.figures import has_gpu, one_of, product_hash
+from pygraph_trees.benchmark.results import file_stem
 
 BENCH = ROOT / "tools" / "bench"
 CACHES = Path(tempfile.gettempdir()) / "pygraph_trees_bench"  # compiling 25 workloads takes longer than timing them
@@ -49,8 +53,9 @@ class Step:
     goes_on: Sequence[str] = ()  # extra arguments that make it continue after an interruption
 
 
-def _script(name: str, *arguments: str, out: bool = True) -> list[str]:
-    return [sys.executable, str(BENCH / name), *arguments, *(["--out", "{out}"] if out else [])]
+def _script(line: str) -> list[str]:
+    name, *arguments = line.split()
+    return [sys.executable, str(BENCH / name), *arguments]
 
 
 def _program(name: str) -> Step:
@@ -69,21 +74,19 @@ STEPS = (
     ),
     Step(
         "graph-host",
-        _script(
-            "graph_host.py", "MLP", "MLP-N", "BERT-I", "XLNET-I", "DLRM", "ALNET", "--rounds", "15", "--calls", "20"
-        ),
+        _script("graph_host.py MLP MLP-N BERT-I XLNET-I DLRM ALNET --rounds 15 --calls 20 --out {out}"),
         "the host's time for replays, of inference",
     ),
     Step(
         "graph-host-bert",
-        _script("graph_host.py", "BERT", "--rounds", "3", "--calls", "14"),
+        _script("graph_host.py BERT --rounds 3 --calls 14 --out {out}"),
         "the host's time for replays, of a training step",
     ),
-    Step("many", _script("many.py"), "replays among many functions, and among many recordings"),
-    Step("training-loops", _script("training_loops.py"), "training loops as people write them"),
-    Step("routes", _script("routes.py", "--rounds", "9"), "routes of inputs against each other"),
+    Step("many", _script("many.py --out {out}"), "replays among many functions, and among many recordings"),
+    Step("training-loops", _script("training_loops.py --out {out}"), "training loops as people write them"),
+    Step("routes", _script("routes.py --rounds 9 --out {out}"), "routes of inputs against each other"),
     *map(_program, ("relative_positions", "noise_schedule", "mask_of_lengths", "numpy_positions", "tokens")),
-    Step("summary", _script("summary.py", out=False), "the page of results and the README's table", is_printed=False),
+    Step("summary", _script("summary.py"), "the page of results and the README's table", is_printed=False),
 )
 
 
@@ -186,28 +189,17 @@ def _run(step: Step, folder: Path, stem: str, left_s: float, more: Sequence[str]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("steps", nargs="*", metavar="STEPS", help="all of them by default")
+    known = {step.name: step for step in STEPS}
+    parser.add_argument("steps", nargs="*", metavar="STEPS", type=one_of(known), help="all of them by default")
     parser.add_argument("--seconds", type=float, default=math.inf, metavar="S", help="how long it may take")
     parser.add_argument("--list", action="store_true", help="show the steps and do nothing")
     parser.add_argument("--again", action="store_true", help="also what is done")
     options = parser.parse_args(arguments)
     if options.list:
-        width = max(len(step.name) for step in STEPS)
+        width = max(map(len, known))
         print("\n".join(f"{step.name:{width}}  {step.doc}" for step in STEPS))
         return 0
-    known = {step.name: step for step in STEPS}
-    for name in options.steps:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            parser.error(f"there is no step {name!r}{f'; did you mean {near[0]}?' if near else ''} (--list shows them)")
     begin = time.monotonic()
-
-    import torch
-
-    from bench import RESULTS_FOLDER
-    from bench.figures import has_gpu, product_hash
-    from pygraph_trees.benchmark.results import file_stem
-
     if not has_gpu():
         return 2
     gpu, version = torch.cuda.get_device_name(), str(torch.__version__)

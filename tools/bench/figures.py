@@ -1,14 +1,18 @@
-"""Shared by the scripts that measure one thing: the check for a GPU, and the file of figures.
+"""Shared by the scripts: names on the command line, the check for a GPU, and the file of figures.
 
-The file is JSON: the GPU's name (null for a trial on a CPU), the versions of torch and triton, the hash of the code,
-the options of the measurement, and the results. Without a path, no file is written.
+A wrong name ends the script with the right ones, and with the nearest. The file is JSON: the GPU's name (null for a
+trial on a CPU), the versions of torch and triton, the hash of the code, the options of the measurement, and the
+results. Without a path, no file is written.
 """
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import functools
 import json
 import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,24 @@ import torch
 
 from pygraph_trees.code_hash import PRODUCT, code_hash
 from pygraph_trees.version import triton_version
+
+
+def one_of(known: Collection[str]) -> Callable[[str], str]:
+    """A type for argparse: one of these names."""
+
+    def chosen(name: str) -> str:
+        if name in known:
+            return name
+        by_case = {one.casefold(): one for one in known}
+        near = [f"; did you mean {by_case[one]}?" for one in difflib.get_close_matches(name.casefold(), by_case, n=1)]
+        raise argparse.ArgumentTypeError(f"there is no {name!r}, only {', '.join(known)}{''.join(near)}")
+
+    return chosen
+
+
+def several_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """A type for argparse: some of these names, separated by commas."""
+    return lambda text: list(map(one_of(known), text.split(",")))
 
 
 def has_gpu() -> bool:

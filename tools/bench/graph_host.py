@@ -33,8 +33,9 @@ from bench.small_programs import program_of
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.benchmark.rings import Ring
 from pygraph_trees.benchmark.settling import call_until_chosen, functions_so_far
-from pygraph_trees.benchmark.timing import collector_off, synchroniser
+from pygraph_trees.benchmark.timing import collector_off, schedule, synchroniser
 from pygraph_trees.benchmark.ways import Way, make_ways
+from pygraph_trees.report import text
 
 _GRAPH, _LAUNCH = (CompiledFxGraph, "__call__"), (torch.cuda.CUDAGraph, "replay")
 _SETTLE = 10  # un-timed calls at the start of each block
@@ -72,15 +73,10 @@ def measure(name: str, program: Program, rounds: int, calls: int) -> list[dict[s
                     _call(program, way, feed, wait)
                 if way.patched:
                     call_until_chosen(lambda way=way, feed=feed: _call(program, way, feed, wait), first)
-        for number in range(rounds):
-            for way in ways[:: -1 if number % 2 else 1]:
-                for regime, feed in (("same", ring.same()), ("fresh", ring.fresh())):
-                    # The clocks are installed last, because a way's patches replace the same functions.
-                    graphs: list[int] = []
-                    launches: list[int] = []
-                    with way.active(), collector_off(), clock(*_GRAPH, graphs), clock(*_LAUNCH, launches):
-                        found = _block(program, way, feed, wait, calls, graphs, launches, cost)
-                    samples.setdefault((way.name, regime), []).append(found)
+        for way in schedule(ways, rounds):
+            for regime, feed in (("same", ring.same()), ("fresh", ring.fresh())):
+                found = _block(program, way, feed, wait, calls, cost)
+                samples.setdefault((way.name, regime), []).append(found)
     gpu = {}
     for way in ways:
         with way.active():
@@ -144,35 +140,30 @@ def spans_us(trace: Mapping[str, Any]) -> float:
     return total
 
 
-def _block(
-    program: Program,
-    way: Way,
-    feed: Iterator[Any],
-    wait: Callable[[], None],
-    calls: int,
-    graphs: list[int],
-    launches: list[int],
-    cost: float,
-) -> Times:
-    found = []
-    for number in range(_SETTLE + calls):
-        own = next(feed)
-        wait()
-        graphs.clear()
-        launches.clear()
-        begin = time.perf_counter_ns()
-        outputs = program.step(way.callable, own.args, own.kwargs)
-        returned = time.perf_counter_ns()
-        wait()
-        done = time.perf_counter_ns()
-        del outputs
-        if number >= _SETTLE:
-            clocked = (len(graphs) + len(launches)) / 2 * cost
-            launch = between_us(launches)
-            # A clock's cost is outside of its own section, and so inside the enclosing one.
-            trees = between_us(graphs) - launch - len(launches) / 2 * cost
-            host, latency = (returned - begin) / 1e3 - clocked, (done - begin) / 1e3 - clocked
-            found.append(Times(host, trees, launch, latency, parts_us(graphs, launches, cost)))
+def _block(program: Program, way: Way, feed: Iterator[Any], wait: Callable[[], None], calls: int, cost: float) -> Times:
+    found: list[Times] = []
+    graphs: list[int] = []
+    launches: list[int] = []
+    # The clocks are installed last, because a way's patches replace the same functions.
+    with way.active(), collector_off(), clock(*_GRAPH, graphs), clock(*_LAUNCH, launches):
+        for number in range(_SETTLE + calls):
+            own = next(feed)
+            wait()
+            graphs.clear()
+            launches.clear()
+            begin = time.perf_counter_ns()
+            outputs = program.step(way.callable, own.args, own.kwargs)
+            returned = time.perf_counter_ns()
+            wait()
+            done = time.perf_counter_ns()
+            del outputs
+            if number >= _SETTLE:
+                clocked = (len(graphs) + len(launches)) / 2 * cost
+                launch = between_us(launches)
+                # A clock's cost is outside of its own section, and so inside the enclosing one.
+                trees = between_us(graphs) - launch - len(launches) / 2 * cost
+                host, latency = (returned - begin) / 1e3 - clocked, (done - begin) / 1e3 - clocked
+                found.append(Times(host, trees, launch, latency, parts_us(graphs, launches, cost)))
     return middle(found)
 
 
@@ -242,24 +233,22 @@ def middle(found: list[Times]) -> Times:
 
 def table(records: list[dict[str, Any]]) -> str:
     """A line per record, and the ratio of the host times."""
-    names = f"{'host':>8} {'trees':>8} {'launch':>8} {'outside':>8} {'latency':>9} {'gpu':>8} {'rest':>6}"
-    lines = [f"{'workload':10} {'way':9} {'inputs':6} {names}"]
-    theirs = {(r["workload"], r["regime"]): r for r in records if r["way"] == "upstream"}
-    for r in records:
-        ratio = r["host"] / theirs[r["workload"], r["regime"]]["host"]
-        lines.append(
-            f"{r['workload']:10} {r['way']:9} {r['regime']:6} {r['host']:8.1f} {r['trees']:8.1f} {r['launch']:8.1f} "
-            f"{r['outside']:8.1f} {r['latency']:9.1f} {_figure(r['gpu']):>8} {_figure(r['rest']):>6}  {ratio:.2f}"
-        )
+    names = ("host", "trees", "launch", "outside", "latency", "gpu", "rest")
+    theirs = {(r["workload"], r["regime"]): r["host"] for r in records if r["way"] == "upstream"}
+    rows = [
+        [
+            *(r["workload"], r["way"], r["regime"]),
+            *("-" if r[name] is None else f"{r[name]:.1f}" for name in names),
+            f"{r['host'] / theirs[r['workload'], r['regime']]:.2f}",
+        ]
+        for r in records
+    ]
+    lines = [text.table(["workload", "way", "inputs", *names, "of upstream's"], rows, left=3)]
     for r in records:
         if r["parts"]:
             each = [f"{before:.1f} + {after:.1f}" for before, after in zip(*[iter(r["parts"])] * 2, strict=True)]
             lines.append(f"{r['workload']} {r['way']} {r['regime']}, before and after each launch: {', '.join(each)}")
     return "\n".join(lines)
-
-
-def _figure(us: float | None) -> str:
-    return "-" if us is None else f"{us:.1f}"
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 
 import pygraph_trees
-from bench.figures import has_gpu, write_figures
+from bench.figures import has_gpu, several_of, write_figures
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.benchmark.settling import call_until_chosen, functions_so_far
 from pygraph_trees.benchmark.timing import Effort, schedule, synchroniser, time_block, timed_call
@@ -134,12 +134,12 @@ def table(results: Sequence[dict[str, Any]], routes: Sequence[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--routes", default=",".join(ROUTES))
+    parser.add_argument("--routes", type=several_of(ROUTES), default=ROUTES, metavar="ROUTE,...", help=",".join(ROUTES))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if not has_gpu():
         return 2
-    routes, found = options.routes.split(","), []
+    routes, found = options.routes, []
     effort, device = Effort(rounds=options.rounds, block_s=0.03), torch.device("cuda")
     with torch._dynamo.config.patch(recompile_limit=4 * len(routes) * len(GRID)):
         for inputs, consumers, loaded in GRID:

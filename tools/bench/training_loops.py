@@ -186,15 +186,19 @@ def result(one: Measured) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     from bench import RESULTS_FOLDER
-    from bench.figures import has_gpu, write_figures
+    from bench.figures import has_gpu, one_of, several_of, write_figures
     from bench.loops_table import table
     from bench.trained_models import MODELS
     from pygraph_trees.benchmark.results import file_stem
 
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("models", nargs="*", metavar="MODELS", help=f"some of {', '.join(MODELS)}; all by default")
-    parser.add_argument("--ways", help=f"separated by commas: {', '.join(WAYS)}, or eager")
-    parser.add_argument("--loops", help=f"letters among {LOOPS}")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODELS", type=one_of(MODELS), help=f"some of {', '.join(MODELS)}; all by default"
+    )
+    parser.add_argument(
+        "--ways", type=several_of((*WAYS, "eager")), help=f"separated by commas: {', '.join(WAYS)}, or eager"
+    )
+    parser.add_argument("--loops", type=lambda text: list(map(one_of(LOOPS), text)), help=f"letters among {LOOPS}")
     parser.add_argument("--rounds", type=int, default=5, help="at most (5)")
     parser.add_argument("--budget", type=float, default=280.0, metavar="S", help="seconds in all (280)")
     parser.add_argument(
@@ -207,15 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     of_ranks = OF_RANKS if options.ranks else {"models": tuple(MODELS), "ways": WAYS, "loops": LOOPS}
     models = options.models or of_ranks["models"]
-    ways = options.ways.split(",") if options.ways else of_ranks["ways"]
+    ways = options.ways or of_ranks["ways"]
     loops = options.loops or of_ranks["loops"]
-    for what, given, known in (
-        ("model", models, MODELS),
-        ("way", ways, (*WAYS, "eager")),
-        ("loop", loops, LOOPS),
-    ):
-        if unknown := [name for name in given if name not in known]:
-            parser.error(f"there is no {what} {unknown[0]!r}; there are {', '.join(known)}")
     if options.ranks and "sac" in models:
         parser.error("with --ranks, a model is one module: sac has three")
     if options.device == "cuda" and not has_gpu():
