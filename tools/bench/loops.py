@@ -13,7 +13,7 @@ import gc
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
@@ -160,15 +160,15 @@ class Loops:
             wrong = self._wrong_losses() if name == "E" else None
         gc.collect()
         gc.freeze()  # otherwise each collection before a turn would take a fifth of a second
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         return {"apart": max(apart), "kept_losses": wrong}
 
     def measure(self, name: str) -> dict[str, Any]:
         """Measures one turn of a loop: µs and allocations per step, and the peak memory of the turn."""
         loop, walk = LOOPS[name], self._walk
         with self._turn(name), _collector_off():
-            self._reset_peak()
+            if self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
             self.steps(name, _SETTLE)
             single: dict[str, list[float]] = {key: [] for key in ("forward_us", "backward_us", "host_us", "done_us")}
             for _ in range(_SINGLE):
@@ -180,19 +180,19 @@ class Loops:
                 taken = walk.forward_ns, walk.backward_ns, returned - begin, perf_counter_ns() - begin
                 for values, ns in zip(single.values(), taken, strict=True):
                     values.append(ns / 1e3)
-            before, counted = self._allocations(), _counters()
+            before, counted = self._memory()["allocation.all.allocated"], _counters()
             begin = perf_counter_ns()
             for _ in range(_BLOCK):
                 self._step(loop)
             self._wait()
             step_us = (perf_counter_ns() - begin) / _BLOCK / 1e3
-            allocations = (self._allocations() - before) / _BLOCK
-            counted = _counters() - counted
+            memory, counted = self._memory(), _counters() - counted
         return {
             **{key: statistics.median(values) for key, values in single.items()},
             "step_us": step_us,
-            "allocations": allocations,
-            **self._peak(),
+            "allocations": (memory["allocation.all.allocated"] - before) / _BLOCK,
+            "peak_bytes": memory["allocated_bytes.all.peak"],
+            "reserved_bytes": memory["reserved_bytes.all.peak"],  # with graph pools
             "recordings": _recordings(self._device),
             "steps_counted": _BLOCK,
             "counters": dict(counted),
@@ -261,23 +261,9 @@ class Loops:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _allocations(self) -> int:
-        if self._device.type != "cuda":
-            return 0
-        return int(torch.cuda.memory_stats(self._device)["allocation.all.allocated"])
-
-    def _reset_peak(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def _peak(self) -> dict[str, int]:
-        """The peaks of allocated and of reserved bytes; reserved ones include graph pools."""
-        if self._device.type != "cuda":
-            return {"peak_bytes": 0, "reserved_bytes": 0}
-        return {
-            "peak_bytes": torch.cuda.max_memory_allocated(self._device),
-            "reserved_bytes": torch.cuda.max_memory_reserved(self._device),
-        }
+    def _memory(self) -> Mapping[str, int]:
+        """Torch's statistics of the GPU's memory; all 0 on the CPU."""
+        return torch.cuda.memory_stats(self._device) if self._device.type == "cuda" else Counter()
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

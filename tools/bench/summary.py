@@ -105,23 +105,20 @@ def _to_start(w: Workload, way: str) -> float | None:
     return None if compiling is None else compiling + (recording or 0)
 
 
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}" if value < 10 else f"{value:.2f}"
+Shown = Callable[[float | None], str]
 
 
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
+def _or_dash(show: Callable[[float], str]) -> Shown:
+    return lambda value: "-" if value is None else show(value)
 
 
-def _us(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
+_ms = _or_dash(lambda value: f"{value:.3f}" if value < 10 else f"{value:.2f}")
+_times = _or_dash("{:.2f}x".format)
+_whole = _or_dash("{:.0f}".format)
+_bytes = _or_dash(lambda value: nbytes(int(value)))
 
 
-def _bytes(value: float | None) -> str:
-    return "-" if value is None else nbytes(int(value))
-
-
-def _pair(w: Workload, regime: str, figure: str, show: Callable[[float | None], str]) -> str:
+def _pair(w: Workload, regime: str, figure: str, show: Shown) -> str:
     return " → ".join(show(w.get(way, regime, figure)) for way in ("upstream", "ours"))
 
 
@@ -179,7 +176,7 @@ def page(summary: Summary, training: Sequence[dict[str, Any]] = ()) -> str:
             (
                 [
                     *(w.name, w.mode, str(w.batch)),
-                    *(_pair(w, regime, "host_us", _us) for regime in REGIMES),
+                    *(_pair(w, regime, "host_us", _whole) for regime in REGIMES),
                     _pair(w, "fresh", "gpu_ms", _ms),
                     " → ".join(_times(w.limit(way, "fresh")) for way in ("upstream", "ours")),
                     _pair(w, "fresh", "copied_bytes", _bytes),
@@ -197,9 +194,9 @@ def page(summary: Summary, training: Sequence[dict[str, Any]] = ()) -> str:
                 [
                     w.name,
                     _pair(w, "same", "peak_bytes", _bytes),
-                    _pair(w, "same", "compile_s", lambda v: "-" if v is None else f"{v:.1f}"),
-                    _pair(w, "same", "record_s", lambda v: "-" if v is None else f"{v:.3f}"),
-                    _pair(w, "same", "recordings", lambda v: "-" if v is None else f"{v:.0f}"),
+                    _pair(w, "same", "compile_s", _or_dash("{:.1f}".format)),
+                    _pair(w, "same", "record_s", _or_dash("{:.3f}".format)),
+                    _pair(w, "same", "recordings", _whole),
                 ]
                 for w in summary.workloads
             ),
@@ -237,7 +234,7 @@ def short_table(summary: Summary, training: Sequence[dict[str, Any]] = ()) -> st
             _SHOWN[w.name],
             *(_ms(w.get(way, "fresh", "latency_ms")) for way in ways),
             _times(w.ratio("latency_ms", "fresh")),
-            _pair(w, "fresh", "host_us", _us),
+            _pair(w, "fresh", "host_us", _whole),
             _pair(w, "fresh", "copied_bytes", _bytes),
         ]
         for w in shown
@@ -249,7 +246,7 @@ def short_table(summary: Summary, training: Sequence[dict[str, Any]] = ()) -> st
                 f"BERT, {loops['loops']} training loops",
                 *(_ms(times[way] / 1e3) for way in ways),
                 _times(times["upstream"] / times["ours"]),
-                " → ".join(_us(host[way]) for way in ("upstream", "ours")),
+                " → ".join(_whole(host[way]) for way in ("upstream", "ours")),
                 "",
             ]
         )

@@ -67,7 +67,7 @@ class Beside:
             stream.wait_stream(torch.cuda.current_stream(self._device))
 
         def call() -> Any:
-            with _on(stream):
+            with torch.cuda.stream(stream):  # nothing, if it is None
                 if stream is not None:
                     torch.cuda._sleep(DELAY)
                 return run_target(target, ready.given, self._backward)
@@ -79,12 +79,8 @@ class Beside:
         return pool.submit(in_thread) if place == "thread" else call()
 
     def _observed(self, stream: torch.cuda.Stream | None, ready: Ready, made: Any) -> Observation:
-        with _on(stream):
+        with torch.cuda.stream(stream):
             return observe(ready.memory.case.returns, *made, ready.memory)
 
     def _stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-
-
-def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

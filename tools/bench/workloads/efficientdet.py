@@ -163,22 +163,13 @@ def _focal_loss(scores: torch.Tensor, target: torch.Tensor, alpha: float = 0.25,
 
 
 @workload("TEFD", mode="training", batch=1)
-def build(
-    *,
-    batch: int = 1,
-    size: int = 640,
-    width: int = 88,
-    cells: int = 4,
-    depth: int = 3,
-    boxes: int = 16,
-    backbone: str = "tf_efficientnet_b1",
-) -> Made:
+def build(*, batch: int = 1, size: int = 640) -> Made:
     """EfficientDet-D1, training step, an image of 640x640 with 16 boxes"""
     from timm import create_model
 
-    classes = 90
-    trunk = create_model(backbone, pretrained=False, features_only=True, out_indices=(2, 3, 4))
-    model = EfficientDet(trunk, size, width, cells, depth, classes).train()
+    boxes, classes = 16, 90
+    trunk = create_model("tf_efficientnet_b1", pretrained=False, features_only=True, out_indices=(2, 3, 4))
+    model = EfficientDet(trunk, size, width=88, cells=4, depth=3, classes=classes).train()
     images = torch.randn(batch, 3, size, size)
     places = torch.cat([torch.rand(batch, boxes, 2), torch.rand(batch, boxes, 2) * 0.4 + 0.1], -1) * size
     kinds = torch.randint(classes, (batch, boxes))
