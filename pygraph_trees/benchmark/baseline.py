@@ -14,7 +14,7 @@ from typing import Any
 
 from pygraph_trees.errors import PygraphError
 
-from .results import Measurement
+from .measurement import Measurement
 
 
 class NoBaseline(PygraphError):

@@ -22,8 +22,8 @@ import torch
 
 from . import graphs
 from .differences import Snapshot, difference, snapshot
+from .measurement import REGIMES, Measurement
 from .program import Program
-from .results import REGIMES, Measurement
 from .rings import InputSet, Ring
 from .settling import call_until_chosen, functions_so_far, routes_of
 from .timing import Effort, is_steady, schedule, synchroniser, time_block, timed_call

@@ -10,8 +10,8 @@ from pygraph_trees.errors import PygraphError
 from pygraph_trees.report.page import page
 from pygraph_trees.report.shown import Shown
 
+from .measurement import PLAIN_NAMES, REGIMES, Measurement
 from .page import sections
-from .results import PLAIN_NAMES, REGIMES, Measurement
 from .table import speedup, text_table
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from pygraph_trees.report.markup import Section, render
 
-from .results import PLAIN_NAMES, REGIMES
+from .measurement import PLAIN_NAMES, REGIMES
 from .table import cells, speedup
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-    from .results import Measurement
+    from .measurement import Measurement
     from .trace import Span
 
 _MOST_NAMES = 4  # recordings named per span

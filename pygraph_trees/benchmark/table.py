@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pygraph_trees.report.text import nbytes, table
 
-from .results import REGIMES, Measurement
+from .measurement import REGIMES, Measurement
 
 WIDTH = 100
 

@@ -43,10 +43,6 @@ class Effort:
         return max(fewest, min(most, round(self.block_s / max(steady_s, 1e-9))))
 
 
-QUICK = Effort(rounds=3, block_s=0.1)
-FULL = Effort(rounds=15, block_s=0.3)
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
     """The calls of one block: seconds of each, and seconds per call without waiting."""

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -25,11 +24,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import inductor_patches
 import pygraph_trees
-from pygraph_trees.benchmark import Comparison, Effort, Measurement, Program, Results, compare, text_table
+from pygraph_trees.benchmark import Comparison, Effort, Measurement, Program, compare, text_table
 from pygraph_trees.benchmark.differences import difference, snapshot
 from pygraph_trees.benchmark.graphs import copied_nbytes, launched
 from pygraph_trees.benchmark.program import NoLossError, tensors_of
-from pygraph_trees.benchmark.results import ResultsFormatError, file_stem, here
 from pygraph_trees.benchmark.rings import Ring
 from pygraph_trees.benchmark.table import WIDTH
 from pygraph_trees.benchmark.timing import collector_off, is_steady, schedule, time_block
@@ -485,51 +483,8 @@ class TestInspection(TestCase):
             self.assertIsNone(profile_call(lambda: None, lambda: None))
 
 
-# The fields of the documented result file; others may be added.
-HEAD = "gpu driver torch triton python date code_hash rounds records"
-RECORD = (
-    "workload mode batch way regime latency_ms latency_p90_ms throughput_ms host_us gpu_ms copied_bytes "
-    "kernels_graphed kernels_total recordings compile_s record_s peak_bytes max_diff error"
-)
-
-
 def _measurement(way: str = "ours", regime: str = "same", **figures: Any) -> Measurement:
     return Measurement("BERT", "training", 16, way, regime, **figures)
-
-
-class TestResults(TestCase):
-    def test_a_result_file_has_the_documented_fields_and_is_read_back(self):
-        names = RECORD.split()
-        full = _measurement(latency_ms=1.5, copied_bytes=5, samples={"latency_ms": [1.0, 2.0]}, routes=["f: table"])
-        failed = dataclasses.replace(full, way="eager").failed("it broke")
-        self.assertEqual((failed.latency_ms, failed.copied_bytes, failed.error), (None, None, "it broke"))
-        self.assertEqual(failed.samples, full.samples)
-        self.assertFalse({"timeline", "launches"} & full.to_record().keys())
-        results = here("hash", 3).with_records([full, failed])
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "new" / f"{file_stem('NVIDIA H200', '2.11.0+cu130')}.json"
-            results.write(path)
-            self.assertEqual(Results.read(path), results)
-            self.assertEqual([p.name for p in path.parent.iterdir()], ["h200-torch2.11.json"])
-            body = json.loads(path.read_text())
-            self.assertEqual(list(body), HEAD.split())
-            self.assertEqual(list(body["records"][0])[: len(names)], names)
-            self.assertEqual(body["records"][0]["latency_ms"], 1.5)
-            body["records"][0]["added_later"] = 1
-            path.write_text(json.dumps(body))
-            self.assertEqual(Results.read(path), results)
-            path.write_text("{}")
-            with self.assertRaisesRegex(ResultsFormatError, "is no result file"):
-                Results.read(path)
-
-    def test_records_replace_those_of_their_workload(self):
-        other = dataclasses.replace(_measurement(), workload="EOS")
-        results = here("h", 1).with_records([_measurement(), other])
-        again = results.with_records([_measurement().failed("x")])
-        self.assertEqual([(r.workload, r.error) for r in again.records], [("EOS", None), ("BERT", "x")])
-        self.assertEqual(again.finished(), {"EOS"})
-        self.assertEqual(again.finished(["no such way"]), set())
-        self.assertEqual(again.differs_in(dataclasses.replace(again, date="another", rounds=99)), ["rounds"])
 
 
 class TestTables(TestCase):

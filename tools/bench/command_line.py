@@ -21,9 +21,10 @@ from . import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER
 from .loading import load_workloads
 
 if TYPE_CHECKING:
-    from pygraph_trees.benchmark import Effort, Measurement, Results
+    from pygraph_trees.benchmark import Effort, Measurement
 
     from .isolated import Job
+    from .result_files import Results
 
 
 NO_GPU = "bench: figures need a GPU, and torch finds none here (python tools/bench --list shows the workloads)"
@@ -131,10 +132,10 @@ def listing(workloads: Mapping[str, Any]) -> str:
 
 
 def _effort(options: argparse.Namespace) -> Effort:
-    from pygraph_trees.benchmark import FULL, QUICK, Effort
+    from pygraph_trees.benchmark import Effort
 
-    effort = QUICK if options.quick else FULL if options.full else Effort()
-    effort = replace(effort, fresh_caches=options.caches is None)
+    length = {"rounds": 3, "block_s": 0.1} if options.quick else {"rounds": 15, "block_s": 0.3} if options.full else {}
+    effort = Effort(**length, fresh_caches=options.caches is None)
     if options.start_times:
         return replace(effort, rounds=0, inspect=False)
     return replace(effort, rounds=options.rounds) if options.rounds else effort
@@ -147,11 +148,11 @@ def _measure(
     effort: Effort,
     options: argparse.Namespace,
 ) -> int:
-    from pygraph_trees.benchmark import Results, text_table
-    from pygraph_trees.benchmark.results import file_stem, here
+    from pygraph_trees.benchmark import text_table
 
     from .figures import product_hash
     from .isolated import Job
+    from .result_files import Results, file_stem, here
 
     results = here(product_hash(), effort.rounds)
     folder = RESULTS_FOLDER / START_FOLDER if options.start_times else RESULTS_FOLDER
@@ -241,7 +242,7 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float, gpus: int = 1)
 
 
 def _resume(results: Results, out: Path, ways: Sequence[str]) -> tuple[Results, set[str]]:
-    from pygraph_trees.benchmark import Results
+    from .result_files import Results
 
     if not out.exists():
         return results, set()

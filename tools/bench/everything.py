@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from bench import RESULTS_FOLDER
     from bench.figures import has_gpu, product_hash
-    from pygraph_trees.benchmark.results import file_stem
+    from bench.result_files import file_stem
 
     if not has_gpu():
         return 2

@@ -188,8 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from bench import RESULTS_FOLDER
     from bench.figures import has_gpu, write_figures
     from bench.loops_table import table
+    from bench.result_files import file_stem
     from bench.trained_models import MODELS
-    from pygraph_trees.benchmark.results import file_stem
 
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODELS", help=f"some of {', '.join(MODELS)}; all by default")

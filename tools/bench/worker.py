@@ -22,6 +22,7 @@ def main(job: str) -> int:
     say = answering()
     from bench.isolated import DONE, PREPARED
     from bench.loading import load_workloads
+    from bench.result_files import to_record
     from pygraph_trees.benchmark import Effort, Measurement, compare
 
     def wait() -> None:
@@ -32,7 +33,7 @@ def main(job: str) -> int:
         say({"progress": (done, total, text)})
 
     def write(records: list[Measurement]) -> None:
-        say({"records": [record.to_record() for record in records]})
+        say({"records": [to_record(record) for record in records]})
 
     def prepared() -> None:
         say({"stage": PREPARED})
