@@ -68,8 +68,6 @@ class Program:
     # Makes the context manager around each call; in training, around forward and loss.
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     loss: Callable[[Any], torch.Tensor] = default_loss
-    # Positions and names of the arguments that get new addresses in the "fresh" regime; None for all.
-    live: frozenset[int | str] | None = None
     # Tensors besides the inputs that get gradients; None for the parameters of ``fn`` if it is a module.
     parameters: Sequence[torch.Tensor] | None = None
     name: str = "program"

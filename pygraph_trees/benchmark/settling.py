@@ -47,7 +47,7 @@ def functions_so_far() -> int:
     return len(journal.records()[1])
 
 
-def routes_of(functions: slice) -> list[str]:
+def routes_of(functions: range) -> list[str]:
     """The choices made for functions in the report: ``model 0/0, inference: table: ...``."""
-    _, known = journal.records()
-    return [f"{title(found)}, {found.mode}: {found.route}" for found in known[functions] if found.route is not None]
+    known = journal.records()[1][functions.start : functions.stop]
+    return [f"{title(found)}, {found.mode}: {found.route}" for found in known if found.route is not None]

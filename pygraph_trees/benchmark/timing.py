@@ -23,6 +23,8 @@ import torch
 T = TypeVar("T")
 S = TypeVar("S")
 
+STEADY_CALLS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Effort:
@@ -41,15 +43,6 @@ class Effort:
         """The number of calls in a block, given the time of one."""
         fewest, most = self.calls
         return max(fewest, min(most, round(self.block_s / max(steady_s, 1e-9))))
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The calls of one block: seconds of each, and seconds per call without waiting."""
-
-    latency_s: tuple[float, ...]
-    host_s: tuple[float, ...]
-    throughput_s: float
 
 
 def synchroniser(device: torch.device) -> Callable[[], None]:
@@ -85,21 +78,29 @@ def timed_call(call: Callable[[S], object], inputs: S, wait: Callable[[], None])
 
 def time_block(
     call: Callable[[S], object], inputs: Iterator[S], calls: int, settle: int, wait: Callable[[], None]
-) -> Block:
-    """Makes ``settle`` un-timed calls, ``calls`` synchronised ones and ``calls`` streamed ones."""
+) -> dict[str, float]:
+    """Makes ``settle`` un-timed calls, ``calls`` synchronised ones and ``calls`` streamed ones.
+
+    Returns the block's figures, by their names in a :class:`~.measurement.Measurement`.
+    """
     feed = [next(inputs) for _ in range(settle + 2 * calls)]
     for each in feed[:settle]:
         call(each)
     with collector_off():
-        timed = [timed_call(call, each, wait) for each in feed[settle : settle + calls]]
+        latency_s, host_s = zip(*(timed_call(call, each, wait) for each in feed[settle : settle + calls]), strict=True)
         streamed = feed[settle + calls :]
         wait()
         start = time.perf_counter_ns()
         for each in streamed:
             call(each)
         wait()
-        throughput_s = (time.perf_counter_ns() - start) * 1e-9 / calls
-    return Block(tuple(latency for latency, _ in timed), tuple(host for _, host in timed), throughput_s)
+        streamed_ms = (time.perf_counter_ns() - start) * 1e-6
+    return {
+        "latency_ms": statistics.median(latency_s) * 1e3,
+        "latency_p90_ms": statistics.quantiles(latency_s, n=10, method="inclusive")[-1] * 1e3,
+        "throughput_ms": streamed_ms / calls,
+        "host_us": statistics.median(host_s) * 1e6,
+    }
 
 
 def schedule(items: Sequence[T], rounds: int) -> list[T]:
@@ -112,13 +113,13 @@ def schedule(items: Sequence[T], rounds: int) -> list[T]:
     return order
 
 
-def is_steady(durations: Sequence[float], recordings: Sequence[int], window: int = 4) -> bool:
-    """Whether the last ``window`` calls took about the same time and recorded nothing.
+def is_steady(durations: Sequence[float], recordings: Sequence[int]) -> bool:
+    """Whether the last :data:`STEADY_CALLS` calls took about the same time and recorded nothing.
 
     ``recordings[i]`` is the number of recordings after call ``i``.
     """
-    if len(durations) <= window:
+    if len(durations) <= STEADY_CALLS:
         return False
-    usual = statistics.median(durations[-2 * window :])
-    quiet = len(set(recordings[-window - 1 :])) == 1
-    return quiet and all(d <= 1.25 * usual for d in durations[-window:])
+    usual = statistics.median(durations[-2 * STEADY_CALLS :])
+    quiet = len(set(recordings[-STEADY_CALLS - 1 :])) == 1
+    return quiet and all(d <= 1.25 * usual for d in durations[-STEADY_CALLS:])

@@ -9,7 +9,6 @@ A difference raises :class:`DiffersUngraphed`. Without a GPU, or if nothing runs
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from pygraph_trees.errors import PygraphError
 from pygraph_trees.report.log import journal
 
 from . import graphs
-from .differences import difference, snapshot
+from .differences import differences, snapshot
 from .program import Program
 from .ways import Way, make_ways
 
@@ -38,8 +37,6 @@ class NothingVerified(PygraphError):
 
 
 NO_GPU = "this needs a GPU, and torch can use none here"
-# A function is graphed from its first call: no call is spent on measuring whether that pays.
-_GRAPHED = {"triton.pygraph_selective": "always"}
 
 
 def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:
@@ -61,10 +58,9 @@ def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) ->
         raise NothingVerified(why=NO_GPU)
     known = [len(records) for records in journal.records()]
     ways: list[Way] = []
-    for kind in ("compile", "ours"):
+    for kind in ("compile", "ours:graphed"):
         own = copy.deepcopy(fn) if isinstance(fn, torch.nn.Module) else fn
-        (way,) = make_ways(Program(own), [kind])
-        ways.append(dataclasses.replace(way, flags=_GRAPHED) if way.patched else way)
+        ways += make_ways(Program(own), [kind])
     random = torch.random.get_rng_state(), torch.cuda.get_rng_state_all()
     try:
         _compare(ways, args, kwargs, calls)
@@ -105,14 +101,10 @@ def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:
                 _spoil(tensor, own)
             spoilt.append((given, named))
         wanted, found = seen
-        apart = difference(found, wanted)
-        if apart.problem is None and not apart.largest:
-            continue
-        for one, other in zip(found, wanted, strict=False):
-            apart = difference([one], [other])
-            if apart.problem is not None or apart.largest:
-                raise DiffersUngraphed(call=call, name=one[0], how=apart.problem or f"off by up to {apart.largest:.3g}")
-        raise DiffersUngraphed(call=call, name="what it returns", how=apart.problem)
+        for name, apart in differences(found, wanted):
+            if apart:
+                how = apart if isinstance(apart, str) else f"off by up to {apart:.3g}"
+                raise DiffersUngraphed(call=call, name=name, how=how)
 
 
 def _elsewhere(value: Any) -> Any:

@@ -9,8 +9,11 @@ restores the previous ones, and is never timed. README.md says how ways share a 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +37,8 @@ _FLAGS = {
     "ours:keep": {"triton.pygraph_selective": "always", "triton.pygraph_outputs": "keep"},
     "ours:overwrite": {"triton.pygraph_selective": "always", "triton.pygraph_outputs": "upstream"},
 }
+# The best configuration is next to each kernel; `cache/` has the measured costs of templates and padding of matrices.
+_CHOICES = ("*/*.best_config", "cache/**/*")
 
 
 class UnknownWayError(PygraphError):
@@ -148,3 +153,27 @@ def _switch(on: bool) -> None:
                 raise NotPatchedError(feature=status.feature, state=status.state)
     elif patches_on():
         inductor_patches.uninstall()
+
+
+@contextlib.contextmanager
+def own_cache(folder: Path) -> Iterator[None]:
+    """Inside, Inductor and Triton have caches of their own under ``folder``, empty except for choices by benchmark.
+
+    Otherwise ways would differ by the kernels that they happened to choose. The first way tunes, and its compile time
+    includes that; the others start from its choices. README.md gives the measured effect.
+    """
+    from torch._inductor.utils import fresh_cache
+
+    kept = folder / "choices"
+    with fresh_cache(dir=str(folder), delete=False):
+        own = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        _carry_choices(kept, own)
+        yield
+        _carry_choices(own, kept)
+
+
+def _carry_choices(source: Path, target: Path) -> None:
+    for path in (path for pattern in _CHOICES for path in source.glob(pattern) if path.is_file()):
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, copy)

@@ -63,9 +63,9 @@ class TestSettling(TestCase):
     def test_routes_that_were_found_are_told(self) -> None:
         for route in ("by address", None, "by table"):
             self.function(route)
-        self.assertEqual(routes_of(slice(self.first, self.first + 2)), ["f, inference: by address"])
-        self.assertEqual(routes_of(slice(self.first + 1, functions_so_far())), ["f, inference: by table"])
-        self.assertEqual(routes_of(slice(0)), [])
+        self.assertEqual(routes_of(range(self.first, self.first + 2)), ["f, inference: by address"])
+        self.assertEqual(routes_of(range(self.first + 1, functions_so_far())), ["f, inference: by table"])
+        self.assertEqual(routes_of(range(0)), [])
 
 
 if __name__ == "__main__":

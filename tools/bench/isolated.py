@@ -23,7 +23,7 @@ from pygraph_trees.benchmark.measure import Progress
 from .result_files import from_record
 
 WORKER = Path(__file__).parent / "worker.py"
-PREPARED, DONE = "prepared", "done"  # stages that the worker reports
+PREPARED, DONE = "prepared", "done"  # stages that the worker reports; Comparison.stages names the first
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 

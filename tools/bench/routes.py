@@ -103,9 +103,9 @@ def measure(
             (steady, _) = timed_call(_step(program, way), next(given), wait)
             block = time_block(_step(program, way), given, effort.block_calls(steady), effort.settle_calls, wait)
         found = samples.setdefault(f"{route} {rate}", {"latency_us": [], "throughput_us": [], "host_us": []})
-        found["latency_us"].append(median(block.latency_s) * 1e6)
-        found["throughput_us"].append(block.throughput_s * 1e6)
-        found["host_us"].append(median(block.host_s) * 1e6)
+        found["latency_us"].append(block["latency_ms"] * 1e3)
+        found["throughput_us"].append(block["throughput_ms"] * 1e3)
+        found["host_us"].append(block["host_us"])
     return {
         "program": f"{inputs} x {consumers}{' loaded' if loaded else ''}",
         "chosen": chosen,

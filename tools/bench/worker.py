@@ -23,7 +23,7 @@ def main(job: str) -> int:
     from bench.isolated import DONE, PREPARED
     from bench.loading import load_workloads
     from bench.result_files import to_record
-    from pygraph_trees.benchmark import Effort, Measurement, compare
+    from pygraph_trees.benchmark import Comparison, Effort
 
     def wait() -> None:
         if not sys.stdin.readline():
@@ -32,13 +32,6 @@ def main(job: str) -> int:
     def progress(done: int, total: int, text: str) -> None:
         say({"progress": (done, total, text)})
 
-    def write(records: list[Measurement]) -> None:
-        say({"records": [to_record(record) for record in records]})
-
-    def prepared() -> None:
-        say({"stage": PREPARED})
-        wait()
-
     effort: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in told["effort"].items()
     }
@@ -46,7 +39,11 @@ def main(job: str) -> int:
     wait()
     progress(0, 1, f"building {workload.name}")
     program = workload.build(told["device"])
-    compare(program, told["ways"], Effort(**effort), progress, write, prepared)
+    for stage, records in Comparison(program, told["ways"], Effort(**effort), progress).stages():
+        say({"records": [to_record(record) for record in records]})
+        if stage == PREPARED:
+            say({"stage": PREPARED})
+            wait()
     say({"stage": DONE})
     return 0
 
