@@ -20,13 +20,25 @@ from typing import Any
 
 import torch
 
+from pygraph_trees.report.log import journal
+from pygraph_trees.report.text import title
+
 from . import graphs
 from .differences import Snapshot, differences, snapshot
 from .measurement import REGIMES, Measurement
 from .program import Program
 from .rings import InputSet, Ring
-from .settling import call_until_chosen, functions_so_far, routes_of
-from .timing import STEADY_CALLS, Effort, is_steady, schedule, synchroniser, time_block, timed_call
+from .timing import (
+    STEADY_CALLS,
+    Effort,
+    call_until_chosen,
+    functions_so_far,
+    is_steady,
+    schedule,
+    synchroniser,
+    time_block,
+    timed_call,
+)
 from .trace import profile_call
 from .ways import FORCED, WAYS, Way, make_ways, own_cache, wake_compiler
 
@@ -94,7 +106,7 @@ class Comparison:
             tempfile.TemporaryDirectory(prefix="pygraph_", ignore_cleanup_errors=True) as folder,
         ):
             cache = functools.partial(own_cache, Path(folder)) if self.effort.fresh_caches else contextlib.nullcontext
-            if any(way.compiled for way in self.ways):
+            if any(way.name != "eager" for way in self.ways):
                 with cache():
                     wake_compiler(self.program.device)
             for way in self.ways:
@@ -261,6 +273,12 @@ class Comparison:
             **run.figures,
         )
         return measurement if run.error is None else measurement.failed(run.error)
+
+
+def routes_of(functions: range) -> list[str]:
+    """The choices made for functions in the report: ``model 0/0, inference: table: ...``."""
+    known = journal.records()[1][functions.start : functions.stop]
+    return [f"{title(found)}, {found.mode}: {found.route}" for found in known if found.route is not None]
 
 
 def _call(program: Program, way: Way) -> Callable[[InputSet], Any]:

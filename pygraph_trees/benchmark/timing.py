@@ -5,25 +5,32 @@
 - *interleaved*: ways and regimes alternate in rounds.
 
 The garbage collector is off while a clock runs. A call's outputs are dropped before the next call. Exceptions of a call
-are raised. README.md explains the protocols.
+are raised. README.md explains the protocols. :func:`call_until_chosen` makes the calls before the measured ones.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+
+from pygraph_trees.indirection.route_rule import REPLAYS
+from pygraph_trees.report.log import journal
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 STEADY_CALLS = 4
+CALLS = 2 * REPLAYS  # calls with new addresses, within which a route is chosen
+_MOST_S = 3.0  # limit of the time, for programs with long calls
+_AWAITED_S = 60.0  # time in which a chosen table has to be in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +130,29 @@ def is_steady(durations: Sequence[float], recordings: Sequence[int]) -> bool:
     usual = statistics.median(durations[-2 * STEADY_CALLS :])
     quiet = len(set(recordings[-STEADY_CALLS - 1 :])) == 1
     return quiet and all(d <= 1.25 * usual for d in durations[-STEADY_CALLS:])
+
+
+def call_until_chosen(call: Callable[[], Any], first: int, share: float = 1.0) -> None:
+    """Calls a program until the routes of its inputs are chosen and in use, within a limit of calls and time.
+
+    Args:
+        call: makes one call.
+        first: the number of the program's first function in the report.
+        share: fraction of calls whose inputs have moved since the previous call; with 0 nothing is chosen.
+    """
+    calls = CALLS / share if share else CALLS
+    began = time.monotonic()
+    for number in itertools.count(1):
+        call()
+        spent_s = time.monotonic() - began
+        if number % REPLAYS and spent_s < _MOST_S:
+            continue
+        is_long_enough = number >= calls or spent_s >= _MOST_S
+        is_table_awaited = any(function.awaits_table for function in journal.records()[1][first:])
+        if is_long_enough and (spent_s >= _AWAITED_S or not is_table_awaited):
+            return
+
+
+def functions_so_far() -> int:
+    """The number of the next function in the report."""
+    return len(journal.records()[1])

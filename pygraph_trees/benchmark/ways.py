@@ -72,10 +72,6 @@ class Way:
     flags: Mapping[str, str] = field(default_factory=dict)  # overrides of the user's flags
 
     @property
-    def compiled(self) -> bool:
-        return self.name != "eager"
-
-    @property
     def managers(self) -> Sequence[Any]:
         """The tree managers of this way, one per device; none for a way without graphs."""
         return self.trees.managers() if self.trees is not None else ()

