@@ -229,22 +229,14 @@ def _forget_memoised() -> None:
                 attrgetter(name)(module).cache_clear()
 
 
-class _Active:
-    """The one fake GPU of this process, and how often it was entered."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.arch: str | None = None
-        self.depth = 0
-        self.exit = contextlib.ExitStack()
-
-
-_active = _Active()
+_lock = threading.Lock()
+_entered: list[str] = []  # the architecture, as often as its context was entered
+_exit = contextlib.ExitStack()
 
 
 def is_absent() -> bool:
     """Whether a GPU is faked now."""
-    return bool(_active.depth)
+    return bool(_entered)
 
 
 @contextlib.contextmanager
@@ -255,10 +247,10 @@ def absent_gpu(arch: str = "sm_90") -> Iterator[None]:
     architecture's context, and :class:`NoDeviceGuardError` if this build of torch's C++ code cannot be convinced.
     """
     properties = device_properties(arch)
-    with _active.lock:
-        if _active.depth and _active.arch != arch:
-            raise OtherArchitectureError(wanted=arch, active=_active.arch)
-        if not _active.depth:
+    with _lock:
+        if _entered and arch not in _entered:
+            raise OtherArchitectureError(wanted=arch, active=_entered[0])
+        if not _entered:
             if torch.cuda.is_available():
                 torch.cuda.init()  # torch's C++ code notes that this was done, and would not do it later
             _fill_dynamo_tables()
@@ -269,14 +261,12 @@ def absent_gpu(arch: str = "sm_90") -> Iterator[None]:
                 for decided in (chosen_attention, convolutions_by_cudnn, constants_off_gpu, fallback_on_cpu):
                     entering.enter_context(decided())
                 _forget_memoised()
-                _active.exit = entering.pop_all()
-        _active.arch = arch
-        _active.depth += 1
+                _exit.push(entering.pop_all())
+        _entered.append(arch)
     try:
         yield
     finally:
-        with _active.lock:
-            _active.depth -= 1
-            if not _active.depth:
-                _active.arch = None
-                _active.exit.close()
+        with _lock:
+            _entered.pop()
+            if not _entered:
+                _exit.close()
