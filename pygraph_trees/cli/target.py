@@ -29,7 +29,8 @@ from pygraph_trees.report.naming import FRAME
 
 from .explain import OnCpuError
 
-DEFAULT = "pygraph_trees.cli.default_target:bert"
+DEFAULT = f"{__name__}:bert"
+_VOCABULARY = 384  # the 256 bytes and 128 special tokens, as ByT5's
 _WORKLOADS = Path(__file__).resolve().parents[2] / "tools" / "bench" / "workloads" / "__init__.py"
 _RETURNED = "(model, args), (model, args, kwargs) or (model, args, kwargs, loss)"
 _ADD_DEVICE = "add a parameter `device` to the function, and build for it"
@@ -60,6 +61,27 @@ class TargetFormError(TargetError):
             returned=_RETURNED,
             workloads=f" ({names})" if names else " of a checkout",
         )
+
+
+class TransformersMissing(PygraphError):
+    template = "the default target needs transformers ({why}): pip install transformers"
+
+
+def bert(device: torch.device | str = "cuda") -> tuple[torch.nn.Module, tuple[()], dict[str, Any]]:
+    """The default target: transformers' BERT for masked language modelling, of base size, in bfloat16, random weights.
+
+    Its keyword arguments are ``input_ids`` and ``attention_mask``, int64 of shape (4, 256), on ``device``.
+    """
+    try:
+        from transformers import BertConfig, BertForMaskedLM
+    except ImportError as error:
+        raise TransformersMissing(why=error) from error
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = BertForMaskedLM(BertConfig(vocab_size=_VOCABULARY)).to(torch.bfloat16).eval()
+    tokens = torch.randint(_VOCABULARY, (4, 256)).to(device)
+    return model, (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
 def resolve(target: str, device: torch.device) -> Program:

@@ -21,11 +21,9 @@ import torch
 from pygraph_trees.errors import PygraphError
 
 from .architectures import device_properties
-from .attention import chosen_attention
-from .constants import constants_off_gpu
-from .convolution import convolutions_by_cudnn
+from .computed_on_cpu import constants_off_gpu, fallback_on_cpu
 from .device_guard import no_op_device_guard
-from .fallback import fallback_on_cpu
+from .library_kernels import chosen_attention, convolutions_by_cudnn
 from .replacing import replaced
 
 if TYPE_CHECKING:
