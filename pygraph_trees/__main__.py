@@ -24,7 +24,7 @@ from .native.location import torch_folder, torch_version
 from .version import __version__
 
 if TYPE_CHECKING:
-    from pygraph_trees.report.shown import Shown
+    from pygraph_trees.report.markup import Shown
 
 
 class OutputError(PygraphError):

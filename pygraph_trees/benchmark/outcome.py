@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.errors import PygraphError
+from pygraph_trees.report.markup import Shown
 from pygraph_trees.report.page import page
-from pygraph_trees.report.shown import Shown
 
 from .measurement import PLAIN_NAMES, REGIMES, Measurement
 from .page import sections

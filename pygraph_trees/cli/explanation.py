@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from pygraph_trees.report.markup import Section, preformatted, render
+from pygraph_trees.report.markup import Section, Shown, preformatted, render
 from pygraph_trees.report.page import document
 from pygraph_trees.report.records import GraphBreak, Partition, PartitionInput, Placed
-from pygraph_trees.report.shown import Shown
 from pygraph_trees.report.text import break_line, cause_line, counted, nbytes, placed_lines, table
 
 if TYPE_CHECKING:
