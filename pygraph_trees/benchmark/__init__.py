@@ -11,11 +11,9 @@ from .measurement import REGIMES, Measurement
 from .program import Program
 from .table import text_table
 from .timing import Effort
-from .ways import FORCED, MORE_WAYS, WAYS
+from .ways import WAYS
 
 __all__ = [
-    "FORCED",
-    "MORE_WAYS",
     "REGIMES",
     "WAYS",
     "Comparison",

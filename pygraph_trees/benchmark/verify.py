@@ -61,14 +61,12 @@ def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) ->
     for kind in ("compile", "ours:graphed"):
         own = copy.deepcopy(fn) if isinstance(fn, torch.nn.Module) else fn
         ways += make_ways(Program(own), [kind])
-    random = torch.random.get_rng_state(), torch.cuda.get_rng_state_all()
     try:
-        _compare(ways, args, kwargs, calls)
+        with torch.random.fork_rng(range(torch.cuda.device_count()), device_type="cuda"):
+            _compare(ways, args, kwargs, calls)
         if not any(graphs.recordings(way.managers) for way in ways):
             raise NothingVerified(why=f"no part of it ran in a CUDA graph ({_why_not_graphed(*known)})")
     finally:
-        torch.random.set_rng_state(random[0])
-        torch.cuda.set_rng_state_all(random[1])
         for way in ways:
             if way.trees is not None:
                 way.trees.clear()

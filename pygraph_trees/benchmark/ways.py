@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 WAYS = ("eager", "compile", "upstream", "ours")
 FORCED = ("ours:patch", "ours:table")  # ours, with the named route of inputs, whichever is faster
-MORE_WAYS = (*FORCED, "ours:graphed", "ours:keep", "ours:overwrite")
 
-_FLAGS = {
+FLAGS: Mapping[str, Mapping[str, str]] = {  # of all ways, by name: overrides of the user's flags
+    **{name: {} for name in WAYS},
     "ours:patch": {"triton.pygraph_indirection": "patch", "triton.pygraph_selective": "always"},
     "ours:table": {"triton.pygraph_indirection": "table", "triton.pygraph_selective": "always"},
     "ours:graphed": {"triton.pygraph_selective": "always"},
@@ -91,8 +91,8 @@ class Way:
 def check(names: Sequence[str]) -> None:
     """Raises :class:`UnknownWayError` unless there are ways of all these names."""
     for name in names:
-        if name not in (*WAYS, *MORE_WAYS):
-            raise UnknownWayError(allowed=", ".join((*WAYS, *MORE_WAYS)), got=name)
+        if name not in FLAGS:
+            raise UnknownWayError(allowed=", ".join(FLAGS), got=name)
 
 
 def make_ways(program: Program, names: Sequence[str] = WAYS) -> list[Way]:
@@ -122,7 +122,7 @@ def _make(program: Program, name: str) -> Way:
         backend = OwnInductor(None if name == "compile" else "reduce-overhead")
         compiled = _optimize(backend, program.fn)
     trees = None if name == "compile" else Trees()
-    return Way(name, compiled, patched=kind == "ours", trees=trees, flags=_FLAGS.get(name, {}))
+    return Way(name, compiled, patched=kind == "ours", trees=trees, flags=FLAGS[name])
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ class TargetFormError(TargetError):
     )
 
     def __init__(self, target: str, problem: str) -> None:
-        names = ", ".join(sorted(workload_names()))
+        names = ", ".join(sorted(workloads()))
         super().__init__(
             target=target,
             problem=problem,
@@ -88,9 +88,9 @@ def resolve(target: str, device: torch.device) -> Program:
     """Builds the program that ``target`` names, or :data:`DEFAULT` if it is empty, for ``device``."""
     target = target or DEFAULT
     if ":" not in target:
-        workload = _workloads().get(target)
+        workload = workloads().get(target)
         if workload is None:
-            near = difflib.get_close_matches(target.upper(), workload_names(), n=1)
+            near = difflib.get_close_matches(target.upper(), workloads(), n=1)
             if near:
                 raise TargetError(target=target, problem=f"no such workload; did you mean {near[0]}?")
             if target.endswith(".py"):
@@ -120,11 +120,6 @@ def resolve(target: str, device: torch.device) -> Program:
         hint = "; args must be a tuple" if is_model_first and not isinstance(made[1], (tuple, list)) else ""
         raise TargetFormError(target, f"it returned {shape}{hint}")
     return program
-
-
-def workload_names() -> list[str]:
-    """Names of the workloads; empty if the package is installed without its checkout."""
-    return list(_workloads())
 
 
 def program_of(made: Any, name: str) -> Program | None:
@@ -209,12 +204,13 @@ def _is_own(file: str) -> bool:
     return not file.startswith((_TORCH, _PACKAGE, "<"))
 
 
-def _workloads() -> Mapping[str, Any]:
+def workloads() -> Mapping[str, Any]:
+    """The workloads by name; none if the package is installed without its checkout."""
     if not _WORKLOADS.exists():
         return {}
     module = sys.modules.get("pygraph_bench_workloads") or _load("pygraph_bench_workloads", _WORKLOADS)
-    workloads: Mapping[str, Any] = module.WORKLOADS
-    return workloads
+    found: Mapping[str, Any] = module.WORKLOADS
+    return found
 
 
 def _module(target: str, place: str) -> ModuleType:

@@ -85,6 +85,20 @@ _MEMOISED = {
 }
 
 
+_DOING_NOTHING = (
+    *("_lazy_init", "_lazy_call", "init", "synchronize", "empty_cache", "set_device", "reset_peak_memory_stats"),
+    *("set_rng_state", "manual_seed", "manual_seed_all", "seed", "seed_all"),
+)
+_ANSWERING_ZERO = (
+    *("current_device", "_exchange_device", "_maybe_exchange_device"),
+    *("memory_allocated", "max_memory_allocated", "memory_reserved"),
+)
+_OF_THE_INTERFACE = (
+    *("current_device", "device_count", "set_device", "synchronize", "memory_allocated", "is_bf16_supported"),
+    "get_device_properties",
+)
+
+
 def _always(value: Any) -> Callable[..., Any]:
     def answer(*_args: Any, **_kwargs: Any) -> Any:
         return value
@@ -135,55 +149,29 @@ def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
     nothing, zero, one = _always(None), _always(0), _always(1)
     the_properties = _always(properties)
     answers: dict[str, Any] = {
-        "is_available": _always(True),
+        **dict.fromkeys(_DOING_NOTHING, nothing),
+        **dict.fromkeys(_ANSWERING_ZERO, zero),
+        **dict.fromkeys(("is_available", "is_bf16_supported", "is_tf32_supported"), _always(True)),
+        "is_current_stream_capturing": _always(False),
         "device_count": one,
-        "current_device": zero,
         "get_device_properties": the_properties,
         "get_device_capability": _always(properties.capability),
         "get_device_name": _always(properties.name),
         "get_arch_list": _always([f"sm_{properties.major}{properties.minor}"]),
-        "is_bf16_supported": _always(True),
-        "is_tf32_supported": _always(True),
         "mem_get_info": _always((properties.total_memory, properties.total_memory)),
-        "_lazy_init": nothing,
-        "_lazy_call": nothing,
-        "init": nothing,
-        "is_current_stream_capturing": _always(False),
-        "synchronize": nothing,
-        "empty_cache": nothing,
-        "set_device": nothing,
-        "_exchange_device": zero,
-        "_maybe_exchange_device": zero,
-        "memory_allocated": zero,
-        "max_memory_allocated": zero,
-        "memory_reserved": zero,
-        "reset_peak_memory_stats": nothing,
         "get_rng_state": _rng_state,
-        "set_rng_state": nothing,
-        "manual_seed": nothing,
-        "manual_seed_all": nothing,
-        "seed": nothing,
-        "seed_all": nothing,
     }
-    out: list[tuple[Any, str, Any]] = []
-    for name, answer in answers.items():
-        out.append((torch.cuda, name, answer))
-        for module in (torch.cuda.graphs, torch.cuda.memory, torch.cuda.random):  # they import these by value
-            if hasattr(module, name):
-                out.append((module, name, answer))
-
+    # Some modules import these by value.
+    modules = (torch.cuda, torch.cuda.graphs, torch.cuda.memory, torch.cuda.random)
+    out: list[tuple[Any, str, Any]] = [
+        (module, name, answer)
+        for name, answer in answers.items()
+        for module in modules
+        if module is torch.cuda or hasattr(module, name)
+    ]
     interface: Any = device_interface.CudaInterface
-    for name in (
-        "current_device",
-        "device_count",
-        "set_device",
-        "synchronize",
-        "memory_allocated",
-        "is_bf16_supported",
-    ):
-        out.append((interface, name, staticmethod(answers[name])))
+    out += [(interface, name, staticmethod(answers[name])) for name in _OF_THE_INTERFACE]
     out += [
-        (interface, "get_device_properties", staticmethod(the_properties)),
         (interface, "exchange_device", staticmethod(zero)),
         (interface, "maybe_exchange_device", staticmethod(zero)),
         (interface, "get_raw_stream", staticmethod(zero)),

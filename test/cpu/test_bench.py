@@ -121,7 +121,7 @@ class TestCommandLine(WithFolder):
         status, out, _ = captured.run(command_line.main, "--list")
         self.assertEqual((status, [line.split()[0] for line in out.splitlines()]), (0, list(WORKLOADS)))
         self.enterContext(mock.patch("torch.cuda.is_available", return_value=False))
-        usages = (("EOS", "need a GPU"), ("DLRRM", "did you mean DLRM?"), ("EOS --ways jit", "no way 'jit'"))
+        usages = (("EOS", "need a GPU"), ("DLRRM", "did you mean DLRM?"), ("EOS --ways jit", "got 'jit'"))
         for wrong, problem in usages:
             status, out, err = captured.run(command_line.main, *wrong.split())
             self.assertEqual((status, out, problem in err), (2, "", True), err)

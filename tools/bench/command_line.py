@@ -111,12 +111,14 @@ def main(arguments: Sequence[str]) -> int:
 
     import torch
 
-    from pygraph_trees.benchmark import MORE_WAYS, WAYS
+    from pygraph_trees.benchmark import WAYS
+    from pygraph_trees.benchmark.ways import UnknownWayError, check
 
     ways = tuple(options.ways.split(",")) if options.ways else ("upstream", "ours") if options.start_times else WAYS
-    for way in ways:
-        if way not in (*WAYS, *MORE_WAYS):
-            parse.error(f"there is no way {way!r}, only {', '.join((*WAYS, *MORE_WAYS))}")
+    try:
+        check(ways)
+    except UnknownWayError as error:
+        parse.error(str(error))
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
