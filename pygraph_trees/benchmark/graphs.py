@@ -102,8 +102,5 @@ def _name(node: Any) -> str:
 def pool_nbytes(managers: Iterable[Any], allocated: bool = False) -> int:
     """Bytes that the graph pools of ``managers`` reserve, or the part of them that is allocated now."""
     pools = {tuple(manager.cuda_graphs_thread_pool) for manager in managers}
-    if not pools:
-        return 0
     size = "allocated_size" if allocated else "total_size"
-    segments = torch.cuda.memory_snapshot(include_traces=False)
-    return sum(segment[size] for segment in segments if tuple(segment["segment_pool_id"]) in pools)
+    return sum(segment[size] for pool in pools for segment in torch.cuda.memory_snapshot(pool, include_traces=False))

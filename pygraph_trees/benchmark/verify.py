@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pygraph_trees.cuda.extent import flat, tensors_with_memory
 from pygraph_trees.errors import PygraphError
+from pygraph_trees.indirection.placeholder_tensors import copy_at
 from pygraph_trees.report.log import journal
 
 from . import graphs
@@ -112,12 +113,7 @@ def _elsewhere(value: Any) -> Any:
     is_wrapped = is_traceable_wrapper_subclass(value)  # then it has no memory itself
     if is_wrapped or value.layout is not torch.strided or value.is_conj() or value.is_neg():
         return value.detach().clone().requires_grad_(value.requires_grad)
-    source, size = flat(value), value.element_size()
-    buffer = torch.empty(source.numel() + 512 // size, dtype=value.dtype, device=value.device)
-    begin = (value.data_ptr() - buffer.data_ptr()) % 512 // size
-    copied = buffer[begin : begin + source.numel()].copy_(source)
-    view = copied.as_strided(value.shape, value.stride(), copied.storage_offset())
-    return view.requires_grad_(value.requires_grad)
+    return copy_at(value, value.data_ptr() % 512).requires_grad_(value.requires_grad)
 
 
 def _storages(values: Any) -> frozenset[int]:

@@ -228,10 +228,7 @@ def _graph_notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:
         if not g.causes:
             continue
         yield f"{title(g)}, {g.mode}: {counted(g.kernels_outside, 'GPU kernel')} outside of CUDA graphs"
-        for cause in g.causes[:_MOST_CAUSES]:
-            yield f"  {cause_line(cause)}"
-        if len(g.causes) > _MOST_CAUSES:
-            yield f"  and {len(g.causes) - _MOST_CAUSES} more"
+        yield from (f"  {line}" for line in first_lines([cause_line(cause) for cause in g.causes], _MOST_CAUSES))
 
 
 def _placed(graph: GraphRecord) -> Iterator[str]:
@@ -244,16 +241,21 @@ def _placed(graph: GraphRecord) -> Iterator[str]:
         yield from (f"  {line}" for line in placed_lines(graph.placed))
 
 
-def placed_lines(placed: Sequence[Placed]) -> Iterator[str]:
+def first_lines(lines: Sequence[str], most: int) -> list[str]:
+    """Some of the lines, and how many more there are."""
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
+
+
+def placed_lines(placed: Sequence[Placed]) -> list[str]:
     """The result of placement for each value, grouped by line of the program."""
     groups: dict[tuple[str, str | None, str | None], list[str]] = {}
     for value in placed:
         groups.setdefault((value.how, value.why, value.source), []).append(value.value)
-    for (how, why, source), values in list(groups.items())[:_MOST_CAUSES]:
-        because = f", because {why}" if why else ""
-        yield f"{how}: {', '.join(values)}{because}{f', at {source}' if source else ''}"
-    if len(groups) > _MOST_CAUSES:
-        yield f"and {len(groups) - _MOST_CAUSES} more"
+    lines = [
+        f"{how}: {', '.join(values)}{f', because {why}' if why else ''}{f', at {source}' if source else ''}"
+        for (how, why, source), values in groups.items()
+    ]
+    return first_lines(lines, _MOST_CAUSES)
 
 
 def facts(recording: RecordingRecord) -> str:

@@ -460,8 +460,8 @@ class TestInspection(TestCase):
             for pool, size in ((1, 1000), (2, 5000))
         ]
         gpu = {"memory_allocated": 50, "max_memory_allocated": 80, "reset_peak_memory_stats": None}
-        gpu["memory_snapshot"] = segments
         fakes = {name: mock.Mock(return_value=value) for name, value in gpu.items()}
+        fakes["memory_snapshot"] = lambda pool, **_: [each for each in segments if each["segment_pool_id"] == pool]
         with (
             _ways(Way("eager", program.fn, False, None), Way("ours", replayed, False, trees)),
             mock.patch("pygraph_trees.benchmark.measure.profile_call", profiled),
