@@ -24,7 +24,7 @@ from .native.location import torch_folder, torch_version
 from .version import __version__
 
 if TYPE_CHECKING:
-    from pygraph_trees.report.shown import Shown
+    from pygraph_trees.report.markup import Shown
 
 
 class OutputError(PygraphError):
@@ -179,8 +179,7 @@ def _compare(options: argparse.Namespace) -> int:
     from pygraph_trees.benchmark.verify import NO_GPU, NothingVerified
 
     from .benchmark import WAYS, Effort, compare
-    from .benchmark.baseline import Baseline
-    from .benchmark.outcome import NeedsGpu, Outcome
+    from .benchmark.outcome import Baseline, NeedsGpu, Outcome
     from .benchmark.ways import check
     from .cli import target
     from .cli.progress import Progress

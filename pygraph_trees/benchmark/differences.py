@@ -1,14 +1,13 @@
-"""Compares the outputs of two ways of running a program.
+"""Compares the outputs of two ways of running a program, tensor by tensor.
 
-Outputs are compared tensor by tensor, in the order and under the paths of :func:`program.tensors_of`. Equal infinities,
-and NaNs at the same place, count as equal. A different number of outputs, another shape, dtype or device, or a NaN or
-infinity on one side only is a *problem*: no number describes it, and the outputs are wrong.
+Tensors are in the order and under the paths of :func:`program.tensors_of`. Equal infinities, and NaNs at the same
+place, count as equal. A different number of outputs, another shape, dtype or device, or a NaN or infinity on one side
+only is a *problem*: no number describes it, and the outputs are wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +19,6 @@ _CHUNK = 1 << 26  # elements compared at once: a few temporaries of half a gigab
 Snapshot = Sequence[tuple[str, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The largest absolute difference, or the problem that makes the outputs incomparable."""
-
-    largest: float | None
-    problem: str | None = None
-
-
 def snapshot(outputs: Any) -> Snapshot:
     """Clones of all tensors in ``outputs``, which survive the next call."""
     return [(name, _plain(tensor.detach()).clone()) for name, tensor in tensors_of(outputs)]
@@ -37,24 +28,23 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg() if tensor.layout == torch.strided else tensor.to_dense()
 
 
-def difference(outputs: Snapshot, reference: Snapshot) -> Difference:
-    """The largest absolute difference over all tensors."""
+def differences(outputs: Snapshot, reference: Snapshot) -> Iterator[tuple[str, float | str]]:
+    """The name of each tensor, with the largest absolute difference or the problem in words."""
     names, expected = [n for n, _ in outputs], [n for n, _ in reference]
     if names != expected:
-        return Difference(
-            None, f"{len(names)} output tensors {_head(names)}, expected {len(expected)} {_head(expected)}"
-        )
-    largest = 0.0
+        problem = f"{len(names)} output tensors {_head(names)}, expected {len(expected)} {_head(expected)}"
+        yield "what it returns", problem
+        return
     for (name, ours), (_, theirs) in zip(outputs, reference, strict=True):
         for what in ("shape", "dtype", "device"):
-            if getattr(ours, what) != getattr(theirs, what):
-                found, wanted = getattr(ours, what), getattr(theirs, what)
-                return Difference(None, f"output{name} has {what} {found}, expected {wanted}")
-        apart = _largest(ours, theirs)
-        if apart is None:
-            return Difference(None, f"output{name} has NaN or infinity where the reference has none, or lacks one")
-        largest = max(largest, apart)
-    return Difference(largest)
+            found, wanted = getattr(ours, what), getattr(theirs, what)
+            if found != wanted:
+                yield name, f"output{name} has {what} {found}, expected {wanted}"
+                break
+        else:
+            largest = _largest(ours, theirs)
+            problem = f"output{name} has NaN or infinity where the reference has none, or lacks one"
+            yield name, problem if largest is None else largest
 
 
 def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float | None:

@@ -41,8 +41,7 @@ def copied_nbytes(node: Any) -> int:
 
 def copied_for_one_call(managers: Iterable[Any]) -> int:
     """Bytes of inputs copied for single calls so far, in addition to those that each replay copies."""
-    logs = [getattr(node, "log", None) for node in recordings(managers)]
-    return sum(log.extra_copied_bytes for log in logs if log is not None)
+    return sum(node.log.extra_copied_bytes for node in recordings(managers) if hasattr(node, "log"))
 
 
 def _dense_nbytes(tensor: Any, expanded_dims: Iterable[int]) -> int:
@@ -58,28 +57,23 @@ def _dense_nbytes(tensor: Any, expanded_dims: Iterable[int]) -> int:
 def watch_replays(managers: Sequence[Any]) -> Iterator[Counter[Any]]:
     """Counts replays by recording while the block runs; the counter is complete when the block ends."""
     nodes = recordings(managers)
-    logged = {node: node.log.replays for node in nodes if hasattr(node, "log")}
+    before = {node: node.log.replays for node in nodes if hasattr(node, "log")}
+    kind = next((type(node) for node in nodes if node not in before), None)  # upstream's have one class
+    run_graph: Any = getattr(kind, "run_graph", None)
     seen: Counter[Any] = Counter()
-    owners = {_owner(type(node)) for node in nodes if node not in logged}
-    originals = {owner: vars(owner)["run_graph"] for owner in owners}
 
-    def wrap(original: Any) -> Any:
-        def run_graph(node: Any) -> Any:
-            seen[node] += 1
-            return original(node)
-
-        return run_graph
+    def counted(node: Any) -> Any:
+        seen[node] += 1
+        return run_graph(node)
 
     try:
-        for owner, original in originals.items():
-            owner.run_graph = wrap(original)
+        if kind is not None:
+            kind.run_graph = counted
         yield seen
     finally:
-        for owner, original in originals.items():
-            owner.run_graph = original
-        for node, before in logged.items():
-            if node.log.replays > before:
-                seen[node] = node.log.replays - before
+        if kind is not None:
+            kind.run_graph = run_graph
+        seen.update({node: node.log.replays - count for node, count in before.items() if node.log.replays > count})
 
 
 def launched(replays: Mapping[Any, int]) -> list[str]:
@@ -105,16 +99,8 @@ def _name(node: Any) -> str:
     return f"function {function.id.id}, recording {node.id.id}"
 
 
-def _owner(kind: type) -> Any:
-    """The class that defines a recording's ``run_graph``."""
-    return next(base for base in kind.__mro__ if "run_graph" in vars(base))
-
-
 def pool_nbytes(managers: Iterable[Any], allocated: bool = False) -> int:
     """Bytes that the graph pools of ``managers`` reserve, or the part of them that is allocated now."""
     pools = {tuple(manager.cuda_graphs_thread_pool) for manager in managers}
-    if not pools:
-        return 0
     size = "allocated_size" if allocated else "total_size"
-    segments = torch.cuda.memory_snapshot(include_traces=False)
-    return sum(segment[size] for segment in segments if tuple(segment["segment_pool_id"]) in pools)
+    return sum(segment[size] for pool in pools for segment in torch.cuda.memory_snapshot(pool, include_traces=False))

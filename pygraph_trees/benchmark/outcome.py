@@ -1,17 +1,22 @@
-"""The outcome of a comparison: measurements, verdicts, and the report, as text, JSON with these keys, or a page."""
+"""The outcome of a comparison: measurements, verdicts, and the report, as text, JSON with these keys, or a page.
+
+A file that ``compare --json`` wrote is a :class:`Baseline` for a later comparison, for example in CI.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.errors import PygraphError
+from pygraph_trees.report.markup import Shown
 from pygraph_trees.report.page import page
-from pygraph_trees.report.shown import Shown
 
+from .measurement import PLAIN_NAMES, REGIMES, Measurement
 from .page import sections
-from .results import PLAIN_NAMES, REGIMES, Measurement
 from .table import speedup, text_table
 
 if TYPE_CHECKING:
@@ -42,7 +47,7 @@ class Outcome(Shown):
         return page(
             self.report,
             sections(self.measurements),
-            name=self.measurements[0].workload if self.measurements else "comparison",
+            name=self.measurements[0].workload,
             verdict=self._lines(),
             more={"measurements": [asdict(m) for m in self.measurements]},
         )
@@ -66,13 +71,57 @@ def verdicts(measurements: Sequence[Measurement]) -> list[str]:
 
 def agreement(measurements: Sequence[Measurement]) -> str:
     """One line on outputs: how far each way's are from eager's, and ours from upstream's."""
+    found = [(m.way, m.max_diff) for m in measurements if m.max_diff is not None]
     parts = []
     for way in ("compile", "upstream", "ours"):
-        found = [m.max_diff for m in measurements if m.way == way and m.max_diff is not None]
-        if found:
-            parts.append(f"{way} within {max(found):.2g}" if max(found) else f"{way} equal")
-    apart = [m.max_diff_upstream for m in measurements if m.way == "ours" and m.max_diff_upstream is not None]
-    ours = (
-        "" if not apart else "; ours and upstream are " + ("bit-equal" if not any(apart) else f"{max(apart):.2g} apart")
-    )
-    return f"Outputs against eager: {', '.join(parts) or 'not compared'}{ours}."
+        apart = max((diff for name, diff in found if name == way), default=None)
+        if apart is not None:
+            parts.append(f"{way} within {apart:.2g}" if apart else f"{way} equal")
+    line = f"Outputs against eager: {', '.join(parts) or 'not compared'}"
+    ours = [m.max_diff_upstream for m in measurements if m.way == "ours" and m.max_diff_upstream is not None]
+    if not ours:
+        return f"{line}."
+    return f"{line}; ours and upstream are {f'{max(ours):.2g} apart' if any(ours) else 'bit-equal'}."
+
+
+class NoBaseline(PygraphError):
+    template = "{path} is not a baseline: {why}; expected a file written by compare --json"
+
+
+class OtherGpu(PygraphError):
+    template = "{path} was measured on {before}, and this is {now}: times of different GPUs are not compared"
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    path: Path
+    latency_ms: Mapping[tuple[str, str, str], float | None]  # by workload, way and regime
+
+    @staticmethod
+    def read(path: Path, gpu: str) -> Baseline:
+        """The measurements in a file, which must be of this ``gpu``."""
+        try:
+            found: Any = json.loads(path.read_text(encoding="utf-8"))
+            before = found["report"]["environment"]["gpu"]
+            times = {(m["workload"], m["way"], m["regime"]): m["latency_ms"] for m in found["measurements"]}
+        except (OSError, ValueError) as error:
+            raise NoBaseline(path=path, why=str(error)) from error
+        except (KeyError, TypeError) as error:
+            raise NoBaseline(path=path, why="it has no measurements") from error
+        if before != gpu:
+            raise OtherGpu(path=path, before=before, now=gpu)
+        return Baseline(path, times)
+
+    def slower(self, measurements: Sequence[Measurement], tolerance: float) -> Iterator[str]:
+        """A line for each way and regime whose latency is above the earlier one by more than ``tolerance``, a share.
+
+        Raises:
+            NoBaseline: none of them was measured earlier.
+        """
+        found = [(m, self.latency_ms.get((m.workload, m.way, m.regime))) for m in measurements]
+        if not any(before for _, before in found):
+            raise NoBaseline(path=self.path, why="it has no measurement of this program")
+        for m, before in found:
+            if before and m.latency_ms and m.latency_ms > before * (1 + tolerance):
+                more = m.latency_ms / before - 1
+                yield f"{m.way}, {m.regime} inputs: {m.latency_ms:.3f} ms, {before:.3f} ms before ({more:+.0%})"

@@ -11,23 +11,20 @@ from typing import TYPE_CHECKING
 
 from pygraph_trees.report.markup import Section, render
 
-from .results import PLAIN_NAMES, REGIMES
+from .measurement import PLAIN_NAMES, REGIMES
 from .table import cells, speedup
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-    from .results import Measurement
+    from .measurement import Measurement
     from .trace import Span
 
 _MOST_NAMES = 4  # recordings named per span
-_WIDTH, _LEFT = 720, 160  # widths of a drawing, and of the labels before its bars
 
 
 def sections(measurements: Sequence[Measurement]) -> list[Section]:
     """The page's sections about measurements."""
-    if not measurements:
-        return []
     found = [Section("figures", "Figures", _figures(measurements))]
     if any(m.timeline for m in measurements):
         found.append(Section("timeline", "A call in time", _timeline(measurements)))
@@ -46,8 +43,6 @@ def _figures(measurements: Sequence[Measurement]) -> Markup:
         speedup=lambda m: speedup(m, measurements),
         tables=[(head, [[_name(way), *others] for way, *others in rows]) for head, rows in cells(measurements)],
         name=_name,
-        width=_WIDTH,
-        left=_LEFT,
     )
 
 
@@ -62,18 +57,7 @@ def _timeline(measurements: Sequence[Measurement]) -> Markup:
     scaled = [m for m in shown if any(span.graphed for span in m.timeline)] or shown
     end_us = max(span.end_us for m in scaled for span in m.timeline)
     step_us = next(s * 10**power for power in range(9) for s in (1, 2, 5) if end_us / (s * 10**power) <= 6)
-    return render(
-        "timeline",
-        shown=shown,
-        end_us=end_us,
-        step_us=step_us,
-        name=_name,
-        what=_what,
-        of=_of,
-        rows=_rows,
-        width=_WIDTH,
-        left=_LEFT,
-    )
+    return render("timeline", shown=shown, end_us=end_us, step_us=step_us, name=_name, what=_what, of=_of, rows=_rows)
 
 
 def _rows(m: Measurement) -> list[list[str]]:

@@ -56,7 +56,7 @@ def default_loss(outputs: Any) -> torch.Tensor:
     return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Program:
     """A callable with its inputs, the same for every way of running it."""
 
@@ -68,8 +68,6 @@ class Program:
     # Makes the context manager around each call; in training, around forward and loss.
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     loss: Callable[[Any], torch.Tensor] = default_loss
-    # Positions and names of the arguments that get new addresses in the "fresh" regime; None for all.
-    live: frozenset[int | str] | None = None
     # Tensors besides the inputs that get gradients; None for the parameters of ``fn`` if it is a module.
     parameters: Sequence[torch.Tensor] | None = None
     name: str = "program"
@@ -78,11 +76,9 @@ class Program:
     _input_gradients: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
-        parameters = self.parameters
-        if parameters is None:
-            parameters = list(self.fn.parameters()) if isinstance(self.fn, torch.nn.Module) else []
-        object.__setattr__(self, "_leaves", tuple(p for p in parameters if p.requires_grad))
-        object.__setattr__(self, "_input_gradients", bool(_differentiable(self.args, self.kwargs)))
+        own = self.fn.parameters() if isinstance(self.fn, torch.nn.Module) else ()
+        self._leaves = tuple(p for p in (own if self.parameters is None else self.parameters) if p.requires_grad)
+        self._input_gradients = bool(_differentiable(self.args, self.kwargs))
 
     @property
     def mode(self) -> str:
@@ -119,20 +115,18 @@ class Program:
         if not self.training:
             with self.context():
                 return compiled_fn(*args, **kwargs)
-        leaves = self._leaves
-        if self._input_gradients:
-            leaves = leaves + _differentiable(args, kwargs)
-        for leaf in leaves:
-            leaf.grad = None
+        leaves = self.clear_gradients(args, kwargs)
         with self.context():
             loss = self.loss(compiled_fn(*args, **kwargs))
         loss.backward()
         return loss.detach(), [leaf.grad for leaf in leaves]
 
-    def clear_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Drops the last step's gradients, so that they do not outlive their way of running."""
-        for leaf in self._leaves + _differentiable(args, kwargs):
+    def clear_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+        """Drops the last step's gradients, so that they do not outlive their way of running; returns what gets them."""
+        leaves = (*self._leaves, *(_differentiable(args, kwargs) if self._input_gradients else ()))
+        for leaf in leaves:
             leaf.grad = None
+        return leaves
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

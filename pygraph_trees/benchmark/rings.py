@@ -1,9 +1,8 @@
 """Sets of inputs: the same tensors in each call, or tensors at new addresses.
 
 A :class:`Ring` holds the program's inputs (set 0) and clones of them, allocated before timing. A clone copies whole
-storages, so strides, offsets, overlaps and shared storage stay. Inputs that are not ``live`` are the same in all sets.
-A byte budget limits the number of sets, which is at least two. :meth:`Ring.restore` resets a set from a copy that the
-program never sees.
+storages, so strides, offsets, overlaps and shared storage stay. A byte budget limits the number of sets, which is at
+least two. :meth:`Ring.restore` resets a set from a copy that the program never sees.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .program import Program
 
-DEFAULT_SETS = 8
 SHARE_OF_FREE_MEMORY = 0.25
 CPU_BUDGET_NBYTES = 1 << 30
 
@@ -30,30 +28,24 @@ class InputSet:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    storages: tuple[torch.UntypedStorage, ...]  # of the live tensors, in the same order in each set
-
-    @property
-    def nbytes(self) -> int:
-        return sum(s.nbytes() for s in self.storages)
+    storages: tuple[torch.UntypedStorage, ...]  # of the tensors, in the same order in each set
 
 
 class Ring:
     """Input sets of one program.
 
     :param sets: the largest number of sets, the program's own included
-    :param budget_nbytes: for all sets but the first; by default a quarter of the device's free memory
     """
 
-    def __init__(self, program: Program, sets: int = DEFAULT_SETS, budget_nbytes: int | None = None) -> None:
-        arguments: dict[Any, Any] = {**dict(enumerate(program.args)), **program.kwargs}
-        live = {name: value for name, value in arguments.items() if program.live is None or name in program.live}
-        storages = [leaf.untyped_storage() for leaf in pytree.tree_leaves(live) if _is_cloned(leaf)]
-        own = InputSet(program.args, dict(program.kwargs), tuple({s._cdata: s for s in storages}.values()))
-        budget = _budget(program.device) if budget_nbytes is None else budget_nbytes
-        affordable = budget // own.nbytes if own.nbytes else sets
-        self._pristine = tuple(_clone(storage) for storage in own.storages)
-        extra = max(1, min(sets - 1, affordable - 1))  # the untouched copy has a cost too
-        self.sets = [own, *(_clone_set(own, live) for _ in range(extra))]
+    def __init__(self, program: Program, sets: int) -> None:
+        leaves = filter(_is_cloned, pytree.tree_leaves((program.args, dict(program.kwargs))))
+        storages = {storage._cdata: storage for storage in (leaf.untyped_storage() for leaf in leaves)}
+        own = InputSet(program.args, dict(program.kwargs), tuple(storages.values()))
+        nbytes = sum(storage.nbytes() for storage in own.storages)
+        affordable = budget_nbytes(program.device) // nbytes if nbytes else sets
+        self._pristine = _clone(own)
+        extra = max(1, min(sets, affordable) - 1)  # the untouched copy has a cost too
+        self.sets = [own, *(_clone(own) for _ in range(extra))]
         self._position = itertools.cycle(range(len(self.sets)))
 
     def __len__(self) -> int:
@@ -69,7 +61,7 @@ class Ring:
 
     def restore(self, inputs: InputSet) -> None:
         """Gives a set the initial values of the program's inputs."""
-        for storage, pristine in zip(inputs.storages, self._pristine, strict=True):
+        for storage, pristine in zip(inputs.storages, self._pristine.storages, strict=True):
             storage.copy_(pristine)
 
     def blank(self, inputs: InputSet) -> None:
@@ -78,16 +70,21 @@ class Ring:
             storage.fill_(0)
 
 
-def _budget(device: torch.device) -> int:
+def budget_nbytes(device: torch.device) -> int:
+    """For all sets but the first: a quarter of the device's free memory."""
     if device.type != "cuda":
         return CPU_BUDGET_NBYTES
     free, _ = torch.cuda.mem_get_info(device)
     return int(free * SHARE_OF_FREE_MEMORY)
 
 
-def _clone_set(own: InputSet, live: Mapping[int | str, Any]) -> InputSet:
-    """A set with clones of the ``live`` arguments, by position and name."""
-    storages = {storage._cdata: _clone(storage) for storage in own.storages}
+def _clone(own: InputSet) -> InputSet:
+    """The same arguments, with clones of the tensors."""
+    storages = {}
+    for storage in own.storages:
+        clone = storage.clone()
+        is_pinned = storage.device.type == "cpu" and storage.is_pinned()
+        storages[storage._cdata] = clone.pin_memory() if is_pinned else clone
 
     def rebuild(leaf: Any) -> Any:
         if not _is_cloned(leaf):
@@ -100,19 +97,10 @@ def _clone_set(own: InputSet, live: Mapping[int | str, Any]) -> InputSet:
             clone = torch._neg_view(clone) if leaf.is_neg() else clone
         return clone.requires_grad_(leaf.requires_grad)
 
-    cloned = {name: pytree.tree_map(rebuild, value) for name, value in live.items()}
-    return InputSet(
-        tuple(cloned.get(position, value) for position, value in enumerate(own.args)),
-        {name: cloned.get(name, value) for name, value in own.kwargs.items()},
-        tuple(storages.values()),
-    )
+    args, kwargs = pytree.tree_map(rebuild, (own.args, own.kwargs))
+    return InputSet(args, kwargs, tuple(storages.values()))
 
 
 def _is_cloned(leaf: Any) -> bool:
     """Whether a value is a tensor with a storage; one of a wrapper subclass is the same in all sets."""
     return isinstance(leaf, torch.Tensor) and not is_traceable_wrapper_subclass(leaf)
-
-
-def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    clone = storage.clone()
-    return clone.pin_memory() if storage.device.type == "cpu" and storage.is_pinned() else clone

@@ -1,7 +1,7 @@
-"""Tables of measurements, as text for a terminal of 100 columns, or as cells.
+"""Tables of the measurements of one workload, as text for a terminal of 100 columns, or as cells.
 
-Each workload has two text tables: times, and their costs. ``x`` is upstream's latency divided by this way's, so more
-than one means faster. A missing figure is a dash. A failed measurement shows its error on a separate line.
+One table has times, the other their costs. ``x`` is upstream's latency divided by this way's, so more than one means
+faster. A missing figure is a dash. A failed measurement shows its error on a separate line.
 """
 
 from __future__ import annotations
@@ -11,30 +11,59 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pygraph_trees.report.text import nbytes, table
 
-from .results import REGIMES, Measurement
+from .measurement import REGIMES, Measurement
 
 WIDTH = 100
 
-Column = tuple[str, Callable[[Measurement], str]]
+# A column's figure, and how it is formatted.
+Columns = dict[str, tuple[str, str | Callable[[int], str]]]
+_TIMES: Columns = {
+    "latency ms": ("latency_ms", ".3f"),
+    "p90 ms": ("latency_p90_ms", ".3f"),
+    "ms/call": ("throughput_ms", ".3f"),
+    "host us": ("host_us", ".1f"),
+    "graph ms": ("gpu_ms", ".3f"),
+}
+_COSTS: Columns = {
+    "copied": ("copied_bytes", nbytes),
+    "rec.": ("recordings", "d"),
+    "compile s": ("compile_s", ".1f"),
+    "record s": ("record_s", ".2f"),
+    "peak": ("peak_bytes", nbytes),
+    "max diff": ("max_diff", ".2g"),
+}
 
 
 def text_table(measurements: Iterable[Measurement]) -> str:
-    """Tables for a terminal, two per workload, with no line longer than :data:`WIDTH`."""
-    groups: dict[str, list[Measurement]] = {}
-    for measurement in measurements:
-        groups.setdefault(measurement.workload, []).append(measurement)
-    for group in groups.values():
-        group.sort(key=lambda m: REGIMES.index(m.regime))
-    return "\n\n".join(map(_text, groups.values()))
+    """Both tables for a terminal, with no line longer than :data:`WIDTH`."""
+    group = sorted(measurements, key=lambda m: REGIMES.index(m.regime))
+    lines = [f"{group[0].workload}: {group[0].mode}, batch {group[0].batch}"]
+    for head, rows in cells(group):
+        lines += ["", table(head, rows, left=2)]
+    failed = [f"{m.way}, {m.regime}: failed: {m.error}" for m in group if m.error is not None]
+    if failed:
+        lines += ["", *(f"  {textwrap.shorten(line, WIDTH - 2, placeholder='...')}" for line in failed)]
+    return "\n".join(lines)
 
 
 def cells(measurements: Sequence[Measurement]) -> list[tuple[list[str], list[list[str]]]]:
-    """For one workload: head and rows of the table of times, and of the table of costs."""
+    """Head and rows of the table of times, and of the table of costs; no table if all failed."""
     done = [m for m in measurements if m.error is None]
-    found = []
-    for columns in ((*_WHICH, *_TIMES, ("x", lambda m: _number(speedup(m, done), 2))), (*_WHICH, *_COSTS)):
-        found.append(([head for head, _ in columns], [[show(m) for _, show in columns] for m in done]))
-    return found if done else []
+    times, costs = [], []
+    for m in done:
+        which, graphed = [m.way, m.regime], f"{m.kernels_graphed}/{m.kernels_total}"
+        times.append([*which, *_figures(m, _TIMES), _formatted(speedup(m, done), ".2f")])
+        costs.append([*which, "-" if m.kernels_total is None else graphed, *_figures(m, _COSTS)])
+    heads = ["way", "inputs", *_TIMES, "x"], ["way", "inputs", "graphed", *_COSTS]
+    return list(zip(heads, (times, costs), strict=True)) if done else []
+
+
+def _figures(m: Measurement, columns: Columns) -> list[str]:
+    return [_formatted(getattr(m, figure), form) for figure, form in columns.values()]
+
+
+def _formatted(value: float | None, form: str | Callable[[int], str]) -> str:
+    return "-" if value is None else format(value, form) if isinstance(form, str) else form(int(value))
 
 
 def speedup(measurement: Measurement, group: Iterable[Measurement], over: str = "upstream") -> float | None:
@@ -43,49 +72,3 @@ def speedup(measurement: Measurement, group: Iterable[Measurement], over: str = 
         if (other.way, other.regime) == (over, measurement.regime) and other.latency_ms and measurement.latency_ms:
             return other.latency_ms / measurement.latency_ms
     return None
-
-
-def _bytes(count: int | None) -> str:
-    return "-" if count is None else nbytes(count)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _significant(value: float | None) -> str:
-    return "-" if value is None else "0" if value == 0 else f"{value:.2g}"
-
-
-def _kernels(m: Measurement) -> str:
-    return "-" if m.kernels_total is None else f"{m.kernels_graphed}/{m.kernels_total}"
-
-
-_WHICH: tuple[Column, ...] = (("way", lambda m: m.way), ("inputs", lambda m: m.regime))
-_TIMES: tuple[Column, ...] = (
-    ("latency ms", lambda m: _number(m.latency_ms, 3)),
-    ("p90 ms", lambda m: _number(m.latency_p90_ms, 3)),
-    ("ms/call", lambda m: _number(m.throughput_ms, 3)),
-    ("host us", lambda m: _number(m.host_us, 1)),
-    ("graph ms", lambda m: _number(m.gpu_ms, 3)),
-)
-_COSTS: tuple[Column, ...] = (
-    ("graphed", _kernels),
-    ("copied", lambda m: _bytes(m.copied_bytes)),
-    ("rec.", lambda m: "-" if m.recordings is None else str(m.recordings)),
-    ("compile s", lambda m: _number(m.compile_s, 1)),
-    ("record s", lambda m: _number(m.record_s, 2)),
-    ("peak", lambda m: _bytes(m.peak_bytes)),
-    ("max diff", lambda m: _significant(m.max_diff)),
-)
-
-
-def _text(group: Sequence[Measurement]) -> str:
-    first = group[0]
-    lines = [f"{first.workload}: {first.mode}, batch {first.batch}"]
-    for head, rows in cells(group):
-        lines += ["", table(head, rows, left=2)]
-    failed = [f"{m.way}, {m.regime}: failed: {m.error}" for m in group if m.error is not None]
-    if failed:
-        lines += ["", *(f"  {textwrap.shorten(line, WIDTH - 2, placeholder='...')}" for line in failed)]
-    return "\n".join(lines)

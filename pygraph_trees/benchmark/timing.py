@@ -5,23 +5,32 @@
 - *interleaved*: ways and regimes alternate in rounds.
 
 The garbage collector is off while a clock runs. A call's outputs are dropped before the next call. Exceptions of a call
-are raised. README.md explains the protocols.
+are raised. README.md explains the protocols. :func:`call_until_chosen` makes the calls before the measured ones.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from pygraph_trees.indirection.route_rule import REPLAYS
+from pygraph_trees.report.log import journal
+
 T = TypeVar("T")
 S = TypeVar("S")
+
+STEADY_CALLS = 4
+CALLS = 2 * REPLAYS  # calls with new addresses, within which a route is chosen
+_MOST_S = 3.0  # limit of the time, for programs with long calls
+_AWAITED_S = 60.0  # time in which a chosen table has to be in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +50,6 @@ class Effort:
         """The number of calls in a block, given the time of one."""
         fewest, most = self.calls
         return max(fewest, min(most, round(self.block_s / max(steady_s, 1e-9))))
-
-
-QUICK = Effort(rounds=3, block_s=0.1)
-FULL = Effort(rounds=15, block_s=0.3)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The calls of one block: seconds of each, and seconds per call without waiting."""
-
-    latency_s: tuple[float, ...]
-    host_s: tuple[float, ...]
-    throughput_s: float
 
 
 def synchroniser(device: torch.device) -> Callable[[], None]:
@@ -89,21 +85,29 @@ def timed_call(call: Callable[[S], object], inputs: S, wait: Callable[[], None])
 
 def time_block(
     call: Callable[[S], object], inputs: Iterator[S], calls: int, settle: int, wait: Callable[[], None]
-) -> Block:
-    """Makes ``settle`` un-timed calls, ``calls`` synchronised ones and ``calls`` streamed ones."""
+) -> dict[str, float]:
+    """Makes ``settle`` un-timed calls, ``calls`` synchronised ones and ``calls`` streamed ones.
+
+    Returns the block's figures, by their names in a :class:`~.measurement.Measurement`.
+    """
     feed = [next(inputs) for _ in range(settle + 2 * calls)]
     for each in feed[:settle]:
         call(each)
     with collector_off():
-        timed = [timed_call(call, each, wait) for each in feed[settle : settle + calls]]
+        latency_s, host_s = zip(*(timed_call(call, each, wait) for each in feed[settle : settle + calls]), strict=True)
         streamed = feed[settle + calls :]
         wait()
         start = time.perf_counter_ns()
         for each in streamed:
             call(each)
         wait()
-        throughput_s = (time.perf_counter_ns() - start) * 1e-9 / calls
-    return Block(tuple(latency for latency, _ in timed), tuple(host for _, host in timed), throughput_s)
+        streamed_ms = (time.perf_counter_ns() - start) * 1e-6
+    return {
+        "latency_ms": statistics.median(latency_s) * 1e3,
+        "latency_p90_ms": statistics.quantiles(latency_s, n=10, method="inclusive")[-1] * 1e3,
+        "throughput_ms": streamed_ms / calls,
+        "host_us": statistics.median(host_s) * 1e6,
+    }
 
 
 def schedule(items: Sequence[T], rounds: int) -> list[T]:
@@ -116,13 +120,39 @@ def schedule(items: Sequence[T], rounds: int) -> list[T]:
     return order
 
 
-def is_steady(durations: Sequence[float], recordings: Sequence[int], window: int = 4) -> bool:
-    """Whether the last ``window`` calls took about the same time and recorded nothing.
+def is_steady(durations: Sequence[float], recordings: Sequence[int]) -> bool:
+    """Whether the last :data:`STEADY_CALLS` calls took about the same time and recorded nothing.
 
     ``recordings[i]`` is the number of recordings after call ``i``.
     """
-    if len(durations) <= window:
+    if len(durations) <= STEADY_CALLS:
         return False
-    usual = statistics.median(durations[-2 * window :])
-    quiet = len(set(recordings[-window - 1 :])) == 1
-    return quiet and all(d <= 1.25 * usual for d in durations[-window:])
+    usual = statistics.median(durations[-2 * STEADY_CALLS :])
+    quiet = len(set(recordings[-STEADY_CALLS - 1 :])) == 1
+    return quiet and all(d <= 1.25 * usual for d in durations[-STEADY_CALLS:])
+
+
+def call_until_chosen(call: Callable[[], Any], first: int, share: float = 1.0) -> None:
+    """Calls a program until the routes of its inputs are chosen and in use, within a limit of calls and time.
+
+    Args:
+        call: makes one call.
+        first: the number of the program's first function in the report.
+        share: fraction of calls whose inputs have moved since the previous call; with 0 nothing is chosen.
+    """
+    calls = CALLS / share if share else CALLS
+    began = time.monotonic()
+    for number in itertools.count(1):
+        call()
+        spent_s = time.monotonic() - began
+        if number % REPLAYS and spent_s < _MOST_S:
+            continue
+        is_long_enough = number >= calls or spent_s >= _MOST_S
+        is_table_awaited = any(function.awaits_table for function in journal.records()[1][first:])
+        if is_long_enough and (spent_s >= _AWAITED_S or not is_table_awaited):
+            return
+
+
+def functions_so_far() -> int:
+    """The number of the next function in the report."""
+    return len(journal.records()[1])

@@ -24,8 +24,6 @@ _WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _CALLS = frozenset({"cuda_runtime", "cuda_driver"})
 _LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 _WAITS = ("cudaDeviceSynchronize", "cuCtxSynchronize")  # after the profiled call
-
-
 _MOST_SPANS = 200  # per lane; beyond that, the closest spans are joined
 
 
@@ -58,91 +56,70 @@ class GpuWork:
 def read_trace(trace: Mapping[str, Any]) -> GpuWork:
     """The GPU work in a Chrome trace as ``torch.profiler`` exports it."""
     events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
-    calls = sorted((event for event in events if event.get("cat") in _CALLS), key=lambda event: float(event["ts"]))
-    launches = [
+    events.sort(key=lambda event: float(event["ts"]))
+    calls = [event for event in events if event.get("cat") in _CALLS and event.get("name") not in _WAITS]
+    work = [event for event in events if event.get("cat") in _WORK]
+    begin = min((float(event["ts"]) for event in (*calls, *work)), default=0.0)
+    ids = [
         event["args"]["correlation"] for event in calls if _is_launch(event) and "correlation" in event.get("args", {})
     ]
-    launched = {correlation: number for number, correlation in enumerate(launches)}
-    work = [event for event in events if event.get("cat") in _WORK]
-    graphed = [event for event in work if _is_graphed(event.get("args", {}), launched)]
+    numbers = {correlation: number for number, correlation in enumerate(ids)}
+
+    def span(lane: str, event: Mapping[str, Any]) -> Span:
+        args = event.get("args", {})
+        launch = numbers.get(args.get("correlation"))
+        is_launched = launch is not None or bool(args.get("graph node id"))
+        graphed = is_launched if lane == "gpu" else _is_launch(event)
+        launches = (launch, launch) if graphed and launch is not None else None
+        return Span(lane, graphed, float(event["ts"]) - begin, float(event.get("dur", 0)), launches)
+
+    host, gpu = ([span(lane, event) for event in some] for lane, some in (("host", calls), ("gpu", work)))
+    kernels = [made for event, made in zip(work, gpu, strict=True) if event["cat"] == "kernel"]
     return GpuWork(
-        kernels_total=sum(event["cat"] == "kernel" for event in work),
-        kernels_graphed=sum(event["cat"] == "kernel" for event in graphed),
-        graph_ms=_busy_us(graphed) / 1e3,
-        total_ms=_busy_us(work) / 1e3,
-        graph_launches=len(launches),
-        timeline=_timeline(calls, work, launched),
+        kernels_total=len(kernels),
+        kernels_graphed=sum(kernel.graphed for kernel in kernels),
+        graph_ms=_busy_ms([each for each in gpu if each.graphed]),
+        total_ms=_busy_ms(gpu),
+        graph_launches=len(ids),
+        timeline=(*_shown(host), *_shown(gpu)) if gpu else (),
     )
-
-
-def _timeline(
-    calls: Sequence[Mapping[str, Any]], work: Sequence[Mapping[str, Any]], launched: Mapping[Any, int]
-) -> tuple[Span, ...]:
-    calls = [event for event in calls if event.get("name") not in _WAITS]
-    if not work:
-        return ()
-    begin = min(float(event["ts"]) for event in (*calls, *work))
-    spans: list[Span] = []
-    for lane, some in (("host", calls), ("gpu", work)):
-        own = []
-        for event in some:
-            args = event.get("args", {})
-            graphed = _is_graphed(args, launched) if lane == "gpu" else _is_launch(event)
-            launch = launched.get(args.get("correlation")) if graphed else None
-            launches = None if launch is None else (launch, launch)
-            own.append(Span(lane, graphed, float(event["ts"]) - begin, float(event.get("dur", 0)), launches))
-        spans += _joined(own)
-    return tuple(spans)
-
-
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """The spans of one lane; consecutive spans of one kind are joined if the gap is small.
-
-    Work of different graph launches stays separate, unless that gives too many spans.
-    """
-    spans = sorted(spans, key=lambda span: span.start_us)
-    gaps = sorted(b.start_us - a.end_us for a, b in itertools.pairwise(spans))
-    most = max(1.0, gaps[-_MOST_SPANS] if len(gaps) >= _MOST_SPANS else 0.0)
-    apart = _joined_within(spans, most, across_launches=False)
-    return apart if len(apart) <= _MOST_SPANS else _joined_within(spans, most, across_launches=True)
-
-
-def _joined_within(spans: Sequence[Span], most_us: float, *, across_launches: bool) -> list[Span]:
-    joined: list[Span] = []
-    for span in spans:
-        before = joined[-1] if joined else None
-        if (
-            before
-            and before.graphed == span.graphed
-            and (across_launches or before.launches == span.launches)
-            and span.start_us - before.end_us <= most_us
-        ):
-            end = max(before.end_us, span.end_us)
-            joined[-1] = before._replace(us=end - before.start_us, launches=_spanned(before.launches, span.launches))
-        else:
-            joined.append(span)
-    return joined
-
-
-def _spanned(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[int, int] | None:
-    """From the first launch to the last; None if either is unknown."""
-    return None if a is None or b is None else (min(a[0], b[0]), max(a[1], b[1]))
 
 
 def _is_launch(call: Mapping[str, Any]) -> bool:
     return str(call.get("name", "")).startswith(_LAUNCHES)
 
 
-def _is_graphed(args: Mapping[str, Any], launched: Mapping[Any, int]) -> bool:
-    return bool(args.get("graph node id")) or args.get("correlation") in launched
+def _busy_ms(spans: Iterable[Span]) -> float:
+    return sum(each.us for each in _joined([each._replace(graphed=True) for each in spans], 0.0)) / 1e3
 
 
-def _busy_us(events: Iterable[Mapping[str, Any]]) -> float:
-    busy, end = 0.0, float("-inf")
-    for start, stop in sorted((float(e["ts"]), float(e["ts"]) + float(e.get("dur", 0))) for e in events):
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return busy
+def _shown(spans: Sequence[Span]) -> list[Span]:
+    """The spans of one lane; consecutive spans of one kind are joined if the gap is small.
+
+    Work of different graph launches stays separate, unless that gives too many spans.
+    """
+    gaps = sorted(b.start_us - a.end_us for a, b in itertools.pairwise(spans))
+    most_us = max(1.0, gaps[-_MOST_SPANS] if len(gaps) >= _MOST_SPANS else 0.0)
+    apart = _joined(spans, most_us, across_launches=False)
+    return apart if len(apart) <= _MOST_SPANS else _joined(spans, most_us)
+
+
+def _joined(spans: Iterable[Span], most_us: float, *, across_launches: bool = True) -> list[Span]:
+    """Joins spans, which are in order of time, to the one before if they are of one kind and no further apart."""
+    joined: list[Span] = []
+    for span in spans:
+        before = joined[-1] if joined else span
+        is_same = before.graphed == span.graphed and (across_launches or before.launches == span.launches)
+        if joined and is_same and span.start_us - before.end_us <= most_us:
+            launches = None
+            if before.launches and span.launches:
+                both = before.launches + span.launches
+                launches = min(both), max(both)
+            end_us = max(before.end_us, span.end_us)
+            joined[-1] = before._replace(us=end_us - before.start_us, launches=launches)
+        else:
+            joined.append(span)
+    return joined
 
 
 def profile_call(call: Callable[[], object], wait: Callable[[], None]) -> GpuWork | None:

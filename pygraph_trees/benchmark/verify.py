@@ -9,7 +9,6 @@ A difference raises :class:`DiffersUngraphed`. Without a GPU, or if nothing runs
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -21,10 +20,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pygraph_trees.cuda.extent import flat, tensors_with_memory
 from pygraph_trees.errors import PygraphError
+from pygraph_trees.indirection.placeholder_tensors import copy_at
 from pygraph_trees.report.log import journal
 
 from . import graphs
-from .differences import difference, snapshot
+from .differences import differences, snapshot
 from .program import Program
 from .ways import Way, make_ways
 
@@ -38,8 +38,6 @@ class NothingVerified(PygraphError):
 
 
 NO_GPU = "this needs a GPU, and torch can use none here"
-# A function is graphed from its first call: no call is spent on measuring whether that pays.
-_GRAPHED = {"triton.pygraph_selective": "always"}
 
 
 def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:
@@ -61,18 +59,15 @@ def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) ->
         raise NothingVerified(why=NO_GPU)
     known = [len(records) for records in journal.records()]
     ways: list[Way] = []
-    for kind in ("compile", "ours"):
+    for kind in ("compile", "ours:graphed"):
         own = copy.deepcopy(fn) if isinstance(fn, torch.nn.Module) else fn
-        (way,) = make_ways(Program(own), [kind])
-        ways.append(dataclasses.replace(way, flags=_GRAPHED) if way.patched else way)
-    random = torch.random.get_rng_state(), torch.cuda.get_rng_state_all()
+        ways += make_ways(Program(own), [kind])
     try:
-        _compare(ways, args, kwargs, calls)
+        with torch.random.fork_rng(range(torch.cuda.device_count()), device_type="cuda"):
+            _compare(ways, args, kwargs, calls)
         if not any(graphs.recordings(way.managers) for way in ways):
             raise NothingVerified(why=f"no part of it ran in a CUDA graph ({_why_not_graphed(*known)})")
     finally:
-        torch.random.set_rng_state(random[0])
-        torch.cuda.set_rng_state_all(random[1])
         for way in ways:
             if way.trees is not None:
                 way.trees.clear()
@@ -105,14 +100,10 @@ def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:
                 _spoil(tensor, own)
             spoilt.append((given, named))
         wanted, found = seen
-        apart = difference(found, wanted)
-        if apart.problem is None and not apart.largest:
-            continue
-        for one, other in zip(found, wanted, strict=False):
-            apart = difference([one], [other])
-            if apart.problem is not None or apart.largest:
-                raise DiffersUngraphed(call=call, name=one[0], how=apart.problem or f"off by up to {apart.largest:.3g}")
-        raise DiffersUngraphed(call=call, name="what it returns", how=apart.problem)
+        for name, apart in differences(found, wanted):
+            if apart:
+                how = apart if isinstance(apart, str) else f"off by up to {apart:.3g}"
+                raise DiffersUngraphed(call=call, name=name, how=how)
 
 
 def _elsewhere(value: Any) -> Any:
@@ -122,12 +113,7 @@ def _elsewhere(value: Any) -> Any:
     is_wrapped = is_traceable_wrapper_subclass(value)  # then it has no memory itself
     if is_wrapped or value.layout is not torch.strided or value.is_conj() or value.is_neg():
         return value.detach().clone().requires_grad_(value.requires_grad)
-    source, size = flat(value), value.element_size()
-    buffer = torch.empty(source.numel() + 512 // size, dtype=value.dtype, device=value.device)
-    begin = (value.data_ptr() - buffer.data_ptr()) % 512 // size
-    copied = buffer[begin : begin + source.numel()].copy_(source)
-    view = copied.as_strided(value.shape, value.stride(), copied.storage_offset())
-    return view.requires_grad_(value.requires_grad)
+    return copy_at(value, value.data_ptr() % 512).requires_grad_(value.requires_grad)
 
 
 def _storages(values: Any) -> frozenset[int]:

@@ -9,8 +9,11 @@ restores the previous ones, and is never timed. README.md says how ways share a 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,15 +28,17 @@ if TYPE_CHECKING:
 
 WAYS = ("eager", "compile", "upstream", "ours")
 FORCED = ("ours:patch", "ours:table")  # ours, with the named route of inputs, whichever is faster
-MORE_WAYS = (*FORCED, "ours:graphed", "ours:keep", "ours:overwrite")
 
-_FLAGS = {
+FLAGS: Mapping[str, Mapping[str, str]] = {  # of all ways, by name: overrides of the user's flags
+    **{name: {} for name in WAYS},
     "ours:patch": {"triton.pygraph_indirection": "patch", "triton.pygraph_selective": "always"},
     "ours:table": {"triton.pygraph_indirection": "table", "triton.pygraph_selective": "always"},
     "ours:graphed": {"triton.pygraph_selective": "always"},
     "ours:keep": {"triton.pygraph_selective": "always", "triton.pygraph_outputs": "keep"},
     "ours:overwrite": {"triton.pygraph_selective": "always", "triton.pygraph_outputs": "upstream"},
 }
+# The best configuration is next to each kernel; `cache/` has the measured costs of templates and padding of matrices.
+_CHOICES = ("*/*.best_config", "cache/**/*")
 
 
 class UnknownWayError(PygraphError):
@@ -67,10 +72,6 @@ class Way:
     flags: Mapping[str, str] = field(default_factory=dict)  # overrides of the user's flags
 
     @property
-    def compiled(self) -> bool:
-        return self.name != "eager"
-
-    @property
     def managers(self) -> Sequence[Any]:
         """The tree managers of this way, one per device; none for a way without graphs."""
         return self.trees.managers() if self.trees is not None else ()
@@ -90,8 +91,8 @@ class Way:
 def check(names: Sequence[str]) -> None:
     """Raises :class:`UnknownWayError` unless there are ways of all these names."""
     for name in names:
-        if name not in (*WAYS, *MORE_WAYS):
-            raise UnknownWayError(allowed=", ".join((*WAYS, *MORE_WAYS)), got=name)
+        if name not in FLAGS:
+            raise UnknownWayError(allowed=", ".join(FLAGS), got=name)
 
 
 def make_ways(program: Program, names: Sequence[str] = WAYS) -> list[Way]:
@@ -121,7 +122,7 @@ def _make(program: Program, name: str) -> Way:
         backend = OwnInductor(None if name == "compile" else "reduce-overhead")
         compiled = _optimize(backend, program.fn)
     trees = None if name == "compile" else Trees()
-    return Way(name, compiled, patched=kind == "ours", trees=trees, flags=_FLAGS.get(name, {}))
+    return Way(name, compiled, patched=kind == "ours", trees=trees, flags=FLAGS[name])
 
 
 @contextlib.contextmanager
@@ -148,3 +149,27 @@ def _switch(on: bool) -> None:
                 raise NotPatchedError(feature=status.feature, state=status.state)
     elif patches_on():
         inductor_patches.uninstall()
+
+
+@contextlib.contextmanager
+def own_cache(folder: Path) -> Iterator[None]:
+    """Inside, Inductor and Triton have caches of their own under ``folder``, empty except for choices by benchmark.
+
+    Otherwise ways would differ by the kernels that they happened to choose. The first way tunes, and its compile time
+    includes that; the others start from its choices. README.md gives the measured effect.
+    """
+    from torch._inductor.utils import fresh_cache
+
+    kept = folder / "choices"
+    with fresh_cache(dir=str(folder), delete=False):
+        own = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        _carry_choices(kept, own)
+        yield
+        _carry_choices(own, kept)
+
+
+def _carry_choices(source: Path, target: Path) -> None:
+    for path in (path for pattern in _CHOICES for path in source.glob(pattern) if path.is_file()):
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, copy)

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from pygraph_trees.report.markup import Section, preformatted, render
+from pygraph_trees.report.markup import Section, Shown, preformatted, render
 from pygraph_trees.report.page import document
 from pygraph_trees.report.records import GraphBreak, Partition, PartitionInput, Placed
-from pygraph_trees.report.shown import Shown
-from pygraph_trees.report.text import break_line, cause_line, counted, nbytes, placed_lines, table
+from pygraph_trees.report.text import break_line, cause_line, counted, first_lines, nbytes, placed_lines, table
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -63,10 +62,6 @@ class ExplainedGraph:
     partitions: tuple[ExplainedPartition, ...]
     placed: tuple[Placed, ...]
     why_not_placed: str | None
-
-    @property
-    def graphed(self) -> int:
-        return sum(p.partition.graphed for p in self.partitions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +114,7 @@ def _graph(graph: ExplainedGraph) -> str:
         return textwrap.fill(
             f"{title}: not graphed, {outside} outside: {graph.not_graphed}", WIDTH, subsequent_indent="  "
         )
-    parts, graphed = len(graph.partitions), graph.graphed
+    parts, graphed = len(graph.partitions), sum(p.partition.graphed for p in graph.partitions)
     lines = [f"{title}: {counted(parts, 'partition')}, {'all' if graphed == parts else graphed} graphed"]
     for number, part in enumerate(graph.partitions, 1):
         lines += [f"  {line}" for line in _partition(number, part)]
@@ -162,11 +157,8 @@ def _title(number: int, partition: Partition) -> str:
     return f"partition {number}, {state}: {_kernels(Counter(partition.kernels))}"
 
 
-def _causes(partition: Partition) -> Iterator[str]:
-    for cause in partition.causes[:_MOST_CAUSES]:
-        yield f"because of {cause_line(cause)}"
-    if len(partition.causes) > _MOST_CAUSES:
-        yield f"and {len(partition.causes) - _MOST_CAUSES} more"
+def _causes(partition: Partition) -> list[str]:
+    return first_lines([f"because of {cause_line(cause)}" for cause in partition.causes], _MOST_CAUSES)
 
 
 def _by_kind(part: ExplainedPartition) -> str:

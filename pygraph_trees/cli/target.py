@@ -29,7 +29,8 @@ from pygraph_trees.report.naming import FRAME
 
 from .explain import OnCpuError
 
-DEFAULT = "pygraph_trees.cli.default_target:bert"
+DEFAULT = f"{__name__}:bert"
+_VOCABULARY = 384  # the 256 bytes and 128 special tokens, as ByT5's
 _WORKLOADS = Path(__file__).resolve().parents[2] / "tools" / "bench" / "workloads" / "__init__.py"
 _RETURNED = "(model, args), (model, args, kwargs) or (model, args, kwargs, loss)"
 _ADD_DEVICE = "add a parameter `device` to the function, and build for it"
@@ -53,7 +54,7 @@ class TargetFormError(TargetError):
     )
 
     def __init__(self, target: str, problem: str) -> None:
-        names = ", ".join(sorted(workload_names()))
+        names = ", ".join(sorted(workloads()))
         super().__init__(
             target=target,
             problem=problem,
@@ -62,13 +63,34 @@ class TargetFormError(TargetError):
         )
 
 
+class TransformersMissing(PygraphError):
+    template = "the default target needs transformers ({why}): pip install transformers"
+
+
+def bert(device: torch.device | str = "cuda") -> tuple[torch.nn.Module, tuple[()], dict[str, Any]]:
+    """The default target: transformers' BERT for masked language modelling, of base size, in bfloat16, random weights.
+
+    Its keyword arguments are ``input_ids`` and ``attention_mask``, int64 of shape (4, 256), on ``device``.
+    """
+    try:
+        from transformers import BertConfig, BertForMaskedLM
+    except ImportError as error:
+        raise TransformersMissing(why=error) from error
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = BertForMaskedLM(BertConfig(vocab_size=_VOCABULARY)).to(torch.bfloat16).eval()
+    tokens = torch.randint(_VOCABULARY, (4, 256)).to(device)
+    return model, (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
 def resolve(target: str, device: torch.device) -> Program:
     """Builds the program that ``target`` names, or :data:`DEFAULT` if it is empty, for ``device``."""
     target = target or DEFAULT
     if ":" not in target:
-        workload = _workloads().get(target)
+        workload = workloads().get(target)
         if workload is None:
-            near = difflib.get_close_matches(target.upper(), workload_names(), n=1)
+            near = difflib.get_close_matches(target.upper(), workloads(), n=1)
             if near:
                 raise TargetError(target=target, problem=f"no such workload; did you mean {near[0]}?")
             if target.endswith(".py"):
@@ -98,11 +120,6 @@ def resolve(target: str, device: torch.device) -> Program:
         hint = "; args must be a tuple" if is_model_first and not isinstance(made[1], (tuple, list)) else ""
         raise TargetFormError(target, f"it returned {shape}{hint}")
     return program
-
-
-def workload_names() -> list[str]:
-    """Names of the workloads; empty if the package is installed without its checkout."""
-    return list(_workloads())
 
 
 def program_of(made: Any, name: str) -> Program | None:
@@ -187,12 +204,13 @@ def _is_own(file: str) -> bool:
     return not file.startswith((_TORCH, _PACKAGE, "<"))
 
 
-def _workloads() -> Mapping[str, Any]:
+def workloads() -> Mapping[str, Any]:
+    """The workloads by name; none if the package is installed without its checkout."""
     if not _WORKLOADS.exists():
         return {}
     module = sys.modules.get("pygraph_bench_workloads") or _load("pygraph_bench_workloads", _WORKLOADS)
-    workloads: Mapping[str, Any] = module.WORKLOADS
-    return workloads
+    found: Mapping[str, Any] = module.WORKLOADS
+    return found
 
 
 def _module(target: str, place: str) -> ModuleType:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _CUDA = 1  # c10::DeviceType::CUDA
 # Slots of isBuilt, isAvailable and hasPrimaryContext in AcceleratorHooksInterface, after two for its destructor.
 _ANSWERED_TRUE = (2, 3, 4)
+_BEFORE_METHODS = 2  # pointers in a method table: offset to top, type information
 _SLOTS = 128  # more than any method table has; copies beyond its end are never called
 
 
@@ -52,27 +53,19 @@ def _cuda_hooks_table() -> Any:
     return ctypes.c_void_p.from_address(get_hooks())
 
 
-class _CudaIsBuilt:
-    """A copy of the CUDA hooks' method table in which CUDA is built and available; kept alive for good."""
-
-    __slots__ = ("_table",)
-
-    def __init__(self, original: int) -> None:
-        header = 2 * ctypes.sizeof(ctypes.c_void_p)  # offset to top and type information precede the methods
-        self._table = (ctypes.c_void_p * (_SLOTS + 2)).from_buffer_copy(
-            (ctypes.c_void_p * (_SLOTS + 2)).from_address(original - header)
-        )
-        # Any C function works that returns 1 without arguments, the interpreter lock or side effects.
-        for slot in _ANSWERED_TRUE:
-            self._table[2 + slot] = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self._table) + 2 * ctypes.sizeof(ctypes.c_void_p)
-
-
 _no_op_guard: int | None = None  # made once by torch, never freed
-_cuda_is_built: _CudaIsBuilt | None = None
+_cuda_is_built: Any = None  # a method table, kept alive for good
+
+
+def _with_cuda_built(original: int) -> Any:
+    """A copy of the CUDA hooks' method table in which CUDA is built and available."""
+    table_type = ctypes.c_void_p * (_BEFORE_METHODS + _SLOTS)
+    pointer_size = ctypes.sizeof(ctypes.c_void_p)
+    table = table_type.from_buffer_copy(table_type.from_address(original - _BEFORE_METHODS * pointer_size))
+    # Any C function works that returns 1 without arguments, the interpreter lock or side effects.
+    for slot in _ANSWERED_TRUE:
+        table[_BEFORE_METHODS + slot] = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
+    return table
 
 
 def _make_no_op_guard(slot: Any) -> int:
@@ -104,13 +97,13 @@ def no_op_device_guard() -> Iterator[None]:
     if before is None and _no_op_guard is None:
         _no_op_guard = _make_no_op_guard(slot)
     if _cuda_is_built is None:
-        _cuda_is_built = _CudaIsBuilt(table_before)
+        _cuda_is_built = _with_cuda_built(table_before)
     try:
         if before is None:
             slot.value = _no_op_guard
         else:
             torch._C._ensureCUDADeviceGuardSet()
-        hooks.value = _cuda_is_built.address
+        hooks.value = ctypes.addressof(_cuda_is_built) + _BEFORE_METHODS * ctypes.sizeof(ctypes.c_void_p)
         accelerator = torch._C._accelerator_getAccelerator()
         if getattr(accelerator, "type", None) != "cuda":
             raise NoDeviceGuardError(version=torch.__version__, what=f"it takes {accelerator} for the accelerator")

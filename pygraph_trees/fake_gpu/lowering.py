@@ -21,9 +21,7 @@ import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._inductor import compile_fx, cpp_builder, cpu_vec_isa, output_code
 from torch._inductor.graph import GraphLowering
-from torch._inductor.scheduler import Scheduler
 from torch._inductor.utils import BoxedBool, set_tracing_context_output_strides
-from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from pygraph_trees.errors import PygraphError
@@ -48,22 +46,15 @@ class UnknownSizeError(PygraphError):
 class LoweredGraph:
     """One graph that Inductor would compile, as it is after code generation."""
 
-    graph: GraphLowering  # with scheduler, partition_maps and partition_signatures
+    graph: GraphLowering  # with scheduler and partition_maps
     gm: torch.fx.GraphModule  # after post-grad passes
     name: str  # program or traced function, [compile id], and "backward" if it is one
     is_inference: bool
     is_backward: bool
     static_input_idxs: tuple[int, ...]  # the inputs that upstream takes as static
     input_names: tuple[str, ...]  # of the graph's inputs in order: parameter, argument or activation
-    signatures: tuple[Any, ...]  # Inductor's GraphPartitionSignature of each partition; empty without partitions
     disabled_reason: str | None  # why upstream would graph none of it
     source_code: str
-
-    @contextlib.contextmanager
-    def handlers(self) -> Iterator[None]:
-        """Inside, Inductor's virtualized handlers are this graph's, as some methods of its scheduler nodes require."""
-        with V.set_graph_handler(self.graph):
-            yield
 
 
 def _sizes_from(placeholders: Sequence[torch.fx.Node], args: Sequence[Any]) -> dict[Any, int]:
@@ -202,7 +193,6 @@ class Lowerings:
         self.graphs: list[LoweredGraph] = []
         self._program = program
         self._parameters = frozenset(parameters)
-        self._signatures: dict[Scheduler, tuple[Any, ...]] = {}
         self._program_code: Any = None  # of the first frame that Dynamo traces
         self._traced_name = ""
         self._sources: list[str] = []  # of the inputs of the graph that Dynamo traced last
@@ -265,7 +255,6 @@ class Lowerings:
                 is_backward=bool(kwargs["is_backward"]),
                 static_input_idxs=tuple(kwargs["static_input_idxs"] or ()),
                 input_names=self._input_names(unexecuted.graph.module, is_backward=kwargs["is_backward"]),
-                signatures=self._signatures.pop(unexecuted.graph.scheduler, ()),
                 disabled_reason=reason,
                 source_code=unexecuted.source_code,
             )
@@ -289,13 +278,6 @@ class Lowerings:
             "cpp_wrapper": False,
         }
 
-        partition = Scheduler.graph_partition
-
-        def graph_partition(scheduler: Scheduler) -> Any:
-            partitions, signatures = partition(scheduler)
-            self._signatures[scheduler] = tuple(signatures)
-            return partitions, signatures
-
         def post_compile(compiled: CompiledFxGraph, *args: Any) -> None:
             self._keep(compiled, *args)
 
@@ -305,7 +287,6 @@ class Lowerings:
             replaced(
                 [
                     (GraphLowering, "_compile_to_module", _generate),
-                    (Scheduler, "graph_partition", graph_partition),
                     (output_code.CompiledFxGraph, "post_compile", post_compile),
                     (output_code, "log_cudagraph_skip_and_bump_counter", lambda _: None),  # it warns
                     # CPU kernels are not compiled either, so a compiler need not exist.

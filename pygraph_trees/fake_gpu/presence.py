@@ -21,11 +21,9 @@ import torch
 from pygraph_trees.errors import PygraphError
 
 from .architectures import device_properties
-from .attention import chosen_attention
-from .constants import constants_off_gpu
-from .convolution import convolutions_by_cudnn
+from .computed_on_cpu import constants_off_gpu, fallback_on_cpu
 from .device_guard import no_op_device_guard
-from .fallback import fallback_on_cpu
+from .library_kernels import chosen_attention, convolutions_by_cudnn
 from .replacing import replaced
 
 if TYPE_CHECKING:
@@ -87,6 +85,20 @@ _MEMOISED = {
 }
 
 
+_DOING_NOTHING = (
+    *("_lazy_init", "_lazy_call", "init", "synchronize", "empty_cache", "set_device", "reset_peak_memory_stats"),
+    *("set_rng_state", "manual_seed", "manual_seed_all", "seed", "seed_all"),
+)
+_ANSWERING_ZERO = (
+    *("current_device", "_exchange_device", "_maybe_exchange_device"),
+    *("memory_allocated", "max_memory_allocated", "memory_reserved"),
+)
+_OF_THE_INTERFACE = (
+    *("current_device", "device_count", "set_device", "synchronize", "memory_allocated", "is_bf16_supported"),
+    "get_device_properties",
+)
+
+
 def _always(value: Any) -> Callable[..., Any]:
     def answer(*_args: Any, **_kwargs: Any) -> Any:
         return value
@@ -137,55 +149,29 @@ def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
     nothing, zero, one = _always(None), _always(0), _always(1)
     the_properties = _always(properties)
     answers: dict[str, Any] = {
-        "is_available": _always(True),
+        **dict.fromkeys(_DOING_NOTHING, nothing),
+        **dict.fromkeys(_ANSWERING_ZERO, zero),
+        **dict.fromkeys(("is_available", "is_bf16_supported", "is_tf32_supported"), _always(True)),
+        "is_current_stream_capturing": _always(False),
         "device_count": one,
-        "current_device": zero,
         "get_device_properties": the_properties,
         "get_device_capability": _always(properties.capability),
         "get_device_name": _always(properties.name),
         "get_arch_list": _always([f"sm_{properties.major}{properties.minor}"]),
-        "is_bf16_supported": _always(True),
-        "is_tf32_supported": _always(True),
         "mem_get_info": _always((properties.total_memory, properties.total_memory)),
-        "_lazy_init": nothing,
-        "_lazy_call": nothing,
-        "init": nothing,
-        "is_current_stream_capturing": _always(False),
-        "synchronize": nothing,
-        "empty_cache": nothing,
-        "set_device": nothing,
-        "_exchange_device": zero,
-        "_maybe_exchange_device": zero,
-        "memory_allocated": zero,
-        "max_memory_allocated": zero,
-        "memory_reserved": zero,
-        "reset_peak_memory_stats": nothing,
         "get_rng_state": _rng_state,
-        "set_rng_state": nothing,
-        "manual_seed": nothing,
-        "manual_seed_all": nothing,
-        "seed": nothing,
-        "seed_all": nothing,
     }
-    out: list[tuple[Any, str, Any]] = []
-    for name, answer in answers.items():
-        out.append((torch.cuda, name, answer))
-        for module in (torch.cuda.graphs, torch.cuda.memory, torch.cuda.random):  # they import these by value
-            if hasattr(module, name):
-                out.append((module, name, answer))
-
+    # Some modules import these by value.
+    modules = (torch.cuda, torch.cuda.graphs, torch.cuda.memory, torch.cuda.random)
+    out: list[tuple[Any, str, Any]] = [
+        (module, name, answer)
+        for name, answer in answers.items()
+        for module in modules
+        if module is torch.cuda or hasattr(module, name)
+    ]
     interface: Any = device_interface.CudaInterface
-    for name in (
-        "current_device",
-        "device_count",
-        "set_device",
-        "synchronize",
-        "memory_allocated",
-        "is_bf16_supported",
-    ):
-        out.append((interface, name, staticmethod(answers[name])))
+    out += [(interface, name, staticmethod(answers[name])) for name in _OF_THE_INTERFACE]
     out += [
-        (interface, "get_device_properties", staticmethod(the_properties)),
         (interface, "exchange_device", staticmethod(zero)),
         (interface, "maybe_exchange_device", staticmethod(zero)),
         (interface, "get_raw_stream", staticmethod(zero)),
@@ -229,22 +215,14 @@ def _forget_memoised() -> None:
                 attrgetter(name)(module).cache_clear()
 
 
-class _Active:
-    """The one fake GPU of this process, and how often it was entered."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.arch: str | None = None
-        self.depth = 0
-        self.exit = contextlib.ExitStack()
-
-
-_active = _Active()
+_lock = threading.Lock()
+_entered: list[str] = []  # the architecture, as often as its context was entered
+_exit = contextlib.ExitStack()
 
 
 def is_absent() -> bool:
     """Whether a GPU is faked now."""
-    return bool(_active.depth)
+    return bool(_entered)
 
 
 @contextlib.contextmanager
@@ -255,10 +233,10 @@ def absent_gpu(arch: str = "sm_90") -> Iterator[None]:
     architecture's context, and :class:`NoDeviceGuardError` if this build of torch's C++ code cannot be convinced.
     """
     properties = device_properties(arch)
-    with _active.lock:
-        if _active.depth and _active.arch != arch:
-            raise OtherArchitectureError(wanted=arch, active=_active.arch)
-        if not _active.depth:
+    with _lock:
+        if _entered and arch not in _entered:
+            raise OtherArchitectureError(wanted=arch, active=_entered[0])
+        if not _entered:
             if torch.cuda.is_available():
                 torch.cuda.init()  # torch's C++ code notes that this was done, and would not do it later
             _fill_dynamo_tables()
@@ -269,14 +247,12 @@ def absent_gpu(arch: str = "sm_90") -> Iterator[None]:
                 for decided in (chosen_attention, convolutions_by_cudnn, constants_off_gpu, fallback_on_cpu):
                     entering.enter_context(decided())
                 _forget_memoised()
-                _active.exit = entering.pop_all()
-        _active.arch = arch
-        _active.depth += 1
+                _exit.push(entering.pop_all())
+        _entered.append(arch)
     try:
         yield
     finally:
-        with _active.lock:
-            _active.depth -= 1
-            if not _active.depth:
-                _active.arch = None
-                _active.exit.close()
+        with _lock:
+            _entered.pop()
+            if not _entered:
+                _exit.close()

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch._guards import CompileId
 from torch._logging import trace_structured
@@ -36,6 +36,8 @@ from .records import (
 )
 
 _log = logging.getLogger("pygraph_trees.report")
+
+R = TypeVar("R", FunctionRecord, GraphRecord, RecordingRecord)
 
 _FASTER = "it is faster un-graphed"
 _COPIED_BYTES, _ROUTE = ([f.name for f in fields(InputRecord)].index(name) for name in ("copied_bytes", "route"))
@@ -82,11 +84,13 @@ class RecordingLog:
         return Counter(given[_ROUTE] for given in self.inputs if len(given) > _ROUTE and given[_ROUTE] is not None)
 
     def record(self) -> RecordingRecord:
-        facts = {f.name: getattr(self, f.name) for f in fields(RecordingRecord) if f.name != "set_nodes"}
-        facts["set_nodes"] = self.sets.value
-        facts["inputs"] = tuple(InputRecord(*given) for given in self.inputs)
-        facts["outputs"] = tuple(OutputRecord(*made) for made in self.outputs)
-        return RecordingRecord(**facts)
+        return _record(
+            RecordingRecord,
+            self,
+            inputs=tuple(InputRecord(*given) for given in self.inputs),
+            outputs=tuple(OutputRecord(*made) for made in self.outputs),
+            set_nodes=self.sets.value,
+        )
 
 
 @dataclass(slots=True)
@@ -185,24 +189,15 @@ class FunctionLog:
 
     def record(self) -> FunctionRecord:
         recordings = tuple(r.record() for r in list(self.recordings))
-        return FunctionRecord(
-            model=self.model,
-            compile_id=self.compile_id,
-            mode=self.mode,
-            partition=self.partition,
+        return _record(
+            FunctionRecord,
+            self,
             partitions=max(self.partition, self.graph.functions if self.graph else 1),
             settings=dict(self.settings),
             recordings=recordings,
-            warmups=self.warmups,
-            warmup_pool_bytes=self.warmup_pool_bytes,
             ungraphed_calls=max(0, self.runs - self.warmups - len(recordings) - self.trial_runs),
-            ungraphed_reason=self.ungraphed_reason,
-            decision=self.decision,
             trial_calls=self.trial_runs,
-            route=self.route,
-            awaits_table=self.awaits_table,
             moved_outputs=tuple(MovedOutput(n, *seen) for n, seen in sorted(self.moved.copy().items())),
-            why_not_kept=self.why_not_kept,
             slow_calls={why: calls.value for why, calls in zip(SLOW_CALLS, self.slow, strict=False) if calls.value},
             blocks_allocated=self.blocks_allocated.value,
             blocks_given_away=self.blocks_given_away.value,
@@ -223,9 +218,13 @@ class GraphLog:
     code: str | None = None  # a key of its generated code, the same in every process
 
     def record(self) -> GraphRecord:
-        return GraphRecord(
-            self.model, self.compile_id, self.mode, self.partitions, self.dropped, self.placed, self.why_not_placed
-        )
+        return _record(GraphRecord, self)
+
+
+def _record(kind: type[R], log: object, **facts: Any) -> R:
+    """A record of these facts; the others are the log's, by the same names."""
+    facts |= {f.name: getattr(log, f.name) for f in fields(kind) if f.name not in facts}
+    return kind(**facts)
 
 
 def _trace(name: str, log: FunctionLog | GraphLog) -> None:
@@ -278,21 +277,12 @@ class Journal:
     def add_graph(self, graph: GraphLog) -> None:
         with self._lock:
             self._graphs.append(graph)
-        graphed = sum(p.graphed for p in graph.partitions)
-        _log.info(
-            "%s %s %s: %s",
-            graph.model,
-            graph.compile_id or "-",
-            graph.mode,
-            f"not graphed: {graph.dropped}"
-            if graph.dropped
-            else f"{graphed} graphed of {len(graph.partitions)} partitions",
-        )
+        name = f"{graph.model} {graph.compile_id or '-'}"
+        graphed = f"{sum(p.graphed for p in graph.partitions)} graphed of {len(graph.partitions)} partitions"
+        _log.info("%s %s: %s", name, graph.mode, f"not graphed: {graph.dropped}" if graph.dropped else graphed)
         _trace("pygraph_graph", graph)
         for cause in graph.record().causes:
-            _log.debug(
-                "%s %s: outside: %s, %s, %s", graph.model, graph.compile_id or "-", cause.reason, cause.op, cause.source
-            )
+            _log.debug("%s: outside: %s, %s, %s", name, cause.reason, cause.op, cause.source)
 
     def add_function(self, function: FunctionLog) -> None:
         with self._lock:

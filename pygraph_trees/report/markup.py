@@ -1,4 +1,4 @@
-"""Renders HTML from the Jinja templates in ``templates/``.
+"""Renders HTML from the Jinja templates in ``templates/``, and shows results.
 
 :func:`render` escapes all text that it is given. HTML is :class:`markupsafe.Markup`, which :func:`render` returns and
 other templates insert unchanged.
@@ -7,7 +7,8 @@ other templates insert unchanged.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,38 @@ def preformatted(text: object) -> Markup:
     from markupsafe import Markup
 
     return Markup("<pre>{}</pre>").format(str(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A result that prints as text, shows itself in a notebook, and becomes JSON or a self-contained page.
+
+    A subclass is a dataclass of records, and says what its text and its page are.
+    """
+
+    def to_text(self) -> str:
+        raise NotImplementedError
+
+    def _page(self) -> str:
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """All records as a JSON object, with their names as keys."""
+        return json.dumps(asdict(self), indent=1)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """A self-contained page for a browser, also written to ``path`` if given."""
+        text = self._page()
+        if path is not None:
+            # Arguments of the command line that are not UTF-8 contain surrogates.
+            Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+        return text
+
+    def _repr_html_(self) -> str:
+        return preformatted(self.to_text())
+
+    def __str__(self) -> str:
+        return self.to_text()
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .markup import Section, render
-from .recorded_tree import function_anchor, recorded_tree, recording_anchor
+from .recorded_tree import recorded_tree
 from .records import (
     IN_POOL,
     ON_INPUT,
@@ -44,8 +44,7 @@ _GIVEN = {"patch": "by address", "table": "by table", "copy": "copied", "stage":
 class Part:
     """A part of a strip, which leads to ``anchor``."""
 
-    count: int  # of kernels: its width
-    text: str
+    count: int  # of kernels: its width and its text
     kind: str  # "in" or "out" of a CUDA graph
     anchor: str
     name: str
@@ -134,8 +133,6 @@ def _functions(functions: Sequence[FunctionRecord]) -> Markup:
         functions=functions,
         few=_FEW_ROWS,
         most=_MOST_ROWS,
-        function_anchor=function_anchor,
-        recording_anchor=recording_anchor,
         input_rows=_input_rows,
         kinds_of=lambda inputs: ", ".join(f"{n} {kind}" for kind, n in Counter(i.kind for i in inputs).items()),
         places_of=_places_of,
@@ -186,7 +183,7 @@ def _parts_of(graph: GraphRecord, index: int) -> list[Part]:
         by_kind = ", ".join(f"{count} {kind}" for kind, count in p.kernels.items()) or "nothing"
         name = f"part {number}, {'graphed' if is_graphed else 'outside'}: {by_kind}"
         kind = "in" if is_graphed else "out"
-        parts.append(Part(p.gpu_kernels, str(p.gpu_kernels), kind, f"graph-{index}-part-{number}", name))
+        parts.append(Part(p.gpu_kernels, kind, f"graph-{index}-part-{number}", name))
     return parts
 
 

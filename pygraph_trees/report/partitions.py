@@ -30,7 +30,7 @@ def describe(
         Partition(
             graphed=not signature.skip_cudagraph,
             kernels=dict(Counter(kind for node in nodes for kind in _kinds(node))),
-            causes=tuple(_causes(scheduler, nodes)) if signature.skip_cudagraph else (),
+            causes=_causes(scheduler, nodes) if signature.skip_cudagraph else (),
             inputs=tuple(_inputs(scheduler, signature.input_nodes, nodes)),
             outputs=tuple(output.get_name() for output in signature.output_nodes),
         )
@@ -42,16 +42,6 @@ def whole(scheduler: Scheduler) -> tuple[Partition, ...]:
     """An unpartitioned graph as one partition, which is graphed or dropped as a whole."""
     kernels = Counter(kind for node in scheduler.nodes for kind in _kinds(node))
     return (Partition(graphed=True, kernels=dict(kernels)),)
-
-
-def _leaves(node: BaseSchedulerNode) -> Iterator[BaseSchedulerNode]:
-    from torch._inductor.scheduler import FusedSchedulerNode, GroupedSchedulerNode
-
-    if isinstance(node, (FusedSchedulerNode, GroupedSchedulerNode)):
-        for part in node.snodes:
-            yield from _leaves(part)
-    else:
-        yield node
 
 
 def _kinds(node: BaseSchedulerNode) -> Iterator[str]:
@@ -74,23 +64,15 @@ def _kinds(node: BaseSchedulerNode) -> Iterator[str]:
         yield "triton"
 
 
-def _causes(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode]) -> Iterator[Cause]:
-    seen: set[Cause] = set()
-    for node in nodes:
-        if not any(True for _ in _kinds(node)):
-            continue
-        reason = scheduler.should_partition(node)
-        cause = Cause(str(reason), *_operation(node)) if reason else None
-        if cause is not None and cause not in seen:
-            seen.add(cause)
-            yield cause
-            if len(seen) == _MOST_CAUSES:
-                return
+def _causes(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode]) -> tuple[Cause, ...]:
+    reasons = ((scheduler.should_partition(node), node) for node in nodes if any(_kinds(node)))
+    causes = dict.fromkeys(Cause(str(reason), *_operation(node)) for reason, node in reasons if reason)
+    return tuple(causes)[:_MOST_CAUSES]
 
 
 def _operation(node: BaseSchedulerNode) -> tuple[str, str | None]:
     """Name and source line of the operation that a scheduled node comes from."""
-    origins = [o for leaf in _leaves(node) for o in getattr(leaf.node, "origins", ())]
+    origins = [o for leaf in node.get_nodes() for o in getattr(leaf.node, "origins", ())]
     if not origins:
         return type(node.node).__name__, None
     origin = next((o for o in origins if o.meta.get("stack_trace")), origins[0])

@@ -26,8 +26,7 @@ class Node:
 
     function: FunctionRecord
     recording: RecordingRecord
-    function_anchor: str
-    anchor: str
+    place: tuple[int, int]  # index of the function in the report, and of the recording in it; anchors are made of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,43 +38,34 @@ class Step:
     tag: Markup | str = ""
 
 
-def function_anchor(index: int) -> str:
-    """The anchor of a function's section in the report."""
-    return f"function-{index}"
-
-
-def recording_anchor(index: int, position: int) -> str:
-    """The anchor of a recording in the tree: index of the function in the report, and of the recording in it."""
-    return f"recording-{index}-{position}"
-
-
 def recorded_tree(functions: Sequence[FunctionRecord]) -> Markup:
     """The tree as HTML, with a link from each recording to its function's section."""
     nodes = [
-        Node(f, r, function_anchor(index), recording_anchor(index, position))
-        for index, f in enumerate(functions)
-        for position, r in enumerate(f.recordings)
+        Node(f, r, (index, position)) for index, f in enumerate(functions) for position, r in enumerate(f.recordings)
     ]
     numbers = Counter(node.recording.number for node in nodes)
     by_number = {node.recording.number: node for node in nodes if numbers[node.recording.number] == 1}
-    roots, below = [], dict[str, list[Node]]()
+    roots, below = [], dict[tuple[int, int], list[Node]]()
     for node in sorted(nodes, key=lambda node: node.recording.number):
         parent = by_number.get(node.recording.parent) if node.recording.parent is not None else None
         if parent is None:
             roots.append(node)
         else:
-            below.setdefault(parent.anchor, []).append(node)
+            below.setdefault(parent.place, []).append(node)
     steps = list(_lists(nodes, roots, below, numbers))
     return render("tree", steps=steps, ambiguous=len(by_number) < len(nodes))
 
 
 def _lists(
-    nodes: Sequence[Node], roots: Sequence[Node], below: Mapping[str, Sequence[Node]], numbers: Mapping[int, int]
+    nodes: Sequence[Node],
+    roots: Sequence[Node],
+    below: Mapping[tuple[int, int], Sequence[Node]],
+    numbers: Mapping[int, int],
 ) -> Iterator[Step]:
     """Unbranched paths are ``ol``, branches are ``ul``; every recording appears exactly once."""
     from markupsafe import Markup
 
-    seen: set[str] = set()
+    seen: set[tuple[int, int]] = set()
     # Records in a cycle have no root.
     for root in (*roots, *nodes):
         pending: list[Node | None] = [root]
@@ -84,13 +74,13 @@ def _lists(
             if node is None:
                 yield Step(None, tag=Markup("</ul></li></ol></li>"))
                 continue
-            if node.anchor in seen:
+            if node.place in seen:
                 continue
             yield Step(None, tag=Markup("<li><ol>"))
             while True:
-                seen.add(node.anchor)
+                seen.add(node.place)
                 yield Step(node, _why(node, numbers))
-                followers = [f for f in below.get(node.anchor, ()) if f.anchor not in seen]
+                followers = [f for f in below.get(node.place, ()) if f.place not in seen]
                 if len(followers) != 1:
                     break
                 yield Step(None, tag=Markup("</li>"))

@@ -9,21 +9,26 @@ from __future__ import annotations
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pygraph_trees.version import __version__, triton_version
 
-from .changes import changes
 from .log import journal
-from .markup import preformatted
+from .markup import Shown, preformatted
 from .naming import source_line
 from .page import page
-from .records import Environment, FeatureState, GraphBreak, Snapshot
-from .shown import Shown
-from .text import render
+from .records import Environment, FeatureState, FunctionRecord, GraphBreak, Snapshot
+from .text import called, counted, nbytes, render
 
 _NOTEBOOK = 120  # columns
+_FIGURES: tuple[tuple[str, Callable[[FunctionRecord], str]], ...] = (
+    ("recordings", lambda f: str(len(f.recordings))),
+    ("replays", lambda f: str(f.replays)),
+    ("calls un-graphed", lambda f: str(f.ungraphed_calls)),
+    ("copied at each replay", lambda f: nbytes(f.recordings[-1].copied_bytes) if f.recordings else "nothing"),
+    ("graph pool", lambda f: nbytes(f.pool_bytes)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +38,37 @@ class Report(Snapshot, Shown):
     def to_text(self, width: int | None = None) -> str:
         """Tables of at most ``width`` columns, but at least 80; by default the terminal's width."""
         columns = width or shutil.get_terminal_size((100, 24)).columns
-        return render(self.environment, self.graphs, self.functions, max(80, columns), self.breaks)
+        return render(self, max(80, columns))
 
     def _page(self) -> str:
         return page(self)
 
     def diff(self, earlier: Snapshot) -> str:
         """What changed since an earlier report, a line for each function; empty if nothing did."""
-        return "\n".join(changes(earlier, self))
+        return "\n".join(_changes(earlier, self))
 
     def _repr_html_(self) -> str:
         return preformatted(self.to_text(_NOTEBOOK))
+
+
+def _changes(before: Snapshot, after: Snapshot) -> Iterator[str]:
+    """A line for each function that differs; functions are matched by name, mode and partition, in order."""
+    earlier: dict[str, list[FunctionRecord]] = {}
+    for function in before.functions:
+        earlier.setdefault(called(function), []).append(function)
+    for function in after.functions:
+        name = called(function)
+        if not earlier.get(name):
+            recordings, replays = counted(len(function.recordings), "recording"), counted(function.replays, "replay")
+            yield f"{name}: new, {recordings}, {replays}"
+            continue
+        other = earlier[name].pop(0)
+        shown = [(figure, show(other), show(function)) for figure, show in _FIGURES]
+        differ = [f"{figure} {was} → {now}" for figure, was, now in shown if was != now]
+        if differ:
+            yield f"{name}: {', '.join(differ)}"
+    for name, left in earlier.items():
+        yield from (f"{name}: gone" for _ in left)
 
 
 def report(features: tuple[FeatureState, ...], native: str) -> Report:

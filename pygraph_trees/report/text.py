@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from .records import (
     OWN_MEMORY,
@@ -26,6 +26,7 @@ _MOST_CAUSES = 6  # of one graph
 _MOST_REASONS = 4  # of one function
 _USUAL_SLOW_CALLS = 16  # for warm-ups, recordings, and a decision
 _MOST_OUTPUTS = 3  # of one function
+_HEAD = ("function", "mode", "part", "kernels", "stat", "mgd", "live", "copied", "rec", "replays", "rec s", "pool")
 _SHORT = {"inference": "inf", "forward": "fwd", "backward": "bwd"}
 
 
@@ -65,29 +66,19 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None 
     return "\n".join(lines)
 
 
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Columns as a Markdown table, the first ``left`` ones left-aligned and the others right-aligned."""
-    ruler = ["---"] * left + ["---:"] * (len(head) - left)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ruler, *rows))
-
-
-def render(
-    environment: Environment,
-    graphs: Sequence[GraphRecord],
-    functions: Sequence[FunctionRecord],
-    width: int,
-    breaks: Sequence[GraphBreak] = (),
-) -> str:
-    parts = ["\n".join(environment_lines(environment))]
-    if not functions and not graphs:
+def render(report: Snapshot, width: int) -> str:
+    parts = ["\n".join(environment_lines(report.environment))]
+    if not report.functions and not report.graphs:
         parts.append('Nothing was compiled for CUDA graphs yet. Use torch.compile(model, mode="reduce-overhead").')
-    if functions:
-        parts.append(_functions(functions, width))
-    parts.extend(_lines([f"{_place(f)}: {note}" for f in functions for note in function_notes(f)], width))
-    parts.extend(_lines(list(_graph_notes(graphs)), width))
-    broken = [f"graph break, {break_line(b)}" for b in breaks]
-    parts.extend(_lines(broken, width))
-    return "\n\n".join(part for part in parts if part)
+    if report.functions:
+        parts.append(table(_HEAD, [_row(f) for f in report.functions], width))
+    for notes in (
+        [f"{_place(f)}: {note}" for f in report.functions for note in function_notes(f)],
+        _graph_notes(report.graphs),
+        [f"graph break, {break_line(b)}" for b in report.breaks],
+    ):
+        parts.append("\n".join(_wrapped(note, width) for note in notes))
+    return "\n\n".join(filter(None, parts))
 
 
 def environment_lines(environment: Environment) -> list[str]:
@@ -107,24 +98,6 @@ def environment_lines(environment: Environment) -> list[str]:
             for (state, reason), names in others.items()
         ),
     ]
-
-
-def _functions(functions: Sequence[FunctionRecord], width: int) -> str:
-    head = (
-        "function",
-        "mode",
-        "part",
-        "kernels",
-        "stat",
-        "mgd",
-        "live",
-        "copied",
-        "rec",
-        "replays",
-        "rec s",
-        "pool",
-    )
-    return table(head, [_row(f) for f in functions], width)
 
 
 def _row(function: FunctionRecord) -> tuple[str, ...]:
@@ -255,10 +228,7 @@ def _graph_notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:
         if not g.causes:
             continue
         yield f"{title(g)}, {g.mode}: {counted(g.kernels_outside, 'GPU kernel')} outside of CUDA graphs"
-        for cause in g.causes[:_MOST_CAUSES]:
-            yield f"  {cause_line(cause)}"
-        if len(g.causes) > _MOST_CAUSES:
-            yield f"  and {len(g.causes) - _MOST_CAUSES} more"
+        yield from (f"  {line}" for line in first_lines([cause_line(cause) for cause in g.causes], _MOST_CAUSES))
 
 
 def _placed(graph: GraphRecord) -> Iterator[str]:
@@ -271,16 +241,21 @@ def _placed(graph: GraphRecord) -> Iterator[str]:
         yield from (f"  {line}" for line in placed_lines(graph.placed))
 
 
-def placed_lines(placed: Sequence[Placed]) -> Iterator[str]:
+def first_lines(lines: Sequence[str], most: int) -> list[str]:
+    """Some of the lines, and how many more there are."""
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
+
+
+def placed_lines(placed: Sequence[Placed]) -> list[str]:
     """The result of placement for each value, grouped by line of the program."""
     groups: dict[tuple[str, str | None, str | None], list[str]] = {}
     for value in placed:
         groups.setdefault((value.how, value.why, value.source), []).append(value.value)
-    for (how, why, source), values in list(groups.items())[:_MOST_CAUSES]:
-        because = f", because {why}" if why else ""
-        yield f"{how}: {', '.join(values)}{because}{f', at {source}' if source else ''}"
-    if len(groups) > _MOST_CAUSES:
-        yield f"and {len(groups) - _MOST_CAUSES} more"
+    lines = [
+        f"{how}: {', '.join(values)}{f', because {why}' if why else ''}{f', at {source}' if source else ''}"
+        for (how, why, source), values in groups.items()
+    ]
+    return first_lines(lines, _MOST_CAUSES)
 
 
 def facts(recording: RecordingRecord) -> str:
@@ -291,16 +266,16 @@ def facts(recording: RecordingRecord) -> str:
 
 
 def break_line(found: GraphBreak) -> str:
-    return f"{found.count}x: {found.reason}{f' at {found.source}' if found.source else ''}"
+    return f"{found.count}x: {found.reason}{_at(found.source)}"
 
 
 def cause_line(cause: Cause) -> str:
-    return f"{cause.reason}: {cause.op}{f' at {cause.source}' if cause.source else ''}"
+    return f"{cause.reason}: {cause.op}{_at(cause.source)}"
 
 
-def _lines(notes: list[str], width: int) -> list[str]:
-    wrapped = [
-        textwrap.fill(note, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-        for note in notes
-    ]
-    return ["\n".join(wrapped)] if wrapped else []
+def _at(source: str | None) -> str:
+    return f" at {source}" if source else ""
+
+
+def _wrapped(note: str, width: int) -> str:
+    return textwrap.fill(note, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)

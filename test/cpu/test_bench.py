@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import json
 import os
 import sys
 import tempfile
@@ -23,9 +25,10 @@ from bench import summary as pages
 from bench import training_loops as loops
 from bench.everything import TIME_IS_UP, Done, Step, run_all
 from bench.isolated import Job
+from bench.result_files import Results, ResultsFormatError, file_stem, here
 from bench.workloads import WORKLOADS
 
-from pygraph_trees.benchmark import Effort, Measurement, Program, Results
+from pygraph_trees.benchmark import Effort, Measurement, Program
 from pygraph_trees.benchmark.differences import snapshot
 
 # Overrides under which workloads run on a CPU in a second.
@@ -189,6 +192,52 @@ def results(ours, upstream=(), others=()):
         for way, figures in ways
     ]
     return Results("H200", "580", "2.11", "3.6", "3.12", "2026-01-01", "abcdef" * 10, 3, records)
+
+
+# The fields of the documented result file; others may be added.
+HEAD = "gpu driver torch triton python date code_hash rounds records"
+RECORD = (
+    "workload mode batch way regime latency_ms latency_p90_ms throughput_ms host_us gpu_ms copied_bytes "
+    "kernels_graphed kernels_total recordings compile_s record_s peak_bytes max_diff error"
+)
+
+
+def measured(**figures):
+    return Measurement("BERT", "training", 16, "ours", "same", **figures)
+
+
+class TestResultFiles(WithFolder):
+    def test_a_result_file_has_the_documented_fields_and_is_read_back(self):
+        names = RECORD.split()
+        full = measured(latency_ms=1.5, copied_bytes=5, samples={"latency_ms": [1.0, 2.0]}, routes=["f: table"])
+        failed = dataclasses.replace(full, way="eager").failed("it broke")
+        self.assertEqual((failed.latency_ms, failed.copied_bytes, failed.error), (None, None, "it broke"))
+        self.assertEqual(failed.samples, full.samples)
+        results = here("hash", 3).with_records([full, failed])
+        path = self.folder / "new" / f"{file_stem('NVIDIA H200', '2.11.0+cu130')}.json"
+        results.write(path)
+        self.assertEqual(Results.read(path), results)
+        self.assertEqual([p.name for p in path.parent.iterdir()], ["h200-torch2.11.json"])
+        body = json.loads(path.read_text())
+        self.assertEqual(list(body), HEAD.split())
+        self.assertEqual(list(body["records"][0])[: len(names)], names)
+        self.assertEqual(body["records"][0]["latency_ms"], 1.5)
+        self.assertFalse({"timeline", "launches"} & body["records"][0].keys())
+        body["records"][0]["added_later"] = 1
+        path.write_text(json.dumps(body))
+        self.assertEqual(Results.read(path), results)
+        path.write_text("{}")
+        with self.assertRaisesRegex(ResultsFormatError, "is no result file"):
+            Results.read(path)
+
+    def test_records_replace_those_of_their_workload(self):
+        other = dataclasses.replace(measured(), workload="EOS")
+        results = here("h", 1).with_records([measured(), other])
+        again = results.with_records([measured().failed("x")])
+        self.assertEqual([(r.workload, r.error) for r in again.records], [("EOS", None), ("BERT", "x")])
+        self.assertEqual(again.finished(), {"EOS"})
+        self.assertEqual(again.finished(["no such way"]), set())
+        self.assertEqual(again.differs_in(dataclasses.replace(again, date="another", rounds=99)), ["rounds"])
 
 
 class TestSummary(WithFolder):

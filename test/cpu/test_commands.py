@@ -28,8 +28,8 @@ import inductor_patches
 import pygraph_trees
 from pygraph_trees import __main__ as command_line
 from pygraph_trees.benchmark import Effort, Measurement
+from pygraph_trees.benchmark.measurement import PLAIN_NAMES
 from pygraph_trees.benchmark.outcome import agreement, verdicts
-from pygraph_trees.benchmark.results import PLAIN_NAMES
 from pygraph_trees.benchmark.ways import Way
 from pygraph_trees.cli import target
 from pygraph_trees.cli.progress import Progress
@@ -103,7 +103,7 @@ class Folder(TestCase):
 class TestTarget(Folder):
     def test_file_module_and_workload(self):
         sys.path.insert(0, str(self.file.parent))
-        self.assertIn("BERT-I", target.workload_names())
+        self.assertIn("BERT-I", target.workloads())
         for text, name in ((f"{self.file}:net", "net"), ("program:net", "net"), ("EOS", "EOS")):
             program = target.resolve(text, META)
             self.assertEqual((program.name, program.args[0].device), (name, META))
@@ -218,7 +218,7 @@ class TestTarget(Folder):
 
     def test_without_a_checkout(self):
         with mock.patch.object(target, "_WORKLOADS", Path("/nowhere")):
-            self.assertEqual(target.workload_names(), [])
+            self.assertEqual(target.workloads(), {})
             with self.assertRaisesRegex(target.TargetError, "a workload of a checkout"):
                 target.resolve("EOS", META)
 

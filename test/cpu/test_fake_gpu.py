@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._inductor import codecache, cpp_builder
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -25,6 +26,7 @@ from pygraph_trees.fake_gpu import (
     absent_gpu,
     lower,
 )
+from pygraph_trees.report.compiled import partitions_of
 
 # Every module and class that has an attribute replaced while the fake GPU is present, or while lowering.
 CUDA_INTERFACE = "torch._dynamo.device_interface:CudaInterface"
@@ -63,7 +65,7 @@ def on_gpu(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def graphed(graph: LoweredGraph) -> list[bool]:
     """For each partition, in order, whether it becomes a CUDA graph."""
-    return [not signature.skip_cudagraph for signature in graph.signatures]
+    return [partition.graphed for partition in partitions_of(graph.graph.scheduler)]
 
 
 def kernels(graph: LoweredGraph) -> int:
@@ -232,7 +234,7 @@ class TestLower(UpstreamTestCase):
             self.assertEqual(devices, [torch.device("cuda", 0)] * 4 + [torch.device("cpu")])
             self.assertEqual(tuple(graph.static_input_idxs), (0, 1, 3, 4))
             self.assertEqual(graphed(graph), [False, True])
-            with graph.handlers():
+            with V.set_graph_handler(graph.graph):
                 self.assertGreater(len(graph.graph.scheduler.nodes), 1)
 
     def test_tied_parameters_stay_tied(self) -> None:

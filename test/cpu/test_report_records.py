@@ -22,7 +22,15 @@ from pygraph_trees.outputs.allocations import Block
 from pygraph_trees.report import summary
 from pygraph_trees.report.log import Count, FunctionLog, GraphLog, Journal, RecordingLog, partition_from_json
 from pygraph_trees.report.naming import program_name, source_line
-from pygraph_trees.report.records import Cause, Environment, FeatureState, OutputRecord, Partition, PartitionInput
+from pygraph_trees.report.records import (
+    Cause,
+    Environment,
+    FeatureState,
+    OutputRecord,
+    Partition,
+    PartitionInput,
+    Snapshot,
+)
 from pygraph_trees.report.summary import Report
 from pygraph_trees.report.text import nbytes, render, table
 from pygraph_trees.trees.recordings.output_records import describe_outputs
@@ -62,7 +70,7 @@ def recording(number, reason="first call", replays=0, inputs=INPUTS, **fields):
 
 def lines(word, *functions):
     """The report's lines that contain a word."""
-    text = render(ENVIRONMENT, (), tuple(log.record() for log in functions), 200)
+    text = render(Snapshot(ENVIRONMENT, (), tuple(log.record() for log in functions)), 200)
     return [line for line in text.splitlines() if word in line]
 
 
@@ -236,7 +244,7 @@ class TestReport(TestCase):
     def test_the_report_as_text(self):
         graphs, functions = self.records()
         self.assertExpectedInline(
-            render(ENVIRONMENT, graphs, functions, 100),
+            render(Snapshot(ENVIRONMENT, graphs, functions), 100),
             """\
 pygraph_trees 0.1.0, torch 2.13.0, triton 3.7.0, NVIDIA H200
 patches on: flags; native: yes
@@ -255,7 +263,7 @@ Net 0/0, inference: 1 GPU kernel outside of CUDA graphs
   DeviceCopy ops: prims.device_put.default at model.py:31 in forward: y = table.to(x.device)
 Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cpu device""",
         )
-        self.assertIn("Nothing was compiled", render(ENVIRONMENT, (), (), 80))
+        self.assertIn("Nothing was compiled", render(Snapshot(ENVIRONMENT, (), ()), 80))
         narrow = Report(ENVIRONMENT, graphs, functions).to_text(80).splitlines()
         self.assertLessEqual(max(map(len, narrow)), 80)
         self.assertIn("ANetWithALongNameThatNoTerminalHasRoomFor 0/0", narrow)
@@ -264,7 +272,7 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
     def test_features_that_are_off_are_listed_by_state_and_reason(self):
         states = (("flags", "on"), ("trees", "mismatch", "no f"), ("calls", "mismatch", "no f"), ("table", "off"))
         environment = replace(ENVIRONMENT, features=tuple(FeatureState(*found) for found in states))
-        _, on, *others = render(environment, (), (), 80).splitlines()[:4]
+        _, on, *others = render(Snapshot(environment, (), ()), 80).splitlines()[:4]
         self.assertIn("patches on: flags;", on)
         self.assertEqual(others, ["patches mismatch: trees, calls, no f", "patches off: table"])
         features = [feature.name for feature in pygraph_trees.report().environment.features]

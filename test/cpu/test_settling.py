@@ -8,8 +8,9 @@ from unittest import mock
 
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.benchmark import settling
-from pygraph_trees.benchmark.settling import CALLS, call_until_chosen, functions_so_far, routes_of
+from pygraph_trees.benchmark import timing
+from pygraph_trees.benchmark.measure import routes_of
+from pygraph_trees.benchmark.timing import CALLS, call_until_chosen, functions_so_far
 from pygraph_trees.report.log import FunctionLog, journal
 
 
@@ -32,7 +33,7 @@ class TestSettling(TestCase):
             count += 1
             then(count)
 
-        with mock.patch.object(settling, "time", SimpleNamespace(monotonic=lambda: count * each_s)):
+        with mock.patch.object(timing, "time", SimpleNamespace(monotonic=lambda: count * each_s)):
             call_until_chosen(call, self.first, share)
         return count
 
@@ -63,9 +64,9 @@ class TestSettling(TestCase):
     def test_routes_that_were_found_are_told(self) -> None:
         for route in ("by address", None, "by table"):
             self.function(route)
-        self.assertEqual(routes_of(slice(self.first, self.first + 2)), ["f, inference: by address"])
-        self.assertEqual(routes_of(slice(self.first + 1, functions_so_far())), ["f, inference: by table"])
-        self.assertEqual(routes_of(slice(0)), [])
+        self.assertEqual(routes_of(range(self.first, self.first + 2)), ["f, inference: by address"])
+        self.assertEqual(routes_of(range(self.first + 1, functions_so_far())), ["f, inference: by table"])
+        self.assertEqual(routes_of(range(0)), [])
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pygraph_trees.benchmark import Measurement, Results
+from pygraph_trees.benchmark import Measurement
 
 from . import paper
+from .result_files import Results
 
 _OTHERS = ("upstream", "compile")
 

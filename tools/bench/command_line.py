@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pygraph_trees.benchmark import FULL, MORE_WAYS, QUICK, WAYS, Effort, Measurement, Results, text_table
-from pygraph_trees.benchmark.results import file_stem, here
+from pygraph_trees.benchmark import WAYS, Effort, Measurement, text_table
+from pygraph_trees.benchmark.ways import FLAGS
 from pygraph_trees.cli.progress import Progress
 
 from . import RESULTS_FOLDER, START_FOLDER, summary
 from .figures import has_gpu, one_of, product_hash, several_of
 from .isolated import Job, Worker
 from .quiet import wait_until_quiet
+from .result_files import Results, file_stem, here
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--rounds", type=int, metavar="N", help="rounds of interleaved blocks (7)")
     parse.add_argument(
         "--ways",
-        type=several_of((*WAYS, *MORE_WAYS)),
+        type=several_of(FLAGS),
         metavar="A,B",
         help="some of eager,compile,upstream,ours,ours:patch,ours:table,ours:graphed,ours:keep,ours:overwrite",
     )
@@ -117,8 +119,8 @@ def listing(workloads: Mapping[str, Any]) -> str:
 
 
 def _effort(options: argparse.Namespace) -> Effort:
-    effort = QUICK if options.quick else FULL if options.full else Effort()
-    effort = replace(effort, fresh_caches=options.caches is None)
+    length = {"rounds": 3, "block_s": 0.1} if options.quick else {"rounds": 15, "block_s": 0.3} if options.full else {}
+    effort = Effort(**length, fresh_caches=options.caches is None)
     if options.start_times:
         return replace(effort, rounds=0, inspect=False)
     return replace(effort, rounds=options.rounds) if options.rounds else effort
@@ -173,8 +175,8 @@ def _measure(
         results = results.with_records(records)
         # Written after each workload, so an interrupted run keeps its measurements.
         results.write(out)
-        out.with_suffix(".md").write_text(_page(results, text_table(results.records)), encoding="utf-8")
-        print(text_table(records), end="\n\n", flush=True)
+        out.with_suffix(".md").write_text(_page(results, _tables(results.records)), encoding="utf-8")
+        print(_tables(records), end="\n\n", flush=True)
     print(f"{out}\n{out.with_suffix('.md')}")
     if out.parent == folder:
         summary.main([])
@@ -220,6 +222,11 @@ def _resume(results: Results, out: Path, ways: Sequence[str]) -> tuple[Results, 
         print(f"{out} differs in {', '.join(differ)}; starting from scratch", flush=True)
         return results, set()
     return replace(results, records=before.records), before.finished(ways)
+
+
+def _tables(records: Sequence[Measurement]) -> str:
+    """The tables of each workload, whose records follow each other."""
+    return "\n\n".join(text_table(group) for _, group in itertools.groupby(records, lambda record: record.workload))
 
 
 def _page(results: Results, tables: str) -> str:

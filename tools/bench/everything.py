@@ -32,7 +32,7 @@ from processes import end, end_on_termination
 
 from bench import RESULTS_FOLDER
 from bench.figures import has_gpu, one_of, product_hash
-from pygraph_trees.benchmark.results import file_stem
+from bench.result_files import file_stem
 
 BENCH = ROOT / "tools" / "bench"
 CACHES = Path(tempfile.gettempdir()) / "pygraph_trees_bench"  # compiling 25 workloads takes longer than timing them

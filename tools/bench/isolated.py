@@ -19,8 +19,10 @@ from child import Child
 from pygraph_trees.benchmark import REGIMES, Effort, Measurement
 from pygraph_trees.benchmark.measure import Progress
 
+from .result_files import from_record
+
 WORKER = Path(__file__).parent / "worker.py"
-PREPARED, DONE = "prepared", "done"  # stages that the worker reports
+PREPARED, DONE = "prepared", "done"  # stages that the worker reports; Comparison.stages names the first
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
@@ -100,7 +102,7 @@ class Worker:
                 self._error = found["error"]
                 self.end()
             elif "records" in found:
-                self._records = [Measurement.from_record(record) for record in found["records"]]
+                self._records = [from_record(record) for record in found["records"]]
             elif "progress" in found and progress is not None:
                 progress(*found["progress"])
             elif found.get("stage") == last:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import loops, trained_models
-from pygraph_trees.report.text import markdown_table, nbytes
+from bench.markdown import markdown_table
+from pygraph_trees.report.text import nbytes
 
 PATTERN = "*-training-loops*.json"
 # A larger distance, relative to eager's gradients and to the distance without graphs, is not due to rounding.

@@ -23,8 +23,15 @@ import torch
 import pygraph_trees
 from bench.figures import has_gpu, several_of, write_figures
 from pygraph_trees.benchmark.program import Program
-from pygraph_trees.benchmark.settling import call_until_chosen, functions_so_far
-from pygraph_trees.benchmark.timing import Effort, schedule, synchroniser, time_block, timed_call
+from pygraph_trees.benchmark.timing import (
+    Effort,
+    call_until_chosen,
+    functions_so_far,
+    schedule,
+    synchroniser,
+    time_block,
+    timed_call,
+)
 from pygraph_trees.benchmark.ways import make_ways
 
 if TYPE_CHECKING:
@@ -103,9 +110,9 @@ def measure(
             (steady, _) = timed_call(_step(program, way), next(given), wait)
             block = time_block(_step(program, way), given, effort.block_calls(steady), effort.settle_calls, wait)
         found = samples.setdefault(f"{route} {rate}", {"latency_us": [], "throughput_us": [], "host_us": []})
-        found["latency_us"].append(median(block.latency_s) * 1e6)
-        found["throughput_us"].append(block.throughput_s * 1e6)
-        found["host_us"].append(median(block.host_s) * 1e6)
+        found["latency_us"].append(block["latency_ms"] * 1e3)
+        found["throughput_us"].append(block["throughput_ms"] * 1e3)
+        found["host_us"].append(block["host_us"])
     return {
         "program": f"{inputs} x {consumers}{' loaded' if loaded else ''}",
         "chosen": chosen,

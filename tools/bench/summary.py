@@ -19,10 +19,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 from bench import RESULTS_FOLDER, START_FOLDER, causes, loops_table, paper
 from bench.collected import Summary, Workload, geometric_mean, read_all, summarise
+from bench.markdown import markdown_table
+from bench.result_files import ResultsFormatError
 from bench.workloads import WORKLOADS
-from pygraph_trees.benchmark import WAYS
-from pygraph_trees.benchmark.results import REGIMES, ResultsFormatError
-from pygraph_trees.report.text import markdown_table, nbytes
+from pygraph_trees.benchmark import REGIMES, WAYS
+from pygraph_trees.report.text import nbytes
 
 SLOWER = 1.02  # than the better of upstream's graphs and no graphs
 LONGER = 1.15  # to compile and record, than upstream

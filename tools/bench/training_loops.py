@@ -188,8 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from bench import RESULTS_FOLDER
     from bench.figures import has_gpu, one_of, several_of, write_figures
     from bench.loops_table import table
+    from bench.result_files import file_stem
     from bench.trained_models import MODELS
-    from pygraph_trees.benchmark.results import file_stem
 
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument(

@@ -21,7 +21,8 @@ def main(job: str) -> int:
 
     say = answering()
     from bench.isolated import DONE, PREPARED
-    from pygraph_trees.benchmark import Effort, Measurement, compare
+    from bench.result_files import to_record
+    from pygraph_trees.benchmark import Comparison, Effort
 
     def wait() -> None:
         if not sys.stdin.readline():
@@ -30,18 +31,15 @@ def main(job: str) -> int:
     def progress(done: int, total: int, text: str) -> None:
         say({"progress": (done, total, text)})
 
-    def write(records: list[Measurement]) -> None:
-        say({"records": [record.to_record() for record in records]})
-
-    def prepared() -> None:
-        say({"stage": PREPARED})
-        wait()
-
     workload = importlib.import_module(told["workloads"]).WORKLOADS[told["name"]]
     wait()
     progress(0, 1, f"building {workload.name}")
     program = workload.build(told["device"])
-    compare(program, told["ways"], Effort(**told["effort"]), progress, write, prepared)
+    for stage, records in Comparison(program, told["ways"], Effort(**told["effort"]), progress).stages():
+        say({"records": [to_record(record) for record in records]})
+        if stage == PREPARED:
+            say({"stage": PREPARED})
+            wait()
     say({"stage": DONE})
     return 0
 

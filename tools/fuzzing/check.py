@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pygraph_trees.benchmark.differences import difference
+from pygraph_trees.benchmark.differences import differences
 from pygraph_trees.report.log import journal
 from pygraph_trees.trees.recordings.kept_outputs import why_not_moved
 
@@ -274,14 +274,14 @@ def _agree(
 
 def _problem(one: Any, other: Any, allowed: float, where: str, is_exact: bool) -> Mismatch | None:
     """How two named tensors differ."""
-    apart = difference([one], [other])
-    if apart.problem is not None:
-        return (InexactConstant if is_exact else Mismatch)(f"{where}: {apart.problem}")
+    ((_, apart),) = differences([one], [other])
+    if isinstance(apart, str):
+        return (InexactConstant if is_exact else Mismatch)(f"{where}: {apart}")
     if is_exact and _apart(one[1], other[1]).any():
         elements = _first(one[1], other[1])
         return InexactConstant(f"{where}: {one[0]} is a constant, and has other bits: {elements}")
-    if apart.largest is not None and apart.largest > allowed:
-        return Mismatch(f"{where}: {one[0]} differs by {apart.largest:.3g}, allowed {allowed:.3g}")
+    if apart > allowed:
+        return Mismatch(f"{where}: {one[0]} differs by {apart:.3g}, allowed {allowed:.3g}")
     return None
 
 

@@ -19,7 +19,7 @@ import torch
 import torch._functorch.config
 
 from pygraph_trees.benchmark import Program
-from pygraph_trees.benchmark.ways import MORE_WAYS, WAYS, make_ways
+from pygraph_trees.benchmark.ways import FLAGS, make_ways
 
 from .around import LATE, at
 from .beside import Beside
@@ -330,7 +330,7 @@ def _way(
     fn: Callable[..., Any], kind: str
 ) -> tuple[Callable[..., Any], Callable[[], AbstractContextManager[Any]], Callable[[], None], Callable[[], bool]]:
     """The callable of a way, the context for calls, what frees it, and whether the last call was not a replay."""
-    if kind in (*WAYS, *MORE_WAYS):
+    if kind in FLAGS:
         (way,) = make_ways(Program(fn), [kind])
         trees = way.trees
         if trees is None:

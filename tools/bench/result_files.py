@@ -1,9 +1,7 @@
-"""Measurements and result files.
+"""Files of measurements, with machine, versions and date.
 
-A :class:`Measurement` is one way of running one workload in one regime. A :class:`Results` is a file of measurements,
-with machine, versions and date. Both convert to JSON and back without loss. Fields may be added, but never dropped.
-Times are medians over rounds. A failed measurement has ``error`` set and no figures; an unavailable figure is None. The
-compile time belongs to the way and appears in both regimes. A malformed file raises :class:`ResultsFormatError`.
+A :class:`Results` converts to JSON and back without loss. Fields may be added, but never dropped. A malformed file
+raises :class:`ResultsFormatError`.
 """
 
 from __future__ import annotations
@@ -14,76 +12,32 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pygraph_trees.benchmark import Measurement
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.version import triton_version
 
-from .trace import Span
-
-REGIMES = ("same", "fresh")
-PLAIN_NAMES = {"upstream": "reduce-overhead", "compile": "torch.compile", "eager": "eager"}  # of ways, for readers
-_OF_ONE_CALL = frozenset({"timeline", "launches"})
+_OF_ONE_CALL = frozenset({"timeline", "launches"})  # not in files
 
 
 class ResultsFormatError(PygraphError):
     template = "{path} is no result file: expected {expected}"
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """The figures of one way in one regime."""
+def to_record(found: Measurement) -> dict[str, Any]:
+    return {f.name: getattr(found, f.name) for f in dataclasses.fields(found) if f.name not in _OF_ONE_CALL}
 
-    workload: str
-    mode: str  # "inference" or "training"
-    batch: int
-    way: str
-    regime: str  # "same" tensors each call, or tensors at "fresh" addresses
-    latency_ms: float | None = None  # of a call, waiting for the GPU
-    latency_p90_ms: float | None = None
-    throughput_ms: float | None = None  # milliseconds per call without waiting between calls
-    host_us: float | None = None  # until a call returns, with the GPU idle before it
-    gpu_ms: float | None = None  # GPU time inside graphs in one call
-    copied_bytes: int | None = None  # inputs copied into recordings in one call
-    kernels_graphed: int | None = None
-    kernels_total: int | None = None
-    recordings: int | None = None
-    compile_s: float | None = None  # the first call
-    record_s: float | None = None  # extra time of the calls before the steady state
-    peak_bytes: int | None = None  # of one call: parameters, inputs, temporaries, and the reserved graph pool
-    max_diff: float | None = None  # largest absolute difference of outputs from eager
-    error: str | None = None
-    max_diff_upstream: float | None = None
-    pool_bytes: int | None = None  # reserved by the graph pools of this way
-    gpu_total_ms: float | None = None  # GPU time in one call, inside and outside of graphs
-    ring: int | None = None  # sets of inputs used in turn
-    calls: int | None = None  # calls of each protocol in one round
-    samples: Mapping[str, Sequence[float]] = field(
-        default_factory=dict
-    )  # by figure: the values of all rounds, whose median the figure is
-    routes: Sequence[str] = field(default_factory=list)  # how a function's inputs are given and why, if that was chosen
-    timeline: tuple[Span, ...] = ()  # of one call; not in result files
-    launches: tuple[str, ...] = ()  # of that call: the recording of each graph launch, if known
 
-    def failed(self, error: str) -> Measurement:
-        """The same measurement without figures, for the given reason."""
-        return Measurement(
-            self.workload, self.mode, self.batch, self.way, self.regime, error=error, samples=self.samples
-        )
-
-    def to_record(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _OF_ONE_CALL}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Measurement:
-        """Reads a record; ignores fields that a later version may have added."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in record.items() if name in known})
+def from_record(record: Mapping[str, Any]) -> Measurement:
+    """Reads a record; ignores fields that a later version may have added."""
+    known = {f.name for f in dataclasses.fields(Measurement)}
+    return Measurement(**{name: value for name, value in record.items() if name in known})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +75,7 @@ class Results:
     def write(self, path: Path) -> None:
         """Writes the file as a whole or not at all."""
         head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "records"}
-        body = {**head, "records": [record.to_record() for record in self.records]}
+        body = {**head, "records": [to_record(record) for record in self.records]}
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".part")
         partial.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -132,7 +86,7 @@ class Results:
         """Reads a file that :meth:`write` wrote; raises :class:`ResultsFormatError` for anything else."""
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
-            records = tuple(Measurement.from_record(record) for record in body.pop("records"))
+            records = tuple(from_record(record) for record in body.pop("records"))
             known = {f.name for f in dataclasses.fields(cls)}
             return cls(**{k: v for k, v in body.items() if k in known}, records=records)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,9 +1,9 @@
-"""Chooses the fused kernel that ``scaled_dot_product_attention`` would use on the fake GPU.
+"""Chooses the kernels of attention and the memory format of convolutions as torch would on the fake GPU.
 
 :func:`chosen_attention` follows torch's ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``: flash attention for
 half precision without a mask, memory-efficient attention if its alignment holds, otherwise the unfused path. It obeys
-``torch.backends.cuda`` and ``sdpa_kernel``. cuDNN's kernel counts as flash attention: partitions and inputs are the
-same. README.md says why.
+``torch.backends.cuda`` and ``sdpa_kernel``. :func:`convolutions_by_cudnn` answers as a CUDA build with cuDNN does: by
+the formats of input and weight, except for double precision. README.md says why.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._prims_common import suggest_memory_format
+
+from .replacing import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -23,6 +26,7 @@ _KEY = torch._C.DispatchKey.CompositeImplicitAutograd
 _MASK_ALIGNMENT = 8  # elements, of all strides of the mask but the last
 _FLASH_ALIGNMENT = 8  # elements of the head dimension; others are padded
 _FLASH_MAX_HEAD_DIM = 256
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _flash_fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
@@ -115,3 +119,34 @@ def chosen_attention() -> Iterator[None]:
         else:
             op.py_kernels[_KEY] = before
         op._dispatch_cache.clear()
+
+
+def _select_backend(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def select_backend(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if input.device.type != "cuda" or input.numel() == 0:
+            return upstream(input, weight, *args, **kwargs)
+        return torch._C._ConvBackend.Cudnn
+
+    return select_backend
+
+
+def _memory_format(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def memory_format(input: torch.Tensor, weight: torch.Tensor, backend: Any) -> Any:
+        if input.device.type != "cuda":
+            return upstream(input, weight, backend)
+        channels_last = _CHANNELS_LAST.get(weight.dim())
+        if torch.float64 in (input.dtype, weight.dtype) or channels_last is None:
+            return torch.contiguous_format
+        return (
+            channels_last if channels_last in map(suggest_memory_format, (input, weight)) else torch.contiguous_format
+        )
+
+    return memory_format
+
+
+@contextlib.contextmanager
+def convolutions_by_cudnn() -> Iterator[None]:
+    """Inside, fake CUDA convolutions have the memory format that cuDNN gives them."""
+    names = ("_select_conv_backend", _select_backend), ("_conv_determine_backend_memory_format", _memory_format)
+    with replaced([(torch._C, name, answer(getattr(torch._C, name))) for name, answer in names]):
+        yield
