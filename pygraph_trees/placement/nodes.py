@@ -7,8 +7,9 @@ operator computes: see ``operators.py`` for these, and ``lookups.py`` for indice
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -30,6 +31,18 @@ REARRANGES = frozenset(
 )  # fmt: skip
 # Operators that copy a tensor to another device, possibly to another type.
 _COPIES = (aten._to_copy.default, prims.device_put.default, aten.to.device)
+_T = TypeVar("_T")
+
+
+def reached(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> list[_T]:
+    """These items, the ones that follow any of them, and so on, each once."""
+    found = list(dict.fromkeys(starts))
+    seen = set(found)
+    for item in found:
+        new = [other for other in dict.fromkeys(following(item)) if other not in seen]
+        found += new
+        seen.update(new)
+    return found
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
@@ -65,9 +78,9 @@ def nbytes_of(node: fx.Node) -> int | float:
     return total
 
 
-def cpu_inputs(node: fx.Node) -> Iterator[fx.Node]:
+def cpu_inputs(node: fx.Node) -> list[fx.Node]:
     """The node's inputs that are on the CPU, each once."""
-    return (source for source in node.all_input_nodes if is_on_cpu(source))
+    return list(filter(is_on_cpu, node.all_input_nodes))
 
 
 def tensors_given(node: fx.Node) -> list[torch.Tensor]:
@@ -118,11 +131,6 @@ def is_copy_between_devices(node: fx.Node) -> bool:
     )
 
 
-def takes_from_gpu(node: fx.Node) -> bool:
-    """Whether the node writes a value that depends on the GPU to CPU memory, other than by a copy."""
-    return node.op == "call_function" and is_on_cpu(node) and any(map(is_on_gpu, node.all_input_nodes))
-
-
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value may share memory with an input."""
     target = node.target
@@ -135,6 +143,12 @@ def is_view(node: fx.Node) -> bool:
         aten.reshape.default,
         aten.contiguous.default,
     )
+
+
+def may_write(node: fx.Node) -> bool:
+    """Whether an operator may write to its inputs, as unknown functions may."""
+    target = node.target
+    return target._schema.is_mutable if isinstance(target, torch._ops.OpOverload) else target is not operator.getitem
 
 
 def is_a_whole(node: fx.Node) -> bool:

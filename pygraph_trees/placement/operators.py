@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
-from enum import Enum, IntEnum, auto
+from collections.abc import Iterable
+from enum import Enum, IntEnum
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .nodes import (
     is_on_gpu,
     is_view,
     prims,
+    reached,
     tensors_given,
     tensors_of,
 )
@@ -82,23 +84,27 @@ _WHOLE = frozenset({torch.int64, torch.int32, torch.bool})
 _MOST_ELEMENTS, _MOST_SYMBOLIC = 1 << 24, 1 << 30
 
 
-class Kind(Enum):
-    """How an operator's result on the GPU compares with the CPU's, for inputs with the same bits."""
-
-    MOVES = auto()  # elements of the inputs, or given numbers
-    CONVERTS = auto()  # the same fractions, or integers as fractions, in another type
-    EXACT = auto()  # the same bits
-    JUMPS = auto()  # the same bits for the same input, but discontinuous
-    ROUNDS = auto()  # single-precision arithmetic, which may be rounded differently
-    FUNCTION = auto()  # a function such as `exp`, for which devices have different algorithms
-
-
 class Error(IntEnum):
     """How far a value that the GPU computes may be from the CPU's."""
 
     NONE = 0  # the same bits
     ROUNDING = 1  # of single-precision arithmetic
     FUNCTION = 2  # of a function such as `exp`
+
+
+class Kind(Enum):
+    """How an operator's result on the GPU compares with the CPU's.
+
+    A kind has the error that it adds, the largest one in its inputs with which the result is known, and whether the
+    operator computes floating-point numbers.
+    """
+
+    MOVES = Error.NONE, Error.FUNCTION, False  # elements of the inputs, or given numbers
+    CONVERTS = Error.NONE, Error.ROUNDING, False  # the same fractions, or integers as fractions, in another type
+    EXACT = Error.NONE, Error.NONE, False  # the same bits
+    JUMPS = Error.NONE, Error.NONE, True  # the same bits for the same input, but discontinuous
+    ROUNDS = Error.ROUNDING, Error.ROUNDING, True  # single-precision arithmetic, which may be rounded differently
+    FUNCTION = Error.FUNCTION, Error.ROUNDING, True  # such as `exp`, for which devices have different algorithms
 
 
 def why_not_the_same_again(node: fx.Node) -> str | None:
@@ -146,7 +152,7 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
         return "it is given a large number made of sizes, which a kernel computes with 32 bits"
     if _may_divide_by_zero(node):
         return "it divides integers, and a division by zero is an error of the CPU's"
-    if exact and kind in (Kind.JUMPS, Kind.ROUNDS, Kind.FUNCTION):
+    if exact and kind.value[-1]:
         return "its result may differ in the last place"
     return None
 
@@ -163,17 +169,16 @@ def kind_of(node: fx.Node) -> Kind | None:
     packet, given, result = target.overloadpacket, tensors_given(node), tensors_of(node)
     types = {tensor.dtype for tensor in [*given, *result]}
     to_integers, of_integers = all(map(is_integral, result)), all(map(is_integral, given))
-    if not types <= _SINGLE | HALVES | {torch.float64}:
-        return None  # the absolute value of a complex number is a computation, and not every GPU has the other types
+    # The absolute value of a complex number is a computation, and not every GPU has the other types.
+    if not (types <= _SINGLE | HALVES | {torch.float64} and _numbers_fit(node)):
+        return None
     if packet in _MOVES_ELEMENTS:
         # A kernel holds half precision in single precision, and a mask in one bit.
-        reads_bits = target is aten.view.dtype and not {tensor.dtype for tensor in given}.isdisjoint(
-            HALVES | {torch.bool}
-        )
-        return Kind.MOVES if _numbers_fit(node) and not reads_bits else None
+        reads_bits = target is aten.view.dtype and given[0].dtype in HALVES | {torch.bool}
+        return None if reads_bits else Kind.MOVES
     if packet in _COMPARES:
         rounds_first = bool(types & HALVES) and len(types - {torch.bool}) > 1  # the CPU does, to half precision
-        return Kind.EXACT if _numbers_fit(node) and not rounds_first else None
+        return None if rounds_first else Kind.EXACT
     if packet in _CONVERTS:
         if node.kwargs.get("memory_format") not in (None, torch.preserve_format):
             return None
@@ -182,9 +187,8 @@ def kind_of(node: fx.Node) -> Kind | None:
         return Kind.EXACT if to_integers else Kind.CONVERTS
     if to_integers and of_integers:
         # In a kernel, integers of fewer bits may have 32.
-        known = packet in _COMPUTES_INTEGERS and types <= _WHOLE and _numbers_fit(node) and _counts_alike(node)
-        return Kind.EXACT if known else None
-    is_single = {tensor.dtype for tensor in result} == {torch.float32} and {tensor.dtype for tensor in given} <= _SINGLE
+        return Kind.EXACT if packet in _COMPUTES_INTEGERS and types <= _WHOLE and _counts_alike(node) else None
+    is_single = all(tensor.dtype == torch.float32 for tensor in result) and types <= _SINGLE
     return _single_kind(node) if is_single else None
 
 
@@ -207,11 +211,10 @@ def _single_kind(node: fx.Node) -> Kind | None:
 def error_of(node: fx.Node, given: Error) -> Error | None:
     """The error of a node's result if its inputs have at most a given one; None if the error could be any."""
     kind = kind_of(node)
-    if kind is Kind.MOVES or (given is Error.NONE and kind not in (Kind.ROUNDS, Kind.FUNCTION)):
-        return given
-    if given is Error.FUNCTION or kind in (Kind.EXACT, Kind.JUMPS):
+    if kind is None:
         return None
-    return Error.FUNCTION if kind is Kind.FUNCTION else Error.ROUNDING
+    added, most, _ = kind.value
+    return max(given, added) if given <= most else None
 
 
 def is_elementwise(node: fx.Node) -> bool:
@@ -267,37 +270,21 @@ def _counts_alike(node: fx.Node) -> bool:
 
 
 def _is_fraction(number: fx.Node) -> bool:
-    """Whether a number that is made of sizes is a fraction, or is made of one (``int(n / 3)``)."""
+    """Whether a number that is made of sizes may be a fraction, or is made of one (``int(n / 3)``)."""
     value = number.meta.get("val")
-    return isinstance(value, torch.SymFloat) or (isinstance(value, torch.SymInt) and not _is_whole(value.node.expr))
+    parts = reached([value.node.expr], lambda part: part.args) if isinstance(value, torch.SymInt) else []
+    return isinstance(value, torch.SymFloat) or not all(getattr(part, "is_integer", None) for part in parts)
 
 
 def _is_large(number: fx.Node) -> bool:
     """Whether a number, or one that it is made of, exceeds what is assumed of all numbers known only at the call."""
-    todo, seen = [number], set()
-    while todo:
-        value = (current := todo.pop()).meta.get("val")
-        if current in seen or not isinstance(value, torch.SymInt):
-            continue
-        seen.add(current)
-        hint = value.node.hint
-        if hint is not None and abs(int(hint)) > _MOST_SYMBOLIC:
-            return True
-        todo += current.all_input_nodes
-    return False
+    parts = reached(_of_sizes([number]), lambda part: _of_sizes(part.all_input_nodes))
+    hints = [part.meta["val"].node.hint for part in parts]
+    return any(hint is not None and abs(int(hint)) > _MOST_SYMBOLIC for hint in hints)
 
 
-def _is_whole(expression: Any) -> bool:
-    """Whether sympy knows that an expression and all parts of it are integers."""
-    todo, seen = [expression], set()
-    while todo:
-        if (current := todo.pop()) in seen:
-            continue
-        seen.add(current)
-        if not getattr(current, "is_integer", None):
-            return False
-        todo += current.args
-    return True
+def _of_sizes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return [node for node in nodes if isinstance(node.meta.get("val"), torch.SymInt)]
 
 
 def _numbers_fit(node: fx.Node) -> bool:
