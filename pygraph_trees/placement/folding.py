@@ -32,7 +32,7 @@ from .nodes import (
     reached,
     tensors_of,
 )
-from .operators import gives_unset_memory, why_not_the_same_again
+from .operators import why_not_the_same_again
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -54,13 +54,9 @@ _log = logging.getLogger("pygraph_trees.placement")
 
 
 class Folding:
-    """The values of a graph that depend on constants alone.
+    """The values of a graph that depend on constants alone; ``folds`` is whether it may have new constants."""
 
-    Args:
-        folds: whether the graph may have new constants; Inductor loses those of branches and loops.
-    """
-
-    def __init__(self, graph: fx.Graph, *, folds: bool = True) -> None:
+    def __init__(self, graph: fx.Graph, *, folds: bool) -> None:
         self._graph, self._folds = graph, folds
         self.constants = _constants_of(graph)
         self.values: dict[fx.Node, Any] = {}  # of all nodes that were evaluated
@@ -85,8 +81,9 @@ class Folding:
         self._evaluate(node)
         if (why := self._why_stuck(node)) is not None:
             return why
-        if value.dtype in _FLOAT8 and not _is_finite(self.values[node]):
-            return "a GPU may make other numbers of infinities and NaN of its type"
+        with _as_eager_runs():
+            if value.dtype in _FLOAT8 and not self.values[node].float().isfinite().all():
+                return "a GPU may make other numbers of infinities and NaN of its type"
         return None
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
@@ -157,7 +154,7 @@ class Folding:
             return "its size is not known when the graph is compiled"
         if node.op == "get_attr" or node.target is operator.getitem:
             return None
-        if gives_unset_memory(node):
+        if any(part in str(node.target) for part in ("empty", "resize", "from_file")):
             return "its memory is not set"
         if any(not tensors_of(source) for source in node.all_input_nodes):
             return "a number in it is not known when the graph is compiled"
@@ -185,11 +182,6 @@ class Folding:
             return False
         self.values[node] = value
         return True
-
-
-def _is_finite(value: torch.Tensor) -> bool:
-    with _as_eager_runs():
-        return bool(value.float().isfinite().all())
 
 
 def _is_written_as_literals(value: torch.Tensor) -> bool:

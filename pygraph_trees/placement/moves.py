@@ -8,6 +8,7 @@ GPU at compile time. A graph with no GPU or several is left alone, with the reas
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from .nodes import (
     tensors_given,
     tensors_of,
 )
-from .operators import is_conversion, is_negation, keeps_memory
+from .operators import is_conversion, keeps_memory
 from .plan import How, Placed, Plan, Value
 from .readers import copies_to_gpu, itself_and_views
 from .staging import staged
@@ -64,11 +65,14 @@ class _Rewriting:
     def __init__(self, graph: fx.Graph, gpu: torch.device, plan: Plan, placed: Placed) -> None:
         self._graph, self._gpu, self._plan, self._placed = graph, gpu, plan, placed
         self._mode = detect_fake_mode([tensor for node in graph.nodes for tensor in tensors_of(node)])
-        self._anchor: fx.Node | None = None  # a tensor on the GPU, after the inputs
         self._there: dict[fx.Node, fx.Node] = {}  # from a CPU value to the same value on the GPU
 
     def run(self) -> None:
-        for node in list(self._graph.nodes):
+        nodes = list(self._graph.nodes)
+        if are_staged := [node for node, value in self._plan.values.items() if value.how is How.STAGED]:
+            with self._graph.inserting_after(_after_placeholders(nodes[0])):  # tells staged values their GPU
+                self._anchor = self._call(aten.empty.memory_format, ([0],), min(are_staged), {"device": self._gpu})
+        for node in nodes:
             if (value := self._plan.values.get(node)) is not None:
                 self._there[node] = self._put(value)
                 (self._placed.moves if value.why is None else self._placed.stays).append(value)
@@ -90,6 +94,7 @@ class _Rewriting:
 
     def _replace_copy(self, copy: fx.Node, there: fx.Node) -> None:
         wanted = copy.meta["val"]
+        users = [user for value in itself_and_views(copy) for user in value.users]
         with self._graph.inserting_before(copy):
             if wanted.stride() != there.meta["val"].stride():  # a pass may have put one row in place of equal ones
                 there = self._call(aten.clone.default, (there,), copy, {"memory_format": torch.contiguous_format})
@@ -99,8 +104,9 @@ class _Rewriting:
                     return
             if wanted.dtype != there.meta["val"].dtype:
                 there = self._converted(there, wanted.dtype, copy)
-            elif _is_written_to_or_returned(copy):
-                there = self._call(aten.clone.default, (there,), copy)  # a copy shares its memory with nothing
+            elif any(user.op == "output" or may_write(user) for user in users):
+                # A copy shares its memory with nothing, and a tensor may be the source of values written to it.
+                there = self._call(aten.clone.default, (there,), copy)
         copy.replace_all_uses_with(there)
         self._graph.erase_node(copy)
 
@@ -108,14 +114,15 @@ class _Rewriting:
         """Makes the GPU's node for a value, after all that it needs."""
         node = value.node
         sources = [self._there[source] for source in self._plan.made_from(node)]
-        if value.how is How.STAGED:
-            sources.append(self._anchored(node))
-        with self._graph.inserting_before(max([_after_placeholders(node), *sources]).next):
+        needed = [*sources, self._anchor] if value.how is How.STAGED else sources
+        with self._graph.inserting_before(max([_after_placeholders(node), *needed]).next):
             match value.how:
                 case How.MADE:
                     return self._made(node, sources)
                 case How.KEPT:
-                    return self._kept(node)
+                    source: Any = node.args[0]
+                    there = source if source.op == "placeholder" else self._stored(source, node)
+                    return self._converted(there, node.meta["val"].dtype, node)
                 case How.FOLDED:
                     return self._folded(node)
                 case How.CONSTANT:
@@ -123,19 +130,20 @@ class _Rewriting:
                 case How.STAGED:
                     host = node if is_a_whole(node) else self._call(aten.clone.default, (node,), node)
                     return self._call(staged, (self._anchor, host, int(value.read)), node)
-            is_late = value.read is HostRead.LATER
-            return self._call(prims.device_put.default, (node, self._gpu, is_late), node)
+                case How.COPIED:
+                    is_late = value.read is HostRead.LATER
+                    return self._call(prims.device_put.default, (node, self._gpu, is_late), node)
 
     def _made(self, node: fx.Node, sources: list[fx.Node]) -> fx.Node:
         value = node.meta["val"]
         if is_conversion(node):
             return self._converted(sources[0], value.dtype, node)
-        if is_negation(node):
+        if node.target is aten.neg.default and value.is_floating_point():
+            # A GPU's compiler makes a negation ``0 - x``, which loses -0.0.
             return self._call(aten.mul.Tensor, (sources[0], -1.0), node)
         computes = not (is_constructor(node) or keeps_memory(node))
-        args, kwargs = tree_map(
-            lambda arg: self._argument(arg, node, computes=computes), (node.args, dict(node.kwargs))
-        )
+        argument = functools.partial(self._argument, node=node, computes=computes)
+        args, kwargs = tree_map(argument, (node.args, dict(node.kwargs)))
         if "device" in kwargs:
             kwargs["device"] = self._gpu
         if kwargs.get("pin_memory"):
@@ -155,12 +163,6 @@ class _Rewriting:
         counts = any(is_integral(tensor) and tensor.dtype != torch.bool for tensor in tensors_of(there))
         return self._stored(there, node) if counts and computes else there
 
-    def _kept(self, node: fx.Node) -> fx.Node:
-        source, dtype = node.args[0], node.meta["val"].dtype
-        assert isinstance(source, fx.Node)
-        there = source if source.op == "placeholder" else self._stored(source, node)
-        return self._converted(there, dtype, node)
-
     def _folded(self, node: fx.Node) -> fx.Node:
         """Makes the value that was computed a constant of the graph."""
         value = node.meta["val"]
@@ -175,13 +177,6 @@ class _Rewriting:
         """Puts a constant on the GPU, as a copy, because the program may write to it."""
         copy = self._call(aten.clone.default, (held,), like)
         return self._call(prims.device_put.default, (copy, self._gpu), like)
-
-    def _anchored(self, node: fx.Node) -> fx.Node:
-        """The tensor that tells the GPU to staged values; the first one of these makes it."""
-        if self._anchor is None:
-            with self._graph.inserting_after(_after_placeholders(next(iter(self._graph.nodes)))):
-                self._anchor = self._call(aten.empty.memory_format, ([0],), node, {"device": self._gpu})
-        return self._anchor
 
     def _converted(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
         if node.meta["val"].dtype == dtype:
@@ -203,15 +198,6 @@ class _Rewriting:
         with contextlib.nullcontext() if self._mode is None else self._mode:
             node.meta["val"] = target(*args, **kwargs)
         return node
-
-
-def _is_written_to_or_returned(node: fx.Node) -> bool:
-    """Whether an output or an operator that writes may hold the node's memory, directly or through views.
-
-    A tensor that is written to may be the source of its own values.
-    """
-    users = [user for value in itself_and_views(node) for user in value.users]
-    return any(user.op == "output" or may_write(user) for user in users)
 
 
 def _after_placeholders(node: fx.Node) -> fx.Node:

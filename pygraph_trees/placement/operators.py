@@ -1,23 +1,24 @@
-"""Whether a node's operator can run again or on the GPU, and how close the result is there.
+"""Whether a CPU node's operator can run again or on the GPU, and how close the result is there.
 
 Each function takes an ``fx.Node`` with its value under "val" and changes nothing. A function named ``why_not_…``
 returns the reason as text, or None. Operators are listed by name. An operator that no list contains counts as one that
-may give another result on the GPU.
+may give another result on the GPU. An index out of bounds raises on the CPU, and the program goes on; on the GPU it
+ends all work of the process. So a lookup moves to the GPU only if :func:`looks_up_within` is true.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum, IntEnum
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from .lookups import LOOKUPS, is_by_integers
 from .nodes import (
     HALVES,
     REARRANGES,
@@ -25,6 +26,8 @@ from .nodes import (
     is_integral,
     is_on_gpu,
     is_view,
+    named,
+    packet_of,
     prims,
     reached,
     tensors_given,
@@ -32,56 +35,40 @@ from .nodes import (
 )
 
 # The result consists of elements of the inputs, or of given numbers. It is the same on every device, for every type.
-_MOVES_ELEMENTS = REARRANGES | frozenset(
-    {
-        aten.full, aten.zeros, aten.ones, aten.scalar_tensor, aten.full_like, aten.zeros_like, aten.ones_like,
-        aten.new_full, aten.new_zeros, aten.new_ones, aten.eye, aten.tril_indices, aten.triu_indices,
-        aten.view, aten.split, aten.split_with_sizes, aten.unbind, aten.diagonal,
-        aten.unfold, aten.roll, aten.cat, aten.stack, aten.tril, aten.triu,
-        aten.index, aten.index_select, aten.gather, aten.embedding, aten.where, aten.masked_fill,
-        aten.constant_pad_nd, aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter, aten.neg, aten.abs,
-        aten.empty, aten.empty_strided, aten.empty_permuted, aten.empty_like, aten.new_empty, prims.view_of, prims.rev,
-    }
-)  # fmt: skip
-_COMPARES = frozenset(
-    {
-        aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.logical_not,
-        aten.logical_and, aten.logical_or, aten.logical_xor,
-    }
-)  # fmt: skip
+_MOVES_ELEMENTS = REARRANGES | named(
+    "full zeros ones scalar_tensor full_like zeros_like ones_like new_full new_zeros new_ones eye tril_indices "
+    "triu_indices view split split_with_sizes unbind diagonal unfold roll cat stack tril triu index index_select "
+    "gather embedding where masked_fill constant_pad_nd select_scatter slice_scatter diagonal_scatter neg abs empty "
+    "empty_strided empty_permuted empty_like new_empty",
+    prims.view_of,
+    prims.rev,
+)
+_COMPARES = named("eq ne lt le gt ge isnan isinf logical_not logical_and logical_or logical_xor")
 _CONVERTS = frozenset({aten._to_copy, prims.convert_element_type})  # possibly to another device as well
 # Integers at equal distances, from a first one on.
 _COUNTS = frozenset({aten.arange, prims.iota})
-_DIVIDES = frozenset({aten.div, aten.floor_divide, aten.remainder, aten.fmod})
+_DIVIDES = named("div floor_divide remainder fmod")
 # For integers only: a floating-point sum depends on its order, and devices choose different ones of two zeros.
-_REDUCES = frozenset(
-    {
-        aten.sum, aten.prod, aten.cumsum, aten.cumprod, aten.max, aten.min, aten.amax, aten.amin, aten.argmax,
-        aten.argmin, aten.all, aten.any,
-    }
-)  # fmt: skip
-_COMPUTES_INTEGERS = _COUNTS | _DIVIDES | _REDUCES | {
-    aten.add, aten.sub, aten.mul, aten.square, aten.relu, aten.clamp, aten.clamp_min, aten.clamp_max, aten.sign,
-    aten.minimum, aten.maximum, aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.bitwise_not,
-}  # fmt: skip
+_REDUCES = named("sum prod cumsum cumprod max min amax amin argmax argmin all any")
+_CLAMPS = named("clamp clamp_min clamp_max")
+_COMPUTES_INTEGERS = _COUNTS | _DIVIDES | _REDUCES | _CLAMPS
+_COMPUTES_INTEGERS |= named(
+    "add sub mul square relu sign minimum maximum bitwise_and bitwise_or bitwise_xor bitwise_not"
+)
 # Single precision. Devices round each result alike, but a compiler may fuse a product and a sum, which rounds once, or
 # divide approximately.
-_CLAMPS = frozenset({aten.clamp, aten.clamp_min, aten.clamp_max})
-_ARITHMETIC = _CLAMPS | {aten.add, aten.sub, aten.mul, aten.div, aten.reciprocal, aten.square}
+_ARITHMETIC = _CLAMPS | named("add sub mul div reciprocal square")
 # Exact, but discontinuous: neighbouring inputs may have very different results.
-_JUMPS = frozenset({aten.fmod, aten.ceil, aten.floor, aten.trunc, aten.round, aten.sign, aten.copysign})
-_FUNCTIONS = frozenset(
-    {
-        aten.sqrt, aten.rsqrt, aten.pow, aten.exp, aten.exp2, aten.expm1, aten.log, aten.log2, aten.log10, aten.log1p,
-        aten.sin, aten.cos, aten.tan, aten.tanh, aten.asin, aten.acos, aten.atan, aten.atan2, aten.erf, aten.erfc,
-    }
-)  # fmt: skip
+_JUMPS = named("fmod ceil floor trunc round sign copysign")
+_FUNCTIONS = named("sqrt rsqrt pow exp exp2 expm1 log log2 log10 log1p sin cos tan tanh asin acos atan atan2 erf erfc")
 # The CPU computes in single precision with these types, and converts them to it first.
 _SINGLE = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 _WHOLE = frozenset({torch.int64, torch.int32, torch.bool})
 # Assumed if a number is known only at the call: it is a size or a position, and no program makes more elements on
 # the CPU at each call. Torch itself assumes the same of the values that it moves.
 _MOST_ELEMENTS, _MOST_SYMBOLIC = 1 << 24, 1 << 30
+# Elements at indices: from the operator to the position of the indices among its arguments.
+_LOOKUPS = {aten.index: 1, aten.index_select: 2, aten.gather: 2, aten.embedding: 1}
 
 
 class Error(IntEnum):
@@ -123,8 +110,6 @@ def why_not_the_same_again(node: fx.Node) -> str | None:
         torch.Tag.dynamic_output_shape in target.tags and not is_by_integers(node)
     ):
         return "its size or its result is a number that the CPU needs"
-    if not tensors_of(node) or any(device.type != "cpu" for device in {t.device for t in tensors_of(node)}):
-        return "its result does not lie on the CPU"
     if any(t.layout != torch.strided for t in tensors_of(node)):
         return "it is sparse"
     return None
@@ -150,7 +135,9 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
         return "it is given a fraction of sizes, which a kernel computes in single precision"
     if any(map(_is_large, node.all_input_nodes)):
         return "it is given a large number made of sizes, which a kernel computes with 32 bits"
-    if _may_divide_by_zero(node):
+    # A fractional quotient becomes infinite instead.
+    divides = packet_of(node) in _DIVIDES and all(map(is_integral, tensors_of(node)))
+    if divides and (isinstance(node.args[1], fx.Node) or node.args[1] == 0):
         return "it divides integers, and a division by zero is an error of the CPU's"
     if exact and kind.value[-1]:
         return "its result may differ in the last place"
@@ -194,11 +181,10 @@ def kind_of(node: fx.Node) -> Kind | None:
 
 def _single_kind(node: fx.Node) -> Kind | None:
     """The kind of a node that gives single-precision numbers."""
-    target: Any = node.target
-    packet = target.overloadpacket
+    packet = packet_of(node)
     if "rounding_mode" in node.kwargs or node.kwargs.get("decimals"):
         return None
-    if target is aten.pow.Tensor_Scalar and node.args[1] in (0.5, -0.5):
+    if node.target is aten.pow.Tensor_Scalar and node.args[1] in (0.5, -0.5):
         return None  # the CPU takes roots, with other zeros and infinities
     # If a bound is zero in single precision, devices may return zeros with different signs.
     bounds = [bound for bound in (*node.args[1:], *node.kwargs.values()) if packet in _CLAMPS and bound is not None]
@@ -217,31 +203,54 @@ def error_of(node: fx.Node, given: Error) -> Error | None:
     return max(given, added) if given <= most else None
 
 
+def indices_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
+    """The inputs whose numbers select the node's elements, each with the dimension that it indexes."""
+    position: Any = _LOOKUPS.get(packet_of(node))
+    if position is None:
+        return []
+    given = node.args[position]
+    several = enumerate(given) if isinstance(given, (list, tuple)) else [(node.args[1] if position == 2 else 0, given)]
+    return [(dim, index) for dim, index in several if isinstance(index, fx.Node)]
+
+
+def looks_up_within(node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None]) -> bool:
+    """Whether constant indices are known to be within the size of the dimension that they index.
+
+    Args:
+        value_of: the tensor that a node gives in every call, None if it is unknown.
+    """
+    looked_up: Any = node.args[0]
+    sizes = looked_up.meta["val"].shape or (1,)
+    for dim, index in indices_of(node):
+        size, value = sizes[dim], value_of(index)
+        if value is None or not isinstance(size, int):
+            return False
+        least = -size if node.target is aten.index.Tensor else 0  # negative indices count from the end
+        with unset_fake_temporarily():
+            if value.numel() and not least <= int(value.min()) <= int(value.max()) < size:
+                return False
+    return True
+
+
+def is_by_integers(node: fx.Node) -> bool:
+    """Whether the node is an index whose number of elements does not depend on the values."""
+    masks = (torch.bool, torch.uint8)
+    return node.target is aten.index.Tensor and not any(i.meta["val"].dtype in masks for _, i in indices_of(node))
+
+
 def is_elementwise(node: fx.Node) -> bool:
     """Whether the GPU computes a known operator inside the kernel that reads it."""
-    return getattr(node.target, "overloadpacket", None) not in _REDUCES | LOOKUPS.keys()
+    return packet_of(node) not in _REDUCES | _LOOKUPS.keys()
 
 
 def keeps_memory(node: fx.Node) -> bool:
     """Whether the node only rearranges or looks up elements, each with the bits that it has."""
-    return is_view(node) or getattr(node.target, "overloadpacket", None) in REARRANGES | LOOKUPS.keys()
+    return is_view(node) or packet_of(node) in REARRANGES | _LOOKUPS.keys()
 
 
 def is_conversion(node: fx.Node) -> bool:
     """Whether the node gives its input's elements in another type."""
-    types = [[tensor.dtype for tensor in tensors] for tensors in (tensors_given(node), tensors_of(node))]
-    return getattr(node.target, "overloadpacket", None) in _CONVERTS and types[0] != types[1]
-
-
-def is_negation(node: fx.Node) -> bool:
-    """Whether the node negates floating-point numbers: a GPU's compiler makes that ``0 - x``, which loses -0.0."""
-    return node.target is aten.neg.default and node.meta["val"].is_floating_point()
-
-
-def gives_unset_memory(node: fx.Node) -> bool:
-    """Whether the node's elements are undefined until a program, or a file, sets them."""
-    name = str(node.target)
-    return any(part in name for part in ("empty", "resize", "from_file"))
+    return packet_of(node) in _CONVERTS and tensors_given(node)[0].dtype != node.meta["val"].dtype
 
 
 def may_wait(node: fx.Node) -> bool:
@@ -257,10 +266,9 @@ def may_wait(node: fx.Node) -> bool:
 
 def _counts_alike(node: fx.Node) -> bool:
     """Whether the integers that a kernel counts fit the 32 bits that it has for them; true for any other node."""
-    target: Any = node.target
-    if target.overloadpacket not in _COUNTS:
+    if packet_of(node) not in _COUNTS:
         return True
-    start, step = (0, 1) if target is aten.arange.default else (node.kwargs.get("start"), node.kwargs.get("step"))
+    start, step = (0, 1) if node.target is aten.arange.default else (node.kwargs.get("start"), node.kwargs.get("step"))
     (counted,) = tensors_of(node)
     count = counted.shape[0] if isinstance(counted.shape[0], int) else _MOST_ELEMENTS
     if not isinstance(step, int):
@@ -289,19 +297,11 @@ def _of_sizes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 def _numbers_fit(node: fx.Node) -> bool:
     """Whether the given numbers fit the types of the node's tensors; devices convert others differently."""
-    target: Any = node.target
     types = {tensor.dtype for tensor in [*tensors_given(node), *tensors_of(node)]} - {torch.bool}
     if keeps_memory(node) or any(dtype.is_floating_point for dtype in types):
         return True
     numbers = [arg for arg in pytree.tree_leaves((node.args, node.kwargs)) if type(arg) in (int, float)]
     if any(isinstance(number, float) for number in numbers):
-        return target.overloadpacket in _COMPARES  # which happens in floating point
+        return packet_of(node) in _COMPARES  # which happens in floating point
     limits = [(torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in types]
     return all(least <= number <= most for least, most in limits for number in numbers)
-
-
-def _may_divide_by_zero(node: fx.Node) -> bool:
-    target: Any = node.target
-    if target.overloadpacket not in _DIVIDES or not (isinstance(node.args[1], fx.Node) or node.args[1] == 0):
-        return False
-    return all(is_integral(tensor) for tensor in tensors_of(node))  # a fractional quotient becomes infinite instead

@@ -18,9 +18,9 @@ from torch import fx
 
 from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.report import records
+from pygraph_trees.report.naming import source_line
 
 from .folding import Folding
-from .lookups import indices_of, looks_up_within
 from .nodes import (
     aten,
     cpu_inputs,
@@ -33,10 +33,9 @@ from .nodes import (
     is_view,
     nbytes_of,
     reached,
-    source_of,
     tensors_of,
 )
-from .operators import Error, error_of, is_elementwise, keeps_memory, why_not_elsewhere
+from .operators import Error, error_of, indices_of, is_elementwise, keeps_memory, looks_up_within, why_not_elsewhere
 from .readers import needs, waits_for_stream, when_read
 
 # A larger value is copied outside of the CUDA graph, once to pinned memory and once to the GPU. Upstream copies pinned
@@ -46,6 +45,7 @@ MOST_STAGED_NBYTES = 320 << 10
 # Inputs up to this size are copied in place of a smaller value that depends on them: the transfer takes about as long
 # as the shortest one, and copying the value would be a transfer as well.
 MOST_NBYTES = 64 << 10
+_OUT_OF_BOUNDS = "and an index that is out of bounds is an error of the CPU's"
 _NARROW = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 
 
@@ -83,17 +83,12 @@ class Placed:
     def records(self) -> Iterator[records.Placed]:
         """The records of the report."""
         for value in (*self.moves, *self.stays):
-            yield records.Placed(value.node.name, value.how.value, value.why, source_of(value.node))
+            source = source_line(value.node.meta.get("stack_trace"))
+            yield records.Placed(value.node.name, value.how.value, value.why, source)
 
 
 class Plan:
-    """The decisions for a graph.
-
-    Args:
-        exact: leave floating-point computations, whose results may differ in the last place, to the CPU.
-        stages: whether the CUDA graph itself may make the copies of each call.
-        folds: whether the graph may have new constants; Inductor loses those of branches and loops.
-    """
+    """The decisions for a graph; the arguments are those of :func:`~.moves.place`."""
 
     def __init__(self, graph: fx.Graph, *, exact: bool, stages: bool, folds: bool) -> None:
         self._exact, self._stages = exact, stages
@@ -155,14 +150,10 @@ class Plan:
         indices = indices_of(node)
         if stuck is not None:
             return self._copied(node, f"it is computed from {stuck.node.name}: {stuck.why}")
-        if any(self._decided[index].leaves for index in indices):
-            return self._copied(
-                node, "it looks up what inputs say, and an index that is out of bounds is an error of the CPU's"
-            )
+        if any(self._decided[index].leaves for _, index in indices):
+            return self._copied(node, f"it looks up what inputs say, {_OUT_OF_BOUNDS}")
         if indices and not looks_up_within(node, self.folding.value):
-            return self._copied(
-                node, "it looks up what may not be there, and an index that is out of bounds is an error of the CPU's"
-            )
+            return self._copied(node, f"it looks up what may not be there, {_OUT_OF_BOUNDS}")
         if error is None:
             return self._copied(node, f"it is computed from {inexact.node.name}, whose last place may differ")
         if nbytes > MOST_NBYTES and nbytes > nbytes_of(node):
