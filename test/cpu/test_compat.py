@@ -9,14 +9,15 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch
+from source_probe import SourceProbe
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import inductor_patches
 from inductor_patches.fingerprints import parse_version
 from inductor_patches.patch import LiveProbe
-from inductor_patches.source_probe import SourceProbe
 
 INSTALLED = Path(torch.__file__).parent.parent
 
