@@ -21,7 +21,6 @@ from .patch import Patch
 if TYPE_CHECKING:
     from pygraph_trees.settings import Flag
 
-_MODULE = "torch.utils._config_module"
 _PREFIX = "triton."
 
 

@@ -1,15 +1,12 @@
 """The fingerprints of torch's definitions on which patches rely: a table with a row for each definition.
 
-:func:`fingerprints_of` returns the rows of a patch's target as :class:`Fingerprint` records, one for each span of torch
-versions in which the rows do not change. A target without rows raises :class:`NoFingerprint`, a malformed row
-:class:`MalformedRow`. Reading the table needs no torch.
+:func:`fingerprints_of` returns the rows of a patch's target as :class:`Fingerprint` records. A target without rows
+raises :class:`NoFingerprint`, a malformed row :class:`MalformedRow`. Reading the table needs no torch.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 Version = tuple[int, int]  # major and minor number
@@ -249,9 +246,11 @@ class MalformedRow(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Expectation:
-    """A definition that a patch relies on."""
+class Fingerprint:
+    """A definition on which a patch relies in the torch versions from ``since`` to ``until``, both included."""
 
+    since: Version
+    until: Version
     module: str  # dotted, "torch._inductor.scheduler"
     name: str  # inside the module, "Scheduler.graph_partition"
     parameters: tuple[str, ...] | None = None  # the leading parameters, None if they do not matter
@@ -261,22 +260,12 @@ class Expectation:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """The definitions on which a patch relies in the torch versions from ``since`` to ``until``, both included."""
-
-    since: Version
-    until: Version
-    expectations: tuple[Expectation, ...]
-
-
-_Row = tuple[Version, Version, Expectation]
-
 _ROW = re.compile(r"(\d+\.\d+)(?:-(\d+\.\d+))?\s+([\w.]+)(?:\(([\w, ]*)\))?(?::([\w ]+))?")
+_CONTINUATION = re.compile(r"\n {5,}")
 
 
 def fingerprints_of(target: str) -> tuple[Fingerprint, ...]:
-    """The fingerprints of the patch of ``target``, the oldest torch first."""
+    """The fingerprints of the patch of ``target``."""
     try:
         return FINGERPRINTS[target]
     except KeyError:
@@ -291,51 +280,23 @@ def parse_version(text: str) -> Version:
 
 def parse(table: str) -> dict[str, tuple[Fingerprint, ...]]:
     """The fingerprints of each target of a table."""
-    rows: dict[str, list[_Row]] = {}
+    rows: dict[str, list[Fingerprint]] = {}
     target = module = ""
-    for line in _joined(table):
-        if not line.startswith(" "):
+    for line in map(str.rstrip, _CONTINUATION.sub(" ", table).splitlines()):
+        if line and not line.startswith(" "):
             target, module = line, ""
             rows[target] = []
         elif line.startswith("  in "):
             module = line.removeprefix("  in ")
-        else:
+        elif line:
             found = _ROW.fullmatch(line.strip())
             if found is None or not target or not module:
                 raise MalformedRow(line)
-            since, until, name, parameters, uses = found.groups()
-            wanted = Expectation(
-                module,
-                name,
-                None if parameters is None else tuple(parameters.replace(",", " ").split()),
-                tuple((uses or "").split()),
-            )
-            rows[target].append((parse_version(since), parse_version(until or since), wanted))
-    return {target: tuple(_spans(found)) for target, found in rows.items()}
-
-
-def _joined(table: str) -> Iterator[str]:
-    """The rows of a table, each with its continuation lines joined."""
-    held = ""
-    for line in filter(str.strip, table.splitlines()):
-        if line.startswith(" " * 5):
-            held += f" {line.strip()}"
-        else:
-            if held:
-                yield held
-            held = line.rstrip()
-    if held:
-        yield held
-
-
-def _spans(rows: list[_Row]) -> Iterator[Fingerprint]:
-    """The spans of versions in which the same rows hold."""
-    begins = {since for since, _, _ in rows} | {(until[0], until[1] + 1) for _, until, _ in rows}
-    for begin, end in itertools.pairwise(sorted(begins)):
-        until = end[0], end[1] - 1
-        held = tuple(wanted for since, last, wanted in rows if since <= begin and until <= last)
-        if held:
-            yield Fingerprint(begin, until, held)
+            since, until, name, given, uses = found.groups()
+            parameters = None if given is None else tuple(given.replace(",", " ").split())
+            versions = parse_version(since), parse_version(until or since)
+            rows[target].append(Fingerprint(*versions, module, name, parameters, tuple((uses or "").split())))
+    return {target: tuple(found) for target, found in rows.items()}
 
 
 FINGERPRINTS = parse(_TABLE)  # by target

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any, Protocol
 
-from .fingerprints import Expectation, Fingerprint, Version, fingerprints_of
+from .fingerprints import Fingerprint, Version, fingerprints_of
 
 
 class PatchWarning(UserWarning):
@@ -107,29 +107,24 @@ class Patch(ABC):
         """Changes the target and returns the function that undoes the change."""
 
     @property
-    def fingerprints(self) -> tuple[Fingerprint, ...]:
-        """The definitions on which the patch relies, by torch version."""
-        return fingerprints_of(self.target)
-
-    @property
     def versions(self) -> str:
         """The torch versions for which the patch was written."""
-        first, last = min(f.since for f in self.fingerprints), max(f.until for f in self.fingerprints)
-        return f"{_dotted(first)} to {_dotted(last)}"
+        found = fingerprints_of(self.target)
+        return f"{_dotted(min(row.since for row in found))} to {_dotted(max(row.until for row in found))}"
 
     def fingerprints_for(self, version: Version) -> list[Fingerprint]:
         """The definitions on which the patch relies in this torch version; empty if it was not written for it."""
-        return [f for f in self.fingerprints if f.since <= version <= f.until]
+        return [row for row in fingerprints_of(self.target) if row.since <= version <= row.until]
 
     def mismatches(self, probe: Probe, version: Version) -> list[str]:
         """What does not fit on this torch, one line each; empty if the patch can be applied."""
-        spans = self.fingerprints_for(version)
-        if not spans:
+        wanted = self.fingerprints_for(version)
+        if not wanted:
             return [f"{self.target}: written for torch {self.versions}, this is {_dotted(version)}"]
-        return [line for span in spans for wanted in span.expectations for line in _compare(wanted, probe)]
+        return [line for row in wanted for line in _compare(row, probe)]
 
 
-def _compare(wanted: Expectation, probe: Probe) -> list[str]:
+def _compare(wanted: Fingerprint, probe: Probe) -> list[str]:
     found = probe.find(wanted.module, wanted.name)
     if found is None:
         return [f"{wanted}: not there"]
@@ -187,6 +182,15 @@ class OnDemand(Rebind):
         return self.offer(functools.partial(Rebind.apply, self))
 
 
-def made_by(module: str, name: str) -> Callable[[Any], Any]:
-    """For :attr:`Rebind.replace`: the function ``name``, whose module is imported only when the patch is applied."""
-    return lambda original: getattr(importlib.import_module(module), name)(original)
+def made_by(path: str) -> Callable[[Any], Any]:
+    """For :attr:`Rebind.replace`: the class with this dotted name, or what the function with it makes of the original.
+
+    Its module is imported only when the patch is applied.
+    """
+
+    def replace(original: Any) -> Any:
+        module, _, name = path.rpartition(".")
+        found = getattr(importlib.import_module(module), name)
+        return found if isinstance(found, type) else found(original)
+
+    return replace

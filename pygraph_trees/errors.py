@@ -7,14 +7,11 @@ defined there, as subclasses.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 
-class PygraphError(Exception):
-    """The base of all errors; ``template`` is formatted with the fields given as keywords."""
-
-    template = "{message}"
+class _Templated(Exception):
+    template = "{message}"  # formatted with the fields given as keywords
 
     def __init__(self, **fields: Any) -> None:
         self.fields = fields
@@ -26,28 +23,23 @@ class PygraphError(Exception):
         return _restored, (type(self), self.fields)
 
 
-def _restored(kind: type[PygraphError], fields: dict[str, Any]) -> PygraphError:
-    """An error with these fields, made without the constructor of its class, which may take others."""
-    error = kind.__new__(kind)
-    PygraphError.__init__(error, **fields)
-    return error
+def _restored(kind: type[_Templated], fields: dict[str, Any]) -> _Templated:
+    """An error or warning with these fields, made without the constructor of its class, which may take others."""
+    made = kind.__new__(kind)
+    _Templated.__init__(made, **fields)
+    return made
+
+
+class PygraphError(_Templated):
+    """The base of all errors."""
+
+
+class PygraphWarning(_Templated, UserWarning):
+    """The base of all warnings."""
 
 
 class Reported(PygraphError):
     """The base of errors from checks that the user enabled; they are never contained."""
-
-
-class PygraphWarning(UserWarning):
-    """The base of all warnings; pass a formatted template to :func:`warnings.warn`."""
-
-    template = "{message}"
-
-    def __init__(self, **fields: Any) -> None:
-        self.fields = fields
-        super().__init__(self.template.format(**fields))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(type(self), **self.fields), ()
 
 
 NOT_FOUND = "NOT_FOUND"  # stands for the code of a call that the bindings or the installed driver lack

@@ -166,12 +166,3 @@ class Settings:
         if values["selective"] == "never":
             values["placement"] = "off"
         return Settings(**values)
-
-
-def flags_table() -> str:
-    """The table of flags in the README."""
-    rows = ["| flag | values | default | environment | |", "| --- | --- | --- | --- | --- |"]
-    for flag in FLAGS:
-        values = ", ".join(f"`{v}`" for v in flag.values) or "a number"
-        rows.append(f"| `{flag.name}` | {values} | `{flag.default}` | `{flag.environment}` | {flag.help} |")
-    return "\n".join(rows)

@@ -7,10 +7,8 @@ of the rewrite is complete in itself. README.md explains the choices.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +23,14 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-__all__ = ["Placed", "counting_depth", "one_graph_deeper", "place", "place_for_graphs", "placing"]
+__all__ = ["Placed", "counting_depth", "place", "place_for_graphs", "placing"]
 
 _log = logging.getLogger("pygraph_trees.placement")
 _depth: ContextVar[int] = ContextVar("pygraph_placement_depth", default=0)  # 2 or more: in a branch or loop
 
 
 def placing(upstream: Callable[..., Any], has_addresses: Callable[[], bool]) -> Callable[..., Any]:
-    """Takes the place of ``move_constructors_to_gpu``, which runs only if :func:`place_for_graphs` did nothing.
-
-    Inductor calls it after a user's own passes, and brings the values of new nodes up to date after it.
-    """
+    """Takes the place of ``move_constructors_to_gpu``, which runs only if :func:`place_for_graphs` did nothing."""
 
     @functools.wraps(upstream)
     def move_constructors_to_gpu(graph: fx.Graph) -> None:
@@ -46,24 +41,17 @@ def placing(upstream: Callable[..., Any], has_addresses: Callable[[], bool]) -> 
 
 
 def counting_depth(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """The passes over a graph, ``_recursive_post_grad_passes``, inside :func:`one_graph_deeper`."""
+    """``_recursive_post_grad_passes``, which runs over a graph and then over the branches and loops that it calls."""
 
     @functools.wraps(upstream)
     def recursive_post_grad_passes(gm: Any, *args: Any, **kwargs: Any) -> None:
-        with one_graph_deeper():
+        token = _depth.set(_depth.get() + 1)
+        try:
             upstream(gm, *args, **kwargs)
+        finally:
+            _depth.reset(token)
 
     return recursive_post_grad_passes
-
-
-@contextlib.contextmanager
-def one_graph_deeper() -> Iterator[None]:
-    """Counts the nesting of the passes, which run over a graph and then over the branches and loops that it calls."""
-    token = _depth.set(_depth.get() + 1)
-    try:
-        yield
-    finally:
-        _depth.reset(token)
 
 
 def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool:
@@ -80,11 +68,10 @@ def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool
     settings = Settings.current()
     if settings.placement == "off" or not config.triton.cudagraphs:
         return False
-    placed = Placed()
+    placed, inside = Placed(), _depth.get() > 1
+    # Graphs without trees are captured by torch alone.
+    by_address = settings.indirection != "off" and config.triton.cudagraph_trees and not config.cpp_wrapper
     try:
-        inside = _depth.get() > 1
-        # Graphs without trees are captured by torch alone.
-        by_address = settings.indirection != "off" and config.triton.cudagraph_trees and not config.cpp_wrapper
         stages = not inside and by_address and has_addresses()
         place(graph, exact=settings.placement == "exact", stages=stages, folds=not inside, placed=placed)
     except Exception:

@@ -20,8 +20,19 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .nodes import HALVES, held_tensor, is_constructor, is_dense, is_on_cpu, is_view, nbytes_of, tensors_of
-from .operators import gives_unset_memory, why_not_the_same_again
+from .nodes import (
+    HALVES,
+    held_tensor,
+    is_constructor,
+    is_dense,
+    is_on_cpu,
+    is_view,
+    may_write,
+    nbytes_of,
+    reached,
+    tensors_of,
+)
+from .operators import why_not_the_same_again
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,7 +47,6 @@ _FOLDED_TYPES = HALVES | {
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.float64, torch.complex64,
     torch.complex128,
 }  # fmt: skip
-_COMPUTED_FROM = "it is computed from"
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})  # a kernel loads these types as single precision
 _LITERALS = HALVES | {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
 
@@ -44,24 +54,20 @@ _log = logging.getLogger("pygraph_trees.placement")
 
 
 class Folding:
-    """The values of a graph that depend on constants alone.
+    """The values of a graph that depend on constants alone; ``folds`` is whether it may have new constants."""
 
-    Args:
-        folds: whether the graph may have new constants; Inductor loses those of branches and loops.
-    """
-
-    def __init__(self, graph: fx.Graph, *, folds: bool = True) -> None:
+    def __init__(self, graph: fx.Graph, *, folds: bool) -> None:
         self._graph, self._folds = graph, folds
         self.constants = _constants_of(graph)
-        self._values: dict[fx.Node, Any] = {}
-        self._failed: dict[fx.Node, str] = {}  # why the CPU computed no value
+        self.values: dict[fx.Node, Any] = {}  # of all nodes that were evaluated
+        self._failed: dict[fx.Node, tuple[fx.Node, str]] = {}  # nodes without a value; the cause, and why it has none
         self._left = MOST_EVALUATED_NBYTES
 
     def why_not(self, node: fx.Node) -> str | None:
         """Says why a value cannot be a constant of the compiled graph; None if it can, and :meth:`held` creates it."""
         if not self._folds:
             return "it is in a branch or a loop"
-        if (why := self._why_not_run(node)) is not None:
+        if (why := self._why_stuck(node)) is not None:
             return why
         value = node.meta["val"]
         if self._graph.owning_module is None or not isinstance(value, torch.Tensor):
@@ -72,15 +78,18 @@ class Folding:
             return "a kernel would have to arrange complex numbers"
         if nbytes_of(node) > MOST_FOLDED_NBYTES:
             return f"{nbytes_of(node)} bytes are too many for a constant"
-        if (why := self._why_not_evaluated(node)) is not None:
+        self._evaluate(node)
+        if (why := self._why_stuck(node)) is not None:
             return why
-        if value.dtype in _FLOAT8 and not _is_finite(self._values[node]):
-            return "a GPU may make other numbers of infinities and NaN of its type"
+        with _as_eager_runs():
+            if value.dtype in _FLOAT8 and not self.values[node].float().isfinite().all():
+                return "a GPU may make other numbers of infinities and NaN of its type"
         return None
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
         """The tensor that a node gives in every call; None if it is unknown."""
-        value = None if self._why_not_evaluated(node) else self._values[node]
+        self._evaluate(node)
+        value = self.values.get(node)
         return value if isinstance(value, torch.Tensor) else None
 
     def loses_bits(self, node: fx.Node) -> bool:
@@ -89,15 +98,20 @@ class Folding:
         return value is not None and _is_written_as_literals(value) and not _literals_keep_bits(value)
 
     def held(self, node: fx.Node, mode: FakeTensorMode | None) -> fx.Node:
-        """Adds a node that names the value, which becomes a buffer of the graph's module.
+        """Adds a node that names a copy of the value, which becomes a buffer of the graph's module.
 
         The buffer has two dimensions if Inductor would otherwise write it into a kernel as numbers that lose bits. A
         complex number becomes two real numbers.
         """
         module = self._graph.owning_module
         assert module is not None  # otherwise the value cannot be folded
+        value, like = self.values[node], node.meta["val"]
         with _as_eager_runs():
-            constant = self._constant(node)
+            if is_dense(like):
+                constant = torch.empty_strided(value.size(), like.stride(), dtype=value.dtype, device="cpu")
+            else:
+                constant = torch.empty(value.size(), dtype=value.dtype, device="cpu")
+            constant.copy_(value)
             if constant.is_complex():
                 constant = torch.view_as_real(constant)
             if _is_written_as_literals(constant) and not (_literals_keep_bits(constant) and _may_be_counted(constant)):
@@ -108,86 +122,66 @@ class Folding:
         held.meta["val"] = constant if mode is None else mode.from_tensor(constant, static_shapes=True)
         return held
 
-    def _constant(self, node: fx.Node) -> torch.Tensor:
-        """Copies the value of an evaluated node into its own memory."""
-        value, like = self._values[node], node.meta["val"]
-        if not is_dense(like):
-            return torch.empty(value.size(), dtype=value.dtype, device="cpu").copy_(value)
-        return torch.empty_strided(value.size(), like.stride(), dtype=value.dtype, device="cpu").copy_(value)
+    def _evaluate(self, node: fx.Node) -> None:
+        """Gives a value to a node and all that it depends on, or notes why not, so that no later node looks further."""
+        todo = reached([node], lambda n: () if n in self.values or self._why_stuck(n) else n.all_input_nodes)
+        missing = sorted(current for current in todo if current not in self.values)
+        if self._failed.keys().isdisjoint(missing):
+            nbytes = sum(map(nbytes_of, missing))
+            if nbytes > self._left:  # less is left later
+                why = f"{nbytes} bytes are too many to be computed when the graph is compiled"
+                self._failed[node] = node, why
+            else:
+                self._left -= int(nbytes)
+                with _as_eager_runs():
+                    all(map(self._run, missing))  # up to the first one that fails
+        failed = next((self._failed[current] for current in todo if current in self._failed), None)
+        if failed is not None:
+            self._failed[node] = failed
 
-    def evaluated(self) -> Iterator[fx.Node]:
-        """All nodes that were evaluated."""
-        return iter(self._values)
-
-    def _why_not_evaluated(self, node: fx.Node) -> str | None:
-        """Evaluates a node and everything it depends on; says why if that fails or exceeds the limit."""
-        todo, seen = [node], {node}
-        for current in todo:
-            if current in self._values:
-                continue
-            if (why := self._why_not_run(current)) is not None:
-                return self._fails(node, current, why)
-            todo += [source for source in current.all_input_nodes if source not in seen]
-            seen.update(current.all_input_nodes)
-        missing = [current for current in sorted(todo) if current not in self._values]
-        nbytes = sum(map(nbytes_of, missing))
-        if nbytes > self._left:
-            why = f"{nbytes} bytes are too many to be computed when the graph is compiled"
-            return self._fails(node, node, why)  # less is left later
-        self._left -= int(nbytes)
-        with _as_eager_runs():
-            for current in missing:
-                if (why := self._run(current)) is not None:
-                    self._failed[current] = why
-                    return self._fails(node, current, why)
-        return None
-
-    def _fails(self, node: fx.Node, cause: fx.Node, why: str) -> str:
-        """Notes why a node is not evaluated, so that no later node looks any further."""
-        if cause is not node and not why.startswith(_COMPUTED_FROM):
-            why = f"{_COMPUTED_FROM} {cause.name}: {why}"
-        self._failed[node] = why
-        return why
+    def _why_stuck(self, node: fx.Node) -> str | None:
+        """Says why a node has no value, as far as that is known without evaluating it."""
+        if node not in self._failed and (why := self._why_not_run(node)) is not None:
+            self._failed[node] = node, why
+        cause, why = self._failed.get(node, (node, None))
+        return why if cause is node else f"it is computed from {cause.name}: {why}"
 
     def _why_not_run(self, node: fx.Node) -> str | None:
         """Says why a node cannot be evaluated at compile time, whatever its inputs are."""
         if node not in self.constants:
             return "it is not computed from constants alone"
-        if node in self._failed:
-            return self._failed[node]
         if not all(isinstance(size, int) for tensor in tensors_of(node) for size in tensor.shape):
             return "its size is not known when the graph is compiled"
         if node.op == "get_attr" or node.target is operator.getitem:
             return None
-        if gives_unset_memory(node):
+        if any(part in str(node.target) for part in ("empty", "resize", "from_file")):
             return "its memory is not set"
         if any(not tensors_of(source) for source in node.all_input_nodes):
             return "a number in it is not known when the graph is compiled"
         return why_not_the_same_again(node)
 
-    def _run(self, node: fx.Node) -> str | None:
-        """Evaluates a node whose inputs have values; says why if it gets no value."""
+    def _run(self, node: fx.Node) -> bool:
+        """Evaluates a node whose inputs have values; returns False, with the reason noted, if it gets no value."""
         try:
             if node.op == "get_attr":
                 value: Any = held_tensor(node)
             else:
                 target: Any = node.target
-                args, kwargs = fx.map_arg((node.args, node.kwargs), self._values.__getitem__)
+                args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
                 value = target(*args, **kwargs)
         except Exception as error:  # whatever an operator raises here, eager raises in the call
             _log.debug("%s cannot be computed when the graph is compiled: %s", node, error)
-            return "the CPU cannot compute it when the graph is compiled; see the log"
-        wanted, found = tensors_of(node), [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
-        traced = [(tuple(t.shape), t.dtype, t.device) for t in wanted]
-        if traced != [(tuple(t.shape), t.dtype, t.device) for t in found]:
-            return "the CPU computes another type or size than was traced"
-        self._values[node] = value
-        return None
-
-
-def _is_finite(value: torch.Tensor) -> bool:
-    with _as_eager_runs():
-        return bool(value.float().isfinite().all())
+            self._failed[node] = node, "the CPU cannot compute it when the graph is compiled; see the log"
+            return False
+        traced, found = (
+            [(tuple(t.shape), t.dtype, t.device) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+            for result in (node.meta["val"], value)
+        )
+        if traced != found:
+            self._failed[node] = node, "the CPU computes another type or size than was traced"
+            return False
+        self.values[node] = value
+        return True
 
 
 def _is_written_as_literals(value: torch.Tensor) -> bool:
@@ -245,22 +239,7 @@ def _constants_of(graph: fx.Graph) -> frozenset[fx.Node]:
 
 def _written(graph: fx.Graph) -> set[int]:
     """Addresses of the graph's tensors that an operator may write to, directly or through views."""
-    written: set[int] = set()
-    todo = [node for node in graph.nodes if node.op == "call_function" and _may_write(node)]
-    seen = set(todo)
-    while todo:
-        for source in todo.pop().all_input_nodes:
-            held = held_tensor(source)
-            if held is not None:
-                written.add(held.untyped_storage().data_ptr())
-            elif source not in seen and is_view(source):
-                seen.add(source)
-                todo.append(source)
-    return written
-
-
-def _may_write(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return target is not operator.getitem
-    return target._schema.is_mutable
+    writers = [node for node in graph.nodes if node.op == "call_function" and may_write(node)]
+    written = reached(writers, lambda node: filter(is_view, node.all_input_nodes))
+    held = [held_tensor(source) for node in written for source in node.all_input_nodes]
+    return {tensor.untyped_storage().data_ptr() for tensor in held if tensor is not None}

@@ -7,8 +7,9 @@ operator computes: see ``operators.py`` for these, and ``lookups.py`` for indice
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -16,20 +17,35 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from pygraph_trees.report.naming import source_line
-
 aten, prims = torch.ops.aten, torch.ops.prims
 HALVES = frozenset({torch.float16, torch.bfloat16})
+
+
+def named(names: str, *others: Any) -> frozenset[Any]:
+    """ATen's operators with these names, separated by spaces, and others; each stands for all of its overloads."""
+    return frozenset([*(getattr(aten, name) for name in names.split()), *others])
+
+
 # Their results are elements of their first input. `view` is not among them, as it may read the bytes as another type.
-REARRANGES = frozenset(
-    {
-        aten.lift_fresh_copy, aten.clone, aten.alias, aten.detach, aten._unsafe_view, aten.reshape, aten.expand,
-        aten.permute, aten.t, aten.transpose, aten.squeeze, aten.unsqueeze, aten.select, aten.slice, aten.flip,
-        aten.repeat,
-    }
-)  # fmt: skip
+REARRANGES = named(
+    "lift_fresh_copy clone alias detach _unsafe_view reshape expand permute t transpose squeeze unsqueeze select slice "
+    "flip repeat"
+)
+_MAY_BE_VIEWS = named("_unsafe_view reshape contiguous")
 # Operators that copy a tensor to another device, possibly to another type.
 _COPIES = (aten._to_copy.default, prims.device_put.default, aten.to.device)
+_T = TypeVar("_T")
+
+
+def reached(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> list[_T]:
+    """These items, the ones that follow any of them, and so on, each once."""
+    found = list(dict.fromkeys(starts))
+    seen = set(found)
+    for item in found:
+        new = [other for other in dict.fromkeys(following(item)) if other not in seen]
+        found += new
+        seen.update(new)
+    return found
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
@@ -65,9 +81,9 @@ def nbytes_of(node: fx.Node) -> int | float:
     return total
 
 
-def cpu_inputs(node: fx.Node) -> Iterator[fx.Node]:
+def cpu_inputs(node: fx.Node) -> list[fx.Node]:
     """The node's inputs that are on the CPU, each once."""
-    return (source for source in node.all_input_nodes if is_on_cpu(source))
+    return list(filter(is_on_cpu, node.all_input_nodes))
 
 
 def tensors_given(node: fx.Node) -> list[torch.Tensor]:
@@ -78,19 +94,15 @@ def is_integral(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def source_of(node: fx.Node) -> str | None:
-    """The line of the user's code that the node comes from."""
-    return source_line(node.meta.get("stack_trace"))
+def packet_of(node: fx.Node) -> Any:
+    """The node's operator with all of its overloads; None if it calls none of torch's operators."""
+    return getattr(node.target, "overloadpacket", None)
 
 
 def is_constructor(node: fx.Node) -> bool:
     """Whether the node makes a tensor from numbers alone."""
-    return (
-        node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload)
-        and "device" in node.kwargs
-        and not any(tensors_of(source) for source in node.all_input_nodes)
-    )
+    is_operator = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+    return is_operator and "device" in node.kwargs and not tensors_given(node)
 
 
 def held_tensor(node: fx.Node) -> torch.Tensor | None:
@@ -108,19 +120,9 @@ def held_tensor(node: fx.Node) -> torch.Tensor | None:
 
 def is_copy_between_devices(node: fx.Node) -> bool:
     """Whether the node copies a tensor to another device."""
-    if node.op != "call_function" or node.target not in _COPIES or not node.args:
-        return False
-    source = node.args[0]
-    return (
-        isinstance(source, fx.Node)
-        and None not in (device_of(source), device_of(node))
-        and (device_of(source) != device_of(node))
-    )
-
-
-def takes_from_gpu(node: fx.Node) -> bool:
-    """Whether the node writes a value that depends on the GPU to CPU memory, other than by a copy."""
-    return node.op == "call_function" and is_on_cpu(node) and any(map(is_on_gpu, node.all_input_nodes))
+    source = node.args[0] if node.op == "call_function" and node.target in _COPIES and node.args else None
+    devices = {device_of(source), device_of(node)} if isinstance(source, fx.Node) else set()
+    return len(devices) == 2 and None not in devices
 
 
 def is_view(node: fx.Node) -> bool:
@@ -130,11 +132,13 @@ def is_view(node: fx.Node) -> bool:
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return True  # one item of several, or an unknown function
-    return any(a.alias_info is not None for a in target._schema.arguments) or target in (
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.contiguous.default,
-    )
+    return any(a.alias_info is not None for a in target._schema.arguments) or packet_of(node) in _MAY_BE_VIEWS
+
+
+def may_write(node: fx.Node) -> bool:
+    """Whether an operator may write to its inputs, as unknown functions may."""
+    target = node.target
+    return target._schema.is_mutable if isinstance(target, torch._ops.OpOverload) else target is not operator.getitem
 
 
 def is_a_whole(node: fx.Node) -> bool:
@@ -168,9 +172,8 @@ def _views(node: fx.Node) -> list[fx.Node]:
 
 def _shows_another(node: fx.Node) -> bool:
     """Whether the node is a view; one item of several is a view if the node that gives them is."""
-    if is_view(node) and not isinstance(node.target, torch._ops.OpOverload) and len(node.all_input_nodes) == 1:
-        return is_view(node.all_input_nodes[0])
-    return is_view(node)
+    is_item = node.target is operator.getitem
+    return is_view(node.all_input_nodes[0] if is_item else node)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Decides, for each CPU value that the GPU needs, how the GPU gets it.
 
-:func:`planned` takes a post-grad graph and answers with a :class:`Value` for each of them: made on the GPU, kept there,
-a constant, folded, staged, or copied outside of the CUDA graph, with the reason for each copy. A value that depends on
+:class:`Plan` takes a post-grad graph and has a :class:`Value` for each of them: made on the GPU, kept there, a
+constant, folded, staged, or copied outside of the CUDA graph, with the reason for each copy. A value that depends on
 constants alone keeps the bits that the CPU computes. Only values that depend on inputs may differ in the last place.
 README.md gives the order of the choices.
 """
@@ -18,9 +18,9 @@ from torch import fx
 
 from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.report import records
+from pygraph_trees.report.naming import source_line
 
 from .folding import Folding
-from .lookups import indices_of, looks_up_within
 from .nodes import (
     aten,
     cpu_inputs,
@@ -32,10 +32,10 @@ from .nodes import (
     is_row_of_input,
     is_view,
     nbytes_of,
-    source_of,
+    reached,
     tensors_of,
 )
-from .operators import Error, error_of, is_elementwise, keeps_memory, why_not_elsewhere
+from .operators import Error, error_of, indices_of, is_elementwise, keeps_memory, looks_up_within, why_not_elsewhere
 from .readers import needs, waits_for_stream, when_read
 
 # A larger value is copied outside of the CUDA graph, once to pinned memory and once to the GPU. Upstream copies pinned
@@ -45,6 +45,7 @@ MOST_STAGED_NBYTES = 320 << 10
 # Inputs up to this size are copied in place of a smaller value that depends on them: the transfer takes about as long
 # as the shortest one, and copying the value would be a transfer as well.
 MOST_NBYTES = 64 << 10
+_OUT_OF_BOUNDS = "and an index that is out of bounds is an error of the CPU's"
 _NARROW = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 
 
@@ -66,7 +67,9 @@ class Value:
     node: fx.Node
     how: How
     why: str | None = None  # why it is copied at each call; None if it is not
-    read: HostRead | None = None  # when the program reads a staged value
+    read: HostRead = HostRead.AT_ONCE  # when the program reads a copied value
+    leaves: frozenset[fx.Node] = frozenset()  # the copied or kept values that it depends on
+    error: Error = Error.NONE  # of a value made on the GPU
 
 
 @dataclass(slots=True)
@@ -80,55 +83,42 @@ class Placed:
     def records(self) -> Iterator[records.Placed]:
         """The records of the report."""
         for value in (*self.moves, *self.stays):
-            yield records.Placed(value.node.name, value.how.value, value.why, source_of(value.node))
+            source = source_line(value.node.meta.get("stack_trace"))
+            yield records.Placed(value.node.name, value.how.value, value.why, source)
 
 
-def planned(graph: fx.Graph, folding: Folding, *, exact: bool, stages: bool) -> dict[fx.Node, Value]:
-    """The decisions for all CPU values that the GPU needs and everything they depend on.
+class Plan:
+    """The decisions for a graph; the arguments are those of :func:`~.moves.place`."""
 
-    Args:
-        folding: computes constants; its ``folds`` says whether the graph may have new ones.
-        exact: leave floating-point computations, whose results may differ in the last place, to the CPU.
-        stages: whether the CUDA graph itself may make the copies of each call.
-    """
-    plan = _Plan(graph, folding, exact=exact, stages=stages)
-    for node in graph.nodes:
-        for source in needs(node):
-            plan.decide(source)
-    return plan.values
-
-
-class _Plan:
-    def __init__(self, graph: fx.Graph, folding: Folding, *, exact: bool, stages: bool) -> None:
-        self._folding, self._exact, self._stages = folding, exact, stages
+    def __init__(self, graph: fx.Graph, *, exact: bool, stages: bool, folds: bool) -> None:
+        self._exact, self._stages = exact, stages
         self._waits = any(map(waits_for_stream, graph.nodes))
-        self.values: dict[fx.Node, Value] = {}
-        self._errors: dict[fx.Node, Error] = {}  # of values made on the GPU
-        self._leaves: dict[fx.Node, frozenset[fx.Node]] = {}  # the values that each value needs copied or kept
+        self.folding = Folding(graph, folds=folds)
+        self.reads = {node: sources for node in graph.nodes if (sources := needs(node))}  # by GPU operators
+        self._decided: dict[fx.Node, Value] = {}
+        needed = [source for sources in self.reads.values() for source in sources]
+        for node in sorted(reached(needed, self._undecided)):
+            if node not in self._decided:
+                self._decided[node] = self._from_inputs(node)
+        # All that must be on the GPU for these reads; what is neither read nor makes another value is left out.
+        self.values = {node: self._decided[node] for node in reached(needed, self.made_from)}
 
-    def decide(self, node: fx.Node) -> None:
-        """Decides for a value and, if that depends on its inputs, for these first."""
-        todo = [node]
-        while todo:
-            current = todo[-1]
-            if current in self.values:
-                todo.pop()
-                continue
-            value = self._without_inputs(current)
-            missing = [] if value else [source for source in cpu_inputs(current) if source not in self.values]
-            if missing:
-                todo += missing
-                continue
-            value = value or self._from_inputs(current)
-            self.values[current] = value
-            if value.how is not How.MADE:
-                is_leaf = value.how in (How.COPIED, How.STAGED, How.KEPT)
-                self._leaves[current] = frozenset([current] if is_leaf else [])
+    def made_from(self, node: fx.Node) -> list[fx.Node]:
+        """The CPU values from which the GPU makes a value."""
+        return cpu_inputs(node) if self._decided[node].how is How.MADE else []
+
+    def _undecided(self, node: fx.Node) -> list[fx.Node]:
+        """Decides for a node if that needs no decision for its inputs; otherwise returns these."""
+        value = self._without_inputs(node)
+        if value is None:
+            return cpu_inputs(node)
+        self._decided[node] = value
+        return []
 
     def _without_inputs(self, node: fx.Node) -> Value | None:
         """The decision for a node if it is the same for all decisions for its inputs."""
         if node.op == "get_attr":
-            if not self._folding.loses_bits(node):
+            if not self.folding.loses_bits(node):
                 return Value(node, How.CONSTANT)
             return self._folded_or_copied(node, "its value would lose bits as literals in a kernel")
         if node.op == "placeholder":
@@ -136,8 +126,8 @@ class _Plan:
         if is_copy_between_devices(node) and is_on_gpu(node.args[0]):
             if node.args[0].op != "placeholder" and node.meta["val"].dtype in _NARROW:
                 return self._copied(node, "a kernel may hold it in more bits than its type has")
-            return Value(node, How.KEPT)
-        is_constant = node in self._folding.constants
+            return Value(node, How.KEPT, leaves=frozenset([node]))
+        is_constant = node in self.folding.constants
         why = why_not_elsewhere(node, exact=self._exact or is_constant)
         if why is None and any(not is_on_cpu(source) for source in node.all_input_nodes if tensors_of(source)):
             why = "it is computed from values of several devices"
@@ -146,52 +136,49 @@ class _Plan:
         return self._folded_or_copied(node, why) if is_constant else self._copied(node, why)
 
     def _from_inputs(self, node: fx.Node) -> Value:
-        sources = list(cpu_inputs(node))
-        fuses = is_elementwise(node) and all(self.values[s].how in (How.MADE, How.CONSTANT) for s in sources)
-        folds = node in self._folding.constants and not (fuses or _shows_constant(node))
-        if folds and self._folding.why_not(node) is None:
+        sources = [self._decided[source] for source in cpu_inputs(node)]
+        fuses = is_elementwise(node) and all(source.how in (How.MADE, How.CONSTANT) for source in sources)
+        folds = node in self.folding.constants and not (fuses or _shows_constant(node))
+        if folds and self.folding.why_not(node) is None:
             return Value(node, How.FOLDED)
-        leaves = frozenset().union(*(self._leaves[source] for source in sources))
-        copied = [leaf for leaf in leaves if self.values[leaf].how is not How.KEPT]
-        stuck = next((leaf for leaf in copied if leaf.op != "placeholder"), None)
-        nbytes = sum(map(nbytes_of, copied))
-        inexact = max(sources, key=lambda source: self._errors.get(source, Error.NONE), default=node)
-        error = error_of(node, self._errors.get(inexact, Error.NONE))
-        why = None
+        leaves = frozenset().union(*(source.leaves for source in sources))
+        copied = [leaf for leaf in map(self._decided.__getitem__, leaves) if leaf.how is not How.KEPT]
+        stuck = next((leaf for leaf in copied if leaf.node.op != "placeholder"), None)
+        nbytes = sum(nbytes_of(leaf.node) for leaf in copied)
+        inexact = max(sources, key=lambda source: source.error, default=Value(node, How.MADE))
+        error = error_of(node, inexact.error)
+        indices = indices_of(node)
         if stuck is not None:
-            why = f"it is computed from {stuck.name}: {self.values[stuck].why}"
-        elif any(self._leaves[index] for index in indices_of(node)):
-            why = "it looks up what inputs say, and an index that is out of bounds is an error of the CPU's"
-        elif indices_of(node) and not looks_up_within(node, self._folding.value):
-            why = "it looks up what may not be there, and an index that is out of bounds is an error of the CPU's"
-        elif error is None:
-            why = f"it is computed from {inexact.name}, whose last place may differ"
-        elif nbytes > MOST_NBYTES and nbytes > nbytes_of(node):
-            why = f"what it is computed from is larger: {nbytes} bytes"
-        if why is not None or error is None:
-            return self._copied(node, str(why))
-        self._leaves[node], self._errors[node] = leaves, error
-        return Value(node, How.MADE)
+            return self._copied(node, f"it is computed from {stuck.node.name}: {stuck.why}")
+        if any(self._decided[index].leaves for _, index in indices):
+            return self._copied(node, f"it looks up what inputs say, {_OUT_OF_BOUNDS}")
+        if indices and not looks_up_within(node, self.folding.value):
+            return self._copied(node, f"it looks up what may not be there, {_OUT_OF_BOUNDS}")
+        if error is None:
+            return self._copied(node, f"it is computed from {inexact.node.name}, whose last place may differ")
+        if nbytes > MOST_NBYTES and nbytes > nbytes_of(node):
+            return self._copied(node, f"what it is computed from is larger: {nbytes} bytes")
+        return Value(node, How.MADE, leaves=leaves, error=error)
 
     def _folded_or_copied(self, node: fx.Node, why: str) -> Value:
-        why_not_folded = self._folding.why_not(node)
+        why_not_folded = self.folding.why_not(node)
         return Value(node, How.FOLDED) if why_not_folded is None else self._copied(node, f"{why}, and {why_not_folded}")
 
     def _copied(self, node: fx.Node, why: str) -> Value:
-        why_not_staged = self._why_not_staged(node)
-        if why_not_staged is None:
-            return Value(node, How.STAGED, why, when_read(node, waits=self._waits))
-        return Value(node, How.COPIED, f"{why}, and {why_not_staged}")
-
-    def _why_not_staged(self, node: fx.Node) -> str | None:
+        """A value that is staged if that is possible, and otherwise copied outside of the graph."""
+        read, nbytes = when_read(node), nbytes_of(node)
+        why_not = None
         if not self._stages:
-            return "graphs are given no addresses"
-        if is_row_of_input(node) and when_read(node, waits=False) is not HostRead.AT_ONCE:
-            return "it is a part of an input with gaps"  # otherwise the CPU would copy it at the call
-        nbytes = nbytes_of(node)
-        if nbytes <= MOST_STAGED_NBYTES or (node in self._folding.constants and _computes_integers(node)):
-            return None
-        return "its size is not known" if nbytes == math.inf else f"{nbytes} bytes are too many to be staged"
+            why_not = "graphs are given no addresses"
+        elif read is not HostRead.AT_ONCE and is_row_of_input(node):  # otherwise the CPU would copy it at the call
+            why_not = "it is a part of an input with gaps"
+        elif nbytes > MOST_STAGED_NBYTES and not (node in self.folding.constants and _computes_integers(node)):
+            why_not = "its size is not known" if nbytes == math.inf else f"{nbytes} bytes are too many to be staged"
+        if why_not is not None:
+            return Value(node, How.COPIED, f"{why}, and {why_not}", read, frozenset([node]))
+        if self._waits:
+            read = HostRead.IN_ORDER  # no copy is later than that wait, and no read is needed before it
+        return Value(node, How.STAGED, why, read, frozenset([node]))
 
 
 def _shows_constant(node: fx.Node) -> bool:
@@ -205,10 +192,7 @@ def _computes_integers(node: fx.Node) -> bool:
 
     Instead of a copy, Inductor computes what reads no input on the GPU, where they may be others.
     """
-    todo, seen = [node], {node}
-    for current in todo:
-        if any(map(is_integral, tensors_of(current))) and not (is_constructor(current) or keeps_memory(current)):
-            return True
-        todo += [source for source in current.all_input_nodes if source not in seen]
-        seen.update(current.all_input_nodes)
-    return False
+    return any(
+        any(map(is_integral, tensors_of(current))) and not (is_constructor(current) or keeps_memory(current))
+        for current in reached([node], lambda current: current.all_input_nodes)
+    )

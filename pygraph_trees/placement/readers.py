@@ -11,7 +11,7 @@ from torch import fx
 
 from pygraph_trees.cuda.host_reads import HostRead
 
-from .nodes import aten, cpu_inputs, is_copy_between_devices, is_on_cpu, is_on_gpu, is_view, prims, takes_from_gpu
+from .nodes import aten, cpu_inputs, is_copy_between_devices, is_on_cpu, is_on_gpu, is_view, may_write, prims, reached
 from .operators import may_wait
 
 _WRITES = (aten.index_put.default, aten.index_put_.default)
@@ -45,44 +45,27 @@ def _may_be_anywhere(node: fx.Node, source: fx.Node) -> bool:
     return target in _INDEX or (torch.Tag.pointwise in target.tags and source.meta["val"].dim() == 0)
 
 
-def when_read(node: fx.Node, *, waits: bool) -> HostRead:
-    """When the program reads a staged value, directly or through views.
-
-    If the program ``waits`` for its stream anywhere, no copy is later than that wait, and no read is needed before it.
-    """
-    reads = [
-        (value, user) for value in _itself_and_views(node) for user in value.users if not is_view(user) or mutates(user)
-    ]
+def when_read(node: fx.Node) -> HostRead:
+    """When a program that never waits for its stream reads a value, directly or through views."""
+    values = itself_and_views(node)
+    reads = [(value, user) for value in values for user in value.users if not is_view(user) or may_write(user)]
     if reads and all(is_copy_between_devices(user) and _is_non_blocking(user) for _, user in reads):
-        return HostRead.IN_ORDER if waits else HostRead.LATER
-    at_once = not waits and all(_is_read_at_once(value, user) for value, user in reads)
-    return HostRead.AT_ONCE if at_once else HostRead.IN_ORDER
-
-
-def may_be_late(node: fx.Node) -> bool:
-    """Whether the program asks for non-blocking copies of the node only."""
-    return all(is_copy_between_devices(user) and _is_non_blocking(user) for user in node.users)
+        return HostRead.LATER
+    return HostRead.AT_ONCE if all(_is_read_at_once(value, user) for value, user in reads) else HostRead.IN_ORDER
 
 
 def waits_for_stream(node: fx.Node) -> bool:
     """Whether an operator copies between devices and waits for the copy, and so for all earlier ones."""
     if is_copy_between_devices(node):
         return not _is_non_blocking(node)
-    if takes_from_gpu(node):
+    if node.op == "call_function" and is_on_cpu(node) and any(map(is_on_gpu, node.all_input_nodes)):
         return not (node.target is aten.copy.default and _is_non_blocking(node))
     return may_wait(node) or any(not _is_read_at_once(source, node) for source in needs(node))
 
 
-def mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _itself_and_views(node: fx.Node) -> list[fx.Node]:
+def itself_and_views(node: fx.Node) -> list[fx.Node]:
     """A value, its views and their views."""
-    found = [node]
-    for value in found:
-        found += [user for user in value.users if is_view(user) and user not in found]
-    return found
+    return reached([node], lambda value: filter(is_view, value.users))
 
 
 def _is_read_at_once(value: fx.Node, user: fx.Node) -> bool:

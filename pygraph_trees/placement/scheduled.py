@@ -1,37 +1,38 @@
 """Corrects decisions of Inductor's scheduler about values of the CPU, moved or not.
 
-GPU work that reads a CPU value stays outside of CUDA graphs, unless the value is staged.
-:func:`why_outside` takes one of Inductor's scheduler nodes and upstream's reason, and returns the reason for a split or
-None. A kernel takes a CPU scalar by value, and an operator may look at a tensor's content: a recording would repeat the
-value that it was recorded with.
+GPU work that reads a CPU value stays outside of CUDA graphs, unless the value is staged. A kernel takes a CPU scalar by
+value, and an operator may look at a tensor's content: a recording would repeat the value that it was recorded with. The
+functions take upstream's function and return the one to call instead.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pygraph_trees.settings import Settings
 
 from .staging import staged
 
-if TYPE_CHECKING:
-    import torch
-
-
 _CROSS_DEVICE = "cross-device ops"  # upstream's text since 2.15
 
 
 def keeping_outside(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """``Scheduler.should_partition``, and :func:`why_outside`."""
+    """``Scheduler.should_partition``, which says why a node cannot be part of a CUDA graph; None if it can."""
+    from torch._inductor import ir
     from torch._inductor.scheduler import FusedSchedulerNode
 
     @functools.wraps(upstream)
     def should_partition(self: Any, node: Any) -> Any:
         reason = upstream(self, node)
-        # For a fused node upstream asks this of each of its parts.
-        return reason if isinstance(node, FusedSchedulerNode) else why_outside(node, reason)
+        if isinstance(node, FusedSchedulerNode):
+            return reason  # upstream asks this of each of its parts
+        if isinstance(node.node, ir.FallbackKernel) and node.node.op_overload is staged:
+            return None if reason == _CROSS_DEVICE else reason
+        if reason is None and any(_is_on_cpu(read.name) for read in node.read_writes.reads):
+            return None if Settings.current().placement == "off" else "reads a value of the CPU"
+        return reason
 
     return should_partition
 
@@ -55,30 +56,12 @@ def keeping_producers_outside(upstream: Callable[..., Any]) -> Callable[..., Any
     return get_consumer_subnode_for
 
 
-def why_outside(node: Any, reason: str | None) -> str | None:
-    """Says why an unfused scheduler node of Inductor cannot be part of a CUDA graph; None if it can.
-
-    Args:
-        reason: upstream's reason.
-    """
-    from torch._inductor import ir
-
-    if isinstance(node.node, ir.FallbackKernel) and node.node.op_overload is staged:
-        return None if reason == _CROSS_DEVICE else reason
-    if reason is not None:
-        return reason
-    for read in node.read_writes.reads:
-        device = _device_of(read.name)
-        if device is not None and device.type == "cpu":
-            return None if Settings.current().placement == "off" else "reads a value of the CPU"
-    return None
-
-
-def _device_of(name: str) -> torch.device | None:
-    """The device of a buffer, input or constant of the graph that is being compiled."""
+def _is_on_cpu(name: str) -> bool:
+    """Whether a buffer, input or constant of the graph that is being compiled is on the CPU."""
     from torch._inductor.virtualized import V
 
     if name in V.graph.constants:
-        return V.graph.constants[name].device
+        return bool(V.graph.constants[name].device.type == "cpu")
     buffer = V.graph.try_get_buffer(name)
-    return None if buffer is None else buffer.get_device()
+    device = None if buffer is None else buffer.get_device()
+    return device is not None and device.type == "cpu"

@@ -23,7 +23,7 @@ _library.define("staged(Tensor there, Tensor host, int read=1) -> Tensor", tags=
 _observed = threading.local()
 _ALIGNMENT = 64  # bytes; compiled code assumes that an operator returns aligned memory
 
-Copy = Callable[[torch.Tensor, torch.Tensor], None]  # from the second one to the first
+Copy = Callable[[torch.Tensor, torch.Tensor], object]  # from the second one to the first
 
 
 class Observed:
@@ -36,7 +36,7 @@ class Observed:
     def __init__(self, block: torch.Tensor | None, copy: Copy | None) -> None:
         self.reads: list[tuple[int, HostRead]] = []  # CPU address of each value, and when the program reads it
         self.copied: list[int] = []  # CPU address at which each captured copy begins
-        self._block, self._copy = block, copy or _copy_later
+        self._block, self._copy = block, copy or (lambda there, host: there.copy_(host, non_blocking=True))
         self._copies: dict[int, torch.Tensor] = {}  # on the GPU, by stream
         self._given: dict[int, list[tuple[int, int]]] = {}  # by stream: first byte, and the byte after the last
 
@@ -49,8 +49,7 @@ class Observed:
             # Torch would gather the elements on the CPU, into memory that a replay does not write.
             whole = self.staged(there, flat(host))
             return made.copy_(whole.as_strided(host.shape, host.stride()))
-        view = self._view(there.device, host)
-        if view is not None:
+        if (view := self._view(there.device, host)) is not None:
             return view
         self.copied.append(host.data_ptr())
         self._copy(made, host)
@@ -64,9 +63,8 @@ class Observed:
         end = begin + host.numel() * host.element_size()
         stream = _stream(device)
         given = self._given.setdefault(stream, [])
-        if begin < 0 or end > self._block.numel() or begin % _ALIGNMENT:
-            return None
-        if any(begin < other_end and other_begin < end for other_begin, other_end in given):
+        is_free = all(end <= other_begin or other_end <= begin for other_begin, other_end in given)
+        if not (begin >= 0 and end <= self._block.numel() and begin % _ALIGNMENT == 0 and is_free):
             return None
         copy = self._copies.get(stream)
         if copy is None:
@@ -92,8 +90,7 @@ class Observed:
                 continue
             at, nbytes = output.storage_offset() * output.element_size(), output.element_size()
             begin, end = next((s for s in self._given[stream] if s[0] <= at < s[1]), (at, at + nbytes))
-            memory = own.get((stream, begin, end))
-            if memory is None:
+            if (memory := own.get((stream, begin, end))) is None:
                 memory = own[stream, begin, end] = self._copies[stream].new_empty(end - begin)
             offset = (at - begin) // nbytes
             several[position] = memory.view(output.dtype).as_strided(output.shape, output.stride(), offset)
@@ -101,10 +98,6 @@ class Observed:
             return outputs
         torch._foreach_copy_(list(own.values()), [self._copies[stream][b:e] for stream, b, e in own])
         return several
-
-    def close(self) -> None:
-        """Drops the copies; tensors that still need the memory hold it."""
-        self._copies.clear()
 
 
 @contextlib.contextmanager
@@ -122,7 +115,7 @@ def observed(block: torch.Tensor | None = None, copy: Copy | None = None) -> Ite
         yield found
     finally:
         _observed.found = outer
-        found.close()
+        found._copies.clear()  # tensors that still need the memory hold it
 
 
 def _staged(there: torch.Tensor, host: torch.Tensor, read: int = HostRead.IN_ORDER) -> torch.Tensor:
@@ -152,10 +145,6 @@ def _copied(there: torch.Tensor, host: torch.Tensor, read: HostRead) -> torch.Te
         is_late = read is HostRead.LATER and (not is_captured or host.is_pinned())
         return made.copy_(host, non_blocking=is_late)
     return made.copy_(_pinned(host), non_blocking=True)
-
-
-def _copy_later(there: torch.Tensor, host: torch.Tensor) -> None:
-    there.copy_(host, non_blocking=True)
 
 
 def _pinned(host: torch.Tensor) -> torch.Tensor:

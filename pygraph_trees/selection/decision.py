@@ -209,25 +209,30 @@ def compare(parts: Sequence[Part]) -> Comparison:
     Each part needs at least one measured call each way.
     """
     pairs = range(min(len(calls) for part in parts for calls in (part.ungraphed, part.graphed)))
-    ungraphed, graphed = (
-        [[load for part in parts for load in part.loads(way, number)] for number in pairs]
-        for way in (Execution.UNGRAPHED, Execution.GRAPHED)
-    )
+    steps = [
+        [
+            [load for part in parts for load in part.loads(way, number)]
+            for way in (Execution.UNGRAPHED, Execution.GRAPHED)
+        ]
+        for number in pairs
+    ]
     latencies = [parts[0].latencies_us(number) for number in pairs] if len(parts) == 1 else []
     measured = [found for found in latencies if found is not None]
     is_modelled = len(measured) < FEWEST_PAIRS
     if is_modelled:
-        measured = list(zip(map(latency_us, ungraphed), map(latency_us, graphed), strict=True))
-    throughput = _gain(list(zip(map(throughput_us, ungraphed), map(throughput_us, graphed), strict=True)))
+        measured = [(latency_us(ungraphed), latency_us(graphed)) for ungraphed, graphed in steps]
+    throughput = _gain([(throughput_us(ungraphed), throughput_us(graphed)) for ungraphed, graphed in steps])
     return Comparison(_gain(measured), throughput, [part.facts for part in parts], is_modelled)
 
 
 def _gain(steps: Sequence[tuple[float, float]]) -> Gain:
     """The gain in pairs of steps, un-graphed and graphed."""
     gains = [graphed - ungraphed for ungraphed, graphed in steps]
-    ungraphed_us, graphed_us = (statistics.median(times) for times in zip(*steps, strict=True))
-    margin_us = max(_FLOOR_US, _MARGIN * ungraphed_us)
-    return Gain(ungraphed_us, graphed_us, statistics.median(gains), margin_us, _ERRORS * _standard_error(gains))
+    ungraphed_us, graphed_us, gain_us = map(statistics.median, (*zip(*steps, strict=True), gains))
+    # The standard error of the median, from the median absolute deviation, which ignores a single outlier.
+    deviation_us = 1.4826 * statistics.median(abs(gain - gain_us) for gain in gains)
+    error_us = 1.2533 * deviation_us / math.sqrt(len(gains))
+    return Gain(ungraphed_us, graphed_us, gain_us, max(_FLOOR_US, _MARGIN * ungraphed_us), _ERRORS * error_us)
 
 
 def decide(compared: Comparison) -> Execution:
@@ -249,13 +254,6 @@ def next_way(made: Mapping[Execution, int], *, is_clear: bool = False) -> Execut
     if made[lacking] < FEWEST_PAIRS and (is_enough or made[wanted] >= FEWEST_PAIRS):
         return lacking
     return None if is_enough else wanted
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    """The standard error of the median, from the median absolute deviation, which ignores a single outlier."""
-    middle = statistics.median(values)
-    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
-    return 1.2533 * deviation / math.sqrt(len(values))
 
 
 def _work(parts: Sequence[Facts]) -> str:

@@ -106,7 +106,11 @@ def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path
             if log.mode == BACKWARD and (known.backward is None or known.backward is graph):
                 known.backward = graph
                 return known
-        memory = _memory(log, settings, device, has_fast_path)
+        memory = None
+        if graph is not None and graph.code is not None:  # the key of the generated code is known
+            partition = log.partition if log.mode == INFERENCE else "all"
+            matters = {**asdict(settings), "fast path": has_fast_path, "partition": partition}
+            memory = Kept(graph.code, log.name, device, matters)
         trial = Trial(memory=memory, graph=graph, has_fast_path=has_fast_path)
         if program is not None:
             _trials[program] = trial
@@ -123,12 +127,3 @@ def _program(compile_id: str | None) -> str | None:
     context = TracingContext.try_get()
     name = None if context is None else context.aot_graph_name  # one graph's name: ["4_backward"]
     return f"AOT {name[0].rpartition('_')[0]}" if name else compile_id
-
-
-def _memory(log: FunctionLog, settings: Settings, device: int, has_fast_path: bool) -> Kept | None:
-    """The place on disk of a trial's decision; None if the key of the generated code is not known."""
-    if log.graph is None or log.graph.code is None:
-        return None
-    partition = log.partition if log.mode == INFERENCE else "all"
-    matters = {**asdict(settings), "fast path": has_fast_path, "partition": partition}
-    return Kept(log.graph.code, log.name, device, matters)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pygraph_trees.cuda import progress
 
 from .decision import Call, Execution, Facts, Part
@@ -28,18 +30,16 @@ class CudaDevice:
     """The CUDA device with this index, and its current stream."""
 
     def __init__(self, index: int) -> None:
-        import torch
-
-        self._cuda, self._index = torch.cuda, index
+        self._index = index
 
     def is_idle(self) -> bool:
         """Whether the GPU has finished the stream's work."""
-        return progress.is_over(self._cuda.current_stream(self._index))
+        return progress.is_over(torch.cuda.current_stream(self._index))
 
     def mark(self) -> Any:
         """Marks a place in the stream."""
-        event = self._cuda.Event(enable_timing=True)
-        event.record(self._cuda.current_stream(self._index))
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._index))
         return event
 
     def us_between(self, begin: Any, end: Any) -> float | None:
@@ -66,6 +66,7 @@ class Environment:
 class TimedCall:
     """A call whose GPU work may still be running."""
 
+    way: Execution
     was_idle: bool  # whether the GPU was idle before the call
     host_us: float
     begin: Any  # marks in the stream
@@ -85,7 +86,7 @@ class TrialMember:
         """
         self._log, self._device, self.environment = log, device, environment
         self.mode = log.mode
-        self._run = {Execution.GRAPHED: graphed, Execution.UNGRAPHED: ungraphed}
+        self.run = {Execution.GRAPHED: graphed, Execution.UNGRAPHED: ungraphed}  # makes a call that is not measured
         self._thread: int | None = None
         self.calls = 0  # since a step began
         self.start_over()
@@ -94,11 +95,7 @@ class TrialMember:
         """Discards all measurements."""
         self._made: set[Execution] = set()  # ways whose first call, which fills caches, is made
         self._finished: dict[Execution, list[Call]] = {way: [] for way in Execution}
-        self._pending: deque[tuple[Execution, TimedCall]] = deque()  # the GPU has not finished them
-
-    def run(self, way: Execution, inputs: list[Any]) -> Any:
-        """Makes a call that is not measured; returns its outputs."""
-        return self._run[way](inputs)
+        self._pending: deque[TimedCall] = deque()  # the GPU has not finished them
 
     def timed(self, way: Execution, inputs: list[Any]) -> tuple[Any, TimedCall | None]:
         """Makes a call; returns its outputs and its times, None for a graphed call that is no plain replay."""
@@ -106,43 +103,43 @@ class TrialMember:
         before = self._counts()
         was_idle, begin = self._device.is_idle(), self._device.mark()
         start = time.perf_counter_ns()
-        outputs = self._run[way](inputs)
+        outputs = self.run[way](inputs)
         host_us = (time.perf_counter_ns() - start) / 1e3
         after = self._counts()
         if way is Execution.GRAPHED and after != (before[0] + 1, before[1]):  # other graph activity
             return outputs, None
-        return outputs, TimedCall(was_idle, host_us, begin, self._device.mark())
+        return outputs, TimedCall(way, was_idle, host_us, begin, self._device.mark())
 
     def _counts(self) -> tuple[int, int]:
         """The number of replays, and of recordings and warm-ups."""
         recordings = self._log.recordings
         return sum(recording.replays for recording in recordings), len(recordings) + self._log.warmups
 
-    def add(self, way: Execution, call: TimedCall) -> bool:
-        """Adds a call; returns whether it is measured, as all but the first are."""
-        is_measured = way in self._made
-        self._made.add(way)
+    def add(self, call: TimedCall) -> bool:
+        """Adds a call; returns whether it is measured, as all but the first of its way are."""
+        is_measured = call.way in self._made
+        self._made.add(call.way)
         if is_measured:
-            self._pending.append((way, call))
+            self._pending.append(call)
         return is_measured
 
     def collect(self) -> None:
         """Reads the times of the calls that the GPU has finished."""
         while self._pending:
-            way, call = self._pending[0]
+            call = self._pending[0]
             gpu_us = self._device.us_between(call.begin, call.end)
             if gpu_us is None:
                 return
             self._pending.popleft()
             from_idle_us = gpu_us if call.was_idle else None
-            if way is Execution.GRAPHED and call.was_idle:
+            if call.way is Execution.GRAPHED and call.was_idle:
                 gpu_us = max(0.0, gpu_us - call.host_us)
-            self._finished[way].append(Call(call.host_us, gpu_us, from_idle_us))
+            self._finished[call.way].append(Call(call.host_us, gpu_us, from_idle_us))
 
     def made(self, way: Execution) -> int:
         """Measured calls, including those that the GPU has not finished."""
         pending = list(self._pending)  # while Python code iterates, a finalizer may call the function
-        return len(self._finished[way]) + sum(waiting is way for waiting, _ in pending)
+        return len(self._finished[way]) + sum(call.way is way for call in pending)
 
     @property
     def pairs(self) -> int:
@@ -160,11 +157,7 @@ class TrialMember:
         return self._log.warmups > 0 and not self._log.recordings
 
     def facts(self, *, has_fast_path: bool) -> Facts | None:
-        """The facts of its newest recording; None if there is none.
-
-        Args:
-            has_fast_path: whether the process has a fast path.
-        """
+        """The facts of its newest recording; None if there is none; the process may have no fast path."""
         if not self._log.recordings:
             return None
         last = self._log.recordings[-1]
@@ -174,8 +167,8 @@ class TrialMember:
 
     def part(self, facts: Facts) -> Part:
         """The function's part of a comparison."""
-        ungraphed, graphed = (tuple(self._finished[way]) for way in (Execution.UNGRAPHED, Execution.GRAPHED))
-        return Part(ungraphed, graphed, facts, self.environment.handed())
+        calls = {way: tuple(self._finished[way]) for way in Execution}
+        return Part(calls[Execution.UNGRAPHED], calls[Execution.GRAPHED], facts, self.environment.handed())
 
     def end(self, way: Execution, why: str | None) -> None:
         """Notes the way that is taken from now on, and why."""

@@ -37,6 +37,7 @@ _log = logging.getLogger("pygraph_trees.selection")
 FORMAT = 4  # of the files; raised if another version would misread one
 STALE_AFTER_S = 30 * 86400.0
 _MOST_NAME = 200  # characters
+_NO_PROFILE = "a file is no profile"
 _LEFT_BEHIND_S = 3600.0  # a file that is being written is never this old
 
 
@@ -146,7 +147,7 @@ class Profiles:
 
     def find(self, key: str) -> Profile | None:
         """The profile for a key; None if there is none."""
-        return self._load(self._path(key))
+        return self._load(self.folder / f"{key}.json")
 
     def store(self, profile: Profile) -> None:
         """Writes a profile, which replaces an earlier one with its key."""
@@ -157,7 +158,7 @@ class Profiles:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(path, "x", encoding="ascii") as file:
                 file.write(content)
-            os.replace(path, self._path(profile.key))
+            os.replace(path, self.folder / f"{profile.key}.json")
         except OSError as error:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -188,18 +189,22 @@ class Profiles:
                 raise ProfilesNotRemoved(folder=self.folder, why=error.strerror or type(error).__name__) from error
         return removed
 
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.json"
-
     def _load(self, path: Path) -> Profile | None:
+        """The profile in a file; None if there is none, or one in another version's format."""
         try:
-            return _parse(path.stem, path.read_bytes())
+            data = json.loads(path.read_bytes())
+            if data["format"] != FORMAT:
+                return None
+            what, text, decided_s = data["what"], data["text"], float(data["decided_s"])
+            if data["key"] == path.stem and "".join((what, text)).isprintable() and math.isfinite(decided_s):
+                return Profile(path.stem, what, Execution(data["way"]), text, decided_s)
+            _warn(self.folder, _NO_PROFILE)
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            pass
         except OSError as error:
             _warn(self.folder, error.strerror or type(error).__name__)
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
-            _warn(self.folder, "a file is no profile")
+            _warn(self.folder, _NO_PROFILE)
         return None
 
 
@@ -241,17 +246,3 @@ class Kept:
         if self._profiles is not None:
             what = "".join(c if c.isprintable() else "?" for c in self.what[:_MOST_NAME])
             self._profiles.store(Profile(self._key, what, way, text, time.time()))
-
-
-def _parse(key: str, content: bytes) -> Profile | None:
-    """The profile in a file; None if its format is another version's.
-
-    Raises what :meth:`Profiles._load` catches if it is no profile.
-    """
-    data = json.loads(content)
-    if data["format"] != FORMAT:
-        return None
-    what, text, decided_s = data["what"], data["text"], float(data["decided_s"])
-    if data["key"] != key or not "".join((what, text)).isprintable() or not math.isfinite(decided_s):
-        raise ValueError
-    return Profile(key, what, Execution(data["way"]), text, decided_s)

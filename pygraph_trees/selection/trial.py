@@ -83,16 +83,12 @@ class Trial:
         memory: Kept | None = None,
         graph: object = None,
         turn: Turn = _turn,
-        has_fast_path: bool = True,
+        has_fast_path: bool = True,  # whether the process has one
     ) -> None:
-        """
-        Args:
-            graph: the graph that started the trial, for callers that ask.
-            has_fast_path: whether the process has a fast path.
-        """
-        self._has_fast_path = has_fast_path
-        self._memory, self.graph, self._turn = memory, graph, turn
-        self.backward: object = None  # the backward graph, for callers that ask
+        self._memory, self._turn, self._has_fast_path = memory, turn, has_fast_path
+        # For callers that ask: the graph that started the trial, and the backward graph.
+        self.graph: object = graph
+        self.backward: object = None
         self._lock = threading.Lock()  # for changes; nobody waits for it
         self._later: deque[Callable[[], object]] = deque()
         self._members: list[weakref.ref[TrialMember]] = []
@@ -171,15 +167,15 @@ class Trial:
         is_alone = self._begin(member, inputs)
         way = self.way
         if self.phase is not Phase.MEASURING or not is_alone:
-            return member.run(way, inputs)
+            return member.run[way](inputs)
         outputs, timed = member.timed(way, inputs)
         if timed is not None:
-            self._change(functools.partial(self._add, member, way, timed), is_needed=False)
+            self._change(functools.partial(self._add, member, timed), is_needed=False)
         return outputs
 
-    def _add(self, member: TrialMember, way: Execution, timed: TimedCall) -> None:
+    def _add(self, member: TrialMember, timed: TimedCall) -> None:
         counts = self.phase is Phase.MEASURING and self._integers in (None, self._given)
-        if counts and member.add(way, timed):
+        if counts and member.add(timed):
             self._integers = self._given
             self._is_disturbed |= _is_disturbed()
 
@@ -188,8 +184,7 @@ class Trial:
 
     def _facts(self, members: Sequence[TrialMember]) -> list[Facts]:
         """The facts of the members that have a recording."""
-        found = (member.facts(has_fast_path=self._has_fast_path) for member in members)
-        return [facts for facts in found if facts is not None]
+        return [facts for member in members if (facts := member.facts(has_fast_path=self._has_fast_path)) is not None]
 
     def _go_on(self, member: TrialMember, inputs: Sequence[object]) -> None:
         """Begins or continues a step."""
@@ -199,7 +194,10 @@ class Trial:
         if first is None:
             self._first, first = weakref.ref(member), member
             self._asked = _integers(inputs)
-            if self._recalls(inputs):
+            profile = None if self._memory is None else self._memory.find(inputs)
+            if profile is not None:  # an earlier process decided
+                day = time.strftime("%Y-%m-%d", time.localtime(profile.decided_s))
+                self._end(profile.way, f"{profile.text}, as measured on {day}")
                 return
         members = self._alive()
         if member is first:
@@ -207,16 +205,11 @@ class Trial:
             if _is_step_over(first, members):
                 self._step(members)
         member.calls += 1
-        if not self.is_over and (self._steps > _MOST_STEPS or member.calls > _MOST_CALLS):
-            self._expire(members)
-
-    def _recalls(self, inputs: Sequence[object]) -> bool:
-        """Ends the trial at once if an earlier process decided it."""
-        profile = None if self._memory is None else self._memory.find(inputs)
-        if profile is not None:
-            day = time.strftime("%Y-%m-%d", time.localtime(profile.decided_s))
-            self._end(profile.way, f"{profile.text}, as measured on {day}")
-        return profile is not None
+        if self._steps > _MOST_STEPS or member.calls > _MOST_CALLS:  # the trial takes too long
+            if all(other.cannot_be_recorded() for other in members):
+                self._end(Execution.UNGRAPHED, f"{Execution.UNGRAPHED.value}: nothing could be recorded")
+            else:
+                self._end(Execution.GRAPHED, None)
 
     def _step(self, members: Sequence[TrialMember]) -> None:
         for member in members:
@@ -232,13 +225,9 @@ class Trial:
         facts = self._facts(members)
         if len(facts) < len(members):
             self._steps += 1
-            return
-        plain = plain_way(facts)
-        if plain is not None:
+        elif (plain := plain_way(facts)) is not None:
             self._end(plain, plain_text(plain, facts))
-            return
-        reasons = [why for member in members if (why := member.environment.why_not_tried()) is not None]
-        if reasons:
+        elif reasons := [why for member in members if (why := member.environment.why_not_tried()) is not None]:
             self._end(Execution.GRAPHED, f"{Execution.GRAPHED.value}: {reasons[0]}")
         else:
             self.phase = Phase.WAITING
@@ -265,23 +254,17 @@ class Trial:
         elif compared is not None:  # otherwise the GPU has not caught up
             self._decide(compared)
 
-    def _expire(self, members: Sequence[TrialMember]) -> None:
-        """Ends a trial that takes too long: graphed, or un-graphed if nothing could be recorded."""
-        if all(member.cannot_be_recorded() for member in members):
-            self._end(Execution.UNGRAPHED, f"{Execution.UNGRAPHED.value}: nothing could be recorded")
-        else:
-            self._end(Execution.GRAPHED, None)
-
     def _decide(self, compared: Comparison) -> None:
         way = decide(compared)
         text = compared.text(way)
-        if self._end(way, text):
-            self.compared = compared
-            modes = {member.mode for member in self._alive()}
-            is_whole = BACKWARD in modes or FORWARD not in modes  # a later process may have the backward
-            is_kept = compared.is_clear and is_whole and not self._is_disturbed and self._integers == self._asked
-            if is_kept and self._memory is not None:
-                self._memory.store(way, text)
+        if not self._end(way, text):
+            return
+        self.compared = compared
+        modes = {member.mode for member in self._alive()}
+        is_whole = BACKWARD in modes or FORWARD not in modes  # a later process may have the backward
+        is_kept = compared.is_clear and is_whole and not self._is_disturbed and self._integers == self._asked
+        if is_kept and self._memory is not None:
+            self._memory.store(way, text)
 
     def _end(self, way: Execution, why: str | None) -> bool:
         """Ends the trial; returns False if it is over already."""

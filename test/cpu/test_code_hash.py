@@ -15,9 +15,10 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+from tested_code import PRODUCT, code_hash
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.code_hash import PRODUCT, artifact_files, artifact_hash, code_hash
+from pygraph_trees.code_hash import artifact_files, artifact_hash
 
 
 def suite():

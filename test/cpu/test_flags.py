@@ -30,7 +30,7 @@ from pygraph_trees.code_hash import artifact_hash
 from pygraph_trees.report import compiled
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.functions import are_graphs_left_out, compiling_without_graphs
-from pygraph_trees.settings import FLAGS, InvalidFlag, Settings, UnknownFlag, flags_table
+from pygraph_trees.settings import FLAGS, InvalidFlag, Settings, UnknownFlag
 from pygraph_trees.trees.hooks.compiled_graph import putting_to_use
 
 
@@ -42,6 +42,15 @@ def product(x):
 def run_python(code, **environment):
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+
+
+def flags_table():
+    """The table of flags in the README."""
+    rows = ["| flag | values | default | environment | |", "| --- | --- | --- | --- | --- |"]
+    for flag in FLAGS:
+        values = ", ".join(f"`{v}`" for v in flag.values) or "a number"
+        rows.append(f"| `{flag.name}` | {values} | `{flag.default}` | `{flag.environment}` | {flag.help} |")
+    return "\n".join(rows)
 
 
 class TestFlags(TestCase):

@@ -63,9 +63,11 @@ def _imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
             above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
             base = ".".join([*above, *filter(None, [node.module])])
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "made_by")) and node.args:
-            name = node.args[0]
-            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+        else:  # the module is a string, in a call or in a row of the table of patches
+            is_call = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "made_by"))
+            given = node.args if is_call else node.elts if isinstance(node, ast.Tuple) else []
+            name = given[0] if given else None
+            if isinstance(name, ast.Constant) and isinstance(name.value, str) and (is_call or "." in name.value):
                 yield node.lineno, name.value
 
 

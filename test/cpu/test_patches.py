@@ -18,7 +18,6 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 import inductor_patches
 from inductor_patches.fingerprints import (
     FINGERPRINTS,
-    Expectation,
     Fingerprint,
     MalformedRow,
     NoFingerprint,
@@ -189,9 +188,9 @@ class TestPatch(TestCase):
         sys.modules[self.module.__name__] = self.module
         self.addCleanup(sys.modules.pop, self.module.__name__)
 
-    def rebind(self, name="f", **expectation):
+    def rebind(self, name="f", **expected):
         here = self.module.__name__
-        wanted = Fingerprint((2, 1), (2, 3), (Expectation(here, name, **expectation),))
+        wanted = Fingerprint((2, 1), (2, 3), here, name, **expected)
         self.enterContext(mock.patch.dict(FINGERPRINTS, {f"{here}.{name}": (wanted,)}))
         return Rebind("f", "never", here, name, lambda old: min)
 
@@ -236,21 +235,25 @@ torch.a.f
     2.11-2.14  g()
 """
 
-    def test_rows_that_hold_for_the_same_versions_are_one_fingerprint(self):
-        others = (Expectation("torch.a", "K"), Expectation("torch.b", "g", ()))
-        old = Expectation("torch.a", "f", ("x",), ("old",))
-        new = Expectation("torch.a", "f", ("x", "y"), ("new", "and", "more"))
-        wanted = (Fingerprint((2, 11), (2, 11), (old, *others)), Fingerprint((2, 12), (2, 14), (new, *others)))
+    def test_each_row_is_a_fingerprint(self):
+        wanted = (
+            Fingerprint((2, 11), (2, 11), "torch.a", "f", ("x",), ("old",)),
+            Fingerprint((2, 12), (2, 14), "torch.a", "f", ("x", "y"), ("new", "and", "more")),
+            Fingerprint((2, 11), (2, 14), "torch.a", "K"),
+            Fingerprint((2, 11), (2, 14), "torch.b", "g", ()),
+        )
         self.assertEqual(parse(self.TABLE), {"torch.a.f": wanted})
 
     def test_every_patch_has_rows_and_every_row_a_patch(self):
-        patches = {p.target for feature in inductor_patches.FEATURES for p in inductor_patches.patches(feature)}
-        self.assertEqual(set(FINGERPRINTS), patches)
-        for target, found in FINGERPRINTS.items():
-            self.assertEqual((found[0].since, found[-1].until), ((2, 11), (2, 15)), target)
-            for fingerprint in found:
-                named = [str(wanted) for wanted in fingerprint.expectations]
+        """In each torch version, no definition has two rows."""
+        patches = {p.target: p for feature in inductor_patches.FEATURES for p in inductor_patches.patches(feature)}
+        self.assertEqual(FINGERPRINTS.keys(), patches.keys())
+        for target, patch in patches.items():
+            self.assertEqual(patch.versions, "2.11 to 2.15", target)
+            for minor in range(11, 16):
+                named = list(map(str, patch.fingerprints_for((2, minor))))
                 self.assertEqual(len(named), len(set(named)), target)
+                self.assertTrue(named, target)
         self.assertRaisesRegex(NoFingerprint, "torch.unknown: expected rows", fingerprints_of, "torch.unknown")
 
     def test_text_that_is_no_row_is_refused(self):

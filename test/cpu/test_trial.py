@@ -219,7 +219,7 @@ class TestTrial(TrialTestCase):
     def test_finalizers_call_while_measured_calls_are_counted(self):
         counted = TrialMember(FunctionLog("Net", None, "inference", 1, {}), None, None, None, Environment())
         for _ in range(4):  # the first one is not measured
-            counted.add(Execution.GRAPHED, None)
+            counted.add(SimpleNamespace(way=Execution.GRAPHED))
         left = iter(range(1, 100))
 
         class Garbage:
@@ -229,7 +229,7 @@ class TestTrial(TrialTestCase):
                 self.itself = self
 
             def __del__(self):
-                counted.add(Execution.GRAPHED, None)
+                counted.add(SimpleNamespace(way=Execution.GRAPHED))
                 if next(left, None):
                     Garbage()
 

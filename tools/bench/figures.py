@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tested_code import PRODUCT, code_hash
 
-from pygraph_trees.code_hash import PRODUCT, code_hash
 from pygraph_trees.version import triton_version
 
 

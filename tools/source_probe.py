@@ -1,7 +1,7 @@
 """Finds definitions in the source files of a torch that is not imported: a wheel, or a folder that contains ``torch/``.
 
-:class:`SourceProbe` answers from syntax trees as :class:`~.patch.LiveProbe` does from objects. A path that is neither a
-wheel nor a folder with torch raises :class:`NoTorchSources`.
+:class:`SourceProbe` answers from syntax trees as :class:`inductor_patches.patch.LiveProbe` does from objects. A path
+that is neither a wheel nor a folder with torch raises :class:`NoTorchSources`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from .patch import Definition
+from inductor_patches.patch import Definition
 
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
