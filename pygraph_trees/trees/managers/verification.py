@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,28 +22,11 @@ from pygraph_trees.indirection.poison import Poison
 from pygraph_trees.report.naming import source_line
 
 if TYPE_CHECKING:
-    from pygraph_trees.indirection.inputs import LiveInputs
-    from pygraph_trees.outputs.own_memory import OwnMemory
+    from ..recordings.replaying import Replayed
 
 _log = logging.getLogger("pygraph_trees.verification")
 
 _WHOLE_STORAGE = 64 << 20  # a storage of at most this many bytes is copied as a whole, even for a small view
-
-
-class Replayable(Protocol):
-    """The members of a recording that a check uses, some of them upstream's."""
-
-    wrapped_function: Any
-    static_input_idxs: Any
-    reconstructed_inputs: Any
-    own: OwnMemory | None  # own memory of its outputs; the blocks are its last inputs
-
-    @property
-    def live(self) -> LiveInputs | None: ...
-
-    def replay_for_verification(self) -> None: ...
-
-    def _copy_inputs_and_remove_from_src(self, into: Any, inputs: list[Any]) -> None: ...
 
 
 class VerificationFailed(Reported):
@@ -80,7 +63,7 @@ class Verification:
         self._places = {i: _Place.of(value) for i, value in enumerate(inputs) if _is_plain(value)}
         self._given = {i: inputs[i] for i in kept if i in self._places}
 
-    def check(self, recording: Replayable, outputs: Sequence[Any], name: str) -> None:
+    def check(self, recording: Replayed, outputs: Sequence[Any], name: str) -> None:
         """Raises :class:`VerificationFailed` if the results of a replay differ from the function's."""
         live = recording.live
         if live is None:
@@ -124,7 +107,7 @@ class Verification:
             addresses.extra_copies, addresses.extra_copied_bytes = copied_so_far
             poison.put_back()
 
-    def _ungraphed(self, recording: Replayable) -> tuple[list[Any], Sequence[Any]]:
+    def _ungraphed(self, recording: Replayed) -> tuple[list[Any], Sequence[Any]]:
         """Runs the function on copies; returns these inputs, as they are afterwards, and the outputs."""
         inputs = _copies(self._before)
         with torch.no_grad():
@@ -133,7 +116,7 @@ class Verification:
 
     def _replay(
         self,
-        recording: Replayable,
+        recording: Replayed,
         outputs: Sequence[Any],
         wanted: Sequence[Any],
         wanted_inputs: Sequence[Any],
@@ -246,7 +229,7 @@ def _apart(one: Any, other: Any) -> str:
     return f"{_count_apart(one, other)} of {one.numel()} elements differ"
 
 
-def _described(recording: Replayable, index: int) -> str:
+def _described(recording: Replayed, index: int) -> str:
     """An input's name, the source line that reads it, and the kernels that hold its address."""
     placeholders = recording.wrapped_function.placeholders
     info = placeholders[index] if index < len(placeholders) else None
@@ -257,6 +240,6 @@ def _described(recording: Replayable, index: int) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _name(recording: Replayable, index: int) -> str:
+def _name(recording: Replayed, index: int) -> str:
     placeholders = recording.wrapped_function.placeholders
     return str(placeholders[index].name) if index < len(placeholders) else str(index)

@@ -37,9 +37,8 @@ from ..pools.pools import ranges_of
 from .attempts import Attempts
 from .cached_outputs import Upstream
 from .captured_graph import captured_nodes, is_cuda, kept_graph, surroundings
-from .input_records import describe
 from .kept_outputs import kept_indices
-from .output_records import describe_outputs
+from .records import describe, describe_outputs
 from .replaying import Replayed
 
 if TYPE_CHECKING:
