@@ -16,8 +16,8 @@ import torch
 
 from pygraph_trees.cuda.extent import extent
 
+from .live_input import copy_at
 from .patching import PatchFailed
-from .placeholder_tensors import copy_at
 from .route_rule import LEAST_CHANGES, REPLAYS
 from .routes import fits
 

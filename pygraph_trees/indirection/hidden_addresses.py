@@ -16,8 +16,7 @@ import torch
 
 from pygraph_trees.cuda.extent import contents, extent, flat
 
-from .live_input import Item
-from .placeholder_tensors import bytes_at
+from .live_input import Item, bytes_at
 from .poison import Poison
 
 _MOST_ALONE = 8  # inputs that are tried one by one, each for an instantiation and two launches

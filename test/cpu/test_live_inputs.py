@@ -27,7 +27,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.errors import DriverError
-from pygraph_trees.indirection import addresses, choosing, live_input, placeholder_tensors, retired
+from pygraph_trees.indirection import addresses, choosing, live_input, retired
 from pygraph_trees.indirection import inputs as live_inputs
 from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.inputs import LiveInputs
@@ -318,7 +318,7 @@ class TestAddresses(LiveInputsTestCase):
     def test_a_view_is_recorded_with_its_storage_or_without(self):
         storage = torch.rand(1 << 12)
         for whole in (1 << 20, 0):
-            with mock.patch.object(placeholder_tensors, "WHOLE_STORAGE", whole):
+            with mock.patch.object(live_input, "WHOLE_STORAGE", whole):
                 live, _ = self.choose(storage[128:256])
             (item,) = live.items
             self.assertEqual(item.lead, 512 if whole else 0)

@@ -17,7 +17,7 @@ import torch
 
 from pygraph_trees.cuda.extent import contents, extent, flat
 from pygraph_trees.errors import Reported
-from pygraph_trees.indirection.placeholder_tensors import bytes_at, copy_at
+from pygraph_trees.indirection.live_input import bytes_at, copy_at
 from pygraph_trees.indirection.poison import Poison
 from pygraph_trees.report.naming import source_line
 
