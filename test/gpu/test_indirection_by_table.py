@@ -7,6 +7,7 @@ there.
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import weakref
 from unittest import mock
@@ -34,7 +35,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 import pygraph_trees
 from pygraph_trees.indirection import inputs as live_inputs
 from pygraph_trees.indirection.table import variant_launchers
-from pygraph_trees.indirection.table.pointer_table import WRITER
+from pygraph_trees.indirection.table.pointer_table import WRITER, loaded_writer
 
 
 def thirty(x):
@@ -179,8 +180,9 @@ class TestTable(IndirectionTestCase):
     def test_without_a_writer_it_is_patched(self):
         with (
             mock.patch(
-                "pygraph_trees.indirection.table.pointer_table._writer", side_effect=RuntimeError("of the test")
+                "pygraph_trees.indirection.table.pointer_table.compile_writer", side_effect=RuntimeError("of the test")
             ),
+            mock.patch("pygraph_trees.indirection.table.pointer_table.loaded_writer", inspect.unwrap(loaded_writer)),
             self.assertLogs("pygraph_trees.indirection", logging.WARNING),
         ):
             self.by_table(Program("none", lambda x: x.sin() + 1, (tensor(5000),)), ["patch"])
