@@ -132,39 +132,32 @@ class Given:
             node = node.parent
         return [
             index
-            for index in self.function.static_input_idxs
-            if isinstance(self.inputs[index], torch.Tensor)
-            and any(live.addresses.reaches(self.inputs[index].data_ptr()) for live in on_path)
-            and not self.is_managed(self.inputs[index])
+            for index, value in self._static()
+            if any(live.addresses.reaches(value.data_ptr()) for live in on_path) and not self.is_managed(value)
         ]
+
+    def _static(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The static inputs that are tensors, with their indices."""
+        inputs = ((index, self.inputs[index]) for index in self.function.static_input_idxs)
+        return ((index, value) for index, value in inputs if isinstance(value, torch.Tensor))
 
     def moved_static(self, recorded: Any) -> list[int]:
         """Static inputs whose addresses differ from the recorded ones."""
-        return [
-            index
-            for index in recorded.static_input_idxs
-            if index in self.function.static_input_idxs
-            and isinstance(self.inputs[index], torch.Tensor)
-            and self.inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
-        ]
+        fixed = {index: recorded.static_input_data_ptrs[index] for index in recorded.static_input_idxs}
+        return [index for index, value in self._static() if index in fixed and value.data_ptr() != fixed[index]]
 
     def all_static(self) -> list[int]:
         """Static inputs that can be at placeholder addresses, and are no outputs of recordings on the open path."""
-        tensors = ((i, self.inputs[i]) for i in self.function.static_input_idxs)
         return [
             index
-            for index, value in tensors
-            if isinstance(value, torch.Tensor)
-            and not self.is_managed(value)
+            for index, value in self._static()
+            if not self.is_managed(value)
             and why_not_placeholder(value, self.device, self.pool.holds(value.data_ptr())) is None
         ]
 
     def static_at(self, addresses: Collection[int]) -> list[int]:
         """Static inputs at these addresses."""
-        if not addresses:
-            return []
-        tensors = [(i, self.inputs[i]) for i in self.function.static_input_idxs]
-        return [i for i, value in tensors if isinstance(value, torch.Tensor) and value.data_ptr() in addresses]
+        return [index for index, value in self._static() if value.data_ptr() in addresses] if addresses else []
 
     def moved_managed(self, recorded: Any) -> set[int]:
         """Managed inputs whose addresses differ from the recorded ones.
