@@ -107,17 +107,13 @@ def widths_for(count: int) -> list[int]:
     return [WIDTHS[-1]] * whole + ([min(width for width in WIDTHS if width >= rest)] if rest else [])
 
 
-def writer_source(width: int) -> str:
-    parameters = [f"address{i}" for i in range(width)]
-    stores = [f"    tl.store(table + {i}, {parameter})" for i, parameter in enumerate(parameters)]
-    return "\n".join([f"def {WRITER}_{width}(table, {', '.join(parameters)}):", *stores, ""])
-
-
 def writer_function(width: int) -> Any:
     """The writer as ``triton.jit`` returns it."""
     import triton
 
-    source = writer_source(width)
+    parameters = [f"address{i}" for i in range(width)]
+    stores = [f"    tl.store(table + {i}, {parameter})" for i, parameter in enumerate(parameters)]
+    source = "\n".join([f"def {WRITER}_{width}(table, {', '.join(parameters)}):", *stores, ""])
     path = f"<{WRITER}_{width}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)  # triton.jit reads it there
     names: dict[str, Any] = {"__name__": __name__, "tl": triton.language}
