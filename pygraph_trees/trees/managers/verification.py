@@ -21,6 +21,8 @@ from pygraph_trees.indirection.live_input import bytes_at, copy_at
 from pygraph_trees.indirection.poison import Poison
 from pygraph_trees.report.naming import source_line
 
+from ..recordings.rerecord import name_of_input
+
 if TYPE_CHECKING:
     from ..recordings.replaying import Replayed
 
@@ -157,7 +159,7 @@ class Verification:
         takes = len(replayed) if recording.own is None else recording.own.takes
         for i in sorted(stands & set(range(takes))):
             if not _equal(replayed[i], wanted_inputs[i]):
-                return None, (f"content of input {_name(recording, i)}", _apart(replayed[i], wanted_inputs[i]))
+                return None, (f"content of input {name_of_input(recording, i)}", _apart(replayed[i], wanted_inputs[i]))
         return None, None
 
 
@@ -236,10 +238,9 @@ def _described(recording: Replayed, index: int) -> str:
     traces = [info.stack_trace, *(user.stack_trace for user in info.users)] if info is not None else []
     line = next((source_line(trace) for trace in traces if trace), None)
     kernels = ", ".join(recording.live.kernels_of(index)) if recording.live is not None else ""
-    parts = [f"input {_name(recording, index)}", f"read at {line}" if line else "", f"by {kernels}" if kernels else ""]
+    parts = [
+        f"input {name_of_input(recording, index)}",
+        f"read at {line}" if line else "",
+        f"by {kernels}" if kernels else "",
+    ]
     return " ".join(part for part in parts if part)
-
-
-def _name(recording: Replayed, index: int) -> str:
-    placeholders = recording.wrapped_function.placeholders
-    return str(placeholders[index].name) if index < len(placeholders) else str(index)
