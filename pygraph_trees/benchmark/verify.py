@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pygraph_trees.cuda.extent import flat, tensors_with_memory
 from pygraph_trees.errors import PygraphError
-from pygraph_trees.indirection.placeholder_tensors import copy_at
+from pygraph_trees.indirection.live_input import copy_at
 from pygraph_trees.report.log import journal
 
 from . import graphs

@@ -16,8 +16,8 @@ import torch
 
 from pygraph_trees.cuda.extent import extent
 
+from .live_input import copy_at
 from .patching import PatchFailed
-from .placeholder_tensors import copy_at
 from .route_rule import LEAST_CHANGES, REPLAYS
 from .routes import fits
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .staged_inputs import StagedInputs
 
 _MOST_FITTING = 256  # addresses remembered for one input: more than an allocator uses in turn
-_MOST_KNOWN = 64  # sets of addresses remembered for all inputs: more than a program's buffers in turn
 
 _MUTATED_IN_POOL = "a mutated input lies in the graph pool"
 
@@ -44,20 +43,6 @@ def _no_names() -> None:
 
 def _is_signed(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-class _Counts:
-    """Counts changes of addresses as :attr:`Addresses.native` does, without the native parts."""
-
-    def __init__(self, count: int) -> None:
-        self.countdown = 0  # replays with new addresses until the chooser is asked, that one included; 0 for never
-        self.changes = [0] * count  # by position of the input, since the countdown began
-
-    def add(self, held: Sequence[int], addresses: Sequence[int]) -> None:
-        if self.countdown:
-            moved = [one != other for one, other, _ in zip(held, addresses, self.changes, strict=False)]
-            self.countdown -= self.countdown > 1 and any(moved)
-            self.changes = [count + has_moved for count, has_moved in zip(self.changes, moved, strict=True)]
 
 
 class Addresses:
@@ -97,16 +82,9 @@ class Addresses:
         signed = (item.index for item in given if _is_signed(item.placeholder_tensor))
         self._tangents = tuple(signed) if is_of_backward else ()
         has_managed = any(item.managed for item in items)
-        # Whether addresses that fitted once fit again.
-        self._is_simple = not (self._copied_back or self._complex or has_managed)
-        # Whether a graph that holds such addresses needs nothing more, except values that its nodes hold.
-        has_buffers = staged is not None and staged.has_buffers
-        self._settles = self._is_simple and not (patches.sets_always or has_buffers)
         self._seen: list[int] = []  # of the inputs of the latest call
-        self._settled: list[int] | None = None  # addresses of inputs at which a call needs no further check
         # By position: addresses that fit, and the addresses that the graph gets. Valid for one state of the pool.
         self._fitting: tuple[dict[int, int], ...] = tuple({} for _ in items)
-        self._known: dict[tuple[int, ...], list[int]] = {}  # from all inputs' addresses to those that the graph gets
         self._pool_seen = pool.changes
         self._given = patches.addresses[: len(items)]  # the addresses that the graph gets next
         self._again = has_managed  # whether the latest call's addresses must be found again at the next call
@@ -118,10 +96,13 @@ class Addresses:
         self.refused: dict[int, str] = {}  # by index: inputs whose address the driver refused at a replay
         self.extra_copies = self.extra_copied_bytes = 0  # so far, of inputs that did not fit a patch
         values = [] if staged is None else staged.values
-        has_native = self._settles and (items or values)
+        # Whether addresses that fitted once fit again, and a graph that holds them needs nothing more, except values
+        # that its nodes hold.
+        has_buffers = staged is not None and staged.has_buffers
+        settles = not (self._copied_back or self._complex or has_managed or patches.sets_always or has_buffers)
+        has_native = settles and (items or values)
         own_positions = [position for position, item in enumerate(items) if item.index in own and not item.lead]
-        self.native = patches.native(pool.counter, len(self._items), values, own_positions) if has_native else None
-        self._counts = _Counts(len(items)) if self.native is None else self.native
+        self.native: Any = patches.native(pool.counter, len(self._items), values, own_positions) if has_native else None
 
     @property
     def sets(self) -> Any:
@@ -140,13 +121,13 @@ class Addresses:
         self._hold(seen, inputs)
 
     def begin_choosing(self, chooser: RouteChooser, kernels_holding: KernelNames) -> None:
-        """Counts replays with new addresses until the route is chosen, unless no table can pay."""
-        if chooser.may_choose([item.index for item in self._items], kernels_holding):
+        """Lets C++ count replays with new addresses until the route is chosen, unless no table can pay."""
+        if self.native is not None and chooser.may_choose([item.index for item in self._items], kernels_holding):
             self.chooser, self._kernels_holding = chooser, weakref.WeakMethod(kernels_holding)
-            self._counts.countdown = REPLAYS
+            self.native.countdown = REPLAYS
 
     def _go_on_choosing(self, chooser: RouteChooser) -> None:
-        counts, names = self._counts, self._kernels_holding()
+        counts, names = self.native, self._kernels_holding()
         changed = [item.index for item, n in zip(self._items, counts.changes, strict=True) if n >= LEAST_CHANGES]
         if names is not None and chooser.go_on(changed, names):
             counts.countdown = REPLAYS
@@ -180,7 +161,7 @@ class Addresses:
             if inputs[index].is_neg():
                 return "an input is a negated view"
         same_pool = self._pool.changes == self._pool_seen
-        if not puts and same_pool and (seen == self._settled if self.native is None else self.native.is_settled(seen)):
+        if not puts and same_pool and self.native is not None and self.native.is_settled(seen):
             return None
         if self._patches.broken:
             if self._patches.is_stuck:
@@ -190,7 +171,8 @@ class Addresses:
             return "it is being made ready for another call"
         try:
             self._is_preparing = True
-            self._unsettle()
+            if self.native is not None:
+                self.native.unsettle()
             return self._prepare(inputs, seen, stays, same_pool=same_pool)
         finally:
             self._is_preparing = False
@@ -203,26 +185,16 @@ class Addresses:
         """Releases the copies of a call that is over or is not launched."""
         self.temporary = {}
 
-    def _unsettle(self) -> None:
-        self._settled = None
-        if self.native is not None:
-            self.native.unsettle()
-
     def _prepare(
         self, inputs: Sequence[Any], seen: list[int], stays: Callable[[torch.Tensor], bool], *, same_pool: bool
     ) -> str | None:
         """Prepares a graph that may hold other addresses. ``_is_preparing`` keeps out a finalizer's calls."""
-        known = self._known.get(tuple(seen)) if same_pool and self._is_simple else None
-        if known is not None:
+        why = self._why_not(inputs)
+        if why is None and (seen != self._seen or self._again or not same_pool):
             self._seen = []  # until the graph holds these addresses: an interrupt may come anywhere
-            self._given, self.temporary, self._again = known, {}, False
-        else:
-            why = self._why_not(inputs)
-            if why is None and (seen != self._seen or self._again or not same_pool):
-                self._seen = []
-                why = self._find_all(seen, inputs, stays)
-            if why is not None:
-                return why
+            why = self._find_all(seen, inputs, stays)
+        if why is not None:
+            return why
         try:
             self._hold(seen, inputs)
         except PatchFailed as error:
@@ -255,16 +227,11 @@ class Addresses:
             buffers, in_place = self._staged.put(inputs)
             forced = [len(addresses) + number for number in in_place]
             addresses = [*addresses, *buffers]
-        is_due = self._counts.countdown == 1
-        if self.native is None:
-            self._counts.add(patches.addresses, addresses)
+        is_due = self.native is not None and self.native.countdown == 1
         patches.apply(addresses, forced)
         self._seen = seen
-        if self._settles and not self._again:
-            if self.native is None:
-                self._settled = seen
-            else:
-                self.native.settle(seen)
+        if self.native is not None and not self._again:
+            self.native.settle(seen)
         if is_due and self.chooser is not None:
             self._go_on_choosing(self.chooser)
 
@@ -272,30 +239,20 @@ class Addresses:
         if self._pool.changes != self._pool_seen:
             for fitting in self._fitting:
                 fitting.clear()
-            self._known.clear()
             self._pool_seen = self._pool.changes
             if self.native is not None:
                 self.native.forget()
-        known = self._known.get(tuple(seen))
-        if known is not None:
-            self._given, self.temporary, self._again = known, {}, False
-            return None
         addresses = [fitting.get(address) for fitting, address in zip(self._fitting, seen, strict=True)]
         temporary: dict[int, torch.Tensor] = {}
-        if None in addresses:
-            for position, address in enumerate(addresses):
-                if address is None:
-                    found = self._find(position, seen[position], inputs, temporary, stays)
-                    if isinstance(found, str):
-                        return found
-                    addresses[position] = found
+        for position, address in enumerate(addresses):
+            if address is None:
+                found = self._find(position, seen[position], inputs, temporary, stays)
+                if isinstance(found, str):
+                    return found
+                addresses[position] = found
         self._given = cast("list[int]", addresses)
         # Whether an input in the pool stays must be asked at each call.
         self.temporary, self._again = temporary, bool(temporary) or any(item.managed for item in self._items)
-        if not self._again:
-            if len(self._known) == _MOST_KNOWN:
-                self._known.clear()
-            self._known[tuple(seen)] = self._given
         return None
 
     def _find(

@@ -1,7 +1,7 @@
 """Checks, when a graph is recorded, that no unknown kernel holds an input's address in a form that a scan misses.
 
 A :class:`Rehearsal` launches the graph with all inputs at their placeholder addresses, then with inputs at their own
-addresses and other contents at the placeholders. An input for which the results differ (:mod:`.spread`), or the
+addresses and other contents at the placeholders. An input for which the results differ (:class:`Expected`), or the
 contents change, cannot be given by address. Declared changes of memory and generators are undone; undeclared ones are
 not noticed.
 """
@@ -10,54 +10,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from pygraph_trees.cuda.extent import extent, flat
+from pygraph_trees.cuda.extent import contents, extent, flat
 
-from .placeholder_tensors import bytes_at
-from .spread import Expected, is_number
+from .live_input import Item, bytes_at
+from .poison import Poison
 
 _MOST_ALONE = 8  # inputs that are tried one by one, each for an instantiation and two launches
 _MOST_NAMED = 3  # kernels in a reason
 _MOST_CHARACTERS = 60  # of a kernel's name, which is mangled
 
-_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PLAIN_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _EQUAL_LAUNCHES = 4  # whose results are compared before an input is copied
-# Bytes; repeated, they are not a number, a large number and a large negative one in all formats.
-_NAN, _LARGE, _NEGATIVE = 0xFF, 0x47, 0xC7
 
-
-class Item(Protocol):
-    """An input with a placeholder tensor; see :class:`.inputs.Item`."""
-
-    index: int
-    lead: int
-    nbytes: int
-    placeholder_tensor: torch.Tensor
-    mutated: bool
-
-
-class Generator(Protocol):
-    """The methods of a ``torch.Generator`` on the GPU that are used here."""
-
-    def get_offset(self) -> int: ...
-
-    def set_offset(self, offset: int) -> None: ...
+_NUMBERS = {
+    **{dtype: dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)},
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+_ROOM = 4  # how many spreads a result may be outside of the range that was seen
+_MOST_SPREAD = 2.0**-5  # of the largest result; a larger spread is no rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """Values that a launch reads and writes besides the inputs that have placeholder tensors."""
 
-    outputs: Sequence[Any] = ()  # tensors and other values; none is in the memory of a placeholder tensor
-    kept: Sequence[
-        torch.Tensor
-    ] = ()  # inputs that a launch may overwrite: they are in the graph pool, or the function mutates them
+    # None of these tensors is empty or in the memory of a placeholder tensor.
+    outputs: Sequence[torch.Tensor] = ()
+    kept: Sequence[torch.Tensor] = ()  # inputs that a launch may overwrite: in the graph pool, or mutated ones
     written: Sequence[torch.Tensor] = ()  # those of ``kept`` that the function mutates
-    generators: Sequence[Generator] = ()  # generators that a launch may draw from
+    generators: Sequence[Any] = ()  # generators of the GPU that a launch may draw from
 
 
 def why_not_launched() -> str | None:
@@ -95,17 +81,9 @@ class Rehearsal:
         """
         self._items, self._count, self._given = items, count, given
         self._surroundings, self._launch, self._own = surroundings, launch, own
-        self._offsets = [generator.get_offset() for generator in surroundings.generators]
         written = [given(item.index) for item in items[:count] if item.mutated]
-        self._saved = [_Saved(tensor) for tensor in (*surroundings.kept, *written)]
-
-    def put_back(self) -> None:
-        """Restores everything that the launches have changed."""
-        for saved in self._saved:
-            saved.put_back()
-        for generator, offset in zip(self._surroundings.generators, self._offsets, strict=True):
-            if generator.get_offset() != offset:
-                generator.set_offset(offset)
+        self._poison = Poison([_elements_of(t) for t in (*surroundings.kept, *written)], surroundings.generators)
+        self.put_back = self._poison.put_back  # restores everything that the launches have changed
 
     def failing(self, positions: Sequence[int], unknown: Sequence[str]) -> dict[int, str]:
         """By position, why an input that should be given by address cannot be.
@@ -153,7 +131,7 @@ class Rehearsal:
         """
         item = self._items[position]
         is_changed = item.mutated and position not in self._own
-        return is_number(item.placeholder_tensor.dtype) and not is_changed
+        return item.placeholder_tensor.dtype in _NUMBERS and not is_changed
 
     def _prepare(self) -> None:
         """Restores memory and copies the inputs to their placeholder tensors."""
@@ -161,20 +139,19 @@ class Rehearsal:
         for position, item in enumerate(self._items):
             given = self._given(item.index)
             if position < self._count:
-                there = _whole(item)
-                there.copy_(bytes_at(given.data_ptr() - item.lead, item.nbytes, given.device)[: there.numel()])
+                there, content = _whole(item, given)
+                there.copy_(content)
             else:
                 flat(item.placeholder_tensor).copy_(flat(given))
 
     def _results(self, moved: Collection[int]) -> list[torch.Tensor]:
         """The results of the latest launch; the next launch overwrites them."""
-        outputs = [output for output in self._surroundings.outputs if _is_in_memory(output)]
         written = [
             self._given(item.index) if position in moved else item.placeholder_tensor
             for position, item in enumerate(self._items)
             if item.mutated
         ]
-        return [*outputs, *self._surroundings.written, *written]
+        return [*self._surroundings.outputs, *self._surroundings.written, *written]
 
     def _launch_as_recorded(self) -> None:
         self._prepare()
@@ -184,80 +161,31 @@ class Rehearsal:
         """Whether launches with inputs at their own addresses give these results, whatever the placeholders hold."""
         for number in range(2 if expected.is_exact else 3):
             self._prepare()
-            fills = [_Fill.of(self._items[p], self._given(self._items[p].index), number) for p in moved]
-            for fill in fills:
-                fill.write()
+            for item in (self._items[position] for position in moved):
+                given = self._given(item.index)
+                self._poison.fill(*_whole(item, given), given.dtype, number)
             self._launch(moved)
-            if not all(fill.is_there() for fill in fills) or not expected.includes(self._results(moved)):
+            if not self._poison.is_there() or not expected.includes(self._results(moved)):
                 return False
         return True
 
 
-class _Saved:
-    """A copy of a tensor's elements, and where to restore them."""
+def _elements_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor's elements, which autograd does not follow.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        nbytes = extent(tensor) * tensor.element_size()
-        there = bytes_at(tensor.data_ptr(), nbytes, tensor.device).view(tensor.dtype)
-        # Memory between the elements of a view belongs to other tensors, which may be written to meanwhile.
-        if torch._debug_has_internal_overlap(tensor) != 1:
-            there = there.as_strided(tensor.shape, tensor.stride())
-        self._there, self._content = there, there.clone()
-
-    def put_back(self) -> None:
-        self._there.copy_(self._content)
+    Memory between the elements of a view belongs to other tensors, which may be written to meanwhile.
+    """
+    memory = bytes_at(tensor.data_ptr(), extent(tensor) * tensor.element_size(), tensor.device).view(tensor.dtype)
+    overlaps = torch._debug_has_internal_overlap(tensor) == 1
+    return memory if overlaps else memory.as_strided(tensor.shape, tensor.stride())
 
 
-@dataclass(frozen=True, slots=True)
-class _Fill:
-    """Other contents for a placeholder: one value everywhere."""
-
-    there: torch.Tensor
-    value: int
-
-    @staticmethod
-    def of(item: Item, given: torch.Tensor, number: int) -> _Fill:
-        """The first or second fill, or a third one for floating-point numbers.
-
-        Each element differs from at least one of the first two. Integers stay valid as indices and offsets: the fills
-        are the tensor's smallest and largest value.
-        """
-        there, dtype = _whole(item), given.dtype
-        if dtype is torch.bool:
-            return _Fill(there, number)
-        if dtype.is_floating_point or dtype.is_complex or dtype.itemsize not in _SAME_WIDTH:
-            return _Fill(there, (_NAN, _LARGE, _NEGATIVE)[number])
-        there = there.view(dtype if dtype in _PLAIN_INTEGERS else _SAME_WIDTH[dtype.itemsize])
-        nbytes = there.numel() * there.element_size()
-        lowest, highest = _least_and_most(
-            bytes_at(given.data_ptr() - item.lead, nbytes, given.device).view(there.dtype)
-        )
-        if lowest == highest:
-            return _Fill(there, lowest - 1 if lowest > 0 else lowest + 1)
-        return _Fill(there, (lowest, highest)[number])
-
-    def write(self) -> None:
-        self.there.fill_(self.value)
-
-    def is_there(self) -> bool:
-        return _least_and_most(self.there) == (self.value, self.value)
-
-
-def _least_and_most(integers: torch.Tensor) -> tuple[int, int]:
-    lowest, highest = torch.aminmax(integers)
-    return int(lowest), int(highest)
-
-
-def _whole(item: Item) -> torch.Tensor:
-    """The bytes of a placeholder, without an incomplete element at its end."""
-    placeholder_tensor = item.placeholder_tensor
-    count = item.nbytes // placeholder_tensor.element_size()
-    begin = placeholder_tensor.storage_offset() - item.lead // placeholder_tensor.element_size()
-    return placeholder_tensor.as_strided((count,), (1,), begin).view(torch.uint8)
-
-
-def _is_in_memory(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() > 0
+def _whole(item: Item, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of a placeholder and of the input, without an incomplete element at their end."""
+    placeholder_tensor, size = item.placeholder_tensor, item.placeholder_tensor.element_size()
+    count = item.nbytes // size
+    there = placeholder_tensor.as_strided((count,), (1,), placeholder_tensor.storage_offset() - item.lead // size)
+    return there.view(torch.uint8), bytes_at(given.data_ptr() - item.lead, count * size, given.device)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -265,3 +193,94 @@ def listed(names: Sequence[str]) -> str:
     shown = [name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}..." for name in names]
     more = [f"{len(shown) - _MOST_NAMED} more"] if len(shown) > _MOST_NAMED else []
     return " or ".join(shown[:_MOST_NAMED] + more)
+
+
+class Expected:
+    """The smallest and largest results of equal launches, by element.
+
+    Bits are compared, unless equal launches differ by rounding. Results that are floating-point numbers are then
+    compared within their spread, since the order of atomic additions differs at each launch. All others must still be
+    equal bit by bit, and so must results that are infinite or not a number.
+    """
+
+    def __init__(self, results: Sequence[torch.Tensor]) -> None:
+        """``results``: of one launch; they are copied."""
+        self._lowest = [_elements(result).clone() for result in results]
+        self._highest = self._lowest
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all launches gave the same bits."""
+        return self._highest is self._lowest
+
+    def widen(self, results: Sequence[torch.Tensor]) -> None:
+        """Takes in the results of another equal launch."""
+        found = [_elements(result) for result in results]
+        if self.is_exact and all(map(_are_same, found, self._lowest)):
+            return
+        if self.is_exact:
+            self._highest = [result.clone() for result in self._lowest]
+        for lowest, highest, result in zip(self._lowest, self._highest, found, strict=True):
+            if not (_are_same(result, lowest) and _are_same(result, highest)):
+                # For bytes, only the difference matters. If one launch gives a NaN, only ``highest`` keeps it.
+                torch.fmin(lowest, result, out=lowest)
+                torch.maximum(highest, result, out=highest)
+
+    def differs_by_rounding(self) -> bool:
+        """Whether launches differ only in finite numbers, and by little."""
+        sizes = [_size(result) for result in self._highest if _is_finite(result)]
+        most = _MOST_SPREAD * max(sizes, default=0.0)
+        return all(
+            _are_same(lowest, highest)
+            or (_is_finite(lowest) and _is_finite(highest) and _spread(lowest, highest) <= most)
+            for lowest, highest in zip(self._lowest, self._highest, strict=True)
+        )
+
+    def includes(self, results: Sequence[torch.Tensor]) -> bool:
+        """Whether the results of another launch are equal to those seen, within the spread of these."""
+        found = [_elements(result) for result in results]
+        if self.is_exact:
+            return all(map(_are_same, found, self._lowest))
+        return all(map(_is_within, found, self._lowest, self._highest))
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in order, as real numbers or as bytes; a view of the tensor's memory if it is contiguous."""
+    dtype = _NUMBERS.get(tensor.dtype)
+    return contents(tensor) if dtype is None else contents(tensor).view(dtype)
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def _is_finite(result: torch.Tensor) -> bool:
+    return result.is_floating_point() and bool(result.isfinite().all())
+
+
+def _size(result: torch.Tensor) -> float:
+    if not result.numel():
+        return 0.0
+    lowest, highest = torch.aminmax(result)
+    return max(-float(lowest), float(highest))
+
+
+def _wide(result: torch.Tensor) -> torch.Tensor:
+    return result.float() if result.element_size() < 4 else result
+
+
+def _spread(lowest: torch.Tensor, highest: torch.Tensor) -> float:
+    return float((_wide(highest) - _wide(lowest)).max())
+
+
+def _is_within(found: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor) -> bool:
+    """Whether a result is between two others, with some room, or equal to both."""
+    if _are_same(lowest, highest) and _are_same(found, lowest):
+        return True
+    if not (_is_finite(lowest) and _is_finite(highest)):
+        return False
+    # Equal launches may agree on an element by chance, so all elements have the same room.
+    rounding = torch.finfo(found.dtype).eps * max(_size(lowest), _size(highest))
+    room = _ROOM * max(_spread(lowest, highest), rounding)
+    found, lowest, highest = _wide(found), _wide(lowest), _wide(highest)
+    return bool(((found >= lowest - room) & (found <= highest + room)).all())  # false for what is not a number

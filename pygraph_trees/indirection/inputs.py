@@ -20,12 +20,10 @@ from pygraph_trees.cuda.graph_nodes import KernelNode
 from pygraph_trees.errors import DriverError
 
 from .addresses import Addresses
-from .copied_inputs import CopiedInputs, write
 from .hidden_addresses import Rehearsal, Surroundings, listed, why_not_launched
-from .live_input import Item, Operand, Place, at_placeholder, in_memory
+from .live_input import CopiedInputs, Item, Operand, Place, copy_at, may_be_seen, seen_as, span_of, write
 from .patching import CapturedCopies, Patches, PatchFailed
 from .placeholder import Extent, Placeholders, with_memory
-from .placeholder_tensors import copy_at, may_be_seen, seen_as, span_of
 from .relocations import Scan, scan
 from .retired import give_back, retire
 from .routes import NO_SLOTS, Decision, Route, Slots, alignments, decide
@@ -66,12 +64,12 @@ class LiveInputs:
             # Tensors made in inference mode could not be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 items = [
-                    at_placeholder(operand, span, placeholder.start, place)
+                    operand.at_placeholder(span, placeholder.start, place)
                     for operand, span, placeholder in zip(
                         at_placeholders, spans, self._placeholders.placeholders, strict=True
                     )
                 ]
-                held_items = [in_memory(operand) for operand in held]
+                held_items = [operand.in_memory() for operand in held]
             self._staged = StagedInputs(driver, {o.index: o.tensor for o in on_cpu}, device) if on_cpu else None
             tabled = [item.recorded for item, operand in zip(items, at_placeholders, strict=True) if operand.tabled]
             self._table = table_for(device, tabled)

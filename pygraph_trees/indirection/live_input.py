@@ -2,19 +2,26 @@
 
 An item has the tensor that stands for the input while the function is recorded. That tensor is at a placeholder
 address, in a copy in ordinary memory (a mutated input without a placeholder), or in a staging buffer (an input on the
-CPU).
+CPU). :class:`CopiedInputs` copies some inputs there at each call, and back. :func:`copy_at` makes a copy for one call,
+and :func:`seen_as` an output that is a view of the input. Autograd follows none of these tensors. Addresses and sizes
+are in bytes, offsets and strides in elements.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from pygraph_trees.cuda.extent import extent
+from pygraph_trees.cuda.extent import extent, flat
 
-from .placeholder_tensors import Span, copy_at, placeholder_tensor
+from .retired import LastLaunches
+
+Given = Mapping[int, torch.Tensor] | Sequence[Any]  # a call's tensors, by index
+WHOLE_STORAGE = 64 << 20  # bytes up to which a placeholder stands for the whole storage of a view
 
 
 class Place(enum.Enum):
@@ -23,20 +30,6 @@ class Place(enum.Enum):
     PLACEHOLDER = enum.auto()
     MEMORY = enum.auto()
     STAGING_BUFFER = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """A live input, or own memory of an output."""
-
-    index: int  # among the function's inputs
-    tensor: torch.Tensor  # of the call that is recorded
-    place: Place
-    mutated: bool = False
-    managed: bool = False  # an output of an earlier recording whose address was found to change
-    tabled: bool = False  # it gets a slot in a table
-    own: bool | None = None  # for own memory: whether only our own copies write to it, so that no kernel hides it
-    why_copied: str = ""  # for one in ordinary memory
 
 
 @dataclass(slots=True)  # a frozen one takes four times as long to make
@@ -52,18 +45,143 @@ class Item:
     managed: bool
 
 
-def at_placeholder(operand: Operand, span: Span, start: int, device: torch.device) -> Item:
-    """``start``: the address of the placeholder."""
-    made = placeholder_tensor(start, span, operand.tensor, device)
-    return Item(operand.index, span.lead, span.nbytes, made, start + span.lead, operand.mutated, operand.managed)
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A live input, or own memory of an output."""
 
+    index: int  # among the function's inputs
+    tensor: torch.Tensor  # of the call that is recorded
+    place: Place
+    mutated: bool = False
+    managed: bool = False  # an output of an earlier recording whose address was found to change
+    tabled: bool = False  # it gets a slot in a table
+    own: bool | None = None  # for own memory: whether only our own copies write to it, so that no kernel hides it
+    why_copied: str = ""  # for one in ordinary memory
 
-def in_memory(operand: Operand) -> Item:
-    """A mutated input that is copied; its copy includes gaps between rows, since views of the input may be there."""
-    copy = copy_at(operand.tensor, operand.tensor.data_ptr() % 512)
-    nbytes = extent(copy) * copy.element_size()
-    return Item(operand.index, 0, nbytes, copy, copy.data_ptr(), mutated=True, managed=False)
+    def at_placeholder(self, span: Span, start: int, device: torch.device) -> Item:
+        """``start``: the address of the placeholder."""
+        made = placeholder_tensor(start, span, self.tensor, device)
+        return Item(self.index, span.lead, span.nbytes, made, start + span.lead, self.mutated, self.managed)
+
+    def in_memory(self) -> Item:
+        """A mutated input that is copied; its copy includes gaps between rows: views of the input may be there."""
+        copy = copy_at(self.tensor, self.tensor.data_ptr() % 512)
+        nbytes = extent(copy) * copy.element_size()
+        return Item(self.index, 0, nbytes, copy, copy.data_ptr(), mutated=True, managed=False)
 
 
 def in_staging_buffer(index: int, memory: torch.Tensor) -> Item:
     return Item(index, 0, memory.nbytes, memory, memory.data_ptr(), mutated=False, managed=False)
+
+
+class CopiedInputs:
+    """The inputs that a recording copies at each call, to the memory that the graph reads, and back if it writes there.
+
+    A queued launch may use that memory until :attr:`launches` says that it is over.
+    """
+
+    def __init__(self, items: Iterable[Item] = ()) -> None:
+        self._items = {item.index: item for item in items}
+        self.mutated = tuple(item for item in self._items.values() if item.mutated)
+        self.launches = LastLaunches()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def get(self, index: int) -> Item | None:
+        return self._items.get(index)
+
+    def copy_in(self, given: Given) -> None:
+        """Before the launch."""
+        if self._items:
+            self.launches.begin()
+        for item in self._items.values():
+            flat(item.placeholder_tensor).copy_(flat(given[item.index]))
+
+    def copy_back(self, given: Given, device: int) -> None:
+        """After the launch on the current stream."""
+        for item in self.mutated:
+            write(given[item.index], item.placeholder_tensor)
+        if self._items:
+            self.launches.end(device)
+
+
+def write(given: torch.Tensor, copy: torch.Tensor) -> None:
+    """Writes a copy back to an input. Autograd does not see it, as it does not see what kernels write."""
+    given.data.copy_(copy)
+
+
+class Span(NamedTuple):
+    """The memory that a placeholder stands for."""
+
+    nbytes: int
+    lead: int  # from its start to the tensor's first element
+    whole_storage: bool
+
+
+def span_of(tensor: torch.Tensor) -> Span:
+    """The whole storage, since code may read outside of the view, unless it is much larger than the view."""
+    storage = tensor.untyped_storage().nbytes()
+    if storage > WHOLE_STORAGE:
+        reached = extent(tensor) * tensor.element_size()
+        if storage > 4 * reached:
+            return Span(reached, 0, False)
+    return Span(storage, tensor.storage_offset() * tensor.element_size(), True)
+
+
+def tensor_in(storage: torch.UntypedStorage, size: Any, stride: Any, dtype: torch.dtype, offset: int) -> torch.Tensor:
+    """A tensor in a storage, with the given size, strides and offset."""
+    metadata = {
+        "nbytes": storage.nbytes(),
+        "data_ptr": storage.data_ptr(),
+        "size": size if isinstance(size, torch.Size) else torch.Size(size),
+        "stride": stride,
+        "dtype": dtype,
+        "device": storage.device,
+        "storage_offset": offset,
+    }
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+
+
+def memory_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage at an address, which it does not own."""
+    return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+
+
+def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """The bytes at an address, which the tensor does not own; autograd does not see writes to it."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(memory_at(address, nbytes, device), 0, (nbytes,), (1,))
+
+
+def placeholder_tensor(start: int, span: Span, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor like ``tensor`` in memory at an address, which it does not own."""
+    storage = memory_at(start, span.nbytes, device)
+    offset = tensor.storage_offset() if span.whole_storage else 0
+    return tensor_in(storage, tensor.shape, tensor.stride(), tensor.dtype, offset)
+
+
+def copy_at(tensor: torch.Tensor, residue: int) -> torch.Tensor:
+    """A copy with the same strides, at an address that is ``residue`` modulo 512."""
+    nbytes = extent(tensor) * tensor.element_size()
+    buffer = torch.empty(nbytes + 1024, dtype=torch.uint8, device=tensor.device)
+    begin = (residue - buffer.data_ptr()) % 512
+    copy = buffer[begin : begin + nbytes].view(tensor.dtype)
+    copy.copy_(flat(tensor))
+    return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset())
+
+
+def seen_as(base: torch.Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype) -> torch.Tensor:
+    """A view of ``base``; the offset is in elements of ``dtype``, from where ``base`` begins."""
+    if dtype == base.dtype:
+        return torch._C._dynamo.guards._reinterpret_tensor(base, size, stride, offset)
+    begin = base.storage_offset() * base.element_size() // dtype.itemsize
+    return tensor_in(base.untyped_storage(), size, stride, dtype, begin + offset)
+
+
+def may_be_seen(base: torch.Tensor, view: tuple[Any, ...] | None) -> bool:
+    """Whether :func:`seen_as` can give a view of a tensor's memory the right elements; None: the tensor itself."""
+    if base._is_zerotensor():
+        return False
+    dtype = base.dtype if view is None else view[-1]
+    begin = base.storage_offset() * base.element_size()
+    return dtype == base.dtype or not (base.is_conj() or base.is_neg() or begin % dtype.itemsize)

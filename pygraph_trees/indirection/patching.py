@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
-import operator
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,7 +116,6 @@ class Patches:
         self._entries = tuple(entries)
         self._table = (ctypes.c_uint64 * len(self._entries))()
         self._pack = struct.Struct(f"{len(self._entries)}Q").pack_into
-        self._is_table = self._entries == tuple((position, 0) for position in range(len(inputs)))
         # By position in inputs: the other words that hold its address, with the addend, and the nodes that hold it.
         self._words: list[list[tuple[Word, int]]] = [[] for _ in inputs]
         self._nodes: list[set[int]] = [set() for _ in inputs]
@@ -134,30 +131,29 @@ class Patches:
             elif offset != HOST_SOURCE:  # a staging buffer keeps its address; the program's own memory is in ``forced``
                 self._always.add(number)
             self._words[position].append((_word(node, offset), addend))
-        self._has_words = any(self._words)
-        self._positions = range(len(inputs))
-        self._all = set().union(*self._nodes)
-        for number in self._all:
+        used = set().union(*self._nodes)
+        for number in used:
             scan_nodes[number].bind(exec_, context)
-        self._setters = {number: scan_nodes[number].set for number in self._all}
+        self._setters = {number: scan_nodes[number].set for number in used}
         self._kernels = kernels
         self._set_at_once = functools.partial(driver.set_kernels, exec_)
         self._exec, self._setter, self._context_getter = int(exec_), driver.kernel_setter, driver.context_getter
         self._context, self._go_back_to = context, driver.enter
         self._enter = functools.partial(driver.enter, context)
-        # By the positions that change: usually the same ones change again. A change of all positions is kept apart.
-        self._changes: dict[tuple[int, ...], _Change] = {}
-        self._all_changed = self._change(self._all)
-        # Whether one call writes new addresses for all inputs, and one sets them.
-        self._at_once = self._is_table and not (self._has_words or self._all_changed.others)
+        self._changes: dict[tuple[int, ...], _Change] = {}  # by the positions that change: usually the same ones
         self._write(range(len(inputs)), recorded)
 
-    def _change(self, nodes: Collection[int]) -> _Change:
-        """How these nodes are set: kernels in one call if possible, other nodes one by one."""
-        kernels = tuple(number for number in self._kernels if number in nodes)
-        set_kernels = self._set_at_once(tuple(self._kernels[number] for number in kernels)) if kernels else None
-        others = [number for number in nodes if set_kernels is None or number not in self._kernels]
-        return _Change(len(nodes), set_kernels, kernels, tuple(others))
+    def _change(self, changed: tuple[int, ...]) -> _Change:
+        """How the nodes for these positions are set: kernels in one call if possible, other nodes one by one."""
+        if changed not in self._changes:
+            if len(self._changes) == _MOST_CHANGES:
+                self._changes.clear()
+            nodes = self._always.union(*(self._nodes[position] for position in changed))
+            kernels = tuple(number for number in self._kernels if number in nodes)
+            set_kernels = self._set_at_once(tuple(self._kernels[number] for number in kernels)) if kernels else None
+            others = [number for number in nodes if set_kernels is None or number not in self._kernels]
+            self._changes[changed] = _Change(len(nodes), set_kernels, kernels, tuple(others))
+        return self._changes[changed]
 
     @property
     def addresses(self) -> list[int]:
@@ -201,7 +197,7 @@ class Patches:
         """
         if binding.extension is None:
             return None
-        change = self._all_changed
+        change = self._change(tuple(range(len(self._inputs))))
         setter, context_getter = self._setter(), self._context_getter()
         can_set = change.kernels and not change.others and setter and context_getter and self._context is not None
         if values and not can_set:
@@ -252,23 +248,14 @@ class Patches:
         if self.broken:
             raise HalfPatched
         held = self.addresses
-        if addresses == held and not self._always and not forced:
-            return 0
         if len(addresses) != len(held):
             raise ValueError(f"{len(held)} addresses, not {len(addresses)}")
+        changed = tuple(p for p, at in enumerate(addresses) if at != held[p] or p in forced)
+        if not changed and not self._always:
+            return 0
         self._is_broken = True  # until all is done: an interrupt may come anywhere
-        change = self._all_changed
-        if not all(map(operator.ne, addresses, held)):
-            moved: Iterable[bool] = map(operator.ne, addresses, held)
-            if forced:
-                moved = [position in forced or differs for position, differs in enumerate(moved)]
-            changed = tuple(itertools.compress(self._positions, moved))
-            change = self._changes.get(changed) or self._remember(changed)
-            self._write(changed, addresses)
-        elif self._at_once:
-            self._pack(self._table, 0, *addresses)
-        else:
-            self._write(self._positions, addresses)
+        change = self._change(changed)
+        self._write(changed, addresses)
         self._set(addresses, change)
         self._addresses[:] = addresses
         if self._native is not None:
@@ -276,13 +263,6 @@ class Patches:
         self.sets.value += change.count
         self._is_broken = False
         return change.count
-
-    def _remember(self, changed: tuple[int, ...]) -> _Change:
-        if len(self._changes) == _MOST_CHANGES:
-            self._changes.clear()
-        nodes = self._always.union(*(self._nodes[position] for position in changed))
-        found = self._changes[changed] = self._change(nodes)
-        return found
 
     def _set(self, addresses: Sequence[int], change: _Change) -> None:
         node, before = -1, None
@@ -302,10 +282,8 @@ class Patches:
                 self._go_back_to(before)
 
     def _write(self, changed: Iterable[int], addresses: Sequence[int]) -> None:
-        # Usually the table is just the addresses.
-        values = addresses if self._is_table else [addresses[position] + addend for position, addend in self._entries]
-        self._pack(self._table, 0, *values)
-        for position in changed if self._has_words else ():
+        self._pack(self._table, 0, *(addresses[position] + addend for position, addend in self._entries))
+        for position in changed:
             for word, addend in self._words[position]:
                 word.value = addresses[position] + addend
 
@@ -313,7 +291,7 @@ class Patches:
         """An input with a relocation in this node; if possible, one whose address changes."""
         users = [position for position, nodes in enumerate(self._nodes) if node in nodes]
         changed = [position for position in users if addresses[position] != self._addresses[position]]
-        return self._inputs[(changed or users or self._positions)[0]]
+        return self._inputs[(changed or users or [0])[0]]
 
 
 class CapturedCopies:

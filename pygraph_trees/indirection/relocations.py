@@ -93,7 +93,6 @@ def scan(
         return reader.result()
     for position, handle in enumerate(driver.nodes(graph)):
         reader.read(position, driver.node_kind(handle), handle)
-    reader.search_kernels()
     return reader.result()
 
 
@@ -110,7 +109,6 @@ class _Reader:
         self._driver = driver
         self._placeholders = placeholders
         self._staged, self._by_value = staged, by_value
-        self._kernels: list[tuple[int, KernelNode, bool]] = []  # position, node, whether it is a collective
         self._nodes: dict[int, GraphNode] = {}  # by position
         self._relocations: list[tuple[int, int, int, int]] = []  # position, offset, input, addend
         self._refused: dict[int, str] = {}
@@ -144,7 +142,9 @@ class _Reader:
         if handle in self._by_value:
             self._staged_at(position, node, BY_VALUE, self._by_value[handle])
             return
-        self._kernels.append((position, node, self._look_at_name(node.function, node.kernel)))
+        collective = self._look_at_name(node.function, node.kernel)
+        for offset, address in _words(bytearray(node.words()), self._placeholders):
+            self._word(position, node, collective, offset, address)
 
     def _memcpy(self, position: int, handle: int) -> None:
         node = self._driver.memcpy_node(handle)
@@ -177,21 +177,6 @@ class _Reader:
             self._refuse(found, "a fill of several rows writes to it")
         elif found is not None:
             self._relocation(position, node, 0, found, node.target)
-
-    def search_kernels(self) -> None:
-        """Searches the parameters of all kernels at once, since a search costs more than the words in it."""
-        blocks = [node.words() for _, node, _ in self._kernels]
-        words = _words(bytearray().join(blocks), self._placeholders)
-        at, address = next(words, (-1, 0))
-        begin = 0
-        for (position, node, collective), block in zip(self._kernels, blocks, strict=True):
-            end = begin + len(block)
-            while begin <= at < end:
-                # A word that runs over the end of a block is made of two blocks, and is in neither.
-                if at + 8 <= end:
-                    self._word(position, node, collective, at - begin, address)
-                at, address = next(words, (-1, 0))
-            begin = end
 
     def take(self, search: Search) -> None:
         """Takes the findings in all kernels at once; the other nodes are read one by one."""
@@ -283,7 +268,7 @@ class _Reader:
         return self._collectives[key]
 
 
-def _words(data: bytearray, placeholders: Placeholders) -> Iterator[tuple[int, int]]:
+def _words(data: bytearray, placeholders: Placeholders) -> list[tuple[int, int]]:
     """Offset and value of each word among the placeholders, at all multiples of 4 bytes, by offset."""
     found: list[tuple[int, int]] = []
     for begin in (0, 4):
@@ -292,7 +277,7 @@ def _words(data: bytearray, placeholders: Placeholders) -> Iterator[tuple[int, i
             words = torch.frombuffer(data, dtype=torch.int64, offset=begin, count=count)
             hits = ((words >= placeholders.low) & (words < placeholders.high)).nonzero().flatten()
             found += zip((hits * 8 + begin).tolist(), words[hits].tolist(), strict=True)
-    return iter(sorted(found))
+    return sorted(found)
 
 
 def _read_host(memory: int, target: memoryview, address: int) -> None:

@@ -18,7 +18,7 @@ from pygraph_trees.errors import PygraphError
 
 from .live_input import Item, in_staging_buffer
 from .relocations import BY_VALUE, Scan
-from .staged_values import StagedValues, staging_for
+from .staging import StagedValues, staging_for
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver

@@ -1,9 +1,9 @@
-"""Staging: how a recording gets inputs that are on the CPU, from pinned memory.
+"""Staging: how a recording gets inputs that are on the CPU: small ones by value, others from pinned memory.
 
-Before a launch, :meth:`Staging.put` writes the call's inputs to a pinned block that no queued launch still reads, and
-returns the addresses for the graph's copies (:class:`Source`): one copy takes most inputs, the others have their own.
-It waits only if all blocks are in use, or for a pinned input that the GPU may still write to, unless the graph reads it
-in place.
+:func:`staging_for` decides which. Before a launch, :meth:`Staging.put` writes the call's inputs to a pinned block that
+no queued launch still reads, and returns the addresses for the graph's copies (:class:`Source`): one copy takes most
+inputs, the others have their own. It waits only if all blocks are in use, or for a pinned input that the GPU may still
+write to, unless the graph reads it in place.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.cuda.progress import without_disturbing_captures
+from pygraph_trees.cuda.value_kernel import ValueKernel, value_kernel
+
+if TYPE_CHECKING:
+    from pygraph_trees.cuda.driver import Driver
 
 MOST_BUFFERS = 8  # launches that may be queued before the next one waits
 _MOST_NBYTES = 64 << 20  # for all buffers of a recording, unless two of them take more
@@ -228,6 +232,74 @@ class Staging:
         if to:
             with torch.no_grad():
                 torch._foreach_copy_(to, of)  # 23 us for 48 numbers; a loop of copies takes 55 us (measured)
+
+
+class StagedValues(Staging):
+    """Small inputs on the CPU, which kernel nodes of a recording's graph hold by value.
+
+    They are written to one block of ordinary memory, from which the driver copies them when the nodes are set. Nothing
+    waits, and the block may be written to again at once.
+    """
+
+    def __init__(self, kernel: ValueKernel, inputs: Sequence[torch.Tensor], layout: Layout, device: int) -> None:
+        self._kernel = kernel
+        self.nodes: dict[int, int] = {}  # that were captured, and the address from which each copies its bytes
+        super().__init__(inputs, device, layout)
+
+    def _block(self, nbytes: int) -> torch.Tensor:
+        # The driver copies as many bytes as the kernel takes, also from the middle of the block.
+        with torch.inference_mode(False):
+            return torch.zeros(nbytes + self._kernel.width, dtype=torch.uint8, device="cpu")
+
+    def capture(self, target: torch.Tensor, host: torch.Tensor) -> None:
+        """Captures a kernel that writes the bytes of ``host``, a part of the block, to new memory of the GPU.
+
+        Until the node is set it holds zeros, in which a scan finds no address.
+        """
+        at, nbytes = host.data_ptr() - self._recorded.data_ptr(), host.numel() * host.element_size()
+        if at < 0 or at + nbytes > self._nbytes:
+            target.copy_(host, non_blocking=True)  # memory of another tensor: the graph will be refused
+            return
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._kernel.launch(stream, target.data_ptr(), nbytes)
+        nodes = self._kernel.driver.captured_last(stream)
+        if len(nodes) == 1:  # otherwise the graph will be refused
+            self.nodes[nodes[0]] = host.data_ptr()
+
+    def take(self, numbers: Sequence[int], reads: Mapping[int, HostRead], sources: Sequence[int]) -> None:
+        super().take(numbers, reads, sources)
+        # A pinned input is waited for, since the GPU may still have to write to it: nodes are set during the call.
+        self._asked = [(position, read, None) for position, read, _ in self._asked]
+
+    def put(self, values: Sequence[torch.Tensor]) -> list[int]:
+        addresses = super().put(values)
+        self.in_place = list(range(len(addresses)))  # the nodes hold earlier bytes
+        return addresses
+
+    @property
+    def places(self) -> list[tuple[torch.Tensor, bool]]:
+        """By input that is put: where it is written, and whether it must be waited for if it is pinned."""
+        asked = {position for position, _, _ in self._asked}
+        return [(memory, position in asked) for position, memory in enumerate(self._next.memories)]
+
+    def launched(self, stream: Any) -> None:
+        """Does nothing: no launch reads the block."""
+
+
+def staging_for(driver: Driver, device: int, inputs: Sequence[torch.Tensor]) -> Staging:
+    """The buffers of a recording with these inputs, which are on the CPU.
+
+    The GPU may still have to write to a pinned input, and the program need not wait for that. A pinned input is
+    therefore read in its own place, which only a copy node can do.
+    """
+    if not any(tensor.is_pinned() for tensor in inputs):
+        layout = laid_out(inputs, range(len(inputs)))
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream(device).cuda_stream
+            kernel = value_kernel(driver, device, stream, layout.nbytes)
+        if kernel is not None:
+            return StagedValues(kernel, inputs, layout, device)
+    return Staging(inputs, device)
 
 
 def _together(inputs: Sequence[torch.Tensor], pinned: Sequence[bool]) -> list[int]:

@@ -38,7 +38,7 @@ def bare_manager(kind: type[Manager] = Manager, **state: Any) -> Manager:
         "id_to_mode": collections.defaultdict(lambda: CompilationMode.INFERENCE),
         "id_to_compile_id": collections.defaultdict(lambda: "3/1"),
         "warmed_up_functions": set(),
-        "num_rerecord": {},
+        "num_rerecord": collections.defaultdict(lambda: collections.defaultdict(int)),
         SKIPPED: collections.defaultdict(dict),
         "_candidates": search.known,
         "_find": search.find,

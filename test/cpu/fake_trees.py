@@ -15,6 +15,7 @@ from pygraph_trees.trees.functions import fast_path
 from pygraph_trees.trees.managers.candidates import candidate_filter
 from pygraph_trees.trees.pools.liveness import Deaths
 from pygraph_trees.trees.recordings.recording import Upstream as UpstreamRecording
+from pygraph_trees.trees.recordings.replaying import native_replay
 
 MODE = cudagraph_trees.CompilationMode
 MAY_CLONE = fast_path.MAY_CLONE
@@ -156,7 +157,7 @@ class Trees:
         self.recording.is_backward = mode is MODE.BACKWARD
         self.graph, self.log, self.live = self.recording.graph, self.recording.log, self.recording.live
         others = [NotImplemented] * len(cached) if others is None else others
-        self.native = fast_path.replay(self.recording, managed, others, in_python=in_python)
+        self.native = native_replay(self.recording, managed, others, in_python=in_python)
         self.before, self.partition, self.compile_id, self.mode = Plain(), Plain(), Plain(), mode
         self.manager, self.partitions = FakeManager(self.find), [self.partition]
         self.searched, self.answer = [], None  # searches for candidates, and their result
@@ -211,7 +212,7 @@ def replaying(replay):
 
         live = Plain(addresses=Plain(prepare_fast=prepare, native=None), patched=(), outputs={})
         kept.append(recording := Recording({}, [], live=live))
-        replays = (fast_path.replay(recording, (), [], in_python=True),)
+        replays = (native_replay(recording, (), [], in_python=True),)
         return binding.extension.Candidates(
             begins=None, mode=MODE.INFERENCE, compile_id=None, replays=replays, make_filter=None, release=None
         )

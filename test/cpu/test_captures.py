@@ -17,8 +17,7 @@ from torch.testing._internal.common_utils import TestCase, instantiate_parametri
 from pygraph_trees.native import binding
 from pygraph_trees.trees.functions import captures
 from pygraph_trees.trees.functions import function as trees_function
-from pygraph_trees.trees.functions.aligned import Aligned
-from pygraph_trees.trees.functions.function import FunctionModel, entered
+from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
 from pygraph_trees.trees.hooks import choice
 from pygraph_trees.trees.pools import capture_lock, pools
 

@@ -23,6 +23,7 @@ from pygraph_trees.native import binding
 from pygraph_trees.trees.functions import fast_path
 from pygraph_trees.trees.pools.collector import paused
 from pygraph_trees.trees.pools.liveness import Deaths
+from pygraph_trees.trees.recordings.replaying import native_replay
 
 EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 ORDERS = (None, [2, 0, 1])  # which is not its own inverse
@@ -42,7 +43,7 @@ class TestPython(TestCase):
     def test_without_the_part_in_cpp(self):
         with mock.patch.object(binding, "extension", None):
             self.assertIsNone(fast_path.entry(object(), order=[1, 0]))
-            self.assertIsNone(fast_path.replay(Recording({}, some(1)), (), [NotImplemented]))
+            self.assertIsNone(native_replay(Recording({}, some(1)), (), [NotImplemented]))
 
     def test_one_call_has_the_turn(self):
         for kind in {fast_path.TreeState, fast_path._TreeState}:

@@ -32,7 +32,7 @@ import inductor_patches
 from inductor_patches.patch import PatchOverwritten
 from pygraph_trees.fake_gpu import absent_gpu, lower
 from pygraph_trees.indirection.table import launches, variant_launchers
-from pygraph_trees.indirection.table.launches import Tap, noting, through
+from pygraph_trees.indirection.table.launches import Tap, noting
 from pygraph_trees.indirection.table.variant_launchers import VariantLauncher, parameters
 from pygraph_trees.indirection.table.variants import NoVariant
 
@@ -44,7 +44,6 @@ class Table:
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.slots = {t.data_ptr(): torch.tensor([t.data_ptr()]) for t in tensors}
-        self.slot = self.slots.get
         self.read: list[tuple[str, int]] = []
 
     def is_read_by(self, variant: VariantLauncher, address: int) -> None:
@@ -76,10 +75,14 @@ class FakeAutotuner:
 @contextlib.contextmanager
 def warming_up(addresses: Collection[int]) -> Iterator[None]:
     """Notes launches and builds the variants afterwards."""
-    with noting(addresses) as readings:
+    with noting(dict(enumerate(addresses))) as readings:
         yield
-    for reading in readings:
-        variant_launchers.build(reading.autotuner, reading.names)
+    for autotuner, names in readings:
+        variant_launchers.build(autotuner, names)
+
+
+def through(table: Table) -> contextlib.AbstractContextManager[None]:
+    return launches.through(table.slots, table.is_read_by)
 
 
 class LaunchesTestCase(TestCase):

@@ -22,11 +22,10 @@ from test_live_inputs import KERNEL, Graph, LiveInputsTestCase, PlaceholderTenso
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.indirection import hidden_addresses
-from pygraph_trees.indirection.hidden_addresses import Surroundings
+from pygraph_trees.indirection.hidden_addresses import Expected, Surroundings
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.known_kernels import is_known
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.indirection.spread import Expected
 
 KEY = 0x5A5A_0F0F_1234_8765
 COUNT = 32
@@ -125,6 +124,7 @@ class Running(Graph):
 class Numbers:
     """A random generator of the GPU: a launch draws from its current offset."""
 
+    device = torch.device("cuda")
     offset = 4
 
     def get_offset(self) -> int:
@@ -436,7 +436,7 @@ class TestRehearsal(LiveInputsTestCase):
         )
 
     def test_inputs_are_copied_without_memory_for_the_check(self):
-        for target in ("_Saved", "Expected"):
+        for target in ("Poison", "Expected"):
             a = some()
             with mock.patch.object(hidden_addresses, target, side_effect=torch.OutOfMemoryError("of the test")):
                 live, graph = self.rehearse(lambda a, o: [self.kernel("plain", a[0], o[0])], a, mutated=[0])

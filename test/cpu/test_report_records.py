@@ -33,7 +33,7 @@ from pygraph_trees.report.records import (
 )
 from pygraph_trees.report.summary import Report
 from pygraph_trees.report.text import nbytes, render, table
-from pygraph_trees.trees.recordings.output_records import describe_outputs
+from pygraph_trees.trees.recordings.records import describe_outputs
 
 CAUSE = Cause("DeviceCopy ops", "prims.device_put.default", "model.py:31 in forward: y = table.to(x.device)")
 SPLIT = (

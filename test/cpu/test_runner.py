@@ -27,8 +27,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from pygraph_trees.fake_gpu import lower
 from pygraph_trees.native import binding
-from pygraph_trees.trees.functions.aligned import Aligned
-from pygraph_trees.trees.functions.function import FunctionModel, entered
+from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
 from pygraph_trees.trees.hooks import runner as trees_runner
 from pygraph_trees.trees.hooks.runner import shortened
 

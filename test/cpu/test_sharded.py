@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.common_utils import TestCase, run_tests
 from torch.testing._internal.two_tensor import TwoTensor
 
-from pygraph_trees.trees.recordings.sharded import gathered_addresses
+from pygraph_trees.trees.managers.input_rules import gathered_addresses
 
 STATES = "_module_state_mapping"
 

@@ -20,7 +20,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda import progress
 from pygraph_trees.cuda.host_reads import HostRead
-from pygraph_trees.indirection import choosing, staged_values, staging
+from pygraph_trees.indirection import choosing, staging
 from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.staged_inputs import NotStaged
@@ -71,7 +71,7 @@ class StagingTestCase(LiveInputsTestCase):
                 "current_stream",
                 lambda device: SimpleNamespace(cuda_stream=self.stream, synchronize=self.waited),
             ),
-            (staged_values, "value_kernel", self.value_kernel),
+            (staging, "value_kernel", self.value_kernel),
         ):
             self.enterContext(mock.patch.object(target, name, value))
 

@@ -16,9 +16,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.report.log import Count, FunctionLog, RecordingLog
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees.functions.aligned import Aligned
 from pygraph_trees.trees.functions.dispatch import Way
-from pygraph_trees.trees.functions.function import FunctionModel
+from pygraph_trees.trees.functions.function import Aligned, FunctionModel
 from pygraph_trees.trees.hooks import choice
 from pygraph_trees.trees.managers import steps, storms
 from pygraph_trees.trees.managers.manager import Manager

@@ -31,7 +31,6 @@ from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.table import launches, variant_launchers
 from pygraph_trees.indirection.table import pointer_table as tables
-from pygraph_trees.indirection.table.launches import Reading
 from pygraph_trees.indirection.table.pointer_table import (
     WIDTHS,
     WRITER,
@@ -45,7 +44,7 @@ from pygraph_trees.trees.recordings import recording
 
 TABLE, PATCH, COPY = Route.TABLE, Route.PATCH, Route.COPY
 TARGET = GPUTarget("cuda", 90, 32)
-WRITER_OF = inspect.unwrap(tables._writer)  # without its cache
+WRITER_OF = inspect.unwrap(tables.loaded_writer)  # without its cache
 
 
 class TestWriters(TestCase):
@@ -76,7 +75,7 @@ class TestSlots(LiveInputsTestCase):
         super().setUp()
         self.written: list[tuple[int, ...]] = []
         self.memory: list[torch.Tensor] = []
-        self.enterContext(mock.patch.object(tables, "_writer", lambda device, width: self.write))
+        self.enterContext(mock.patch.object(tables, "loaded_writer", lambda device, width: self.write))
         empty = torch.empty
 
         def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -115,8 +114,8 @@ class TestSlots(LiveInputsTestCase):
         with live.captured():
             for position in read:
                 address = live.items[position].recorded
-                self.assertEqual(table.slot(address).tolist(), [address])
-                table.is_read_by(self.variant("in_ptr0"), address)
+                self.assertEqual(table._slots[address].tolist(), [address])
+                table._is_read_by(self.variant("in_ptr0"), address)
         (*_, addresses) = self.written
         wanted = [item.recorded for item in live.items]
         given = [address for i, address in enumerate(wanted) if slots is None or i in slots]
@@ -181,7 +180,7 @@ class TestSlots(LiveInputsTestCase):
 
     def test_slots_for_those_alone_that_a_variant_takes(self) -> None:
         live, graph = self.tabled(2, read=(1,), held=(0,), slots=(1, 7))
-        self.assertIsNone(live._table.slot(live.items[0].recorded))
+        self.assertNotIn(live.items[0].recorded, live._table._slots)
         self.assertEqual(self.decided(live), [PATCH, TABLE])
         live.finish()
         a, b = at(0), at(0)
@@ -192,8 +191,8 @@ class TestSlots(LiveInputsTestCase):
         source = mock.Mock(side_effect=RuntimeError("of the test"))
         target = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: TARGET))
         with (
-            mock.patch.object(tables, "_writer", functools.cache(WRITER_OF)),
-            mock.patch.object(tables, "_failed", set()),
+            mock.patch.object(tables, "loaded_writer", functools.cache(WRITER_OF)),
+            mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
             mock.patch.object(tables, "writer_function", source),
             mock.patch.object(triton.runtime, "driver", target),
             self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
@@ -234,23 +233,23 @@ class TestSlots(LiveInputsTestCase):
         (memory,) = self.memory
         self.assertEqual(memory.tolist(), slots)
         for position in (0, 127, 128, 139):
-            self.assertEqual(live._table.slot(slots[position]).data_ptr(), memory.data_ptr() + 8 * position)
+            self.assertEqual(live._table._slots[slots[position]].data_ptr(), memory.data_ptr() + 8 * position)
 
     def test_warmup_looks_at_what_may_have_a_slot(self) -> None:
         static, live, pooled = at(0), at(0), at(0)
         overwritten = mock.Mock(spec=torch.Tensor, data_ptr=mock.Mock(side_effect=RuntimeError("overwritten")))
-        noting = mock.Mock(side_effect=lambda addresses: contextlib.nullcontext([]))
+        noting = mock.Mock(side_effect=lambda addresses: contextlib.nullcontext({}))
         warmups = Warmups()
 
         def looked_at(*inputs: Any, step: int = 1, is_backward: bool = False) -> Any:
             noting.reset_mock()
             with warmups.begin(print, step, inputs, [0], 0, self.pool, is_backward=is_backward, builds=True):
-                return [call.args for call in noting.mock_calls]
+                return [set(call.args[0].values()) for call in noting.mock_calls]
 
         def why_not(tensor: torch.Tensor, device: int, in_pool: bool) -> str | None:
             return "it is that" if tensor is pooled else None
 
-        of_live = [({live.data_ptr()},)]
+        of_live = [{live.data_ptr()}]
         with mock.patch.object(tables, "noting", noting), mock.patch.object(tables, "why_not_placeholder", why_not):
             self.assertEqual(looked_at(static, 3, live, pooled, None), of_live)
             # A backward's static inputs that were live in its forward; no others, and not in another step.
@@ -265,8 +264,11 @@ class TestSlots(LiveInputsTestCase):
     def test_warmup_finds_the_inputs_that_variants_take(self) -> None:
         """If nothing is built yet, it finds the inputs that could be read from slots."""
         a, b, c = at(0), at(0), at(0)
-        given = frozenset((f"in_ptr{n}", t.data_ptr()) for n, t in enumerate((a, b, c)))
-        reading = Reading("its autotuner", frozenset(name for name, _ in given), given)
+        given = [(f"in_ptr{n}", t.data_ptr()) for n, t in enumerate((a, b, c))]
+
+        def noting(addresses: dict[int, int]) -> Any:
+            inputs = {(name, i) for name, address in given for i, at in addresses.items() if at == address}
+            return contextlib.nullcontext({("its autotuner", frozenset(dict(given))): inputs})
 
         def warm_up(function: Any, *inputs: Any, builds: bool) -> None:
             with Warmups().begin(function, 1, inputs, [0], 0, self.pool, is_backward=False, builds=builds):
@@ -277,7 +279,7 @@ class TestSlots(LiveInputsTestCase):
         def other() -> None: ...
 
         with (
-            mock.patch.object(tables, "noting", lambda addresses: contextlib.nullcontext([reading])),
+            mock.patch.object(tables, "noting", noting),
             mock.patch.object(tables, "why_not_placeholder", lambda *_: None),
             mock.patch.object(variant_launchers, "build", lambda *_: self.variant("in_ptr1")),
         ):

@@ -30,9 +30,8 @@ from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions import fast_path
-from pygraph_trees.trees.functions.aligned import Aligned
 from pygraph_trees.trees.functions.containment import HeldForTooLong
-from pygraph_trees.trees.functions.function import FunctionModel, entered
+from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
 from pygraph_trees.trees.functions.outputs import as_they_read
 from pygraph_trees.trees.hooks import compiled_graph
 from pygraph_trees.trees.managers import input_rules

@@ -34,8 +34,7 @@ from pygraph_trees.selection.member import Environment, TrialMember
 from pygraph_trees.selection.profiles import Profile
 from pygraph_trees.selection.trial import Phase, Trial, Turn
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees.functions.aligned import Aligned
-from pygraph_trees.trees.functions.function import FunctionModel, entered
+from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
 from pygraph_trees.trees.hooks import choice
 from pygraph_trees.trees.managers.manager import Manager
 

@@ -12,9 +12,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.outputs.allocations import Allocations
 from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees.functions.aligned import Aligned
-from pygraph_trees.trees.functions.function import FunctionModel
-from pygraph_trees.trees.functions.zeros import give_memory
+from pygraph_trees.trees.functions.function import Aligned, FunctionModel
+from pygraph_trees.trees.functions.outputs import give_memory
 from pygraph_trees.trees.hooks import entry_points
 from pygraph_trees.trees.managers.manager import Manager
 from pygraph_trees.trees.recordings.recording import Recording, Upstream

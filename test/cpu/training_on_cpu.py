@@ -27,9 +27,8 @@ from pygraph_trees.report.naming import BACKWARD
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.trial import Trial
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees.functions.aligned import Aligned
 from pygraph_trees.trees.functions.containment import HeldForTooLong
-from pygraph_trees.trees.functions.function import FunctionModel, entered
+from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
 from pygraph_trees.trees.hooks import choice
 from pygraph_trees.trees.managers.manager import Manager
 from pygraph_trees.trees.managers.reclaiming import Reclaiming

@@ -17,7 +17,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 from user_operators import chunk_cat, host_call
 
 from pygraph_trees.cuda.driver import Driver
-from pygraph_trees.indirection.placeholder_tensors import memory_at, tensor_in
+from pygraph_trees.indirection.live_input import memory_at, tensor_in
 
 HIDDEN = "may hide its address|host array|no node holds its address"
 

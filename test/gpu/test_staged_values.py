@@ -24,7 +24,7 @@ from torch.testing._internal.common_utils import run_tests
 
 import pygraph_trees
 from pygraph_trees.cuda.graph_nodes import NodeKind
-from pygraph_trees.indirection import staged_values
+from pygraph_trees.indirection import staging
 from pygraph_trees.indirection.addresses import Addresses
 from pygraph_trees.native import binding
 from pygraph_trees.selection.decision import Execution
@@ -342,7 +342,7 @@ class TestByValue(PlacementTestCase):
     def test_without_the_kernel(self):
         """If the driver cannot load it, values are copied from pinned memory."""
         graphed, x = graphed_of(of_numbers), torch.rand(256, device=self.device)
-        with mock.patch.object(staged_values, "value_kernel", return_value=None):
+        with mock.patch.object(staging, "value_kernel", return_value=None):
             for call in range(8):
                 step()
                 self.assertEqual(graphed(x, *numbers(call)), of_numbers(x, *numbers(call)))

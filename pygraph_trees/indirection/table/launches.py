@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,24 +21,11 @@ if TYPE_CHECKING:
     from .variant_launchers import VariantLauncher
 
 Run = Callable[..., Any]
-
-
-class SlotTable(Protocol):
-    """The methods of a table that a capture calls."""
-
-    def slot(self, address: int) -> torch.Tensor | None:
-        """The slot that holds an address; None if no slot does."""
-
-    def is_read_by(self, variant: VariantLauncher, address: int) -> None:
-        """Notes that a captured variant reads an address from its slot; the table must keep the variant alive."""
-
-
-class _Watcher(Protocol):
-    def launch(self, run: Run, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+Launch = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # upstream's method, autotuner, arguments
 
 
 class _Here(threading.local):
-    watcher: _Watcher | None = None  # of this thread
+    launch: Launch | None = None  # of this thread
 
 
 _here = _Here()
@@ -104,98 +90,79 @@ def available() -> bool:
 
 
 def watched(upstream: Run) -> Run:
-    """Wraps ``CachingAutotuner.run``: the thread's watcher makes the launch if there is one."""
+    """Wraps ``CachingAutotuner.run``: in a scope, the scope makes the launch."""
 
     @functools.wraps(upstream)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        watcher = _here.watcher
-        if watcher is None or kwargs.get("benchmark_run"):
+        launch = _here.launch
+        if launch is None or kwargs.get("benchmark_run"):
             return upstream(self, *args, **kwargs)
-        return watcher.launch(upstream, self, args, kwargs)
+        return launch(upstream, self, args, kwargs)
 
     return run
 
 
 @contextlib.contextmanager
-def _watching(watcher: _Watcher) -> Iterator[None]:
+def _launching(launch: Launch) -> Iterator[None]:
     with tap.held():
-        before, _here.watcher = _here.watcher, watcher
+        before, _here.launch = _here.launch, launch
         try:
             yield
         finally:
-            _here.watcher = before
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A kernel, and the parameters that were given addresses, the same ones in one launch or several."""
-
-    autotuner: Any
-    names: frozenset[str]
-    given: frozenset[tuple[str, int]]  # parameter and address
+            _here.launch = before
 
 
 @contextlib.contextmanager
-def noting(addresses: Collection[int]) -> Iterator[list[Reading]]:
-    """Notes which kernels are given one of these addresses inside the scope; the list is filled at its end."""
-    notes, found = _Notes(frozenset(addresses)), list[Reading]()
-    with _watching(notes):
-        yield found
-    for autotuner, choices in notes.seen.items():
-        found += [Reading(autotuner, names, frozenset(given)) for names, given in choices.items()]
+def noting(addresses: Mapping[int, int]) -> Iterator[dict[tuple[Any, frozenset[str]], set[tuple[str, int]]]]:
+    """Notes which kernels are given one of these addresses, by index of the input, inside the scope.
 
+    By autotuner and by the parameters that one launch gives addresses, it yields each parameter and the index of its
+    input.
+    """
+    found: dict[tuple[Any, frozenset[str]], set[tuple[str, int]]] = {}
 
-@contextlib.contextmanager
-def through(table: SlotTable) -> Iterator[None]:
-    """Launches kernels with the slots of a table in place of the addresses in the slots."""
-    with _watching(_Through(table)):
-        yield
-
-
-class _Notes:
-    def __init__(self, addresses: frozenset[int]) -> None:
-        self._addresses = addresses
-        # By autotuner, then by set of parameters: which parameter was given which address.
-        self.seen: dict[Any, dict[frozenset[str], set[tuple[str, int]]]] = {}
-
-    def launch(self, run: Run, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def launch(run: Run, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Read before the launch: the arguments may be gone after it.
         given = [value.data_ptr() if isinstance(value, torch.Tensor) else 0 for value in args]
         result = run(autotuner, *args, **kwargs)
         launcher = variant_launchers.sole_launcher(autotuner)
-        if launcher is not None:
-            names = zip(variant_launchers.parameters(launcher), given, strict=False)
-            found = {(name, address) for name, address in names if address in self._addresses}
-            if found:
-                choices = self.seen.setdefault(autotuner, {})
-                choices.setdefault(frozenset(name for name, _ in found), set()).update(found)
+        names = zip(() if launcher is None else variant_launchers.parameters(launcher), given, strict=False)
+        inputs = {(name, i) for name, address in names for i, at in addresses.items() if at == address}
+        if inputs:
+            found.setdefault((autotuner, frozenset(name for name, _ in inputs)), set()).update(inputs)
         return result
 
+    with _launching(launch):
+        yield found
 
-class _Through:
-    def __init__(self, table: SlotTable) -> None:
-        self._table = table
 
-    def launch(self, run: Run, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@contextlib.contextmanager
+def through(slots: Mapping[int, torch.Tensor], note_reader: Callable[[VariantLauncher, int], None]) -> Iterator[None]:
+    """Launches kernels with the slots, by address, in place of the addresses.
+
+    ``note_reader`` is told of each captured variant and each address that it reads; it must keep the variant alive.
+    """
+
+    def launch(run: Run, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         launcher = variant_launchers.sole_launcher(autotuner)
-        slots = {} if launcher is None else self._slots(launcher, args)
-        variant = variant_launchers.variant_of(autotuner, launcher, slots) if slots else None
+        names = enumerate(zip(() if launcher is None else variant_launchers.parameters(launcher), args, strict=False))
+        tensors = {name: (position, value.data_ptr()) for position, (name, value) in names if _is_tensor(value)}
+        found = {name: place for name, place in tensors.items() if place[1] in slots}
+        variant = variant_launchers.variant_of(launcher, found) if found else None
         if variant is None:
             return run(autotuner, *args, **kwargs)
         given = list(args)
         for name in variant.slots:
-            position, slot = slots[name]
-            given[position] = slot
+            position, address = found[name]
+            given[position] = slots[address]
         result = variant.launch(autotuner, given, kwargs)
         for name in variant.slots:
-            self._table.is_read_by(variant, args[slots[name][0]].data_ptr())
+            note_reader(variant, found[name][1])
         return result
 
-    def _slots(self, launcher: Any, args: tuple[Any, ...]) -> Mapping[str, tuple[int, torch.Tensor]]:
-        """Position and slot of each parameter that is given an address with a slot."""
-        found = {}
-        for position, (name, value) in enumerate(zip(variant_launchers.parameters(launcher), args, strict=False)):
-            slot = self._table.slot(value.data_ptr()) if isinstance(value, torch.Tensor) else None
-            if slot is not None:
-                found[name] = position, slot
-        return found
+    with _launching(launch):
+        yield
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -14,7 +14,7 @@ import linecache
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,8 +40,6 @@ _Writer = Callable[..., None]  # takes the table's memory from the writer's firs
 
 _log = logging.getLogger("pygraph_trees.indirection")
 
-_failed: set[tuple[int, int]] = set()  # device, and width of a writer that could not be made for it
-
 # By function: the indices of inputs that variants take, and the kernels that warmups noted without building variants.
 _taken: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 _readers: weakref.WeakKeyDictionary[Any, dict[tuple[Any, frozenset[str]], Reader]] = weakref.WeakKeyDictionary()
@@ -56,10 +54,11 @@ class Table:
         self._launches: list[tuple[_Writer, torch.Tensor, list[int]]] = []
         self._readers: dict[int, dict[VariantLauncher, None]] = {}  # by address
         with torch.cuda.device(device):
-            writers = [_writer(device, width) for width in widths]
+            writers = [loaded_writer(device, width) for width in widths]
             memory = torch.empty(sum(widths), dtype=torch.int64, device=place)
             begin = 0
             for writer, width in zip(writers, widths, strict=True):
+                assert writer is not None
                 given = list(addresses[begin : begin + width])
                 self._launches.append((writer, memory[begin:], [*given, *[0] * (width - len(given))]))
                 begin += width
@@ -75,13 +74,10 @@ class Table:
         """Wraps a whole capture, on the stream on which it begins; kernels in the capture read the slots."""
         self._readers.clear()
         self._write()
-        with through(self):
+        with through(self._slots, self._is_read_by):
             yield
 
-    def slot(self, address: int) -> torch.Tensor | None:
-        return self._slots.get(address)
-
-    def is_read_by(self, variant: VariantLauncher, address: int) -> None:
+    def _is_read_by(self, variant: VariantLauncher, address: int) -> None:
         self._readers.setdefault(address, {})[variant] = None
 
     def readers(self, address: int) -> list[str]:
@@ -111,17 +107,13 @@ def widths_for(count: int) -> list[int]:
     return [WIDTHS[-1]] * whole + ([min(width for width in WIDTHS if width >= rest)] if rest else [])
 
 
-def writer_source(width: int) -> str:
-    parameters = [f"address{i}" for i in range(width)]
-    stores = [f"    tl.store(table + {i}, {parameter})" for i, parameter in enumerate(parameters)]
-    return "\n".join([f"def {WRITER}_{width}(table, {', '.join(parameters)}):", *stores, ""])
-
-
 def writer_function(width: int) -> Any:
     """The writer as ``triton.jit`` returns it."""
     import triton
 
-    source = writer_source(width)
+    parameters = [f"address{i}" for i in range(width)]
+    stores = [f"    tl.store(table + {i}, {parameter})" for i, parameter in enumerate(parameters)]
+    source = "\n".join([f"def {WRITER}_{width}(table, {', '.join(parameters)}):", *stores, ""])
     path = f"<{WRITER}_{width}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)  # triton.jit reads it there
     names: dict[str, Any] = {"__name__": __name__, "tl": triton.language}
@@ -150,31 +142,25 @@ def compile_writer(width: int, target: Any) -> Any:
 
 
 @functools.cache
-def _writer(device: int, width: int) -> _Writer:
-    """The writer, compiled for ``device``, which is the current one, and loaded there."""
+def loaded_writer(device: int, width: int) -> _Writer | None:
+    """The writer, loaded on a device; None if that failed, which the log says once."""
     try:
-        return compile_writer(width, current_target())[(1, 1, 1)]
-    except Exception:
-        _failed.add((device, width))
-        raise
-
-
-def load_writer(device: int, width: int) -> None:
-    """Loads a writer before a table needs it. If that raises, the error of Triton or the driver, no table uses it."""
-    with torch.cuda.device(device):
-        _writer(device, width)
+        with torch.cuda.device(device):
+            made: _Writer = compile_writer(width, current_target())[(1, 1, 1)]
+            return made
+    except Exception as error:  # from Triton or the driver
+        _log.warning("no kernel can write a table of addresses: %s: %s", type(error).__name__, error)
+        return None
 
 
 def table_for(device: int, addresses: Sequence[int]) -> Table | None:
-    """A table for these addresses; None if there are no addresses, or if no table can be made.
-
-    Writers that could not be made are not tried again.
-    """
-    if not addresses or not available() or any((device, width) in _failed for width in widths_for(len(addresses))):
+    """A table for these addresses; None if there are no addresses, or if no table can be made."""
+    if not addresses or not available():
         return None
     try:
-        return Table(device, addresses)
-    except Exception as error:  # from Triton or the driver
+        are_made = all(loaded_writer(device, width) is not None for width in widths_for(len(addresses)))
+        return Table(device, addresses) if are_made else None
+    except Exception as error:  # from torch or the driver
         _log.warning("there is no table of addresses: %s: %s", type(error).__name__, error)
         return None
 
@@ -267,14 +253,11 @@ class Warmups:
 @contextlib.contextmanager
 def _noting(function: Any, addresses: Mapping[int, int], *, builds: bool) -> Iterator[None]:
     """Notes the kernels that are given these ``addresses``, by index of the input, and may build their variants."""
-    with noting(frozenset(addresses.values())) as readings:
+    with noting(addresses) as found:
         yield
     known = _readers.setdefault(function, {})
-    for reading in readings:
-        inputs = {(name, i) for name, given in reading.given for i, address in addresses.items() if address == given}
-        reader = Reader(reading.autotuner, reading.names, frozenset(inputs))
+    for key, inputs in found.items():
         if builds:
-            take(function, reader.build())
-            continue
-        key = reader.autotuner, reader.names
-        known[key] = reader if key not in known else replace(reader, inputs=reader.inputs | known[key].inputs)
+            take(function, Reader(*key, frozenset(inputs)).build())
+        else:
+            known[key] = Reader(*key, frozenset(inputs).union(known[key].inputs if key in known else ()))

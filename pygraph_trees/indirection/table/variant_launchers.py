@@ -18,7 +18,7 @@ import torch
 
 from pygraph_trees.compat import has_plugins, is_for_any_device
 
-from .variants import NoVariant, can_be_slot, with_slots
+from .variants import NoVariant, with_slots
 
 _REGISTERS = 8  # a thread is given registers in such units
 
@@ -55,7 +55,7 @@ def parameters(launcher: Any) -> tuple[str, ...]:
     return () if code is None else code.co_varnames[: code.co_argcount]
 
 
-def variant_of(autotuner: Any, launcher: Any, names: Collection[str]) -> VariantLauncher | None:
+def variant_of(launcher: Any, names: Collection[str]) -> VariantLauncher | None:
     """The variant that was built for these parameters, else the one for most of them; None if there is none."""
     built = _built.get(launcher)
     if not built:
@@ -98,8 +98,7 @@ def compile_variant(autotuner: Any, config: Any, names: Collection[str]) -> tupl
     fn = _with_source(autotuner)
     meta = autotuner._create_compile_meta(config)
     signature, constants, attrs = meta["signature"], meta["constants"], meta["configs"][0]
-    slots = frozenset(name for name in names if can_be_slot(fn, name, signature, constants))
-    variant = with_slots(fn, signature, constants, attrs, slots, meta)
+    variant = with_slots(fn, signature, constants, attrs, names, meta)
     twin = object.__new__(type(autotuner))  # copying an autotuner prepares it for another process
     twin.__dict__.update(autotuner.__dict__)
     twin.fn = variant.fn
@@ -108,7 +107,7 @@ def compile_variant(autotuner: Any, config: Any, names: Collection[str]) -> tupl
         "signature": {name: variant.signature[name] for name in autotuner.triton_meta["signature"]},
         "configs": [variant.attrs],
     }
-    return twin._precompile_config(config), slots
+    return twin._precompile_config(config), variant.slots
 
 
 def _made(autotuner: Any, launcher: Any, names: frozenset[str]) -> VariantLauncher:

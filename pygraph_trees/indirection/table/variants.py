@@ -49,6 +49,7 @@ class Variant:
     fn: Any  # JITFunction
     signature: dict[str, Any]  # by parameter, in the original's order
     attrs: dict[tuple[int, ...], Any]  # by path to a parameter; slots have none
+    slots: frozenset[str]  # the parameters that are slots
 
 
 def with_slots(
@@ -56,10 +57,10 @@ def with_slots(
     signature: Mapping[str, Any],
     constants: Mapping[Any, Any],
     attrs: Mapping[tuple[int, ...], Any],
-    slots: Collection[str],
+    names: Collection[str],
     options: Mapping[str, Any] | None = None,
 ) -> Variant:
-    """The variant of a kernel in which the parameters named by ``slots`` are slots.
+    """The variant of a kernel in which the parameters named by ``names`` are slots, except those that cannot be.
 
     Args:
         fn: the kernel that ``triton.jit`` made.
@@ -80,12 +81,9 @@ def with_slots(
     if why_not is not None:
         raise refuse(why_not)
     arguments: list[str] = fn.arg_names
+    slots = frozenset(name for name in names if _can_be_slot(fn, name, signature, constants))
     if not slots:
-        raise refuse("no parameter is to be a slot")
-    for slot in slots:
-        why_not = _why_no_slot(fn, slot, signature, constants)
-        if why_not is not None:
-            raise refuse(why_not)
+        raise refuse("none of its parameters can be a slot")
     tree = _definition(fn)
     if tree is None:
         raise refuse("its source cannot be read")
@@ -102,6 +100,7 @@ def with_slots(
         fn=_rebuilt(fn, _text(tree, chosen, prologue), language, chosen),
         signature={argument: SLOT if argument in slots else ty for argument, ty in signature.items()},
         attrs={path: value for path, value in attrs.items() if arguments[path[0]] not in slots},
+        slots=slots,
     )
 
 
@@ -119,24 +118,15 @@ def _why_not(fn: Any) -> str | None:
     return None
 
 
-def _why_no_slot(fn: Any, slot: str, signature: Mapping[str, Any], constants: Mapping[Any, Any]) -> str | None:
-    """Why a parameter cannot be a slot."""
-    if slot not in fn.arg_names:
-        return f"it has no parameter {slot!r}"
-    annotation = inspect.signature(fn.fn).parameters[slot].annotation
+def _can_be_slot(fn: Any, name: str, signature: Mapping[str, Any], constants: Mapping[Any, Any]) -> bool:
+    """Whether a parameter is a pointer to numbers, and not a constant."""
+    if name not in fn.arg_names or name in constants or (fn.arg_names.index(name),) in constants:
+        return False
+    annotation = inspect.signature(fn.fn).parameters[name].annotation
     if "constexpr" in (annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")):
-        return f"its parameter {slot!r} is annotated as a constant"
-    ty = signature.get(slot)
-    if ty in (None, "constexpr") or slot in constants or (fn.arg_names.index(slot),) in constants:
-        return f"its parameter {slot!r} is a constant"
-    if not isinstance(ty, str) or _element(ty) is None:
-        return f"its parameter {slot!r} is of type {ty}, not a pointer to numbers"
-    return None
-
-
-def can_be_slot(fn: Any, name: str, signature: Mapping[str, Any], constants: Mapping[Any, Any]) -> bool:
-    """Whether a parameter of a kernel that has its function can be a slot."""
-    return fn.fn is not None and _why_no_slot(fn, name, signature, constants) is None
+        return False
+    ty = signature.get(name)
+    return isinstance(ty, str) and _element(ty) is not None
 
 
 def _element(ty: str) -> str | None:

@@ -19,6 +19,7 @@ import torch
 
 from pygraph_trees.compat import checks_deaths_after_copies
 from pygraph_trees.errors import PygraphError, Reported
+from pygraph_trees.indirection.live_input import memory_at, tensor_in
 
 from ..pools.capture_lock import DeviceBusy
 
@@ -165,12 +166,9 @@ def place_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 def in_place(metadata: dict[str, Any]) -> torch.Tensor:
     """A tensor with upstream's ``metadata`` that does not own its memory."""
-    make, storage = (
-        torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata,
-        torch._C._construct_storage_from_data_pointer,
-    )
-    made: torch.Tensor = make(metadata, storage(metadata["data_ptr"], metadata["device"], metadata["nbytes"]))
-    return made
+    storage = memory_at(metadata["data_ptr"], metadata["nbytes"], metadata["device"])
+    layout = (metadata[name] for name in ("size", "stride", "dtype", "storage_offset"))
+    return tensor_in(storage, *layout)
 
 
 def contained(manager: Contains, run: Callable[[], Any], inputs: list[Any], function_id: Any) -> Any:

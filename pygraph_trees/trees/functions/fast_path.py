@@ -1,15 +1,13 @@
 """The fast path in C++, from the call of a compiled graph to its return, if the native parts are built.
 
-:func:`entry` returns a C++ callable that replays a function; :func:`replay` returns a recording's part of it. Managers
-and functions derive from :data:`TreeState` and :data:`FunctionState`, whose attributes C++ reads and writes directly.
-Without the native parts, no replay is fast, and upstream's code replays.
+:func:`entry` returns a C++ callable that replays a function; :mod:`..recordings.replaying` has a recording's part of
+it. Managers and functions derive from :data:`TreeState` and :data:`FunctionState`, whose attributes C++ reads and
+writes directly. Without the native parts, no replay is fast, and upstream's code replays.
 """
 
 from __future__ import annotations
 
-import sys
-import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch._dynamo.mutation_guard import GenerationTracker
 from torch._inductor import cudagraph_trees
@@ -22,14 +20,6 @@ from . import native_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
-
-    from pygraph_trees.indirection.inputs import LiveInputs
-    from pygraph_trees.outputs.own_memory import OwnMemory
-    from pygraph_trees.report.log import RecordingLog
-
-    from ..pools.liveness import Deaths
 
     FastCall = Callable[[list[Any]], Any]
     View = tuple[int, tuple[int, ...], tuple[int, ...], int]  # number, sizes, strides, offset
@@ -88,30 +78,6 @@ FunctionState: Any = _FunctionState if binding.extension is None else binding.ex
 Replayer: Any = None if binding.extension is None else binding.extension.Replayer  # of one thread
 
 
-class Replayed(Protocol):
-    """The attributes of a recording that a fast replay uses."""
-
-    log: RecordingLog
-    graph: Any
-    cached_tensor_outputs: Any  # upstream's
-    fixed: Sequence[tuple[int, int]]  # index and address of each static input
-    deaths_before: Deaths | None
-    deaths_after: Deaths | None
-    outliving: Deaths | None  # outputs that must be moved if they are alive when the next step begins
-    own: OwnMemory | None  # own memory of its outputs; the blocks are its last inputs
-    has_new_history: bool  # whether autograd gives the outputs a new history at each call
-    is_backward: bool  # whether the outputs are gradients
-
-    @property
-    def live(self) -> LiveInputs | None: ...
-
-    def borrowed(self, index: int) -> torch.Tensor: ...
-
-    def own_outputs(self) -> Any: ...
-
-    def replay(self, inputs: list[Any]) -> Any: ...
-
-
 def entry(
     function: object,
     *,
@@ -159,64 +125,3 @@ def entry(
         own=packed(own),
     )
     return made
-
-
-def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any], *, in_python: bool = False) -> Any:
-    """The C++ part of a recording that has a fast path; None without C++.
-
-    Args:
-        managed: the indices of the inputs that are released.
-        others: by output, the value that is not cached, or ``NotImplemented`` if there is no such value. A tuple with
-            a tensor without elements stands for a new one like it at each call.
-        in_python: whether ``recording.replay`` launches the graph.
-    """
-    if binding.extension is None:
-        return None
-    live, kind = recording.live, type(recording)
-    return binding.extension.Replay(
-        recording=weakref.ref(recording),
-        prepare=None if live is None else live.addresses.prepare_fast,
-        addresses=None if live is None else live.addresses.native,
-        replays=recording.log.counter,
-        graph=recording.graph,
-        cached=recording.cached_tensor_outputs,
-        others=list(others),
-        places=packed([number for place in recording.fixed for number in place]),
-        patched=packed([] if live is None else [item.index for item in live.patched]),
-        managed=packed(managed),
-        returned=() if live is None else _returned(live, recording.own),
-        before=_to_ask(recording.deaths_before),
-        after=_to_ask(recording.deaths_after),
-        outliving=_to_ask(recording.outliving),
-        own=None if recording.own is None else recording.own.native,
-        borrow=kind.borrowed,
-        make=kind.own_outputs,
-        run=kind.replay,
-        in_python=in_python or (live is not None and _changes_dtype(live, recording.own)),
-        python_checks=CHECKS_LATE,
-        has_new_history=recording.has_new_history,
-        is_backward=recording.is_backward,
-    )
-
-
-def _returned(live: LiveInputs, own: OwnMemory | None) -> tuple[tuple[Any, ...], ...]:
-    """The input of each output that is made for each call, the output, its block of own memory, and its view of it."""
-    takes = sys.maxsize if own is None else own.takes
-    return tuple(
-        (index, position, None if index < takes else index - takes, view)
-        for position, (index, view) in live.outputs.items()
-    )
-
-
-def _changes_dtype(live: LiveInputs, own: OwnMemory | None) -> bool:
-    """Whether an output is a view of an input, not of own memory, with another dtype."""
-    dtypes = {item.index: item.placeholder_tensor.dtype for item in live.items}
-    return any(
-        view is not None and view[-1] != dtypes[index]
-        for index, view in live.outputs.values()
-        if own is None or index < own.takes
-    )
-
-
-def _to_ask(deaths: Deaths | None) -> tuple[Any, Any] | None:
-    return None if deaths is None else (deaths.groups, deaths.ask)

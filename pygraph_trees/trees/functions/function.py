@@ -23,16 +23,14 @@ from pygraph_trees.report.naming import BACKWARD, compile_id, mode_name, program
 from pygraph_trees.report.records import SLOW_CALLS
 from pygraph_trees.settings import Settings
 
-from .aligned import Aligned
 from .captures import CAPTURED, is_captured
 from .containment import progress_of
 from .dispatch import Dispatch, Way
 from .fast_path import entry
-from .outputs import as_it_reads
-from .zeros import give_memory
+from .outputs import as_it_reads, give_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from pygraph_trees.selection.trial import Trial
 
@@ -169,6 +167,36 @@ class FunctionModel:
         function = FunctionModel(model, settings, log)
         function.first_inside = _first_inside(is_backward=is_backward, is_inference=is_inference)
         return function
+
+
+class Aligned:
+    """Un-graphed calls of a function whose kernels may expect aligned inputs.
+
+    Misaligned inputs are copied first, and copied back if they are mutated, as Inductor does without CUDA graphs. As
+    upstream does, the first call, graphed or not, decides which inputs must be aligned; before it, inputs may not be
+    real.
+    """
+
+    def __init__(self, function: FunctionModel, static_input_idxs: Sequence[int], mutated: Collection[int]) -> None:
+        self._function, self._static_input_idxs, self._mutated = function, static_input_idxs, mutated
+        self._run: Callable[[list[Any]], Any] | None = None
+
+    def decide(self, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        """Returns the code for all calls; ``inputs`` matter in the first call."""
+        if self._run is None:
+            from torch._inductor.compile_fx import get_input_idxs_to_check
+            from torch._inductor.utils import align_inputs_from_check_idxs
+            from torch.utils._ordered_set import OrderedSet
+
+            # If the first call is un-graphed, torch is not asked for a graph.
+            self._function.note_tangents(len(inputs), self._static_input_idxs)
+            checked = get_input_idxs_to_check(inputs, self._static_input_idxs)
+            mutated = OrderedSet(self._mutated) & OrderedSet(checked)
+            self._run = align_inputs_from_check_idxs(self._function, checked, mutated)
+        return self._run
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self.decide(inputs)(inputs)
 
 
 def _kept_apart(

@@ -1,4 +1,4 @@
-"""Prepares outputs that upstream cannot record: outputs on live inputs, on the CPU, conjugated or negated.
+"""Prepares tensors that upstream cannot record: outputs on live inputs, on the CPU, conjugated or negated, and zeros.
 
 An output on a live input is noted in ``live.outputs`` and rebuilt from the input of each call. Upstream takes no output
 on the CPU, so it is given None in its place. Upstream forgets that a tensor is conjugated or negated, so it is given a
@@ -16,7 +16,7 @@ import torch
 from pygraph_trees.cuda.extent import flat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from pygraph_trees.indirection.inputs import LiveInputs
 
@@ -80,3 +80,19 @@ def _view_of(output: torch.Tensor, placeholder_tensor: torch.Tensor) -> tuple[An
         else ahead // placeholder_tensor.element_size()
     )
     return tuple(output.shape), tuple(output.stride()), offset, output.dtype
+
+
+def give_memory(values: list[Any], indices: Iterable[int] | None = None) -> None:
+    """Replaces inputs or outputs that are zeros without memory by zeros with memory.
+
+    Autograd and programs may pass such tensors as tangents, and compiled code may return them. Upstream cannot warm up
+    or record with one, and generated code would read address 0. A replay copies them like any input.
+
+    Args:
+        indices: the values to look at; None for all.
+    """
+    for index in range(len(values)) if indices is None else indices:
+        value = values[index]
+        if isinstance(value, torch.Tensor) and value._is_zerotensor():
+            with torch.no_grad():
+                values[index] = value.clone()

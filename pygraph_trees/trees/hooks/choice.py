@@ -19,8 +19,8 @@ from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.functions import trial_of
 from pygraph_trees.selection.member import CudaDevice, Environment, TrialMember
 
-from ..functions.aligned import Aligned
 from ..functions.dispatch import Way
+from ..functions.function import Aligned
 from ..managers.manager import Manager
 from ..managers.storms import OTHER_SIZES, REFUSED, Sizes
 

@@ -23,10 +23,9 @@ from pygraph_trees.native import binding
 from pygraph_trees.selection.functions import why_not_graphed
 
 from ..functions import home
-from ..functions.aligned import Aligned
 from ..functions.captures import is_captured
 from ..functions.dispatch import PER_THREAD
-from ..functions.function import FunctionModel, entered
+from ..functions.function import Aligned, FunctionModel, entered
 from ..functions.threads import for_each_thread
 from ..pools import pools
 from ..pools.collector import paused

@@ -85,7 +85,7 @@ def _layout(graph: Any, number: int, value: Any) -> Layout | None:
     is_static = not any(getattr(size, "free_symbols", ()) for size in (*sizes, *strides))
     as_number = int if is_static else _hint(graph.sizevars)
     shown, example = tuple(map(as_number, sizes)), tuple(map(as_number, strides))
-    if device is None or not (is_static or _is_dense(shown, example)):
+    if device is None or not (is_static or _are_alike(shown, example, _dense_strides(shown, example))):
         return None
     return Layout(number, value.get_dtype(), device, shown if is_static else None, example)
 
@@ -137,8 +137,8 @@ def conform(layouts: Sequence[tuple[Any, ...]], inputs: list[Any]) -> None:
         if type(value) not in _PLAIN or value.dim() != len(strides) or (sizes is not None and value.shape != sizes):
             continue
         wanted = strides if sizes is not None else _dense_strides(value.shape, strides)
-        is_alike = value.dtype is dtype and value.device == device and _has_strides(value, wanted)
-        if not is_alike or _reads_otherwise(value):
+        is_alike = value.dtype is dtype and value.device == device and value.layout is torch.strided
+        if not (is_alike and _are_alike(value.shape, value.stride(), wanted)) or _reads_otherwise(value):
             # Torch does not write to a tensor that repeats elements.
             once = tuple(slice(1) if stride == 0 else slice(None) for stride in wanted)
             with torch.no_grad():
@@ -146,14 +146,9 @@ def conform(layouts: Sequence[tuple[Any, ...]], inputs: list[Any]) -> None:
                 inputs[number][once].copy_(value[once])
 
 
-def _has_strides(value: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides, except in dimensions of fewer than two elements."""
-    if value.layout is not torch.strided:
-        return False
-    found = value.stride()
-    return found == strides or all(
-        stride == wanted or size < 2 for size, stride, wanted in zip(value.shape, found, strides, strict=True)
-    )
+def _are_alike(sizes: Sequence[int], strides: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether strides are these, except in dimensions of fewer than two elements."""
+    return all(size < 2 or one == other for size, one, other in zip(sizes, strides, wanted, strict=True))
 
 
 def _reads_otherwise(value: torch.Tensor) -> bool:
@@ -168,8 +163,3 @@ def _dense_strides(sizes: Sequence[int], example: Sequence[int]) -> tuple[int, .
         strides[dim] = step
         step *= max(sizes[dim], 1)
     return tuple(strides)
-
-
-def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    wanted = _dense_strides(sizes, strides)
-    return all(size < 2 or stride == other for size, stride, other in zip(sizes, strides, wanted, strict=True))

@@ -16,7 +16,7 @@ from torch._inductor import cudagraph_trees
 from ..functions import fast_path
 from ..functions.containment import check_readable, contained, described, is_of_program, passes
 from ..functions.function import FunctionModel
-from ..functions.zeros import give_memory
+from ..functions.outputs import give_memory
 from ..pools.interrupts import deferred
 from ..recordings.kept_outputs import note_launch_of
 from .steps import Steps

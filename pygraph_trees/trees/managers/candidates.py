@@ -19,7 +19,7 @@ from pygraph_trees.native import binding
 
 from ..pools.liveness import release_unneeded
 from ..recordings.recording import Recording
-from .reclaiming import Reclaimed, Reclaiming
+from .reclaiming import Reclaimed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,11 +85,12 @@ class Searched(Reclaimed, Protocol):
     warmed_up_functions: Any
     id_to_mode: Any
     id_to_compile_id: Any
-    reclaiming: Reclaiming
     output_policy: OutputPolicy
     why_start_over: str | None
 
     def failed(self, error: Exception) -> None: ...
+
+    def give_back(self) -> None: ...
 
     @property
     def ends_steps(self) -> bool: ...
@@ -129,8 +130,7 @@ class Search:
         wanted: bool | None = None
         siblings = None
         if node is None:
-            if manager.reclaiming.forgotten:
-                manager.reclaiming.give_back(manager)
+            manager.give_back()
         else:
             if manager.path_state is not _EXECUTION:
                 return None
@@ -144,8 +144,7 @@ class Search:
                 manager.try_end_curr_execution()
                 if manager.current_node is not None or manager.output_policy.changes_next:
                     return None
-                if manager.reclaiming.forgotten:
-                    manager.reclaiming.give_back(manager)
+                manager.give_back()
                 wanted = True
         if not siblings:
             siblings = manager.roots.get(function_id)

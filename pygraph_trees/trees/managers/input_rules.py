@@ -8,24 +8,25 @@ function is not recorded if its writes would be lost, or if an input on the CPU 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import cudagraph_trees
 
-from pygraph_trees.compat import is_kernel_free
+from pygraph_trees.compat import is_kernel_free, lists_groups_of_parameters
 from pygraph_trees.cuda.availability import usable_driver
+from pygraph_trees.cuda.extent import tensors_with_memory
 from pygraph_trees.indirection.routes import why_not_placeholder
 from pygraph_trees.indirection.staged_inputs import may_be_staged
 
 from ..functions.function import FunctionModel
 from ..recordings.recording import Recording
 from ..recordings.rerecord import moved
-from ..recordings.sharded import gathered_addresses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.indirection.pool import PoolRanges
@@ -131,39 +132,32 @@ class Given:
             node = node.parent
         return [
             index
-            for index in self.function.static_input_idxs
-            if isinstance(self.inputs[index], torch.Tensor)
-            and any(live.addresses.reaches(self.inputs[index].data_ptr()) for live in on_path)
-            and not self.is_managed(self.inputs[index])
+            for index, value in self._static()
+            if any(live.addresses.reaches(value.data_ptr()) for live in on_path) and not self.is_managed(value)
         ]
+
+    def _static(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The static inputs that are tensors, with their indices."""
+        inputs = ((index, self.inputs[index]) for index in self.function.static_input_idxs)
+        return ((index, value) for index, value in inputs if isinstance(value, torch.Tensor))
 
     def moved_static(self, recorded: Any) -> list[int]:
         """Static inputs whose addresses differ from the recorded ones."""
-        return [
-            index
-            for index in recorded.static_input_idxs
-            if index in self.function.static_input_idxs
-            and isinstance(self.inputs[index], torch.Tensor)
-            and self.inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
-        ]
+        fixed = {index: recorded.static_input_data_ptrs[index] for index in recorded.static_input_idxs}
+        return [index for index, value in self._static() if index in fixed and value.data_ptr() != fixed[index]]
 
     def all_static(self) -> list[int]:
         """Static inputs that can be at placeholder addresses, and are no outputs of recordings on the open path."""
-        tensors = ((i, self.inputs[i]) for i in self.function.static_input_idxs)
         return [
             index
-            for index, value in tensors
-            if isinstance(value, torch.Tensor)
-            and not self.is_managed(value)
+            for index, value in self._static()
+            if not self.is_managed(value)
             and why_not_placeholder(value, self.device, self.pool.holds(value.data_ptr())) is None
         ]
 
     def static_at(self, addresses: Collection[int]) -> list[int]:
         """Static inputs at these addresses."""
-        if not addresses:
-            return []
-        tensors = [(i, self.inputs[i]) for i in self.function.static_input_idxs]
-        return [i for i, value in tensors if isinstance(value, torch.Tensor) and value.data_ptr() in addresses]
+        return [index for index, value in self._static() if value.data_ptr() in addresses] if addresses else []
 
     def moved_managed(self, recorded: Any) -> set[int]:
         """Managed inputs whose addresses differ from the recorded ones.
@@ -212,3 +206,24 @@ class Given:
             return self.function
         kept = [index for index in self.function.static_input_idxs if index not in live]
         return dataclasses.replace(self.function, static_input_idxs=kept)
+
+
+def gathered_addresses() -> frozenset[int]:
+    """The addresses of all parameters that FSDP2 has gathered for a module; empty if the process does not use it.
+
+    Each time they are at any free address. Dynamo takes them for static inputs, but a recording would fit only as long
+    as the allocator happens to return the same address, so they are live from the first recording on.
+    """
+    return frozenset(tensor.data_ptr() for tensor in _gathered())
+
+
+def _gathered() -> Iterator[torch.Tensor]:
+    states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
+    for reference in list(states.values()):
+        state = reference()
+        several = lists_groups_of_parameters(state)
+        groups = state._fsdp_param_groups if several else [getattr(state, "_fsdp_param_group", None)]
+        for parameter in [one for group in groups if group is not None for one in group.fsdp_params]:
+            found = getattr(parameter, "_unsharded_param", None)  # missing before the first gathering
+            inner = tensors_with_memory(getattr(found, "_local_tensor", found))  # of a DTensor
+            yield from (tensor for tensor in inner if tensor.untyped_storage().nbytes())

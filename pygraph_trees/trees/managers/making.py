@@ -19,7 +19,7 @@ from pygraph_trees.outputs.allocations import generated_by_inductor
 
 from ..functions.containment import forget_frames, progress_of
 from ..functions.function import FunctionModel
-from ..functions.zeros import give_memory
+from ..functions.outputs import give_memory
 from ..pools.capture_lock import locked_by_torch
 from ..pools.collector import paused
 from ..recordings.kept_outputs import keeps_outputs

@@ -114,14 +114,14 @@ class Manager(Making):
     def try_end_curr_recording(self, function_id: Any) -> None:
         end = functools.partial(super().try_end_curr_recording, function_id)
         self.by_one_answer(self._keep_outputs, end)
-        self._give_back_if_ended()
+        self.give_back()
 
     def try_end_curr_warmup(self, function_id: Any) -> None:
         end = functools.partial(super().try_end_curr_warmup, function_id)
         self.by_one_answer(self._keep_outputs, end)
-        self._give_back_if_ended()
+        self.give_back()
 
-    def _give_back_if_ended(self) -> None:
+    def give_back(self) -> None:
         """Gives back recordings that are not needed, unless a path is open. The current call may make new ones."""
         if self.reclaiming.forgotten and self.current_node is None:
             self.reclaiming.give_back(self)
@@ -154,11 +154,6 @@ class Manager(Making):
 
     def new_graph_id(self) -> Any:
         return _GraphID(next(self.graph_counter))
-
-    def exceed_rerecord_limit(self, node_id: Any, function_id: Any) -> bool:
-        # Upstream reads its configuration even if the function was never recorded again, which is the usual case.
-        counts = self.num_rerecord.get(node_id)
-        return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
 
     def is_graphed(self, function_id: Any, node_id: Any) -> bool:
         """Whether upstream is known to graph a function at a place; if the function mutates inputs, upstream decides
@@ -214,8 +209,7 @@ class Manager(Making):
         self._candidates.clear()
         if self.keeps_outputs and self.path_state is _EXECUTION and self.can_start_new_generation():
             self.try_end_curr_execution()
-        if self.reclaiming.forgotten:
-            self.reclaiming.give_back(self)
+        self.give_back()
         node = self.current_node
         if (
             node is not None
@@ -225,8 +219,7 @@ class Manager(Making):
             and not self.ids_to_funcs[function_id].mutated_input_idxs
         ):
             self.try_end_curr_execution()
-            if self.reclaiming.forgotten:
-                self.reclaiming.give_back(self)
+            self.give_back()
         # This must be known before upstream prepares a recording, which changes the state of the allocator.
         if self.path_state is _EXECUTION and self.current_node is not None and function_id in self.warmed_up_functions:
             why_not = input_rules.why_not_staged(self.ids_to_funcs[function_id].model, new_inputs)

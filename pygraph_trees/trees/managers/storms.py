@@ -72,10 +72,10 @@ def why_stopped(siblings: Sequence[Any], on_path: Sequence[Any], newest: Sequenc
     """
     here, there = _logs(siblings), _logs(on_path)
     for found, most in ((here, MOST_RECORDINGS), (there, MOST_ON_PATH), (newest, MOST_ON_PATH)):
-        for some in (found, found[-4 * most :]):  # the first recordings may have been replayed for days
-            count, replays = len(some), sum(recording.replays for recording in some)
-            if count >= most and replays < count:
-                return f"it was recorded {count} times for {replays} replays, the last time because: {some[-1].reason}"
+        some = found[-4 * most :]  # the first recordings may have been replayed for days
+        count, replays = len(some), sum(recording.replays for recording in some)
+        if count >= most and replays < count:
+            return f"it was recorded {count} times for {replays} replays, the last time because: {some[-1].reason}"
     return None
 
 

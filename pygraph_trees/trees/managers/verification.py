@@ -9,40 +9,26 @@ A function that is not deterministic is not checked, which the log says.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pygraph_trees.cuda.extent import contents, extent, flat
 from pygraph_trees.errors import Reported
-from pygraph_trees.indirection.placeholder_tensors import bytes_at
+from pygraph_trees.indirection.live_input import bytes_at, copy_at
+from pygraph_trees.indirection.poison import Poison
 from pygraph_trees.report.naming import source_line
 
+from ..recordings.rerecord import name_of_input
+
 if TYPE_CHECKING:
-    from pygraph_trees.indirection.inputs import LiveInputs
-    from pygraph_trees.outputs.own_memory import OwnMemory
+    from ..recordings.replaying import Replayed
 
 _log = logging.getLogger("pygraph_trees.verification")
 
 _WHOLE_STORAGE = 64 << 20  # a storage of at most this many bytes is copied as a whole, even for a small view
-
-
-class Replayable(Protocol):
-    """The members of a recording that a check uses, some of them upstream's."""
-
-    wrapped_function: Any
-    static_input_idxs: Any
-    reconstructed_inputs: Any
-    own: OwnMemory | None  # own memory of its outputs; the blocks are its last inputs
-
-    @property
-    def live(self) -> LiveInputs | None: ...
-
-    def replay_for_verification(self) -> None: ...
-
-    def _copy_inputs_and_remove_from_src(self, into: Any, inputs: list[Any]) -> None: ...
 
 
 class VerificationFailed(Reported):
@@ -59,12 +45,10 @@ class _Place:
     address: int
     nbytes: int
     device: torch.device
-    poison: int  # a byte that makes elements NaN if their type has it, else 0, which is a valid index
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Place:
-        nan = tensor.is_floating_point() or tensor.is_complex()
-        return _Place(tensor.data_ptr(), extent(tensor) * tensor.element_size(), tensor.device, 255 if nan else 0)
+        return _Place(tensor.data_ptr(), extent(tensor) * tensor.element_size(), tensor.device)
 
     def memory(self) -> torch.Tensor:
         return bytes_at(self.address, self.nbytes, self.device)
@@ -81,20 +65,20 @@ class Verification:
         self._places = {i: _Place.of(value) for i, value in enumerate(inputs) if _is_plain(value)}
         self._given = {i: inputs[i] for i in kept if i in self._places}
 
-    def check(self, recording: Replayable, outputs: Sequence[Any], name: str) -> None:
+    def check(self, recording: Replayed, outputs: Sequence[Any], name: str) -> None:
         """Raises :class:`VerificationFailed` if the results of a replay differ from the function's."""
         live = recording.live
         if live is None:
             return
-        generators = [value for value in self._before if isinstance(value, torch.Generator)]
-        drawn = _random_states(generators)
+        given = [value for value in self._before if isinstance(value, torch.Generator)]
+        touched = [*self._places.values(), *(_Place.of(output) for output in outputs if _is_plain(output))]
+        generators = [*torch.cuda.default_generators, torch.default_generator, *given]
+        self._poison = poison = Poison([place.memory() for place in touched], generators)
         wanted_inputs, wanted = self._ungraphed(recording)
-        if drawn != _random_states(generators):
-            _set_random_states(generators, drawn)
+        if poison.has_drawn:
+            poison.put_back()
             _log.info("%s: not verified: it draws random numbers", name)
             return
-        touched = [*self._places.values(), *(_Place.of(output) for output in outputs if _is_plain(output))]
-        left = [place.memory().clone() for place in touched]
         addresses = live.addresses
         copied_so_far = addresses.extra_copies, addresses.extra_copied_bytes
         try:
@@ -123,10 +107,9 @@ class Verification:
             )  # the call's addresses
             live.drop()
             addresses.extra_copies, addresses.extra_copied_bytes = copied_so_far
-            for place, content in zip(touched, left, strict=True):
-                place.memory().copy_(content)
+            poison.put_back()
 
-    def _ungraphed(self, recording: Replayable) -> tuple[list[Any], Sequence[Any]]:
+    def _ungraphed(self, recording: Replayed) -> tuple[list[Any], Sequence[Any]]:
         """Runs the function on copies; returns these inputs, as they are afterwards, and the outputs."""
         inputs = _copies(self._before)
         with torch.no_grad():
@@ -135,7 +118,7 @@ class Verification:
 
     def _replay(
         self,
-        recording: Replayable,
+        recording: Replayed,
         outputs: Sequence[Any],
         wanted: Sequence[Any],
         wanted_inputs: Sequence[Any],
@@ -147,8 +130,8 @@ class Verification:
         stands = {item.index for item in live.items}
         given = _copies(self._before)
         for i in moved:
-            place = self._places[i]
-            place.memory().fill_(place.poison)
+            content = _Place.of(self._before[i]).memory()
+            self._poison.fill(self._places[i].memory(), content, self._before[i].dtype)
         # After the poisoning, because inputs that stay may share memory with moved ones.
         for i, place in self._places.items():
             if i not in moved:
@@ -176,7 +159,7 @@ class Verification:
         takes = len(replayed) if recording.own is None else recording.own.takes
         for i in sorted(stands & set(range(takes))):
             if not _equal(replayed[i], wanted_inputs[i]):
-                return None, (f"content of input {_name(recording, i)}", _apart(replayed[i], wanted_inputs[i]))
+                return None, (f"content of input {name_of_input(recording, i)}", _apart(replayed[i], wanted_inputs[i]))
         return None, None
 
 
@@ -218,11 +201,7 @@ def _copy(value: Any, blocks: dict[tuple[int, int], torch.Tensor]) -> Any:
 
 def _block(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """A copy of memory with the same alignment up to 512 bytes; its size is a multiple of any element's size."""
-    whole = -(-nbytes // 16) * 16
-    buffer = torch.empty(whole + 512, dtype=torch.uint8, device=device)
-    begin = (address - buffer.data_ptr()) % 512
-    buffer[begin : begin + nbytes].copy_(bytes_at(address, nbytes, device))
-    return buffer[begin : begin + whole]
+    return copy_at(bytes_at(address, nbytes, device), address % 512).as_strided((-(-nbytes // 16) * 16,), (1,))
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -252,36 +231,16 @@ def _apart(one: Any, other: Any) -> str:
     return f"{_count_apart(one, other)} of {one.numel()} elements differ"
 
 
-def _described(recording: Replayable, index: int) -> str:
+def _described(recording: Replayed, index: int) -> str:
     """An input's name, the source line that reads it, and the kernels that hold its address."""
     placeholders = recording.wrapped_function.placeholders
     info = placeholders[index] if index < len(placeholders) else None
     traces = [info.stack_trace, *(user.stack_trace for user in info.users)] if info is not None else []
     line = next((source_line(trace) for trace in traces if trace), None)
     kernels = ", ".join(recording.live.kernels_of(index)) if recording.live is not None else ""
-    parts = [f"input {_name(recording, index)}", f"read at {line}" if line else "", f"by {kernels}" if kernels else ""]
+    parts = [
+        f"input {name_of_input(recording, index)}",
+        f"read at {line}" if line else "",
+        f"by {kernels}" if kernels else "",
+    ]
     return " ".join(part for part in parts if part)
-
-
-def _name(recording: Replayable, index: int) -> str:
-    placeholders = recording.wrapped_function.placeholders
-    return str(placeholders[index].name) if index < len(placeholders) else str(index)
-
-
-def _generators(given: Sequence[torch.Generator]) -> Iterator[Any]:
-    yield from torch.cuda.default_generators
-    yield torch.default_generator
-    yield from given
-
-
-def _random_states(given: Sequence[torch.Generator]) -> list[Any]:
-    """The state of each generator; ``given`` are the generators among the inputs."""
-    return [g.get_offset() if g.device.type == "cuda" else bytes(g.get_state().numpy()) for g in _generators(given)]
-
-
-def _set_random_states(given: Sequence[torch.Generator], states: Sequence[Any]) -> None:
-    for generator, state in zip(_generators(given), states, strict=True):
-        if isinstance(state, bytes):
-            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        else:
-            generator.set_offset(state)

@@ -12,10 +12,9 @@ import functools
 import itertools
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.autograd import forward_ad
 
 from pygraph_trees.native.binding import packed
 
@@ -27,66 +26,16 @@ class HoldsOutputs(Protocol):
     """The attributes of a recording that concern its outputs."""
 
     cached_tensor_outputs: Any
-    cached_as_made: Sequence[AsMade | None]
+    cached_addresses: Sequence[int]
     outputs_metadata: Any
     outputs_weakrefs: Any
     path_weakrefs: Any
     cuda_graphs_pool: Any
-    has_new_history: bool  # whether autograd gives the outputs a new history at each call
 
     @property
     def _path_from_root(self) -> Iterator[Any]: ...
 
     def remove_node_cached_tensors(self) -> None: ...
-
-
-# What AOTAutograd notes on outputs of symbolic size at each call; the second name is that of torch 2.11 and 2.12.
-_STAMPS = frozenset({"_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices"})
-
-
-class AsMade(NamedTuple):
-    """What a cached output was when it was made."""
-
-    address: int
-    size: Sequence[int]
-    stride: Sequence[int]
-    dtype: torch.dtype
-    kind: type
-    is_lazy: bool  # conjugated or negated when it is read
-
-
-def as_made(output: torch.Tensor) -> AsMade:
-    is_lazy = output.is_conj() or output.is_neg()
-    return AsMade(output.data_ptr(), output.size(), output.stride(), output.dtype, type(output), is_lazy)
-
-
-def are_untouched(recording: HoldsOutputs) -> bool:
-    """Whether the program left all cached outputs as they were made; others cannot be returned again.
-
-    Nor can outputs that were made in another inference mode: un-graphed code makes tensors of the call's mode.
-    C++ asks the same (``native/own_outputs.cpp``), much faster.
-    """
-    cached = zip(recording.cached_tensor_outputs, recording.cached_as_made, strict=False)  # nothing is cached at first
-    renewed, is_inference = recording.has_new_history, torch.is_inference_mode_enabled()
-    return all(
-        output is None or (output.is_inference() == is_inference and _is_untouched(output, made, renewed))
-        for output, made in cached
-    )
-
-
-def _is_untouched(output: Any, made: AsMade | None, has_new_history: bool) -> bool:
-    return (
-        as_made(output) == made
-        and (has_new_history or output.grad_fn is None)
-        and output._grad is None
-        and forward_ad.unpack_dual(output).tangent is None
-        and not (hasattr(output, "has_names") and output.has_names())  # torch 2.13 has no names
-        and (output.grad_fn is not None or (not output.requires_grad and output.grad_dtype == output.dtype))
-        and not output.retains_grad
-        and output._post_accumulate_grad_hooks is None
-        and vars(output).keys() <= _STAMPS
-        and not weakref.getweakrefcount(output)
-    )
 
 
 class OlderOutputs:
@@ -191,7 +140,7 @@ def _is_released(recording: Callable[[], Any], number: int, check: Callable[[], 
         return check()
     # There are none if an interrupt came while they were removed.
     cached = node.cached_tensor_outputs
-    if not cached or cached[number].data_ptr() != node.cached_as_made[number].address:
+    if not cached or cached[number].data_ptr() != node.cached_addresses[number]:
         node.remove_node_cached_tensors()  # from now on the reference counts the holders of the storage that it had
         return True
     # The output must have no name here: it would count. One of the storage's references is its own, one the argument's.

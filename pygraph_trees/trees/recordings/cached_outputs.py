@@ -1,9 +1,9 @@
 """The outputs of a recording that are cached: the same tensors are returned again once nobody holds them.
 
-:class:`CachedOutputs` is the part of a recording that makes and returns them. If the program changed one, new ones are
-made. Their storages can be resized, as those of other tensors. Autograd may take over a cached gradient although a hook
-keeps it, so :meth:`CachedOutputs.own_outputs` returns new tensors for gradients; C++ returns cached ones if only
-autograd uses them. Other outputs are not known to autograd as cached.
+:class:`CachedOutputs` is the part of a recording that makes and returns them. If the program changed one, or
+C++ does not tell, new ones are made. Their storages can be resized, as those of other tensors. Autograd may take over a
+cached gradient although a hook keeps it, so :meth:`CachedOutputs.own_outputs` returns new tensors for gradients; C++
+returns cached ones if only autograd uses them. Other outputs are not known to autograd as cached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.native import binding
 
-from ..pools.liveness import AsMade, OlderOutputs, are_untouched, as_made, register
+from ..pools.liveness import OlderOutputs, register
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
 
@@ -27,7 +27,7 @@ class CachedOutputs(Upstream):
 
     native: Any = None  # its part of a fast replay in C++
     _gives_addresses = False  # whether inputs may be given by address
-    cached_as_made: Sequence[AsMade | None] = ()  # of each cached output, in their order
+    cached_addresses: Sequence[int] = ()  # of each cached output when it was made; 0 if it is not cached
     has_new_history = False  # whether autograd gives the outputs a new history at each call
     is_backward = False  # whether the outputs are gradients
     empty_outputs: Mapping[int, Callable[[], torch.Tensor]] = MappingProxyType({})  # make outputs without memory
@@ -35,7 +35,8 @@ class CachedOutputs(Upstream):
 
     def own_outputs(self) -> Any:
         """All outputs except those on live inputs."""
-        if self._gives_addresses and not self._is_untouched():
+        # The program may have changed one; only C++ looks at them.
+        if self._gives_addresses and (self.native is None or not self.native.is_untouched()):
             self.remove_node_cached_tensors()
         for position, make in self.empty_outputs.items():
             self.static_output_tensors[position] = make()
@@ -61,7 +62,9 @@ class CachedOutputs(Upstream):
                 for output in self.cached_tensor_outputs:  # they are no gradients that autograd may take over
                     if output is not None:
                         torch._C._remove_cached_tensor(output)
-            self.cached_as_made = [None if output is None else as_made(output) for output in self.cached_tensor_outputs]
+            self.cached_addresses = [
+                0 if output is None else output.data_ptr() for output in self.cached_tensor_outputs
+            ]
             if self.native is not None:
                 self.native.note_cached()
             self._registered = register(self)
@@ -73,6 +76,3 @@ class CachedOutputs(Upstream):
         held = list(self.cached_tensor_outputs)  # freeing one may run code that asks which outputs are alive
         super().remove_node_cached_tensors()
         held.clear()
-
-    def _is_untouched(self) -> bool:
-        return are_untouched(self) if self.native is None else bool(self.native.is_untouched())

@@ -27,7 +27,6 @@ from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
 from pygraph_trees.report.naming import BACKWARD, FORWARD
 
-from ..functions import fast_path
 from ..functions.containment import Stage, place_of, progress_of
 from ..functions.function import FunctionModel
 from ..functions.outputs import as_they_read, is_on_live_input, makers_of_empty, without_staged
@@ -37,10 +36,9 @@ from ..pools.pools import ranges_of
 from .attempts import Attempts
 from .cached_outputs import Upstream
 from .captured_graph import captured_nodes, is_cuda, kept_graph, surroundings
-from .input_records import describe
 from .kept_outputs import kept_indices
-from .output_records import describe_outputs
-from .replaying import Replayed
+from .records import describe, describe_outputs
+from .replaying import Replayed, native_replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +129,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         ]
         for position in self.empty_outputs:
             others[position] = (self.static_output_tensors[position],)
-        return fast_path.replay(self, dropped, others, in_python=in_python)
+        return native_replay(self, dropped, others, in_python=in_python)
 
     def all_outputs_are_dead(self) -> bool:
         """Whether all outputs of the path from this node to its root are dead."""

@@ -3,10 +3,13 @@
 :class:`Replayed` is the part of a recording that each call on the slow path uses. Before a replay, the graph is given
 the call's addresses; if that fails, the recording is passed over. Outputs on live inputs, and those with own memory,
 are made for each call. After an error in upstream's code, outputs are copies of what the graph has written.
+:func:`native_replay` gives C++ a recording's part of a fast replay.
 """
 
 from __future__ import annotations
 
+import sys
+import weakref
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,8 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees import compat
+from pygraph_trees.native import binding
+from pygraph_trees.native.binding import packed
 
 from ..functions import fast_path
 from ..functions.containment import HeldForTooLong, contained, in_place, note_failure, owned, progress_of
@@ -227,3 +232,66 @@ class Replayed(CachedOutputs):
         found = self._is_alias_of_live_recorded_tensor(tensor)
         # The last level of the path holds this recording's own outputs, whose memory it does write.
         return found is not None and found[0] < len(self.path_weakrefs) - 1 and found in self.live_indices_after_graph
+
+
+def native_replay(
+    recording: Replayed, managed: Sequence[int], others: Sequence[Any], *, in_python: bool = False
+) -> Any:
+    """The C++ part of a recording that has a fast path; None without C++.
+
+    Args:
+        managed: the indices of the inputs that are released.
+        others: by output, the value that is not cached, or ``NotImplemented`` if there is no such value. A tuple with
+            a tensor without elements stands for a new one like it at each call.
+        in_python: whether ``recording.replay`` launches the graph.
+    """
+    if binding.extension is None:
+        return None
+    live, kind = recording.live, type(recording)
+    return binding.extension.Replay(
+        recording=weakref.ref(recording),
+        prepare=None if live is None else live.addresses.prepare_fast,
+        addresses=None if live is None else live.addresses.native,
+        replays=recording.log.counter,
+        graph=recording.graph,
+        cached=recording.cached_tensor_outputs,
+        others=list(others),
+        places=packed([number for place in recording.fixed for number in place]),
+        patched=packed([] if live is None else [item.index for item in live.patched]),
+        managed=packed(managed),
+        returned=() if live is None else _returned(live, recording.own),
+        before=_to_ask(recording.deaths_before),
+        after=_to_ask(recording.deaths_after),
+        outliving=_to_ask(recording.outliving),
+        own=None if recording.own is None else recording.own.native,
+        borrow=kind.borrowed,
+        make=kind.own_outputs,
+        run=kind.replay,
+        in_python=in_python or (live is not None and _changes_dtype(live, recording.own)),
+        python_checks=fast_path.CHECKS_LATE,
+        has_new_history=recording.has_new_history,
+        is_backward=recording.is_backward,
+    )
+
+
+def _returned(live: LiveInputs, own: OwnMemory | None) -> tuple[tuple[Any, ...], ...]:
+    """The input of each output that is made for each call, the output, its block of own memory, and its view of it."""
+    takes = sys.maxsize if own is None else own.takes
+    return tuple(
+        (index, position, None if index < takes else index - takes, view)
+        for position, (index, view) in live.outputs.items()
+    )
+
+
+def _changes_dtype(live: LiveInputs, own: OwnMemory | None) -> bool:
+    """Whether an output is a view of an input, not of own memory, with another dtype."""
+    dtypes = {item.index: item.placeholder_tensor.dtype for item in live.items}
+    return any(
+        view is not None and view[-1] != dtypes[index]
+        for index, view in live.outputs.values()
+        if own is None or index < own.takes
+    )
+
+
+def _to_ask(deaths: Deaths | None) -> tuple[Any, Any] | None:
+    return None if deaths is None else (deaths.groups, deaths.ask)

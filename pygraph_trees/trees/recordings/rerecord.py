@@ -53,7 +53,7 @@ def _difference(recorded: Any, inputs: list[Any]) -> str:
         return str(recorded.unfit)
     if not found:
         return "other outputs are alive than when it was recorded"
-    names = [_name(recorded, i) for i in found[:_MOST_NAMES]]
+    names = [name_of_input(recorded, i) for i in found[:_MOST_NAMES]]
     more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
     kind = "managed" if found[0] in managed else "static"
     return f"{kind} input {', '.join(names)}{more} moved"
@@ -71,6 +71,6 @@ def moved(recorded: Any, inputs: list[Any], index: int) -> bool:
         return True
 
 
-def _name(recorded: Any, index: int) -> str:
+def name_of_input(recorded: Any, index: int) -> str:
     placeholders = recorded.wrapped_function.placeholders
-    return placeholders[index].name if index < len(placeholders) else str(index)
+    return str(placeholders[index].name) if index < len(placeholders) else str(index)

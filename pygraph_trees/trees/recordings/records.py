@@ -1,8 +1,8 @@
-"""Describes a recording's inputs for the report: kind, device, bytes, route, and why an input is copied.
+"""Describes the inputs and outputs of a recording that was just made, for the report.
 
-:func:`describe` reads a recording that was just made. For each input, tensor or not, it yields the fields of one
-:class:`~pygraph_trees.report.records.InputRecord`, in the order of the function's inputs. In the bytes that each replay
-copies, elements that a dimension of stride 0 repeats count once.
+:func:`describe` yields the fields of an :class:`~pygraph_trees.report.records.InputRecord` for each input, tensor or
+not. In the bytes that each replay copies, elements that a dimension of stride 0 repeats count once.
+:func:`describe_outputs` tells where each replay writes the outputs: to own memory, to the graph pool, or to an input.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import torch
 from torch._inductor.output_code import index_expanded_dims
 
 from pygraph_trees.indirection.routes import Route
+from pygraph_trees.report.records import IN_POOL, ON_INPUT, OWN_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from pygraph_trees.indirection.inputs import LiveInputs
+    from pygraph_trees.outputs.own_memory import OwnMemory
 
 
 def describe(
@@ -61,6 +63,32 @@ def describe(
             None if kind not in ("live", "output") else "copy" if is_copied else route.value,
             why if is_copied else None,
         )
+
+
+def describe_outputs(node: Any, live: LiveInputs | None, own: OwnMemory | None) -> Iterator[tuple[Any, ...]]:
+    """Yields the fields of an :class:`~pygraph_trees.report.records.OutputRecord` for each output that is a tensor.
+
+    For own memory, the record also has the number of nodes that hold its address, and the bytes that the graph copies
+    there.
+
+    Args:
+        node: the recording; only upstream's attributes are read.
+        live: its inputs that are given by address.
+        own: the own memory of its outputs.
+    """
+    on_live = {} if live is None else live.outputs
+    sizes = {} if live is None else {item.index: item.placeholder_tensor.nbytes for item in live.items}
+    blocks = {} if own is None else own.outputs
+    for number, (made_of, alias) in enumerate(zip(node.outputs_metadata, node.output_storage_alias, strict=True)):
+        if number in on_live and live is not None:
+            index, _ = on_live[number]
+            if own is None or index < own.takes:
+                yield number, ON_INPUT, sizes[index]
+                continue
+            copied = sizes[index] if blocks[number].allocation is None else 0
+            yield number, OWN_MEMORY, sizes[index], len(live.kernels_holding([index])), copied
+        elif isinstance(made_of, dict):
+            yield number, ON_INPUT if alias is None else IN_POOL, made_of["nbytes"]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
