@@ -177,7 +177,7 @@ def _compile(folder: Path) -> None:
             include_dirs=[str(include), str(include / "torch" / "csrc" / "api" / "include")],
             library_dirs=[str(folder_of_torch / "lib")],
             libraries=["torch_python", "torch_cpu", "c10"],  # torch has loaded these before the module is imported
-            extra_compile_args=["-std=c++20", "-g0"],
+            extra_compile_args=["-std=c++20", "-g0", "-fvisibility=hidden", "-Wno-invalid-offsetof"],
             language="c++",
         ),
     ]
