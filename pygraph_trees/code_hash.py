@@ -1,7 +1,7 @@
 """Two hashes: of the tested and measured code, and of the code that shapes artifacts in Inductor's caches.
 
 :func:`code_hash` covers ``pygraph_trees/``, ``inductor_patches/`` and ``test/gpu/``: Python as syntax trees without
-docstrings, so comments and line breaks do not count, in a form that all supported Python versions share; C and C++ as
+docstrings, so comments and line breaks do not count, in a form that all supported Python versions share; C++ as
 text. :func:`artifact_hash` covers the bytes of :data:`ARTIFACT_CODE` once per process. A file that cannot be read
 raises :class:`OSError`.
 """
@@ -72,7 +72,7 @@ def artifact_files(root: Path = _ROOT) -> list[Path]:
 def covered_files(root: Path = _ROOT, folders: Sequence[str] = _TESTED) -> list[Path]:
     """The files that :func:`code_hash` covers, in hashing order."""
     files = (path for folder in folders for path in (root / folder).rglob("*"))
-    return sorted(path for path in files if path.suffix in (".py", ".c", ".cpp", ".h"))
+    return sorted(path for path in files if path.suffix in (".py", ".cpp", ".h"))
 
 
 def _pieces(value: object) -> Iterator[str]:

@@ -8,6 +8,9 @@
 
 #include <ATen/Context.h>
 
+#include <cstring>
+#include <optional>
+
 using namespace pygraph;
 
 namespace {
@@ -24,8 +27,8 @@ void check_count(const std::vector<uint64_t> &addresses, size_t count) {
 /* Whether copying the bytes of a tensor to dense memory copies the tensor. */
 bool is_like(const at::Tensor &tensor, const at::Tensor &memory) {
     return tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
-           tensor.dtype() == memory.dtype() && tensor.sizes() == memory.sizes() && tensor.strides() == memory.strides() &&
-           !is_lazy(tensor) && !tensor._is_zerotensor();
+           tensor.dtype() == memory.dtype() && tensor.sizes() == memory.sizes() &&
+           tensor.strides() == memory.strides() && !is_lazy(tensor) && !tensor._is_zerotensor();
 }
 
 } // namespace

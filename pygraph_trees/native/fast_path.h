@@ -299,8 +299,8 @@ bool launch(const Replay *replay);
    each call. These are made once, and kept in `made`: outputs without elements, `returned` ones, from the tensors
    `given`, and gradients that are `picked` to be returned themselves. Code that only accumulates gradients does not `see`
    them, and gets cached ones. False if another output must be made. */
-bool at_hand(const Replay *replay, PyObject *given, bool sees, const std::vector<bool> &picked,
-             std::vector<Ref> *made, std::vector<PyObject *> *outputs);
+bool at_hand(const Replay *replay, PyObject *given, bool sees, const std::vector<bool> &picked, std::vector<Ref> *made,
+             std::vector<PyObject *> *outputs);
 
 /* Notes the cached outputs, which Python has just made. */
 void note_made(Replay *replay);

@@ -100,17 +100,17 @@ struct OwnMemory {
         Strided layout;     // of its tensor, which begins where the storage does
         bool lends = false; // whether the tensor itself is returned to code that only accumulates gradients
         bool holds = true;  // whether the memory is kept for the next call
-        PyObject *base = nullptr; // the tensor, which nothing else references while the block is free; NULL without memory
+        PyObject *base = nullptr; // the tensor, which only the block references while it is free; NULL without memory
         Known known = {};         // of the tensor, for prefetching
         const void *address = nullptr;
         c10::DeleterFnPtr deleter = nullptr;
         c10::Stream stream{c10::Stream::DEFAULT, c10::Device(c10::kCPU)}; // on which it was allocated
-        c10::weak_intrusive_ptr<c10::StorageImpl> last{
-            c10::intrusive_ptr<c10::StorageImpl>()}; // of a call that gave it away
-        bool is_used = false;                        // whether another stream may use it: see record_stream
-        bool is_new = false;                         // whether no call that was launched has used the memory
-        uint8_t alive = 0;                           // consecutive calls at which the program still had the last output
-        uint8_t dead = 0; // consecutive calls at which it no longer had it, although the memory was not kept
+        // Of a call that gave it away.
+        c10::weak_intrusive_ptr<c10::StorageImpl> last{c10::intrusive_ptr<c10::StorageImpl>()};
+        bool is_used = false; // whether another stream may use it: see record_stream
+        bool is_new = false;  // whether no call that was launched has used the memory
+        uint8_t alive = 0;    // consecutive calls at which the program still had the last output
+        uint8_t dead = 0;     // consecutive calls at which it no longer had it, although the memory was not kept
     };
     c10::Device device;
     std::vector<Block> blocks;

@@ -112,9 +112,8 @@ template <typename T> T &fields_of(PyObject *object) { return reinterpret_cast<O
 
 /* The fields of an object; NULL for NULL, for one of another class, and for one that the collector has cleared. */
 template <typename T> T *in(PyObject *object) {
-    return object != nullptr && PyObject_TypeCheck(object, class_of<T>) && reinterpret_cast<Object<T> *>(object)->is_alive
-               ? &fields_of<T>(object)
-               : nullptr;
+    const bool is_one = object != nullptr && PyObject_TypeCheck(object, class_of<T>);
+    return is_one && reinterpret_cast<Object<T> *>(object)->is_alive ? &fields_of<T>(object) : nullptr;
 }
 
 /* The C++ object in one of a class that pybind11 declares; NULL for NULL, and for one of another class. */
@@ -127,7 +126,7 @@ template <typename T> T *declared(PyObject *object) {
 /* Declares a class with pybind11. */
 template <typename T> auto declare(py::module_ &module, const char *name) {
     py::class_<T, std::shared_ptr<T>> made(module, name);
-    class_of<T> = reinterpret_cast<PyTypeObject *>(made.ptr());
+    class_of<T> = reinterpret_cast<PyTypeObject *>(made.inc_ref().ptr());
     return made;
 }
 

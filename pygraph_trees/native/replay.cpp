@@ -3,8 +3,7 @@
    It holds the required addresses of static inputs, the inputs whose addresses the graph is given, the outputs that must
    be dead, and what a call returns. Python decides about unknown addresses, and about outputs that do not seem dead.
    Outputs that are inputs of the call too die when the call releases them: that is seen before the launch, without
-   releasing them.
-   trees/functions/fast_path.py makes it. */
+   releasing them. trees/functions/fast_path.py makes it. */
 
 #include "fast_path.h"
 

@@ -168,9 +168,10 @@ bool is_decided(const std::vector<uint64_t> &left) {
 } // namespace
 
 void pygraph::add_tree(py::module_ &module) {
-    add_class<TreeState>(
-        module, "pygraph_trees.native._fast_path.TreeState", Py_TPFLAGS_BASETYPE,
-        {{Py_tp_methods, tree_state_methods}, {Py_tp_members, tree_state_members}, {Py_tp_getset, tree_state_properties}});
+    add_class<TreeState>(module, "pygraph_trees.native._fast_path.TreeState", Py_TPFLAGS_BASETYPE,
+                         {{Py_tp_methods, tree_state_methods},
+                          {Py_tp_members, tree_state_members},
+                          {Py_tp_getset, tree_state_properties}});
     add_class<FunctionState>(module, "pygraph_trees.native._fast_path.FunctionState", Py_TPFLAGS_BASETYPE,
                              {{Py_tp_members, function_state_members}});
     add_class<Replayer>(module, "pygraph_trees.native._fast_path.Replayer", 0, {{Py_tp_members, replayer_members}});

@@ -32,10 +32,10 @@ struct TreeState {
     char keeps_outputs = 0;       // whether outputs that are alive when a new step begins are moved
     // Of the last launch, see native/streams.cpp.
     char has_launched = 0;
-    short device = -1;                // the device whose streams are put in order; negative: none are
-    long long stream = 0;             // its number
-    std::optional<c10::Event> event;  // after the last launch, if torch did not make its stream
-    std::vector<Use> uses;            // by streams that the program names, of memory of the pool
+    short device = -1;               // the device whose streams are put in order; negative: none are
+    long long stream = 0;            // its number
+    std::optional<c10::Event> event; // after the last launch, if torch did not make its stream
+    std::vector<Use> uses;           // by streams that the program names, of memory of the pool
 
     bool take_turn(const void *call) {
         turns++;
@@ -86,7 +86,7 @@ struct FunctionState {
     PyObject *replayer = nullptr;  // the one used last, or None
     PyObject *replayers = nullptr; // all, by thread
     PyObject *integers = nullptr;  // the indices of its integers
-    PyObject *by_values = nullptr; // the entry for each set of values of its integers; NULL for a function without integers
+    PyObject *by_values = nullptr; // the entry for each set of values of its integers; NULL without integers
     PyObject *slow = nullptr;      // a tuple of Counter objects: the calls that took the slow path, by Slow
     char is_replayed = 0;          // whether calls may be replayed now
     char was_asked = 0;            // whether this call's caller has tried a fast replay without success
