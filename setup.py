@@ -1,6 +1,6 @@
 """Packaging of pygraph-trees: ``pip install .`` puts ``pygraph_trees`` and ``inductor_patches`` on a stock torch.
 
-The parts in C and C++ are built for the torch in use by ``python -m pygraph_trees build``, not here.
+The parts in C++ are built for the torch in use by ``python -m pygraph_trees build``, not here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ setup(
     package_data={
         "pygraph_trees": [
             *("py.typed", "cli/*.txt", "report/page.css", "report/templates/*.html"),
-            *("native/*.c", "native/*.cpp", "native/*.h"),
+            *("native/*.cpp", "native/*.h"),
         ],
         "inductor_patches": ["py.typed"],
     },

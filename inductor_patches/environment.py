@@ -40,7 +40,7 @@ def disabled() -> bool:
 
 
 def builds() -> bool:
-    """Whether the parts in C and C++ may be built when they are first needed: unless ``PYGRAPH_BUILD`` is off."""
+    """Whether the parts in C++ may be built when they are first needed: unless ``PYGRAPH_BUILD`` is off."""
     return choice(BUILD, ("off", "on"), "They are built.") != "off"
 
 

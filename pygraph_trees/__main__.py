@@ -1,7 +1,7 @@
 """The command line: ``python -m pygraph_trees compare``, ``explain``, ``build`` and ``profiles``.
 
 ``compare`` runs a target four ways and prints times, costs and the report; ``explain`` shows, without a GPU, how a
-target is split and what each input costs; ``build`` compiles the parts in C and C++; ``profiles`` lists or removes the
+target is split and what each input costs; ``build`` compiles the parts in C++; ``profiles`` lists or removes the
 decisions kept on disk. Exit status: 0; 1 if a way failed, its outputs differ from eager's, or it is slower than the
 baseline; 2 for a command that cannot be carried out as given; 130 after an interrupt.
 """
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.set_defaults(command=_explain)
     _add_arch(compare)
 
-    built = commands.add_parser("build", help="build the parts in C and C++ for the installed torch")
+    built = commands.add_parser("build", help="build the parts in C++ for the installed torch")
     built.set_defaults(command=_build)
 
     profiles = commands.add_parser("profiles", help="list the decisions that earlier processes stored")

@@ -1,7 +1,7 @@
 """The hash of the tested and measured code.
 
 :func:`code_hash` covers ``pygraph_trees/``, ``inductor_patches/`` and ``test/gpu/``: Python as syntax trees without
-docstrings, so comments and line breaks do not count, in a form that all supported Python versions share; C and C++ as
+docstrings, so comments and line breaks do not count, in a form that all supported Python versions share; C++ as
 text. Nothing of the project is imported. A file that cannot be read raises :class:`OSError`.
 """
 
@@ -37,7 +37,7 @@ def hash_of(files: Iterable[Path], root: Path = _ROOT) -> str:
 def covered_files(root: Path = _ROOT, folders: Sequence[str] = _TESTED) -> list[Path]:
     """The files that :func:`code_hash` covers, in hashing order."""
     files = (path for folder in folders for path in (root / folder).rglob("*"))
-    return sorted(path for path in files if path.suffix in (".py", ".c", ".cpp", ".h"))
+    return sorted(path for path in files if path.suffix in (".py", ".cpp", ".h"))
 
 
 def _pieces(value: object) -> Iterator[str]:

@@ -49,7 +49,7 @@ class Driver:
     """The driver's calls, through a module with the interface of ``cuda.bindings.driver``."""
 
     def __init__(self, api: Any, reader: Any = None, library: str = "libcuda.so.1") -> None:
-        """``reader`` is the module written in C, which calls the driver's library itself."""
+        """``reader`` is the module written in C++, which calls the driver's library itself."""
         self.api = api
         self.is_there = True  # whether the bindings find the driver's library
         self.reader = reader

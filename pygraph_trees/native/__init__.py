@@ -1,4 +1,4 @@
-"""The modules in C and C++: the fast path of a replay, questions about many tensors, and the reader of graph nodes.
+"""The modules in C++: the fast path of a replay, questions about many tensors, and the reader of graph nodes.
 
 ``_fast_path`` and ``_graph_nodes`` are imported from the folder that ``python -m pygraph_trees build`` makes for the
 torch in use. If they are missing, Python does the same, more slowly, and :func:`.build.why_missing` returns the reason.

@@ -4,9 +4,12 @@
    fast path then gives the graph addresses that fit by itself, if only kernels hold them. native/DESIGN.md describes the
    arguments. */
 
-#include "addresses.h"
+#include "fast_path.h"
 
-#include <structmember.h>
+#include <ATen/Context.h>
+
+#include <cstring>
+#include <optional>
 
 using namespace pygraph;
 
@@ -16,342 +19,202 @@ constexpr size_t MOST_ACCEPTED = 256; // addresses of one input: more than an al
 
 constexpr uint64_t MOST_ALIGNED = 512; // bytes: see indirection/routes.py
 
-struct Holder {
-    uint64_t position, node;
-};
-
-/* Takes the numbers of a list of `count` items; false with an exception. */
-bool take_list(PyObject *list, size_t count, std::vector<uint64_t> *numbers) {
-    Items items;
-    if (!items.take(list))
-        return false;
-    if (static_cast<size_t>(items.count) != count) {
-        PyErr_SetString(PyExc_ValueError, "expected an address for each input");
-        return false;
-    }
-    std::vector<uint64_t> found;
-    for (Py_ssize_t i = 0; i < items.count; i++)
-        found.push_back(PyLong_AsUnsignedLongLong(items.at[i]));
-    if (PyErr_Occurred())
-        return false;
-    *numbers = std::move(found);
-    return true;
+void check_count(const std::vector<uint64_t> &addresses, size_t count) {
+    if (addresses.size() != count)
+        throw py::value_error("expected an address for each input");
 }
 
-PyObject *as_list(const std::vector<uint64_t> &numbers) {
-    Ref list(PyList_New(static_cast<Py_ssize_t>(numbers.size())));
-    for (size_t i = 0; list && i < numbers.size(); i++) {
-        PyObject *number = PyLong_FromUnsignedLongLong(numbers[i]);
-        if (number == nullptr)
-            return nullptr;
-        PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), number);
+/* Whether copying the bytes of a tensor to dense memory copies the tensor. */
+bool is_like(const at::Tensor &tensor, const at::Tensor &memory) {
+    return tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
+           tensor.dtype() == memory.dtype() && tensor.sizes() == memory.sizes() &&
+           tensor.strides() == memory.strides() && !is_lazy(tensor) && !tensor._is_zerotensor();
+}
+
+} // namespace
+
+Addresses::Addresses(const py::kwargs &all)
+    : owner(all["owner"]), pool_changes(all["pool_changes"].cast<std::shared_ptr<Counter>>()),
+      exec(reinterpret_cast<void *>(all["exec"].cast<uint64_t>())),
+      set(reinterpret_cast<decltype(set)>(all["set"].cast<uint64_t>())),
+      get_context(reinterpret_cast<decltype(get_context)>(all["get_context"].cast<uint64_t>())),
+      context(reinterpret_cast<void *>(all["context"].cast<uint64_t>())),
+      held(all["held"].cast<std::vector<uint64_t>>()), sets(all["sets"].cast<std::shared_ptr<Counter>>()) {
+    pool_seen = pool_changes->value;
+    const size_t count = held.size();
+    holders.resize(count);
+    accepted.resize(std::min(all["count"].cast<size_t>(), count));
+    is_own.resize(count);
+    given.resize(count);
+    changes.resize(count);
+    using Values = std::vector<std::tuple<uint64_t, at::Tensor, bool>>;
+    for (const auto &[index, memory, may_be_late] : all["values"].cast<Values>())
+        values.push_back({index, memory, may_be_late});
+    for (const size_t position : all["own"].cast<std::vector<size_t>>())
+        if (position < count)
+            is_own[position] = 1;
+    for (const auto &[handle, parameters] : all["nodes"].cast<std::vector<std::pair<uint64_t, uint64_t>>>())
+        nodes.push_back({handle, parameters});
+    is_due.resize(nodes.size());
+    bool fits = nodes.empty() || (exec != nullptr && set != nullptr && get_context != nullptr && context != nullptr);
+    using Words = std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>;
+    for (const auto &[address, position, addend] : all["words"].cast<Words>()) {
+        words.push_back({address, position, addend});
+        fits = fits && position < count && address != 0;
     }
-    return list.release();
+    for (const auto &[position, node] : all["holders"].cast<std::vector<std::pair<size_t, size_t>>>()) {
+        fits = fits && position < count && node < nodes.size();
+        if (fits)
+            holders[position].push_back(node);
+    }
+    if (!fits)
+        throw py::value_error("expected numbers of inputs and nodes that there are, and addresses");
+}
+
+void Addresses::accept(size_t position, uint64_t address, uint64_t address_given) {
+    if (position >= accepted.size())
+        throw py::index_error("there is no such input");
+    if (accepted[position].size() >= MOST_ACCEPTED)
+        accepted[position].clear();
+    accepted[position][address] = address_given;
+}
+
+void Addresses::forget() {
+    for (auto &fitting : accepted)
+        fitting.clear();
+    is_settled = false;
+    pool_seen = pool_changes->value;
+}
+
+void Addresses::settle(const std::vector<uint64_t> &addresses) {
+    check_count(addresses, accepted.size());
+    seen = addresses;
+    is_settled = true;
+}
+
+void Addresses::hold(const std::vector<uint64_t> &addresses) {
+    check_count(addresses, held.size());
+    count_changes(addresses);
+    held = addresses;
 }
 
 /* Counts the inputs whose addresses change, until the route is chosen. */
-void count_changes(Addresses::State *state, const std::vector<uint64_t> &next) {
-    if (state->countdown == 0 || next == state->held)
+void Addresses::count_changes(const std::vector<uint64_t> &next) {
+    if (countdown == 0 || next == held)
         return;
-    if (state->countdown > 1)
-        state->countdown--;
+    if (countdown > 1)
+        countdown--;
     for (size_t i = 0; i < next.size(); i++)
-        state->changes[i] += next[i] != state->held[i];
+        changes[i] += next[i] != held[i];
 }
 
 /* Finds the next addresses in the graph, and the nodes to set; false if an input's address is not known to fit. */
-bool find_given(Addresses::State *state, const std::vector<uint64_t> &seen) {
-    std::fill(state->is_due.begin(), state->is_due.end(), 0);
-    state->given = state->held;
-    for (size_t i = seen.size(); i < state->held.size(); i++) // nodes that hold values have those of the last call
-        for (const size_t node : state->holders[i])
-            state->is_due[node] = 1;
-    if (seen == state->seen)
+bool Addresses::find_given(const std::vector<uint64_t> &addresses) {
+    const auto set_later = [&](size_t position) {
+        for (const size_t node : holders[position])
+            is_due[node] = 1;
+    };
+    std::fill(is_due.begin(), is_due.end(), 0);
+    given = held;
+    for (size_t i = addresses.size(); i < held.size(); i++) // nodes that hold values have those of the last call
+        set_later(i);
+    if (addresses == seen)
         return true;
-    for (size_t i = 0; i < seen.size(); i++) {
-        if (seen[i] == state->seen[i]) // the graph is settled
+    for (size_t i = 0; i < addresses.size(); i++) {
+        if (addresses[i] == seen[i]) // the graph is settled
             continue;
-        const auto found = state->accepted[i].find(seen[i]);
-        const bool is_known = found != state->accepted[i].end();
-        if (!is_known && !(state->is_own[i] && seen[i] % MOST_ALIGNED == 0))
+        const auto found = accepted[i].find(addresses[i]);
+        const bool is_known = found != accepted[i].end();
+        if (!is_known && !(is_own[i] && addresses[i] % MOST_ALIGNED == 0))
             return false;
-        state->given[i] = is_known ? found->second : seen[i];
-        if (state->given[i] != state->held[i])
-            for (const size_t node : state->holders[i])
-                state->is_due[node] = 1;
+        given[i] = is_known ? found->second : addresses[i];
+        if (given[i] != held[i])
+            set_later(i);
     }
     return true;
 }
 
 /* Writes addresses and sets the due nodes among the first ones; returns how many nodes it passed before a refusal. */
-size_t set(const Addresses::State *state, const std::vector<uint64_t> &addresses, size_t first) {
-    for (const Addresses::Word &word : state->words) {
+size_t Addresses::set_nodes(const std::vector<uint64_t> &addresses, size_t first) const {
+    for (const Word &word : words) {
         const uint64_t value = addresses[word.position] + word.addend;
         std::memcpy(reinterpret_cast<void *>(word.address), &value, sizeof value); // a parameter may be unaligned
     }
-    for (size_t i = 0; i < first; i++) {
-        const Addresses::Node &node = state->nodes[i];
-        if (state->is_due[i] && state->set(state->exec, reinterpret_cast<void *>(node.handle),
-                                           reinterpret_cast<const void *>(node.parameters)) != 0)
+    for (size_t i = 0; i < first; i++)
+        if (is_due[i] && set(exec, reinterpret_cast<void *>(nodes[i].handle),
+                             reinterpret_cast<const void *>(nodes[i].parameters)) != 0)
             return i;
-    }
     return first;
 }
 
-/* Not tracked by the collector: what an Addresses holds is in no cycle. */
-PyObject *make_addresses(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"owner", "pool_changes", "sets", "held", "own", "words", "nodes", "holders",
-                                  "exec", "set", "get_context", "context", "count", "values", nullptr};
-    PyObject *owner, *pool_changes, *sets, *held, *own, *words, *nodes, *holders, *values = nullptr;
-    unsigned long long exec, set, get_context, context, inputs = ~0ULL;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOOOKKKK|KO", const_cast<char **>(known), &owner,
-                                     &pool_changes, &sets, &held, &own, &words, &nodes, &holders, &exec, &set,
-                                     &get_context, &context, &inputs, &values))
-        return nullptr;
-    Packed<uint64_t> addresses;
-    std::vector<uint64_t> own_positions;
-    Packed<Addresses::Word> written;
-    Packed<Addresses::Node> all;
-    Packed<Holder> held_by;
-    if (!addresses.take(held) || !unpack(own, &own_positions) || !written.take(words) || !all.take(nodes) || !held_by.take(holders))
-        return nullptr;
-    if (counter_in(pool_changes) == nullptr || counter_in(sets) == nullptr) {
-        PyErr_SetString(PyExc_TypeError, "expected two Counter objects");
-        return nullptr;
-    }
-    Ref made(type->tp_alloc(type, 0));
-    if (!made)
-        return nullptr;
-    auto *state = reinterpret_cast<Addresses *>(made.get())->state = new Addresses::State;
-    state->owner = Py_NewRef(owner);
-    state->pool_changes = Py_NewRef(pool_changes);
-    state->sets = Py_NewRef(sets);
-    state->pool_seen = counter_in(pool_changes)->value;
-    state->exec = reinterpret_cast<void *>(exec);
-    state->set = reinterpret_cast<int (*)(void *, void *, const void *)>(set);
-    state->get_context = reinterpret_cast<int (*)(void **)>(get_context);
-    state->context = reinterpret_cast<void *>(context);
-    const auto count = static_cast<size_t>(addresses.count);
-    for (Py_ssize_t i = 0; i < addresses.count; i++)
-        state->held.push_back(addresses[i]);
-    state->given.resize(count);
-    state->changes.resize(count);
-    state->is_own.resize(count);
-    state->accepted.resize(std::min<size_t>(inputs, count));
-    state->holders.resize(count);
-    if (values != nullptr && !state->staged.take(values))
-        return nullptr;
-    for (Py_ssize_t i = 0; i < all.count; i++)
-        state->nodes.push_back(all[i]);
-    state->is_due.resize(state->nodes.size());
-    for (const uint64_t position : own_positions)
-        if (position < count)
-            state->is_own[position] = 1;
-    bool fits = state->nodes.empty() || (exec != 0 && set != 0 && get_context != 0 && context != 0);
-    for (Py_ssize_t i = 0; i < written.count; i++) {
-        state->words.push_back(written[i]);
-        fits = fits && written[i].position < count && written[i].address != 0;
-    }
-    for (Py_ssize_t i = 0; i < held_by.count; i++) {
-        fits = fits && held_by[i].position < count && held_by[i].node < state->nodes.size();
-        if (fits)
-            state->holders[held_by[i].position].push_back(held_by[i].node);
-    }
-    if (!fits) {
-        PyErr_SetString(PyExc_ValueError, "expected numbers of inputs and nodes that there are, and addresses");
-        return nullptr;
-    }
-    return made.release();
-}
-
-void addresses_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    const auto *state = reinterpret_cast<Addresses *>(self)->state;
-    if (state != nullptr) {
-        Py_XDECREF(state->owner);
-        Py_XDECREF(state->pool_changes);
-        Py_XDECREF(state->sets);
-    }
-    delete state;
-    type->tp_free(self);
-    Py_DECREF(type);
-}
-
-Addresses::State *state_of(PyObject *self) { return reinterpret_cast<Addresses *>(self)->state; }
-
-PyObject *accept(PyObject *self, PyObject *arguments) {
-    unsigned long long position, address, given;
-    if (!PyArg_ParseTuple(arguments, "KKK", &position, &address, &given))
-        return nullptr;
-    Addresses::State *state = state_of(self);
-    if (position >= state->accepted.size())
-        return PyErr_Format(PyExc_IndexError, "there is no input %llu", position);
-    auto &accepted = state->accepted[position];
-    if (accepted.size() >= MOST_ACCEPTED)
-        accepted.clear();
-    accepted[address] = given;
-    Py_RETURN_NONE;
-}
-
-PyObject *forget(PyObject *self, PyObject *) {
-    Addresses::State *state = state_of(self);
-    for (auto &accepted : state->accepted)
-        accepted.clear();
-    state->is_settled = false;
-    state->pool_seen = reinterpret_cast<const Counter *>(state->pool_changes)->value;
-    Py_RETURN_NONE;
-}
-
-PyObject *settle(PyObject *self, PyObject *list) {
-    Addresses::State *state = state_of(self);
-    if (!take_list(list, state->accepted.size(), &state->seen))
-        return nullptr;
-    state->is_settled = true;
-    Py_RETURN_NONE;
-}
-
-PyObject *unsettle(PyObject *self, PyObject *) {
-    state_of(self)->is_settled = false;
-    Py_RETURN_NONE;
-}
-
-PyObject *note_held(PyObject *self, PyObject *list) {
-    std::vector<uint64_t> next;
-    Addresses::State *state = state_of(self);
-    if (!take_list(list, state->held.size(), &next))
-        return nullptr;
-    count_changes(state, next);
-    state->held = std::move(next);
-    Py_RETURN_NONE;
-}
-
-PyObject *is_settled(PyObject *self, PyObject *list) {
-    std::vector<uint64_t> seen;
-    const Addresses::State *state = state_of(self);
-    return take_list(list, state->accepted.size(), &seen) ? PyBool_FromLong(has_settled(state) && state->seen == seen) : nullptr;
-}
-
-PyObject *try_patch(PyObject *self, PyObject *list) {
-    std::vector<uint64_t> seen;
-    Addresses::State *state = state_of(self);
-    return take_list(list, state->accepted.size(), &seen) ? PyBool_FromLong(pygraph::patch(state, seen)) : nullptr;
-}
-
-/* Calls a method and turns C++ exceptions into Python's. */
-template <PyObject *(*method)(PyObject *, PyObject *)> PyObject *safely(PyObject *self, PyObject *argument) {
-    return translated([&] { return method(self, argument); });
-}
-
-PyObject *get_held(PyObject *self, void *) { return as_list(state_of(self)->held); }
-
-PyObject *get_seen(PyObject *self, void *) {
-    return state_of(self)->is_settled ? as_list(state_of(self)->seen) : Py_NewRef(Py_None);
-}
-
-PyObject *get_is_stuck(PyObject *self, void *) { return PyBool_FromLong(state_of(self)->is_stuck); }
-
-PyObject *get_changes(PyObject *self, void *) { return as_list(state_of(self)->changes); }
-
-PyObject *get_countdown(PyObject *self, void *) { return PyLong_FromUnsignedLongLong(state_of(self)->countdown); }
-
-int set_countdown(PyObject *self, PyObject *value, void *) {
-    const unsigned long long number = value == nullptr ? 0 : PyLong_AsUnsignedLongLong(value);
-    if (PyErr_Occurred())
-        return -1;
-    state_of(self)->countdown = number;
-    return 0;
-}
-
-PyMethodDef addresses_methods[] = {
-    {"accept", safely<accept>, METH_VARARGS, "The graph can be given `given` if an input is at an address."},
-    {"forget", safely<forget>, METH_NOARGS, "No address is known to fit, until the pool changes again."},
-    {"settle", safely<settle>, METH_O, "The graph holds all that it needs for inputs at these addresses."},
-    {"unsettle", safely<unsettle>, METH_NOARGS, "Python changes what the graph holds."},
-    {"hold", safely<note_held>, METH_O, "The graph holds these addresses."},
-    {"is_settled", safely<is_settled>, METH_O, "Whether the graph needs no change for inputs at these addresses."},
-    {"patch", safely<try_patch>, METH_O, "Gives the graph addresses as a fast replay does; false if Python must."},
-    {nullptr, nullptr, 0, nullptr},
-};
-
-PyGetSetDef addresses_fields[] = {
-    {"held", get_held, nullptr, "The addresses that the graph holds.", nullptr},
-    {"seen", get_seen, nullptr, "The addresses of the inputs of the latest call; None unless the graph is settled.", nullptr},
-    {"is_stuck", get_is_stuck, nullptr, "Whether the graph must not be launched again.", nullptr},
-    {"changes", get_changes, nullptr, "How often each input's address has changed since the countdown began.", nullptr},
-    {"countdown", get_countdown, set_countdown, "Replays with new addresses until one is left to Python; 0 for never.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
-};
-
-PyType_Slot addresses_slots[] = {
-    {Py_tp_doc, const_cast<char *>("The addresses of one instantiated graph; see the source.")},
-    {Py_tp_new, reinterpret_cast<void *>(+[](PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-         return translated([&] { return make_addresses(type, arguments, keywords); });
-     })},
-    {Py_tp_dealloc, reinterpret_cast<void *>(addresses_dealloc)},
-    {Py_tp_methods, addresses_methods},
-    {Py_tp_getset, addresses_fields},
-    {0, nullptr},
-};
-
-PyMemberDef counter_members[] = {
-    {"value", T_ULONGLONG, offsetof(Counter, value), 0, "The number."},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-PyObject *make_counter(PyTypeObject *type, PyObject *, PyObject *) { return type->tp_alloc(type, 0); }
-
-void counter_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free(self);
-    Py_DECREF(type);
-}
-
-PyType_Slot counter_slots[] = {
-    {Py_tp_doc, const_cast<char *>("A number that Python and C++ change.")},
-    {Py_tp_new, reinterpret_cast<void *>(make_counter)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(counter_dealloc)},
-    {Py_tp_members, counter_members},
-    {0, nullptr},
-};
-
-} // namespace
-
-PyType_Spec pygraph::addresses_spec = {
-    "pygraph_trees.native._fast_path.Addresses", sizeof(Addresses), 0, Py_TPFLAGS_DEFAULT, addresses_slots,
-};
-
-PyType_Spec pygraph::counter_spec = {
-    "pygraph_trees.native._fast_path.Counter", sizeof(Counter), 0, Py_TPFLAGS_DEFAULT, counter_slots,
-};
-
-Counter *pygraph::counter_in(PyObject *object) {
-    return Py_TYPE(object)->tp_dealloc == counter_dealloc ? reinterpret_cast<Counter *>(object) : nullptr;
-}
-
-Addresses::State *pygraph::addresses_in(PyObject *object) {
-    return Py_TYPE(object)->tp_dealloc == addresses_dealloc ? reinterpret_cast<Addresses *>(object)->state : nullptr;
-}
-
-bool pygraph::has_settled(const Addresses::State *state) {
-    return state->is_settled && reinterpret_cast<const Counter *>(state->pool_changes)->value == state->pool_seen;
-}
-
-bool pygraph::patch(Addresses::State *state, const std::vector<uint64_t> &seen) {
-    if (!has_settled(state) || state->nodes.empty() || seen.size() != state->accepted.size() ||
-        (state->countdown == 1 && seen != state->seen))
+bool Addresses::patch(const std::vector<uint64_t> &addresses) {
+    if (!has_settled() || nodes.empty() || addresses.size() != accepted.size() || (countdown == 1 && addresses != seen))
         return false;
-    void *context = nullptr; // may be another device's, or none in a thread that has not used the GPU yet
-    if (state->get_context(&context) != 0 || context != state->context || !find_given(state, seen))
+    void *current = nullptr; // may be another device's, or none in a thread that has not used the GPU yet
+    if (get_context(&current) != 0 || current != context || !find_given(addresses))
         return false;
-    const size_t all = state->nodes.size(), done = set(state, state->given, all);
-    if (done < all) {
-        state->is_settled = false;
-        state->is_stuck = set(state, state->held, done) != done;
+    const size_t done = set_nodes(given, nodes.size());
+    if (done < nodes.size()) {
+        is_settled = false;
+        is_stuck = set_nodes(held, done) != done;
         return false;
     }
-    count_changes(state, state->given);
-    state->held = state->given;
-    state->seen = seen;
-    counter_in(state->sets)->value += static_cast<unsigned long long>(std::count(state->is_due.begin(), state->is_due.end(), 1));
+    count_changes(given);
+    held = given;
+    seen = addresses;
+    sets->value += static_cast<unsigned long long>(std::count(is_due.begin(), is_due.end(), 1));
     return true;
+}
+
+bool Addresses::write_values(const Inputs &inputs) const {
+    for (const Value &value : values) {
+        PyObject *object = inputs.at(value.index);
+        if (object == nullptr || !is_tensor(object))
+            return false;
+        const at::Tensor &tensor = THPVariable_Unpack(object);
+        if (!is_like(tensor, value.memory))
+            return false;
+        const void *bytes = tensor.const_data_ptr();
+        if (value.may_be_late && at::globalContext().isPinnedPtr(bytes))
+            return false;
+        std::memcpy(value.memory.data_ptr(), bytes, value.memory.nbytes());
+    }
+    return true;
+}
+
+void pygraph::declare_addresses(py::module_ &module) {
+    declare<Counter>(module, "Counter")
+        .def(py::init<>(), "A number that Python and C++ change.")
+        .def_readwrite("value", &Counter::value, "The number.");
+    declare<Addresses>(module, "Addresses")
+        .def(py::init<const py::kwargs &>(), "The addresses of one instantiated graph; see the source.")
+        .def("accept", &Addresses::accept, "The graph can be given the second address for an input at the first one.")
+        .def("forget", &Addresses::forget, "No address is known to fit, until the pool changes again.")
+        .def("settle", &Addresses::settle, "The graph holds all that it needs for inputs at these addresses.")
+        .def("unsettle", [](Addresses &self) { self.is_settled = false; }, "Python changes what the graph holds.")
+        .def("hold", &Addresses::hold, "The graph holds these addresses.")
+        .def(
+            "is_settled",
+            [](const Addresses &self, const std::vector<uint64_t> &addresses) {
+                check_count(addresses, self.accepted.size());
+                return self.has_settled() && self.seen == addresses;
+            },
+            "Whether the graph needs no change for inputs at these addresses.")
+        .def(
+            "patch",
+            [](Addresses &self, const std::vector<uint64_t> &addresses) {
+                check_count(addresses, self.accepted.size());
+                return self.patch(addresses);
+            },
+            "Gives the graph addresses as a fast replay does; false if Python must.")
+        .def_readonly("held", &Addresses::held, "The addresses that the graph holds.")
+        .def_property_readonly(
+            "seen",
+            [](const Addresses &self) { return self.is_settled ? std::optional(self.seen) : std::nullopt; },
+            "The addresses of the inputs of the latest call; None unless the graph is settled.")
+        .def_readonly("is_stuck", &Addresses::is_stuck, "Whether the graph must not be launched again.")
+        .def_readonly("changes", &Addresses::changes,
+                      "How often each input's address has changed since the countdown began.")
+        .def_readwrite("countdown", &Addresses::countdown,
+                       "Replays with new addresses until one is left to Python; 0 for never.");
 }

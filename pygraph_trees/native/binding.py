@@ -7,8 +7,6 @@ is fast, outputs are torch's, and the Python versions here serve the slow path.
 from __future__ import annotations
 
 import importlib
-import struct
-from collections.abc import Sequence
 from typing import Any
 
 why_without: str | None = None  # why the module in C++ is not used although it is built
@@ -50,8 +48,3 @@ class Counter:
 def new_counter() -> Counter:
     found: Counter = Counter() if extension is None else extension.Counter()
     return found
-
-
-def packed(numbers: Sequence[int]) -> bytes:
-    """The numbers as consecutive uint64, the form in which the module in C++ takes them."""
-    return struct.pack(f"{len(numbers)}Q", *numbers)

@@ -1,4 +1,4 @@
-"""Builds the modules in C and C++ for the installed torch: ``python -m pygraph_trees build``.
+"""Builds the modules in C++ for the installed torch: ``python -m pygraph_trees build``.
 
 :func:`build` compiles into a temporary folder and moves it into place, so the folder is complete or missing. A file
 lock keeps two processes from building at once. :func:`start` builds in a detached process of low priority, whose output
@@ -35,7 +35,7 @@ _is_announced = False
 
 
 class BuildFailed(PygraphError):
-    template = "the parts in C and C++ were not built: {why}"
+    template = "the parts in C++ were not built: {why}"
 
 
 def is_built() -> bool:
@@ -166,20 +166,19 @@ def _compile(folder: Path) -> None:
     assert folder_of_torch is not None
     include = folder_of_torch / "include"
     sources = folder / "sources"  # a copy, since objects may be written next to them
-    shutil.copytree(
-        SOURCES, sources, ignore=lambda _, names: [n for n in names if not n.endswith((".c", ".cpp", ".h"))]
-    )
+    shutil.copytree(SOURCES, sources, ignore=lambda _, names: [n for n in names if not n.endswith((".cpp", ".h"))])
     extensions = [
-        Extension("_graph_nodes", [str(sources / "graph_nodes.c")], extra_compile_args=["-g0"]),
         Extension(
-            "_fast_path",
-            [str(sources / "fast_path.cpp")],
+            name,
+            [str(sources / f"{name[1:]}.cpp")],
             include_dirs=[str(include), str(include / "torch" / "csrc" / "api" / "include")],
             library_dirs=[str(folder_of_torch / "lib")],
-            libraries=["torch_python", "torch_cpu", "c10"],  # torch has loaded these before the module is imported
-            extra_compile_args=["-std=c++20", "-g0"],
+            libraries=libraries,
+            extra_compile_args=["-std=c++20", "-g0", "-fvisibility=hidden", "-Wno-invalid-offsetof"],
             language="c++",
-        ),
+        )
+        # Torch has loaded these libraries before the module is imported.
+        for name, libraries in (("_graph_nodes", []), ("_fast_path", ["torch_python", "torch_cpu", "c10"]))
     ]
     command = build_ext(Distribution({"name": "pygraph_trees_native", "ext_modules": extensions}))
     command.build_lib, command.build_temp = str(folder / "out"), str(folder / "objects")

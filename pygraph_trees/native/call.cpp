@@ -1,6 +1,6 @@
 /* CompiledFxGraph.__call__ with a fast replay first: pygraph_trees.native._fast_path.Call.
 
-   Call(upstream, profiler, debug, conform_inputs) is a method of the class. It returns the result of the attribute
+   Call(upstream=, profiler=, debug=, conform_inputs=) is a method of the class. It returns the result of the attribute
    `fast_call` of the object's current_callable. If that is missing or returns None, or while torch profiles or records
    graphs for debugging, it returns the result of the function `upstream`. Once a call had hooks on saved tensors,
    `conform_inputs` gets object and inputs first; and before `upstream`, if a tangent may be a negated or conjugate view:
@@ -10,16 +10,19 @@
 
 #include <ATen/SavedTensorHooks.h>
 
-#include <structmember.h>
-
 using namespace pygraph;
 
 namespace {
 
 struct Call {
-    PyObject_HEAD
-    vectorcallfunc vectorcall;
-    PyObject *upstream, *profiler, *debug, *conform_inputs;
+    vectorcallfunc vectorcall = nullptr;
+    PyObject *upstream = nullptr, *profiler = nullptr, *debug = nullptr, *conform_inputs = nullptr;
+
+    void take(const py::dict &given);
+    void each(const auto &function) {
+        for (PyObject **held : {&upstream, &profiler, &debug, &conform_inputs})
+            function(*held);
+    }
 };
 
 /* Whether hooks on saved tensors are set in this thread, or were set at an earlier call. */
@@ -62,7 +65,7 @@ Ref fast_call_of(const Call *call, PyObject *object) {
 }
 
 PyObject *call_vectorcall(PyObject *self, PyObject *const *arguments, size_t flags, PyObject *keywords) {
-    const auto *call = reinterpret_cast<Call *>(self);
+    const Call *call = &fields_of<Call>(self);
     if (PyVectorcall_NARGS(flags) == 2 && keywords == nullptr) {
         const auto conforms = [&] {
             return bool(Ref(PyObject_CallFunctionObjArgs(call->conform_inputs, arguments[0], arguments[1], nullptr)));
@@ -82,49 +85,12 @@ PyObject *call_vectorcall(PyObject *self, PyObject *const *arguments, size_t fla
     return PyObject_Vectorcall(call->upstream, arguments, static_cast<size_t>(PyVectorcall_NARGS(flags)), keywords);
 }
 
-PyObject *make_call(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"upstream", "profiler", "debug", "conform_inputs", nullptr};
-    PyObject *upstream, *profiler, *debug, *conform_inputs;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!O!O", const_cast<char **>(known), &upstream, &PyDict_Type,
-                                     &profiler, &PyDict_Type, &debug, &conform_inputs))
-        return nullptr;
-    PyObject *made = type->tp_alloc(type, 0);
-    if (made != nullptr) {
-        auto *call = reinterpret_cast<Call *>(made);
-        call->vectorcall = call_vectorcall;
-        call->upstream = Py_NewRef(upstream);
-        call->profiler = Py_NewRef(profiler);
-        call->debug = Py_NewRef(debug);
-        call->conform_inputs = Py_NewRef(conform_inputs);
-    }
-    return made;
-}
-
-int call_traverse(PyObject *self, visitproc visit, void *arg) {
-    const auto *call = reinterpret_cast<Call *>(self);
-    Py_VISIT(Py_TYPE(self));
-    Py_VISIT(call->upstream);
-    Py_VISIT(call->profiler);
-    Py_VISIT(call->debug);
-    Py_VISIT(call->conform_inputs);
-    return 0;
-}
-
-int call_clear(PyObject *self) {
-    auto *call = reinterpret_cast<Call *>(self);
-    Py_CLEAR(call->upstream);
-    Py_CLEAR(call->profiler);
-    Py_CLEAR(call->debug);
-    Py_CLEAR(call->conform_inputs);
-    return 0;
-}
-
-void call_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    call_clear(self);
-    type->tp_free(self);
-    Py_DECREF(type);
+void Call::take(const py::dict &given) {
+    vectorcall = call_vectorcall;
+    upstream = reference(given["upstream"]);
+    profiler = reference(given["profiler"].cast<py::dict>());
+    debug = reference(given["debug"].cast<py::dict>());
+    conform_inputs = reference(given["conform_inputs"]);
 }
 
 /* Binds an object as functions do. */
@@ -132,30 +98,18 @@ PyObject *call_bind(PyObject *self, PyObject *object, PyObject *) {
     return object == nullptr || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
 }
 
-PyMemberDef members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Call, vectorcall), READONLY, nullptr},
-    {"__wrapped__", T_OBJECT_EX, offsetof(Call, upstream), READONLY, "What is called where no fast replay will do."},
+PyMemberDef call_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, FIELD(Call, vectorcall), READONLY, nullptr},
+    {"__wrapped__", T_OBJECT_EX, FIELD(Call, upstream), READONLY, "What is called if no fast replay is possible."},
     {nullptr, 0, 0, 0, nullptr},
-};
-
-PyType_Slot call_slots[] = {
-    {Py_tp_doc, const_cast<char *>("A method that replays on the fast path where it can; see the source.")},
-    {Py_tp_new, reinterpret_cast<void *>(translate<make_call>)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(call_dealloc)},
-    {Py_tp_traverse, reinterpret_cast<void *>(call_traverse)},
-    {Py_tp_clear, reinterpret_cast<void *>(call_clear)},
-    {Py_tp_call, reinterpret_cast<void *>(PyVectorcall_Call)},
-    {Py_tp_descr_get, reinterpret_cast<void *>(call_bind)},
-    {Py_tp_members, members},
-    {0, nullptr},
 };
 
 } // namespace
 
-PyType_Spec pygraph::call_spec = {
-    "pygraph_trees.native._fast_path.Call",
-    sizeof(Call),
-    0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
-    call_slots,
-};
+void pygraph::add_call(py::module_ &module) {
+    add_class<Call>(module, "pygraph_trees.native._fast_path.Call",
+                    Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+                    {{Py_tp_call, reinterpret_cast<void *>(PyVectorcall_Call)},
+                     {Py_tp_descr_get, reinterpret_cast<void *>(call_bind)},
+                     {Py_tp_members, call_members}});
+}

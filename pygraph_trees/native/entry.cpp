@@ -3,8 +3,6 @@
    Entry(**arguments)(inputs) returns the outputs of a fast replay, which consumes the inputs, or None, and then the
    inputs are unchanged. trees/functions/fast_path.py makes it. */
 
-#include "collector.h"
-#include "results.h"
 #include "tree.h"
 
 #include <optional>
@@ -19,96 +17,54 @@ struct {
 } counted; // calls that asked for a fast replay, those that got one, and those among them that Python made
 
 struct Entry {
-    PyObject_HEAD
-    struct State {
-        PyObject *function = nullptr; // a FunctionState
-        PyObject *partitions = nullptr, *partition = nullptr; // of the code around the function, or NULL
-        Counters counters;
-        PyObject *execution = nullptr, *forward = nullptr, *backward = nullptr;
-        std::vector<uint64_t> order;
-        Results results;
-        // Addresses that the last call read, and its first inputs: loaded ahead, as Known is, before the candidates are known.
-        const void *near[9] = {};
-        std::array<Known, 24> first;
-        size_t firsts = 0;
+    PyObject *function = nullptr;                         // a FunctionState
+    PyObject *partitions = nullptr, *partition = nullptr; // of the code around the function, or NULL
+    Counters counters;
+    PyObject *execution = nullptr, *forward = nullptr, *backward = nullptr;
+    std::vector<uint64_t> order;
+    Results results;
+    // Addresses that the last call read, and its first inputs: loaded ahead before the candidates are known.
+    const void *near[9] = {};
+    std::array<Known, 24> first;
+    size_t firsts = 0;
 
-        std::vector<PyObject **> held() {
-            return {&function,       &partitions,           &partition, &results.constants, &counters.steps,
-                    &counters.generations, &execution, &forward,   &backward};
-        }
-
-        FunctionState *own() const { return reinterpret_cast<FunctionState *>(function); }
-    } *state;
+    void take(const py::dict &given);
+    void each(const auto &call) {
+        for (PyObject **held : {&function, &partitions, &partition, &results.constants, &counters.steps,
+                                &counters.generations, &execution, &forward, &backward})
+            call(*held);
+    }
+    FunctionState *own() const { return &fields_of<FunctionState>(function); }
+    /* NULL if the inputs are in the recording's order. */
+    const std::vector<uint64_t> *reordered() const { return order.empty() ? nullptr : &order; }
 };
 
-PyObject *make_entry(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"function", "runner", "order", "kept", "picks", "constants", "views", "steps",
-                                  "generations", "execution", "forward", "backward", "clones", "own", nullptr};
-    PyObject *function, *runner, *order, *kept, *picks, *constants, *views, *steps, *generations, *execution,
-        *forward, *backward, *own, *partitions = nullptr, *partition = nullptr;
-    int clones = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!OO!OOOOpO", const_cast<char **>(known), &function,
-                                     &runner, &order, &kept, &picks, &PyTuple_Type, &constants, &views,
-                                     &PyType_Type, &steps, &generations, &execution, &forward, &backward, &clones,
-                                     &own) ||
-        (runner != Py_None && !is_tuple(runner)) ||
-        (runner != Py_None && !PyArg_ParseTuple(runner, "O!O", &PyList_Type, &partitions, &partition)))
-        return nullptr;
-    if (!is_function_state(function))
-        return PyErr_Format(PyExc_TypeError, "expected a FunctionState");
-    Ref made(type->tp_alloc(type, 0));
-    if (!made)
-        return nullptr;
-    auto *state = reinterpret_cast<Entry *>(made.get())->state = new Entry::State;
-    state->function = Py_NewRef(function);
-    state->partitions = Py_XNewRef(partitions);
-    state->partition = Py_XNewRef(partition);
-    state->counters = Counters{Py_NewRef(steps), Py_NewRef(generations), clones != 0};
-    state->execution = Py_NewRef(execution);
-    state->forward = Py_NewRef(forward);
-    state->backward = Py_NewRef(backward);
-    if ((order != Py_None && !unpack(order, &state->order)) || !state->results.take(kept, picks, constants, views, own))
-        return nullptr;
-    std::vector<bool> is_taken(state->order.size());
-    for (const uint64_t place : state->order) {
-        if (place >= state->order.size() || is_taken[place]) {
-            PyErr_SetString(PyExc_ValueError, "expected each index of the inputs once");
-            return nullptr;
-        }
-        is_taken[place] = true;
+void Entry::take(const py::dict &given) {
+    if (in<FunctionState>(py::object(given["function"]).ptr()) == nullptr)
+        throw py::type_error("expected a FunctionState");
+    function = reference(given["function"]);
+    if (const auto runner = given["runner"].cast<std::optional<std::pair<py::list, py::object>>>(); runner) {
+        partitions = reference(runner->first);
+        partition = reference(runner->second);
     }
-    return made.release();
-}
-
-int entry_traverse(PyObject *self, visitproc visit, void *arg) {
-    auto *state = reinterpret_cast<Entry *>(self)->state;
-    Py_VISIT(Py_TYPE(self));
-    if (state != nullptr)
-        for (PyObject **held : state->held())
-            Py_VISIT(*held);
-    return 0;
-}
-
-int entry_clear(PyObject *self) {
-    auto *state = reinterpret_cast<Entry *>(self)->state;
-    reinterpret_cast<Entry *>(self)->state = nullptr;
-    if (state != nullptr)
-        for (PyObject **held : state->held())
-            Py_CLEAR(*held);
-    delete state;
-    return 0;
-}
-
-void entry_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    entry_clear(self);
-    type->tp_free(self);
-    Py_DECREF(type);
+    counters = {reference(given["steps"]), reference(given["generations"]), given["clones"].cast<bool>()};
+    execution = reference(given["execution"]);
+    forward = reference(given["forward"]);
+    backward = reference(given["backward"]);
+    results.take(given);
+    if (const auto places = given["order"].cast<std::optional<std::vector<uint64_t>>>(); places) {
+        std::vector<bool> is_taken(places->size());
+        for (const uint64_t place : *places) {
+            if (place >= places->size() || is_taken[place])
+                throw py::value_error("expected each index of the inputs once");
+            is_taken[place] = true;
+        }
+        order = *places;
+    }
 }
 
 /* The inputs that are returned unchanged; NULL with an exception. */
-Ref given_back(const Replay::State *replay, const Inputs &inputs) {
+Ref given_back(const Replay *replay, const Inputs &inputs) {
     Ref given(PyTuple_New(static_cast<Py_ssize_t>(replay->returned.size())));
     for (size_t i = 0; given && i < replay->returned.size(); i++) {
         PyObject *input = inputs.at(replay->returned[i].input);
@@ -123,7 +79,7 @@ Ref given_back(const Replay::State *replay, const Inputs &inputs) {
 
 /* Launches the graph for inputs that the recording has accepted, and returns the call's result. The result is made before
    the launch, which fills the caches with other data: the outputs were just read to see whether they are dead. */
-Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inputs &inputs, const Ref &kept) {
+Ref replayed(Entry *state, Found &found, Replay *replay, const Inputs &inputs, const Ref &kept) {
     Ref given, result;
     {
         CollectorOff until_launched; // during the launch, other threads run
@@ -145,7 +101,7 @@ Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inp
 }
 
 /* Lets Python replay the recording, if inputs are copied. */
-Ref replayed_in_python(const Entry::State *state, Found &found, Replay::State *replay, Inputs &inputs,
+Ref replayed_in_python(const Entry *state, Found &found, Replay *replay, Inputs &inputs,
                        const Ref &kept) {
     if (!inputs.arrange()) {
         PyErr_SetString(PyExc_IndexError, "the inputs have changed");
@@ -161,9 +117,9 @@ Ref replayed_in_python(const Entry::State *state, Found &found, Replay::State *r
 }
 
 /* Calls the entry for the values that the function's integers have at this call. */
-Answer replay_for_values(const Entry::State *state, PyObject *list, Ref *result) {
+Answer replay_for_values(const Entry *state, PyObject *list, Ref *result) {
     const FunctionState *function = state->own();
-    const std::vector<uint64_t> *order = state->order.empty() ? nullptr : &state->order;
+    const std::vector<uint64_t> *order = state->reordered();
     Inputs inputs(list, order);
     Items integers;
     if (function->integers == nullptr || !integers.take(function->integers))
@@ -197,11 +153,12 @@ Answer replay_for_values(const Entry::State *state, PyObject *list, Ref *result)
 
 /* Releases the own memory that was given away at a call, once the call has no turn. */
 struct GivenAway {
-    Ref own;
+    Ref held;
+    OwnMemory *own = nullptr;
 
     ~GivenAway() {
-        if (OwnMemory::State *state = own_memory_in(own.get()); state != nullptr)
-            const auto released = std::exchange(state->dropped, {});
+        if (own != nullptr)
+            own->drop();
     }
 };
 
@@ -209,12 +166,12 @@ void count_slow(const FunctionState *function, Slow why) {
     const auto number = static_cast<Py_ssize_t>(why);
     if (function->slow == nullptr || !PyTuple_Check(function->slow) || PyTuple_GET_SIZE(function->slow) <= number)
         return;
-    if (Counter *counter = counter_in(PyTuple_GET_ITEM(function->slow, number)); counter != nullptr)
+    if (Counter *counter = declared<Counter>(PyTuple_GET_ITEM(function->slow, number)); counter != nullptr)
         counter->value++;
 }
 
 /* Makes a fast replay. With `no`, `why` is set unless the entry for these integers has counted the call. */
-Answer replay_fast(Entry::State *state, PyObject *list, Ref *result, std::optional<Slow> *why) {
+Answer replay_fast(Entry *state, PyObject *list, Ref *result, std::optional<Slow> *why) {
     FunctionState *function = state->own();
     *why = Slow::not_ready;
     if (!function->is_replayed)
@@ -230,7 +187,7 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result, std::option
         return PyErr_Occurred() ? Answer::error : Answer::no;
     if (!(found.manager = Ref(PyObject_CallNoArgs(found.in_trees()->manager))))
         return Answer::error;
-    if (!is_tree_state(found.manager.get())) // None: it is gone
+    if (in<TreeState>(found.manager.get()) == nullptr) // None: it is gone
         return Answer::no;
     if (is_captured(found.trees())) {
         *why = Slow::captured;
@@ -247,12 +204,12 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result, std::option
     Ref kept = kept_inputs(&state->results, list);
     if (!kept)
         return PyErr_Occurred() ? Answer::error : Answer::no;
-    const std::vector<uint64_t> *order = state->order.empty() ? nullptr : &state->order;
+    const std::vector<uint64_t> *order = state->reordered();
     Inputs inputs(list, order);
-    given_away.own = Ref::dup(found.in_trees()->own);
-    OwnMemory::State *own = own_memory_in(given_away.own.get());
+    given_away.held = Ref::dup(found.in_trees()->own);
+    OwnMemory *own = given_away.own = declared<OwnMemory>(given_away.held.get());
     if (own != nullptr) {
-        inputs.add(given_away.own.get());
+        inputs.add(own);
         reason = Slow::no_memory;
         if (std::string error; !own->take(&error)) // Python frees some, or raises
             return no(Answer::no);
@@ -266,7 +223,7 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result, std::option
     }
     counted.fast++;
     go_on_from(&found, state->execution);
-    Replay::State *replay = replay_in(found.replay.get());
+    Replay *replay = in<Replay>(found.replay.get());
     const bool in_python = is_copied || replay->in_python;
     if (in_python) {
         counted.in_python++;
@@ -281,9 +238,15 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result, std::option
     PyObject *mode = found.all()->mode;
     if (mode == state->forward || mode == state->backward)
         assign(&found.trees()->pending, mode == state->forward ? Py_True : Py_False);
-    const void *read[] = {found.manager.get(), found.candidates.get(), found.replay.get(), replay,
-                          replay->addresses,   replay->replays,        replay->graph,      state->function,
-                          found.in_trees()};
+    const void *read[] = {found.manager.get(),
+                          found.candidates.get(),
+                          found.replay.get(),
+                          reinterpret_cast<const char *>(replay) + 128,
+                          replay->addresses.get(),
+                          replay->replays.get(),
+                          replay->graph,
+                          state->function,
+                          found.replayer.get()};
     std::copy(std::begin(read), std::end(read), state->near);
     state->firsts = std::min(state->first.size(), replay->fixed.size());
     for (size_t i = 0; i < state->firsts; i++)
@@ -291,7 +254,7 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result, std::option
     return Answer::yes;
 }
 
-PyObject *entry_fast_call(Entry::State *state, PyObject *list) {
+PyObject *entry_fast_call(Entry *state, PyObject *list) {
     for (const void *object : state->near)
         Known::ahead(object, 0), Known::ahead(object, 64);
     for (size_t i = 0; i < state->firsts; i++)
@@ -325,24 +288,16 @@ PyObject *entry_call(PyObject *self, PyObject *arguments, PyObject *keywords) {
         PyErr_SetString(PyExc_TypeError, "expected the inputs and nothing else");
         return nullptr;
     }
-    if (reinterpret_cast<Entry *>(self)->state == nullptr) // collected, and called by other garbage
+    Entry *entry = in<Entry>(self);
+    if (entry == nullptr) // collected, and called by other garbage
         Py_RETURN_NONE;
     Ref alive = Ref::dup(self);
-    return translated([&] { return entry_fast_call(reinterpret_cast<Entry *>(self)->state, inputs); });
+    return translated([&] { return entry_fast_call(entry, inputs); });
 }
-
-PyType_Slot entry_slots[] = {
-    {Py_tp_doc, const_cast<char *>("The outputs of a fast replay for a list of inputs; see the source.")},
-    {Py_tp_new, reinterpret_cast<void *>(translate<make_entry>)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(entry_dealloc)},
-    {Py_tp_traverse, reinterpret_cast<void *>(entry_traverse)},
-    {Py_tp_clear, reinterpret_cast<void *>(entry_clear)},
-    {Py_tp_call, reinterpret_cast<void *>(entry_call)},
-    {0, nullptr},
-};
 
 } // namespace
 
-PyType_Spec pygraph::entry_spec = {
-    "pygraph_trees.native._fast_path.Entry", sizeof(Entry), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, entry_slots,
-};
+void pygraph::add_entry(py::module_ &module) {
+    add_class<Entry>(module, "pygraph_trees.native._fast_path.Entry", 0,
+                     {{Py_tp_call, reinterpret_cast<void *>(entry_call)}});
+}

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "own_memory.h"
+#include "memory.h"
 
 #include <array>
 #include <utility>
@@ -56,12 +56,12 @@ __attribute__((always_inline)) inline void load_ahead(const std::vector<Watched>
 struct Inputs {
     PyObject *list;
     const std::vector<uint64_t> *order; // NULL if the orders are the same
-    PyObject *own = nullptr;            // an OwnMemory, or NULL
+    const OwnMemory *own = nullptr;     // NULL without own memory
     uint64_t own_from = 0;              // the index of its first tensor
 
     Inputs(PyObject *list, const std::vector<uint64_t> *order) : list(list), order(order) {}
 
-    void add(PyObject *memory) {
+    void add(const OwnMemory *memory) {
         own = memory;
         own_from = static_cast<uint64_t>(PyList_GET_SIZE(list));
     }
@@ -75,7 +75,7 @@ struct Inputs {
     /* NULL if there is no such input. */
     PyObject *at(uint64_t index) const {
         if (is_own(index))
-            return own_memory_in(own)->item(index - own_from);
+            return own->item(index - own_from);
         const Py_ssize_t found = place(index);
         return found >= 0 && found < PyList_GET_SIZE(list) ? PyList_GET_ITEM(list, found) : nullptr;
     }
@@ -138,14 +138,7 @@ class AtTheEnd {
     Py_ssize_t count;
 };
 
-/* False with an exception. */
-inline bool is_tuple(PyObject *object) {
-    if (!PyTuple_Check(object))
-        PyErr_Format(PyExc_TypeError, "expected a tuple, got %s", Py_TYPE(object)->tp_name);
-    return PyTuple_Check(object);
-}
-
-/* Outputs that must be dead, or are expected to be; see native/deaths.cpp. */
+/* Outputs that must be dead, or are expected to be; see native/replay.cpp. */
 struct Mortal {
     struct Run {
         PyObject *list;
@@ -154,11 +147,15 @@ struct Mortal {
     PyObject *ask = nullptr; // the question in Python, which recognizes more dead outputs; NULL without outputs
     std::vector<Run> runs;
 
-    /* Takes None, or pairs of lists and places with the question to ask; false with an exception. A place has the index
-       of an output, and the address of the storage that it was made with. */
-    bool take(PyObject *given);
-    int visit(visitproc visit, void *arg) const;
-    void clear();
+    /* Takes None, or groups of outputs with the question to ask. A group has a list, and the index of each output with
+       the address of the storage that it was made with. */
+    void take(const py::object &given);
+    /* Calls a function with each reference. */
+    void each(const auto &function) {
+        function(ask);
+        for (Run &run : runs)
+            function(run.list);
+    }
     /* 1, 0, or -1 with an exception. Sets `asked` if Python had to be asked, so that other code may have run. */
     int are_dead(bool *asked);
     /* Whether the outputs that are inputs too were seen to die; false if it is not known which are. */
@@ -177,8 +174,8 @@ struct Mortal {
     bool seem_dead();
 };
 
+/* One recording's part in a fast replay; trees/functions/fast_path.py describes the arguments. */
 struct Replay {
-    PyObject_HEAD
     /* An output that is an input of the call, or a view of one or of own memory. */
     struct Returned {
         uint64_t input = 0;
@@ -211,42 +208,42 @@ struct Replay {
         std::vector<int64_t> sizes, strides;
         at::TensorOptions options;
     };
-    struct State {
-        PyObject *recording = nullptr; // a weak reference
-        PyObject *prepare = nullptr;   // makes the graph hold other addresses, in Python; NULL without live inputs
-        PyObject *addresses = nullptr; // an Addresses, or None
-        PyObject *replays = nullptr;   // a Counter
-        PyObject *graph = nullptr;
-        PyObject *cached = nullptr, *others = nullptr; // the cached outputs, and the values of the others
-        PyObject *own = nullptr; // an OwnMemory, or None
-        // Functions of the recording: make a released input again, make all outputs, replay with inputs.
-        PyObject *borrow = nullptr, *make = nullptr, *run = nullptr;
-        std::vector<Watched> fixed, asked;
-        std::vector<uint64_t> managed; // inputs that are released before the launch
-        std::vector<uint64_t> lasting; // managed inputs that need not be seen to die
-        std::vector<Returned> returned;
-        long long stream = 0; // the number of the stream of its last launch
-        bool lends = false;   // whether own memory is returned itself to code that only accumulates gradients
-        bool in_python = false;        // inputs are copied at each call
-        bool python_checks = false;    // if Python replays, it also checks which tensors have died
-        bool has_new_history = false;  // whether autograd gives the outputs a new history at each call
-        bool is_backward = false;      // whether the outputs are gradients
-        Mortal before, after;
-        Mortal outliving; // outputs that are moved if they are alive when the next step begins
-        std::vector<Empty> empty;
-        std::vector<Made> made; // the cached outputs as they were made; empty if not known
-        std::vector<int64_t> shapes; // the sizes and strides of each
+    PyObject *recording = nullptr; // a weak reference
+    PyObject *prepare = nullptr;   // makes the graph hold other addresses, in Python; NULL without live inputs
+    PyObject *graph = nullptr;
+    PyObject *cached = nullptr, *others = nullptr; // the cached outputs, and the values of the others
+    // Functions of the recording: make a released input again, make all outputs, replay with inputs.
+    PyObject *borrow = nullptr, *make = nullptr, *run = nullptr;
+    std::shared_ptr<Addresses> addresses; // NULL if only Python knows them
+    std::shared_ptr<Counter> replays;
+    std::shared_ptr<OwnMemory> own; // NULL without
+    std::vector<Watched> fixed, asked;
+    std::vector<uint64_t> managed; // inputs that are released before the launch
+    std::vector<uint64_t> lasting; // managed inputs that need not be seen to die
+    std::vector<Returned> returned;
+    long long stream = 0;         // the number of the stream of its last launch
+    bool lends = false;           // whether own memory is returned itself to code that only accumulates gradients
+    bool in_python = false;       // inputs are copied at each call
+    bool python_checks = false;   // if Python replays, it also checks which tensors have died
+    bool has_new_history = false; // whether autograd gives the outputs a new history at each call
+    bool is_backward = false;     // whether the outputs are gradients
+    Mortal before, after;
+    Mortal outliving; // outputs that are moved if they are alive when the next step begins
+    std::vector<Empty> empty;
+    std::vector<Made> made;      // the cached outputs as they were made; empty if not known
+    std::vector<int64_t> shapes; // the sizes and strides of each
 
-        std::array<PyObject **, 11> held() {
-            return {&recording, &prepare, &addresses, &replays, &graph, &cached,
-                    &others,    &own,     &borrow,    &make,    &run};
-        }
-    } *state;
+    void take(const py::dict &given);
+    void each(const auto &function) {
+        for (PyObject **held : {&recording, &prepare, &graph, &cached, &others, &borrow, &make, &run})
+            function(*held);
+        for (Mortal *outputs : {&before, &after, &outliving})
+            outputs->each(function);
+    }
 };
 
-/* The facts that distinguish many choices, see native/candidates.cpp. */
+/* The facts that distinguish many choices, see native/tree.cpp. */
 struct CandidateFilter {
-    PyObject_HEAD
     struct Output {
         PyObject *list;
         uint64_t index;
@@ -257,24 +254,22 @@ struct CandidateFilter {
         size_t row;
         std::vector<std::pair<uint64_t, size_t>> addresses; // sorted, each with the start of a row
     };
-    struct State {
-        size_t count = 0, words = 0; // of a row
-        std::vector<uint64_t> rows;
-        std::vector<Output> held;
-        std::vector<Input> places;
-    } *state;
+    size_t count = 0, words = 0; // of a row
+    std::vector<uint64_t> rows;
+    std::vector<Output> held;
+    std::vector<Input> places;
+
+    void take(const py::dict &given);
+    void each(const auto &function) {
+        for (Output &output : held)
+            function(output.list);
+    }
+    /* Finds the first choice from `position` on that may fit, or their number; false if an input is no tensor. */
+    bool sift(const Inputs &inputs, size_t *position) const;
+
+  private:
+    size_t take_row(const std::string &bytes);
 };
-
-extern PyType_Spec replay_spec, entry_spec, call_spec, candidate_filter_spec;
-
-/* The state of a CandidateFilter; NULL for any other object. */
-CandidateFilter::State *candidate_filter_in(PyObject *object);
-
-/* Finds the first choice from `position` on that may fit, or their number; false if an input is no tensor. */
-bool sift(const CandidateFilter::State *state, const Inputs &inputs, size_t *position);
-
-/* The state of a Replay; NULL for any other object. */
-Replay::State *replay_in(PyObject *object);
 
 /* Why a call takes the slow path; `native/binding.py` has the names. */
 enum class Slow : size_t {
@@ -295,69 +290,73 @@ Answer passed_over();
 
 /* Whether a recording accepts the inputs of a call. If so, its graph holds their addresses, and inputs that must be dead
    are released. Sets `is_copied` if inputs were copied for this call, so that Python must replay, and `why` with `no`. */
-Answer accept(Replay::State *state, Inputs &inputs, bool *is_copied, Slow *why);
+Answer accept(Replay *state, Inputs &inputs, bool *is_copied, Slow *why);
 
 /* Counts the replay and launches the graph; false with an exception. */
-bool launch(const Replay::State *replay);
+bool launch(const Replay *replay);
 
 /* Outputs of a recording, valid until other code runs: cached outputs, substitutes for others, and those that are made for
    each call. These are made once, and kept in `made`: outputs without elements, `returned` ones, from the tensors
    `given`, and gradients that are `picked` to be returned themselves. Code that only accumulates gradients does not `see`
    them, and gets cached ones. False if another output must be made. */
-bool at_hand(const Replay::State *replay, PyObject *given, bool sees, const std::vector<bool> &picked,
-             std::vector<Ref> *made, std::vector<PyObject *> *outputs);
+bool at_hand(const Replay *replay, PyObject *given, bool sees, const std::vector<bool> &picked, std::vector<Ref> *made,
+             std::vector<PyObject *> *outputs);
 
 /* Notes the cached outputs, which Python has just made. */
-void note_made(Replay::State *replay);
+void note_made(Replay *replay);
 
 /* Whether the program left all cached outputs as they were made, in the same inference mode as this call's, so that
    they can be returned again. */
-bool are_untouched(const Replay::State *replay);
+bool are_untouched(const Replay *replay);
 
 /* The outputs of a recording as a list, made in Python; NULL with an exception. */
-Ref outputs_of(PyObject *recording, const Replay::State *replay, PyObject *given);
+Ref outputs_of(PyObject *recording, const Replay *replay, PyObject *given);
 
 /* Where a parameter was at the last call. */
 struct Parameter {
     const void *tensor = nullptr, *autograd = nullptr;
 };
 
-/* Whether all gradients of the current backward are accumulated, and no other code sees them; see native/gradients.cpp.
+/* Whether all gradients of the current backward are accumulated, and no other code sees them; see native/own_outputs.cpp.
    It notes the parameters' places, which are loaded ahead the next time. */
 bool are_only_accumulated(std::vector<Parameter> *parameters);
 
-/* Replaces a reference that an object owns. */
-inline void assign(PyObject **place, PyObject *value) {
-    if (*place != value)
-        Ref before(std::exchange(*place, Py_NewRef(value)));
-}
+/* A view of a tensor: its number among outputs and kept inputs, and the arguments of Inductor's reinterpret_tensor. */
+struct View {
+    uint64_t number;
+    std::vector<int64_t> sizes, strides;
+    int64_t offset;
+    bool is_own = false; // it equals the gradient that it is a view of, and replaces it only for code that may see it
+};
 
-/* Visits, clears and frees an object whose method `held` gives the places of all references that it owns. */
-template <typename Object> int held_traverse(PyObject *self, visitproc visit, void *arg) {
-    Py_VISIT(Py_TYPE(self));
-    for (PyObject **held : reinterpret_cast<Object *>(self)->held())
-        Py_VISIT(*held);
-    return 0;
-}
+/* What a call returns: the recording's outputs, or some of them with kept inputs, views of both, and constants;
+   trees/functions/fast_path.py describes the arguments. */
+struct Results {
+    bool picks_some = false;                     // if not, all outputs are returned as a list
+    bool has_own = false, views_are_own = false; // some views, or all
+    std::vector<uint64_t> kept, picks;
+    std::vector<bool> whole; // by number of an output, whether it is returned itself; empty: all are
+    std::vector<View> views;
+    PyObject *constants = nullptr;   // a tuple
+    std::vector<PyObject *> outputs; // borrowed, and valid until other code runs
+    std::vector<Parameter> parameters; // by edge of the backward
 
-template <typename Object> int held_clear(PyObject *self) {
-    for (PyObject **held : reinterpret_cast<Object *>(self)->held())
-        Py_CLEAR(*held);
-    return 0;
-}
+    void take(const py::dict &given);
+};
 
-template <typename Object> void held_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    held_clear<Object>(self);
-    type->tp_free(self);
-    Py_DECREF(type);
-}
+/* The inputs that are kept, as a tuple; NULL if the list is too short, or with an exception. */
+Ref kept_inputs(const Results *state, PyObject *list);
 
-/* Wraps a function that makes an object, for use as tp_new. */
-template <PyObject *(*make)(PyTypeObject *, PyObject *, PyObject *)>
-PyObject *translate(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    return translated([&] { return make(type, arguments, keywords); });
-}
+/* The call's result, from a list of outputs; NULL with an exception. */
+Ref of_list(const Results *state, const Ref &kept, Ref &outputs);
+
+/* The call's result, from outputs at hand; NULL if they are not, possibly with an exception. */
+Ref result_at_hand(Results *state, const Replay *replay, const Ref &kept, PyObject *given);
+
+/* Add the classes of the files to a module. */
+void add_call(py::module_ &module);
+void add_entry(py::module_ &module);
+void add_replay(py::module_ &module);
+void add_tree(py::module_ &module);
 
 } // namespace pygraph

@@ -18,9 +18,9 @@ SOURCES = Path(__file__).resolve().parent
 
 
 def sources_hash(folder: Path = SOURCES) -> str:
-    """SHA-256 of the C and C++ files in a folder, with their names: 64 hexadecimal digits."""
+    """SHA-256 of the C++ files in a folder, with their names: 64 hexadecimal digits."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in (".c", ".cpp", ".h")):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".h")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

@@ -1,16 +1,13 @@
-/* The memory of a function's outputs: pygraph_trees.native._fast_path.OwnMemory, see own_memory.h. */
+/* The memory of a function's outputs: pygraph_trees.native._fast_path.OwnMemory, see memory.h. */
 
-#include "fast_path.h"
+#include "memory.h"
 
 #include <ATen/CachedTensorUtils.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Storage.h>
-
-#include <structmember.h>
 
 using namespace pygraph;
 
@@ -22,7 +19,7 @@ constexpr uint8_t ALIVE_IN_A_ROW = 2; // calls after which memory is no longer k
 constexpr uint8_t DEAD_IN_A_ROW = 4;  // calls after which it is kept again
 constexpr size_t BLOCKS_AHEAD = 24;   // blocks
 
-std::vector<OwnMemory::State *> all; // of the process, protected by the GIL
+std::vector<OwnMemory *> all; // of the process, protected by the GIL
 unsigned long long calls = 0;
 
 at::Tensor tensor_in(c10::Storage storage, const Strided &layout) {
@@ -44,30 +41,16 @@ bool is_whole(const Block &block) {
            storage->data_ptr().get_deleter() == block.deleter;
 }
 
-/* Other threads may run Python code while it exists. */
-class WithoutLock {
-  public:
-    WithoutLock() : state(PyEval_SaveThread()) {}
-    ~WithoutLock() { PyEval_RestoreThread(state); }
-    WithoutLock(const WithoutLock &) = delete;
-    WithoutLock &operator=(const WithoutLock &) = delete;
-
-  private:
-    PyThreadState *state;
-};
-
-OwnMemory::State *memory_of(PyObject *self) { return reinterpret_cast<OwnMemory *>(self)->state; }
-
 } // namespace
 
-bool OwnMemory::State::allocate(Block *block, const c10::Stream &stream, std::string *error) {
+bool OwnMemory::allocate(Block *block, const c10::Stream &stream, std::string *error) {
     try {
         const c10::DeviceGuard guard(device);
         const c10::InferenceMode none(false);
         c10::Allocator *allocator = c10::GetAllocator(device.type());
         c10::DataPtr memory;
         {
-            const WithoutLock others_run; // the allocator may wait for the device, and the device for Python
+            const py::gil_scoped_release others_run; // the allocator may wait for the device, and the device for Python
             memory = allocator->allocate(block->nbytes);
         }
         Ref storage, base;
@@ -91,7 +74,7 @@ bool OwnMemory::State::allocate(Block *block, const c10::Stream &stream, std::st
         block->stream = stream;
         block->is_used = false;
         block->is_new = true;
-        counter_in(allocated)->value++;
+        allocated->value++;
         if (block->lends)
             try {
                 at::caching::add_cached_tensor(THPVariable_Unpack(block->base));
@@ -108,7 +91,7 @@ bool OwnMemory::State::allocate(Block *block, const c10::Stream &stream, std::st
     return false;
 }
 
-void OwnMemory::State::give_away(Block *block) {
+void OwnMemory::give_away(Block *block) {
     if (block->base == nullptr)
         return;
     // It is in no registry after torch has turned that off; then removing it would raise, in a destructor.
@@ -117,7 +100,7 @@ void OwnMemory::State::give_away(Block *block) {
     dropped.emplace_back(std::exchange(block->base, nullptr));
 }
 
-bool OwnMemory::State::take(std::string *error) {
+bool OwnMemory::take(std::string *error) {
     struct Taking {
         bool &is;
         ~Taking() { is = false; }
@@ -125,7 +108,7 @@ bool OwnMemory::State::take(std::string *error) {
     return take_all(error);
 }
 
-bool OwnMemory::State::take_all(std::string *error) {
+bool OwnMemory::take_all(std::string *error) {
     used = ++calls;
     const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
     for (size_t i = 0; i < blocks.size(); i++) {
@@ -141,7 +124,7 @@ bool OwnMemory::State::take_all(std::string *error) {
             if (!is_dead(block.base) && ++block.alive >= ALIVE_IN_A_ROW)
                 block.holds = false;
             block.dead = 0;
-            counter_in(given_away)->value++;
+            given_away->value++;
             give_away(&block);
         } else if (!block.holds) {
             block.dead = block.last.expired() ? static_cast<uint8_t>(block.dead + 1) : 0;
@@ -154,12 +137,12 @@ bool OwnMemory::State::take_all(std::string *error) {
     return true;
 }
 
-bool OwnMemory::State::is_free(size_t number) const {
+bool OwnMemory::is_free(size_t number) const {
     const Block &block = blocks[number];
     return !block.is_used && is_whole(block) && is_dead(block.base);
 }
 
-void OwnMemory::State::launched() {
+void OwnMemory::launched() {
     for (Block &block : blocks)
         block.is_new = false;
     for (Block &block : blocks)
@@ -170,25 +153,55 @@ void OwnMemory::State::launched() {
         }
 }
 
-PyObject *pygraph::alias(PyObject *base, const Strided &layout) {
-    return THPVariable_Wrap(tensor_in(c10::Storage(THPVariable_Unpack(base).storage()), layout));
+void OwnMemory::release() {
+    if (is_taking)
+        return;
+    for (Block &block : blocks)
+        give_away(&block);
+    drop();
 }
 
-bool pygraph::take_strided(PyObject *sizes, PyObject *strides, long long offset, PyObject *dtype, Strided *layout) {
-    if (!is_tuple(sizes) || !is_tuple(strides))
-        return false;
-    if (!THPDtype_Check(dtype)) {
-        PyErr_SetString(PyExc_TypeError, "expected a dtype");
-        return false;
+void OwnMemory::hold(bool may) {
+    may_hold = may;
+    for (Block &block : blocks)
+        block.holds = block.holds && may;
+}
+
+size_t OwnMemory::nbytes(bool only_held) const {
+    size_t sum = 0;
+    for (const Block &block : blocks)
+        sum += block.holds || !only_held ? block.nbytes : 0;
+    return sum;
+}
+
+OwnMemory::OwnMemory(const py::kwargs &given)
+    : device(given["like"].cast<at::Tensor>().device()), allocated(given["allocated"].cast<std::shared_ptr<Counter>>()),
+      given_away(given["given_away"].cast<std::shared_ptr<Counter>>()) {
+    using Numbers = std::vector<int64_t>;
+    using Described = std::tuple<size_t, Numbers, Numbers, at::ScalarType, bool, bool>;
+    bool lends_some = false;
+    for (const auto &[nbytes, sizes, strides, dtype, lends, holds] : given["blocks"].cast<std::vector<Described>>()) {
+        blocks.push_back({nbytes, {sizes, strides, 0, c10::scalarTypeToTypeMeta(dtype)}, lends, holds});
+        lends_some |= lends;
     }
-    for (auto [tuple, numbers] : {std::pair{sizes, &layout->sizes}, std::pair{strides, &layout->strides}})
-        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++)
-            numbers->push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)));
-    layout->offset = offset;
-    layout->dtype = c10::scalarTypeToTypeMeta(reinterpret_cast<THPDtype *>(dtype)->scalar_type);
-    if (PyErr_Occurred() == nullptr && layout->sizes.size() != layout->strides.size())
-        PyErr_SetString(PyExc_ValueError, "expected as many strides as sizes");
-    return PyErr_Occurred() == nullptr;
+    if (lends_some)
+        at::caching::set_cached_tensors_enabled(true);
+    all.push_back(this);
+}
+
+OwnMemory::~OwnMemory() {
+    std::erase(all, this);
+    release();
+}
+
+Strided Strided::of(const py::handle &given) {
+    using Numbers = std::vector<int64_t>;
+    const auto [sizes, strides, offset, dtype] = given.cast<std::tuple<Numbers, Numbers, int64_t, at::ScalarType>>();
+    return {sizes, strides, offset, c10::scalarTypeToTypeMeta(dtype)};
+}
+
+at::Tensor pygraph::alias(PyObject *base, const Strided &layout) {
+    return tensor_in(c10::Storage(THPVariable_Unpack(base).storage()), layout);
 }
 
 void pygraph::note_stream(const at::Tensor &tensor) {
@@ -196,202 +209,56 @@ void pygraph::note_stream(const at::Tensor &tensor) {
     const c10::StorageImpl *storage = impl->has_storage() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
     if (storage == nullptr)
         return;
-    for (OwnMemory::State *state : all)
-        for (Block &block : state->blocks)
+    for (OwnMemory *memory : all)
+        for (Block &block : memory->blocks)
             if (block.address == storage->data()) // else nothing of it need be read
                 block.is_used |= block.base != nullptr && storage_of(block.base) == storage;
 }
 
 namespace {
 
-PyObject *make_own_memory(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"like", "blocks", "allocated", "given_away", nullptr};
-    PyObject *like, *given, *allocated, *given_away;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOO", const_cast<char **>(known), &like, &given, &allocated,
-                                     &given_away))
-        return nullptr;
-    if (counter_in(allocated) == nullptr || counter_in(given_away) == nullptr)
-        return PyErr_Format(PyExc_TypeError, "expected two Counter objects");
-    const at::Tensor *example = tensor_of(like);
-    Items items;
-    if (example == nullptr || !items.take(given))
-        return nullptr;
-    Ref made(type->tp_alloc(type, 0));
-    if (!made)
-        return nullptr;
-    auto *state = reinterpret_cast<OwnMemory *>(made.get())->state = new OwnMemory::State;
-    state->device = example->device();
-    state->allocated = Py_NewRef(allocated);
-    state->given_away = Py_NewRef(given_away);
-    for (Py_ssize_t i = 0; i < items.count; i++) {
-        unsigned long long nbytes = 0;
-        PyObject *sizes, *strides, *dtype;
-        int lends = 0, holds = 0;
-        Block &block = state->blocks.emplace_back();
-        if (!is_tuple(items.at[i]) ||
-            !PyArg_ParseTuple(items.at[i], "KOOOpp", &nbytes, &sizes, &strides, &dtype, &lends, &holds) ||
-            !take_strided(sizes, strides, 0, dtype, &block.layout))
-            return nullptr;
-        block.nbytes = nbytes;
-        block.lends = lends != 0;
-        block.holds = holds != 0;
+/* The tensors of a call, one for each block. */
+py::list take(OwnMemory &self) {
+    py::list tensors(self.blocks.size()); // first: it may collect garbage
+    if (std::string error; !self.take(&error)) {
+        py::set_error(py::module_::import("torch").attr("OutOfMemoryError"), error.c_str());
+        throw py::error_already_set();
     }
-    if (std::any_of(state->blocks.begin(), state->blocks.end(), [](const Block &block) { return block.lends; }))
-        at::caching::set_cached_tensors_enabled(true);
-    all.push_back(state);
-    return made.release();
+    for (size_t i = 0; i < self.blocks.size(); i++)
+        tensors[i] = py::handle(self.blocks[i].base);
+    return tensors;
 }
 
-int own_memory_traverse(PyObject *self, visitproc visit, void *arg) {
-    Py_VISIT(Py_TYPE(self));
-    return 0;
+py::object item(const OwnMemory &self, uint64_t number) {
+    PyObject *base = self.item(number);
+    return base == nullptr ? py::none() : py::reinterpret_borrow<py::object>(base);
 }
 
-void own_memory_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    if (auto *state = std::exchange(reinterpret_cast<OwnMemory *>(self)->state, nullptr); state != nullptr) {
-        std::erase(all, state);
-        state->release();
-        Py_XDECREF(state->allocated);
-        Py_XDECREF(state->given_away);
-        delete state;
-    }
-    type->tp_free(self);
-    Py_DECREF(type);
+at::Tensor alias_of_block(const OwnMemory &self, uint64_t number, const py::object &view) {
+    PyObject *base = self.item(number);
+    if (base == nullptr)
+        throw py::index_error("there is no such block, or it has no memory");
+    return alias(base, view.is_none() ? self.blocks[number].layout : Strided::of(view));
 }
-
-PyObject *take(PyObject *self, PyObject *) {
-    return translated([&]() -> PyObject * {
-        OwnMemory::State *state = memory_of(self);
-        Ref list(PyList_New(static_cast<Py_ssize_t>(state->blocks.size()))); // first: it may collect garbage
-        std::string error;
-        if (list && !state->take(&error)) {
-            Ref torch(PyImport_ImportModule("torch"));
-            if (Ref kind(torch ? PyObject_GetAttrString(torch.get(), "OutOfMemoryError") : nullptr); kind)
-                PyErr_SetString(kind.get(), error.c_str());
-            return nullptr;
-        }
-        for (size_t i = 0; list && i < state->blocks.size(); i++)
-            PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), Py_NewRef(state->blocks[i].base));
-        return list.release();
-    });
-}
-
-PyObject *finish(PyObject *self, PyObject *) {
-    return translated([&]() -> PyObject * {
-        memory_of(self)->launched();
-        auto dropped = std::exchange(memory_of(self)->dropped, {});
-        dropped.clear();
-        Py_RETURN_NONE;
-    });
-}
-
-PyObject *release(PyObject *self, PyObject *) {
-    return translated([&]() -> PyObject * {
-        memory_of(self)->release();
-        Py_RETURN_NONE;
-    });
-}
-
-PyObject *hold(PyObject *self, PyObject *may) {
-    const int answer = PyObject_IsTrue(may);
-    if (answer < 0)
-        return nullptr;
-    memory_of(self)->may_hold = answer != 0;
-    for (Block &block : memory_of(self)->blocks)
-        block.holds = block.holds && answer != 0;
-    Py_RETURN_NONE;
-}
-
-PyObject *make_alias(PyObject *self, PyObject *arguments) {
-    return translated([&]() -> PyObject * {
-        unsigned long long number = 0;
-        long long offset = 0;
-        PyObject *view, *sizes, *strides, *dtype;
-        if (!PyArg_ParseTuple(arguments, "KO", &number, &view))
-            return nullptr;
-        PyObject *base = memory_of(self)->item(number);
-        if (base == nullptr)
-            return PyErr_Format(PyExc_IndexError, "there is no block %llu", number);
-        if (view == Py_None)
-            return alias(base, memory_of(self)->blocks[number].layout);
-        Strided layout;
-        if (!is_tuple(view) || !PyArg_ParseTuple(view, "OOLO", &sizes, &strides, &offset, &dtype) ||
-            !take_strided(sizes, strides, offset, dtype, &layout))
-            return nullptr;
-        return alias(base, layout);
-    });
-}
-
-PyObject *get_item(PyObject *self, PyObject *number) {
-    const size_t found = PyLong_AsSize_t(number);
-    PyObject *base = PyErr_Occurred() ? nullptr : memory_of(self)->item(found);
-    return PyErr_Occurred() ? nullptr : Py_NewRef(base == nullptr ? Py_None : base);
-}
-
-PyObject *get_held_bytes(PyObject *self, void *) {
-    size_t held = 0;
-    for (const Block &block : memory_of(self)->blocks)
-        held += block.holds ? block.nbytes : 0;
-    return PyLong_FromSize_t(held);
-}
-
-PyObject *get_nbytes(PyObject *self, void *) {
-    size_t all = 0;
-    for (const Block &block : memory_of(self)->blocks)
-        all += block.nbytes;
-    return PyLong_FromSize_t(all);
-}
-
-PyObject *get_used(PyObject *self, void *) { return PyLong_FromUnsignedLongLong(memory_of(self)->used); }
-
-PyMethodDef own_memory_methods[] = {
-    {"take", take, METH_NOARGS, "The tensors of a call, one for each block, which nothing else uses."},
-    {"finish", finish, METH_NOARGS, "Ends a call: memory that is not kept is the program's from now on."},
-    {"release", release, METH_NOARGS, "Drops all memory; what the program uses stays alive."},
-    {"hold", hold, METH_O, "Whether memory may be kept from call to call."},
-    {"alias", make_alias, METH_VARARGS,
-     "A new tensor in a block: its number, and sizes, strides, offset, dtype, or None."},
-    {"item", get_item, METH_O, "The tensor of a block, by its number; None without memory."},
-    {nullptr, nullptr, 0, nullptr},
-};
-
-PyGetSetDef own_memory_fields[] = {
-    {"used", get_used, nullptr, "The number of its latest call, among all calls.", nullptr},
-    {"nbytes", get_nbytes, nullptr, "Bytes of all blocks.", nullptr},
-    {"held_bytes", get_held_bytes, nullptr, "Bytes that are kept from call to call.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
-};
-
-PyType_Slot own_memory_slots[] = {
-    {Py_tp_doc, const_cast<char *>("Memory of a function's outputs, which replays write again while it is dead.")},
-    {Py_tp_new, reinterpret_cast<void *>(translate<make_own_memory>)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(own_memory_dealloc)},
-    {Py_tp_traverse, reinterpret_cast<void *>(own_memory_traverse)},
-    {Py_tp_methods, own_memory_methods},
-    {Py_tp_getset, own_memory_fields},
-    {0, nullptr},
-};
 
 } // namespace
 
-void OwnMemory::State::release() {
-    if (is_taking)
-        return;
-    for (Block &block : blocks)
-        give_away(&block);
-    auto gone = std::exchange(dropped, {});
-    gone.clear();
-}
-
-PyType_Spec pygraph::own_memory_spec = {
-    "pygraph_trees.native._fast_path.OwnMemory", sizeof(OwnMemory), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,     own_memory_slots,
-};
-
-OwnMemory::State *pygraph::own_memory_in(PyObject *object) {
-    return object != nullptr && Py_TYPE(object)->tp_dealloc == own_memory_dealloc
-               ? reinterpret_cast<OwnMemory *>(object)->state
-               : nullptr;
+void pygraph::declare_own_memory(py::module_ &module) {
+    declare<OwnMemory>(module, "OwnMemory")
+        .def(py::init<const py::kwargs &>(),
+             "Memory of a function's outputs, which replays write again while it is dead.")
+        .def("take", take, "The tensors of a call, one for each block, which nothing else uses.")
+        .def(
+            "finish", [](OwnMemory &self) { self.launched(), self.drop(); },
+            "Ends a call: memory that is not kept is the program's from now on.")
+        .def("release", &OwnMemory::release, "Drops all memory; what the program uses stays alive.")
+        .def("hold", &OwnMemory::hold, "Whether memory may be kept from call to call.")
+        .def("alias", alias_of_block, "A new tensor in a block: its number, and sizes, strides, offset, dtype, or None.")
+        .def("item", item, "The tensor of a block, by its number; None without memory.")
+        .def_readonly("used", &OwnMemory::used, "The number of its latest call, among all calls.")
+        .def_property_readonly(
+            "nbytes", [](const OwnMemory &self) { return self.nbytes(false); }, "Bytes of all blocks.")
+        .def_property_readonly(
+            "held_bytes", [](const OwnMemory &self) { return self.nbytes(true); },
+            "Bytes that are kept from call to call.");
 }

@@ -1,9 +1,21 @@
-/* A recording's outputs: those that it has cached, as long as the program leaves them as they were made. */
+/* A recording's outputs: those that it has cached, as long as the program leaves them as they were made.
+
+   are_only_accumulated tells whether no other code can see the gradients that a backward returns. It answers yes if the
+   backward runs the whole autograd graph and all of its gradients go to AccumulateGrad without a hook. Then a replay may
+   return the recording's own tensors; otherwise it returns new ones. native/DESIGN.md gives the reason, and the one case
+   that is not detected. */
 
 #include "fast_path.h"
 
 #include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/inductor/inductor_ops.h>
+
+#include <typeinfo>
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Node;
 
 namespace {
 
@@ -74,8 +86,8 @@ bool is_untouched(PyObject *output, const Replay::Made &made, const int64_t *sha
 /* A new tensor like a cached one, in its storage; NULL with an exception. */
 Ref renewed(PyObject *output) {
     const c10::TensorImpl *impl = THPVariable_Unpack(output).unsafeGetTensorImpl();
-    return Ref(
-        alias(output, {impl->sizes().vec(), impl->strides().vec(), impl->storage_offset(), impl->dtype()}));
+    return Ref(THPVariable_Wrap(
+        alias(output, {impl->sizes().vec(), impl->strides().vec(), impl->storage_offset(), impl->dtype()})));
 }
 
 /* An output that is made for each call; NULL with an exception. */
@@ -85,15 +97,40 @@ Ref made_from(const Replay::Returned &output, PyObject *given, bool sees) {
     if (output.is_whole || (output.lends && !sees))
         return Ref::dup(given);
     if (output.is_own)
-        return Ref(alias(given, output.layout));
+        return Ref(THPVariable_Wrap(alias(given, output.layout)));
     const at::Tensor &tensor = THPVariable_Unpack(given);
     return Ref(THPVariable_Wrap(torch::inductor::_reinterpret_tensor(tensor, output.layout.sizes, output.layout.strides,
                                                                      output.layout.offset)));
 }
 
+constexpr size_t NODES_AHEAD = 16; // nodes
+
+/* Whether a node accumulates a gradient without any hook. Hooks on a parameter are tensor hooks. */
+bool is_unseen(Node &node) {
+    return typeid(node) == typeid(AccumulateGrad) && node.pre_hooks().empty() && node.post_hooks().empty() &&
+           node.retains_grad_hooks().empty() && node.tensor_pre_hooks().empty() &&
+           node.tensor_post_acc_grad_hooks() == nullptr;
+}
+
+/* If the backward itself is differentiated, AOTAutograd returns the gradients from another function's forward, and they
+   then require gradients. Torch turns off gradients of both modes there, and in a backward those of reverse mode. */
+bool is_differentiated() {
+    return c10::GradMode::is_enabled() || !c10::AutogradState::get_tls_state().get_fw_grad_mode();
+}
+
+/* Loads the fields that is_unseen reads: the node's type, its hooks, which are next to each other, and its parameter,
+   which has the parameter's hooks. The offsets are those of torch 2.11 and 2.13; a wrong one only costs time. */
+void load(const Node *node, const Parameter &parameter) {
+    Known::ahead(node, 0);
+    Known::ahead(node, 128), Known::ahead(node, 192), Known::ahead(node, 264);
+    Known::ahead(node, sizeof(AccumulateGrad) - 1);
+    Known::ahead(parameter.tensor, 24);
+    Known::ahead(parameter.autograd, 80), Known::ahead(parameter.autograd, 143);
+}
+
 } // namespace
 
-void pygraph::note_made(Replay::State *replay) {
+void pygraph::note_made(Replay *replay) {
     replay->made.clear();
     replay->shapes.clear();
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(replay->cached); i++) {
@@ -116,7 +153,7 @@ void pygraph::note_made(Replay::State *replay) {
     }
 }
 
-bool pygraph::are_untouched(const Replay::State *replay) {
+bool pygraph::are_untouched(const Replay *replay) {
     constexpr size_t further = 8;
     const bool is_inference = c10::InferenceMode::is_enabled();
     const size_t count = static_cast<size_t>(PyList_GET_SIZE(replay->cached));
@@ -136,7 +173,7 @@ bool pygraph::are_untouched(const Replay::State *replay) {
     return true;
 }
 
-bool pygraph::at_hand(const Replay::State *replay, PyObject *given, bool sees, const std::vector<bool> &picked,
+bool pygraph::at_hand(const Replay *replay, PyObject *given, bool sees, const std::vector<bool> &picked,
                       std::vector<Ref> *made, std::vector<PyObject *> *outputs) {
     const auto is_renewed = [&](Py_ssize_t i) { // as long as the cached outputs do not change
         const auto number = static_cast<size_t>(i);
@@ -184,7 +221,7 @@ bool pygraph::at_hand(const Replay::State *replay, PyObject *given, bool sees, c
     return true;
 }
 
-Ref pygraph::outputs_of(PyObject *recording, const Replay::State *replay, PyObject *given) {
+Ref pygraph::outputs_of(PyObject *recording, const Replay *replay, PyObject *given) {
     Ref outputs(PyObject_CallOneArg(replay->make, recording));
     for (size_t i = 0; outputs && i < replay->returned.size(); i++) {
         Ref made = made_from(replay->returned[i], PyTuple_GET_ITEM(given, static_cast<Py_ssize_t>(i)), true);
@@ -193,4 +230,27 @@ Ref pygraph::outputs_of(PyObject *recording, const Replay::State *replay, PyObje
             return Ref();
     }
     return outputs;
+}
+
+bool pygraph::are_only_accumulated(std::vector<Parameter> *parameters) {
+    const auto node = torch::autograd::get_current_node();
+    if (!node || is_differentiated() || !node->post_hooks().empty() || node->name() != "CompiledFunctionBackward")
+        return false; // not a node of AOTAutograd, by its name
+    const auto *captured = torch::autograd::get_current_graph_task_exec_info();
+    if (captured == nullptr || !captured->empty())
+        return false; // torch.autograd.grad, or a backward to some inputs
+    const auto &edges = node->next_edges();
+    parameters->resize(edges.size());
+    for (size_t i = 0; i < edges.size(); i++) {
+        for (size_t next = i == 0 ? 0 : i + NODES_AHEAD; next <= i + NODES_AHEAD && next < edges.size(); next++)
+            load(edges[next].function.get(), (*parameters)[next]);
+        if (!edges[i].is_valid())
+            continue;
+        if (!is_unseen(*edges[i].function))
+            return false;
+        const c10::TensorImpl *tensor =
+            static_cast<const AccumulateGrad &>(*edges[i].function).variable.unsafeGetTensorImpl();
+        (*parameters)[i] = {tensor, tensor->autograd_meta()};
+    }
+    return true;
 }

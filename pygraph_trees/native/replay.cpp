@@ -2,148 +2,57 @@
 
    It holds the required addresses of static inputs, the inputs whose addresses the graph is given, the outputs that must
    be dead, and what a call returns. Python decides about unknown addresses, and about outputs that do not seem dead.
-   trees/functions/fast_path.py makes it. */
+   Outputs that are inputs of the call too die when the call releases them: that is seen before the launch, without
+   releasing them. trees/functions/fast_path.py makes it. */
 
 #include "fast_path.h"
 
+#include <optional>
+#include <unordered_map>
 #include <unordered_set>
 
 using namespace pygraph;
 
 namespace {
 
-/* Takes (input, output, block or None, layout or None): see trees/functions/fast_path.py; false with an exception. */
-bool take_returned(Replay::State *state, PyObject *returned, PyObject *others) {
-    const OwnMemory::State *own = own_memory_in(state->own);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(returned); i++) {
-        unsigned long long input = 0, output = 0;
-        PyObject *number, *layout, *sizes, *strides, *dtype;
-        long long offset = 0;
-        Replay::Returned &made = state->returned.emplace_back();
-        if (!is_tuple(PyTuple_GET_ITEM(returned, i)) ||
-            !PyArg_ParseTuple(PyTuple_GET_ITEM(returned, i), "KKOO", &input, &output, &number, &layout))
-            return false;
-        const bool is_own = number != Py_None;
-        const size_t block = is_own ? PyLong_AsSize_t(number) : 0;
-        if (PyErr_Occurred())
-            return false;
-        if (output >= static_cast<uint64_t>(PyList_GET_SIZE(others)) || (is_own && (own == nullptr || block >= own->blocks.size()))) {
-            PyErr_SetString(PyExc_ValueError, "expected an output and a block that exist");
-            return false;
-        }
-        made.input = input;
-        made.output = output;
-        made.is_own = is_own;
-        made.is_whole = !is_own && layout == Py_None;
-        if (layout != Py_None && (!is_tuple(layout) || !PyArg_ParseTuple(layout, "OOLO", &sizes, &strides, &offset, &dtype) ||
-                                  !take_strided(sizes, strides, offset, dtype, &made.layout)))
-            return false;
-        if (is_own) {
-            const OwnMemory::Block &lent = own->blocks[block];
-            if (layout == Py_None)
-                made.layout = lent.layout;
-            made.lends = lent.lends && made.layout.sizes == lent.layout.sizes && made.layout.strides == lent.layout.strides &&
-                         made.layout.offset == 0 && made.layout.dtype == lent.layout.dtype;
-            state->lends |= made.lends;
-        }
-    }
-    return true;
+constexpr size_t NOWHERE = ~size_t{0};
+
+/* NULL if the list has become shorter. */
+PyObject *item_of(PyObject *list, uint64_t index) {
+    return index < static_cast<uint64_t>(PyList_GET_SIZE(list)) ? PyList_GET_ITEM(list, static_cast<Py_ssize_t>(index))
+                                                                : nullptr;
 }
 
-PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"recording", "prepare", "addresses", "replays", "graph", "cached", "others",
-                                  "places",    "patched", "managed", "returned", "before", "after", "outliving", "own",
-                                  "borrow", "make", "run", "in_python", "python_checks", "has_new_history", "is_backward", nullptr};
-    PyObject *recording, *prepare, *addresses, *replays, *graph, *cached, *others, *places, *patched, *managed, *returned,
-        *before, *after, *outliving, *own, *borrow, *make, *run;
-    int in_python = 0, python_checks = 0, has_new_history = 0, is_backward = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOO!OOOOOOOpppp", const_cast<char **>(known), &recording,
-                                     &prepare, &addresses, &replays, &graph, &PyList_Type, &cached, &PyList_Type, &others,
-                                     &places, &patched, &managed, &PyTuple_Type, &returned, &before, &after,
-                                     &outliving, &own, &borrow, &make, &run, &in_python, &python_checks, &has_new_history,
-                                     &is_backward))
-        return nullptr;
-    if ((addresses != Py_None && addresses_in(addresses) == nullptr) || counter_in(replays) == nullptr) {
-        PyErr_SetString(PyExc_TypeError, "expected an Addresses or None, and a Counter");
-        return nullptr;
-    }
-    Ref made(type->tp_alloc(type, 0));
-    if (!made)
-        return nullptr;
-    auto *state = reinterpret_cast<Replay *>(made.get())->state = new Replay::State;
-    state->recording = Py_NewRef(recording);
-    state->prepare = prepare == Py_None ? nullptr : Py_NewRef(prepare);
-    state->addresses = Py_NewRef(addresses);
-    state->replays = Py_NewRef(replays);
-    state->graph = Py_NewRef(graph);
-    state->cached = Py_NewRef(cached);
-    state->others = Py_NewRef(others);
-    state->own = Py_NewRef(own);
-    state->borrow = Py_NewRef(borrow);
-    state->make = Py_NewRef(make);
-    state->run = Py_NewRef(run);
-    Packed<Place> fixed;
-    std::vector<uint64_t> asked;
-    if (!fixed.take(places) || !unpack(patched, &asked) || !unpack(managed, &state->managed) ||
-        !take_returned(state, returned, others) || !state->before.take(before) || !state->after.take(after) || !state->outliving.take(outliving))
-        return nullptr;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(others); i++) {
-        PyObject *other = PyList_GET_ITEM(others, i);
-        const at::Tensor *like = PyTuple_Check(other) && PyTuple_GET_SIZE(other) == 1 ? tensor_of(PyTuple_GET_ITEM(other, 0))
-                                                                                     : nullptr;
-        if (like != nullptr)
-            state->empty.push_back(
-                {static_cast<size_t>(i), like->sizes().vec(), like->strides().vec(), like->options()});
-    }
-    state->lasting = state->managed;
-    for (Py_ssize_t i = 0; i < fixed.count; i++)
-        state->fixed.push_back({fixed[i].index, fixed[i].address, {}});
-    for (const uint64_t index : asked)
-        state->asked.push_back({index, 0, {}});
-    state->in_python = in_python != 0;
-    state->python_checks = python_checks != 0;
-    state->has_new_history = has_new_history != 0;
-    state->is_backward = is_backward != 0;
-    note_made(state);
-    return made.release();
+/* Whether an output seems dead. If the program gave it other memory, somebody may hold the storage that it had. */
+bool seems_dead(PyObject *list, uint64_t index, uint64_t address) {
+    PyObject *object = item_of(list, index);
+    return object != nullptr && object != Py_None && is_dead(object) &&
+           reinterpret_cast<uintptr_t>(THPVariable_Unpack(object).unsafeGetTensorImpl()->unsafe_storage().data()) ==
+               address;
 }
 
-int replay_traverse(PyObject *self, visitproc visit, void *arg) {
-    auto *state = reinterpret_cast<Replay *>(self)->state;
-    Py_VISIT(Py_TYPE(self));
-    if (state == nullptr)
-        return 0;
-    for (PyObject **held : state->held())
-        Py_VISIT(*held);
-    for (const Mortal *outputs : {&state->before, &state->after, &state->outliving})
-        if (const int found = outputs->visit(visit, arg); found != 0)
-            return found;
-    return 0;
-}
-
-int replay_clear(PyObject *self) {
-    auto *state = reinterpret_cast<Replay *>(self)->state;
-    reinterpret_cast<Replay *>(self)->state = nullptr;
-    if (state != nullptr) {
-        for (Mortal *outputs : {&state->before, &state->after, &state->outliving})
-            outputs->clear();
-        for (PyObject **held : state->held())
-            Py_CLEAR(*held);
+/* Takes (input, output, block or None, layout or None): see trees/functions/fast_path.py. */
+Replay::Returned returned_of(const py::handle &given, const Replay &replay) {
+    using Given = std::tuple<uint64_t, size_t, std::optional<size_t>, py::object>;
+    const auto [input, output, block, layout] = given.cast<Given>();
+    const OwnMemory *own = replay.own.get();
+    if (output >= py::len(replay.others) || (block && (own == nullptr || *block >= own->blocks.size())))
+        throw py::value_error("expected an output and a block that exist");
+    Replay::Returned made{.input = input, .output = output, .is_own = block.has_value()};
+    made.is_whole = !block && layout.is_none();
+    if (!layout.is_none())
+        made.layout = Strided::of(layout);
+    if (block) {
+        const OwnMemory::Block &lent = own->blocks[*block];
+        if (layout.is_none())
+            made.layout = lent.layout;
+        made.lends = lent.lends && made.layout == lent.layout;
     }
-    delete state;
-    return 0;
-}
-
-void replay_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    replay_clear(self);
-    type->tp_free(self);
-    Py_DECREF(type);
+    return made;
 }
 
 /* Checks that the fixed inputs are where they should be, and notes the addresses of the others. */
-Answer find(Replay::State *state, const Inputs &inputs) {
+Answer find(Replay *state, const Inputs &inputs) {
     for (std::vector<Watched> *all : {&state->fixed, &state->asked})
         for (size_t i = 0; i < all->size(); i++) {
             load_ahead<&Watched::load>(*all, i);
@@ -167,23 +76,23 @@ Answer find(Replay::State *state, const Inputs &inputs) {
 }
 
 /* Whether the graph needs no change for inputs at the addresses that were found. */
-bool is_settled(const Addresses::State *known, const std::vector<Watched> &inputs) {
-    return has_settled(known) &&
+bool is_settled(const Addresses *known, const std::vector<Watched> &inputs) {
+    return known->has_settled() &&
            std::equal(inputs.begin(), inputs.end(), known->seen.begin(), known->seen.end(),
                       [](const Watched &input, uint64_t address) { return input.address == address; });
 }
 
 /* Makes the graph hold the addresses that were found, or asks Python to do so and sets `asked`. */
-Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *asked) {
-    Addresses::State *known = addresses_in(state->addresses);
-    const bool has_values = known != nullptr && !known->staged.values.empty();
+Answer prepare(Replay *state, Inputs &inputs, bool *is_copied, bool *asked) {
+    Addresses *known = state->addresses.get();
+    const bool has_values = known != nullptr && !known->values.empty();
     if (known != nullptr && !has_values && is_settled(known, state->asked))
         return Answer::yes;
     std::vector<uint64_t> addresses; // of this call: making a list may collect garbage, which may call the same graph
     addresses.reserve(state->asked.size());
     for (const Watched &input : state->asked)
         addresses.push_back(input.address);
-    if (known != nullptr && (!has_values || known->staged.write(inputs)) && patch(known, addresses))
+    if (known != nullptr && (!has_values || known->write_values(inputs)) && known->patch(addresses))
         return Answer::yes;
     *asked = true;
     Ref seen(PyList_New(static_cast<Py_ssize_t>(addresses.size())));
@@ -210,36 +119,17 @@ Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *aske
 }
 
 PyObject *note_cached(PyObject *self, PyObject *) {
-    return translated([&]() -> PyObject * {
-        if (auto *state = reinterpret_cast<Replay *>(self)->state; state != nullptr)
-            note_made(state);
-        Py_RETURN_NONE;
+    return translated([&] {
+        if (Replay *replay = in<Replay>(self); replay != nullptr)
+            note_made(replay);
+        return Py_NewRef(Py_None);
     });
 }
 
 PyObject *is_untouched(PyObject *self, PyObject *) {
-    const auto *state = reinterpret_cast<Replay *>(self)->state;
-    return translated([&] { return PyBool_FromLong(state != nullptr && are_untouched(state)); });
+    const Replay *replay = in<Replay>(self);
+    return translated([&] { return PyBool_FromLong(replay != nullptr && are_untouched(replay)); });
 }
-
-PyObject *get_stream(PyObject *self, void *) {
-    const auto *state = reinterpret_cast<Replay *>(self)->state;
-    return PyLong_FromLongLong(state == nullptr ? 0 : state->stream);
-}
-
-int set_stream(PyObject *self, PyObject *value, void *) {
-    const long long number = value == nullptr ? 0 : PyLong_AsLongLong(value);
-    if (PyErr_Occurred())
-        return -1;
-    if (auto *state = reinterpret_cast<Replay *>(self)->state; state != nullptr)
-        state->stream = number;
-    return 0;
-}
-
-PyGetSetDef replay_fields[] = {
-    {"stream", get_stream, set_stream, "The number of the stream of the last launch.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
-};
 
 PyMethodDef replay_methods[] = {
     {"note_cached", note_cached, METH_NOARGS, "Notes the cached outputs, which were just made."},
@@ -247,29 +137,135 @@ PyMethodDef replay_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyType_Slot replay_slots[] = {
-    {Py_tp_methods, replay_methods},
-    {Py_tp_getset, replay_fields},
-    {Py_tp_doc, const_cast<char *>("One recording's part in a fast replay; see the source.")},
-    {Py_tp_new, reinterpret_cast<void *>(translate<make_replay>)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(replay_dealloc)},
-    {Py_tp_traverse, reinterpret_cast<void *>(replay_traverse)},
-    {Py_tp_clear, reinterpret_cast<void *>(replay_clear)},
-    {0, nullptr},
+PyMemberDef replay_members[] = {
+    {"stream", T_LONGLONG, FIELD(Replay, stream), 0, "The number of the stream of the last launch."},
+    {nullptr, 0, 0, 0, nullptr},
 };
 
 } // namespace
 
-PyType_Spec pygraph::replay_spec = {
-    "pygraph_trees.native._fast_path.Replay", sizeof(Replay), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, replay_slots,
-};
+void pygraph::add_replay(py::module_ &module) {
+    add_class<Replay>(module, "pygraph_trees.native._fast_path.Replay", 0,
+                      {{Py_tp_methods, replay_methods}, {Py_tp_members, replay_members}});
+}
 
-Replay::State *pygraph::replay_in(PyObject *object) {
-    return Py_TYPE(object)->tp_dealloc == replay_dealloc ? reinterpret_cast<Replay *>(object)->state : nullptr;
+void Replay::take(const py::dict &given) {
+    const auto flag = [&](const char *name) { return given[name].cast<bool>(); };
+    recording = reference(given["recording"]);
+    prepare = py::object(given["prepare"]).is_none() ? nullptr : reference(given["prepare"]);
+    graph = reference(given["graph"]);
+    cached = reference(given["cached"].cast<py::list>());
+    others = reference(given["others"].cast<py::list>());
+    borrow = reference(given["borrow"]);
+    make = reference(given["make"]);
+    run = reference(given["run"]);
+    addresses = given["addresses"].cast<std::shared_ptr<Addresses>>();
+    replays = given["replays"].cast<std::shared_ptr<Counter>>();
+    own = given["own"].cast<std::shared_ptr<OwnMemory>>();
+    in_python = flag("in_python");
+    python_checks = flag("python_checks");
+    has_new_history = flag("has_new_history");
+    is_backward = flag("is_backward");
+    for (const auto &[index, address] : given["places"].cast<std::vector<std::pair<uint64_t, uint64_t>>>())
+        fixed.push_back({index, address, {}});
+    for (const uint64_t index : given["patched"].cast<std::vector<uint64_t>>())
+        asked.push_back({index, 0, {}});
+    lasting = managed = given["managed"].cast<std::vector<uint64_t>>();
+    for (const py::handle item : given["returned"].cast<py::tuple>()) {
+        returned.push_back(returned_of(item, *this));
+        lends |= returned.back().lends;
+    }
+    before.take(given["before"]);
+    after.take(given["after"]);
+    outliving.take(given["outliving"]);
+    size_t number = 0;
+    for (const py::handle other : py::list(given["others"])) {
+        if (py::isinstance<py::tuple>(other)) {
+            const auto [like] = other.cast<std::tuple<at::Tensor>>();
+            empty.push_back({number, like.sizes().vec(), like.strides().vec(), like.options()});
+        }
+        number++;
+    }
+    note_made(this);
+}
+
+bool Mortal::died_as(const std::vector<Watched> &inputs) const {
+    if (places.empty())
+        return false;
+    const Dying *place = places.data();
+    for (const Run &run : runs)
+        for (const Dying *end = place + run.outputs.size(); place < end; place++) {
+            if (place->input == NOWHERE)
+                continue;
+            const Watched &input = inputs[place->input];
+            if (!input.dies_here || input.known.object != item_of(run.list, place->index))
+                return false;
+        }
+    return true;
+}
+
+bool Mortal::others_seem_dead() const {
+    const Dying *place = places.data();
+    for (const Run &run : runs)
+        for (const Dying *end = place + run.outputs.size(); place < end; place++)
+            if (place->input == NOWHERE && !seems_dead(run.list, place->index, place->address))
+                return false;
+    return true;
+}
+
+bool Mortal::find_among(std::vector<Watched> *inputs) {
+    if (runs.empty() || !places.empty())
+        return false;
+    std::unordered_map<const void *, size_t> by_object;
+    for (size_t i = 0; i < inputs->size(); i++)
+        by_object.emplace((*inputs)[i].known.object, i);
+    for (const Run &run : runs)
+        for (const Watched &output : run.outputs) {
+            const auto place = by_object.find(output.known.object);
+            places.push_back({place == by_object.end() ? NOWHERE : place->second, output.index, output.address});
+            if (place != by_object.end())
+                (*inputs)[place->second].dies = true;
+        }
+    return true;
+}
+
+void Mortal::take(const py::object &given) {
+    if (given.is_none())
+        return;
+    using Places = std::vector<std::pair<uint64_t, uint64_t>>;
+    const auto [groups, question] = given.cast<std::pair<std::vector<std::pair<py::list, Places>>, py::object>>();
+    ask = reference(question);
+    for (const auto &[list, places_in_list] : groups) {
+        Run &run = runs.emplace_back(reference(list));
+        for (const auto &[index, address] : places_in_list)
+            run.outputs.push_back({index, address, {}});
+    }
+}
+
+int Mortal::are_dead(bool *asked) {
+    if (ask == nullptr || seem_dead())
+        return 1;
+    if (PyErr_Occurred())
+        return -1;
+    *asked = true;
+    Ref answer(PyObject_CallNoArgs(ask));
+    return answer ? PyObject_IsTrue(answer.get()) : -1;
+}
+
+bool Mortal::seem_dead() {
+    for (Run &run : runs)
+        for (size_t i = 0; i < run.outputs.size(); i++) {
+            load_ahead<&Watched::load_references>(run.outputs, i);
+            Watched &output = run.outputs[i];
+            if (!seems_dead(run.list, output.index, output.address))
+                return false;
+            output.known.note(item_of(run.list, output.index));
+        }
+    return true;
 }
 
 /* Whether the inputs that were not released are where `find` found them, and own memory is still free. */
-static bool are_still_there(const Replay::State *state, const Inputs &inputs) {
+static bool are_still_there(const Replay *state, const Inputs &inputs) {
     for (const std::vector<Watched> *all : {&state->fixed, &state->asked})
         for (const Watched &input : *all) {
             PyObject *object = inputs.at(input.index);
@@ -277,7 +273,7 @@ static bool are_still_there(const Replay::State *state, const Inputs &inputs) {
                 continue;
             if (object == nullptr || !is_tensor(object) ||
                 reinterpret_cast<uintptr_t>(THPVariable_Unpack(object).data_ptr()) != input.address ||
-                (inputs.is_own(input.index) && !own_memory_in(inputs.own)->is_free(input.index - inputs.own_from)))
+                (inputs.is_own(input.index) && !inputs.own->is_free(input.index - inputs.own_from)))
                 return false;
         }
     return true;
@@ -298,7 +294,7 @@ static bool release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &
 }
 
 /* Puts tensors with the same memory in the places of inputs that were released; false with an exception. */
-static bool give_back(const Replay::State *state, const Inputs &inputs) {
+static bool give_back(const Replay *state, const Inputs &inputs) {
     Ref recording(PyObject_CallNoArgs(state->recording));
     for (const uint64_t index : state->managed) {
         if (inputs.at(index) != Py_None)
@@ -315,10 +311,10 @@ static bool give_back(const Replay::State *state, const Inputs &inputs) {
     return true;
 }
 
-Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied, Slow *why) {
+Answer pygraph::accept(Replay *state, Inputs &inputs, bool *is_copied, Slow *why) {
     *is_copied = false;
     *why = Slow::not_ready;
-    if ((state->own == Py_None ? nullptr : state->own) != inputs.own)
+    if (state->own.get() != inputs.own)
         return Answer::no; // it was recorded with own memory of other outputs
     *why = Slow::moved;
     const Answer found = find(state, inputs);
@@ -369,7 +365,7 @@ Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied, Sl
     return Answer::yes;
 }
 
-bool pygraph::launch(const Replay::State *replay) {
-    counter_in(replay->replays)->value++;
+bool pygraph::launch(const Replay *replay) {
+    replay->replays->value++;
     return bool(Ref(PyObject_CallMethodNoArgs(replay->graph, names.replay)));
 }

@@ -1,6 +1,6 @@
-/* Makes what a call returns from a recording's outputs, see results.h. */
+/* Makes what a call returns from a recording's outputs. */
 
-#include "results.h"
+#include "fast_path.h"
 
 #include <torch/csrc/inductor/inductor_ops.h>
 
@@ -9,32 +9,6 @@
 namespace {
 
 using namespace pygraph;
-
-bool take_numbers(PyObject *tuple, std::vector<int64_t> *numbers) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++)
-        numbers->push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)));
-    return PyErr_Occurred() == nullptr;
-}
-
-bool take_views(PyObject *sequence, std::vector<View> *views) {
-    Items given;
-    if (!given.take(sequence))
-        return false;
-    for (Py_ssize_t i = 0; i < given.count; i++) {
-        PyObject *sizes, *strides;
-        unsigned long long number = 0;
-        long long offset = 0;
-        View view;
-        if (!is_tuple(given.at[i]) ||
-            !PyArg_ParseTuple(given.at[i], "KO!O!L", &number, &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &offset) ||
-            !take_numbers(sizes, &view.sizes) || !take_numbers(strides, &view.strides))
-            return false;
-        view.number = number;
-        view.offset = offset;
-        views->push_back(std::move(view));
-    }
-    return true;
-}
 
 /* An object by its number, counted through consecutive rows; NULL with an exception. */
 PyObject *item_at(const Items *rows, size_t count, uint64_t number) {
@@ -103,7 +77,7 @@ Ref returned(const Results *state, const Ref &kept, bool sees, const TakeOutputs
 }
 
 /* The outputs as a list; NULL if they are not at hand, possibly with an exception. */
-Ref list_at_hand(Results *state, const Replay::State *replay, PyObject *given) {
+Ref list_at_hand(Results *state, const Replay *replay, PyObject *given) {
     Ref list(PyList_New(PyList_GET_SIZE(replay->others)));
     std::vector<Ref> made;
     const bool sees = !(replay->lends || replay->is_backward) || !are_only_accumulated(&state->parameters);
@@ -117,27 +91,28 @@ Ref list_at_hand(Results *state, const Replay::State *replay, PyObject *given) {
 
 } // namespace
 
-bool pygraph::Results::take(PyObject *kept_inputs, PyObject *picked, PyObject *tuple, PyObject *viewed_so, PyObject *own) {
-    constants = Py_NewRef(tuple);
-    picks_some = picked != Py_None;
-    std::vector<uint64_t> own_views;
-    if (!unpack(kept_inputs, &kept) || !take_views(viewed_so, &views) || (picks_some && !unpack(picked, &picks)) ||
-        !unpack(own, &own_views))
-        return false;
-    for (const uint64_t number : own_views) {
-        if (number >= views.size()) {
-            PyErr_SetString(PyExc_ValueError, "expected numbers of views");
-            return false;
-        }
+void Results::take(const py::dict &given) {
+    using Numbers = std::vector<int64_t>;
+    constants = reference(given["constants"].cast<py::tuple>());
+    kept = given["kept"].cast<std::vector<uint64_t>>();
+    for (const auto &[number, sizes, strides, offset] :
+         given["views"].cast<std::vector<std::tuple<uint64_t, Numbers, Numbers, int64_t>>>())
+        views.push_back({number, sizes, strides, offset});
+    const auto own = given["own"].cast<std::vector<size_t>>();
+    for (const size_t number : own) {
+        if (number >= views.size())
+            throw py::value_error("expected numbers of views");
         views[number].is_own = true;
     }
+    const auto picked = given["picks"].cast<std::optional<std::vector<uint64_t>>>();
+    picks_some = picked.has_value();
+    picks = picked.value_or(std::vector<uint64_t>());
     for (const uint64_t number : picks) {
         whole.resize(std::max<size_t>(whole.size(), number + 1));
         whole[number] = true;
     }
     views_are_own = std::all_of(views.begin(), views.end(), [](const View &view) { return view.is_own; });
-    has_own = !own_views.empty();
-    return true;
+    has_own = !own.empty();
 }
 
 Ref pygraph::kept_inputs(const Results *state, PyObject *list) {
@@ -157,7 +132,7 @@ Ref pygraph::of_list(const Results *state, const Ref &kept, Ref &outputs) {
     return returned(state, kept, true, [&](Items *row) { return row->take(outputs.get()); });
 }
 
-Ref pygraph::result_at_hand(Results *state, const Replay::State *replay, const Ref &kept, PyObject *given) {
+Ref pygraph::result_at_hand(Results *state, const Replay *replay, const Ref &kept, PyObject *given) {
     if (!state->picks_some)
         return list_at_hand(state, replay, given);
     const bool asks = state->has_own || replay->lends || replay->is_backward;

@@ -7,7 +7,6 @@
 
 #include "tree.h"
 
-#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 using namespace pygraph;
@@ -36,37 +35,32 @@ void wait_for(const c10::Stream &before, const c10::Stream &now) {
     event.block(now);
 }
 
-/* A stream that uses memory of the pool. */
-struct Use {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    c10::Stream stream;
-    Ref step; // the generation in which the program named the stream
-};
-
-std::vector<Use> *uses_of(const TreeState *trees) { return static_cast<std::vector<Use> *>(trees->uses); }
+/* Whether the program named a stream in the present step. */
+bool is_of_step(const TreeState &trees, const Use &use) {
+    const int is_same =
+        trees.generation == nullptr ? 0 : PyObject_RichCompareBool(use.step.dup().get(), trees.generation, Py_EQ);
+    if (is_same < 0)
+        PyErr_Clear();
+    return is_same != 0;
+}
 
 /* Waits for all uses: a replay may write to memory that is dead. After the step, what is alive has been moved. */
 void wait_for_uses(TreeState *trees, const c10::Stream &now) {
-    std::vector<Use> &uses = *uses_of(trees);
-    for (size_t i = uses.size(); i-- > 0;) {
-        const c10::Stream stream = uses[i].stream;
-        const int is_same = trees->generation == nullptr ? 0
-                                                         : PyObject_RichCompareBool(uses[i].step.get(), trees->generation, Py_EQ);
-        if (is_same < 0)
-            PyErr_Clear();
-        const bool is_over = is_same == 0 || uses[i].storage.expired() || is_external(stream.id()); // before the wait
+    for (size_t i = trees->uses.size(); i-- > 0;) {
+        Use &use = trees->uses[i];
+        const bool is_over = !is_of_step(*trees, use) || use.storage.expired(); // before the wait
         try {
-            wait_for(stream, now);
+            if (!use.was_waited)
+                wait_for(use.stream, now);
         } catch (const c10::Error &) {
-            if (!is_external(stream.id())) // else the program has destroyed it
+            if (!is_external(use.stream.id())) // else the program has destroyed it
                 throw;
         }
+        use.was_waited = is_external(use.stream.id());
         if (is_over)
-            uses.erase(uses.begin() + static_cast<std::ptrdiff_t>(i));
+            trees->uses.erase(trees->uses.begin() + static_cast<std::ptrdiff_t>(i));
     }
 }
-
-c10::Event *event_of(const TreeState *trees) { return static_cast<c10::Event *>(trees->event); }
 
 /* Torch's question in C, which is never freed; NULL if there is none. */
 PyObject *question() {
@@ -94,48 +88,38 @@ void pygraph::order_streams(TreeState *trees) {
     if (trees->device < 0)
         return;
     const c10::StreamId now = current_stream(trees);
-    const bool has_uses = uses_of(trees) != nullptr && !uses_of(trees)->empty();
-    const bool is_same = trees->has_launched && trees->stream == now && trees->event == nullptr;
+    const bool has_uses = !trees->uses.empty();
+    const bool is_same = trees->has_launched && trees->stream == now && !trees->event;
     if ((is_same && !has_uses) || is_captured(trees))
         return; // a capture, which calls without addresses may be in, waits for nothing outside of it
-    if (event_of(trees) != nullptr) // another stream may have the same number by now
-        event_of(trees)->block(stream_of(trees, now));
+    if (trees->event) // another stream may have the same number by now
+        trees->event->block(stream_of(trees, now));
     else if (trees->has_launched)
         wait_for(stream_of(trees, trees->stream), stream_of(trees, now));
     if (has_uses)
         wait_for_uses(trees, stream_of(trees, now));
-    delete event_of(trees);
-    trees->event = nullptr;
+    trees->event.reset();
     trees->stream = now;
     trees->has_launched = 1;
 }
 
 void pygraph::note_use(TreeState *trees, const at::Tensor &tensor, c10::DeviceIndex device, c10::StreamId id) {
-    if (trees->uses == nullptr)
-        trees->uses = new std::vector<Use>();
-    auto storage = tensor.storage().getWeakStorageImpl();
     const c10::Stream stream(c10::Stream::UNSAFE, c10::Device(CUDA, device), id);
-    Ref step = Ref::dup(trees->generation == nullptr ? Py_None : trees->generation);
-    for (Use &use : *uses_of(trees))
-        if (use.storage == storage && use.stream == stream) {
-            use.step = std::move(step);
-            return;
-        }
-    uses_of(trees)->push_back({std::move(storage), stream, std::move(step)});
+    auto storage = tensor.storage().getWeakStorageImpl();
+    std::erase_if(trees->uses, [&](const Use &use) { return use.storage == storage && use.stream == stream; });
+    trees->uses.push_back({storage, stream, Ref::dup(trees->generation == nullptr ? Py_None : trees->generation)});
+}
+
+std::vector<c10::Stream> pygraph::streams_in_use(const TreeState &trees, const c10::StorageImpl *storage) {
+    std::vector<c10::Stream> found;
+    for (const Use &use : trees.uses)
+        if (use.storage._unsafe_get_target() == storage && is_of_step(trees, use))
+            found.push_back(use.stream);
+    return found;
 }
 
 void pygraph::note_launch(TreeState *trees) {
     if (trees->device < 0 || !is_external(trees->stream) || current_stream(trees) != trees->stream)
         return;
-    delete event_of(trees);
-    auto *event = new c10::Event(CUDA);
-    trees->event = event;
-    event->record(stream_of(trees, trees->stream));
-}
-
-void pygraph::forget_streams(TreeState *trees) {
-    delete event_of(trees);
-    trees->event = nullptr;
-    delete uses_of(trees);
-    trees->uses = nullptr;
+    trees->event.emplace(CUDA).record(stream_of(trees, trees->stream));
 }

@@ -1,12 +1,16 @@
-/* Finds where in the tree of recordings a call begins, see tree.h. */
+/* Finds where in the tree of recordings a call begins, see tree.h; pygraph_trees.native._fast_path.CandidateFilter.
+
+   CandidateFilter(count=, held=, places=)(begin, inputs) returns the first choice, from number `begin` on, that is not
+   ruled out for a list of inputs, or `count`. It looks at each output and each input once. Once at most one choice is
+   left, it asks nothing more, so the result may not fit. native/DESIGN.md describes the arguments. */
 
 #include "tree.h"
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <structmember.h>
-
+#include <bit>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -24,76 +28,49 @@ Ref of_class(PyObject *type, PyObject *name) {
     return value == nullptr && !PyErr_Occurred() ? Ref(PyObject_GetAttr(type, name)) : Ref::dup(value);
 }
 
-PyObject *take_turn(PyObject *self, PyObject *inputs) {
-    return PyBool_FromLong(reinterpret_cast<TreeState *>(self)->take_turn(inputs));
-}
-
-PyObject *has_turn(PyObject *self, PyObject *inputs) {
-    return PyBool_FromLong(reinterpret_cast<TreeState *>(self)->turn_of == inputs);
-}
-
-PyObject *end_turn(PyObject *self, PyObject *inputs) {
-    reinterpret_cast<TreeState *>(self)->end_turn(inputs);
-    Py_RETURN_NONE;
-}
-
-PyObject *is_taken(PyObject *self, void *) {
-    return PyBool_FromLong(reinterpret_cast<TreeState *>(self)->turn_of != nullptr);
-}
-
-PyObject *order_current_stream(PyObject *self, PyObject *) {
-    return translated([&]() -> PyObject * {
-        pygraph::order_streams(reinterpret_cast<TreeState *>(self));
-        Py_RETURN_NONE;
-    });
-}
-
-PyObject *note_last_launch(PyObject *self, PyObject *) {
-    return translated([&]() -> PyObject * {
-        pygraph::note_launch(reinterpret_cast<TreeState *>(self));
-        Py_RETURN_NONE;
-    });
-}
-
-void tree_state_dealloc(PyObject *self) {
-    pygraph::forget_streams(reinterpret_cast<TreeState *>(self));
-    held_dealloc<TreeState>(self);
-}
-
-PyObject *note_stream_use(PyObject *self, PyObject *arguments) {
-    return translated([&]() -> PyObject * {
-        PyObject *tensor;
-        int device = 0;
-        long long stream = 0;
-        if (!PyArg_ParseTuple(arguments, "OiL", &tensor, &device, &stream) || tensor_of(tensor) == nullptr)
-            return nullptr;
-        pygraph::note_use(reinterpret_cast<TreeState *>(self), *tensor_of(tensor),
-                          static_cast<c10::DeviceIndex>(device), stream);
-        Py_RETURN_NONE;
+/* A method of the state of the trees. */
+template <auto function> PyObject *method(PyObject *self, PyObject *argument) {
+    return translated([&] {
+        TreeState &trees = fields_of<TreeState>(self);
+        if constexpr (std::is_void_v<decltype(function(trees, argument))>)
+            return function(trees, argument), Py_NewRef(Py_None);
+        else
+            return py::cast(function(trees, argument)).release().ptr();
     });
 }
 
 PyMethodDef tree_state_methods[] = {
-    {"note_use", note_stream_use, METH_VARARGS, "Notes that a stream, given by device and number, uses a tensor."},
-    {"order_streams", order_current_stream, METH_NOARGS, "Lets the current stream wait for the last launch on another."},
-    {"note_launch", note_last_launch, METH_NOARGS, "Must be called after a launch."},
-    {"take_turn", take_turn, METH_O, "Takes the turn for the call with this list, and returns whether the call has it."},
-    {"has_turn", has_turn, METH_O, "Whether the call with this list has the turn."},
-    {"end_turn", end_turn, METH_O, "Gives the turn back if the call with this list has it."},
+    {"order_streams", method<[](TreeState &trees, PyObject *) { order_streams(&trees); }>, METH_NOARGS,
+     "Lets the current stream wait for the last launch on another."},
+    {"note_launch", method<[](TreeState &trees, PyObject *) { note_launch(&trees); }>, METH_NOARGS,
+     "Must be called after a launch."},
+    {"take_turn", method<[](TreeState &trees, PyObject *inputs) { return trees.take_turn(inputs); }>, METH_O,
+     "Takes the turn for the call with this list, and returns whether the call has it."},
+    {"has_turn", method<[](TreeState &trees, PyObject *inputs) { return trees.turn_of == inputs; }>, METH_O,
+     "Whether the call with this list has the turn."},
+    {"end_turn", method<[](TreeState &trees, PyObject *inputs) { trees.end_turn(inputs); }>, METH_O,
+     "Gives the turn back if the call with this list has it."},
+    {"note_use",
+     method<[](TreeState &trees, PyObject *given) {
+         const auto [tensor, device, id] = py::handle(given).cast<std::tuple<at::Tensor, short, c10::StreamId>>();
+         note_use(&trees, tensor, static_cast<c10::DeviceIndex>(device), id);
+     }>,
+     METH_VARARGS, "Notes that a stream, given by device and number, uses a tensor."},
+    {"streams_in_use",
+     method<[](TreeState &trees, PyObject *storage) {
+         return streams_in_use(trees, py::handle(storage).cast<at::Storage>().unsafeGetStorageImpl());
+     }>,
+     METH_O, "The streams that the program has named in this step for a storage."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 PyGetSetDef tree_state_properties[] = {
-    {"is_taken", is_taken, nullptr, "Whether a call has the turn.", nullptr},
+    {"is_taken", [](PyObject *self, void *) { return PyBool_FromLong(fields_of<TreeState>(self).turn_of != nullptr); },
+     nullptr, "Whether a call has the turn.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
-#define ATTRIBUTE(owner, name, field) {name, T_OBJECT_EX, offsetof(owner, field), 0, nullptr}
-/* The slots of a type whose objects have a method `held`. */
-#define OBJECT_SLOTS(owner)                                                                                            \
-    {Py_tp_dealloc, reinterpret_cast<void *>(held_dealloc<owner>)},                                                    \
-        {Py_tp_traverse, reinterpret_cast<void *>(held_traverse<owner>)},                                              \
-        {Py_tp_clear, reinterpret_cast<void *>(held_clear<owner>)}
+#define ATTRIBUTE(owner, name, field) {name, T_OBJECT_EX, FIELD(owner, field), 0, nullptr}
 
 PyMemberDef tree_state_members[] = {
     ATTRIBUTE(TreeState, "graph", graph),
@@ -105,30 +82,11 @@ PyMemberDef tree_state_members[] = {
     ATTRIBUTE(TreeState, "running_forwards_with_pending_backwards", pending),
     ATTRIBUTE(TreeState, "_candidates", candidates),
     ATTRIBUTE(TreeState, "_find", find),
-    {"ordered_device", T_SHORT, offsetof(TreeState, device), 0, "The device whose streams are ordered; negative: none."},
-    {"turns", T_ULONGLONG, offsetof(TreeState, turns), READONLY, "How often a call asked for the turn."},
-    {"last_stream", T_LONGLONG, offsetof(TreeState, stream), READONLY, "The number of the last launch's stream."},
-    {"keeps_outputs", T_BOOL, offsetof(TreeState, keeps_outputs), 0, "Whether outputs may have to be moved."},
+    {"ordered_device", T_SHORT, FIELD(TreeState, device), 0, "The device whose streams are ordered; negative: none."},
+    {"turns", T_ULONGLONG, FIELD(TreeState, turns), READONLY, "How often a call asked for the turn."},
+    {"last_stream", T_LONGLONG, FIELD(TreeState, stream), READONLY, "The number of the last launch's stream."},
+    {"keeps_outputs", T_BOOL, FIELD(TreeState, keeps_outputs), 0, "Whether outputs may have to be moved."},
     {nullptr, 0, 0, 0, nullptr},
-};
-
-PyObject *make_tree_state(PyTypeObject *type, PyObject *, PyObject *) {
-    PyObject *made = type->tp_alloc(type, 0);
-    if (made != nullptr)
-        reinterpret_cast<TreeState *>(made)->device = -1;
-    return made;
-}
-
-PyType_Slot tree_state_slots[] = {
-    {Py_tp_doc, const_cast<char *>("The part of a manager's state that each replay reads and writes.")},
-    {Py_tp_new, reinterpret_cast<void *>(make_tree_state)},
-    {Py_tp_methods, tree_state_methods},
-    {Py_tp_members, tree_state_members},
-    {Py_tp_getset, tree_state_properties},
-    {Py_tp_dealloc, reinterpret_cast<void *>(tree_state_dealloc)},
-    {Py_tp_traverse, reinterpret_cast<void *>(held_traverse<TreeState>)},
-    {Py_tp_clear, reinterpret_cast<void *>(held_clear<TreeState>)},
-    {0, nullptr},
 };
 
 PyMemberDef function_state_members[] = {
@@ -137,71 +95,20 @@ PyMemberDef function_state_members[] = {
     ATTRIBUTE(FunctionState, "integers", integers),
     ATTRIBUTE(FunctionState, "by_values", by_values),
     ATTRIBUTE(FunctionState, "slow", slow),
-    {"is_replayed", T_BOOL, offsetof(FunctionState, is_replayed), 0, nullptr},
-    {"was_asked", T_BOOL, offsetof(FunctionState, was_asked), 0, nullptr},
+    {"is_replayed", T_BOOL, FIELD(FunctionState, is_replayed), 0, nullptr},
+    {"was_asked", T_BOOL, FIELD(FunctionState, was_asked), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
-};
-
-PyType_Slot function_state_slots[] = {
-    {Py_tp_doc, const_cast<char *>("The part of a function's state that each replay reads.")},
-    {Py_tp_new, reinterpret_cast<void *>(PyType_GenericNew)},
-    {Py_tp_members, function_state_members},
-    OBJECT_SLOTS(FunctionState),
-    {0, nullptr},
 };
 
 PyMemberDef replayer_members[] = {
     ATTRIBUTE(Replayer, "manager", manager),
     ATTRIBUTE(Replayer, "function_id", function_id),
     ATTRIBUTE(Replayer, "own", own),
-    {"thread", T_ULONGLONG, offsetof(Replayer, thread), 0, nullptr},
+    {"thread", T_ULONGLONG, FIELD(Replayer, thread), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 
-PyType_Slot replayer_slots[] = {
-    {Py_tp_doc, const_cast<char *>("What replays a function in the trees of one thread.")},
-    {Py_tp_new, reinterpret_cast<void *>(PyType_GenericNew)},
-    {Py_tp_members, replayer_members},
-    OBJECT_SLOTS(Replayer),
-    {0, nullptr},
-};
-
-PyObject *make_candidates(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"begins", "mode", "compile_id", "replays", "make_filter", "release", nullptr};
-    PyObject *begins, *mode, *compile_id, *replays, *make_filter, *release;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOO!OO", const_cast<char **>(known), &begins, &mode,
-                                     &compile_id, &PyTuple_Type, &replays, &make_filter, &release))
-        return nullptr;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(replays); i++)
-        if (replay_in(PyTuple_GET_ITEM(replays, i)) == nullptr)
-            return PyErr_Format(PyExc_TypeError, "expected a tuple of Replay objects");
-    PyObject *made = type->tp_alloc(type, 0);
-    if (made != nullptr) {
-        auto *candidates = reinterpret_cast<Candidates *>(made);
-        candidates->begins = begins == Py_None ? -1 : begins == Py_True;
-        candidates->mode = Py_NewRef(mode);
-        candidates->compile_id = Py_NewRef(compile_id);
-        candidates->replays = Py_NewRef(replays);
-        candidates->make_filter = Py_NewRef(make_filter);
-        candidates->release = Py_NewRef(release);
-    }
-    return made;
-}
-
-PyType_Slot candidates_slots[] = {
-    {Py_tp_doc, const_cast<char *>("The recordings of one function at one place; see the source.")},
-    {Py_tp_new, reinterpret_cast<void *>(translate<make_candidates>)},
-    OBJECT_SLOTS(Candidates),
-    {0, nullptr},
-};
-
 #undef ATTRIBUTE
-#undef OBJECT_SLOTS
-
-/* NULL for any other object, and for NULL. */
-Candidates *candidates_in(PyObject *object) {
-    return object != nullptr && Py_IS_TYPE(object, types.candidates) ? reinterpret_cast<Candidates *>(object) : nullptr;
-}
 
 /* Whether a new step begins with this call; -1 with an exception. Finds the number of its step. */
 int begins_step(const TreeState *trees, const Counters &counters, Ref *generation) {
@@ -227,7 +134,7 @@ Answer keep_outputs(Found *found) {
     Ref native(PyObject_GetAttr(trees->current_node, names.native));
     if (!native)
         PyErr_Clear(); // upstream's own recording, or a warm-up
-    if (Replay::State *last = native ? replay_in(native.get()) : nullptr; last != nullptr) {
+    if (Replay *last = native ? in<Replay>(native.get()) : nullptr; last != nullptr) {
         bool asked = false;
         const int dead = last->outliving.are_dead(&asked);
         if (dead != 0)
@@ -236,27 +143,54 @@ Answer keep_outputs(Found *found) {
     return Ref(PyObject_CallMethodNoArgs(found->manager.get(), names.try_end_curr_execution)) ? Answer::yes : passed_over();
 }
 
+PyObject *call_filter(PyObject *self, PyObject *arguments, PyObject *) {
+    PyObject *list;
+    Py_ssize_t begin = 0;
+    const CandidateFilter *filter = in<CandidateFilter>(self);
+    if (!PyArg_ParseTuple(arguments, "nO!", &begin, &PyList_Type, &list))
+        return nullptr;
+    return translated([&]() -> PyObject * {
+        auto position = static_cast<size_t>(std::max<Py_ssize_t>(begin, 0));
+        if (filter == nullptr || !filter->sift(Inputs{list, nullptr}, &position))
+            throw py::type_error("expected a tensor at each index");
+        return PyLong_FromSize_t(position);
+    });
+}
+
+/* Whether at most one choice is left in a row. */
+bool is_decided(const std::vector<uint64_t> &left) {
+    int count = 0;
+    for (const uint64_t word : left)
+        count += std::popcount(word);
+    return count <= 1;
+}
+
 } // namespace
 
-PyType_Spec pygraph::tree_state_spec = {
-    "pygraph_trees.native._fast_path.TreeState", sizeof(TreeState), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, tree_state_slots,
-};
+void pygraph::add_tree(py::module_ &module) {
+    add_class<TreeState>(module, "pygraph_trees.native._fast_path.TreeState", Py_TPFLAGS_BASETYPE,
+                         {{Py_tp_methods, tree_state_methods},
+                          {Py_tp_members, tree_state_members},
+                          {Py_tp_getset, tree_state_properties}});
+    add_class<FunctionState>(module, "pygraph_trees.native._fast_path.FunctionState", Py_TPFLAGS_BASETYPE,
+                             {{Py_tp_members, function_state_members}});
+    add_class<Replayer>(module, "pygraph_trees.native._fast_path.Replayer", 0, {{Py_tp_members, replayer_members}});
+    add_class<Candidates>(module, "pygraph_trees.native._fast_path.Candidates", 0, {});
+    add_class<CandidateFilter>(module, "pygraph_trees.native._fast_path.CandidateFilter", 0,
+                               {{Py_tp_call, reinterpret_cast<void *>(call_filter)}});
+}
 
-PyType_Spec pygraph::function_state_spec = {
-    "pygraph_trees.native._fast_path.FunctionState", sizeof(FunctionState), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, function_state_slots,
-};
-
-PyType_Spec pygraph::replayer_spec = {
-    "pygraph_trees.native._fast_path.Replayer", sizeof(Replayer), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    replayer_slots,
-};
-
-PyType_Spec pygraph::candidates_spec = {
-    "pygraph_trees.native._fast_path.Candidates", sizeof(Candidates), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    candidates_slots,
-};
+void Candidates::take(const py::dict &given) {
+    begins = py::object(given["begins"]).is_none() ? -1 : given["begins"].cast<bool>();
+    replays = reference(given["replays"].cast<py::tuple>());
+    for (const py::handle replay : py::reinterpret_borrow<py::tuple>(replays))
+        if (in<Replay>(replay.ptr()) == nullptr)
+            throw py::type_error("expected a tuple of Replay objects");
+    mode = reference(given["mode"]);
+    compile_id = reference(given["compile_id"]);
+    make_filter = reference(given["make_filter"]);
+    release = reference(given["release"]);
+}
 
 Answer pygraph::passed_over() {
     if (!PyErr_ExceptionMatches(PyExc_AssertionError) && !PyErr_ExceptionMatches(PyExc_RuntimeError))
@@ -265,9 +199,58 @@ Answer pygraph::passed_over() {
     return Answer::no;
 }
 
-bool pygraph::is_tree_state(PyObject *object) { return PyObject_TypeCheck(object, types.tree_state); }
+/* Takes a row of bits, and returns where it begins. */
+size_t CandidateFilter::take_row(const std::string &bytes) {
+    if (bytes.size() != words * sizeof(uint64_t))
+        throw py::value_error("expected rows with a bit for each choice");
+    rows.resize(rows.size() + words);
+    std::memcpy(rows.data() + rows.size() - words, bytes.data(), bytes.size());
+    return rows.size() - words;
+}
 
-bool pygraph::is_function_state(PyObject *object) { return PyObject_TypeCheck(object, types.function_state); }
+void CandidateFilter::take(const py::dict &given) {
+    count = given["count"].cast<size_t>();
+    words = (count + 63) / 64;
+    using Held = std::vector<std::tuple<py::list, uint64_t, std::string>>;
+    for (const auto &[list, index, row] : given["held"].cast<Held>())
+        held.push_back({reference(list), index, take_row(row)});
+    using Places = std::vector<std::tuple<uint64_t, std::string, std::map<uint64_t, std::string>>>;
+    for (const auto &[index, row, addresses] : given["places"].cast<Places>()) { // in the order of the addresses
+        Input &input = places.emplace_back(Input{index, take_row(row), {}});
+        for (const auto &[address, those] : addresses)
+            input.addresses.emplace_back(address, take_row(those));
+    }
+}
+
+bool CandidateFilter::sift(const Inputs &inputs, size_t *position) const {
+    std::vector<uint64_t> left(words);
+    for (size_t number = *position; number < count; number++)
+        left[number / 64] |= uint64_t{1} << (number % 64);
+    for (auto output = held.begin(); output < held.end() && !is_decided(left); output++) {
+        PyObject *object = output->index < static_cast<uint64_t>(PyList_GET_SIZE(output->list))
+                               ? PyList_GET_ITEM(output->list, static_cast<Py_ssize_t>(output->index))
+                               : Py_None;
+        if (object != Py_None && Py_REFCNT(object) != 1)
+            for (size_t i = 0; i < words; i++)
+                left[i] &= ~rows[output->row + i];
+    }
+    for (auto input = places.begin(); input < places.end() && !is_decided(left); input++) {
+        PyObject *object = inputs.at(input->index);
+        if (object == nullptr || !is_tensor(object))
+            return false;
+        const uint64_t address = reinterpret_cast<uintptr_t>(THPVariable_Unpack(object).data_ptr());
+        const auto here = std::lower_bound(input->addresses.begin(), input->addresses.end(),
+                                           std::pair<uint64_t, size_t>(address, 0));
+        const bool is_known = here != input->addresses.end() && here->first == address;
+        for (size_t i = 0; i < words; i++)
+            left[i] &= ~rows[input->row + i] | (is_known ? rows[here->second + i] : 0);
+    }
+    size_t word = 0;
+    while (word < left.size() && left[word] == 0)
+        word++;
+    *position = word < left.size() ? word * 64 + static_cast<size_t>(std::countr_zero(left[word])) : count;
+    return true;
+}
 
 unsigned long long pygraph::thread_of_trees() {
     static const std::string name = "pygraph_trees"; // trees/functions/threads.py puts an object there
@@ -278,10 +261,7 @@ unsigned long long pygraph::thread_of_trees() {
 }
 
 Ref pygraph::replayer_here(FunctionState *function) {
-    const auto as_replayer = [](PyObject *object) {
-        return object != nullptr && Py_IS_TYPE(object, types.replayer) ? reinterpret_cast<Replayer *>(object) : nullptr;
-    };
-    const Replayer *last = as_replayer(function->replayer);
+    const Replayer *last = in<Replayer>(function->replayer);
     if (last == nullptr)
         return Ref();
     const unsigned long long here = thread_of_trees();
@@ -291,7 +271,7 @@ Ref pygraph::replayer_here(FunctionState *function) {
     if (!number || function->replayers == nullptr || !PyDict_Check(function->replayers))
         return Ref();
     PyObject *found = PyDict_GetItemWithError(function->replayers, number.get());
-    if (as_replayer(found) == nullptr)
+    if (in<Replayer>(found) == nullptr)
         return Ref();
     assign(&function->replayer, found);
     return Ref::dup(found);
@@ -299,13 +279,13 @@ Ref pygraph::replayer_here(FunctionState *function) {
 
 pygraph::OwnTurn::~OwnTurn() {
     if (owner)
-        reinterpret_cast<TreeState *>(owner.get())->end_turn(this);
+        fields_of<TreeState>(owner.get()).end_turn(this);
 }
 
-bool pygraph::OwnTurn::take(TreeState *trees) {
-    if (!trees->take_turn(this))
+bool pygraph::OwnTurn::take(PyObject *manager) {
+    if (!fields_of<TreeState>(manager).take_turn(this))
         return false;
-    owner = Ref::dup(reinterpret_cast<PyObject *>(trees));
+    owner = Ref::dup(manager);
     return true;
 }
 
@@ -313,12 +293,15 @@ Answer pygraph::find_candidates(const Counters &counters, OwnTurn *turn, Found *
     *why = Slow::another_call;
     PyObject *function_id = found->in_trees()->function_id;
     TreeState *trees = found->trees();
-    if (!turn->take(trees))
+    if (!turn->take(found->manager.get()))
         return Answer::no;
     *why = Slow::not_found;
-    for (PyObject **held : trees->held()) // unset, if upstream names its state otherwise
-        if (*held == nullptr && held != &trees->mode && held != &trees->compile_id)
-            return Answer::no;
+    bool is_set = true; // unless upstream names its state otherwise
+    trees->each([&](PyObject *&held) {
+        is_set &= held != nullptr || &held == &trees->mode || &held == &trees->compile_id;
+    });
+    if (!is_set)
+        return Answer::no;
     if (trees->graph == Py_None || !PyDict_Check(trees->candidates) || function_id == nullptr)
         return Answer::no;
     const int begins = begins_step(trees, counters, &found->generation);
@@ -330,13 +313,13 @@ Answer pygraph::find_candidates(const Counters &counters, OwnTurn *turn, Found *
                           : nullptr;
     if (PyErr_Occurred())
         return Answer::error;
-    const Candidates *candidates = candidates_in(known);
+    const Candidates *candidates = in<Candidates>(known);
     if (candidates == nullptr || (candidates->begins >= 0 && candidates->begins != begins)) {
         found->candidates = Ref(PyObject_CallFunctionObjArgs(trees->find, found->manager.get(), function_id,
                                                              begins ? Py_True : Py_False, nullptr));
         if (!found->candidates)
             return Answer::error;
-        return candidates_in(found->candidates.get()) != nullptr ? Answer::yes : Answer::no;
+        return in<Candidates>(found->candidates.get()) != nullptr ? Answer::yes : Answer::no;
     }
     found->candidates = Ref::dup(known);
     if (begins && trees->keeps_outputs)
@@ -360,16 +343,15 @@ Answer pygraph::first_accepting(Found *found, Inputs &inputs, bool *is_copied, S
             return Answer::error;
         Py_XSETREF(candidates->filter, made);
     }
-    const CandidateFilter::State *filter =
-        candidates->filter == nullptr ? nullptr : candidate_filter_in(candidates->filter);
+    const CandidateFilter *filter = in<CandidateFilter>(candidates->filter);
     if (filter != nullptr && filter->count != count)
         filter = nullptr;
     for (bool is_last = count <= 1;; is_last = true) {
         for (size_t position = 0; position < count; position++) {
-            if (filter != nullptr && (!sift(filter, inputs, &position) || position >= count))
+            if (filter != nullptr && (!filter->sift(inputs, &position) || position >= count))
                 break;
             found->replay = Ref::dup(PyTuple_GET_ITEM(candidates->replays, static_cast<Py_ssize_t>(position)));
-            Replay::State *replay = replay_in(found->replay.get());
+            Replay *replay = in<Replay>(found->replay.get());
             if (replay == nullptr)
                 continue;
             found->recording = Ref(PyObject_CallNoArgs(replay->recording));

@@ -4,26 +4,38 @@
 
 #include "fast_path.h"
 
+#include <c10/core/Event.h>
+
+#include <optional>
+
 namespace pygraph {
+
+/* A stream that uses memory of the pool. */
+struct Use {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    c10::Stream stream;
+    Ref step;                // the generation in which the program named the stream
+    bool was_waited = false; // for a stream that the program may have destroyed since
+};
 
 /* The part of a manager's state that each replay reads and writes; trees/managers/manager.py derives the manager from it. Its
    attributes have upstream's names. */
 struct TreeState {
-    PyObject_HEAD
-    PyObject *graph, *current_node, *path_state, *mode, *compile_id, *generation, *pending; // upstream's
-    PyObject *candidates; // by function, then by the recording that was replayed before: Candidates
-    PyObject *find;       // a Python callable that finds unknown candidates; it does not hold the manager
+    PyObject *graph = nullptr, *current_node = nullptr, *path_state = nullptr; // upstream's, like the next four
+    PyObject *mode = nullptr, *compile_id = nullptr, *generation = nullptr, *pending = nullptr;
+    PyObject *candidates = nullptr; // by function, then by the recording that was replayed before: Candidates
+    PyObject *find = nullptr;       // a Python callable that finds unknown candidates; it does not hold the manager
     /* What the call that has the turn is known by, NULL if none has it. No code waits for the turn, so it is no lock; the
        GIL protects it. */
-    const void *turn_of;
-    unsigned long long turns; // how often a call asked for the turn
-    char keeps_outputs; // whether outputs that are alive when a new step begins are moved
+    const void *turn_of = nullptr;
+    unsigned long long turns = 0; // how often a call asked for the turn
+    char keeps_outputs = 0;       // whether outputs that are alive when a new step begins are moved
     // Of the last launch, see native/streams.cpp.
-    char has_launched;
-    short device;     // the device whose streams are put in order; negative: none are
-    long long stream; // its number
-    void *event;      // after the last launch, if torch did not make its stream
-    void *uses;       // by streams that the program names, of memory of the pool; NULL if there was none
+    char has_launched = 0;
+    short device = -1;               // the device whose streams are put in order; negative: none are
+    long long stream = 0;            // its number
+    std::optional<c10::Event> event; // after the last launch, if torch did not make its stream
+    std::vector<Use> uses;           // by streams that the program names, of memory of the pool
 
     bool take_turn(const void *call) {
         turns++;
@@ -37,9 +49,10 @@ struct TreeState {
             turn_of = nullptr;
     }
 
-    std::array<PyObject **, 9> held() {
-        return {&graph, &current_node, &path_state, &mode, &compile_id,
-                &generation, &pending, &candidates, &find};
+    void each(const auto &function) {
+        for (PyObject **held : {&graph, &current_node, &path_state, &mode, &compile_id, &generation, &pending,
+                                &candidates, &find})
+            function(*held);
     }
 };
 
@@ -55,32 +68,32 @@ void note_use(TreeState *trees, const at::Tensor &tensor, c10::DeviceIndex devic
 /* Must be called after a launch. */
 void note_launch(TreeState *trees);
 
-/* Frees what was noted. */
-void forget_streams(TreeState *trees);
+/* The streams that the program has named in this step for memory of the pool. */
+std::vector<c10::Stream> streams_in_use(const TreeState &trees, const c10::StorageImpl *storage);
 
 /* What replays a function in the trees of one thread. */
 struct Replayer {
-    PyObject_HEAD
-    PyObject *manager;         // returns the manager, or None once it is gone
-    PyObject *function_id;     // the function's id in the manager
-    PyObject *own;             // the OwnMemory of its outputs, or None
-    unsigned long long thread; // see thread_of_trees
+    PyObject *manager = nullptr;     // returns the manager, or None once it is gone
+    PyObject *function_id = nullptr; // the function's id in the manager
+    PyObject *own = nullptr;         // the OwnMemory of its outputs, or None
+    unsigned long long thread = 0;   // see thread_of_trees
 
-    std::array<PyObject **, 3> held() { return {&manager, &function_id, &own}; }
+    void each(const auto &function) { function(manager), function(function_id), function(own); }
 };
 
 /* The part of a function's state that each replay reads; trees/functions/dispatch.py derives from it. */
 struct FunctionState {
-    PyObject_HEAD
-    PyObject *replayer;  // the one used last, or None
-    PyObject *replayers; // all, by thread
-    PyObject *integers;  // the indices of its integers
-    PyObject *by_values; // the entry for each set of values of its integers; NULL for a function without integers
-    PyObject *slow;      // a tuple of Counter objects: the calls that took the slow path, by Slow
-    char is_replayed;    // whether calls may be replayed now
-    char was_asked;      // whether this call's caller has tried a fast replay without success
+    PyObject *replayer = nullptr;  // the one used last, or None
+    PyObject *replayers = nullptr; // all, by thread
+    PyObject *integers = nullptr;  // the indices of its integers
+    PyObject *by_values = nullptr; // the entry for each set of values of its integers; NULL without integers
+    PyObject *slow = nullptr;      // a tuple of Counter objects: the calls that took the slow path, by Slow
+    char is_replayed = 0;          // whether calls may be replayed now
+    char was_asked = 0;            // whether this call's caller has tried a fast replay without success
 
-    std::array<PyObject **, 5> held() { return {&replayer, &replayers, &integers, &by_values, &slow}; }
+    void each(const auto &function) {
+        function(replayer), function(replayers), function(integers), function(by_values), function(slow);
+    }
 };
 
 /* The number of the thread whose trees a call uses. A backward uses those of the thread that began it, although autograd
@@ -92,29 +105,20 @@ Ref replayer_here(FunctionState *function);
 
 /* The recordings of one function at one place, in upstream's order. */
 struct Candidates {
-    PyObject_HEAD
-    PyObject *mode, *compile_id;
-    PyObject *replays;     // a tuple
-    PyObject *filter;      // a CandidateFilter, once several candidates have been asked often
-    PyObject *make_filter; // makes it
-    PyObject *release;     // releases unneeded outputs and returns whether there were any
-    int begins; // whether a new step must begin here; negative if it may or may not
-    int asked;
+    PyObject *mode = nullptr, *compile_id = nullptr;
+    PyObject *replays = nullptr;     // a tuple
+    PyObject *filter = nullptr;      // a CandidateFilter, once several candidates have been asked often
+    PyObject *make_filter = nullptr; // makes it
+    PyObject *release = nullptr;     // releases unneeded outputs and returns whether there were any
+    int begins = -1;                 // whether a new step must begin here; negative if it may or may not
+    int asked = 0;
 
-    std::array<PyObject **, 6> held() {
-        return {&mode, &compile_id, &replays, &filter, &make_filter, &release};
+    void take(const py::dict &given);
+    void each(const auto &function) {
+        for (PyObject **held : {&mode, &compile_id, &replays, &filter, &make_filter, &release})
+            function(*held);
     }
 };
-
-extern PyType_Spec tree_state_spec, function_state_spec, replayer_spec, candidates_spec;
-
-/* The Python types of these structs, set when the module is loaded. */
-extern struct Types {
-    PyTypeObject *tree_state = nullptr, *function_state = nullptr, *replayer = nullptr, *candidates = nullptr;
-} types;
-
-bool is_tree_state(PyObject *object);
-bool is_function_state(PyObject *object);
 
 /* The turn of this call, which its destructor gives back. */
 class OwnTurn {
@@ -124,8 +128,8 @@ class OwnTurn {
     OwnTurn(const OwnTurn &) = delete;
     OwnTurn &operator=(const OwnTurn &) = delete;
 
-    /* False if another call has it. */
-    bool take(TreeState *trees);
+    /* Takes it from a manager; false if another call has it. */
+    bool take(PyObject *manager);
 
   private:
     Ref owner;
@@ -141,9 +145,9 @@ struct Counters {
 struct Found {
     Ref replayer, manager, generation, candidates, replay, recording;
 
-    TreeState *trees() { return reinterpret_cast<TreeState *>(manager.get()); }
-    Replayer *in_trees() { return reinterpret_cast<Replayer *>(replayer.get()); }
-    Candidates *all() { return reinterpret_cast<Candidates *>(candidates.get()); }
+    TreeState *trees() { return &fields_of<TreeState>(manager.get()); }
+    Replayer *in_trees() { return &fields_of<Replayer>(replayer.get()); }
+    Candidates *all() { return &fields_of<Candidates>(candidates.get()); }
 };
 
 /* Takes the turn and finds the candidates of a call whose replayer and manager were found. Sets `why` with `no`. */

@@ -1,4 +1,4 @@
-/* A driver library that answers as it was told: what native/graph_nodes.c calls, over tables that fake_native.py fills. */
+/* A driver library that answers as it was told: what native/graph_nodes.cpp calls, over tables that fake_native.py fills. */
 
 #include <stddef.h>
 #include <string.h>

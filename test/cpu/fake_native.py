@@ -1,7 +1,7 @@
 """The native part on the fake driver: the fake's answers go into a C library, which the native part calls.
 
 :func:`native_over` gives a :class:`FakeApi` a module with the interface of ``pygraph_trees.native._graph_nodes``, so
-that the tests of the code in Python also test the code in C. It skips the test if the extension is not built or the
+that the tests of the code in Python also test the code in C++. It skips the test if the extension is not built or the
 library cannot be built.
 """
 

@@ -91,15 +91,15 @@ class Live:
         self.patched = self.items = [Plain(index=index, placeholder_tensor=torch.empty(0)) for index in patched]
         self.outputs, self.temporary, self.prepared = dict(outputs), {}, []
         self.answer = lambda: None
-        self.pool_changes, nothing = binding.new_counter(), binding.packed([])
+        self.pool_changes = binding.new_counter()
         self.pool_changes.value = 3
         self.native = binding.extension and binding.extension.Addresses(
             owner=None,
             pool_changes=self.pool_changes,
             sets=binding.new_counter(),
-            own=nothing,
-            held=binding.packed([0] * len(patched)),
-            **dict.fromkeys(("words", "nodes", "holders"), nothing),
+            held=[0] * len(patched),
+            count=len(patched),
+            **dict.fromkeys(("own", "words", "nodes", "holders", "values"), ()),
             **dict.fromkeys(("exec", "set", "get_context", "context"), 0),
         )
         self.settle(settled)

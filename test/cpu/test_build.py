@@ -1,4 +1,4 @@
-"""The parts in C and C++: where they are built, when a build starts automatically, and what a user is told."""
+"""The parts in C++: where they are built, when a build starts automatically, and what a user is told."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TestLocation(TestCase):
     def test_the_hash_covers_names_and_contents_of_sources_alone(self):
         with tempfile.TemporaryDirectory() as name:
             folder, found = Path(name), []
-            for file, content in (("a.cpp", "1"), ("a.cpp", "2"), ("b.h", ""), ("c.c", ""), ("note.md", "")):
+            for file, content in (("a.cpp", "1"), ("a.cpp", "2"), ("b.h", ""), ("c.cpp", ""), ("note.md", "")):
                 (folder / file).write_text(content)
                 found.append(location.sources_hash(folder))
             (folder / "b.h").rename(folder / "d.h")
@@ -52,7 +52,7 @@ class TestLocation(TestCase):
 
 class TestPackaging(TestCase):
     def test_distributions_have_all_that_a_build_needs(self):
-        sources = {path.name for path in location.SOURCES.iterdir() if path.suffix in (".c", ".cpp", ".h")}
+        sources = {path.name for path in location.SOURCES.iterdir() if path.suffix in (".cpp", ".h")}
         wanted = {"setup.py", "pyproject.toml", "README.md", "LICENSE"}
         wanted |= {"pygraph_trees/report/page.css", "pygraph_trees/py.typed"}
         wanted |= {f"pygraph_trees/native/{name}" for name in sources}
@@ -168,7 +168,7 @@ class TestProcess(TestCase):
             failed, deadline = log.with_suffix(".failed"), time.monotonic() + 100
             while "error: " not in log.read_text() and time.monotonic() < deadline:
                 time.sleep(0.2)
-            why = r"error: the parts in C and C\+\+ were not built.*"
+            why = r"error: the parts in C\+\+ were not built.*"
             why += r"; they need a C\+\+ compiler and Python's headers \(--traceback shows where\)\n"
             self.assertRegex(log.read_text(), why)
             self.assertTrue(failed.exists())

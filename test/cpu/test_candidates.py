@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import itertools
-import struct
 import sys
 import unittest
 import weakref
@@ -405,7 +404,7 @@ class TestDeaths(TestCase):
             outputs = Outputs(drawn)
             deaths = Deaths(outputs.places, lambda: False)
             self.assertIs(deaths.ask(), outputs.are_dead)
-            listed = [(list_, *place) for list_, packed in deaths.groups for place in struct.iter_unpack("QQ", packed)]
+            listed = [(list_, *place) for list_, places in deaths.groups for place in places]
             for (cached, *place), (list_, _, *expected) in zip(listed, outputs.places, strict=True):
                 self.assertIs(cached, list_)
                 self.assertEqual(place, expected)

@@ -59,7 +59,7 @@ class TestHashes(WithFolder):
             ("pygraph_trees/a.py", "def f(x):\n    return x + 1\n", True, True),
             ("pygraph_trees/a.py", None, True, True),
             ("inductor_patches/b.py", "", True, True),
-            *((f"pygraph_trees/a.{suffix}", "int x;", True, True) for suffix in ("c", "cpp", "h")),
+            *((f"pygraph_trees/a.{suffix}", "int x;", True, True) for suffix in ("cpp", "h")),
             ("test/gpu/b.py", "x = 1", True, False),
             ("test/cpu/b.py", "x = 1", False, False),
         ):

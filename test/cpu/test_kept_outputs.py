@@ -178,7 +178,7 @@ class TestMoving(TestCase):
     def test_memory_is_exchanged_between_storages_of_one_size(self):
         exchange = binding.extension.exchange_memory
         self.assertRaisesRegex(ValueError, "same size", exchange, torch.ones(2), torch.ones(3))
-        self.assertRaisesRegex(TypeError, "expected a tensor", exchange, torch.ones(2), 3)
+        self.assertRaises(TypeError, exchange, torch.ones(2), 3)
 
 
 @unittest.skipIf(why_not_moved() is not None, f"{why_not_moved()}")

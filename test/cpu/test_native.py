@@ -1,4 +1,4 @@
-"""The native part: all tests of the search in Python also hold for the search in C."""
+"""The native part: all tests of the search in Python also hold for the search in C++."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestPatching(test_patching.Patching, TestCase):
 
 
 class TestSetKernels(TestCase):
-    """The call in C, on a fake library that reports its arguments."""
+    """The call in C++, on a fake library that reports its arguments."""
 
     def setUp(self):
         super().setUp()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import unittest
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -17,6 +16,7 @@ from pygraph_trees.native import binding
 from pygraph_trees.trees.pools import pools as owned
 
 MIB = 1 << 20
+_CUDA = int(torch._C._autograd.DeviceType.CUDA)
 
 gaps_and_sizes = st.tuples(st.integers(0, 3), st.integers(1, 3))  # gap 0: segments that touch
 pools = st.lists(gaps_and_sizes, max_size=12).flatmap(
@@ -81,9 +81,9 @@ class TestPoolRanges(TestCase):
 class TestStreams(TestCase):
     def test_streams_that_use_an_output_are_known_until_its_step_ends(self):
         manager, pool = bare_manager(), (0, 77)
-        manager.current_gen, manager.uses = 3, {}
+        manager.current_gen = 3
         output, other = torch.ones(4), torch.ones(4)
-        one, two = (SimpleNamespace(device_index=0, stream_id=number) for number in (33, 35))
+        one, two = (torch.Stream(device_type=_CUDA, device_index=0, stream_id=number) for number in (33, 35))
         self.enterContext(mock.patch.dict(owned.OWNED, {pool: lambda: manager}, clear=True))
         self.enterContext(mock.patch.object(owned, "holds", lambda _, storage: storage.data_ptr() != other.data_ptr()))
         for tensor, stream in ((output, one), (output[1:], one), (output, two), (other, one)):
@@ -93,9 +93,9 @@ class TestStreams(TestCase):
         self.assertEqual(owned.streams_that_use((0, 78), output.untyped_storage()), [])
         manager.current_gen = 4
         self.assertEqual(owned.streams_that_use(pool, output.untyped_storage()), [])
-        del output
-        owned.note_stream(again := torch.ones(4), one)
-        self.assertEqual((len(manager.uses), owned.streams_that_use(pool, again.untyped_storage())), (1, [one]))
+        owned.note_stream(output, two)
+        self.assertEqual(owned.streams_that_use(pool, output.untyped_storage()), [two])
+        self.assertRaises(TypeError, manager.streams_in_use, output)
         self.assertRaises(TypeError, manager.note_use, "no tensor", 0, 33)
 
 

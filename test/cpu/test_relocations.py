@@ -101,7 +101,7 @@ class TestKernels(RelocationsTestCase):
         self.assertFound(self.scan(self.api.make_kernel([little(PLAIN, self.a)[:-2]])), refused=[0])
 
     def test_kernels_that_are_not_known_are_named(self):
-        """Each is named once, whether or not it contains a relocation; the search in C finds the same names."""
+        """Each is named once, whether or not it contains a relocation; the search in C++ finds the same names."""
         names = ("halves", KNOWN, "_Z6halvesiiPf", "halves", "pygraph_write_slots_8", "triton_mine", "ncclKernel")
         words = ([7], [self.a], [self.b, 1], [2], [self.a], [self.c], [self.a])
         kernels = [self.api.make_kernel(given, name=name) for name, given in zip(names, words, strict=True)]

@@ -14,7 +14,6 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.compat import checks_deaths_after_copies, clones_live_outputs
 from pygraph_trees.native import binding
-from pygraph_trees.native.binding import packed
 
 from . import native_names
 
@@ -104,24 +103,24 @@ def entry(
         constants: the returned constants.
         views: the arguments of Inductor's ``reinterpret_tensor``, with the number of an output or a kept input.
         own: the numbers of views of gradients that already have that layout. If only autograd uses such a gradient, it
-            is returned itself (``native/gradients.cpp``).
+            is returned itself (``native/own_outputs.cpp``).
     """
     if binding.extension is None:
         return None
     made: FastCall = binding.extension.Entry(
         function=function,
         runner=runner,
-        order=None if order is None else packed(order),
-        kept=packed(kept),
-        picks=None if picks is None else packed(picks),
+        order=order,
+        kept=kept,
+        picks=picks,
         constants=tuple(constants),
-        views=list(views),
+        views=views,
         steps=cudagraph_trees.MarkStepBox,
         generations=GenerationTracker,
         execution=cudagraph_trees.ExecutionState.EXECUTION,
         forward=_MODE.FORWARD,
         backward=_MODE.BACKWARD,
         clones=MAY_CLONE,
-        own=packed(own),
+        own=own,
     )
     return made

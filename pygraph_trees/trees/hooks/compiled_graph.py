@@ -72,7 +72,9 @@ def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
 def calling(upstream: Callable[..., Any]) -> Callable[..., Any]:
     """Gives inputs the layout that was compiled for, and skips upstream's call if a fast replay gives the outputs."""
     if binding.extension is not None:
-        call: Callable[..., Any] = binding.extension.Call(upstream, vars(profiler), vars(debug), conform_inputs)
+        call: Callable[..., Any] = binding.extension.Call(
+            upstream=upstream, profiler=vars(profiler), debug=vars(debug), conform_inputs=conform_inputs
+        )
         return call
 
     @functools.wraps(upstream)

@@ -76,7 +76,7 @@ def candidate_filter(facts: Sequence[tuple[Sequence[tuple[int, int]], Any]]) -> 
         if set(by.values()) != {(1 << count) - 1}
     ]
     outputs = [(cached, index, row(those)) for (_, index), (cached, those) in held.items()]
-    return binding.extension.CandidateFilter(count, outputs, inputs)
+    return binding.extension.CandidateFilter(count=count, held=outputs, places=inputs)
 
 
 class Searched(Reclaimed, Protocol):

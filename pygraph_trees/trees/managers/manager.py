@@ -73,7 +73,6 @@ class Manager(Making):
     current_node: Any
     path_state: Any
     keeps_outputs: bool  # whether a function was added whose outputs must be kept; C++ reads it
-    uses: dict[Any, tuple[Any, Any, Any]]  # by storage and stream: the step, a weak reference, and the stream
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         search = Search()
@@ -87,7 +86,7 @@ class Manager(Making):
             super().__init__(*args, **kwargs)
         thread = mark()
         self.thread = None if thread is None else thread.number
-        self.ordered_device, self.uses = getattr(self, "device_index", -1), {}
+        self.ordered_device = getattr(self, "device_index", -1)
         pools.OWNED[self.cuda_graphs_thread_pool] = weakref.ref(self)
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from pygraph_trees.native.binding import packed
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -74,7 +72,7 @@ class Deaths:
         self.places, self._release = tuple(places), release
         # Runs of outputs of the same recording, the form in which C++ takes them.
         runs = [list(run) for _, run in itertools.groupby(self.places, key=lambda place: id(place[0]))]
-        self.groups = tuple((run[0][0], packed([n for _, _, *place in run for n in place])) for run in runs)
+        self.groups = [(run[0][0], [place for _, _, *place in run]) for run in runs]
 
     def ask(self) -> bool:
         """Whether all are dead. C++ calls this if it sees a reference to one of them."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pygraph_trees.indirection.pool import PoolRanges
 
@@ -29,17 +28,12 @@ def note_stream(tensor: torch.Tensor, stream: Any) -> None:
     for manager in managers():
         if holds(manager, storage):
             manager.note_use(tensor, stream.device_index, stream.stream_id)
-            for key in [key for key, use in manager.uses.items() if use[1].expired()]:
-                del manager.uses[key]
-            key = storage._cdata, stream.device_index, stream.stream_id
-            manager.uses[key] = manager.current_gen, StorageWeakRef(storage), stream
 
 
-def streams_that_use(pool: Any, storage: torch.UntypedStorage) -> list[Any]:
-    """The streams that the program has named for an output of the open path."""
+def streams_that_use(pool: Any, storage: torch.UntypedStorage) -> list[torch.Stream]:
+    """The streams that the program has named in this step for an output in a pool."""
     manager = owner_of(pool)
-    uses = list(getattr(manager, "uses", {}).values())
-    return [stream for step, used, stream in uses if step == manager.current_gen and used.cdata == storage._cdata]
+    return [] if manager is None else manager.streams_in_use(storage)
 
 
 def managers() -> list[Any]:

@@ -18,7 +18,6 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees import compat
 from pygraph_trees.native import binding
-from pygraph_trees.native.binding import packed
 
 from ..functions import fast_path
 from ..functions.containment import HeldForTooLong, contained, in_place, note_failure, owned, progress_of
@@ -256,9 +255,9 @@ def native_replay(
         graph=recording.graph,
         cached=recording.cached_tensor_outputs,
         others=list(others),
-        places=packed([number for place in recording.fixed for number in place]),
-        patched=packed([] if live is None else [item.index for item in live.patched]),
-        managed=packed(managed),
+        places=recording.fixed,
+        patched=[] if live is None else [item.index for item in live.patched],
+        managed=managed,
         returned=() if live is None else _returned(live, recording.own),
         before=_to_ask(recording.deaths_before),
         after=_to_ask(recording.deaths_after),

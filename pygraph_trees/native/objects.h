@@ -1,0 +1,267 @@
+/* Python objects in C++: references, classes and tensors; whether a tensor is dead.
+
+   "With an exception" in a comment: a function that returns this value has set a Python exception. Code that takes
+   arguments throws C++ exceptions instead. */
+
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <structmember.h>
+
+#include <algorithm>
+#include <exception>
+#include <memory>
+#include <vector>
+
+namespace pygraph {
+
+using Ref = THPObjectPtr; // an owned reference
+
+/* Calls a function and turns C++ exceptions into Python's. */
+template <typename Function> PyObject *translated(const Function &function) {
+    try {
+        return function();
+    } catch (py::error_already_set &error) {
+        error.restore();
+    } catch (const py::cast_error &error) {
+        PyErr_SetString(PyExc_TypeError, error.what());
+    } catch (const py::builtin_exception &error) {
+        error.set_error();
+    } catch (const c10::Error &error) { // the text that torch's own methods give
+        PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+    } catch (const std::exception &error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return nullptr;
+}
+
+/* The Python class of a struct, set when the module is loaded and never freed. */
+template <typename T> inline PyTypeObject *class_of = nullptr;
+
+/* An object of a class whose fields each replay reads. T has a template `each`, which calls a function with each
+   reference that the fields own, and may have `take`, which sets the fields from the arguments, by name. */
+template <typename T> struct Object {
+    PyObject_HEAD
+    bool is_alive; // until the collector clears it
+    T fields;
+
+    static PyObject *make(PyTypeObject *type, PyObject *, PyObject *keywords) {
+        return translated([&]() -> PyObject * {
+            Ref made(type->tp_alloc(type, 0));
+            if (!made)
+                return nullptr;
+            auto *object = reinterpret_cast<Object *>(made.get());
+            new (&object->fields) T();
+            object->is_alive = true;
+            if constexpr (requires(T fields, py::dict given) { fields.take(given); })
+                object->fields.take(keywords == nullptr ? py::dict() : py::reinterpret_borrow<py::dict>(keywords));
+            return made.release();
+        });
+    }
+
+    static int traverse(PyObject *self, visitproc visit, void *arg) {
+        int result = visit(reinterpret_cast<PyObject *>(Py_TYPE(self)), arg);
+        reinterpret_cast<Object *>(self)->fields.each([&](PyObject *&held) {
+            if (result == 0 && held != nullptr)
+                result = visit(held, arg);
+        });
+        return result;
+    }
+
+    static int clear(PyObject *self) {
+        auto *object = reinterpret_cast<Object *>(self);
+        object->is_alive = false;
+        object->fields.each([](PyObject *&held) { Py_CLEAR(held); });
+        return 0;
+    }
+
+    static void dealloc(PyObject *self) {
+        PyTypeObject *type = Py_TYPE(self);
+        PyObject_GC_UnTrack(self);
+        clear(self);
+        reinterpret_cast<Object *>(self)->fields.~T();
+        type->tp_free(self);
+        Py_DECREF(type);
+    }
+};
+
+/* Adds the class of such objects to a module. `name` and the tables in the slots must never be freed. */
+template <typename T>
+void add_class(py::module_ &module, const char *name, unsigned long flags, std::vector<PyType_Slot> slots) {
+    slots.insert(slots.end(), {{Py_tp_new, reinterpret_cast<void *>(Object<T>::make)},
+                               {Py_tp_traverse, reinterpret_cast<void *>(Object<T>::traverse)},
+                               {Py_tp_clear, reinterpret_cast<void *>(Object<T>::clear)},
+                               {Py_tp_dealloc, reinterpret_cast<void *>(Object<T>::dealloc)},
+                               {0, nullptr}});
+    PyType_Spec spec{name, sizeof(Object<T>), 0, static_cast<unsigned>(Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | flags),
+                     slots.data()};
+    class_of<T> = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&spec));
+    if (class_of<T> == nullptr || PyModule_AddType(module.ptr(), class_of<T>) < 0)
+        throw py::error_already_set();
+}
+
+/* Where a field of such an object is, for a table of members. */
+#define FIELD(owner, name) (offsetof(Object<owner>, fields) + offsetof(owner, name))
+
+/* The fields of an object of this class. */
+template <typename T> T &fields_of(PyObject *object) { return reinterpret_cast<Object<T> *>(object)->fields; }
+
+/* The fields of an object; NULL for NULL, for one of another class, and for one that the collector has cleared. */
+template <typename T> T *in(PyObject *object) {
+    const bool is_one = object != nullptr && PyObject_TypeCheck(object, class_of<T>);
+    return is_one && reinterpret_cast<Object<T> *>(object)->is_alive ? &fields_of<T>(object) : nullptr;
+}
+
+/* The C++ object in one of a class that pybind11 declares; NULL for NULL, and for one of another class. */
+template <typename T> T *declared(PyObject *object) {
+    return object != nullptr && Py_IS_TYPE(object, class_of<T>)
+               ? reinterpret_cast<py::detail::instance *>(object)->get_value_and_holder().value_ptr<T>()
+               : nullptr;
+}
+
+/* Declares a class with pybind11. */
+template <typename T> auto declare(py::module_ &module, const char *name) {
+    py::class_<T, std::shared_ptr<T>> made(module, name);
+    class_of<T> = reinterpret_cast<PyTypeObject *>(made.inc_ref().ptr());
+    return made;
+}
+
+/* Keeps Python's garbage collector off while it exists. It is off as long as any replay, or any `paused` of
+   trees/pools/collector.py, needs that, in whatever thread. The GIL protects the count. */
+class CollectorOff {
+  public:
+    CollectorOff() { enter(); }
+    ~CollectorOff() { leave(); }
+    CollectorOff(const CollectorOff &) = delete;
+    CollectorOff &operator=(const CollectorOff &) = delete;
+
+    static void enter() {
+        if (inside++ == 0)
+            was_on = PyGC_Disable() != 0;
+    }
+
+    static void leave() {
+        if (inside != 0 && --inside == 0 && was_on) // 0 if this process was forked inside
+            PyGC_Enable();
+    }
+
+    /* In a new process: the threads that were inside do not exist there. */
+    static void forked() {
+        if (inside != 0 && was_on)
+            PyGC_Enable();
+        inside = 0;
+    }
+
+  private:
+    static inline int inside = 0;
+    static inline bool was_on = false;
+};
+
+/* A new reference to an argument. */
+inline PyObject *reference(const py::object &given) { return Py_NewRef(given.ptr()); }
+
+/* Replaces a reference that an object owns. */
+inline void assign(PyObject **place, PyObject *value) {
+    if (*place != value)
+        Ref before(std::exchange(*place, Py_NewRef(value)));
+}
+
+/* The items of a list or a tuple. */
+struct Items {
+    PyObject **at = nullptr;
+    Py_ssize_t count = 0;
+
+    /* False with an exception. */
+    bool take(PyObject *sequence) {
+        if (!PyList_Check(sequence) && !PyTuple_Check(sequence)) {
+            PyErr_Format(PyExc_TypeError, "expected a list or a tuple, got %s", Py_TYPE(sequence)->tp_name);
+            return false;
+        }
+        at = PySequence_Fast_ITEMS(sequence);
+        count = PySequence_Fast_GET_SIZE(sequence);
+        return true;
+    }
+};
+
+inline bool is_tensor(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object), *tensor = reinterpret_cast<PyTypeObject *>(THPVariableClass);
+    return type == tensor || PyType_IsSubtype(type, tensor);
+}
+
+/* The tensor of a Python object; NULL with an exception. */
+inline const at::Tensor *tensor_of(PyObject *object) {
+    if (!is_tensor(object)) {
+        PyErr_Format(PyExc_TypeError, "expected a tensor, got %s", Py_TYPE(object)->tp_name);
+        return nullptr;
+    }
+    return &THPVariable_Unpack(object);
+}
+
+/* Whether a tensor reads otherwise than its memory: as a negated or conjugate view. Nothing guards tangents against it. */
+inline bool is_lazy(const at::Tensor &tensor) { return tensor.is_neg() || tensor.is_conj(); }
+
+/* Where a tensor's object, implementation and storage were at the last call, and the storage's Python object. */
+struct Known {
+    const void *object = nullptr, *tensor = nullptr, *storage = nullptr, *own = nullptr;
+
+    /* Loads the fields that find reads: the first and last byte of each, whatever the boundaries of cache lines. It is
+       always inlined, since the compiler takes a function that only prefetches for one that does nothing. */
+    __attribute__((always_inline)) void load() const {
+        ahead(object, 0), ahead(object, 31);
+        ahead(tensor, 8), ahead(tensor, 31);
+        ahead(storage, 8);
+        ahead(tensor, sizeof(c10::TensorImpl) - 32), ahead(tensor, sizeof(c10::TensorImpl) - 1);
+        ahead(storage, 31), ahead(storage, 60);
+    }
+
+    /* Loads the fields that is_dead reads. The last one of each Python object is the list of its weak references. */
+    __attribute__((always_inline)) void load_references() const {
+        ahead(object, 0), ahead(object, 47);
+        ahead(tensor, 8), ahead(tensor, 31);
+        ahead(storage, 8);
+        load_own();
+    }
+
+    /* Loads what tells whether only its storage is held. */
+    __attribute__((always_inline)) void load_own() const { ahead(storage, 71), ahead(own, 0), ahead(own, 31); }
+
+    void note(PyObject *found) {
+        const c10::TensorImpl *impl = THPVariable_Unpack(found).unsafeGetTensorImpl();
+        c10::StorageImpl *held = impl->unsafe_storage().unsafeGetStorageImpl();
+        if (object != found || tensor != impl || storage != held)
+            *this = Known{found, impl, held, held == nullptr ? nullptr : held->pyobj_slot()->load_pyobj()};
+    }
+
+    __attribute__((always_inline)) static void ahead(const void *begin, size_t offset) {
+        __builtin_prefetch(static_cast<const char *>(begin) + offset);
+    }
+};
+
+/* Whether the program has weak references to a tensor or a storage, through which it would get the object again. */
+inline bool has_weak_references(PyObject *object) {
+    return Py_TYPE(object)->tp_weaklistoffset != 0 && *PyObject_GET_WEAKREFS_LISTPTR(object) != nullptr;
+}
+
+/* Whether a tensor has only the given number of references in Python and none in C++, no autograd graph, and a storage
+   that only the tensor and its Python object reference, which nothing else references. Weak references count, too. */
+inline bool is_dead(PyObject *object, Py_ssize_t references = 1) {
+    if (Py_REFCNT(object) != references || has_weak_references(object))
+        return false;
+    const at::Tensor *tensor = tensor_of(object);
+    if (tensor == nullptr || tensor->use_count() != 1)
+        return false;
+    const c10::TensorImpl *impl = tensor->unsafeGetTensorImpl();
+    if (impl->autograd_meta() != nullptr && tensor->grad_fn() != nullptr)
+        return false;
+    const c10::Storage &storage = impl->unsafe_storage(); // torch's other accessors are virtual functions
+    if (!storage || storage.use_count() != 2)
+        return false;
+    PyObject *own = storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
+    return own != nullptr && Py_REFCNT(own) == 1 && !has_weak_references(own);
+}
+
+} // namespace pygraph
