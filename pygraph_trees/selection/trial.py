@@ -148,11 +148,6 @@ class Trial:
         if self._later:  # otherwise another thread has made it
             self._later.popleft()()
 
-    def way_of(self, member: TrialMember, inputs: Sequence[object]) -> Execution:
-        """The way for the call that a function is about to make."""
-        self._begin(member, inputs)
-        return self.way
-
     def _begin(self, member: TrialMember, inputs: Sequence[object]) -> bool:
         """Prepares for a call; returns False if another thread, or a call around this one, does so."""
         if self.is_over:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import sys
@@ -100,12 +101,9 @@ class TestRunIfFree(TestCase):
                     sys.setprofile(None)
                     raise KeyboardInterrupt
 
-            sys.setprofile(profile)
-            try:
+            with contextlib.suppress(KeyboardInterrupt):
+                sys.setprofile(profile)
                 block()
-            except KeyboardInterrupt:
-                pass
-            finally:
                 sys.setprofile(None)
             self.assertFalse(lock.locked(), f"moment {moment}")
             if left > 0:

@@ -203,8 +203,8 @@ def _failure(campaign: Campaign, worker: _Worker) -> Failure | None:
         with _alone(campaign, smaller) as single:
             return single.cause is not None or single.failure() is not None
 
-    if worker.is_late and not fails(case):
-        return None  # the machine was busy
+    if worker.is_late:  # otherwise the machine was busy; each try to make the case smaller would take as long
+        return Failure(case, worker.cause, worker.number) if fails(case) else None
     return Failure(reduce(case, fails, _MOST_TRIES, 2 * campaign.reduce_s), worker.cause, worker.number)
 
 
