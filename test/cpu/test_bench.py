@@ -20,10 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(Path(__file__).resolve().parent)]
 
 import captured
-from bench import causes, choices, command_line, everything, graph_host, many, routes
+from bench import causes, choices, command_line, graph_host, many, routes
 from bench import summary as pages
 from bench import training_loops as loops
-from bench.everything import TIME_IS_UP, Done, Step, run_all
 from bench.isolated import Job
 from bench.result_files import Results, ResultsFormatError, file_stem, here
 from bench.workloads import WORKLOADS
@@ -131,7 +130,6 @@ class TestCommandLine(WithFolder):
             with mock.patch.object(sys, "argv", ["a script"]):
                 status, _, err = captured.run(lambda _, main=module.main: main())
             self.assertEqual((status, "need a GPU" in err), (2, True), module.__name__)
-        self.assertEqual([captured.run(everything.main, *wrong)[0] for wrong in ([], ["recordin"])], [2, 2])
 
 
 class TestScripts(WithFolder):
@@ -159,23 +157,6 @@ class TestScripts(WithFolder):
             self.assertEqual((found.get("error"), found["rounds"]), (None, 2))
             self.assertLess(found["apart"], 1e-6)
         self.assertEqual({found["error"] for found in results[2:]}, {"KeyError: 'missing'"})
-
-    def test_everything_goes_on_where_it_was_cut(self):
-        """Another step's failure changes nothing; of other code, all is done again."""
-        count = self.folder / "count"
-
-        def ran(code_hash="first", **options):
-            codes = {"fails": "raise SystemExit(5)", "counts": f"open({str(count)!r}, 'a').write('x')"}
-            steps = [Step(name, [sys.executable, "-c", code], "a step") for name, code in codes.items()]
-            done = Done(self.folder / "done.txt", {"code_hash": code_hash})
-            status, shown, _ = captured.run(lambda _: run_all(steps, self.folder, "gpu-torch", done, **options))
-            return status, "counts: done before" in shown, "failed: fails" in shown, count.read_text()
-
-        self.assertEqual(ran(), (1, False, True, "x"))
-        self.assertEqual(ran(), (1, True, True, "x"))
-        self.assertEqual(ran(left_s=lambda: 1.0), (TIME_IS_UP, False, False, "x"))
-        self.assertEqual(ran(again=True), (1, False, True, "xx"))
-        self.assertEqual(ran("second"), (1, False, True, "xxx"))
 
 
 GOOD = {"latency_ms": 1.0, "throughput_ms": 0.9, "host_us": 50.0, "gpu_ms": 0.8, "copied_bytes": 0, "recordings": 1}

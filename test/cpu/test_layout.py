@@ -104,7 +104,7 @@ class Table:
         several files.
         """
         groups = {
-            name: _quoted(names) for name, names in re.findall(r"`(\w+)` is ((?:`[^`]+`(?:, |\s+and\s+)?)+)", text)
+            name: _quoted(names) for name, names in re.findall(r"`(\w+)` is ((?:`[^`]+`(?:,\s+|\s+and\s+)?)+)", text)
         }
         heading, *rows = text.partition("| room |")[2].partition("\n\n")[0].splitlines()
         assert heading.endswith("| imports |"), heading
