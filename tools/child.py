@@ -99,10 +99,11 @@ class Child:
             end(self._process)
             self._has_ended = True
         self._follower.join(5)
-        for pipe in (self._process.stdin, self._process.stdout):
+        # A reader that still waits holds the pipe's lock.
+        for pipe in (self._process.stdin, None if self._follower.is_alive() else self._process.stdout):
             with contextlib.suppress(OSError):
-                assert pipe is not None
-                pipe.close()
+                if pipe is not None:
+                    pipe.close()
 
     def _follow(self) -> None:
         assert self._process.stdout is not None

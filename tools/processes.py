@@ -13,7 +13,8 @@ def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
     """Ends a process with its own session, and all processes in that session, even if it has already ended itself."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(30)  # a driver may hold a process for long
 
 
 def end_on_termination() -> None:
