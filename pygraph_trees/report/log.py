@@ -245,10 +245,13 @@ def _trace(name: str, log: FunctionLog | GraphLog) -> None:
 
 
 class Journal:
-    """The logs of the process, in the order of compilation. Thread-safe."""
+    """The logs of the process, in the order of compilation. Thread-safe.
+
+    Each step on a list is atomic. A lock could be waited for forever: a finalizer that comes under it may wait for a
+    backward in another thread, whose compilation comes here.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a collection under it may run a finalizer that comes here
         self._graphs: list[GraphLog] = []
         self._functions: list[FunctionLog] = []
         self._compiling = threading.local()
@@ -270,13 +273,11 @@ class Journal:
 
     def model_of(self, compile_id: str | None) -> str | None:
         """The name of the program with a compile id; a backward, compiled later, has its forward's."""
-        with self._lock:
-            found = (g.model for g in reversed(self._graphs) if compile_id is not None and g.compile_id == compile_id)
-            return next(found, None)
+        graphs = reversed(list(self._graphs))
+        return next((g.model for g in graphs if compile_id is not None and g.compile_id == compile_id), None)
 
     def add_graph(self, graph: GraphLog) -> None:
-        with self._lock:
-            self._graphs.append(graph)
+        self._graphs.append(graph)
         name = f"{graph.model} {graph.compile_id or '-'}"
         graphed = f"{sum(p.graphed for p in graph.partitions)} graphed of {len(graph.partitions)} partitions"
         _log.info("%s %s: %s", name, graph.mode, f"not graphed: {graph.dropped}" if graph.dropped else graphed)
@@ -285,19 +286,16 @@ class Journal:
             _log.debug("%s: outside: %s, %s, %s", name, cause.reason, cause.op, cause.source)
 
     def add_function(self, function: FunctionLog) -> None:
-        with self._lock:
-            self._functions.append(function)
+        self._functions.append(function)
 
     def records(self) -> tuple[tuple[GraphRecord, ...], tuple[FunctionRecord, ...]]:
-        with self._lock:
-            graphs, functions = list(self._graphs), list(self._functions)
+        graphs, functions = list(self._graphs), list(self._functions)
         return tuple(g.record() for g in graphs), tuple(f.record() for f in functions)
 
     def clear(self) -> None:
         """Forgets all facts; functions that are still alive no longer appear."""
-        with self._lock:
-            self._graphs.clear()
-            self._functions.clear()
+        self._graphs.clear()
+        self._functions.clear()
 
 
 journal = Journal()

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
     from pygraph_trees.report.log import FunctionLog
 
-_trials: WeakValueDictionary[str, Trial] = WeakValueDictionary()  # from a program to its newest trial
-_lock = threading.RLock()  # a collection under it may run a finalizer that comes here
+# From a program to its newest trial. No lock: a finalizer may come under it and wait for a backward in another thread,
+# which is compiled there and comes here.
+_trials: WeakValueDictionary[str, Trial] = WeakValueDictionary()
 
 
 class _Compiling(threading.local):
@@ -98,23 +99,22 @@ def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path
     if settings.selective != "auto" or log.has_collective:
         return None
     graph, program = log.graph, None if log.mode == INFERENCE else _program(log.compile_id)
-    with _lock:
-        known = None if program is None else _trials.get(program)
-        if known is not None:
-            if graph is not None and known.graph is graph:
-                return known
-            if log.mode == BACKWARD and (known.backward is None or known.backward is graph):
-                known.backward = graph
-                return known
-        memory = None
-        if graph is not None and graph.code is not None:  # the key of the generated code is known
-            partition = log.partition if log.mode == INFERENCE else "all"
-            matters = {**asdict(settings), "fast path": has_fast_path, "partition": partition}
-            memory = Kept(graph.code, log.name, device, matters)
-        trial = Trial(memory=memory, graph=graph, has_fast_path=has_fast_path)
-        if program is not None:
-            _trials[program] = trial
-        return trial
+    known = None if program is None else _trials.get(program)
+    if known is not None:
+        if graph is not None and known.graph is graph:
+            return known
+        if log.mode == BACKWARD and (known.backward is None or known.backward is graph):
+            known.backward = graph
+            return known
+    memory = None
+    if graph is not None and graph.code is not None:  # the key of the generated code is known
+        partition = log.partition if log.mode == INFERENCE else "all"
+        matters = {**asdict(settings), "fast path": has_fast_path, "partition": partition}
+        memory = Kept(graph.code, log.name, device, matters)
+    trial = Trial(memory=memory, graph=graph, has_fast_path=has_fast_path)
+    if program is not None:
+        _trials[program] = trial
+    return trial
 
 
 def _program(compile_id: str | None) -> str | None:

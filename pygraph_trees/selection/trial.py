@@ -185,6 +185,9 @@ class Trial:
         """Begins or continues a step."""
         if self.is_over:
             return
+        members = self._alive()
+        if member not in members:  # its joining waits for another thread's change
+            return
         first = None if self._first is None else self._first()
         if first is None:
             self._first, first = weakref.ref(member), member
@@ -194,7 +197,6 @@ class Trial:
                 day = time.strftime("%Y-%m-%d", time.localtime(profile.decided_s))
                 self._end(profile.way, f"{profile.text}, as measured on {day}")
                 return
-        members = self._alive()
         if member is first:
             self._given = _integers(inputs)
             if _is_step_over(first, members):

@@ -154,6 +154,11 @@ class Manager(Making):
     def new_graph_id(self) -> Any:
         return _GraphID(next(self.graph_counter))
 
+    def exceed_rerecord_limit(self, node_id: Any, function_id: Any) -> bool:
+        # Upstream reads its configuration even if the function was never recorded again, which is the usual case.
+        counts = self.num_rerecord.get(node_id)
+        return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
+
     def is_graphed(self, function_id: Any, node_id: Any) -> bool:
         """Whether upstream is known to graph a function at a place; if the function mutates inputs, upstream decides
         once per place.
