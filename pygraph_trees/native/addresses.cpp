@@ -34,12 +34,12 @@ bool is_like(const at::Tensor &tensor, const at::Tensor &memory) {
 } // namespace
 
 Addresses::Addresses(const py::kwargs &all)
-    : owner(all["owner"]), pool_changes(all["pool_changes"].cast<std::shared_ptr<Counter>>()),
+    : owner(all["owner"]), pool_changes(Counter::of(all["pool_changes"])),
       exec(reinterpret_cast<void *>(all["exec"].cast<uint64_t>())),
       set(reinterpret_cast<decltype(set)>(all["set"].cast<uint64_t>())),
       get_context(reinterpret_cast<decltype(get_context)>(all["get_context"].cast<uint64_t>())),
       context(reinterpret_cast<void *>(all["context"].cast<uint64_t>())),
-      held(all["held"].cast<std::vector<uint64_t>>()), sets(all["sets"].cast<std::shared_ptr<Counter>>()) {
+      held(all["held"].cast<std::vector<uint64_t>>()), sets(Counter::of(all["sets"])) {
     pool_seen = pool_changes->value;
     const size_t count = held.size();
     holders.resize(count);

@@ -62,6 +62,8 @@ PYBIND11_MODULE(_fast_path, module) {
             std::rethrow_exception(raised);
         } catch (const c10::Error &error) {
             PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+        } catch (const py::cast_error &error) {
+            PyErr_SetString(PyExc_TypeError, error.what());
         }
     });
     module.doc() = "The fast path.";

@@ -174,7 +174,7 @@ struct Mortal {
     bool seem_dead();
 };
 
-/* One recording's part in a fast replay; trees/functions/fast_path.py describes the arguments. */
+/* One recording's part in a fast replay; trees/recordings/replaying.py describes the arguments. */
 struct Replay {
     /* An output that is an input of the call, or a view of one or of own memory. */
     struct Returned {

@@ -213,7 +213,7 @@ py::object set_kernels(const std::string &library, uint64_t exec, const std::str
     static Set set = nullptr;
     if (nodes.size() % (2 * sizeof(uint64_t)) != 0)
         throw py::value_error("expected pairs of uint64");
-    if (found_in != library) {
+    if (set == nullptr || found_in != library) {
         set = find<Set>(library, "cuGraphExecKernelNodeSetParams_v2");
         found_in = library;
     }

@@ -15,6 +15,13 @@ struct Inputs;
 /* A number that Python reads and writes as `value`. */
 struct Counter {
     unsigned long long value = 0;
+
+    /* An argument; None is none. */
+    static std::shared_ptr<Counter> of(const py::object &given) {
+        if (given.is_none())
+            throw py::type_error("expected a Counter");
+        return given.cast<std::shared_ptr<Counter>>();
+    }
 };
 
 /* The addresses that one instantiated graph holds; see native/addresses.cpp. */

@@ -175,8 +175,8 @@ size_t OwnMemory::nbytes(bool only_held) const {
 }
 
 OwnMemory::OwnMemory(const py::kwargs &given)
-    : device(given["like"].cast<at::Tensor>().device()), allocated(given["allocated"].cast<std::shared_ptr<Counter>>()),
-      given_away(given["given_away"].cast<std::shared_ptr<Counter>>()) {
+    : device(given["like"].cast<at::Tensor>().device()), allocated(Counter::of(given["allocated"])),
+      given_away(Counter::of(given["given_away"])) {
     using Numbers = std::vector<int64_t>;
     using Described = std::tuple<size_t, Numbers, Numbers, at::ScalarType, bool, bool>;
     bool lends_some = false;

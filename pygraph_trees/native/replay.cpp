@@ -3,7 +3,7 @@
    It holds the required addresses of static inputs, the inputs whose addresses the graph is given, the outputs that must
    be dead, and what a call returns. Python decides about unknown addresses, and about outputs that do not seem dead.
    Outputs that are inputs of the call too die when the call releases them: that is seen before the launch, without
-   releasing them. trees/functions/fast_path.py makes it. */
+   releasing them. trees/recordings/replaying.py makes it. */
 
 #include "fast_path.h"
 
@@ -31,7 +31,7 @@ bool seems_dead(PyObject *list, uint64_t index, uint64_t address) {
                address;
 }
 
-/* Takes (input, output, block or None, layout or None): see trees/functions/fast_path.py. */
+/* Takes (input, output, block or None, layout or None): see trees/recordings/replaying.py. */
 Replay::Returned returned_of(const py::handle &given, const Replay &replay) {
     using Given = std::tuple<uint64_t, size_t, std::optional<size_t>, py::object>;
     const auto [input, output, block, layout] = given.cast<Given>();
@@ -160,7 +160,7 @@ void Replay::take(const py::dict &given) {
     make = reference(given["make"]);
     run = reference(given["run"]);
     addresses = given["addresses"].cast<std::shared_ptr<Addresses>>();
-    replays = given["replays"].cast<std::shared_ptr<Counter>>();
+    replays = Counter::of(given["replays"]);
     own = given["own"].cast<std::shared_ptr<OwnMemory>>();
     in_python = flag("in_python");
     python_checks = flag("python_checks");
@@ -236,7 +236,7 @@ void Mortal::take(const py::object &given) {
     const auto [groups, question] = given.cast<std::pair<std::vector<std::pair<py::list, Places>>, py::object>>();
     ask = reference(question);
     for (const auto &[list, places_in_list] : groups) {
-        Run &run = runs.emplace_back(reference(list));
+        Run &run = runs.emplace_back(Run{reference(list), {}});
         for (const auto &[index, address] : places_in_list)
             run.outputs.push_back({index, address, {}});
     }

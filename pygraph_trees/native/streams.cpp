@@ -47,16 +47,16 @@ bool is_of_step(const TreeState &trees, const Use &use) {
 /* Waits for all uses: a replay may write to memory that is dead. After the step, what is alive has been moved. */
 void wait_for_uses(TreeState *trees, const c10::Stream &now) {
     for (size_t i = trees->uses.size(); i-- > 0;) {
-        Use &use = trees->uses[i];
-        const bool is_over = !is_of_step(*trees, use) || use.storage.expired(); // before the wait
+        const c10::Stream stream = trees->uses[i].stream; // a wait may run Python code, which may note other uses
+        const bool is_over = !is_of_step(*trees, trees->uses[i]) || trees->uses[i].storage.expired(); // before the wait
         try {
-            if (!use.was_waited)
-                wait_for(use.stream, now);
+            if (!trees->uses[i].was_waited)
+                wait_for(stream, now);
         } catch (const c10::Error &) {
-            if (!is_external(use.stream.id())) // else the program has destroyed it
+            if (!is_external(stream.id())) // else the program has destroyed it
                 throw;
         }
-        use.was_waited = is_external(use.stream.id());
+        trees->uses[i].was_waited = is_external(stream.id());
         if (is_over)
             trees->uses.erase(trees->uses.begin() + static_cast<std::ptrdiff_t>(i));
     }
@@ -106,8 +106,14 @@ void pygraph::order_streams(TreeState *trees) {
 void pygraph::note_use(TreeState *trees, const at::Tensor &tensor, c10::DeviceIndex device, c10::StreamId id) {
     const c10::Stream stream(c10::Stream::UNSAFE, c10::Device(CUDA, device), id);
     auto storage = tensor.storage().getWeakStorageImpl();
-    std::erase_if(trees->uses, [&](const Use &use) { return use.storage == storage && use.stream == stream; });
-    trees->uses.push_back({storage, stream, Ref::dup(trees->generation == nullptr ? Py_None : trees->generation)});
+    Ref step = Ref::dup(trees->generation == nullptr ? Py_None : trees->generation);
+    for (Use &use : trees->uses)
+        if (use.storage == storage && use.stream == stream) { // it stays where it is: see wait_for_uses
+            use.step = std::move(step);
+            use.was_waited = false;
+            return;
+        }
+    trees->uses.push_back({std::move(storage), stream, std::move(step)});
 }
 
 std::vector<c10::Stream> pygraph::streams_in_use(const TreeState &trees, const c10::StorageImpl *storage) {

@@ -211,15 +211,6 @@ class TestResultFiles(WithFolder):
         with self.assertRaisesRegex(ResultsFormatError, "is no result file"):
             Results.read(path)
 
-    def test_records_replace_those_of_their_workload(self):
-        other = dataclasses.replace(measured(), workload="EOS")
-        results = here("h", 1).with_records([measured(), other])
-        again = results.with_records([measured().failed("x")])
-        self.assertEqual([(r.workload, r.error) for r in again.records], [("EOS", None), ("BERT", "x")])
-        self.assertEqual(again.finished(), {"EOS"})
-        self.assertEqual(again.finished(["no such way"]), set())
-        self.assertEqual(again.differs_in(dataclasses.replace(again, date="another", rounds=99)), ["rounds"])
-
 
 class TestSummary(WithFolder):
     def test_what_is_worse_or_failed_is_said(self):
@@ -234,15 +225,6 @@ class TestSummary(WithFolder):
             with self.subTest(wanted):
                 found = pages.summarise({Path("a.json"): results(ours, upstream, others=others)}, [])
                 self.assertRegex("\n".join(pages.regressions(found)), wanted)
-
-    def test_a_file_becomes_a_page_or_is_refused(self):
-        results({}).write(self.folder / "good.json")
-        (self.folder / "bad.json").write_text("{")
-        for file, wanted in (("good", ""), ("bad", "is no result file"), ("none", "No such file")):
-            arguments = (str(self.folder / f"{file}.json"), "--out", str(self.folder / "out"))
-            status, _, said = captured.run(pages.main, *arguments)
-            self.assertEqual((bool(status), wanted in said), (file != "good", True), said)
-        self.assertIn("| A |", (self.folder / "out" / "README.md").read_text(encoding="utf-8"))
 
     def test_results_that_are_here(self):
         """The page and the README's table are made from the files."""

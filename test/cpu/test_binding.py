@@ -6,10 +6,27 @@ import threading
 import unittest
 from unittest import mock
 
+import torch
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding, build
 from pygraph_trees.trees.functions import native_names
+
+
+@unittest.skipIf(binding.extension is None, "not built for this torch")
+class TestArguments(TestCase):
+    def test_what_is_no_counter_is_refused(self):
+        new, like = binding.extension.Counter, torch.empty(0)
+        numbers = dict.fromkeys(("exec", "set", "get_context", "context", "count"), 0)
+        lists = {name: [] for name in ("held", "own", "words", "nodes", "holders", "values")}
+        for wrong in (None, 3, binding.Counter()):
+            for counters in ((wrong, new()), (new(), wrong)):
+                with self.assertRaises(TypeError):
+                    given = dict(zip(("pool_changes", "sets"), counters, strict=True))
+                    binding.extension.Addresses(owner=None, **given, **numbers, **lists)
+                with self.assertRaises(TypeError):
+                    given = dict(zip(("allocated", "given_away"), counters, strict=True))
+                    binding.extension.OwnMemory(like=like, blocks=[], **given)
 
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")

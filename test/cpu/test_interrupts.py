@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import gc
 import itertools
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.locks import run_if_free
-from pygraph_trees.report.log import Journal
-from pygraph_trees.selection.functions import trial_of
-from pygraph_trees.settings import Settings
 from pygraph_trees.trees.pools import interrupts
 from pygraph_trees.trees.pools.interrupts import deferred
 
@@ -89,54 +81,6 @@ class TestDeferred(TestCase):
         thread.start()
         thread.join()
         self.assertEqual(seen, [signal.default_int_handler])
-
-
-class TestNobodyWaits(TestCase):
-    """A finalizer that comes while a function is compiled waits for a backward, which another thread compiles."""
-
-    def check(self, inside: str, here: Callable[[], object], there: Callable[[], object]) -> None:
-        done: list[object] = []
-
-        class Finalized:
-            def __init__(self) -> None:
-                self.itself = self
-
-            def __del__(self) -> None:
-                frame: Any = sys._getframe()
-                while frame is not None and frame.f_code.co_name != inside:
-                    frame = frame.f_back
-                if frame is not None:
-                    try:
-                        done.append(autograd.submit(there).exception(timeout=20))
-                    except Exception as error:
-                        done.append(error)
-                if not any(done):
-                    Finalized()  # for the next collection
-
-        before = gc.get_threshold()
-        with ThreadPoolExecutor(1) as autograd:
-            Finalized()
-            gc.set_threshold(1)
-            try:
-                while len(done) < 100 and not any(done):  # at several moments
-                    here()
-            finally:
-                gc.set_threshold(*before)
-        self.assertEqual(set(done), {None})
-
-    def test_for_the_trial_of_a_function(self) -> None:
-        def ask(mode: str) -> object:
-            log: Any = SimpleNamespace(
-                has_collective=False, graph=None, mode=mode, compile_id="of this test", name="f", partition=1
-            )
-            return trial_of(log, dataclasses.replace(Settings.current(), selective="auto"), 0, has_fast_path=True)
-
-        self.check("trial_of", lambda: ask("forward"), lambda: ask("backward"))
-
-    def test_for_the_journal(self) -> None:
-        journal, graph, function = Journal(), mock.Mock(compile_id="0/0"), mock.Mock()
-        journal._graphs.append(graph)
-        self.check("model_of", lambda: journal.model_of("0/0"), lambda: journal.add_function(function))
 
 
 class TestRunIfFree(TestCase):

@@ -103,6 +103,7 @@ class TestSetKernels(TestCase):
             self.assertIsNone(Driver(FakeApi(), _graph_nodes, name).set_kernels(0x77, ()))
             self.assertIsNone(Driver(FakeApi(), _graph_nodes, name).kernel_setter())
             self.assertIsNone(Driver(FakeApi(), _graph_nodes, name).context_getter())
+        self.assertRaises(RuntimeError, self.set_kernels, "", 0x77, self.packed)  # the process itself
         self.assertIsNone(Driver(FakeApi()).set_kernels(0x77, ()))
         self.assertIsNone(Driver(FakeApi()).kernel_setter())
         self.assertIsNone(Driver(FakeApi()).context_getter())

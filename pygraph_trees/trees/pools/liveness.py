@@ -70,9 +70,12 @@ class Deaths:
     def __init__(self, places: Sequence[tuple[list[Any], list[Any], int, int]], release: Callable[[], bool]) -> None:
         """``release``: drops unneeded references to such outputs, and returns whether there were any."""
         self.places, self._release = tuple(places), release
-        # Runs of outputs of the same recording, the form in which C++ takes them.
+
+    @property
+    def groups(self) -> list[tuple[list[Any], list[list[int]]]]:
+        """Runs of outputs of the same recording, the form in which C++ takes them; made when needed, as it is large."""
         runs = [list(run) for _, run in itertools.groupby(self.places, key=lambda place: id(place[0]))]
-        self.groups = [(run[0][0], [place for _, _, *place in run]) for run in runs]
+        return [(run[0][0], [place for _, _, *place in run]) for run in runs]
 
     def ask(self) -> bool:
         """Whether all are dead. C++ calls this if it sees a reference to one of them."""
