@@ -24,6 +24,7 @@ from .nodes import (
     is_a_whole,
     is_constructor,
     is_integral,
+    is_view,
     may_write,
     prims,
     tensors_given,
@@ -131,7 +132,8 @@ class _Rewriting:
                     host = node if is_a_whole(node) else self._call(aten.clone.default, (node,), node)
                     return self._call(staged, (self._anchor, host, int(value.read)), node)
                 case How.COPIED:
-                    is_late = value.read is HostRead.LATER
+                    # Of a view, torch may copy elements that the CPU gathers during the call.
+                    is_late = value.read is HostRead.LATER and not any(map(is_view, node.users))
                     return self._call(prims.device_put.default, (node, self._gpu, is_late), node)
 
     def _made(self, node: fx.Node, sources: list[fx.Node]) -> fx.Node:

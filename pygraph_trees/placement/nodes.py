@@ -1,7 +1,7 @@
 """Facts about a node of a post-grad graph: where its value is, how large it is, and whose memory it shares.
 
 Each function takes an ``fx.Node`` with its value under "val" and changes nothing. None depends on the numbers that an
-operator computes: see ``operators.py`` for these, and ``lookups.py`` for indices.
+operator computes: see ``operators.py`` for these.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ def is_row_of_input(node: fx.Node) -> bool:
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
-    """The node, its base, the base of that and so on, up to the first view of several tensors."""
+    """The node, its base, the base of that and so on, up to the first view of several tensors or unknown function."""
     found = [node]
-    while _shows_another(found[-1]):
+    while _shows_another(found[-1]) and (packet_of(found[-1]) or found[-1].target is operator.getitem):
         sources = [source for source in found[-1].all_input_nodes if tensors_of(source)]
         if len(sources) != 1:
             break

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import signal
 import sys
 import threading
@@ -91,24 +90,20 @@ class TestRunIfFree(TestCase):
         def block() -> None:
             self.assertTrue(run_if_free(lock, lambda: self.assertFalse(run_if_free(lock, self.fail))))
 
-        for moment in itertools.count():
-            left = moment
+        def profile(*_: Any) -> None:
+            left.pop()
+            if not left:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
 
-            def profile(*_: Any) -> None:
-                nonlocal left
-                left -= 1
-                if left < 0:
-                    sys.setprofile(None)
-                    raise KeyboardInterrupt
-
+        for moment in range(1, 60):
+            left = [None] * moment
             with contextlib.suppress(KeyboardInterrupt):
                 sys.setprofile(profile)
                 block()
                 sys.setprofile(None)
             self.assertFalse(lock.locked(), f"moment {moment}")
-            if left > 0:
-                break
-        self.assertGreater(moment, 10)
+        self.assertGreater(len(left), 9)
 
 
 if __name__ == "__main__":

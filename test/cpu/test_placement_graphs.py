@@ -74,6 +74,12 @@ class TestPlacement(TestCase):
         )
         return after, placed
 
+    def test_a_large_input_is_read_at_the_call_if_only_a_view_is_copied_without_waiting(self):
+        put, large = torch.ops.prims.device_put.default, torch.rand(100_000)
+        for view, is_late in ((lambda x: x, True), (lambda x: x.expand(2, -1), False)):  # the CPU gathers its elements
+            module, _ = self.placed_program(lambda x, y: put(view(x), GPU, True) + y, large, torch.rand(1))  # noqa: B023
+            self.assertEqual([n.args[2] for n in module.graph.nodes if n.target is put], [is_late])
+
     def test_any_program(self):
         @EXAMPLES
         @given(programs(), st.booleans())
