@@ -69,9 +69,9 @@ def may_use(device: int) -> bool:
     """Whether the calling thread may use a device's graphs; if no thread does, this one does from now on."""
     if PER_THREAD:
         return True
-    caller = _caller()
-    if _user(device) is caller:
-        return True
+    caller, user = _caller(), _user(device)
+    if user is not None:
+        return user is caller
     with paused(), _lock:
         user = _user(device)
         # A backward of an unmarked thread never takes over: it would keep the graphs forever.
