@@ -1,7 +1,6 @@
 """Facts about a node of a post-grad graph: where its value is, how large it is, and whose memory it shares.
 
-Each function takes an ``fx.Node`` with its value under "val" and changes nothing. None depends on the numbers that an
-operator computes: see ``operators.py`` for these.
+Each function takes an ``fx.Node`` with its value under "val". What operators compute is a matter of ``operators.py``.
 """
 
 from __future__ import annotations
