@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
+import unittest
 
 import torch
 from torch.testing._internal.common_utils import TestCase, run_tests
 from training_on_cpu import Training, filled
 
+from pygraph_trees.native import binding
 from pygraph_trees.selection.decision import Execution
 
 
 class TestWays(TestCase):
     """Gradients are right whichever way each call goes."""
 
+    @unittest.skipIf(binding.extension is None, "outputs are kept in C++")
     def test_random_programs(self):
         for seed in range(40):
             with self.subTest(seed=seed):
