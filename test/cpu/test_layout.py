@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pygraph_trees", "inductor_patches")
 
-MOST_LINES = 450
+MOST_LINES = 400
 NAMES_WITHOUT_A_CONCEPT = {"common", "core", "helpers", "misc", "utils"}
 
 
@@ -148,7 +148,7 @@ def room(file: str) -> str | None:
 
 
 def too_long(root: Path) -> list[str]:
-    files = [path for path in (root / "pygraph_trees").rglob("*") if path.suffix in (".py", ".c", ".cpp", ".h", ".css")]
+    files = [path for path in (root / "pygraph_trees").rglob("*") if path.suffix in (".py", ".cpp", ".h", ".css")]
     counted = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sorted(files)}
     return [
         f"{path.relative_to(root)} has {count} lines, at most {MOST_LINES} are allowed: it holds two concepts"
