@@ -9,7 +9,6 @@ import copy
 import time
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -195,19 +194,22 @@ class TestWhatIsKept(KeptTestCase):
     CALLS, PART = 450, 50
 
     def check(self, call: Callable[[int], Any], plain: Callable[[int], Any]) -> None:
-        """Relative to un-graphed calls beside them, the last third of the calls takes as long as the second third."""
+        """Relative to un-graphed calls beside them, the last third of the calls takes as long as the second third.
+
+        Processor time of this thread: the lane's other processes share the machine. The best part of a third counts.
+        """
         parts = []
         for first in range(0, self.CALLS, self.PART):
             times = []
             for fn in (call, plain):
-                begin = time.perf_counter()
+                begin = time.thread_time()
                 for number in range(first, first + self.PART):
                     fn(number)
+                times.append(time.thread_time() - begin)
                 torch.cuda.synchronize()
-                times.append(time.perf_counter() - begin)
             parts.append(times[0] / times[1])
         third = len(parts) // 3
-        second, last = median(parts[third : 2 * third]), median(parts[2 * third :])
+        second, last = min(parts[third : 2 * third]), min(parts[2 * third :])
         self.assertLess(last, 1.5 * second, str(parts))
 
     @parametrize("holder", ["tensor", "view", "with an attribute"])
