@@ -25,6 +25,7 @@ ARTIFACT_CODE = (
     "pygraph_trees/cuda/extent.py",
     "pygraph_trees/cuda/host_reads.py",
     "pygraph_trees/placement",
+    "pygraph_trees/reasons.py",
     "pygraph_trees/settings.py",
     "pygraph_trees/trees/hooks/saved_tensors.py",
     "pygraph_trees/version.py",

@@ -21,7 +21,8 @@ import inductor_patches
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.fake_gpu import ValueNeededError, absent_gpu, lower
 from pygraph_trees.fake_gpu.tracing import modules_of
-from pygraph_trees.report.compiled import REBINDS, partitions_of, rebinds_storage
+from pygraph_trees.reasons import Reason
+from pygraph_trees.report.compiled import partitions_of, rebinds_storage
 from pygraph_trees.report.naming import mode_name
 from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
 from pygraph_trees.report.summary import breaks_in
@@ -149,7 +150,7 @@ def _why_not_graphed(graph: LoweredGraph) -> str | None:
     left_out = why_not_graphed(Settings.current())
     if left_out is None and "cuda" not in graph.graph.device_types:
         return "all of its tensors are on the CPU; device='meta' stands for the GPU"
-    return left_out or graph.disabled_reason or (REBINDS if rebinds_storage(graph.gm) else None)
+    return left_out or graph.disabled_reason or (Reason.REBINDS() if rebinds_storage(graph.gm) else None)
 
 
 def _readable_names(graph: LoweredGraph) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from pygraph_trees.cuda.extent import extent
+from pygraph_trees.reasons import Reason, Why
 
 from .live_input import copy_at
 from .patching import PatchFailed
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from .staged_inputs import StagedInputs
 
 _MOST_FITTING = 256  # addresses remembered for one input: more than an allocator uses in turn
-
-_MUTATED_IN_POOL = "a mutated input lies in the graph pool"
 
 
 def _nothing_stays(tensor: torch.Tensor) -> bool:
@@ -93,7 +92,7 @@ class Addresses:
         # A weak reference: the method holds the live inputs, which hold this object.
         self._kernels_holding: Callable[[], KernelNames | None] = _no_names
         self.temporary: dict[int, torch.Tensor] = {}  # by index: copies for the call that was prepared
-        self.refused: dict[int, str] = {}  # by index: inputs whose address the driver refused at a replay
+        self.refused: dict[int, Why] = {}  # by index: inputs whose address the driver refused at a replay
         self.extra_copies = self.extra_copied_bytes = 0  # so far, of inputs that did not fit a patch
         values = [] if staged is None else staged.values
         # Whether addresses that fitted once fit again, and a graph that holds them needs nothing more, except values
@@ -147,7 +146,7 @@ class Addresses:
         inputs: Sequence[Any],
         seen: list[int] | None = None,
         stays: Callable[[torch.Tensor], bool] = _nothing_stays,
-    ) -> str | None:
+    ) -> Why | None:
         """Makes the graph hold the addresses of ``inputs``, or returns why this recording cannot take them.
 
         Args:
@@ -159,16 +158,16 @@ class Addresses:
         puts = self._staged is not None and bool(self._staged.put_indices)
         for index in self._tangents:
             if inputs[index].is_neg():
-                return "an input is a negated view"
+                return Reason.IS_VIEW()
         same_pool = self._pool.changes == self._pool_seen
         if not puts and same_pool and self.native is not None and self.native.is_settled(seen):
             return None
         if self._patches.broken:
             if self._patches.is_stuck:
-                self.refused = {item.index: "the driver refused an address of these inputs" for item in self._items}
-            return "a driver call failed"
+                self.refused = {item.index: Reason.ADDRESSES_REFUSED() for item in self._items}
+            return Reason.BROKEN()
         if self._is_preparing:
-            return "it is being made ready for another call"
+            return Reason.PREPARING()
         try:
             self._is_preparing = True
             if self.native is not None:
@@ -187,7 +186,7 @@ class Addresses:
 
     def _prepare(
         self, inputs: Sequence[Any], seen: list[int], stays: Callable[[torch.Tensor], bool], *, same_pool: bool
-    ) -> str | None:
+    ) -> Why | None:
         """Prepares a graph that may hold other addresses. ``_is_preparing`` keeps out a finalizer's calls."""
         why = self._why_not(inputs)
         if why is None and (seen != self._seen or self._again or not same_pool):
@@ -199,9 +198,9 @@ class Addresses:
             self._hold(seen, inputs)
         except PatchFailed as error:
             self.temporary, self._again = {}, False
-            refused = dict.fromkeys(self._indices_at(error.fields["index"]), f"the driver refused its address: {error}")
-            self.refused.update(refused)
-            return str(error)
+            why = Reason.ADDRESS_REFUSED(error=str(error))
+            self.refused |= dict.fromkeys(self._indices_at(error.fields["index"]), why)
+            return Reason.PATCH_FAILED(**error.fields)
         return None
 
     def _indices_at(self, number: int) -> list[int]:
@@ -210,14 +209,14 @@ class Addresses:
             return [self._numbers[number].index]
         return self._staged.indices_at(number - self._first)
 
-    def _why_not(self, inputs: Sequence[Any]) -> str | None:
+    def _why_not(self, inputs: Sequence[Any]) -> Why | None:
         """Why these inputs cannot be taken: one that is copied back is in the pool, or one is a conjugate view."""
         for item in self._copied_back:
             if self._pool.holds(inputs[item.index].data_ptr()):
-                return _MUTATED_IN_POOL
+                return Reason.MUTATED_IN_POOL()
         for index in self._complex:
             if inputs[index].is_conj():  # a tangent may be conjugated at one call and not at the next
-                return "an input is a conjugate view"
+                return Reason.IS_VIEW()
         return None
 
     def _hold(self, seen: list[int], inputs: Any) -> None:
@@ -235,7 +234,7 @@ class Addresses:
         if is_due and self.chooser is not None:
             self._go_on_choosing(self.chooser)
 
-    def _find_all(self, seen: list[int], inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool]) -> str | None:
+    def _find_all(self, seen: list[int], inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool]) -> Why | None:
         if self._pool.changes != self._pool_seen:
             for fitting in self._fitting:
                 fitting.clear()
@@ -247,7 +246,7 @@ class Addresses:
         for position, address in enumerate(addresses):
             if address is None:
                 found = self._find(position, seen[position], inputs, temporary, stays)
-                if isinstance(found, str):
+                if isinstance(found, Why):
                     return found
                 addresses[position] = found
         self._given = cast("list[int]", addresses)
@@ -262,12 +261,12 @@ class Addresses:
         inputs: Sequence[Any],
         temporary: dict[int, torch.Tensor],
         stays: Callable[[torch.Tensor], bool],
-    ) -> int | str:
+    ) -> int | Why:
         """The address that the graph gets for an input, its own or a copy's, or the reason why there is none."""
         item = self._items[position]
         in_pool = self._pool.holds(address)
         if in_pool and item.mutated:
-            return _MUTATED_IN_POOL
+            return Reason.MUTATED_IN_POOL()
         # A zero tensor has no memory; its data_ptr is only its offset.
         has_memory = address != 0 and not inputs[item.index]._is_zerotensor()
         fit = has_memory and fits(address, item.recorded, self._aligned[position])

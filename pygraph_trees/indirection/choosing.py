@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pygraph_trees.errors import DriverError
+from pygraph_trees.reasons import Reason, Why
 
 from .inputs import LiveInputs
 from .live_input import Operand, Place
@@ -36,13 +37,13 @@ def choose(
     candidates: Sequence[int],
     mutated: Collection[int],
     pool: PoolRanges,
-    refused: Mapping[int, str],
+    refused: Mapping[int, Why],
     managed: Collection[int] = (),
     *,
     stage: bool = False,
     tabled: Collection[int] = (),
     own: Mapping[int, bool] = MappingProxyType({}),
-) -> tuple[LiveInputs | None, dict[int, str]]:
+) -> tuple[LiveInputs | None, dict[int, Why]]:
     """The inputs that can be recorded at placeholder addresses; for each other candidate, why it is copied.
 
     ``inputs`` does not change. If a driver call fails, all that was allocated is freed.
@@ -58,7 +59,7 @@ def choose(
     """
     release_retired(is_locked=True)
     operands: list[Operand] = []
-    reasons: dict[int, str] = {}
+    reasons: dict[int, Why] = {}
     for index in candidates:
         value = inputs[index]
         if not isinstance(value, torch.Tensor):
@@ -87,7 +88,7 @@ def choose(
     try:
         return with_memory(lambda: LiveInputs(driver, device, operands, pool)), reasons
     except DriverError as error:
-        why = f"no addresses could be reserved: {error}"
+        why = Reason.NO_ADDRESSES(error=str(error))
     others = [operand for operand in operands if operand.place is not Place.PLACEHOLDER]
     for operand in operands:
         if operand.place is Place.PLACEHOLDER and operand.mutated:
@@ -97,5 +98,5 @@ def choose(
     return LiveInputs(driver, device, others, pool) if others else None, reasons
 
 
-def _in_memory(operand: Operand, why: str) -> Operand:
+def _in_memory(operand: Operand, why: Why) -> Operand:
     return dataclasses.replace(operand, place=Place.MEMORY, why_copied=why)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pygraph_trees.cuda.extent import contents, extent, flat
+from pygraph_trees.reasons import Reason, Why
 
 from .live_input import Item, bytes_at
 from .poison import Poison
@@ -46,12 +47,10 @@ class Surroundings:
     generators: Sequence[Any] = ()  # generators of the GPU that a launch may draw from
 
 
-def why_not_launched() -> str | None:
-    """Why a graph with unknown kernels must not be launched more often than the program does; None if it may be."""
+def may_wait_for_others() -> bool:
+    """Whether kernels may wait for other processes. Such a graph must be launched only as often as the program does."""
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        return "which may wait for other processes"
-    return None
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 class Rehearsal:
@@ -85,15 +84,15 @@ class Rehearsal:
         self._poison = Poison([_elements_of(t) for t in (*surroundings.kept, *written)], surroundings.generators)
         self.put_back = self._poison.put_back  # restores everything that the launches have changed
 
-    def failing(self, positions: Sequence[int], unknown: Sequence[str]) -> dict[int, str]:
+    def failing(self, positions: Sequence[int], unknown: Sequence[str]) -> dict[int, Why]:
         """By position, why an input that should be given by address cannot be.
 
         Args:
             unknown: the names of the unknown kernels.
         """
         kernels = listed(unknown)
-        differ = f"two equal launches give different results, and {kernels} may hide its address"
-        fails: dict[int, str] = {}
+        differ = Reason.HIDDEN_BY_CHANCE(kernels=kernels)
+        fails: dict[int, Why] = {}
         try:
             self._launch_as_recorded()
             expected = Expected(self._results(()))
@@ -116,10 +115,8 @@ class Rehearsal:
                 if not wrong or (others and not self._is_same(others, expected)):
                     wrong = list(positions)
         except torch.OutOfMemoryError:
-            why = f"there is no memory to check {kernels}, which may hide its address"
-            return dict.fromkeys([*fails, *positions], why)
-        why = f"{kernels} may hide its address: with another one the results are different"
-        return fails | dict.fromkeys(wrong, why)
+            return dict.fromkeys([*fails, *positions], Reason.HIDDEN_UNCHECKED(kernels=kernels))
+        return fails | dict.fromkeys(wrong, Reason.HIDDEN_SURELY(kernels=kernels))
 
     def _shows(self, position: int) -> bool:
         """Whether results that differ by rounding would show that a launch still uses an input's placeholder.

@@ -18,9 +18,10 @@ import torch
 
 from pygraph_trees.cuda.graph_nodes import KernelNode
 from pygraph_trees.errors import DriverError
+from pygraph_trees.reasons import Reason, Why
 
 from .addresses import Addresses
-from .hidden_addresses import Rehearsal, Surroundings, listed, why_not_launched
+from .hidden_addresses import Rehearsal, Surroundings, listed, may_wait_for_others
 from .live_input import CopiedInputs, Item, Operand, Place, copy_at, may_be_seen, seen_as, span_of, write
 from .patching import CapturedCopies, Patches, PatchFailed
 from .placeholder import Extent, Placeholders, with_memory
@@ -164,7 +165,7 @@ class LiveInputs:
             if self._staged is not None:
                 self._staged.check(found, len(self._placeholders.placeholders), returned, copied)
         except DriverError as error:
-            found, decisions = _NOTHING, self._all_copied(f"the graph could not be read: {error}")
+            found, decisions = _NOTHING, self._all_copied(Reason.UNREAD(error=str(error)))
         self.kinds = found.kinds
         self._copies = CapturedCopies(found.nodes, found.relocations)
         try:
@@ -176,7 +177,7 @@ class LiveInputs:
             self._arrange(graph, found, decisions)
         except (DriverError, PatchFailed) as error:
             # Nothing was launched, or everything is restored. Another instantiation holds the placeholder addresses.
-            decisions = self._all_copied(f"the graph could not be given its address: {error}")
+            decisions = self._all_copied(Reason.NOT_GIVEN(error=str(error)))
             self._instantiate(graph, _NOTHING, decisions, self._point_back)
         launches = self._copied.launches if self._copied else None
         if self._table is not None:
@@ -221,12 +222,11 @@ class LiveInputs:
 
     def _rehearse(
         self, graph: Any, found: Scan, decisions: Sequence[Decision], surroundings: Surroundings
-    ) -> dict[int, str]:
+    ) -> dict[int, Why]:
         """By position, why an input cannot be given by address although a scan found its address."""
         wanted = [p for p, decision in enumerate(decisions) if decision.by_address and not self._own.get(p)]
-        kernels, why_not = listed(found.unknown), why_not_launched()
-        if why_not is not None:
-            return dict.fromkeys(wanted, f"{kernels}, {why_not}, may hide its address")
+        if may_wait_for_others():
+            return dict.fromkeys(wanted, Reason.HIDDEN_BY_OTHERS(kernels=listed(found.unknown)))
         for position in range(len(decisions)):
             self._materialise(position)
         scans = [found]
@@ -244,7 +244,7 @@ class LiveInputs:
         try:
             rehearsal = Rehearsal(items, len(decisions), self.given, surroundings, launch, self._own)
         except torch.OutOfMemoryError:
-            return dict.fromkeys(wanted, f"there is no memory to check {kernels}, which may hide its address")
+            return dict.fromkeys(wanted, Reason.HIDDEN_UNCHECKED(kernels=listed(found.unknown)))
         try:
             return rehearsal.failing(wanted, found.unknown)
         finally:
@@ -263,7 +263,7 @@ class LiveInputs:
         """The staged inputs' memory that one copy may take to the GPU, and what captures a copy in place of torch."""
         return (None, None) if self._staged is None else (self._staged.together, self._staged.capture)
 
-    def _all_copied(self, why: str) -> list[Decision]:
+    def _all_copied(self, why: Why) -> list[Decision]:
         return [Decision(Route.COPY, why) for _ in self._placeholders.placeholders]
 
     def _instantiate(
@@ -395,4 +395,4 @@ class LiveInputs:
 
 
 _NOTHING = Scan(nodes=(), relocations=(), refused={}, opaque=None, kinds=Counter())
-_AT_PLACEHOLDER = Decision(Route.COPY, "it is compared with")
+_AT_PLACEHOLDER = Decision(Route.COPY, None)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pygraph_trees.cuda.extent import extent, flat
+from pygraph_trees.reasons import Why
 
 from .retired import LastLaunches
 
@@ -56,7 +57,7 @@ class Operand:
     managed: bool = False  # an output of an earlier recording whose address was found to change
     tabled: bool = False  # it gets a slot in a table
     own: bool | None = None  # for own memory: whether only our own copies write to it, so that no kernel hides it
-    why_copied: str = ""  # for one in ordinary memory
+    why_copied: Why | None = None  # for one in ordinary memory
 
     def at_placeholder(self, span: Span, start: int, device: torch.device) -> Item:
         """``start``: the address of the placeholder."""

@@ -23,6 +23,7 @@ from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode
 from pygraph_trees.cuda.value_kernel import BYTES
 from pygraph_trees.errors import DriverError, PygraphError
 from pygraph_trees.native import binding
+from pygraph_trees.reasons import Reason
 
 from .relocations import BY_VALUE, HOST_SOURCE, SOURCE
 
@@ -36,7 +37,7 @@ _MOST_CHANGES = 64  # sets of inputs that change together
 
 
 class PatchFailed(PygraphError):
-    template = "{call} refused an address of input {index}: {code}"
+    template = Reason.PATCH_FAILED.value
 
 
 class HalfPatched(PatchFailed):

@@ -21,6 +21,7 @@ import torch
 
 from pygraph_trees.cuda.graph_nodes import NodeKind
 from pygraph_trees.errors import DriverError
+from pygraph_trees.reasons import Reason, Why
 
 from .known_kernels import is_known
 from .placeholder import stands_out
@@ -63,7 +64,7 @@ class Scan:
     relocations: tuple[
         Relocation, ...
     ]  # in the order of their nodes and offsets; relocations of refused inputs may be among them
-    refused: dict[int, str]  # by placeholder: why it cannot be patched, despite its relocations
+    refused: dict[int, Why]  # by placeholder: why it cannot be patched, despite its relocations
     opaque: str | None  # what may hide any address, for example "a host node"; None if everything was read
     kinds: Counter[NodeKind]  # of all nodes, without those of child graphs
     unknown: tuple[str, ...] = ()  # names of kernels that may be given an address in a form that is no word
@@ -111,7 +112,7 @@ class _Reader:
         self._staged, self._by_value = staged, by_value
         self._nodes: dict[int, GraphNode] = {}  # by position
         self._relocations: list[tuple[int, int, int, int]] = []  # position, offset, input, addend
-        self._refused: dict[int, str] = {}
+        self._refused: dict[int, Why] = {}
         self._opaque: str | None = None
         self._kinds: Counter[NodeKind] = Counter()
         # By the handles of a kernel. The driver reuses them after their module is unloaded: valid for one scan.
@@ -158,7 +159,7 @@ class _Reader:
             self._staged_at(position, node, HOST_SOURCE, node.host_source)
             try:
                 for address in _host_words(node.host_source, node.nbytes, node.target or 0, self._placeholders):
-                    self._refuse(self._near(address), "its address is in a host array")
+                    self._refuse(self._near(address), Reason.IN_HOST_ARRAY())
             except OSError:
                 self._hide("a copy from host memory that cannot be read")
 
@@ -174,7 +175,7 @@ class _Reader:
         node = self._driver.memset_node(handle)
         found = self._input_at(node.target)
         if not node.plain:
-            self._refuse(found, "a fill of several rows writes to it")
+            self._refuse(found, Reason.FILLED_IN_ROWS())
         elif found is not None:
             self._relocation(position, node, 0, found, node.target)
 
@@ -210,9 +211,9 @@ class _Reader:
         if found is None:
             return
         if collective:
-            self._refuse(found, "a collective reads it")
+            self._refuse(found, Reason.READ_BY_COLLECTIVE())
         elif offset % 8 or offset + 8 > node.nbytes or not (stands_out(address) or node.is_word(offset)):
-            self._refuse(found, "what looks like its address may be something else")
+            self._refuse(found, Reason.AMBIGUOUS())
         else:
             self._relocation(position, node, offset, found, address)
 
@@ -243,7 +244,7 @@ class _Reader:
         self._nodes[position] = node
         self._relocations.append((position, offset, found, address - self._placeholders.placeholders[found].start))
 
-    def _refuse(self, found: int | None, why: str) -> None:
+    def _refuse(self, found: int | None, why: Why) -> None:
         if found is not None:
             self._refused.setdefault(found, why)
 

@@ -13,8 +13,9 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import asdict, dataclass
-from enum import Enum
 from typing import Any
+
+from pygraph_trees.reasons import Reason, Why
 
 from .table import builds
 from .table.pointer_table import readers_of, taken_by_variants
@@ -31,20 +32,6 @@ _log = logging.getLogger("pygraph_trees.indirection")
 KernelNames = Callable[[Collection[int]], Iterable[str | None]]  # of the nodes that hold an address of these inputs
 
 
-class Reason(Enum):
-    """What a choice rests on; the value is its phrase in the report, after "inputs are passed"."""
-
-    FEW_INPUTS = (
-        "by address: the addresses of {inputs} inputs that a table could hold change, fewer than {least_inputs}"
-    )
-    FEW_KERNELS = "by address: {kernels} kernels could read inputs from a table, fewer than {least_kernels}"
-    TABLE_AWAITED = "by address, until a table for {kernels} kernels that read {inputs} inputs is built"
-    TABLE = "by table: {kernels} kernels read {inputs} inputs whose addresses change"
-    NOT_COMPILED = "by address: no kernel could be compiled to read a table"
-    NOT_RECORDED = "by address: recording it with a table failed: {error}"
-    NOT_READ = "by address: a table is built, but this recording cannot use it"
-
-
 BY_TABLE = (Reason.TABLE_AWAITED, Reason.TABLE)
 
 
@@ -56,30 +43,19 @@ class Facts:
     inputs: int = 0  # inputs whose addresses change and that a table could hold
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    reason: Reason
-    facts: Facts = Facts()
-    error: str = ""
-
-    def __str__(self) -> str:
-        least = {"least_kernels": LEAST_KERNELS, "least_inputs": LEAST_INPUTS}
-        return self.reason.value.format(**asdict(self.facts), **least, error=self.error)
-
-
-def choose_route(facts: Facts) -> Choice:
+def choose_route(facts: Facts) -> Why:
     if facts.inputs < LEAST_INPUTS:
-        return Choice(Reason.FEW_INPUTS, facts)
+        return Reason.FEW_INPUTS(inputs=facts.inputs, least=LEAST_INPUTS)
     if facts.kernels < LEAST_KERNELS:
-        return Choice(Reason.FEW_KERNELS, facts)
-    return Choice(Reason.TABLE_AWAITED, facts)
+        return Reason.FEW_KERNELS(kernels=facts.kernels, least=LEAST_KERNELS)
+    return Reason.TABLE_AWAITED(**asdict(facts))
 
 
 # By function and its sizes.
-_choices: weakref.WeakKeyDictionary[Any, dict[Hashable, Choice]] = weakref.WeakKeyDictionary()
+_choices: weakref.WeakKeyDictionary[Any, dict[Hashable, Why]] = weakref.WeakKeyDictionary()
 
 
-def choice_of(function: Any, sizes: Hashable) -> Choice | None:
+def choice_of(function: Any, sizes: Hashable) -> Why | None:
     return _choices.get(function, {}).get(sizes)
 
 
@@ -92,7 +68,7 @@ def may_use_table(function: Any, sizes: Hashable) -> bool:
 def leave_table(function: Any, sizes: Hashable, error: BaseException) -> None:
     """Gives up the function's table for good, after a recording with it failed."""
     builds.give_up(function)
-    take_choice(function, sizes, Choice(Reason.NOT_RECORDED, error=str(error)))
+    take_choice(function, sizes, Reason.TABLE_NOT_RECORDED(error=str(error)))
 
 
 def recorded(function: Any, sizes: Hashable, *, reads_table: bool) -> None:
@@ -103,18 +79,18 @@ def recorded(function: Any, sizes: Hashable, *, reads_table: bool) -> None:
     if not wanted:
         return
     if reads_table:
-        take_choice(function, sizes, Choice(Reason.TABLE, (choice_of(function, sizes) or wanted[0]).facts))
+        take_choice(function, sizes, Reason.TABLE(**(choice_of(function, sizes) or wanted[0]).facts))
     else:
-        _tell(function, Choice(Reason.NOT_READ))
+        _tell(function, Reason.TABLE_NOT_READ())
 
 
-def take_choice(function: Any, sizes: Hashable, choice: Choice) -> None:
+def take_choice(function: Any, sizes: Hashable, choice: Why) -> None:
     _choices.setdefault(function, {})[sizes] = choice
     _tell(function, choice)
 
 
-def _tell(function: Any, choice: Choice) -> None:
-    function.log.route_was_found(str(choice), awaits_table=choice.reason is Reason.TABLE_AWAITED)
+def _tell(function: Any, choice: Why) -> None:
+    function.log.route_was_found(choice, awaits_table=choice.reason is Reason.TABLE_AWAITED)
 
 
 class RouteChooser:
@@ -122,7 +98,7 @@ class RouteChooser:
 
     def __init__(self, function: Any, sizes: Hashable, device: int) -> None:
         """``function``: its ``log`` gets the choice."""
-        self.ready: Callable[[str], None] | None = None  # called with a reason if it must be recorded again
+        self.ready: Callable[[Why], None] | None = None  # called with a reason if it must be recorded again
         self._function, self._sizes, self._device = weakref.ref(function), sizes, device
         self._patience = _PATIENCE
 
@@ -160,7 +136,7 @@ class RouteChooser:
         if is_built is None:
             return True
         if not is_built:
-            take_choice(function, self._sizes, Choice(Reason.NOT_COMPILED))
+            take_choice(function, self._sizes, Reason.TABLE_NOT_COMPILED())
             return False
         # Functions that follow in the step are recorded again too, so functions wait for each other.
         _waiting.add(self)
@@ -171,7 +147,7 @@ class RouteChooser:
             while True:
                 ready = _waiting.pop().ready
                 if ready is not None:
-                    ready("its inputs are read from a table from now on")
+                    ready(Reason.TABLE_BUILT())
         return False
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pygraph_trees.cuda.graph_nodes import KernelNode
+from pygraph_trees.reasons import Reason, Why
 
 if TYPE_CHECKING:
     from .relocations import Scan
@@ -35,7 +36,7 @@ class Route(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Decision:
     route: Route
-    reason: str | None  # why it is copied; None for a patch
+    reason: Why | None  # why it is copied; None for a patch
 
     @property
     def by_address(self) -> bool:
@@ -59,27 +60,27 @@ _TABLE = Decision(Route.TABLE, None)
 NO_SLOTS = Slots(frozenset(), frozenset())
 
 
-def why_not_placeholder(tensor: torch.Tensor, device: int, in_pool: bool) -> str | None:
+def why_not_placeholder(tensor: torch.Tensor, device: int, in_pool: bool) -> Why | None:
     """Why a live input cannot be recorded at a placeholder address on a CUDA device; None if it can.
 
     Args:
         in_pool: whether its memory is in the graph pool, which a replay overwrites.
     """
     if not tensor.is_cuda or tensor.get_device() != device:
-        return f"it is on {tensor.device}"
+        return Reason.ELSEWHERE(device=tensor.device)
     if tensor.layout is not torch.strided:
-        return f"its layout is {tensor.layout}"
+        return Reason.LAYOUT(layout=tensor.layout)
     if tensor.numel() == 0:
-        return "it has no elements"
+        return Reason.EMPTY()
     if tensor._is_zerotensor():
-        return "it is a tensor of zeros without memory"
+        return Reason.ZEROS()
     # Bits of the tensor that an address does not carry and that a copy resolves.
     if tensor.is_conj():
-        return "it is a conjugate view"
+        return Reason.CONJUGATE()
     if tensor.is_neg():
-        return "it is a negated view"
+        return Reason.NEGATED()
     if in_pool:
-        return "it lies in the graph pool"
+        return Reason.IN_POOL()
     return None
 
 
@@ -102,11 +103,11 @@ def decide(
     for index in range(count):
         why = scan.refused.get(index)
         if why is None and scan.opaque is not None and index not in copied_to:
-            why = f"{scan.opaque} may hide its address"
+            why = Reason.HIDDEN(node=scan.opaque)
         if why is None and index in slots.read and index not in written:
-            why = "no node writes its slot"
+            why = Reason.SLOT_UNWRITTEN()
         if why is None and not (index in with_relocation or index in slots.read or index in passed_through):
-            why = "no node holds its address"
+            why = Reason.UNHELD()
         given = _TABLE if index in slots.read else _PATCH
         decisions.append(given if why is None else Decision(Route.COPY, why))
     return decisions

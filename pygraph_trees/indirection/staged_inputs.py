@@ -15,6 +15,7 @@ import torch
 
 from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.errors import PygraphError
+from pygraph_trees.reasons import Reason
 
 from .live_input import Item, in_staging_buffer
 from .relocations import BY_VALUE, Scan
@@ -27,7 +28,7 @@ _MOST_NBYTES = 16 << 20  # torch copies larger CPU inputs
 
 
 class NotStaged(PygraphError, RuntimeError):
-    template = "input {index} lies on the CPU, and no node of the graph reads it from there"
+    template = Reason.ON_CPU_UNREAD.value
 
 
 def may_be_staged(tensor: torch.Tensor) -> bool:

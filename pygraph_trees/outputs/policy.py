@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch._inductor.cudagraph_utils import PlaceholderInfo, WrappedFunction
 
+from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.naming import BACKWARD, INFERENCE
 
 from .allocations import Allocations, Block, Storage
@@ -37,7 +38,7 @@ class OwnFunction(WrappedFunction):
 class RecordsAgain(Protocol):
     """Gives back recordings of functions, which are then recorded again."""
 
-    def record_again(self, function_id: Any, why: str, newest: int) -> None: ...
+    def record_again(self, function_id: Any, why: Why, newest: int) -> None: ...
 
 
 class Manages(Protocol):
@@ -74,7 +75,7 @@ class OutputPolicy:
     def call(self, manager: Manages, function_id: Any, inputs: list[Any]) -> Iterator[None]:
         """Wraps a call of the manager, and appends own memory to its inputs."""
         while self._changing:
-            self._change(manager, *self._changing.pop(), "outputs that outlive their steps get memory of their own")
+            self._change(manager, *self._changing.pop(), Reason.OUTPUTS_OUTLIVE())
         own = getattr(manager.ids_to_funcs[function_id], "own", None)
         if own is None:
             yield
@@ -163,7 +164,7 @@ class OutputPolicy:
         if refused and plan.blocks == own.blocks:
             plan.copied.update(block.outputs for block in refused if block.allocation is not None)
             plan.refused.update(block.outputs for block in refused if block.allocation is None)
-            self._change(manager, node.wrapped_function.model, (), "an output cannot be given by address")
+            self._change(manager, node.wrapped_function.model, (), Reason.OUTPUT_REFUSED())
         kept = [found.own.native for found in manager.ids_to_funcs.values() if getattr(found, "own", None) is not None]
         kept.sort(key=lambda native: native.used, reverse=True)
         for native in kept:
@@ -221,7 +222,7 @@ class OutputPolicy:
         """The ids of a function that was warmed up: one, or one for each set of its integers."""
         return [id_ for id_ in self._storages if manager.ids_to_funcs[id_].model is model]
 
-    def _change(self, manager: Manages, model: Any, wanted: Iterable[int], why: str) -> None:
+    def _change(self, manager: Manages, model: Any, wanted: Iterable[int], why: Why) -> None:
         plan: OwnOutputs = model.outputs
         ids = self._ids(manager, model)
         plan.blocks = plan.blocks_of(self._storages[ids[0]], wanted)

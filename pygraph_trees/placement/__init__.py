@@ -12,6 +12,7 @@ import logging
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from pygraph_trees.reasons import Reason
 from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
 from pygraph_trees.settings import Settings
 
@@ -77,7 +78,7 @@ def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool
     except Exception:
         # Each step leaves a valid graph, so the steps before the error stay.
         _log.warning("a graph could not be rewritten any further", exc_info=True)
-        placed.why_not = "an error; see the log"
+        placed.why_not = Reason.ERROR()
     if graph.owning_module is not None:
         graph.owning_module.meta[PLACED] = tuple(placed.records())
         graph.owning_module.meta[WHY_NOT_PLACED] = placed.why_not

@@ -20,6 +20,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pygraph_trees.reasons import Reason, Why
+
 from .nodes import (
     HALVES,
     held_tensor,
@@ -60,30 +62,30 @@ class Folding:
         self._graph, self._folds = graph, folds
         self.constants = _constants_of(graph)
         self.values: dict[fx.Node, Any] = {}  # of all nodes that were evaluated
-        self._failed: dict[fx.Node, tuple[fx.Node, str]] = {}  # nodes without a value; the cause, and why it has none
+        self._failed: dict[fx.Node, tuple[fx.Node, Why]] = {}  # nodes without a value; the cause, and why it has none
         self._left = MOST_EVALUATED_NBYTES
 
-    def why_not(self, node: fx.Node) -> str | None:
+    def why_not(self, node: fx.Node) -> Why | None:
         """Says why a value cannot be a constant of the compiled graph; None if it can, and :meth:`held` creates it."""
         if not self._folds:
-            return "it is in a branch or a loop"
+            return Reason.IN_BRANCH()
         if (why := self._why_stuck(node)) is not None:
             return why
         value = node.meta["val"]
         if self._graph.owning_module is None or not isinstance(value, torch.Tensor):
-            return "it is several values"
+            return Reason.SEVERAL_VALUES()
         if value.dtype not in _FOLDED_TYPES:
-            return "Inductor has no constants of its type on a GPU"
+            return Reason.NO_CONSTANT_TYPE()
         if value.is_complex() and not value.is_contiguous():
-            return "a kernel would have to arrange complex numbers"
+            return Reason.COMPLEX_ORDER()
         if nbytes_of(node) > MOST_FOLDED_NBYTES:
-            return f"{nbytes_of(node)} bytes are too many for a constant"
+            return Reason.LARGE_CONSTANT(nbytes=nbytes_of(node))
         self._evaluate(node)
         if (why := self._why_stuck(node)) is not None:
             return why
         with _as_eager_runs():
             if value.dtype in _FLOAT8 and not self.values[node].float().isfinite().all():
-                return "a GPU may make other numbers of infinities and NaN of its type"
+                return Reason.FLOAT8()
         return None
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
@@ -129,8 +131,7 @@ class Folding:
         if self._failed.keys().isdisjoint(missing):
             nbytes = sum(map(nbytes_of, missing))
             if nbytes > self._left:  # less is left later
-                why = f"{nbytes} bytes are too many to be computed when the graph is compiled"
-                self._failed[node] = node, why
+                self._failed[node] = node, Reason.LARGE_EVALUATION(nbytes=nbytes)
             else:
                 self._left -= int(nbytes)
                 with _as_eager_runs():
@@ -139,25 +140,25 @@ class Folding:
         if failed is not None:
             self._failed[node] = failed
 
-    def _why_stuck(self, node: fx.Node) -> str | None:
+    def _why_stuck(self, node: fx.Node) -> Why | None:
         """Says why a node has no value, as far as that is known without evaluating it."""
         if node not in self._failed and (why := self._why_not_run(node)) is not None:
             self._failed[node] = node, why
         cause, why = self._failed.get(node, (node, None))
-        return why if cause is node else f"it is computed from {cause.name}: {why}"
+        return why if cause is node else Reason.COMPUTED_FROM(name=cause.name, why=why)
 
-    def _why_not_run(self, node: fx.Node) -> str | None:
+    def _why_not_run(self, node: fx.Node) -> Why | None:
         """Says why a node cannot be evaluated at compile time, whatever its inputs are."""
         if node not in self.constants:
-            return "it is not computed from constants alone"
+            return Reason.NOT_CONSTANT()
         if not all(isinstance(size, int) for tensor in tensors_of(node) for size in tensor.shape):
-            return "its size is not known when the graph is compiled"
+            return Reason.SIZE_AT_CALL()
         if node.op == "get_attr" or node.target is operator.getitem:
             return None
         if any(part in str(node.target) for part in ("empty", "resize", "from_file")):
-            return "its memory is not set"
+            return Reason.UNSET()
         if any(not tensors_of(source) for source in node.all_input_nodes):
-            return "a number in it is not known when the graph is compiled"
+            return Reason.NUMBER_AT_CALL()
         return why_not_the_same_again(node)
 
     def _run(self, node: fx.Node) -> bool:
@@ -171,14 +172,14 @@ class Folding:
                 value = target(*args, **kwargs)
         except Exception as error:  # whatever an operator raises here, eager raises in the call
             _log.debug("%s cannot be computed when the graph is compiled: %s", node, error)
-            self._failed[node] = node, "the CPU cannot compute it when the graph is compiled; see the log"
+            self._failed[node] = node, Reason.NOT_EVALUATED()
             return False
         traced, found = (
             [(tuple(t.shape), t.dtype, t.device) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
             for result in (node.meta["val"], value)
         )
         if traced != found:
-            self._failed[node] = node, "the CPU computes another type or size than was traced"
+            self._failed[node] = node, Reason.OTHER_RESULT()
             return False
         self.values[node] = value
         return True

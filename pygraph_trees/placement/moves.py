@@ -17,6 +17,7 @@ from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_map
 
 from pygraph_trees.cuda.host_reads import HostRead
+from pygraph_trees.reasons import Reason
 
 from .nodes import (
     HALVES,
@@ -55,7 +56,7 @@ def place(
     devices = {tensor.device for node in graph.nodes for tensor in tensors_of(node)}
     gpus = {device for device in devices if device.type == "cuda"}
     if len(gpus) != 1:
-        placed.why_not = "it has several GPUs" if gpus else "it has no GPU"
+        placed.why_not = Reason.SEVERAL_GPUS() if gpus else Reason.NO_GPU()
     elif torch.device("cpu") in devices:
         lower_stored()
         _Rewriting(graph, gpus.pop(), Plan(graph, exact=exact, stages=stages, folds=folds), placed).run()
@@ -101,7 +102,7 @@ class _Rewriting:
                 there = self._call(aten.clone.default, (there,), copy, {"memory_format": torch.contiguous_format})
                 if wanted.stride() != there.meta["val"].stride():
                     self._graph.erase_node(there)
-                    self._placed.stays.append(Value(copy, How.COPIED, "its copy has other strides"))
+                    self._placed.stays.append(Value(copy, How.COPIED, Reason.OTHER_STRIDES()))
                     return
             if wanted.dtype != there.meta["val"].dtype:
                 there = self._converted(there, wanted.dtype, copy)

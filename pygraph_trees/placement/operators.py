@@ -1,7 +1,7 @@
 """Whether a CPU node's operator can run again or on the GPU, and how close the result is there.
 
 Each function takes an ``fx.Node`` with its value under "val" and changes nothing. A function named ``why_not_…``
-returns the reason as text, or None. Operators are listed by name. An operator that no list contains counts as one that
+returns the reason, or None. Operators are listed by name. An operator that no list contains counts as one that
 may give another result on the GPU. An index out of bounds raises on the CPU, and the program goes on; on the GPU it
 ends all work of the process. So a lookup moves to the GPU only if :func:`looks_up_within` is true.
 """
@@ -18,6 +18,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
+
+from pygraph_trees.reasons import Reason, Why
 
 from .nodes import (
     HALVES,
@@ -94,28 +96,28 @@ class Kind(Enum):
     FUNCTION = Error.FUNCTION, Error.ROUNDING, True  # such as `exp`, for which devices have different algorithms
 
 
-def why_not_the_same_again(node: fx.Node) -> str | None:
+def why_not_the_same_again(node: fx.Node) -> Why | None:
     """Says why a call cannot run again, or elsewhere, in place of the program's; None if it can."""
     target = node.target
     if node.op != "call_function":
-        return f"it is a {node.op}"
+        return Reason.NODE(op=node.op)
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
-        return "it is a custom operator"
+        return Reason.CUSTOM()
     if target._schema.is_mutable:
-        return "it writes to a tensor"
+        return Reason.WRITES()
     # Seeds, and values made from them.
     if torch.Tag.nondeterministic_seeded in target.tags or "inductor_" in str(target):
-        return "it is random"
+        return Reason.RANDOM()
     if torch.Tag.data_dependent_output in target.tags or (
         torch.Tag.dynamic_output_shape in target.tags and not is_by_integers(node)
     ):
-        return "its size or its result is a number that the CPU needs"
+        return Reason.NUMBER_NEEDED()
     if any(t.layout != torch.strided for t in tensors_of(node)):
-        return "it is sparse"
+        return Reason.SPARSE()
     return None
 
 
-def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
+def why_not_elsewhere(node: fx.Node, *, exact: bool) -> Why | None:
     """Says why a call would give another result on another device; None if the result is the same.
 
     Args:
@@ -127,20 +129,20 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
         return why
     kind = kind_of(node)
     if kind is None:
-        return "it may give something else on the GPU"
+        return Reason.DIFFERENT()
     numbers = (arg for arg in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(arg, float))
     if any(number == 0 and math.copysign(1, number) < 0 for number in numbers):
-        return "it is given -0.0, of which the GPU's compiler may make 0.0"
+        return Reason.MINUS_ZERO()
     if any(map(_is_fraction, node.all_input_nodes)):
-        return "it is given a fraction of sizes, which a kernel computes in single precision"
+        return Reason.FRACTION()
     if any(map(_is_large, node.all_input_nodes)):
-        return "it is given a large number made of sizes, which a kernel computes with 32 bits"
+        return Reason.LARGE_NUMBER()
     # A fractional quotient becomes infinite instead.
     divides = packet_of(node) in _DIVIDES and all(map(is_integral, tensors_of(node)))
     if divides and (isinstance(node.args[1], fx.Node) or node.args[1] == 0):
-        return "it divides integers, and a division by zero is an error of the CPU's"
+        return Reason.DIVIDES()
     if exact and kind.value[-1]:
-        return "its result may differ in the last place"
+        return Reason.LAST_PLACE()
     return None
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from pygraph_trees.cuda.host_reads import HostRead
+from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report import records
 from pygraph_trees.report.naming import source_line
 
@@ -45,7 +46,6 @@ MOST_STAGED_NBYTES = 320 << 10
 # Inputs up to this size are copied in place of a smaller value that depends on them: the transfer takes about as long
 # as the shortest one, and copying the value would be a transfer as well.
 MOST_NBYTES = 64 << 10
-_OUT_OF_BOUNDS = "and an index that is out of bounds is an error of the CPU's"
 _NARROW = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 
 
@@ -66,7 +66,7 @@ class Value:
 
     node: fx.Node
     how: How
-    why: str | None = None  # why it is copied at each call; None if it is not
+    why: Why | None = None  # why it is copied at each call; None if it is not
     read: HostRead = HostRead.AT_ONCE  # when the program reads a copied value
     leaves: frozenset[fx.Node] = frozenset()  # the copied or kept values that it depends on
     error: Error = Error.NONE  # of a value made on the GPU
@@ -78,7 +78,7 @@ class Placed:
 
     moves: list[Value] = field(default_factory=list)  # for which the GPU no longer waits for the CPU
     stays: list[Value] = field(default_factory=list)
-    why_not: str | None = None  # set if the graph was left alone
+    why_not: Why | None = None  # set if the graph was left alone
 
     def records(self) -> Iterator[records.Placed]:
         """The records of the report."""
@@ -120,17 +120,17 @@ class Plan:
         if node.op == "get_attr":
             if not self.folding.loses_bits(node):
                 return Value(node, How.CONSTANT)
-            return self._folded_or_copied(node, "its value would lose bits as literals in a kernel")
+            return self._folded_or_copied(node, Reason.LITERALS())
         if node.op == "placeholder":
-            return self._copied(node, "it is an input")
+            return self._copied(node, Reason.INPUT())
         if is_copy_between_devices(node) and is_on_gpu(node.args[0]):
             if node.args[0].op != "placeholder" and node.meta["val"].dtype in _NARROW:
-                return self._copied(node, "a kernel may hold it in more bits than its type has")
+                return self._copied(node, Reason.NARROW())
             return Value(node, How.KEPT, leaves=frozenset([node]))
         is_constant = node in self.folding.constants
         why = why_not_elsewhere(node, exact=self._exact or is_constant)
         if why is None and any(not is_on_cpu(source) for source in node.all_input_nodes if tensors_of(source)):
-            why = "it is computed from values of several devices"
+            why = Reason.SEVERAL_DEVICES()
         if why is None:
             return None
         return self._folded_or_copied(node, why) if is_constant else self._copied(node, why)
@@ -149,33 +149,35 @@ class Plan:
         error = error_of(node, inexact.error)
         indices = indices_of(node)
         if stuck is not None:
-            return self._copied(node, f"it is computed from {stuck.node.name}: {stuck.why}")
+            return self._copied(node, Reason.COMPUTED_FROM(name=stuck.node.name, why=stuck.why))
         if any(self._decided[index].leaves for _, index in indices):
-            return self._copied(node, f"it looks up what inputs say, {_OUT_OF_BOUNDS}")
+            return self._copied(node, Reason.INDEX_GIVEN())
         if indices and not looks_up_within(node, self.folding.value):
-            return self._copied(node, f"it looks up what may not be there, {_OUT_OF_BOUNDS}")
+            return self._copied(node, Reason.INDEX_UNPROVEN())
         if error is None:
-            return self._copied(node, f"it is computed from {inexact.node.name}, whose last place may differ")
+            return self._copied(node, Reason.INEXACT(name=inexact.node.name))
         if nbytes > MOST_NBYTES and nbytes > nbytes_of(node):
-            return self._copied(node, f"what it is computed from is larger: {nbytes} bytes")
+            return self._copied(node, Reason.SOURCES_LARGER(nbytes=nbytes))
         return Value(node, How.MADE, leaves=leaves, error=error)
 
-    def _folded_or_copied(self, node: fx.Node, why: str) -> Value:
+    def _folded_or_copied(self, node: fx.Node, why: Why) -> Value:
         why_not_folded = self.folding.why_not(node)
-        return Value(node, How.FOLDED) if why_not_folded is None else self._copied(node, f"{why}, and {why_not_folded}")
+        if why_not_folded is None:
+            return Value(node, How.FOLDED)
+        return self._copied(node, Reason.BOTH(first=why, second=why_not_folded))
 
-    def _copied(self, node: fx.Node, why: str) -> Value:
+    def _copied(self, node: fx.Node, why: Why) -> Value:
         """A value that is staged if that is possible, and otherwise copied outside of the graph."""
         read, nbytes = when_read(node), nbytes_of(node)
         why_not = None
         if not self._stages:
-            why_not = "graphs are given no addresses"
+            why_not = Reason.NO_STAGING()
         elif read is not HostRead.AT_ONCE and is_row_of_input(node):  # otherwise the CPU would copy it at the call
-            why_not = "it is a part of an input with gaps"
+            why_not = Reason.GAPS()
         elif nbytes > MOST_STAGED_NBYTES and not (node in self.folding.constants and _computes_integers(node)):
-            why_not = "its size is not known" if nbytes == math.inf else f"{nbytes} bytes are too many to be staged"
+            why_not = Reason.SIZE_UNKNOWN() if nbytes == math.inf else Reason.TOO_LARGE(nbytes=nbytes)
         if why_not is not None:
-            return Value(node, How.COPIED, f"{why}, and {why_not}", read, frozenset([node]))
+            return Value(node, How.COPIED, Reason.BOTH(first=why, second=why_not), read, frozenset([node]))
         if self._waits:
             read = HostRead.IN_ORDER  # no copy is later than that wait, and no read is needed before it
         return Value(node, How.STAGED, why, read, frozenset([node]))

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from pygraph_trees.reasons import Reason
 from pygraph_trees.settings import Settings
 
 from .staging import staged
@@ -31,7 +32,7 @@ def keeping_outside(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(node.node, ir.FallbackKernel) and node.node.op_overload is staged:
             return None if reason == _CROSS_DEVICE else reason
         if reason is None and any(_is_on_cpu(read.name) for read in node.read_writes.reads):
-            return None if Settings.current().placement == "off" else "reads a value of the CPU"
+            return None if Settings.current().placement == "off" else Reason.READS_CPU()
         return reason
 
     return should_partition

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from pygraph_trees.reasons import Reason, Why
+
 from . import partitions
 from .log import GraphLog, journal, partition_from_json
 from .naming import compile_id, mode_name, program_name
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pygraph_trees.report")
 _ATTRIBUTE = "pygraph_coverage"  # a Scheduler's partitions; a CompiledFxGraph's, as JSON, with the model's name
-REBINDS = "it replaces the memory of an input, which a replay would not repeat"
 _REBINDING = ("aten.set_.", "aten.resize_.", "aten.shallow_copy_data_", "inductor.resize_storage_bytes_")
 
 
@@ -88,12 +89,12 @@ def rebinds_storage(gm: torch.fx.GraphModule) -> bool:
     return any(str(node.target).startswith(_REBINDING) for graph in graphs for node in graph.nodes)
 
 
-def why_not_replayed(artifact: Any) -> str | None:
+def why_not_replayed(artifact: Any) -> Why | None:
     """Says why a replay would not do what a compiled graph does; None if no reason is known."""
     known = getattr(artifact, _ATTRIBUTE, None)
     source = "" if known else str(getattr(artifact, "source_code", ""))
     rebinds = known["rebinds_storage"] if known else any(name in source for name in _REBINDING)
-    return REBINDS if rebinds else None
+    return Reason.REBINDS() if rebinds else None
 
 
 @contextmanager
@@ -145,4 +146,4 @@ def _why_dropped(artifact: Any) -> str:
     info = artifact.cudagraph_info
     if info is not None and info.cudagraph_fail_reasons:
         return ", ".join(info.cudagraph_fail_reasons)
-    return "no part of it can be graphed"
+    return Reason.NO_PART()

@@ -21,6 +21,8 @@ from typing import Any, Protocol, TypeVar
 from torch._guards import CompileId
 from torch._logging import trace_structured
 
+from pygraph_trees.reasons import Reason, Why
+
 from .records import (
     SLOW_CALLS,
     Cause,
@@ -39,7 +41,6 @@ _log = logging.getLogger("pygraph_trees.report")
 
 R = TypeVar("R", FunctionRecord, GraphRecord, RecordingRecord)
 
-_FASTER = "it is faster un-graphed"
 _COPIED_BYTES, _ROUTE = ([f.name for f in fields(InputRecord)].index(name) for name in ("copied_bytes", "route"))
 
 
@@ -106,14 +107,14 @@ class FunctionLog:
     runs: int = 0  # of the compiled code: warm-ups, recordings and un-graphed calls
     warmups: int = 0
     warmup_pool_bytes: int = 0
-    ungraphed_reason: str | None = None
+    ungraphed_reason: Why | None = None
     is_ungraphed_by_decision: bool = False  # and the reason says so
     trial_runs: int = 0  # of the compiled code, un-graphed for a measurement
     decision: str | None = None  # the measurements and the way that was taken
-    route: str | None = None  # how inputs are given since that was chosen, and why
+    route: Why | None = None  # how inputs are given since that was chosen, and why
     awaits_table: bool = False
     moved: dict[int, tuple[int, int]] = field(default_factory=dict)  # by output: how often it was moved, and bytes
-    why_not_kept: str | None = None
+    why_not_kept: Why | None = None
     slow: Sequence[Counted] = ()  # calls that took the slow path, in the order of SLOW_CALLS
     blocks_allocated: Counted = field(default_factory=Count)
     blocks_given_away: Counted = field(default_factory=Count)
@@ -148,7 +149,7 @@ class FunctionLog:
         times, before = self.moved.get(number, (0, 0))
         self.moved[number] = times + 1, before + nbytes
 
-    def route_was_found(self, text: str, *, awaits_table: bool = False) -> None:
+    def route_was_found(self, text: Why, *, awaits_table: bool = False) -> None:
         """Notes how inputs are given from now on, and why.
 
         Args:
@@ -160,7 +161,7 @@ class FunctionLog:
         if is_news:
             _trace("pygraph_function", self)
 
-    def not_graphed(self, reason: str) -> None:
+    def not_graphed(self, reason: Why) -> None:
         """Notes why calls of the function run un-graphed."""
         if self._takes_reason(reason) and reason not in self.traced_reasons:
             self.traced_reasons.add(reason)
@@ -174,12 +175,12 @@ class FunctionLog:
         if graphed and self.is_ungraphed_by_decision:
             self.ungraphed_reason, self.is_ungraphed_by_decision, is_news = None, False, True
         elif not graphed and not was_refused:
-            is_news |= self._takes_reason(_FASTER)
+            is_news |= self._takes_reason(Reason.FASTER())
             self.is_ungraphed_by_decision = True
         if is_news:
             _trace("pygraph_function", self)
 
-    def _takes_reason(self, reason: str) -> bool:
+    def _takes_reason(self, reason: Why) -> bool:
         """Whether the reason is new."""
         is_news = self.ungraphed_reason != reason
         if is_news:

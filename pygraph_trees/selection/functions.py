@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 from torch._guards import TracingContext
 
+from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.naming import BACKWARD, INFERENCE
 from pygraph_trees.settings import Settings
 
@@ -82,9 +83,9 @@ def are_graphs_left_out() -> bool:
     return _compiling.without_graphs
 
 
-def why_not_graphed(settings: Settings) -> str | None:
+def why_not_graphed(settings: Settings) -> Why | None:
     """Says why the settings keep a function out of CUDA graphs; None if they do not."""
-    return "pygraph_selective is 'never'" if settings.selective == "never" else None
+    return Reason.NEVER() if settings.selective == "never" else None
 
 
 def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path: bool) -> Trial | None:

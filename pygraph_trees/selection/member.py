@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pygraph_trees.cuda import progress
+from pygraph_trees.reasons import Why
 
 from .decision import Call, Execution, Facts, Part
 
@@ -57,7 +58,7 @@ class Environment:
         """The outputs that graphed functions downstream take by address if this one is un-graphed."""
         return 0
 
-    def why_not_tried(self) -> str | None:
+    def why_not_tried(self) -> Why | None:
         """Why un-graphed calls would disturb other functions too much; None if they would not."""
         return None
 

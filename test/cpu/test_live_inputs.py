@@ -33,6 +33,7 @@ from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.pool import PoolRanges
 from pygraph_trees.indirection.routes import Route
+from pygraph_trees.reasons import Reason
 
 KERNEL, MEMCPY, MEMSET = (f"cuGraphExec{kind}NodeSetParams" for kind in ("Kernel", "Memcpy", "Memset"))
 POINT_COPY, POINT_FILL = (f"cuGraph{kind}NodeSetParams" for kind in ("Memcpy", "Memset"))
@@ -494,9 +495,9 @@ class TestCopies(LiveInputsTestCase):
         """Dynamo guards a forward's inputs, but nothing guards tangents."""
         real, imaginary = at(0, (4,)), torch.zeros(8, dtype=torch.complex64)
         for plain, view, is_of_backward, expected in (
-            (real, torch._neg_view(real), True, "an input is a negated view"),
+            (real, torch._neg_view(real), True, Reason.IS_VIEW()),
             (real, torch._neg_view(real), False, None),
-            (imaginary, imaginary.conj(), False, "an input is a conjugate view"),
+            (imaginary, imaginary.conj(), False, Reason.IS_VIEW()),
         ):
             live, _ = self.choose(plain)
             live.is_of_backward = is_of_backward

@@ -424,7 +424,7 @@ class TestRehearsal(LiveInputsTestCase):
         self.assertEqual((rows[:, :2], rows[:, 2:]), (before[:, :2], before[:, 2:] + graph.launches))
 
     def test_with_other_processes_nothing_is_launched(self):
-        self.assertIsNone(hidden_addresses.why_not_launched())
+        self.assertFalse(hidden_addresses.may_wait_for_others())
         with (
             mock.patch.object(torch.distributed, "is_initialized", lambda: True),
             mock.patch.object(torch.distributed, "get_world_size", lambda: 2),

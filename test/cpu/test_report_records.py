@@ -17,8 +17,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
-from pygraph_trees.indirection.route_rule import Choice, Facts, Reason
 from pygraph_trees.outputs.allocations import Block
+from pygraph_trees.reasons import Reason
 from pygraph_trees.report import summary
 from pygraph_trees.report.log import Count, FunctionLog, GraphLog, Journal, RecordingLog, partition_from_json
 from pygraph_trees.report.naming import program_name, source_line
@@ -279,14 +279,16 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         self.assertEqual(features, ["flags", "trees", "report", "calls", "placement", "table"])
 
     def test_text_and_page_say_how_inputs_are_given(self):
-        facts = Facts(kernels=20, inputs=5)
         for reason, words in (
-            (Reason.TABLE, "passed by table: 20 kernels read 5 inputs whose addresses change"),
-            (Reason.FEW_KERNELS, "passed by address: 20 kernels could read inputs from a table"),
-            (Reason.TABLE_AWAITED, "passed by address, until a table for 20 kernels that read 5 inputs is built"),
+            (Reason.TABLE(kernels=20, inputs=5), "passed by table: 20 kernels read 5 inputs whose addresses change"),
+            (Reason.FEW_KERNELS(kernels=20, least=32), "passed by address: 20 kernels could read inputs from a table"),
+            (
+                Reason.TABLE_AWAITED(kernels=20, inputs=5),
+                "passed by address, until a table for 20 kernels that read 5 inputs is built",
+            ),
         ):
             log = function()
-            log.route_was_found(str(Choice(reason, facts)))
+            log.route_was_found(reason)
             found = Report(ENVIRONMENT, (), (log.record(),))
             self.assertIn(f"Net 0/0, inference: inputs are {words}", found.to_text(400))
             self.assertIn(f"<p>inputs are {words}", found.to_html())

@@ -11,10 +11,11 @@ from test_launches import FakeAutotuner
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.indirection import route_rule
-from pygraph_trees.indirection.route_rule import Facts, Reason, RouteChooser, choose_route, chooser_for
+from pygraph_trees.indirection.route_rule import Facts, RouteChooser, choose_route, chooser_for
 from pygraph_trees.indirection.table import builds
 from pygraph_trees.indirection.table import pointer_table as table
 from pygraph_trees.indirection.table.pointer_table import Reader
+from pygraph_trees.reasons import Reason
 from pygraph_trees.report.log import FunctionLog
 
 
@@ -91,7 +92,7 @@ class TestChooser(TestCase):
         self.assertTrue(chooser.go_on(range(5), self.names))
         self.assertEqual((self.choice, self.function.log.awaits_table), (Reason.TABLE_AWAITED, True))
         self.assertEqual(self.steps_of(chooser), 2)
-        self.assertEqual(self.reasons, ["its inputs are read from a table from now on"])
+        self.assertEqual(self.reasons, [Reason.TABLE_BUILT()])
         route_rule.recorded(self.function, 0, reads_table=True)
         self.assertEqual((self.choice, self.function.log.awaits_table), (Reason.TABLE, False))
         self.assertEqual(self.function.log.route, "by table: 20 kernels read 5 inputs whose addresses change")
@@ -131,7 +132,9 @@ class TestChooser(TestCase):
     def test_kernels_that_cannot_be_compiled_or_an_error_leave_inputs_patched(self) -> None:
         self.is_built = False
         self.assertEqual(self.steps_of(self.made()), 3)
-        self.assertEqual((self.choice, self.reasons, self.function.log.awaits_table), (Reason.NOT_COMPILED, [], False))
+        self.assertEqual(
+            (self.choice, self.reasons, self.function.log.awaits_table), (Reason.TABLE_NOT_COMPILED, [], False)
+        )
         self.renew()
         with (
             mock.patch.object(builds, "begin", side_effect=RuntimeError("of the test")),

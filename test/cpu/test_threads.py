@@ -18,6 +18,7 @@ from torch._guards import CompileContext, CompileId, compile_context
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
+from pygraph_trees.reasons import Reason
 from pygraph_trees.report.log import Count, FunctionLog, RecordingLog
 from pygraph_trees.trees.functions import home, threads
 from pygraph_trees.trees.functions.containment import passes
@@ -102,7 +103,7 @@ class TestThreads(TestCase):
                 with ThreadPoolExecutor(1) as thread:
                     found = on(thread, self.call)[0]
                 self.assertEqual(found, number if number < threads.MOST_ENDED else last)
-            self.assertEqual(self.log.ungraphed_reason, None if replays else threads.SHORT_LIVED)
+            self.assertEqual(self.log.ungraphed_reason, None if replays else Reason.SHORT_LIVED())
         self.setUp()
         for _ in range(threads.MOST_ENDED):
             with ThreadPoolExecutor(1) as thread:
@@ -195,7 +196,7 @@ class TestHome(TestCase):
         self.assertEqual([self.call(self.first, mode) for mode in self.logs], [None] * 3)
         self.assertEqual([self.call(self.second, mode) for mode in self.logs], ["un-graphed"] * 3)
         self.assertEqual([self.call(self.third, mode) for mode in ("backward", "inference")], ["noted", "un-graphed"])
-        self.assertEqual({log.ungraphed_reason for log in self.logs.values()}, {home.ELSEWHERE})
+        self.assertEqual({log.ungraphed_reason for log in self.logs.values()}, {Reason.OTHER_THREAD()})
         self.assertTrue(on(self.second, home.may_use, 1))  # of another device
         dispatch = Dispatch()
         dispatch.replayers = {1: "of the first thread"}

@@ -24,6 +24,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
 from pygraph_trees.native import binding
+from pygraph_trees.reasons import Reason
 from pygraph_trees.report import compiled
 from pygraph_trees.report.log import GraphLog, RecordingLog, journal
 from pygraph_trees.report.summary import clear
@@ -645,7 +646,7 @@ class TestManager(TestCase):
         loses = self.assertRaisesRegex(recording_module.WouldLoseWrites, "recording 3: input 1 is written")
         # Without addresses upstream decides.
         for copied, api, fits in (((0, 1), "driver", False), ((0,), "driver", True), ((0, 1), None, True)):
-            node._driver_for_addresses = lambda: (api, "why not")  # noqa: B023
+            node._driver_for_addresses = lambda: api or Reason.UNPATCHED()  # noqa: B023
             node._copied_indices = lambda: list(copied)  # noqa: B023
             with contextlib.nullcontext() if fits else loses:
                 self.assertEqual(node._allocate_and_copy_recording_inputs(inputs), "done")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pygraph_trees.compat import has_plugins, is_for_any_device
+from pygraph_trees.reasons import Reason
 
 from .variants import NoVariant, with_slots
 
@@ -94,7 +95,7 @@ def compile_variant(autotuner: Any, config: Any, names: Collection[str]) -> tupl
     Loads nothing. Raises :class:`~.variants.NoVariant` and the compiler's errors.
     """
     if is_for_any_device(autotuner):
-        raise NoVariant(kernel=name_of(autotuner), why="it is compiled for whatever device it is launched on")
+        raise NoVariant(kernel=name_of(autotuner), why=Reason.ANY_DEVICE())
     fn = _with_source(autotuner)
     meta = autotuner._create_compile_meta(config)
     signature, constants, attrs = meta["signature"], meta["constants"], meta["configs"][0]
@@ -115,9 +116,9 @@ def _made(autotuner: Any, launcher: Any, names: frozenset[str]) -> VariantLaunch
     with _on_its_device(autotuner):
         run = compiled.make_launcher()
     if parameters(run) != parameters(launcher):
-        raise NoVariant(kernel=name_of(autotuner), why=f"it would be launched with {parameters(run)}")
+        raise NoVariant(kernel=name_of(autotuner), why=Reason.OTHER_PARAMETERS(parameters=parameters(run)))
     if autotuner.custom_kernel and not _fits_as_often(run, launcher):
-        raise NoVariant(kernel=name_of(autotuner), why="fewer of its blocks might be on the GPU at once")
+        raise NoVariant(kernel=name_of(autotuner), why=Reason.FEWER_BLOCKS())
     return VariantLauncher(name_of(autotuner), slots, run)
 
 

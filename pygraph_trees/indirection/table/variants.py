@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pygraph_trees.errors import PygraphError
+from pygraph_trees.reasons import Reason, Why
 
 SLOT = "*i64"  # a slot's type in a signature
 
@@ -33,8 +34,8 @@ _ELEMENTS = {
 
 # Options with which a kernel cannot have a variant.
 _REFUSED_OPTIONS = {
-    "launch_cooperative_grid": "its blocks must all fit on the GPU at once, and a variant may need more registers",
-    "launch_pdl": "it may begin before the slots are written",
+    "launch_cooperative_grid": Reason.COOPERATIVE,
+    "launch_pdl": Reason.EARLY,
 }
 
 
@@ -71,25 +72,25 @@ def with_slots(
     """
     name = getattr(fn, "__name__", type(fn).__name__)
 
-    def refuse(why: str) -> NoVariant:
+    def refuse(why: Why) -> NoVariant:
         return NoVariant(kernel=name, why=why)
 
-    for option, why in _REFUSED_OPTIONS.items():
+    for option, reason in _REFUSED_OPTIONS.items():
         if options and options.get(option):
-            raise refuse(why)
+            raise refuse(reason())
     why_not = _why_not(fn)
     if why_not is not None:
         raise refuse(why_not)
     arguments: list[str] = fn.arg_names
     slots = frozenset(name for name in names if _can_be_slot(fn, name, signature, constants))
     if not slots:
-        raise refuse("none of its parameters can be a slot")
+        raise refuse(Reason.NO_POINTER())
     tree = _definition(fn)
     if tree is None:
-        raise refuse("its source cannot be read")
+        raise refuse(Reason.NO_SOURCE())
     variable = _left_out_of_keys(fn)
     if variable is not None:
-        raise refuse(f"{variable!r} is no tl.constexpr, and Triton's cache does not tell its values apart")
+        raise refuse(Reason.GLOBAL_VARIABLE(name=variable))
 
     language = _unused_name("_language", tree)
     chosen = [argument for argument in arguments if argument in slots]
@@ -104,17 +105,17 @@ def with_slots(
     )
 
 
-def _why_not(fn: Any) -> str | None:
+def _why_not(fn: Any) -> Why | None:
     """Why a kernel cannot have a variant, whatever its parameters."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     if not isinstance(fn, (JITFunction, InterpretedFunction)):
-        return f"it is a {type(fn).__name__}, not what triton.jit makes"
+        return Reason.NOT_TRITON(type=type(fn).__name__)
     if fn.fn is None:
-        return "its Python function exists only in the process that compiled it"
+        return Reason.COMPILED_ELSEWHERE()
     if isinstance(fn, JITFunction) and fn.is_gluon():
-        return "it is written in Gluon"
+        return Reason.GLUON()
     return None
 
 

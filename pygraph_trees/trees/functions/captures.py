@@ -23,8 +23,6 @@ from .home import is_used_elsewhere
 
 _log = logging.getLogger("pygraph_trees.trees")
 
-CAPTURED = "the program captured it in a graph of its own"
-
 
 def is_captured() -> bool:
     """Whether the program captures the current stream in a graph of its own."""

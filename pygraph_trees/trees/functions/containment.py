@@ -20,6 +20,7 @@ import torch
 from pygraph_trees.compat import checks_deaths_after_copies
 from pygraph_trees.errors import PygraphError, Reported
 from pygraph_trees.indirection.live_input import memory_at, tensor_in
+from pygraph_trees.reasons import Reason, Why
 
 from ..pools.capture_lock import DeviceBusy
 
@@ -125,7 +126,7 @@ class Function(Protocol):
     log: Any
     calls: dict[int, Progress]  # on the slow path, by thread
     failures: int  # contained errors
-    why_ungraphed: str | None
+    why_ungraphed: Why | None
     keeps_inputs: bool
 
 
@@ -135,13 +136,13 @@ class Contains(Protocol):
     current_node: Any
     ids_to_funcs: Any
 
-    def run_ungraphed(self, inputs: list[Any], function_id: Any, why: str) -> Any: ...
+    def run_ungraphed(self, inputs: list[Any], function_id: Any, why: Why) -> Any: ...
 
     def is_in_pool(self, address: int) -> bool: ...
 
     def failed(self, error: Exception, function_id: Any = None) -> None: ...
 
-    def keep_inputs(self, function_id: Any, why: str) -> None: ...
+    def keep_inputs(self, function_id: Any, why: Why) -> None: ...
 
 
 def progress_of(model: Any) -> Progress | None:
@@ -310,7 +311,7 @@ def forget_frames(error: BaseException | None) -> None:
         error = error.__context__
 
 
-def described(error: Exception) -> str:
+def described(error: Exception) -> Why:
     """What the report says of an error of the trees."""
     text = str(error).strip().splitlines()
-    return f"CUDA graphs failed: {type(error).__name__}{f': {text[0][:200]}' if text else ''}"
+    return Reason.FAILED(error=f"{type(error).__name__}{f': {text[0][:200]}' if text else ''}")

@@ -18,12 +18,13 @@ from torch._guards import TracingContext
 from pygraph_trees.native import binding
 from pygraph_trees.outputs.allocations import is_watching, watching
 from pygraph_trees.outputs.own_memory import OwnOutputs
+from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.log import FunctionLog, journal
 from pygraph_trees.report.naming import BACKWARD, compile_id, mode_name, program_name
 from pygraph_trees.report.records import SLOW_CALLS
 from pygraph_trees.settings import Settings
 
-from .captures import CAPTURED, is_captured
+from .captures import is_captured
 from .containment import progress_of
 from .dispatch import Dispatch, Way
 from .fast_path import entry
@@ -103,10 +104,10 @@ class FunctionModel:
         self.is_entered = False  # by :func:`entered`
         self.tangents: Sequence[int] = ()  # inputs of a backward that may be zeros without memory, or negated views
         self._makes_zeros = "_efficientzerotensor" in _names_in(model)  # outputs may be zeros without memory
-        self.stop: Callable[[str], None] | None = None  # lets it run un-graphed from the next call on, with a reason
+        self.stop: Callable[[Why], None] | None = None  # lets it run un-graphed from the next call on, with a reason
         self.calls: dict[int, Progress] = {}  # on the slow path, by thread
         self.failures = 0  # contained errors
-        self.why_ungraphed: str | None = None  # why no call is graphed any more
+        self.why_ungraphed: Why | None = None  # why no call is graphed any more
         self.keeps_inputs = False  # whether later recordings leave the memory of its inputs alone
         if hasattr(model, "__name__"):
             self.__name__ = model.__name__
@@ -257,7 +258,7 @@ def entered(
                 return outputs
         dispatch.was_asked = False
         if is_captured():
-            function.log.not_graphed(CAPTURED)
+            function.log.not_graphed(Reason.CAPTURED())
             return aligned(inputs)
         aligned.decide(inputs)
         if way_elsewhere is not None:

@@ -15,6 +15,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from pygraph_trees.reasons import Reason
 from pygraph_trees.report.naming import BACKWARD, FORWARD
 
 from ..pools import pools
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     Call = Callable[[list[Any]], Any]
 
-ELSEWHERE = "another thread uses CUDA graphs, which are for one thread before torch 2.13"
 IDLE_S = 1.0
 
 _log = logging.getLogger("pygraph_trees.trees")
@@ -151,7 +151,7 @@ def way_elsewhere(device: int, log: FunctionLog, ungraphed: Call, noted: Call) -
         if is_graphed:
             if log.mode != BACKWARD and takes_over(device):
                 return None
-            log.not_graphed(ELSEWHERE)
+            log.not_graphed(Reason.OTHER_THREAD())
         return noted if _is_awaited(log.mode) else ungraphed
 
     return way

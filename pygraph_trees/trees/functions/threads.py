@@ -19,6 +19,8 @@ import torch
 from torch._guards import CompileContext, compile_context
 from torch._inductor import config
 
+from pygraph_trees.reasons import Reason
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
     Call = Callable[[list[Any]], Any]
 
-SHORT_LIVED = "the threads that call it end before they replay it"
 MOST_ENDED = 8  # threads
 MOST_REFUSED = 16  # calls of a later thread; one that goes on calling is not short-lived
 _NAME = "pygraph_trees"  # of the mark; native/tree.cpp looks for it
@@ -91,7 +92,7 @@ def for_each_thread(make: Callable[[], Call], log: FunctionLog, ungraphed: Call)
             are_short = len(ended) >= MOST_ENDED and sum(record.replays for record in log.recordings) < len(ended)
             if are_short and (calls := refused.get(thread, 0)) < MOST_REFUSED:
                 refused[thread] = calls + 1
-                log.not_graphed(SHORT_LIVED)
+                log.not_graphed(Reason.SHORT_LIVED())
                 return ungraphed(inputs)
             weakref.finalize(thread, ended.append, None).atexit = False
             found = of_threads[thread] = made()

@@ -14,6 +14,7 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.native import binding
+from pygraph_trees.reasons import Reason
 from pygraph_trees.report.naming import BACKWARD, FORWARD
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.functions import trial_of
@@ -22,11 +23,12 @@ from pygraph_trees.selection.member import CudaDevice, Environment, TrialMember
 from ..functions.dispatch import Way
 from ..functions.function import Aligned
 from ..managers.manager import Manager
-from ..managers.storms import OTHER_SIZES, REFUSED, Sizes
+from ..managers.storms import COMES_AGAIN, FIRST_SIZES, REFUSED, Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from pygraph_trees.reasons import Why
     from pygraph_trees.selection.trial import Trial
 
     from ..functions.function import FunctionModel
@@ -84,7 +86,7 @@ class _Choice(Environment):
             self._dispatch.go(Way.UNGRAPHED, self.ungraphed)
         return self.ungraphed(inputs)
 
-    def stop(self, why: str) -> None:
+    def stop(self, why: Why) -> None:
         """Lets the function run un-graphed from the next call on, whatever its trial decides."""
         self._is_stopped = True
         self._function.log.not_graphed(why)
@@ -118,14 +120,14 @@ class _Choice(Environment):
         manager = self._manager()
         return 0 if manager is None else handed_on(manager, self._function)
 
-    def why_not_tried(self) -> str | None:
+    def why_not_tried(self) -> Why | None:
         manager = self._manager()
         if manager is None:
             return None
         below = recordings_below(manager, self._function)
         if below > _MOST_BELOW:
-            return f"{below} recordings after it would be made again for a trial"
-        return None if has_room_for_another(manager) else "the GPU has no memory to run it un-graphed beside its graph"
+            return Reason.RECORDED_BELOW(count=below)
+        return None if has_room_for_another(manager) else Reason.NO_ROOM()
 
 
 def has_room_for_another(manager: Manager) -> bool:
@@ -160,6 +162,7 @@ def only_sizes_that_come_again(
     sizes, dispatch = Sizes(), function.dispatch
     ungraphed = as_upstream_has_it(aligned, function.log.mode, device)
     replayed = 0  # replays before the last call that was not graphed
+    why = Reason.OTHER_SIZES(graphed=FIRST_SIZES, calls=COMES_AGAIN)
 
     def instead(inputs: list[Any]) -> Any:
         """After many un-graphed calls, makes calls without other checks, until one has sizes that are graphed."""
@@ -175,7 +178,7 @@ def only_sizes_that_come_again(
         before, replayed = replayed, sum(recording.replays for recording in function.log.recordings)
         if replayed != before:  # calls that C++ replayed did not come here
             sizes.refused = 1
-        function.log.not_graphed(OTHER_SIZES)
+        function.log.not_graphed(why)
         if sizes.refused >= REFUSED:
             if function.trial is not None:
                 function.trial.give_up()

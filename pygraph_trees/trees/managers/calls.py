@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch._inductor import cudagraph_trees
 
+from pygraph_trees.reasons import Reason, Why
+
 from ..functions import fast_path
 from ..functions.containment import check_readable, contained, described, is_of_program, passes
 from ..functions.function import FunctionModel
@@ -37,7 +39,7 @@ class Calls(fast_path.TreeState, Steps):
 
     reclaiming: Reclaiming
     output_policy: OutputPolicy
-    why_start_over: str | None = None  # why all recordings are dropped at the next call
+    why_start_over: Why | None = None  # why all recordings are dropped at the next call
     _candidates: dict[Any, Any]
 
     @property
@@ -103,13 +105,15 @@ class Calls(fast_path.TreeState, Steps):
         self.warmed_up_functions.discard(function_id)
 
     def _start_over(self) -> None:
-        why, self.why_start_over = self.why_start_over or "", None
+        why, self.why_start_over = self.why_start_over, None
+        if why is None:
+            return
         try:
             self.reclaiming.start_over(self, why)
         except Exception as error:  # the GPU is lost, or another thread captures
             _log.warning("CUDA graphs could not start over after an error: %s", error)
 
-    def keep_inputs(self, function_id: Any, why: str) -> None:
+    def keep_inputs(self, function_id: Any, why: Why) -> None:
         """Records a function again, without using the memory of its inputs: the program holds them sometimes."""
         model = self.ids_to_funcs[function_id].model
         model.keeps_inputs = True
@@ -117,10 +121,9 @@ class Calls(fast_path.TreeState, Steps):
 
     def _run_beside(self, inputs: list[Any], function_id: Any) -> Any:
         """Runs a call that comes during another one: un-graphed, so that it does not touch graphs and their pool."""
-        why = "it was called while another call that uses the same CUDA graph trees was under way"
-        return self.run_ungraphed(inputs, function_id, why)
+        return self.run_ungraphed(inputs, function_id, Reason.BESIDE())
 
-    def run_ungraphed(self, inputs: list[Any], function_id: Any, why: str) -> Any:
+    def run_ungraphed(self, inputs: list[Any], function_id: Any, why: Why) -> Any:
         """Runs a call without touching graphs and their pool.
 
         Raises RuntimeError if an input is an output that was overwritten.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._inductor import cudagraph_trees
@@ -20,6 +20,7 @@ from pygraph_trees.cuda.availability import usable_driver
 from pygraph_trees.cuda.extent import tensors_with_memory
 from pygraph_trees.indirection.routes import why_not_placeholder
 from pygraph_trees.indirection.staged_inputs import may_be_staged
+from pygraph_trees.reasons import Reason, Why
 
 from ..functions.function import FunctionModel
 from ..recordings.recording import Recording
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.indirection.pool import PoolRanges
-
-_LOSES_WRITES = "mutates an input that lies in the graph pool and is no output of this step"
 
 
 def uses_addresses(model: Any) -> bool:
@@ -49,18 +48,18 @@ def knows_its_writes(model: FunctionModel) -> bool:
     return model.log.graph is not None and not model.log.graph.rebinds_storage
 
 
-def why_not_staged(model: Any, inputs: list[Any]) -> str | None:
+def why_not_staged(model: Any, inputs: list[Any]) -> Why | None:
     """Why an input on the CPU cannot be staged; None if all can. Torch itself does not record inputs on the CPU."""
     if not isinstance(model, FunctionModel) or model.settings.placement == "off":
         return None
     on_cpu = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_cpu]
     for index in on_cpu:
         if not uses_addresses(model):
-            return f"input {index} lies on the CPU, and graphs are given no addresses"
+            return Reason.ON_CPU(index=index)
         if index in model.refused:
-            return model.refused[index]
+            return cast("Why", model.refused[index])
         if inputs[index].numel() and not may_be_staged(inputs[index]):
-            return f"input {index} lies on the CPU, and its {inputs[index].nbytes} bytes are too many to be staged"
+            return Reason.ON_CPU_LARGE(index=index, nbytes=inputs[index].nbytes)
     return None
 
 
@@ -91,9 +90,9 @@ class Given:
     pool: PoolRanges
     is_managed: Callable[[torch.Tensor], bool]  # whether a tensor is an output of a recording on the open path
 
-    def why_not_recorded(self) -> str | None:
+    def why_not_recorded(self) -> Why | None:
         """Why the function must run un-graphed in this call; None if it may be recorded."""
-        return _LOSES_WRITES if self.would_lose_writes() else why_not_staged(self.function.model, self.inputs)
+        return Reason.LOSES_WRITES() if self.would_lose_writes() else why_not_staged(self.function.model, self.inputs)
 
     def would_lose_writes(self) -> bool:
         """Whether a mutated input that is neither static nor managed cannot be recorded at a placeholder address.

@@ -16,6 +16,7 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.outputs.allocations import generated_by_inductor
+from pygraph_trees.reasons import Reason, Why
 
 from ..functions.containment import forget_frames, progress_of
 from ..functions.function import FunctionModel
@@ -98,7 +99,7 @@ class Making(Calls):
             if not new_inputs:
                 raise
             forget_frames(error)
-            why_not = str(error)
+            why_not = Reason.ON_CPU_UNREAD(**error.fields)
             if self.current_node is not None:
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
         except BaseException:
@@ -128,7 +129,7 @@ class Making(Calls):
         self.output_policy.recorded(self, self.current_node, self._pool.nbytes())
         return outputs
 
-    def _why_stopped(self, model: FunctionModel, function_id: Any) -> str | None:
+    def _why_stopped(self, model: FunctionModel, function_id: Any) -> Why | None:
         """Why a function is not recorded again and runs un-graphed from now on; None if it is recorded."""
         if model.stop is None:
             return None
@@ -146,7 +147,7 @@ class Making(Calls):
             return
         reclaiming, number = weakref.ref(self.reclaiming), recording.log.number
 
-        def ready(why: str) -> None:
+        def ready(why: Why) -> None:
             found = reclaiming()
             if found is not None:
                 found.record_again(function_id, why, number)

@@ -22,6 +22,7 @@ from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.indirection.table.pointer_table import Warmups
 from pygraph_trees.native import build
 from pygraph_trees.outputs.policy import OutputPolicy
+from pygraph_trees.reasons import Reason
 
 from ..functions import fast_path
 from ..functions.function import FunctionModel
@@ -250,7 +251,7 @@ class Manager(Making):
         super()._update_non_cudagraph_managed_mutation(function_id, inputs)
         function = self._log_of(function_id)
         if function is not None and self._is_skipped(function_id):
-            function.not_graphed("mutates inputs that are neither static nor managed")
+            function.not_graphed(Reason.MUTATES())
 
     def _is_skipped(self, function_id: Any) -> bool:
         """Whether upstream runs the function un-graphed at the current position."""

@@ -16,6 +16,7 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.indirection.retired import release_retired
+from pygraph_trees.reasons import Reason, Why
 
 from ..pools import pools
 from ..pools.collector import paused
@@ -79,9 +80,9 @@ class Reclaiming:
         self._remake = remake
         self._candidates = candidates
         self.forgotten: list[Any] = []  # ids of functions whose recordings are to be given back
-        self._again: dict[Any, str] = {}  # why, by id of a function that is to be recorded again
+        self._again: dict[Any, Why] = {}  # why, by id of a function that is to be recorded again
         self._newest: dict[Any, int] = {}  # the number of its newest recording that is to be given back
-        self._dropped: dict[Any, str] = {}  # why, by id of a function whose recordings the pool has no room for
+        self._dropped: dict[Any, Why] = {}  # why, by id of a function whose recordings the pool has no room for
         self._seen = 0  # bytes of the pool when recordings were dropped last; 0 if it is a new pool
         self._left: list[Any] | None = None  # references to outputs of recordings given back; None if none was
         self._is_unknown = False  # whether an output that is not among them may be alive
@@ -103,7 +104,7 @@ class Reclaiming:
             manager.try_end_curr_execution()
         self.give_back(manager)
 
-    def record_again(self, function_id: Any, why: str, newest: int) -> None:
+    def record_again(self, function_id: Any, why: Why, newest: int) -> None:
         """Lets a function be recorded again; may be called during a call.
 
         ``newest``: the number of its newest recording. This and older ones are given back.
@@ -113,7 +114,7 @@ class Reclaiming:
         self.forgotten.append(function_id)
         self._candidates.clear()
 
-    def why_again(self, function_id: Any) -> str | None:
+    def why_again(self, function_id: Any) -> Why | None:
         """Why a function is recorded again, returned once; None if it is not."""
         return self._again.pop(function_id, None) or self._dropped.pop(function_id, None)
 
@@ -129,7 +130,7 @@ class Reclaiming:
         if nbytes <= max(limit, self._seen):
             return False
         self._seen = nbytes
-        why = f"the graph pool took {nbytes} bytes, more than pygraph_pool_bytes allows"
+        why = Reason.POOL_LIMIT(nbytes=nbytes)
         _log.info("all recordings are dropped: %s", why)
         ids = list(manager.ids_to_funcs)
         self.forgotten += ids
@@ -191,7 +192,7 @@ class Reclaiming:
             return False
         return self._leave_pool(manager)
 
-    def start_over(self, manager: Reclaimed, why: str) -> None:
+    def start_over(self, manager: Reclaimed, why: Why) -> None:
         """Drops all recordings and leaves the graph pool, in which unknown memory may be in use.
 
         Outputs that are alive are moved if that is possible, and the pool stays as long as one is alive.

@@ -12,6 +12,8 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from pygraph_trees.reasons import Reason, Why
+
 from ..pools.liveness import release_unneeded
 
 if TYPE_CHECKING:
@@ -27,11 +29,6 @@ MOST_WAITING = 1024  # sets whose calls are counted
 MOST_RECORDINGS = 16  # of a function at one place in the tree; from then on, it needs as many replays as recordings
 MOST_ON_PATH = 256  # the same limit for a path, and for all; making a recording takes longer the longer the path is
 MOST_DEAD = 16  # forwards without live outputs at the beginning of a path, before it must end
-
-OTHER_SIZES = (
-    f"its sizes change too often: {FIRST_SIZES} size combinations have graphs; others get one after {COMES_AGAIN} "
-    "calls; pad inputs to few sizes"
-)
 
 
 class Sizes:
@@ -61,7 +58,7 @@ class Sizes:
         return False
 
 
-def why_stopped(siblings: Sequence[Any], on_path: Sequence[Any], newest: Sequence[RecordingLog] = ()) -> str | None:
+def why_stopped(siblings: Sequence[Any], on_path: Sequence[Any], newest: Sequence[RecordingLog] = ()) -> Why | None:
     """Why a function runs un-graphed from now on, instead of being recorded again; None if it is recorded.
 
     Args:
@@ -75,7 +72,7 @@ def why_stopped(siblings: Sequence[Any], on_path: Sequence[Any], newest: Sequenc
         some = found[-4 * most :]  # the first recordings may have been replayed for days
         count, replays = len(some), sum(recording.replays for recording in some)
         if count >= most and replays < count:
-            return f"it was recorded {count} times for {replays} replays, the last time because: {some[-1].reason}"
+            return Reason.STORM(count=count, replays=replays, last=some[-1].reason)
     return None
 
 

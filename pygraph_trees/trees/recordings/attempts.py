@@ -15,6 +15,7 @@ from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.route_rule import chooser_for, leave_table, may_use_table
 from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.indirection.table.pointer_table import taken_by_variants
+from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.naming import BACKWARD
 
 from ..functions.containment import forget_frames, passes
@@ -38,10 +39,10 @@ class Attempts:
         self._kept: list[Any] = []  # the inputs, while another attempt may need them
         self._left_table = False  # whether the last attempt failed with a table; the next one has none
         model = function.model
-        self.refused: dict[int, str] = dict(getattr(model, "refused", ()))  # inputs that get no address, and why
+        self.refused: dict[int, Why] = dict(getattr(model, "refused", ()))  # inputs that get no address, and why
         # Managed inputs whose addresses changed; they are live inputs of this recording.
         self.moving = {index: inputs[index] for index in getattr(model, "moving", ())}
-        self.why_copied: dict[int, str] = {}
+        self.why_copied: dict[int, Why] = {}
 
     def until_one_works(self, attempt: Callable[[], None], inputs: list[Any]) -> None:
         """Makes attempts until one works or nothing else can be tried; each attempt is given all ``inputs``."""
@@ -138,7 +139,7 @@ class Attempts:
         if self._left_table and not isinstance(error, NotStaged):
             leave_table(model, self._function.id, error)
             return
-        why = f"recording it at a placeholder address failed: {type(error).__name__}: {error}"
+        why = Reason.NOT_AT_PLACEHOLDER(error=f"{type(error).__name__}: {error}")
         # The next attempt does not give these by address. Torch does not record inputs on the CPU, so after NotStaged
         # only that input is refused.
         refused = [error.fields["index"]] if isinstance(error, NotStaged) else live.in_place

@@ -16,6 +16,7 @@ from torch._inductor.cudagraph_trees import StorageWeakRefWrapper
 
 from pygraph_trees.cuda.extent import copy_bits
 from pygraph_trees.native import binding
+from pygraph_trees.reasons import Reason, Why
 
 from ..functions.function import FunctionModel
 from ..pools.capture_lock import wait
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 _CUDA = 1  # c10's number of the type of device
 
 
-def why_not_moved() -> str | None:
+def why_not_moved() -> Why | None:
     """Why outputs are torch's and cannot be moved; None if they can be."""
-    return "the native parts are missing" if binding.extension is None else None
+    return Reason.NO_NATIVE() if binding.extension is None else None
 
 
 def keeps_outputs(model: Any) -> bool:

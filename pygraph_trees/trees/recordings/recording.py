@@ -24,6 +24,7 @@ from pygraph_trees.indirection.route_rule import recorded
 from pygraph_trees.indirection.routes import Route, is_none_copied
 from pygraph_trees.native.binding import new_counter
 from pygraph_trees.placement.staging import observed
+from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.log import RecordingLog
 from pygraph_trees.report.naming import BACKWARD, FORWARD
 
@@ -167,10 +168,10 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         attempts = self._attempts
         assert attempts is not None
         self.lent = {index: place_of(inputs[index]) for index in self.cudagraph_managed_idxs}
-        api, why_not = self._driver_for_addresses()
+        api = self._driver_for_addresses()
         copied = self._copied_indices()
-        if api is None:
-            attempts.why_copied = dict.fromkeys(copied, why_not)
+        if isinstance(api, Why):
+            attempts.why_copied = dict.fromkeys(copied, api)
         elif not compat.is_kernel_free(self.wrapped_function):
             pool = ranges_of(self.device, self.cuda_graphs_pool)
             self._live = attempts.choose_live(
@@ -206,19 +207,18 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         """The indices of managed inputs that move; because they are alive, this recording does not use their memory."""
         return {index for index, t in attempts.moving.items() if self._is_alias_of_live_recorded_tensor(t) is not None}
 
-    def _driver_for_addresses(self) -> tuple[Driver | None, str]:
-        """The driver that gives the graph addresses, or None and why its inputs are copied."""
+    def _driver_for_addresses(self) -> Driver | Why:
+        """The driver that gives the graph addresses, or why its inputs are copied."""
         model = self.wrapped_function.model
         if not isinstance(model, FunctionModel):
-            return None, "it was compiled before the patches went on"
+            return Reason.UNPATCHED()
         if model.settings.indirection == "off":
-            return None, "pygraph_indirection is 'off'"
+            return Reason.INDIRECTION_OFF()
         # This thread's manager does not tell: another manager than the one that added a function may record it.
         if self.cuda_graphs_pool not in pools.OWNED:
             # Upstream's manager does not tell when its graph pool grows.
-            return None, "its tree manager was made before the patches went on"
-        found = usable_driver()
-        return found, "" if found is not None else why_unusable() or "there was no driver to be used"
+            return Reason.UNPATCHED_MANAGER()
+        return usable_driver() or Reason.NO_DRIVER(error=why_unusable() or "there was no driver to be used")
 
     def _may_be_kept(self, inputs: list[Any]) -> bool:
         """Whether the graph has the same memory of the pool to use if the inputs are held while it is recorded."""

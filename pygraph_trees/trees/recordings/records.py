@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.outputs.own_memory import OwnMemory
+    from pygraph_trees.reasons import Why
 
 
 def describe(
-    node: Any, live: LiveInputs | None, copied: Collection[int], why_copied: Mapping[int, str]
+    node: Any, live: LiveInputs | None, copied: Collection[int], why_copied: Mapping[int, Why]
 ) -> Iterator[tuple[Any, ...]]:
     """Yields the fields of each input's record.
 

@@ -18,6 +18,7 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees import compat
 from pygraph_trees.native import binding
+from pygraph_trees.reasons import Reason, Why
 
 from ..functions import fast_path
 from ..functions.containment import HeldForTooLong, contained, in_place, note_failure, owned, progress_of
@@ -47,7 +48,7 @@ class Replayed(CachedOutputs):
     fixed: Sequence[tuple[int, int]]  # index and address of each static input
     deaths_before: Deaths | None
     deaths_after: Deaths | None
-    unfit: str | None = None  # why the last ``check_invariants`` could not give it the inputs of a call
+    unfit: Why | None = None  # why the last ``check_invariants`` could not give it the inputs of a call
     _has_moving = False  # whether a managed input is given by address
     _live: LiveInputs | None = None
     _takes: int  # how many inputs a call has without own memory
@@ -58,14 +59,14 @@ class Replayed(CachedOutputs):
     def check_invariants(self, inputs: list[Any]) -> Any:
         self.unfit = None
         if not (len(inputs) == self._takes if self.own is None else self.own.is_given(inputs)):
-            self.unfit = "it was recorded with own memory of other outputs"
+            self.unfit = Reason.OTHER_OUTPUTS()
             return _MISMATCH, lambda: self.unfit
         # Giving a graph addresses takes time, so the other checks come first.
         if any(inputs[index].data_ptr() != address for index, address in self.fixed):
             return super().check_invariants(inputs)  # tells which input moved
         managed = self.cudagraph_managed_idxs if self.is_backward and self._gives_addresses else ()
         if any(inputs[index].is_neg() or inputs[index].is_conj() for index in managed):
-            self.unfit = "an input is a negated or conjugate view"  # a tangent in the graph pool
+            self.unfit = Reason.IS_VIEW()  # a tangent in the graph pool
             return _MISMATCH, lambda: self.unfit
         if self.deaths_before is not None and not self.deaths_before.ask():
             return _ALIVE_BEFORE
@@ -95,13 +96,13 @@ class Replayed(CachedOutputs):
             live.drop()
         return status, logger
 
-    def _why_not_alive(self, live: LiveInputs, inputs: list[Any]) -> str | None:
+    def _why_not_alive(self, live: LiveInputs, inputs: list[Any]) -> Why | None:
         """Why the recording must not be replayed: upstream raises if an output that died while recording is alive."""
         for item in live.items:
             if item.managed and not inputs[item.index]._is_zerotensor():
                 found = self._is_alias_of_live_recorded_tensor(inputs[item.index])
                 if found is not None and found in self.expected_dead_indices_after_graph:
-                    return "an input was an output that is expected to be gone"
+                    return Reason.EXPECTED_GONE()
         return None
 
     def check_what_died(self) -> None:

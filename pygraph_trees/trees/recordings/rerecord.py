@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from pygraph_trees.reasons import Reason
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pygraph_trees.reasons import Why
     from pygraph_trees.report.log import FunctionLog
 
 _MOST_NAMES = 4
@@ -34,29 +37,28 @@ def siblings_of(tree: Tree, function_id: Any) -> Sequence[Any]:
     return found
 
 
-def why_recorded(tree: Tree, inputs: list[Any], function_id: Any, function: FunctionLog) -> str:
-    """One line: "first call", the inputs that moved since the newest recording here, or the recording before it."""
+def why_recorded(tree: Tree, inputs: list[Any], function_id: Any, function: FunctionLog) -> Why:
+    """A first call, the inputs that moved since the newest recording here, or the recording before it."""
     node, siblings = tree.current_node, siblings_of(tree, function_id)
     if siblings:
         return _difference(siblings[-1], inputs)
     if node is None and function.recordings:
         model = tree.ids_to_funcs[function_id].model
         added = sum(other.model is model for other in list(tree.ids_to_funcs.values()))  # in this thread
-        return "first call with these sizes" if added > 1 else "first call of another thread"
-    return "first call" if node is None else f"first call after recording {node.id.id}"
+        return Reason.FIRST_SIZES() if added > 1 else Reason.FIRST_IN_THREAD()
+    return Reason.FIRST() if node is None else Reason.FIRST_AFTER(number=node.id.id)
 
 
-def _difference(recorded: Any, inputs: list[Any]) -> str:
+def _difference(recorded: Any, inputs: list[Any]) -> Why:
     managed = set(recorded.cudagraph_managed_idxs)
     found = [i for i in sorted(managed | set(recorded.static_input_idxs)) if moved(recorded, inputs, i)]
-    if not found and getattr(recorded, "unfit", None):
-        return str(recorded.unfit)
     if not found:
-        return "other outputs are alive than when it was recorded"
+        unfit: Why | None = getattr(recorded, "unfit", None)
+        return unfit or Reason.OTHERS_ALIVE()
     names = [name_of_input(recorded, i) for i in found[:_MOST_NAMES]]
     more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
     kind = "managed" if found[0] in managed else "static"
-    return f"{kind} input {', '.join(names)}{more} moved"
+    return Reason.MOVED(kind=kind, names=f"{', '.join(names)}{more}")
 
 
 def moved(recorded: Any, inputs: list[Any], index: int) -> bool:

@@ -1,0 +1,190 @@
+"""Reasons, as members of one enum: what is not done as asked, or is done again, says why by one of them.
+
+A member's value is the template of a phrase that the report prints after "because" or a colon. Called with the
+template's fields, a member gives a :class:`Why`, which is that phrase, so the report, the log and JSON take it as
+text. Code and tests compare :attr:`Why.reason`, never the text. A field that the template lacks raises KeyError.
+"""
+
+from __future__ import annotations
+
+import functools
+from enum import Enum
+from typing import Any
+
+
+class Why(str):
+    """A reason with its facts; a copy of it, and what is pickled, is a plain string."""
+
+    __slots__ = ("facts", "reason")
+
+    reason: Reason
+    facts: dict[str, Any]
+
+    def __new__(cls, reason: Reason, **facts: Any) -> Why:
+        made = super().__new__(cls, reason.value.format(**facts))
+        made.reason, made.facts = reason, facts
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+
+class Reason(Enum):
+    """The facts are numbers and text, and hold nothing alive."""
+
+    def __call__(self, **facts: Any) -> Why:
+        return Why(self, **facts) if facts else _without_facts(self)
+
+    # Why a graph, a function or one call of it runs un-graphed.
+    NEVER = "pygraph_selective is 'never'"
+    FASTER = "it is faster un-graphed"
+    MUTATES = "mutates inputs that are neither static nor managed"
+    LOSES_WRITES = "mutates an input that lies in the graph pool and is no output of this step"
+    REBINDS = "it replaces the memory of an input, which a replay would not repeat"
+    NO_PART = "no part of it can be graphed"
+    READS_CPU = "reads a value of the CPU"
+    ON_CPU = "input {index} lies on the CPU, and graphs are given no addresses"
+    ON_CPU_UNREAD = "input {index} lies on the CPU, and no node of the graph reads it from there"
+    ON_CPU_LARGE = "input {index} lies on the CPU, and its {nbytes} bytes are too many to be staged"
+    OTHER_SIZES = (
+        "its sizes change too often: {graphed} size combinations have graphs; others get one after {calls} calls; "
+        "pad inputs to few sizes"
+    )
+    STORM = "it was recorded {count} times for {replays} replays, the last time because: {last}"
+    CAPTURED = "the program captured it in a graph of its own"
+    SHORT_LIVED = "the threads that call it end before they replay it"
+    OTHER_THREAD = "another thread uses CUDA graphs, which are for one thread before torch 2.13"
+    BESIDE = "it was called while another call that uses the same CUDA graph trees was under way"
+    FAILED = "CUDA graphs failed: {error}"
+
+    # Why a trial is not made.
+    RECORDED_BELOW = "{count} recordings after it would be made again for a trial"
+    NO_ROOM = "the GPU has no memory to run it un-graphed beside its graph"
+
+    # Why a recording is made.
+    FIRST = "first call"
+    FIRST_SIZES = "first call with these sizes"
+    FIRST_IN_THREAD = "first call of another thread"
+    FIRST_AFTER = "first call after recording {number}"
+    OTHERS_ALIVE = "other outputs are alive than when it was recorded"
+    MOVED = "{kind} input {names} moved"
+    TABLE_BUILT = "its inputs are read from a table from now on"
+    OUTPUTS_OUTLIVE = "outputs that outlive their steps get memory of their own"
+    OUTPUT_REFUSED = "an output cannot be given by address"
+    POOL_LIMIT = "the graph pool took {nbytes} bytes, more than pygraph_pool_bytes allows"
+
+    # Why a recording cannot be given the inputs of a call.
+    EXPECTED_GONE = "an input was an output that is expected to be gone"
+    IS_VIEW = "an input is a negated or conjugate view"
+    OTHER_OUTPUTS = "it was recorded with own memory of other outputs"
+    MUTATED_IN_POOL = "a mutated input lies in the graph pool"
+    BROKEN = "a driver call failed"
+    PREPARING = "it is being made ready for another call"
+    PATCH_FAILED = "{call} refused an address of input {index}: {code}"
+
+    # Why outputs are overwritten although they should be kept.
+    NO_NATIVE = "the native parts are missing"
+
+    # Why an input is copied.
+    ELSEWHERE = "it is on {device}"
+    LAYOUT = "its layout is {layout}"
+    EMPTY = "it has no elements"
+    ZEROS = "it is a tensor of zeros without memory"
+    CONJUGATE = "it is a conjugate view"
+    NEGATED = "it is a negated view"
+    IN_POOL = "it lies in the graph pool"
+    HIDDEN = "{node} may hide its address"
+    HIDDEN_BY_OTHERS = "{kernels}, which may wait for other processes, may hide its address"
+    HIDDEN_BY_CHANCE = "two equal launches give different results, and {kernels} may hide its address"
+    HIDDEN_UNCHECKED = "there is no memory to check {kernels}, which may hide its address"
+    HIDDEN_SURELY = "{kernels} may hide its address: with another one the results are different"
+    UNHELD = "no node holds its address"
+    SLOT_UNWRITTEN = "no node writes its slot"
+    IN_HOST_ARRAY = "its address is in a host array"
+    FILLED_IN_ROWS = "a fill of several rows writes to it"
+    READ_BY_COLLECTIVE = "a collective reads it"
+    AMBIGUOUS = "what looks like its address may be something else"
+    UNREAD = "the graph could not be read: {error}"
+    NOT_GIVEN = "the graph could not be given its address: {error}"
+    NO_ADDRESSES = "no addresses could be reserved: {error}"
+    NOT_AT_PLACEHOLDER = "recording it at a placeholder address failed: {error}"
+    ADDRESS_REFUSED = "the driver refused its address: {error}"
+    ADDRESSES_REFUSED = "the driver refused an address of these inputs"
+    UNPATCHED = "it was compiled before the patches went on"
+    UNPATCHED_MANAGER = "its tree manager was made before the patches went on"
+    INDIRECTION_OFF = "pygraph_indirection is 'off'"
+    NO_DRIVER = "{error}"
+
+    # How inputs are given, after "inputs are passed".
+    FEW_INPUTS = "by address: the addresses of {inputs} inputs that a table could hold change, fewer than {least}"
+    FEW_KERNELS = "by address: {kernels} kernels could read inputs from a table, fewer than {least}"
+    TABLE_AWAITED = "by address, until a table for {kernels} kernels that read {inputs} inputs is built"
+    TABLE = "by table: {kernels} kernels read {inputs} inputs whose addresses change"
+    TABLE_NOT_COMPILED = "by address: no kernel could be compiled to read a table"
+    TABLE_NOT_RECORDED = "by address: recording it with a table failed: {error}"
+    TABLE_NOT_READ = "by address: a table is built, but this recording cannot use it"
+
+    # Why a kernel has no variant.
+    COOPERATIVE = "its blocks must all fit on the GPU at once, and a variant may need more registers"
+    EARLY = "it may begin before the slots are written"
+    NOT_TRITON = "it is a {type}, not what triton.jit makes"
+    COMPILED_ELSEWHERE = "its Python function exists only in the process that compiled it"
+    GLUON = "it is written in Gluon"
+    NO_POINTER = "none of its parameters can be a slot"
+    NO_SOURCE = "its source cannot be read"
+    GLOBAL_VARIABLE = "{name!r} is no tl.constexpr, and Triton's cache does not tell its values apart"
+    ANY_DEVICE = "it is compiled for whatever device it is launched on"
+    OTHER_PARAMETERS = "it would be launched with {parameters}"
+    FEWER_BLOCKS = "fewer of its blocks might be on the GPU at once"
+
+    # Why placement leaves a graph alone.
+    NO_GPU = "it has no GPU"
+    SEVERAL_GPUS = "it has several GPUs"
+    ERROR = "an error; see the log"
+
+    # Why a value of the CPU is copied or staged at each call.
+    BOTH = "{first}, and {second}"
+    COMPUTED_FROM = "it is computed from {name}: {why}"
+    INPUT = "it is an input"
+    LITERALS = "its value would lose bits as literals in a kernel"
+    NARROW = "a kernel may hold it in more bits than its type has"
+    SEVERAL_DEVICES = "it is computed from values of several devices"
+    INDEX_GIVEN = "its indices come from an input and may be out of bounds, which is an error of the CPU's"
+    INDEX_UNPROVEN = "its indices may be out of bounds, which is an error of the CPU's"
+    INEXACT = "it is computed from {name}, whose last place may differ"
+    SOURCES_LARGER = "what it is computed from is larger: {nbytes} bytes"
+    NO_STAGING = "graphs are given no addresses"
+    GAPS = "it is a part of an input with gaps"
+    SIZE_UNKNOWN = "its size is not known"
+    TOO_LARGE = "{nbytes} bytes are too many to be staged"
+    OTHER_STRIDES = "its copy has other strides"
+    NODE = "it is a {op}"
+    CUSTOM = "it is a custom operator"
+    WRITES = "it writes to a tensor"
+    RANDOM = "it is random"
+    NUMBER_NEEDED = "its size or its result is a number that the CPU needs"
+    SPARSE = "it is sparse"
+    DIFFERENT = "it may give something else on the GPU"
+    MINUS_ZERO = "it is given -0.0, of which the GPU's compiler may make 0.0"
+    FRACTION = "it is given a fraction of sizes, which a kernel computes in single precision"
+    LARGE_NUMBER = "it is given a large number made of sizes, which a kernel computes with 32 bits"
+    DIVIDES = "it divides integers, and a division by zero is an error of the CPU's"
+    LAST_PLACE = "its result may differ in the last place"
+
+    # Why it is no constant of the compiled graph either.
+    IN_BRANCH = "it is in a branch or a loop"
+    SEVERAL_VALUES = "it is several values"
+    NO_CONSTANT_TYPE = "Inductor has no constants of its type on a GPU"
+    COMPLEX_ORDER = "a kernel would have to arrange complex numbers"
+    LARGE_CONSTANT = "{nbytes} bytes are too many for a constant"
+    FLOAT8 = "a GPU may make other numbers of infinities and NaN of its type"
+    LARGE_EVALUATION = "{nbytes} bytes are too many to be computed when the graph is compiled"
+    NOT_CONSTANT = "it is not computed from constants alone"
+    SIZE_AT_CALL = "its size is not known when the graph is compiled"
+    UNSET = "its memory is not set"
+    NUMBER_AT_CALL = "a number in it is not known when the graph is compiled"
+    NOT_EVALUATED = "the CPU cannot compute it when the graph is compiled; see the log"
+    OTHER_RESULT = "the CPU computes another type or size than was traced"
+
+
+_without_facts = functools.cache(Why)  # many calls may say the same
