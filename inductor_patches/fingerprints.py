@@ -186,6 +186,13 @@ torch._dynamo.utils.record_pregraph_bytecode_exit
   in torch._dynamo.utils
     2.11-2.15  record_pregraph_bytecode_exit(cm): __exit__
 
+torch._functorch.utils.unwrap_dead_wrappers
+  in torch._functorch.utils
+    2.11-2.13  unwrap_dead_wrappers(args): unwrap_if_dead
+    2.14-2.15  unwrap_dead_wrappers
+  in torch.autograd.function
+    2.11-2.13  Function.apply: unwrap_dead_wrappers
+
 torch._inductor.fx_passes.post_grad.move_constructors_to_gpu
   in torch._inductor.fx_passes.post_grad
     2.11-2.15  move_constructors_to_gpu(graph): ConstructorMoverPass

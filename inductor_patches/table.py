@@ -157,6 +157,13 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
             "record_pregraph_bytecode_enter": ("pygraph_trees.trees.hooks.call_marks.enter", _NO_WRAPPER),
             "record_pregraph_bytecode_exit": ("pygraph_trees.trees.hooks.call_marks.exit", _NO_WRAPPER),
         },
+        # Torch searches the arguments of each autograd function, and so all parameters of a compiled training step.
+        "torch._functorch.utils": {
+            "unwrap_dead_wrappers": (
+                "pygraph_trees.trees.hooks.dead_wrappers.unwrapping",
+                "torch 2.14 searches in C++, and its function stays there",
+            ),
+        },
     },
     "placement": {
         # The passes look the name up in the module when they run. Placement gets upstream's pass, and runs it if

@@ -103,6 +103,14 @@ def are_call_marks_wrapped() -> bool:
     return hasattr(utils.record_pregraph_bytecode_enter, "__wrapped__")
 
 
+def unwraps_in_python() -> bool:
+    """Whether torch looks for dead functorch wrappers among the arguments of autograd functions in Python."""
+    # Up to 2.13.
+    from torch._C import _functorch
+
+    return not hasattr(_functorch, "unwrap_dead_wrappers")
+
+
 def has_context_overrides() -> bool:
     """Whether the override of a configuration entry is a context variable, and not an attribute."""
     # Since 2.12.

@@ -60,7 +60,9 @@ class SourceProbe:
             return Definition(tuple(a.arg for a in named), frozenset(_mentioned(found)))
         if isinstance(found, ast.ClassDef):
             return Definition(None, frozenset(_members(found)))
-        return None
+        imports = (s for s in getattr(self._tree(module), "body", []) if isinstance(s, ast.ImportFrom))
+        is_imported = any(name == (alias.asname or alias.name) for statement in imports for alias in statement.names)
+        return Definition(None, frozenset()) if is_imported else None
 
 
 def _definitions(scope: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:

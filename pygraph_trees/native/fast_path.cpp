@@ -41,6 +41,18 @@ void make_resizable(const at::Storage &storage) {
     storage.unsafeGetStorageImpl()->set_resizable(true);
 }
 
+/* A function that returns the arguments of an autograd function as they are if functorch has wrapped none of them, and
+   otherwise what ``upstream`` makes of them. */
+py::cpp_function unwrapping(const py::object &upstream) {
+    return py::cpp_function([upstream](const py::tuple &args) -> py::object {
+        for (py::handle arg : args)
+            if (THPVariable_Check(arg.ptr()) &&
+                THPVariable_Unpack(arg.ptr()).key_set().has(c10::DispatchKey::FuncTorchGradWrapper))
+                return upstream(args);
+        return args;
+    });
+}
+
 /* Interns the names, and returns those of torch, with their owners. */
 std::vector<std::string> intern_names() {
     std::vector<std::string> found;
@@ -84,5 +96,6 @@ PYBIND11_MODULE(_fast_path, module) {
     module.def("exchange_memory", exchange_memory, "Exchanges the memory of the storages of two tensors.");
     module.def("make_resizable", make_resizable, "Lets a storage that does not own its memory get other memory.");
     module.def("note_stream", pygraph::note_stream, "Notes that another stream uses a tensor's memory.");
+    module.def("unwrapping", unwrapping, "A faster torch._functorch.utils.unwrap_dead_wrappers, given torch's.");
     module.def("thread_of_trees", thread_of_trees, "The number of the thread whose trees a call uses.");
 }

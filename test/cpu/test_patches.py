@@ -26,6 +26,8 @@ from inductor_patches.fingerprints import (
     parse_version,
 )
 from inductor_patches.patch import FeatureOff, LiveProbe, PatchOverwritten, PatchWarning, Rebind
+from pygraph_trees import compat
+from pygraph_trees.native import binding
 from pygraph_trees.trees.hooks import call_marks
 from pygraph_trees.trees.managers import manager
 from pygraph_trees.trees.recordings import recording
@@ -42,6 +44,7 @@ def torch_as_it_is():
         "post_compile": output_code.CompiledFxGraph.post_compile,
         "call": output_code.CompiledFxGraph.__call__,
         "marks": (dynamo_utils.record_pregraph_bytecode_enter, dynamo_utils.record_pregraph_bytecode_exit),
+        "unwrap": torch._functorch.utils.unwrap_dead_wrappers,
         "wrap": aot_autograd_result.GenericAOTAutogradResult.wrap_post_compile,
         "partition": scheduler.Scheduler.graph_partition,
         "options": torch._TorchCompileInductorWrapper.apply_options,
@@ -73,7 +76,9 @@ class TestInstall(TestCase):
         inductor_patches.install()
         patched = torch_as_it_is()
         self.assertEqual((patched["node"], patched["manager"]), (recording.Recording, manager.Manager))
-        for name in before.keys() - ({"marks"} if not call_marks.are_call_marks_wrapped() else set()):
+        stays = {"marks"} if not call_marks.are_call_marks_wrapped() else set()
+        stays |= {"unwrap"} if binding.extension is None or not compat.unwraps_in_python() else set()
+        for name in before.keys() - stays:
             self.assertNotEqual(before[name], patched[name], name)
         inductor_patches.uninstall()
         self.assertEqual(torch_as_it_is(), before)
@@ -115,6 +120,25 @@ class TestCalls(TestCase):
         inductor_patches.uninstall()
         self.addCleanup(inductor_patches.install)
         self.assertEqual(self.marks_of(calls), [0, 1, 0, 1])
+
+    def test_dead_wrappers_are_unwrapped_and_other_arguments_are_as_they_are(self):
+        x, leaked = torch.ones(2, requires_grad=True), []
+
+        def values(unwrap):
+            for inner in (lambda y: y * y, torch.func.grad(lambda y: (y * y).sum())):  # with a wrapper that is alive
+                leaked.clear()
+                torch.func.grad(lambda y, inner=inner: leaked.append(y) or unwrap((y, x))[0].sum() + inner(y).sum())(x)
+                yield from (
+                    found is given for found, given in zip(unwrap((x, 1, None, x)), (x, 1, None, x), strict=True)
+                )
+                yield [torch._C._functorch.is_gradtrackingtensor(value) for value in unwrap((leaked[0], x))]
+            yield unwrap(())
+
+        found = list(values(torch._functorch.utils.unwrap_dead_wrappers))
+        inductor_patches.uninstall()
+        self.addCleanup(inductor_patches.install)
+        self.assertEqual(found, list(values(torch._functorch.utils.unwrap_dead_wrappers)))
+        self.assertEqual((found[4], found[-1]), ([False, False], ()))
 
     def test_a_profiler_that_comes_or_goes_in_between(self):
         profiler = torch.autograd.profiler
