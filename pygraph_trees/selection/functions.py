@@ -99,7 +99,8 @@ def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path
         partition = log.partition if log.mode == INFERENCE else "all"
         matters = {**asdict(settings), "fast path": has_fast_path, "partition": partition}
         memory = Kept(graph.code, log.name, device, matters)
-    trial = Trial(memory=memory, graph=graph, has_fast_path=has_fast_path)
+    trial = Trial(memory=memory, has_fast_path=has_fast_path)
+    trial.graph = graph
     if program is not None:
         _trials[program] = trial
     return trial

@@ -80,6 +80,7 @@ class TrialMember:
         self.log, self._device, self.environment = log, device, environment
         self.run = {Execution.GRAPHED: graphed, Execution.UNGRAPHED: ungraphed}  # makes a call that is not measured
         self._thread: int | None = None
+        self.begins_steps = False  # whether a call may begin a step: one member's do
         self.calls = 0  # since a step began
         self.start_over()
 
@@ -131,9 +132,8 @@ class TrialMember:
 
     def is_in_its_thread(self) -> bool:
         """Whether the calling thread is the one of the first call."""
-        thread = threading.get_ident()
-        self._thread = self._thread or thread
-        return thread == self._thread
+        self._thread = self._thread or threading.get_ident()
+        return threading.get_ident() == self._thread
 
     def facts(self, *, has_fast_path: bool) -> Facts | None:
         """The facts of its newest recording; None if there is none; the process may have no fast path."""

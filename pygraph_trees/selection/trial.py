@@ -76,19 +76,16 @@ class Trial:
 
     _turn = Turn()  # of this process
 
-    def __init__(
-        self, *, memory: Kept | None = None, graph: object = None, turn: Turn = _turn, has_fast_path: bool = True
-    ) -> None:
-        """``has_fast_path`` says whether the process has one."""
-        self._memory, self._turn, self._has_fast_path = memory, turn, has_fast_path
-        self.graph: object = graph  # for callers that ask: the one that started the trial
+    def __init__(self, *, memory: Kept | None = None, turn: Turn = _turn, has_fast_path: bool = True) -> None:
+        self._memory, self._turn = memory, turn
+        self._has_fast_path = has_fast_path  # whether the process has one
+        self.graph: object = None  # for callers that ask: the one that started the trial
         self.backward: object = None  # the backward graph
         self._lock = threading.Lock()  # for changes; nobody waits for it
         self._later: deque[Callable[[], object]] = deque()
         self._members: list[weakref.ref[TrialMember]] = []
         self.way = Execution.GRAPHED  # currently taken
         self.phase = Phase.RECORDING
-        self._first: weakref.ref[TrialMember] | None = None  # the one whose calls begin steps
         self._steps = 0  # consecutive steps without a measured call
         self._made: dict[Execution, int] = {}  # measured calls when the last step began
         self._asked: tuple[int, ...] = ()  # integers of the memory's lookup
@@ -175,15 +172,14 @@ class Trial:
         members = self._alive()
         if self.is_over or member not in members:  # its joining waits for another thread's change
             return
-        first = None if self._first is None else self._first()
         integers = tuple(value for value in inputs if isinstance(value, int))
-        if first not in members:
-            first, self._first, self._asked = member, weakref.ref(member), integers
+        if not any(other.begins_steps for other in members):
+            member.begins_steps, self._asked = True, integers
             profile = None if self._memory is None else self._memory.find(inputs)
             if profile is not None:  # an earlier process decided
                 self._end(profile.way, f"{profile.text}, as measured on {date.fromtimestamp(profile.decided_s)}")
                 return
-        if member is first:
+        if member.begins_steps:
             self._given = integers
             if _is_step_over(member, members):
                 self._step(members)
