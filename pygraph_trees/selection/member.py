@@ -105,8 +105,7 @@ class TrialMember:
 
     def _counts(self) -> tuple[int, int]:
         """The number of replays, and of recordings and warm-ups."""
-        recordings = self.log.recordings
-        return sum(recording.replays for recording in recordings), len(recordings) + self.log.warmups
+        return sum(recording.replays for recording in self.log.recordings), len(self.log.recordings) + self.log.warmups
 
     def add(self, call: TimedCall) -> bool:
         """Adds a call; returns whether it is measured, as all but the first of its way are."""

@@ -157,23 +157,22 @@ class Profiles:
             why = error.strerror or type(error).__name__
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
             pass
-        _warn(self.folder, why)
+        self._warn(why)
         return None
 
     def store(self, profile: Profile) -> None:
         """Writes a profile, which replaces an earlier one with its key."""
-        content = json.dumps({"format": FORMAT, **asdict(profile), "way": profile.way.value})
         # No other user could read a file that tempfile creates.
         path = self.folder / f"{profile.key}.{secrets.token_hex(8)}.tmp"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(path, "x", encoding="ascii") as file:
-                file.write(content)
+                json.dump({"format": FORMAT, **asdict(profile), "way": profile.way.value}, file)
             os.replace(path, self.folder / f"{profile.key}.json")
         except OSError as error:
             with contextlib.suppress(OSError):
                 path.unlink()
-            _warn(self.folder, error.strerror or type(error).__name__)
+            self._warn(error.strerror or type(error).__name__)
 
     def list(self) -> tuple[Profile, ...]:
         """All readable profiles, the newest first."""
@@ -198,12 +197,11 @@ class Profiles:
                 raise ProfilesNotRemoved(folder=self.folder, why=error.strerror or type(error).__name__) from error
         return removed
 
-
-def _warn(folder: Path, why: str) -> None:
-    """Gives each reason once, even if warnings are errors."""
-    if (folder, why) not in _warned:
-        _warned.add((folder, why))
-        warnings.warn(ProfilesUnusable(folder=folder, why=why), stacklevel=3)
+    def _warn(self, why: str) -> None:
+        """Gives each reason once, even if warnings are errors."""
+        if (self.folder, why) not in _warned:
+            _warned.add((self.folder, why))
+            warnings.warn(ProfilesUnusable(folder=self.folder, why=why), stacklevel=3)
 
 
 @dataclass(slots=True)

@@ -191,16 +191,13 @@ class Trial:
                 self._end(Execution.GRAPHED, None)
 
     def _step(self, members: Sequence[TrialMember]) -> None:
+        """Begins a step; decides without a measurement once everything is recorded, if that is possible."""
         for member in members:
             member.calls = 0
             member.collect()
-        if self.phase is Phase.RECORDING:
-            self._look(members)
-        if self.phase is Phase.WAITING or self.phase is Phase.MEASURING:
+        if self.phase is not Phase.RECORDING:
             self._measure(members)
-
-    def _look(self, members: Sequence[TrialMember]) -> None:
-        """Decides without a measurement once everything is recorded, if that is possible."""
+            return
         facts = self._facts(members)
         if len(facts) < len(members):
             self._steps += 1
@@ -210,6 +207,7 @@ class Trial:
             self._end(Execution.GRAPHED, f"{Execution.GRAPHED.value}: {reasons[0]}")
         else:
             self.phase = Phase.WAITING
+            self._measure(members)
 
     def _measure(self, members: Sequence[TrialMember]) -> None:
         """Chooses the way of this step, or decides; waits while another trial measures."""
