@@ -88,12 +88,11 @@ def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path
     # the graph pool, all partitions of both share one; a backward is compiled later.
     graph, program = log.graph, None if log.mode == INFERENCE else _program(log.compile_id)
     known = None if program is None else _trials.get(program)
-    if known is not None:
-        if graph is not None and known.graph is graph:
-            return known
-        if log.mode == BACKWARD and (known.backward is None or known.backward is graph):
-            known.backward = graph
-            return known
+    if known is not None and graph is not None and known.graph is graph:
+        return known
+    if known is not None and log.mode == BACKWARD and (known.backward is None or known.backward is graph):
+        known.backward = graph
+        return known
     memory = None
     if graph is not None and graph.code is not None:  # the key of the generated code is known
         partition = log.partition if log.mode == INFERENCE else "all"

@@ -78,10 +78,9 @@ def machine(device: int) -> dict[str, str]:
 @functools.cache
 def _cpu() -> str:
     """The name of the host's processor model."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        return next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
     return platform.processor() or platform.machine() or "unknown"
 
 

@@ -170,19 +170,19 @@ class Trial:
     def _go_on(self, member: TrialMember, inputs: Sequence[object]) -> None:
         """Begins or continues a step."""
         members = self._alive()
-        if self.is_over or member not in members:  # its joining waits for another thread's change
+        if self.is_over or member not in members:  # or its joining waits for another thread's change
             return
-        integers = tuple(value for value in inputs if isinstance(value, int))
-        if not any(other.begins_steps for other in members):
-            member.begins_steps, self._asked = True, integers
+        is_first = not any(other.begins_steps for other in members)
+        if is_first or member.begins_steps:
+            self._given = tuple(value for value in inputs if isinstance(value, int))
+        if is_first:
+            member.begins_steps, self._asked = True, self._given
             profile = None if self._memory is None else self._memory.find(inputs)
             if profile is not None:  # an earlier process decided
                 self._end(profile.way, f"{profile.text}, as measured on {date.fromtimestamp(profile.decided_s)}")
                 return
-        if member.begins_steps:
-            self._given = integers
-            if _is_step_over(member, members):
-                self._step(members)
+        if member.begins_steps and _is_step_over(member, members):
+            self._step(members)
         member.calls += 1
         if self._steps > _MOST_STEPS or member.calls > _MOST_CALLS:  # the trial takes too long
             if all(other.log.warmups > 0 and not other.log.recordings for other in members):
