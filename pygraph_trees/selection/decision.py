@@ -8,6 +8,7 @@ throughput, and :func:`decide` the way to take. README.md describes the model.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -81,17 +82,14 @@ class Part:
         ungraphed, graphed = self.ungraphed[number].from_idle_us, self.graphed[number].from_idle_us
         return None if ungraphed is None or graphed is None else (ungraphed + _PATCH_US * self.handed, graphed)
 
-    def loads(self, way: Execution, number: int) -> list[Load]:
-        """The loads of one measured call.
-
-        Between the events of an un-graphed call, the GPU may wait for the host. In a graph it does not, so an
-        un-graphed call takes at most the GPU time of its graph.
-        """
-        if way is Execution.GRAPHED:
-            return [Load(self.graphed[number].host_us, self.graphed[number].gpu_us)]
-        call, limit_us = self.ungraphed[number], statistics.median(call.gpu_us for call in self.graphed)
-        own = Load(call.host_us, min(call.gpu_us, limit_us), max(1, self.facts.launches or 0))
-        return [own, Load(_PATCH_US * self.handed, 0.0)]
+    def loads(self, number: int) -> tuple[list[Load], list[Load]]:
+        """The loads of a measured pair, un-graphed and graphed."""
+        ungraphed, graphed = self.ungraphed[number], self.graphed[number]
+        # Between the events of an un-graphed call, the GPU may wait for the host. In a graph it does not, so an
+        # un-graphed call takes at most the GPU time of its graph.
+        gpu_us = min(ungraphed.gpu_us, statistics.median(call.gpu_us for call in self.graphed))
+        own = Load(ungraphed.host_us, gpu_us, max(1, self.facts.launches or 0))
+        return [own, Load(_PATCH_US * self.handed, 0.0)], [Load(graphed.host_us, graphed.gpu_us)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,43 +123,33 @@ class Comparison:
     facts: Sequence[Facts]  # of its functions
     is_modelled: bool = False  # the latencies are computed from host and GPU times, not measured
 
-    @property
-    def gains(self) -> tuple[Gain, Gain]:
-        return self.latency, self.throughput
-
     def reasons(self, way: Execution) -> list[Gain]:
-        """The gains that speak for a way.
-
-        A modelled latency is no reason for un-graphed code: it is too low if the long kernels come last.
-        """
-        counts = self.gains[1:] if self.is_modelled and way is Execution.UNGRAPHED else self.gains
-        return [gain for gain in counts if gain.is_better(way)]
+        """The gains that speak for a way."""
+        # A modelled latency is no reason for un-graphed code: it is too low if the long kernels come last.
+        is_latency_left_out = self.is_modelled and way is Execution.UNGRAPHED
+        gains = [self.throughput] if is_latency_left_out else [self.latency, self.throughput]
+        return [gain for gain in gains if gain.is_better(way)]
 
     @property
     def is_clear(self) -> bool:
-        return all(gain.is_clear for gain in self.gains)
+        return self.latency.is_clear and self.throughput.is_clear
 
     def text(self, way: Execution) -> str:
         """One line: ``un-graphed: 41 us a call against 58 us (2 launches in one replay, 25 MB copied)``."""
         gain = next(iter(self.reasons(way)), self.latency)
-        notes = [_work(self.facts)]
-        if gain is not self.latency:
-            notes.append("without waiting")
-        if not gain.is_better(way):
-            notes.append(f"margin {gain.needed_us:.3g} us")
-        times = [gain.graphed_us, gain.ungraphed_us]
+        waiting = "" if gain is self.latency else ", without waiting"
+        margin = "" if gain.is_better(way) else f", margin {gain.needed_us:.3g} us"
+        times = [_rounded(gain.graphed_us), _rounded(gain.ungraphed_us)]
         ours, other = times if way is Execution.GRAPHED else times[::-1]
-        return f"{way.value}: {_us(ours)} a call against {_us(other)} ({', '.join(notes)})"
+        return f"{way.value}: {ours} us a call against {other} us ({_work(self.facts)}{waiting}{margin})"
 
 
 def plain_way(parts: Sequence[Facts]) -> Execution | None:
-    """The way of functions that are decided together, if their facts leave no doubt; None if calls must be measured.
-
-    Un-graphed code launches each kernel; a replay copies and sets addresses instead. A way is plain if its work is at
-    most half of the other's. While the GPU computes, launches cost nothing, but what a replay does before its launch
-    does; so that must be within the margin too. Replays on the fast path that copy nothing need less of a lead: their
-    work must be less than the launches, and setting addresses at most a fifth of these.
-    """
+    """The way of functions that are decided together, if their facts leave no doubt; None if calls must be measured."""
+    # Un-graphed code launches each kernel; a replay copies and sets addresses instead. A way is plain if its work is at
+    # most half of the other's. While the GPU computes, launches cost nothing, but what a replay does before its launch
+    # does; so that must be within the margin too. Replays on the fast path that copy nothing need less of a lead: their
+    # work must be less than the launches, and setting addresses at most a fifth of these.
     launches_us = replays_us = before_us = gpu_us = 0.0
     for part in parts:
         if part.launches is None:
@@ -204,18 +192,10 @@ def throughput_us(loads: Sequence[Load]) -> float:
 
 
 def compare(parts: Sequence[Part]) -> Comparison:
-    """Compares graphed with un-graphed steps of parts that change together.
-
-    Each part needs at least one measured call each way.
-    """
+    """Compares graphed with un-graphed steps of parts that change together, each with a measured call each way."""
     pairs = range(min(len(calls) for part in parts for calls in (part.ungraphed, part.graphed)))
-    steps = [
-        [
-            [load for part in parts for load in part.loads(way, number)]
-            for way in (Execution.UNGRAPHED, Execution.GRAPHED)
-        ]
-        for number in pairs
-    ]
+    by_part = [zip(*(part.loads(number) for part in parts), strict=True) for number in pairs]
+    steps = [[list(itertools.chain(*loads)) for loads in ways] for ways in by_part]
     latencies = [parts[0].latencies_us(number) for number in pairs] if len(parts) == 1 else []
     measured = [found for found in latencies if found is not None]
     is_modelled = len(measured) < FEWEST_PAIRS
@@ -237,20 +217,17 @@ def _gain(steps: Sequence[tuple[float, float]]) -> Gain:
 
 def decide(compared: Comparison) -> Execution:
     """Graphed, unless un-graphed code is better in latency or throughput, and worse in neither."""
-    is_worse = any(gain.gain_us < -gain.margin_us for gain in compared.gains)
-    is_better = bool(compared.reasons(Execution.UNGRAPHED))
-    return Execution.UNGRAPHED if is_better and not is_worse else Execution.GRAPHED
+    is_worse = any(gain.gain_us < -gain.margin_us for gain in (compared.latency, compared.throughput))
+    return Execution.UNGRAPHED if compared.reasons(Execution.UNGRAPHED) and not is_worse else Execution.GRAPHED
 
 
 def next_way(made: Mapping[Execution, int], *, is_clear: bool = False) -> Execution | None:
-    """The way of the next call, after some measured calls of each way; None if nothing is left to measure.
-
-    Within four calls, both ways have the same mean position, so a steady change of the load favours neither. A step may
-    call a function many times, all of them one way; then the other way follows until it has the fewest pairs.
-    """
+    """The way of the next call, after some measured calls of each way; None if nothing is left to measure."""
     total, lacking = sum(made.values()), min(made, key=lambda way: made[way])
+    # Within four calls, both ways have the same mean position, so a steady change of the load favours neither.
     wanted = Execution.GRAPHED if total % 4 in (0, 3) else Execution.UNGRAPHED
     is_enough = total >= 2 * MOST_PAIRS or (is_clear and total >= 2 * FEWEST_PAIRS and total % 2 == 0)
+    # A step may call a function many times, all of them one way; then the other follows until it has the fewest pairs.
     if made[lacking] < FEWEST_PAIRS and (is_enough or made[wanted] >= FEWEST_PAIRS):
         return lacking
     return None if is_enough else wanted
@@ -260,12 +237,10 @@ def _work(parts: Sequence[Facts]) -> str:
     """``2 launches in one replay, 25 MB copied``."""
     launches, megabytes = sum(part.launches or 0 for part in parts), sum(part.copied_bytes for part in parts) / 1e6
     replays = "one replay" if len(parts) == 1 else f"{len(parts)} replays"
-    text = f"{launches} launch{'' if launches == 1 else 'es'} in {replays}"
-    if not megabytes:
-        return text
-    size = "under 0.1" if megabytes < 0.1 else f"{megabytes:.1f}" if megabytes < 9.95 else f"{megabytes:.0f}"
-    return f"{text}, {size} MB copied"
+    size = "under 0.1" if megabytes < 0.1 else _rounded(megabytes)
+    copied = f", {size} MB copied" if megabytes else ""
+    return f"{launches} launch{'' if launches == 1 else 'es'} in {replays}{copied}"
 
 
-def _us(time_us: float) -> str:
-    return f"{time_us:.1f} us" if time_us < 9.95 else f"{time_us:.0f} us"
+def _rounded(value: float) -> str:
+    return f"{value:.1f}" if value < 9.95 else f"{value:.0f}"

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -25,20 +26,12 @@ from .profiles import Kept
 from .trial import Trial
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from pygraph_trees.report.log import FunctionLog
 
 # From a program to its newest trial. No lock: a finalizer may come under it and wait for a backward in another thread,
 # which is compiled there and comes here.
 _trials: WeakValueDictionary[str, Trial] = WeakValueDictionary()
-
-
-class _Compiling(threading.local):
-    without_graphs = False  # although the program asks for them
-
-
-_compiling = _Compiling()
+_compiling = threading.local()  # its `without_graphs`: although the program asks for them
 
 
 def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +64,7 @@ def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def compiling_without_graphs() -> Iterator[None]:
     """Marks, for this thread, all that compiles a program that asks for CUDA graphs and gets none."""
-    before, _compiling.without_graphs = _compiling.without_graphs, True
+    before, _compiling.without_graphs = are_graphs_left_out(), True
     try:
         yield
     finally:
@@ -80,7 +73,7 @@ def compiling_without_graphs() -> Iterator[None]:
 
 def are_graphs_left_out() -> bool:
     """Whether the graph being installed belongs to a program that asks for CUDA graphs and gets none."""
-    return _compiling.without_graphs
+    return getattr(_compiling, "without_graphs", False)
 
 
 def why_not_graphed(settings: Settings) -> Why | None:
@@ -89,42 +82,35 @@ def why_not_graphed(settings: Settings) -> Why | None:
 
 
 def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path: bool) -> Trial | None:
-    """The trial of a function; None if it is not chosen by measurement.
-
-    A function that calls a collective has no trial, because ranks could decide differently.
-
-    Each partition of an inference graph has its own trial. In training, where a forward gives its backward outputs
-    in the graph pool, all partitions of both share one; a backward is compiled later. A trial lives as long as anything
-    refers to it.
-    """
-    if settings.selective != "auto" or log.has_collective:
+    """A function's trial, which lives as long as anything refers to it; None if it is not chosen by measurement."""
+    if settings.selective != "auto" or log.has_collective:  # with a collective, ranks could decide differently
         return None
+    # Each partition of an inference graph has its own trial. In training, where a forward gives its backward outputs in
+    # the graph pool, all partitions of both share one; a backward is compiled later.
     graph, program = log.graph, None if log.mode == INFERENCE else _program(log.compile_id)
     known = None if program is None else _trials.get(program)
-    if known is not None:
-        if graph is not None and known.graph is graph:
-            return known
-        if log.mode == BACKWARD and (known.backward is None or known.backward is graph):
-            known.backward = graph
-            return known
+    if known is not None and graph is not None and known.graph is graph:
+        return known
+    if known is not None and log.mode == BACKWARD and (known.backward is None or known.backward is graph):
+        known.backward = graph
+        return known
     memory = None
     if graph is not None and graph.code is not None:  # the key of the generated code is known
         partition = log.partition if log.mode == INFERENCE else "all"
         matters = {**asdict(settings), "fast path": has_fast_path, "partition": partition}
         memory = Kept(graph.code, log.name, device, matters)
-    trial = Trial(memory=memory, graph=graph, has_fast_path=has_fast_path)
+    trial = Trial(memory=memory, has_fast_path=has_fast_path)
+    trial.graph = graph
     if program is not None:
         _trials[program] = trial
     return trial
 
 
 def _program(compile_id: str | None) -> str | None:
-    """Names what a forward and its backward, and no other graphs of the process, have in common.
-
-    AOTAutograd numbers what it compiles. A compile id does not suffice: several programs share it if DDP has its
-    buckets compiled separately, and it restarts after ``torch._dynamo.reset()``. A graph from AOTAutograd's cache has
-    no number; its backward comes right after its forward.
-    """
+    """Names what a forward and its backward, and no other graphs of the process, have in common."""
+    # AOTAutograd numbers what it compiles. A compile id does not suffice: several programs share it if DDP has its
+    # buckets compiled separately, and it restarts after `torch._dynamo.reset()`. A graph from AOTAutograd's cache has
+    # no number; its backward comes right after its forward.
     context = TracingContext.try_get()
     name = None if context is None else context.aot_graph_name  # one graph's name: ["4_backward"]
     return f"AOT {name[0].rpartition('_')[0]}" if name else compile_id

@@ -43,9 +43,7 @@ class CudaDevice:
         event.record(torch.cuda.current_stream(self._index))
         return event
 
-    def us_between(self, begin: Any, end: Any) -> float | None:
-        """GPU time between two marks; None if the GPU has not reached the second one."""
-        return progress.us_between(begin, end)
+    us_between = staticmethod(progress.us_between)  # of two marks; None if the GPU has not reached the second one
 
 
 class Environment:
@@ -70,37 +68,32 @@ class TimedCall:
     way: Execution
     was_idle: bool  # whether the GPU was idle before the call
     host_us: float
-    begin: Any  # marks in the stream
-    end: Any
+    marks: tuple[Any, Any]  # in the stream, around the call
 
 
 class TrialMember:
-    """``mode`` is the function's: "forward", "backward" or "inference"."""
+    """A function of a trial, with the state of its measurements."""
 
     def __init__(
         self, log: FunctionLog, graphed: Run, ungraphed: Run, device: CudaDevice, environment: Environment
     ) -> None:
-        """
-        Args:
-            graphed: warms up, records and replays; consumes its inputs.
-            ungraphed: runs the compiled code; consumes its inputs.
-        """
-        self._log, self._device, self.environment = log, device, environment
-        self.mode = log.mode
+        """``graphed`` warms up, records and replays; ``ungraphed`` runs the compiled code. Both consume the inputs."""
+        self.log, self._device, self.environment = log, device, environment
         self.run = {Execution.GRAPHED: graphed, Execution.UNGRAPHED: ungraphed}  # makes a call that is not measured
         self._thread: int | None = None
+        self.begins_steps = False  # whether a call may begin a step: one member's do
         self.calls = 0  # since a step began
         self.start_over()
 
     def start_over(self) -> None:
         """Discards all measurements."""
         self._made: set[Execution] = set()  # ways whose first call, which fills caches, is made
-        self._finished: dict[Execution, list[Call]] = {way: [] for way in Execution}
+        self.finished: dict[Execution, list[Call]] = {way: [] for way in Execution}  # measured calls
         self._pending: deque[TimedCall] = deque()  # the GPU has not finished them
 
     def timed(self, way: Execution, inputs: list[Any]) -> tuple[Any, TimedCall | None]:
         """Makes a call; returns its outputs and its times, None for a graphed call that is no plain replay."""
-        self._log.trial_runs += way is Execution.UNGRAPHED
+        self.log.trial_runs += way is Execution.UNGRAPHED
         before = self._counts()
         was_idle, begin = self._device.is_idle(), self._device.mark()
         start = time.perf_counter_ns()
@@ -109,12 +102,11 @@ class TrialMember:
         after = self._counts()
         if way is Execution.GRAPHED and after != (before[0] + 1, before[1]):  # other graph activity
             return outputs, None
-        return outputs, TimedCall(way, was_idle, host_us, begin, self._device.mark())
+        return outputs, TimedCall(way, was_idle, host_us, (begin, self._device.mark()))
 
     def _counts(self) -> tuple[int, int]:
         """The number of replays, and of recordings and warm-ups."""
-        recordings = self._log.recordings
-        return sum(recording.replays for recording in recordings), len(recordings) + self._log.warmups
+        return sum(recording.replays for recording in self.log.recordings), len(self.log.recordings) + self.log.warmups
 
     def add(self, call: TimedCall) -> bool:
         """Adds a call; returns whether it is measured, as all but the first of its way are."""
@@ -126,53 +118,39 @@ class TrialMember:
 
     def collect(self) -> None:
         """Reads the times of the calls that the GPU has finished."""
-        while self._pending:
-            call = self._pending[0]
-            gpu_us = self._device.us_between(call.begin, call.end)
-            if gpu_us is None:
-                return
-            self._pending.popleft()
+        while self._pending and (gpu_us := self._device.us_between(*self._pending[0].marks)) is not None:
+            call = self._pending.popleft()
             from_idle_us = gpu_us if call.was_idle else None
             if call.way is Execution.GRAPHED and call.was_idle:
                 gpu_us = max(0.0, gpu_us - call.host_us)
-            self._finished[call.way].append(Call(call.host_us, gpu_us, from_idle_us))
+            self.finished[call.way].append(Call(call.host_us, gpu_us, from_idle_us))
 
     def made(self, way: Execution) -> int:
         """Measured calls, including those that the GPU has not finished."""
         pending = list(self._pending)  # while Python code iterates, a finalizer may call the function
-        return len(self._finished[way]) + sum(call.way is way for call in pending)
-
-    @property
-    def pairs(self) -> int:
-        """Measured calls of each way that the GPU has finished."""
-        return min(map(len, self._finished.values()))
+        return len(self.finished[way]) + sum(call.way is way for call in pending)
 
     def is_in_its_thread(self) -> bool:
         """Whether the calling thread is the one of the first call."""
-        thread = threading.get_ident()
-        self._thread = self._thread or thread
-        return thread == self._thread
-
-    def cannot_be_recorded(self) -> bool:
-        """Whether calls warm up, but do not record."""
-        return self._log.warmups > 0 and not self._log.recordings
+        self._thread = self._thread or threading.get_ident()
+        return threading.get_ident() == self._thread
 
     def facts(self, *, has_fast_path: bool) -> Facts | None:
         """The facts of its newest recording; None if there is none; the process may have no fast path."""
-        if not self._log.recordings:
+        if not self.log.recordings:
             return None
-        last = self._log.recordings[-1]
+        last = self.log.recordings[-1]
         routes, launches = last.routes, None if last.kernels is None else last.kernels + (last.other_nodes or 0)
         is_fast = has_fast_path and last.has_fast_path
         return Facts(launches, routes.total() - routes["copy"], routes["copy"], last.copied_bytes, is_fast)
 
     def part(self, facts: Facts) -> Part:
         """The function's part of a comparison."""
-        calls = {way: tuple(self._finished[way]) for way in Execution}
-        return Part(calls[Execution.UNGRAPHED], calls[Execution.GRAPHED], facts, self.environment.handed())
+        finished = self.finished
+        return Part(finished[Execution.UNGRAPHED], finished[Execution.GRAPHED], facts, self.environment.handed())
 
     def end(self, way: Execution, why: str | None) -> None:
         """Notes the way that is taken from now on, and why."""
         self.start_over()
-        self._log.decided(why, graphed=way is Execution.GRAPHED)
+        self.log.decided(why, graphed=way is Execution.GRAPHED)
         self.environment.ended(way)

@@ -37,8 +37,8 @@ _log = logging.getLogger("pygraph_trees.selection")
 FORMAT = 4  # of the files; raised if another version would misread one
 STALE_AFTER_S = 30 * 86400.0
 _MOST_NAME = 200  # characters
-_NO_PROFILE = "a file is no profile"
 _LEFT_BEHIND_S = 3600.0  # a file that is being written is never this old
+_warned: set[tuple[Path, str]] = set()  # in this process
 
 
 class ProfilesUnusable(PygraphWarning):
@@ -78,10 +78,9 @@ def machine(device: int) -> dict[str, str]:
 @functools.cache
 def _cpu() -> str:
     """The name of the host's processor model."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        return next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
     return platform.processor() or platform.machine() or "unknown"
 
 
@@ -133,11 +132,7 @@ class Profiles:
 
     @staticmethod
     def default() -> Profiles:
-        """The profiles next to Inductor's current cache; does not import torch.
-
-        Raises:
-            NoCacheFolder: the folder does not exist, and Inductor cannot create it.
-        """
+        """The profiles next to Inductor's cache; imports no torch. Raises NoCacheFolder if that cannot be made."""
         inductors = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
         try:
             folder = _inductors_folder() if inductors is None else inductors.cache_dir()
@@ -146,36 +141,48 @@ class Profiles:
         return Profiles(Path(folder) / "pygraph_trees")
 
     def find(self, key: str) -> Profile | None:
-        """The profile for a key; None if there is none."""
-        return self._load(self.folder / f"{key}.json")
+        """The profile for a key; None if there is none, or one in another version's format."""
+        why = "a file is no profile"
+        try:
+            data = json.loads((self.folder / f"{key}.json").read_bytes())
+            if data["format"] != FORMAT:
+                return None
+            found = Profile(data["key"], data["what"], Execution(data["way"]), data["text"], float(data["decided_s"]))
+            if found.key == key and (found.what + found.text).isprintable() and math.isfinite(found.decided_s):
+                return found
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
+            pass
+        self._warn(why)
+        return None
 
     def store(self, profile: Profile) -> None:
         """Writes a profile, which replaces an earlier one with its key."""
-        content = json.dumps({"format": FORMAT, **asdict(profile), "way": profile.way.value})
         # No other user could read a file that tempfile creates.
         path = self.folder / f"{profile.key}.{secrets.token_hex(8)}.tmp"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(path, "x", encoding="ascii") as file:
-                file.write(content)
+                json.dump({"format": FORMAT, **asdict(profile), "way": profile.way.value}, file)
             os.replace(path, self.folder / f"{profile.key}.json")
         except OSError as error:
             with contextlib.suppress(OSError):
                 path.unlink()
-            _warn(self.folder, error.strerror or type(error).__name__)
+            self._warn(error.strerror or type(error).__name__)
 
     def list(self) -> tuple[Profile, ...]:
         """All readable profiles, the newest first."""
-        found = [profile for path in self.folder.glob("*.json") if (profile := self._load(path)) is not None]
+        found = [profile for path in self.folder.glob("*.json") if (profile := self.find(path.stem)) is not None]
         return tuple(sorted(found, key=lambda profile: (-profile.decided_s, profile.key)))
 
     def clear(self) -> int:
         """Removes all profiles, damaged ones and the leftovers of killed writers included; returns how many.
 
-        A file that another process writes in the meantime may stay.
-
-        Raises:
-            ProfilesNotRemoved: a file could not be removed; the ones after it remain.
+        A file that another process writes in the meantime may stay. Raises ProfilesNotRemoved if a file could not be
+        removed; the ones after it remain.
         """
         before, removed = time.time() - _LEFT_BEHIND_S, 0
         for path in (*self.folder.glob("*.json"), *self.folder.glob("*.tmp")):
@@ -189,33 +196,11 @@ class Profiles:
                 raise ProfilesNotRemoved(folder=self.folder, why=error.strerror or type(error).__name__) from error
         return removed
 
-    def _load(self, path: Path) -> Profile | None:
-        """The profile in a file; None if there is none, or one in another version's format."""
-        try:
-            data = json.loads(path.read_bytes())
-            if data["format"] != FORMAT:
-                return None
-            what, text, decided_s = data["what"], data["text"], float(data["decided_s"])
-            if data["key"] == path.stem and "".join((what, text)).isprintable() and math.isfinite(decided_s):
-                return Profile(path.stem, what, Execution(data["way"]), text, decided_s)
-            _warn(self.folder, _NO_PROFILE)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            _warn(self.folder, error.strerror or type(error).__name__)
-        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
-            _warn(self.folder, _NO_PROFILE)
-        return None
-
-
-_warned: set[tuple[Path, str]] = set()
-
-
-def _warn(folder: Path, why: str) -> None:
-    """Gives each reason once, even if warnings are errors."""
-    if (folder, why) not in _warned:
-        _warned.add((folder, why))
-        warnings.warn(ProfilesUnusable(folder=folder, why=why), stacklevel=4)
+    def _warn(self, why: str) -> None:
+        """Gives each reason once, even if warnings are errors."""
+        if (self.folder, why) not in _warned:
+            _warned.add((self.folder, why))
+            warnings.warn(ProfilesUnusable(folder=self.folder, why=why), stacklevel=3)
 
 
 @dataclass(slots=True)

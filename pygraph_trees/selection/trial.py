@@ -14,10 +14,10 @@ import logging
 import os
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler
@@ -71,30 +71,21 @@ class Turn:
         return True
 
 
-_turn = Turn()  # of this process
-
-
 class Trial:
     """A group of functions that are decided together; it refers to them weakly."""
 
-    def __init__(
-        self,
-        *,
-        memory: Kept | None = None,
-        graph: object = None,
-        turn: Turn = _turn,
-        has_fast_path: bool = True,  # whether the process has one
-    ) -> None:
-        self._memory, self._turn, self._has_fast_path = memory, turn, has_fast_path
-        # For callers that ask: the graph that started the trial, and the backward graph.
-        self.graph: object = graph
-        self.backward: object = None
+    _turn = Turn()  # of this process
+
+    def __init__(self, *, memory: Kept | None = None, turn: Turn = _turn, has_fast_path: bool = True) -> None:
+        self._memory, self._turn = memory, turn
+        self._has_fast_path = has_fast_path  # whether the process has one
+        self.graph: object = None  # for callers that ask: the one that started the trial
+        self.backward: object = None  # the backward graph
         self._lock = threading.Lock()  # for changes; nobody waits for it
         self._later: deque[Callable[[], object]] = deque()
         self._members: list[weakref.ref[TrialMember]] = []
         self.way = Execution.GRAPHED  # currently taken
         self.phase = Phase.RECORDING
-        self._first: weakref.ref[TrialMember] | None = None  # the one whose calls begin steps
         self._steps = 0  # consecutive steps without a measured call
         self._made: dict[Execution, int] = {}  # measured calls when the last step began
         self._asked: tuple[int, ...] = ()  # integers of the memory's lookup
@@ -123,8 +114,6 @@ class Trial:
 
     def _leave(self, member: TrialMember) -> None:
         self._members = [reference for reference in self._members if reference() not in (None, member)]
-        if self._first is not None and self._first() is member:
-            self._first = None
         if not self._members:
             self._end(Execution.GRAPHED, None)
 
@@ -133,10 +122,7 @@ class Trial:
         self._change(functools.partial(self._end, Execution.GRAPHED, None))
 
     def _change(self, change: Callable[[], object], *, is_needed: bool = True) -> bool:
-        """Makes a change; during another one, it is made at the end of that, or left out if it is not needed.
-
-        Returns False if it is left out.
-        """
+        """Makes a change; during another one, after that if it is needed, otherwise not at all: then returns False."""
         if is_needed:
             self._later.append(change)
         is_made = is_needed or run_if_free(self._lock, change)
@@ -183,42 +169,35 @@ class Trial:
 
     def _go_on(self, member: TrialMember, inputs: Sequence[object]) -> None:
         """Begins or continues a step."""
-        if self.is_over:
-            return
         members = self._alive()
-        if member not in members:  # its joining waits for another thread's change
+        if self.is_over or member not in members:  # or its joining waits for another thread's change
             return
-        first = None if self._first is None else self._first()
-        if first is None:
-            self._first, first = weakref.ref(member), member
-            self._asked = _integers(inputs)
+        is_first = not any(other.begins_steps for other in members)
+        if is_first or member.begins_steps:
+            self._given = tuple(value for value in inputs if isinstance(value, int))
+        if is_first:
+            member.begins_steps, self._asked = True, self._given
             profile = None if self._memory is None else self._memory.find(inputs)
             if profile is not None:  # an earlier process decided
-                day = time.strftime("%Y-%m-%d", time.localtime(profile.decided_s))
-                self._end(profile.way, f"{profile.text}, as measured on {day}")
+                self._end(profile.way, f"{profile.text}, as measured on {date.fromtimestamp(profile.decided_s)}")
                 return
-        if member is first:
-            self._given = _integers(inputs)
-            if _is_step_over(first, members):
-                self._step(members)
+        if member.begins_steps and _is_step_over(member, members):
+            self._step(members)
         member.calls += 1
         if self._steps > _MOST_STEPS or member.calls > _MOST_CALLS:  # the trial takes too long
-            if all(other.cannot_be_recorded() for other in members):
+            if all(other.log.warmups > 0 and not other.log.recordings for other in members):
                 self._end(Execution.UNGRAPHED, f"{Execution.UNGRAPHED.value}: nothing could be recorded")
             else:
                 self._end(Execution.GRAPHED, None)
 
     def _step(self, members: Sequence[TrialMember]) -> None:
+        """Begins a step; decides without a measurement once everything is recorded, if that is possible."""
         for member in members:
             member.calls = 0
             member.collect()
-        if self.phase is Phase.RECORDING:
-            self._look(members)
-        if self.phase is Phase.WAITING or self.phase is Phase.MEASURING:
+        if self.phase is not Phase.RECORDING:
             self._measure(members)
-
-    def _look(self, members: Sequence[TrialMember]) -> None:
-        """Decides without a measurement once everything is recorded, if that is possible."""
+            return
         facts = self._facts(members)
         if len(facts) < len(members):
             self._steps += 1
@@ -228,6 +207,7 @@ class Trial:
             self._end(Execution.GRAPHED, f"{Execution.GRAPHED.value}: {reasons[0]}")
         else:
             self.phase = Phase.WAITING
+            self._measure(members)
 
     def _measure(self, members: Sequence[TrialMember]) -> None:
         """Chooses the way of this step, or decides; waits while another trial measures."""
@@ -240,9 +220,8 @@ class Trial:
                 member.start_over()
         made = {way: min(member.made(way) for member in members) for way in Execution}
         compared = None
-        if all(member.pairs >= FEWEST_PAIRS for member in members):
-            parts = [member.part(facts) for member, facts in zip(members, self._facts(members), strict=True)]
-            compared = compare(parts)
+        if all(len(calls) >= FEWEST_PAIRS for member in members for calls in member.finished.values()):
+            compared = compare([member.part(own) for member, own in zip(members, self._facts(members), strict=True)])
         wanted = next_way(made, is_clear=compared is not None and compared.is_clear)
         if wanted is not None:
             self.way = wanted
@@ -254,37 +233,31 @@ class Trial:
     def _decide(self, compared: Comparison) -> None:
         way = decide(compared)
         text = compared.text(way)
-        if not self._end(way, text):
-            return
+        self._end(way, text)
         self.compared = compared
-        modes = {member.mode for member in self._alive()}
+        modes = {member.log.mode for member in self._alive()}
         is_whole = BACKWARD in modes or FORWARD not in modes  # a later process may have the backward
         is_kept = compared.is_clear and is_whole and not self._is_disturbed and self._integers == self._asked
         if is_kept and self._memory is not None:
             self._memory.store(way, text)
 
-    def _end(self, way: Execution, why: str | None) -> bool:
-        """Ends the trial; returns False if it is over already."""
+    def _end(self, way: Execution, why: str | None) -> None:
+        """Ends the trial, unless it is over already."""
         if self.is_over:
-            return False
+            return
         self.way, self._why, self.phase = way, why, Phase.OVER
-        self._first = None
         with contextlib.ExitStack() as stack:  # an interrupt or an error of one member leaves out no other
             for member in self._alive():
                 stack.callback(member.end, way, why)
         _log.info("%s", why or f"{way.value}: not enough calls could be measured")
-        return True
 
 
 def _is_step_over(first: TrialMember, members: Sequence[TrialMember]) -> bool:
-    """Whether the first function's next call begins a step: its forwards have had their backwards, or one never will.
-
-    Until then the way must not change.
-    """
-    backwards = [member.calls for member in members if member.mode == BACKWARD]
-    if not backwards or first.calls <= backwards[0]:  # one partition counts
-        return True
-    return backwards[0] > 0 and first.calls > _LOST_AFTER
+    """Whether the first function's next call begins a step: its forwards had their backwards, or one never will."""
+    # Until then the way must not change.
+    counts = (member.calls for member in members if member.log.mode == BACKWARD)
+    backwards = next(counts, first.calls)  # one partition counts
+    return first.calls <= backwards or (backwards > 0 and first.calls > _LOST_AFTER)
 
 
 def _is_disturbed() -> bool:
@@ -298,7 +271,3 @@ def _is_disturbed() -> bool:
         or (sys.gettrace() or sys.getprofile()) is not None
         or any(getattr(config.triton, name, False) for name in checks)
     )
-
-
-def _integers(inputs: Sequence[object]) -> tuple[int, ...]:
-    return tuple(value for value in inputs if isinstance(value, int))
