@@ -27,9 +27,9 @@ import pygraph_trees
 from pygraph_trees.benchmark import Comparison, Effort, Measurement, Program, compare, text_table
 from pygraph_trees.benchmark.differences import differences, snapshot
 from pygraph_trees.benchmark.graphs import copied_nbytes, launched
+from pygraph_trees.benchmark.measurement import WIDTH
 from pygraph_trees.benchmark.program import NoLossError, tensors_of
 from pygraph_trees.benchmark.rings import Ring
-from pygraph_trees.benchmark.table import WIDTH
 from pygraph_trees.benchmark.timing import collector_off, is_steady, schedule, time_block
 from pygraph_trees.benchmark.trace import GpuWork, Span, profile_call, read_trace
 from pygraph_trees.benchmark.verify import DiffersUngraphed, NothingVerified, _elsewhere, _spoil, _storages
