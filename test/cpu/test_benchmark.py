@@ -393,7 +393,7 @@ class TestComparison(TestCase):
             used = then
 
         program = Program(eager, (torch.ones(3),))
-        settling = mock.patch("pygraph_trees.benchmark.measure.call_until_chosen", side_effect=chosen)
+        settling = mock.patch("pygraph_trees.benchmark.timing.call_until_chosen", side_effect=chosen)
         with _ways(eager=eager, ours=lambda x: used(x)), settling as settled:
             comparison = Comparison(program, effort=FAST, progress=lambda done, total, text: texts.append(text))
             comparison._choosing = comparison._runs[-1:]  # as on a GPU
@@ -452,7 +452,7 @@ class TestInspection(TestCase):
 
         def profiled(call: Any, wait: Any) -> GpuWork:
             call()
-            return GpuWork(kernels_total=4, kernels_graphed=3, graph_ms=0.5, total_ms=0.7, graph_launches=launches)
+            return GpuWork(kernels_total=4, kernels_graphed=3, gpu_ms=0.5, gpu_total_ms=0.7, graph_launches=launches)
 
         trees = SimpleNamespace(managers=lambda: [manager], active=contextlib.nullcontext)
         segments = [
