@@ -7,19 +7,9 @@ command line and ``tools/bench`` are built on it. README.md describes the protoc
 from __future__ import annotations
 
 from .measure import Comparison, compare
-from .measurement import REGIMES, Measurement
+from .measurement import REGIMES, Measurement, text_table
 from .program import Program
-from .table import text_table
 from .timing import Effort
 from .ways import WAYS
 
-__all__ = [
-    "REGIMES",
-    "WAYS",
-    "Comparison",
-    "Effort",
-    "Measurement",
-    "Program",
-    "compare",
-    "text_table",
-]
+__all__ = ["REGIMES", "WAYS", "Comparison", "Effort", "Measurement", "Program", "compare", "text_table"]

@@ -32,22 +32,18 @@ def differences(outputs: Snapshot, reference: Snapshot) -> Iterator[tuple[str, f
     """The name of each tensor, with the largest absolute difference or the problem in words."""
     names, expected = [n for n, _ in outputs], [n for n, _ in reference]
     if names != expected:
-        problem = f"{len(names)} output tensors {_head(names)}, expected {len(expected)} {_head(expected)}"
-        yield "what it returns", problem
+        found, wanted = (f"({', '.join(n[:3])}{', ...' if len(n) > 3 else ''})" for n in (names, expected))
+        yield "what it returns", f"{len(names)} output tensors {found}, expected {len(expected)} {wanted}"
         return
     for (name, ours), (_, theirs) in zip(outputs, reference, strict=True):
-        for what in ("shape", "dtype", "device"):
-            found, wanted = getattr(ours, what), getattr(theirs, what)
-            if found != wanted:
-                yield name, f"output{name} has {what} {found}, expected {wanted}"
-                break
-        else:
-            largest = _largest(ours, theirs)
-            problem = f"output{name} has NaN or infinity where the reference has none, or lacks one"
-            yield name, problem if largest is None else largest
+        yield name, _difference(f"output{name}", ours, theirs)
 
 
-def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float | None:
+def _difference(output: str, ours: torch.Tensor, theirs: torch.Tensor) -> float | str:
+    for what in ("shape", "dtype", "device"):
+        found, wanted = getattr(ours, what), getattr(theirs, what)
+        if found != wanted:
+            return f"{output} has {what} {found}, expected {wanted}"
     if ours.is_complex():
         ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
     wide = torch.float64 if ours.dtype == torch.float64 or not ours.is_floating_point() else torch.float32
@@ -59,11 +55,6 @@ def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float | None:
         same = (x == y) | (x.isnan() & y.isnan())
         apart = torch.where(same, 0.0, (x - y).abs()).max().item()
         if not apart < float("inf"):
-            return None
+            return f"{output} has NaN or infinity where the reference has none, or lacks one"
         largest = max(largest, apart)
     return largest
-
-
-def _head(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"({shown}{', ...' if len(names) > 3 else ''})"

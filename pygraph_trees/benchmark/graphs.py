@@ -8,6 +8,8 @@ for one call. If the order of launches is ambiguous, their names are left out.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,37 +22,27 @@ from pygraph_trees.report.text import called
 
 def recordings(managers: Iterable[Any]) -> list[Any]:
     """All recordings in the trees of ``managers``, parents before children."""
-    found: list[Any] = []
-    for manager in managers:
-        pending = [node for nodes in (manager.roots or {}).values() for node in nodes]
-        while pending:
-            node = pending.pop()
-            found.append(node)
-            pending += [child for children in node.children.values() for child in children]
+    found = [node for manager in managers for nodes in (manager.roots or {}).values() for node in nodes]
+    for node in found:  # the list grows as it is read
+        found += itertools.chain.from_iterable(node.children.values())
     return found
 
 
 def copied_nbytes(node: Any) -> int:
     """Bytes of GPU inputs that a replay of ``node`` copies into the recording."""
-    log = getattr(node, "log", None)
-    if log is not None:
-        return sum(i.copied_bytes for i in log.record().inputs if i.device is not None and i.device.startswith("cuda"))
-    copied: Iterable[int] = node.input_copy_idxs if lists_copied_inputs(node) else node.non_static_input_idx
-    return sum(_dense_nbytes(node.reconstructed_inputs[i], node.expanded_dims[i] or ()) for i in copied)
+    if hasattr(node, "log"):
+        return sum(i.copied_bytes for i in node.log.record().inputs if (i.device or "").startswith("cuda"))
+    copied = node.input_copy_idxs if lists_copied_inputs(node) else node.non_static_input_idx
+    return sum(
+        tensor.nbytes // math.prod(max(1, tensor.size(dim)) for dim in node.expanded_dims[i] or ())
+        for i, tensor in ((i, node.reconstructed_inputs[i]) for i in copied)
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda"
+    )
 
 
 def copied_for_one_call(managers: Iterable[Any]) -> int:
     """Bytes of inputs copied for single calls so far, in addition to those that each replay copies."""
     return sum(node.log.extra_copied_bytes for node in recordings(managers) if hasattr(node, "log"))
-
-
-def _dense_nbytes(tensor: Any, expanded_dims: Iterable[int]) -> int:
-    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
-        return 0
-    elements = tensor.numel()
-    for dim in expanded_dims:
-        elements //= max(1, tensor.size(dim))
-    return elements * tensor.element_size()
 
 
 @contextlib.contextmanager
@@ -77,25 +69,20 @@ def watch_replays(managers: Sequence[Any]) -> Iterator[Counter[Any]]:
 
 
 def launched(replays: Mapping[Any, int]) -> list[str]:
-    """The names of the recordings that one call replays, in launch order.
-
-    Empty if the order is ambiguous: it is known only for a path down a tree without repeated replays.
-    """
+    """Names of what one call replays, in launch order; empty unless that is a path down a tree without repetitions."""
     after = {getattr(node, "parent", None): node for node in replays}
-    node = next((node for parent, node in after.items() if parent not in replays), None)
-    path = []
-    while node is not None:
-        path.append(node)
-        node = after.get(node)
+    path = [node for parent, node in after.items() if parent not in replays][:1]
+    while path and path[-1] in after:
+        path.append(after[path[-1]])
     is_path = len(path) == len(replays) and all(count == 1 for count in replays.values())
     return [_name(node) for node in path] if is_path else []
 
 
 def _name(node: Any) -> str:
     """A recording's name; for ours, the report's."""
-    function, log = node.wrapped_function, getattr(node, "log", None)
-    if log is not None and hasattr(function.model, "log"):
-        return f"{called(function.model.log.record())}, recording {log.number}"
+    function = node.wrapped_function
+    if hasattr(node, "log") and hasattr(function.model, "log"):
+        return f"{called(function.model.log.record())}, recording {node.log.number}"
     return f"function {function.id.id}, recording {node.id.id}"
 
 

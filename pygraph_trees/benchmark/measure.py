@@ -1,9 +1,7 @@
-"""Runs a program in several ways and measures them, in four stages.
+"""Runs a program in several ways and measures them, in the four stages that README.md describes.
 
-*Prepare* compiles each way, warms it up until it is steady and compares its outputs with eager's. *Settle* waits until
-each way has chosen how its inputs are given. *Time* runs rounds of interleaved blocks. *Inspect* profiles one call and
-counts recordings, copies and memory. If a way raises, its measurements carry the error and no figures, and the others
-continue.
+A :class:`Comparison` takes a program and the names of ways, and yields a measurement for each way and regime after each
+stage. If a way raises, its measurements carry the error and no figures, and the others continue.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import gc
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +21,15 @@ import torch
 from pygraph_trees.report.log import journal
 from pygraph_trees.report.text import title
 
-from . import graphs
+from . import graphs, timing
 from .differences import Snapshot, differences, snapshot
 from .measurement import REGIMES, Measurement
 from .program import Program
 from .rings import InputSet, Ring
-from .timing import (
-    STEADY_CALLS,
-    Effort,
-    call_until_chosen,
-    functions_so_far,
-    is_steady,
-    schedule,
-    synchroniser,
-    time_block,
-    timed_call,
-)
 from .trace import profile_call
 from .ways import FORCED, WAYS, Way, make_ways, own_cache, wake_compiler
 
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, str], None]  # gets the steps done, the total and the name of the next step
 
 _SEED = 1234
 _MOST_COMPILATIONS = 64  # of one code object in one way
@@ -54,7 +41,7 @@ class _Run:
 
     way: Way
     regime: str
-    feed: Callable[[], Iterator[InputSet]]
+    feed: Iterator[InputSet]
     call: Callable[[InputSet], Any]
     error: str | None = None
     steady_s: float = 0.0
@@ -64,34 +51,28 @@ class _Run:
 
 
 class Comparison:
-    """One program in several ways; :meth:`stages` may be called once.
-
-    :param progress: called with the steps done, the total and the name of the next step
-    """
+    """One program in several ways; :meth:`stages` may be called once."""
 
     def __init__(
         self,
         program: Program,
         ways: Sequence[str] = WAYS,
-        effort: Effort | None = None,
+        effort: timing.Effort | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.program = program
-        self.effort = effort or Effort()
+        self.effort = effort or timing.Effort()
         self.ways = make_ways(program, ways)
         self.ring = Ring(program, self.effort.ring)
-        feeds = {"same": self.ring.same, "fresh": self.ring.fresh}
+        feeds = {"same": self.ring.same(), "fresh": self.ring.fresh()}
         self._runs = [_Run(way, regime, feeds[regime], _call(program, way)) for way in self.ways for regime in REGIMES]
-        self._wait = synchroniser(program.device)
+        self._wait = timing.synchroniser(program.device)
         self._on_gpu = program.device.type == "cuda"
         self._references: dict[str, Snapshot] = {}
         self._progress = progress or (lambda done, total, text: None)
         self._done = 0
-        self._choosing = [
-            run
-            for run in self._runs
-            if run.way.patched and run.way.name not in FORCED and run.regime == "fresh" and self._on_gpu
-        ]
+        patched = (run for run in self._runs if run.way.patched and self._on_gpu)
+        self._choosing = [run for run in patched if run.regime == "fresh" and run.way.name not in FORCED]
         self._total = len(self._runs) * (1 + self.effort.rounds + self.effort.inspect) + len(self._choosing)
 
     def stages(self) -> Iterator[tuple[str, list[Measurement]]]:
@@ -101,10 +82,8 @@ class Comparison:
         """
         # All ways run the same code objects, and Dynamo limits the compilations of each: each way needs its share.
         limit = max(_MOST_COMPILATIONS, torch._dynamo.config.recompile_limit) * len(self.ways)
-        with (
-            torch._dynamo.config.patch(recompile_limit=limit),
-            tempfile.TemporaryDirectory(prefix="pygraph_", ignore_cleanup_errors=True) as folder,
-        ):
+        temporary = tempfile.TemporaryDirectory(prefix="pygraph_", ignore_cleanup_errors=True)
+        with torch._dynamo.config.patch(recompile_limit=limit), temporary as folder:
             cache = functools.partial(own_cache, Path(folder)) if self.effort.fresh_caches else contextlib.nullcontext
             if any(way.name != "eager" for way in self.ways):
                 with cache():
@@ -119,7 +98,7 @@ class Comparison:
             yield "settled", self._measurements()
             self._references.clear()
             in_turn = sorted(self._runs, key=lambda run: run.regime, reverse=True)  # ways alternate, not regimes
-            for run in schedule(in_turn, self.effort.rounds):
+            for run in timing.schedule(in_turn, self.effort.rounds):
                 self._turn(run, "timing", self._time)
             yield "timed", self._measurements()
             for run in self._runs if self.effort.inspect else ():
@@ -143,48 +122,45 @@ class Comparison:
 
     def _prepare(self, runs: Sequence[_Run]) -> None:
         """Compiles and warms up a way, for both regimes."""
-        first, functions = runs[0], functions_so_far()
-        self._turn(first, "compiling", self._compile)
-        for run in runs[1:]:
-            if "compile_s" in first.figures:
-                run.figures["compile_s"] = first.figures["compile_s"]
-            else:
-                run.error = first.error
-            self._turn(run, "warming up", self._warm_up)
-        if any(run.error is not None for run in runs):
+        (first, second), functions = runs, timing.functions_so_far()
+        self._turn(first, "compiling", self._warm_up)
+        if "compile_s" in first.figures:
+            second.figures["compile_s"] = first.figures["compile_s"]
+        else:
+            second.error = first.error
+        self._turn(second, "warming up", self._warm_up)
+        if first.error or second.error:
             gc.collect()
             if self._on_gpu:
                 torch.cuda.empty_cache()
-        for run in runs:
-            run.functions = range(functions, functions_so_far())
+        first.functions = second.functions = range(functions, timing.functions_so_far())
 
-    def _compile(self, run: _Run) -> None:
-        run.figures["compile_s"], _ = timed_call(run.call, next(run.feed()), self._wait)
-        self._warm_up(run)
+    def _timed_call(self, run: _Run) -> float:
+        return timing.timed_call(run.call, next(run.feed), self._wait)[0]
 
     def _warm_up(self, run: _Run) -> None:
-        feed, durations, recordings = run.feed(), list[float](), list[int]()
+        if "compile_s" not in run.figures:
+            run.figures["compile_s"] = self._timed_call(run)
+        durations, recordings = list[float](), list[int]()
         fewest, most = self.effort.warm_calls
         fewest = max(fewest, len(self.ring) + 1)
-        while len(durations) < most and not (len(durations) >= fewest and is_steady(durations, recordings)):
-            durations.append(timed_call(run.call, next(feed), self._wait)[0])
+        while len(durations) < most and not (len(durations) >= fewest and timing.is_steady(durations, recordings)):
+            durations.append(self._timed_call(run))
             recordings.append(len(graphs.recordings(run.way.managers)))
-        run.steady_s = statistics.median(durations[-STEADY_CALLS:])
+        run.steady_s = statistics.median(durations[-timing.STEADY_CALLS :])
         run.figures["record_s"] = max(0.0, sum(durations) - run.steady_s * len(durations))
         self._check(run)
 
     def _settle(self, run: _Run) -> None:
-        feed = run.feed()
-        call_until_chosen(lambda: timed_call(run.call, next(feed), self._wait), run.functions.start)
+        timing.call_until_chosen(lambda: self._timed_call(run), run.functions.start)
         self._check(run)
 
     def _check(self, run: _Run) -> None:
         """Compares the outputs of one call with those of eager and upstream."""
         target = self.ring.sets[0 if run.regime == "same" else 1]
+        self.ring.restore(target)
         for inputs in self.ring.sets:
-            if inputs is target:
-                self.ring.restore(inputs)
-            elif run.regime == "fresh":
+            if inputs is not target and run.regime == "fresh":
                 self.ring.blank(inputs)
         torch.manual_seed(_SEED)
         outputs = snapshot(run.call(target))
@@ -204,19 +180,19 @@ class Comparison:
 
     def _time(self, run: _Run) -> None:
         calls = run.figures["calls"] = self.effort.block_calls(run.steady_s)
-        block = time_block(run.call, run.feed(), calls, self.effort.settle_calls, self._wait)
+        block = timing.time_block(run.call, run.feed, calls, self.effort.settle_calls, self._wait)
         for name, value in block.items():
             run.samples.setdefault(name, []).append(value)
 
     def _inspect(self, run: _Run) -> None:
         if not self._on_gpu:
             return
-        feed, managers = run.feed(), run.way.managers
+        managers = run.way.managers
         for _ in range(self.effort.settle_calls):
-            run.call(next(feed))
+            run.call(next(run.feed))
         before = graphs.copied_for_one_call(managers)
         with graphs.watch_replays(managers) as replays:
-            run.call(next(feed))
+            run.call(next(run.feed))
             self._wait()
         copied_bytes = sum(graphs.copied_nbytes(node) * count for node, count in replays.items())
         run.figures |= {
@@ -226,21 +202,15 @@ class Comparison:
             "peak_bytes": self._peak_nbytes(run),
         }
         with graphs.watch_replays(managers) as replays:
-            work = profile_call(lambda: run.call(next(feed)), self._wait)
+            work = profile_call(lambda: run.call(next(run.feed)), self._wait)
         if work is not None:
-            launches = graphs.launched(replays)
-            run.figures |= {
-                "gpu_ms": work.graph_ms,
-                "gpu_total_ms": work.total_ms,
-                "kernels_graphed": work.kernels_graphed,
-                "kernels_total": work.kernels_total,
-                "timeline": work.timeline,
-                "launches": tuple(launches) if work.graph_launches == len(launches) else (),
-            }
+            figures, launches = work._asdict(), tuple(graphs.launched(replays))
+            is_each_known = figures.pop("graph_launches") == len(launches)
+            run.figures |= figures | {"launches": launches if is_each_known else ()}
 
     def _peak_nbytes(self, run: _Run) -> int:
         """Resident tensors, the reserved graph pools, and the peak of one call's allocations outside of them."""
-        device, managers, inputs = self.program.device, run.way.managers, next(run.feed())
+        device, managers, inputs = self.program.device, run.way.managers, next(run.feed)
         self.program.clear_gradients(inputs.args, inputs.kwargs)
         self._wait()
         pooled = graphs.pool_nbytes(managers, allocated=True)
@@ -259,20 +229,13 @@ class Comparison:
         return [self._measurement(run) for run in self._runs]
 
     def _measurement(self, run: _Run) -> Measurement:
-        medians: dict[str, Any] = {name: statistics.median(values) for name, values in run.samples.items()}
-        measurement = Measurement(
-            workload=self.program.name,
-            mode=self.program.mode,
-            batch=self.program.batch,
-            way=run.way.name,
-            regime=run.regime,
-            ring=1 if run.regime == "same" else len(self.ring),
-            routes=routes_of(run.functions),
-            samples={name: tuple(values) for name, values in run.samples.items()},
-            **medians,
-            **run.figures,
-        )
-        return measurement if run.error is None else measurement.failed(run.error)
+        program, samples = self.program, {name: tuple(values) for name, values in run.samples.items()}
+        found = Measurement(program.name, program.mode, program.batch, run.way.name, run.regime, samples=samples)
+        if run.error is not None:
+            return found.failed(run.error)
+        medians: dict[str, Any] = {name: statistics.median(values) for name, values in samples.items()}
+        ring = 1 if run.regime == "same" else len(self.ring)
+        return replace(found, ring=ring, routes=routes_of(run.functions), **medians, **run.figures)
 
 
 def routes_of(functions: range) -> list[str]:
@@ -287,10 +250,7 @@ def _call(program: Program, way: Way) -> Callable[[InputSet], Any]:
 
 
 def compare(
-    program: Program,
-    ways: Sequence[str] = WAYS,
-    effort: Effort | None = None,
-    progress: Progress | None = None,
+    program: Program, ways: Sequence[str] = WAYS, effort: timing.Effort | None = None, progress: Progress | None = None
 ) -> list[Measurement]:
     """Measures ``program`` in the named ways, with inputs that stay and with inputs at fresh addresses."""
     *_, (_, found) = Comparison(program, ways, effort, progress).stages()

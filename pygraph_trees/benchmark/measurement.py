@@ -1,18 +1,40 @@
-"""The figures of one way of running a program in one regime of inputs.
+"""The figures of one way of running a program in one regime of inputs, and tables of them.
 
-Times are medians over rounds. A failed measurement has ``error`` set and no figures; an unavailable figure is None. The
-compile time belongs to the way and appears in both regimes. Fields may be added, but never dropped: files have them.
+Times are medians over rounds. A failed measurement has ``error`` set and no figures; an unavailable figure is None, and
+a dash in a table. The compile time belongs to the way and appears in both regimes. Fields may be added, but never
+dropped: files have them. One table has times, the other their costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from pygraph_trees.report.text import nbytes, table
 
 from .trace import Span
 
 REGIMES = ("same", "fresh")
 PLAIN_NAMES = {"upstream": "reduce-overhead", "compile": "torch.compile", "eager": "eager"}  # of ways, for readers
+WIDTH = 100  # columns of a terminal
+
+Columns = dict[str, tuple[str, str | Callable[[int], str]]]  # by head: the figure, and how it is formatted
+_TIMES: Columns = {
+    "latency ms": ("latency_ms", ".3f"),
+    "p90 ms": ("latency_p90_ms", ".3f"),
+    "ms/call": ("throughput_ms", ".3f"),
+    "host us": ("host_us", ".1f"),
+    "graph ms": ("gpu_ms", ".3f"),
+}
+_COSTS: Columns = {
+    "copied": ("copied_bytes", nbytes),
+    "rec.": ("recordings", "d"),
+    "compile s": ("compile_s", ".1f"),
+    "record s": ("record_s", ".2f"),
+    "peak": ("peak_bytes", nbytes),
+    "max diff": ("max_diff", ".2g"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +74,40 @@ class Measurement:
         """The same measurement without figures, for the given reason."""
         which = self.workload, self.mode, self.batch, self.way, self.regime
         return Measurement(*which, error=error, samples=self.samples)
+
+
+def text_table(measurements: Iterable[Measurement]) -> str:
+    """Both tables, and a line for each failure, with no line longer than :data:`WIDTH`."""
+    group = sorted(measurements, key=lambda m: REGIMES.index(m.regime))
+    lines = [f"{group[0].workload}: {group[0].mode}, batch {group[0].batch}"]
+    for head, rows in cells(group):
+        lines += ["", table(head, rows, left=2)]
+    failed = [f"{m.way}, {m.regime}: failed: {m.error}" for m in group if m.error is not None]
+    if failed:
+        lines += ["", *(f"  {textwrap.shorten(line, WIDTH - 2, placeholder='...')}" for line in failed)]
+    return "\n".join(lines)
+
+
+def cells(measurements: Sequence[Measurement]) -> list[tuple[list[str], list[list[str]]]]:
+    """Head and rows of the table of times, and of the table of costs; no table if all failed."""
+    done = [m for m in measurements if m.error is None]
+    times, costs = [], []
+    for m in done:
+        graphed = "-" if m.kernels_total is None else f"{m.kernels_graphed}/{m.kernels_total}"
+        ratio = speedup(m, done)
+        times.append([m.way, m.regime, *_figures(m, _TIMES), "-" if ratio is None else f"{ratio:.2f}"])
+        costs.append([m.way, m.regime, graphed, *_figures(m, _COSTS)])
+    heads = ["way", "inputs", *_TIMES, "x"], ["way", "inputs", "graphed", *_COSTS]
+    return list(zip(heads, (times, costs), strict=True)) if done else []
+
+
+def _figures(m: Measurement, columns: Columns) -> list[str]:
+    given = ((getattr(m, figure), form) for figure, form in columns.values())
+    return ["-" if v is None else format(v, form) if isinstance(form, str) else form(int(v)) for v, form in given]
+
+
+def speedup(measurement: Measurement, group: Iterable[Measurement], over: str = "upstream") -> float | None:
+    """Latency of the way ``over`` in the same regime, divided by this one's: more than one means faster."""
+    others = (m.latency_ms for m in group if (m.way, m.regime) == (over, measurement.regime))
+    latency_ms = next(filter(None, others), None)
+    return latency_ms / measurement.latency_ms if latency_ms and measurement.latency_ms else None

@@ -1,6 +1,8 @@
 """The outcome of a comparison: measurements, verdicts, and the report, as text, JSON with these keys, or a page.
 
-A file that ``compare --json`` wrote is a :class:`Baseline` for a later comparison, for example in CI.
+Before the report, the page has each way's figures, bars, and a timeline of one call. Drawings are inline SVG. Times are
+in µs or ms, as labelled, and bars begin at 0. A missing figure is left out. A file that ``compare --json`` wrote is a
+:class:`Baseline` for a later comparison, for example in CI.
 """
 
 from __future__ import annotations
@@ -9,18 +11,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pygraph_trees.errors import PygraphError
-from pygraph_trees.report.markup import Shown
+from pygraph_trees.report.markup import Section, Shown, render
 from pygraph_trees.report.page import page
+from pygraph_trees.report.summary import Report
 
-from .measurement import PLAIN_NAMES, REGIMES, Measurement
-from .page import sections
-from .table import speedup, text_table
+from .measurement import PLAIN_NAMES, REGIMES, Measurement, cells, speedup, text_table
+from .trace import Span
 
-if TYPE_CHECKING:
-    from pygraph_trees.report.summary import Report
+_MOST_NAMES = 4  # recordings named per span
 
 
 class NeedsGpu(PygraphError):
@@ -44,13 +45,8 @@ class Outcome(Shown):
         return "\n\n".join([text_table(self.measurements), "\n".join(self._lines()), str(self.report)])
 
     def _page(self) -> str:
-        return page(
-            self.report,
-            sections(self.measurements),
-            name=self.measurements[0].workload,
-            verdict=self._lines(),
-            more={"measurements": [asdict(m) for m in self.measurements]},
-        )
+        name, more = self.measurements[0].workload, {"measurements": [asdict(m) for m in self.measurements]}
+        return page(self.report, sections(self.measurements), name=name, verdict=self._lines(), more=more)
 
     def _lines(self) -> list[str]:
         return [*verdicts(self.measurements), agreement(self.measurements)]
@@ -59,29 +55,78 @@ class Outcome(Shown):
 def verdicts(measurements: Sequence[Measurement]) -> list[str]:
     """For each regime of inputs, how many times as fast ours is as the others: ``ours, same inputs: 2.07x over …``."""
     lines = []
-    for regime in REGIMES:
-        group = [m for m in measurements if m.regime == regime]
-        for ours in (m for m in group if m.way.startswith("ours") and m.error is None):
-            times = {other: speedup(ours, group, way) for way, other in PLAIN_NAMES.items()}
-            found = ", ".join(f"{ratio:.2f}x over {other}" for other, ratio in times.items() if ratio is not None)
-            if found:
-                lines.append(f"{ours.way}, {regime} inputs: {found}")
+    for ours in (m for regime in REGIMES for m in measurements if m.regime == regime and m.way.startswith("ours")):
+        times = {other: speedup(ours, measurements, way) for way, other in PLAIN_NAMES.items()}
+        found = ", ".join(f"{ratio:.2f}x over {other}" for other, ratio in times.items() if ratio is not None)
+        if found:
+            lines.append(f"{ours.way}, {ours.regime} inputs: {found}")
     return lines
 
 
 def agreement(measurements: Sequence[Measurement]) -> str:
     """One line on outputs: how far each way's are from eager's, and ours from upstream's."""
-    found = [(m.way, m.max_diff) for m in measurements if m.max_diff is not None]
     parts = []
     for way in ("compile", "upstream", "ours"):
-        apart = max((diff for name, diff in found if name == way), default=None)
+        apart = max((m.max_diff for m in measurements if m.way == way and m.max_diff is not None), default=None)
         if apart is not None:
             parts.append(f"{way} within {apart:.2g}" if apart else f"{way} equal")
     line = f"Outputs against eager: {', '.join(parts) or 'not compared'}"
     ours = [m.max_diff_upstream for m in measurements if m.way == "ours" and m.max_diff_upstream is not None]
-    if not ours:
-        return f"{line}."
-    return f"{line}; ours and upstream are {f'{max(ours):.2g} apart' if any(ours) else 'bit-equal'}."
+    apart_or_equal = f"{max(ours):.2g} apart" if any(ours) else "bit-equal"
+    return f"{line}; ours and upstream are {apart_or_equal}." if ours else f"{line}."
+
+
+def sections(measurements: Sequence[Measurement]) -> list[Section]:
+    """The page's sections about measurements."""
+    has_timeline = any(m.timeline for m in measurements)
+    return [_figures(measurements), *([_timeline(measurements)] if has_timeline else [])]
+
+
+def _figures(measurements: Sequence[Measurement]) -> Section:
+    shown = [m for regime in REGIMES for m in measurements if m.regime == regime and m.latency_ms is not None]
+    # Eager is often far slower, and would make the other bars short.
+    longest = max([m.latency_ms or 0 for m in shown if m.way != "eager"] or [m.latency_ms or 0 for m in shown] or [0])
+    tables = [(head, [[_name(way), *others] for way, *others in rows]) for head, rows in cells(measurements)]
+    given = {"measurements": measurements, "shown": shown, "tables": tables, "name": _name}
+    body = render("figures", longest_ms=longest or 1.0, speedup=lambda m: speedup(m, measurements), **given)
+    return Section("figures", "Figures", body)
+
+
+def _name(way: str) -> str:
+    """The way's name for readers."""
+    return PLAIN_NAMES.get(way, way)
+
+
+def _timeline(measurements: Sequence[Measurement]) -> Section:
+    shown = [m for m in measurements if m.timeline and m.regime == "fresh"] or [m for m in measurements if m.timeline]
+    # Ways without graphs are often far slower, and would make the others narrow.
+    scaled = [m for m in shown if any(span.graphed for span in m.timeline)] or shown
+    end_us = max(span.end_us for m in scaled for span in m.timeline)
+    step_us = next(s * 10**power for power in range(9) for s in (1, 2, 5) if end_us / (s * 10**power) <= 6)
+    body = render("timeline", shown=shown, end_us=end_us, step_us=step_us, name=_name, what=_what, of=_of, rows=_rows)
+    return Section("timeline", "A call in time", body)
+
+
+def _rows(m: Measurement) -> list[list[str]]:
+    """A row for each span of a way."""
+    return [[s.lane, _what(s), _of(s, m), f"{s.start_us:.1f}", f"{s.end_us:.1f}", f"{s.us:.1f}"] for s in m.timeline]
+
+
+def _what(span: Span) -> str:
+    if span.lane == "host":
+        return "launch of a graph" if span.graphed else "other calls of CUDA"
+    return "work of a graph" if span.graphed else "other work"
+
+
+def _of(span: Span, m: Measurement) -> str:
+    """The recordings whose launch or work a span shows; without names, the numbers of the call's launches."""
+    if span.launches is None:
+        return "not known" if span.graphed else "-"
+    first, last = span.launches
+    names = m.launches[first : last + 1]
+    if names:
+        return "; ".join(names if len(names) <= _MOST_NAMES else [*names[:_MOST_NAMES], f"{len(names)} in all"])
+    return f"launch {first + 1}" if first == last else f"launches {first + 1} to {last + 1}"
 
 
 class NoBaseline(PygraphError):
@@ -113,11 +158,7 @@ class Baseline:
         return Baseline(path, times)
 
     def slower(self, measurements: Sequence[Measurement], tolerance: float) -> Iterator[str]:
-        """A line for each way and regime whose latency is above the earlier one by more than ``tolerance``, a share.
-
-        Raises:
-            NoBaseline: none of them was measured earlier.
-        """
+        """A line for each way and regime slower by over ``tolerance``, a share; NoBaseline if none was measured."""
         found = [(m, self.latency_ms.get((m.workload, m.way, m.regime))) for m in measurements]
         if not any(before for _, before in found):
             raise NoBaseline(path=self.path, why="it has no measurement of this program")

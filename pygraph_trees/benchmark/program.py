@@ -30,18 +30,15 @@ class NoLossError(PygraphError):
 
 
 def tensors_of(outputs: Any) -> list[tuple[str, torch.Tensor]]:
-    """All tensors inside ``outputs`` with their paths, in a fixed order.
-
-    Looks into registered pytree containers, and into the attributes of other objects.
-    """
+    """All tensors in registered pytree containers and in attributes of other objects, with paths, in a fixed order."""
     found: list[tuple[str, torch.Tensor]] = []
-    for path, leaf in pytree.tree_flatten_with_path(outputs)[0]:
+    for path, leaf in pytree.tree_leaves_with_path(outputs):
         name = pytree.keystr(path)
         if isinstance(leaf, torch.Tensor):
             found.append((name, leaf))
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, torch.nn.Module)) and not callable(leaf):
-            inside = [(inner, value) for inner, value in vars(leaf).items() if isinstance(value, torch.Tensor)]
-            found += [(f"{name}.{inner}", value) for inner, value in sorted(inside, key=lambda each: each[0])]
+            inside = {inner: value for inner, value in vars(leaf).items() if isinstance(value, torch.Tensor)}
+            found += [(f"{name}.{inner}", inside[inner]) for inner in sorted(inside)]
     return found
 
 
@@ -65,11 +62,9 @@ class Program:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     training: bool = False
     is_step: bool = False  # ``fn`` computes gradients itself
-    # Makes the context manager around each call; in training, around forward and loss.
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext  # around a call; in training, forward and loss
     loss: Callable[[Any], torch.Tensor] = default_loss
-    # Tensors besides the inputs that get gradients; None for the parameters of ``fn`` if it is a module.
-    parameters: Sequence[torch.Tensor] | None = None
+    parameters: Sequence[torch.Tensor] | None = None  # that get gradients, besides inputs; None: a module's own
     name: str = "program"
     batch: int = 1
     _leaves: tuple[torch.Tensor, ...] = field(init=False, repr=False, default=())
@@ -86,14 +81,9 @@ class Program:
 
     @property
     def device(self) -> torch.device:
-        """The first CUDA device among inputs, parameters and buffers, including those in a function's closure.
-
-        The CPU if there is none.
-        """
-        for tensor in (*self._tensors(), *_closed_over(self.fn)):
-            if tensor.device.type == "cuda":
-                return tensor.device
-        return torch.device("cpu")
+        """The first CUDA device of inputs, parameters, buffers and a function's closure; the CPU if there is none."""
+        devices = (tensor.device for tensor in (*self._tensors(), *_closed_over(self.fn)))
+        return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
     @property
     def resident_nbytes(self) -> int:

@@ -18,9 +18,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .program import Program
 
-SHARE_OF_FREE_MEMORY = 0.25
-CPU_BUDGET_NBYTES = 1 << 30
-
 
 @dataclass(frozen=True, slots=True)
 class InputSet:
@@ -32,10 +29,7 @@ class InputSet:
 
 
 class Ring:
-    """Input sets of one program.
-
-    :param sets: the largest number of sets, the program's own included
-    """
+    """Input sets of one program: at most ``sets`` of them, the program's own included."""
 
     def __init__(self, program: Program, sets: int) -> None:
         leaves = filter(_is_cloned, pytree.tree_leaves((program.args, dict(program.kwargs))))
@@ -46,7 +40,7 @@ class Ring:
         self._pristine = _clone(own)
         extra = max(1, min(sets, affordable) - 1)  # the untouched copy has a cost too
         self.sets = [own, *(_clone(own) for _ in range(extra))]
-        self._position = itertools.cycle(range(len(self.sets)))
+        self._fresh = itertools.cycle(self.sets)
 
     def __len__(self) -> int:
         return len(self.sets)
@@ -57,7 +51,7 @@ class Ring:
 
     def fresh(self) -> Iterator[InputSet]:
         """The next set each time, continuing after the last iterator, so no two consecutive calls use the same set."""
-        return (self.sets[i] for i in self._position)
+        return self._fresh
 
     def restore(self, inputs: InputSet) -> None:
         """Gives a set the initial values of the program's inputs."""
@@ -71,11 +65,8 @@ class Ring:
 
 
 def budget_nbytes(device: torch.device) -> int:
-    """For all sets but the first: a quarter of the device's free memory."""
-    if device.type != "cuda":
-        return CPU_BUDGET_NBYTES
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free * SHARE_OF_FREE_MEMORY)
+    """For all sets but the first: a quarter of the device's free memory; on the CPU a GiB."""
+    return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 1 << 30
 
 
 def _clone(own: InputSet) -> InputSet:

@@ -1,21 +1,18 @@
-"""Clocks for calls, in three protocols, and the order in which ways alternate.
-
-- *synchronised*: waits for the GPU before and after each call; gives the host time and the latency.
-- *streamed*: makes calls without waiting, then waits once; gives the throughput.
-- *interleaved*: ways and regimes alternate in rounds.
+"""Clocks for calls, synchronised and streamed, and the order in which ways alternate; README.md has the protocols.
 
 The garbage collector is off while a clock runs. A call's outputs are dropped before the next call. Exceptions of a call
-are raised. README.md explains the protocols. :func:`call_until_chosen` makes the calls before the measured ones.
+are raised. :func:`call_until_chosen` makes the calls before the measured ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,7 +22,6 @@ from pygraph_trees.indirection.route_rule import REPLAYS
 from pygraph_trees.report.log import journal
 
 T = TypeVar("T")
-S = TypeVar("S")
 
 STEADY_CALLS = 4
 CALLS = 2 * REPLAYS  # calls with new addresses, within which a route is chosen
@@ -54,9 +50,7 @@ class Effort:
 
 def synchroniser(device: torch.device) -> Callable[[], None]:
     """Waits for all work on ``device``; does nothing for the CPU."""
-    if device.type != "cuda":
-        return lambda: None
-    return lambda: torch.cuda.synchronize(device)
+    return functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
 
 
 @contextlib.contextmanager
@@ -72,7 +66,7 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
-def timed_call(call: Callable[[S], object], inputs: S, wait: Callable[[], None]) -> tuple[float, float]:
+def timed_call(call: Callable[[T], object], inputs: T, wait: Callable[[], None]) -> tuple[float, float]:
     """Seconds until one call is done, and until it returns, with the GPU idle before it."""
     clock = time.perf_counter_ns
     wait()
@@ -84,28 +78,23 @@ def timed_call(call: Callable[[S], object], inputs: S, wait: Callable[[], None])
 
 
 def time_block(
-    call: Callable[[S], object], inputs: Iterator[S], calls: int, settle: int, wait: Callable[[], None]
+    call: Callable[[T], object], inputs: Iterator[T], calls: int, settle: int, wait: Callable[[], None]
 ) -> dict[str, float]:
-    """Makes ``settle`` un-timed calls, ``calls`` synchronised ones and ``calls`` streamed ones.
+    """Makes ``settle`` un-timed, ``calls`` synchronised and ``calls`` streamed calls; gives a measurement's figures."""
 
-    Returns the block's figures, by their names in a :class:`~.measurement.Measurement`.
-    """
+    def stream(given: Iterable[T]) -> None:
+        for each in given:
+            call(each)
+
     feed = [next(inputs) for _ in range(settle + 2 * calls)]
-    for each in feed[:settle]:
-        call(each)
+    stream(feed[:settle])
     with collector_off():
         latency_s, host_s = zip(*(timed_call(call, each, wait) for each in feed[settle : settle + calls]), strict=True)
-        streamed = feed[settle + calls :]
-        wait()
-        start = time.perf_counter_ns()
-        for each in streamed:
-            call(each)
-        wait()
-        streamed_ms = (time.perf_counter_ns() - start) * 1e-6
+        streamed_s, _ = timed_call(stream, feed[settle + calls :], wait)
     return {
         "latency_ms": statistics.median(latency_s) * 1e3,
         "latency_p90_ms": statistics.quantiles(latency_s, n=10, method="inclusive")[-1] * 1e3,
-        "throughput_ms": streamed_ms / calls,
+        "throughput_ms": streamed_s / calls * 1e3,
         "host_us": statistics.median(host_s) * 1e6,
     }
 
@@ -121,10 +110,7 @@ def schedule(items: Sequence[T], rounds: int) -> list[T]:
 
 
 def is_steady(durations: Sequence[float], recordings: Sequence[int]) -> bool:
-    """Whether the last :data:`STEADY_CALLS` calls took about the same time and recorded nothing.
-
-    ``recordings[i]`` is the number of recordings after call ``i``.
-    """
+    """Whether the last calls took about the same time and recorded nothing, given the recordings after each call."""
     if len(durations) <= STEADY_CALLS:
         return False
     usual = statistics.median(durations[-2 * STEADY_CALLS :])
@@ -135,21 +121,16 @@ def is_steady(durations: Sequence[float], recordings: Sequence[int]) -> bool:
 def call_until_chosen(call: Callable[[], Any], first: int, share: float = 1.0) -> None:
     """Calls a program until the routes of its inputs are chosen and in use, within a limit of calls and time.
 
-    Args:
-        call: makes one call.
-        first: the number of the program's first function in the report.
-        share: fraction of calls whose inputs have moved since the previous call; with 0 nothing is chosen.
+    ``first`` is the number of its first function in the report, and ``share`` the fraction of calls whose inputs have
+    moved since the previous call; with 0 nothing is chosen.
     """
     calls = CALLS / share if share else CALLS
     began = time.monotonic()
     for number in itertools.count(1):
         call()
         spent_s = time.monotonic() - began
-        if number % REPLAYS and spent_s < _MOST_S:
-            continue
-        is_long_enough = number >= calls or spent_s >= _MOST_S
-        is_table_awaited = any(function.awaits_table for function in journal.records()[1][first:])
-        if is_long_enough and (spent_s >= _AWAITED_S or not is_table_awaited):
+        is_long_enough = spent_s >= _MOST_S or (number >= calls and number % REPLAYS == 0)
+        if is_long_enough and (spent_s >= _AWAITED_S or not any(f.awaits_table for f in journal.records()[1][first:])):
             return
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -41,28 +40,24 @@ class Span(NamedTuple):
         return self.start_us + self.us
 
 
-@dataclass(frozen=True, slots=True)
-class GpuWork:
-    """GPU work of one call."""
+class GpuWork(NamedTuple):
+    """GPU work of one call; the names are those of a measurement's figures, except for the launches."""
 
     kernels_total: int
     kernels_graphed: int
-    graph_ms: float  # time in which anything inside a graph ran; overlaps count once
-    total_ms: float  # time in which anything ran, in graphs or outside; overlaps count once
+    gpu_ms: float  # time in which anything inside a graph ran; overlaps count once
+    gpu_total_ms: float  # time in which anything ran, in graphs or outside; overlaps count once
     graph_launches: int
     timeline: tuple[Span, ...] = ()
 
 
 def read_trace(trace: Mapping[str, Any]) -> GpuWork:
     """The GPU work in a Chrome trace as ``torch.profiler`` exports it."""
-    events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
-    events.sort(key=lambda event: float(event["ts"]))
+    events = sorted((e for e in trace.get("traceEvents", ()) if e.get("ph") == "X"), key=lambda e: float(e["ts"]))
     calls = [event for event in events if event.get("cat") in _CALLS and event.get("name") not in _WAITS]
     work = [event for event in events if event.get("cat") in _WORK]
     begin = min((float(event["ts"]) for event in (*calls, *work)), default=0.0)
-    ids = [
-        event["args"]["correlation"] for event in calls if _is_launch(event) and "correlation" in event.get("args", {})
-    ]
+    ids = [e["args"]["correlation"] for e in calls if _is_launch(e) and "correlation" in e.get("args", {})]
     numbers = {correlation: number for number, correlation in enumerate(ids)}
 
     def span(lane: str, event: Mapping[str, Any]) -> Span:
@@ -78,8 +73,8 @@ def read_trace(trace: Mapping[str, Any]) -> GpuWork:
     return GpuWork(
         kernels_total=len(kernels),
         kernels_graphed=sum(kernel.graphed for kernel in kernels),
-        graph_ms=_busy_ms([each for each in gpu if each.graphed]),
-        total_ms=_busy_ms(gpu),
+        gpu_ms=_busy_ms([each for each in gpu if each.graphed]),
+        gpu_total_ms=_busy_ms(gpu),
         graph_launches=len(ids),
         timeline=(*_shown(host), *_shown(gpu)) if gpu else (),
     )
@@ -94,10 +89,7 @@ def _busy_ms(spans: Iterable[Span]) -> float:
 
 
 def _shown(spans: Sequence[Span]) -> list[Span]:
-    """The spans of one lane; consecutive spans of one kind are joined if the gap is small.
-
-    Work of different graph launches stays separate, unless that gives too many spans.
-    """
+    """The spans of one lane; close ones of a kind are joined, those of several launches only if there are too many."""
     gaps = sorted(b.start_us - a.end_us for a, b in itertools.pairwise(spans))
     most_us = max(1.0, gaps[-_MOST_SPANS] if len(gaps) >= _MOST_SPANS else 0.0)
     apart = _joined(spans, most_us, across_launches=False)
@@ -111,10 +103,8 @@ def _joined(spans: Iterable[Span], most_us: float, *, across_launches: bool = Tr
         before = joined[-1] if joined else span
         is_same = before.graphed == span.graphed and (across_launches or before.launches == span.launches)
         if joined and is_same and span.start_us - before.end_us <= most_us:
-            launches = None
-            if before.launches and span.launches:
-                both = before.launches + span.launches
-                launches = min(both), max(both)
+            both = before.launches + span.launches if before.launches and span.launches else ()
+            launches = (min(both), max(both)) if both else None
             end_us = max(before.end_us, span.end_us)
             joined[-1] = before._replace(us=end_us - before.start_us, launches=launches)
         else:
@@ -128,14 +118,13 @@ def profile_call(call: Callable[[], object], wait: Callable[[], None]) -> GpuWor
         return None
     try:
         with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "trace.json")
+            path = Path(folder, "trace.json")
             wait()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
                 call()
                 wait()
-            profiler.export_chrome_trace(path)
-            with open(path, encoding="utf-8", errors="replace") as file:
-                work = read_trace(json.load(file, strict=False))
+            profiler.export_chrome_trace(str(path))
+            work = read_trace(json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False))
     except Exception as error:
         log.warning("no GPU profile: %s", error)
         return None

@@ -57,7 +57,7 @@ def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) ->
         raise ValueError(f"the first two calls replay nothing: expected at least 3 calls, got {calls}")
     if not torch.cuda.is_available():
         raise NothingVerified(why=NO_GPU)
-    known = [len(records) for records in journal.records()]
+    graphs_before, functions_before = map(len, journal.records())
     ways: list[Way] = []
     for kind in ("compile", "ours:graphed"):
         own = copy.deepcopy(fn) if isinstance(fn, torch.nn.Module) else fn
@@ -66,19 +66,14 @@ def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) ->
         with torch.random.fork_rng(range(torch.cuda.device_count()), device_type="cuda"):
             _compare(ways, args, kwargs, calls)
         if not any(graphs.recordings(way.managers) for way in ways):
-            raise NothingVerified(why=f"no part of it ran in a CUDA graph ({_why_not_graphed(*known)})")
+            compiled, functions = journal.records()
+            reasons = [graph.dropped for graph in compiled[graphs_before:]]
+            reasons += [function.ungraphed_reason for function in functions[functions_before:]]
+            why = "; ".join(dict.fromkeys(filter(None, reasons))) or "nothing of it was compiled for a GPU"
+            raise NothingVerified(why=f"no part of it ran in a CUDA graph ({why})")
     finally:
-        for way in ways:
-            if way.trees is not None:
-                way.trees.clear()
-
-
-def _why_not_graphed(graphs_before: int, functions_before: int) -> str:
-    """The report's reason, from what was compiled after these numbers of records."""
-    compiled, functions = journal.records()
-    found = [graph.dropped for graph in compiled[graphs_before:]]
-    found += [function.ungraphed_reason for function in functions[functions_before:]]
-    return "; ".join(dict.fromkeys(filter(None, found))) or "nothing of it was compiled for a GPU"
+        for trees in [way.trees for way in ways if way.trees is not None]:
+            trees.clear()
 
 
 def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:

@@ -52,9 +52,6 @@ class NotPatchedError(PygraphError):
 class OwnInductor(torch._TorchCompileInductorWrapper):
     """Inductor as ``torch.compile(mode=...)`` makes it, with its own identity."""
 
-    def __init__(self, mode: str | None) -> None:
-        super().__init__(mode, None, None)
-
     def __eq__(self, other: object) -> bool:
         return self is other
 
@@ -79,12 +76,8 @@ class Way:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Makes this way's patches and trees the current ones."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_patches(self.patched))
-            if self.flags:  # after the patches, which create the flags
-                stack.enter_context(torch._inductor.config.patch(dict(self.flags)))
-            if self.trees is not None:
-                stack.enter_context(self.trees.active())
+        trees = contextlib.nullcontext() if self.trees is None else self.trees.active()
+        with _patches(self.patched), torch._inductor.config.patch(dict(self.flags)), trees:  # patches create the flags
             yield
 
 
@@ -98,31 +91,29 @@ def check(names: Sequence[str]) -> None:
 def make_ways(program: Program, names: Sequence[str] = WAYS) -> list[Way]:
     """The named ways of running ``program``, in the given order; compiles nothing yet."""
     check(names)
-    return [_make(program, name) for name in names]
+    from pygraph_trees.trees.managers.containers import Trees
+
+    ways = []
+    for name in names:
+        patched, is_graphed = name.startswith("ours"), name not in ("eager", "compile")
+        fn = program.fn
+        if name != "eager":
+            with _patches(patched):
+                fn = _compiled(fn, "reduce-overhead" if is_graphed else None)
+        ways.append(Way(name, fn, patched, Trees() if is_graphed else None, FLAGS[name]))
+    return ways
 
 
 def wake_compiler(device: torch.device) -> None:
     """Compiles something small, so the first way's compile time does not include one-time work of the process."""
     with _patches(False), contextlib.suppress(Exception):  # a way that cannot compile reports that itself
         x = torch.ones(64, device=device)
-        _optimize(OwnInductor(None), lambda x: x * 2 + 1)(x)
+        _compiled(lambda x: x * 2 + 1, None)(x)
 
 
-def _optimize(backend: OwnInductor, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(fn: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
+    backend = OwnInductor(mode, None, None)
     return torch._dynamo.optimize(backend=backend, nopython=False, dynamic=None, disable=False)(fn)
-
-
-def _make(program: Program, name: str) -> Way:
-    from pygraph_trees.trees.managers.containers import Trees
-
-    if name == "eager":
-        return Way(name, program.fn, patched=False, trees=None)
-    kind = name.partition(":")[0]
-    with _patches(kind == "ours"):
-        backend = OwnInductor(None if name == "compile" else "reduce-overhead")
-        compiled = _optimize(backend, program.fn)
-    trees = None if name == "compile" else Trees()
-    return Way(name, compiled, patched=kind == "ours", trees=trees, flags=FLAGS[name])
 
 
 @contextlib.contextmanager

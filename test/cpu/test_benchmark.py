@@ -27,9 +27,9 @@ import pygraph_trees
 from pygraph_trees.benchmark import Comparison, Effort, Measurement, Program, compare, text_table
 from pygraph_trees.benchmark.differences import differences, snapshot
 from pygraph_trees.benchmark.graphs import copied_nbytes, launched
+from pygraph_trees.benchmark.measurement import WIDTH
 from pygraph_trees.benchmark.program import NoLossError, tensors_of
 from pygraph_trees.benchmark.rings import Ring
-from pygraph_trees.benchmark.table import WIDTH
 from pygraph_trees.benchmark.timing import collector_off, is_steady, schedule, time_block
 from pygraph_trees.benchmark.trace import GpuWork, Span, profile_call, read_trace
 from pygraph_trees.benchmark.verify import DiffersUngraphed, NothingVerified, _elsewhere, _spoil, _storages
@@ -393,7 +393,7 @@ class TestComparison(TestCase):
             used = then
 
         program = Program(eager, (torch.ones(3),))
-        settling = mock.patch("pygraph_trees.benchmark.measure.call_until_chosen", side_effect=chosen)
+        settling = mock.patch("pygraph_trees.benchmark.timing.call_until_chosen", side_effect=chosen)
         with _ways(eager=eager, ours=lambda x: used(x)), settling as settled:
             comparison = Comparison(program, effort=FAST, progress=lambda done, total, text: texts.append(text))
             comparison._choosing = comparison._runs[-1:]  # as on a GPU
@@ -452,7 +452,7 @@ class TestInspection(TestCase):
 
         def profiled(call: Any, wait: Any) -> GpuWork:
             call()
-            return GpuWork(kernels_total=4, kernels_graphed=3, graph_ms=0.5, total_ms=0.7, graph_launches=launches)
+            return GpuWork(kernels_total=4, kernels_graphed=3, gpu_ms=0.5, gpu_total_ms=0.7, graph_launches=launches)
 
         trees = SimpleNamespace(managers=lambda: [manager], active=contextlib.nullcontext)
         segments = [
