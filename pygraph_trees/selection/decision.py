@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # Costs in us, as measured on an H200.
+_CALL_US = 6.0  # host, the code around the kernels of an un-graphed call; 8 to 20 on other hosts
 _LAUNCH_US = 5.0  # host, one kernel of un-graphed code
 _REPLAY_US = 12.0  # host, a replay on the fast path
 _SLOW_REPLAY_US = 80.0  # host, a replay on the slow path
@@ -25,6 +26,7 @@ _COPY_GPU_US = 2.5
 _COPY_GPU_US_PER_MB = 0.53
 
 _ADDRESSES = 0.2  # of the time of the launches
+_SLOW_HOST = 2.0  # how much longer an un-graphed call may take on a slow host
 _MARGIN = 0.02  # fraction of the un-graphed step
 _FLOOR_US = 2.0  # smallest margin; a measured replay takes 1 us more than a later one
 _ERRORS = 3.0  # standard errors that a difference needs
@@ -146,15 +148,15 @@ class Comparison:
 
 def plain_way(parts: Sequence[Facts]) -> Execution | None:
     """The way of functions that are decided together, if their facts leave no doubt; None if calls must be measured."""
-    # Un-graphed code launches each kernel; a replay copies and sets addresses instead. A way is plain if its work is at
-    # most half of the other's. While the GPU computes, launches cost nothing, but what a replay does before its launch
+    # An un-graphed call runs generated code and launches each kernel; a replay copies and sets addresses instead. A way
+    # is plain if its work is at most half of the other's. While the GPU computes, launches cost nothing, but what a replay does before its launch
     # does; so that must be within the margin too. Replays on the fast path that copy nothing need less of a lead: their
     # work must be less than the launches, and setting addresses at most a fifth of these.
     launches_us = replays_us = before_us = gpu_us = 0.0
     for part in parts:
         if part.launches is None:
             return None
-        launches_us += _LAUNCH_US * part.launches
+        launches_us += _CALL_US + _LAUNCH_US * part.launches
         replays_us += _REPLAY_US if part.has_fast_path else _SLOW_REPLAY_US
         before_us += _PATCH_US * part.by_address
         if part.copied:
@@ -167,7 +169,7 @@ def plain_way(parts: Sequence[Facts]) -> Execution | None:
         is_graphed = launches_us >= 2 * work_us and before_us + gpu_us <= _MARGIN * launches_us
     if is_graphed:
         return Execution.GRAPHED
-    return Execution.UNGRAPHED if gpu_us >= 2 * launches_us else None
+    return Execution.UNGRAPHED if gpu_us >= 2 * _SLOW_HOST * launches_us else None
 
 
 def plain_text(way: Execution, parts: Sequence[Facts]) -> str:

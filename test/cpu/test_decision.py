@@ -59,13 +59,16 @@ class TestPlain(TestCase):
             (GRAPHED, Facts(4, by_address=4)),
             (GRAPHED, Facts(30, by_address=20)),
             (GRAPHED, Facts(2), Facts(6, by_address=6)),  # decided together
-            (None, Facts(2)),
-            (None, Facts(2), Facts(2)),
+            (GRAPHED, Facts(2, by_address=1)),
+            (GRAPHED, Facts(2), Facts(2)),
+            (None, Facts(1)),
+            (None, Facts(1), Facts(1)),
             (None, Facts(20, has_fast_path=False)),
             (None, Facts(30, by_address=20, has_fast_path=False)),
             (None, Facts(None)),
             (GRAPHED, Facts(2), Facts(200, has_fast_path=False)),
-            (UNGRAPHED, Facts(1, copied=3, copied_bytes=25_000_000)),
+            (UNGRAPHED, Facts(1, copied=3, copied_bytes=100_000_000)),
+            (None, Facts(1, copied=3, copied_bytes=25_000_000)),  # the host may take as long to launch one kernel
             (None, Facts(1, by_address=3)),  # the equation of state
             (None, Facts(7, by_address=21)),  # turbulent kinetic energy
             # Un-graphed code launches while the GPU computes; what a replay does before its launch is measured.

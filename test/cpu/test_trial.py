@@ -163,7 +163,7 @@ class TestPlain(TrialTestCase):
         """Many kernels are graphed, large copies are not, and what would disturb others is not tried."""
         for kernels, nbytes, why_not, way, said in (
             (PLAIN, 0, None, Execution.GRAPHED, "graphed: 80 launches in one replay"),
-            (1, 1 << 25, None, Execution.UNGRAPHED, "un-graphed: 1 launch in one replay, 34 MB copied"),
+            (1, 1 << 27, None, Execution.UNGRAPHED, "un-graphed: 1 launch in one replay, 134 MB copied"),
             (1, 0, "of the test", Execution.GRAPHED, "graphed: of the test"),
         ):
             trial, function = self.one(**self.HEAVY, kernels=kernels)

@@ -2,8 +2,9 @@
 
 usage: python tools/bench/choices.py [grid] [first] [--seconds S] [--seed N] [--out FILE]
 
-*grid* draws functions of 1 to 64 kernels, on 0 to 64 MB of inputs, with host work between calls, and compares what was
-decided with the better of "compile" and "ours:graphed". *ratio* is the function's own time by the better one's; two
+*grid* draws functions, and compares what was decided with the better of "compile" and "ours:graphed". Of five, four
+have 1 to 64 kernels, on 0 to 64 MB of inputs, with host work between calls; one should run un-graphed, since its large
+inputs must be copied or its sizes never come again. *ratio* is the function's own time by the better one's; two
 recordings of one function differ by some percent as well. *choice_ratio* is the time of the forced way that it goes by
 the better one's. *first* compares the longest of the first 30 calls or training steps with upstream's.
 """
@@ -32,7 +33,10 @@ from pygraph_trees.benchmark.ways import Way, make_ways
 from pygraph_trees.report.log import journal
 
 _DECIDED = 60  # calls after which a way is decided
-_ROUNDS, _CALLS = 7, 30
+_ROUNDS, _SETTLE, _CALLS = 7, 5, 30
+_FEW = 3  # calls, if each makes a recording
+_COPIED_MB = 256.0
+KINDS = {"graphed": 80, "copied": 8, "sizes": 12}  # how many of a hundred
 _FIRST = 30
 _CLOSE = 1.03
 
@@ -46,9 +50,12 @@ class Drawn:
     megabytes: float  # of all inputs
     host_us: int  # host work before each call
     waits: bool  # whether the program waits after each call
+    kind: str = "graphed"  # or "copied", "sizes": its inputs must be copied, or each call has other sizes
 
     def program(self, device: torch.device, training: bool = False) -> Program:
         """Each kernel is a matrix product of its own size, which Inductor does not fuse with others."""
+        if self.kind == "copied":
+            return self._copied(device)
         rows = max(1, int(self.megabytes * 1e6 / 4 / 256 / self.inputs))
         given = tuple(torch.randn(max(rows, 128), 256, device=device) for _ in range(self.inputs))
         weight = torch.nn.Parameter(torch.randn(256, 16, device=device), requires_grad=training)
@@ -64,8 +71,26 @@ class Drawn:
             return Program(fn, given, training=True, parameters=[weight], name="drawn")
         return Program(fn, given, context=torch.no_grad, name="drawn")
 
+    def _copied(self, device: torch.device) -> Program:
+        """The kernel of a custom operator hides the address of its input, which a graph therefore copies."""
+        sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "gpu"))
+        from hidden_operators import halves
 
-def draw(generator: random.Random) -> Drawn:
+        x = torch.randn(int(self.megabytes * 1e6 / 4), device=device)
+        return Program(lambda x: [halves(x) for _ in range(self.kernels)], (x,), context=torch.no_grad, name="drawn")
+
+    def feed(self, ring: Ring) -> Iterator[tuple[Any, ...]]:
+        """The arguments of each call: at new addresses, or of sizes that never come again."""
+        for number, own in enumerate(ring.fresh()):
+            yield tuple(x[: len(x) - number] for x in own.args) if self.kind == "sizes" else own.args
+
+
+def draw(generator: random.Random, kinds: Sequence[str] = tuple(KINDS)) -> Drawn:
+    kind = generator.choices(kinds, [KINDS[kind] for kind in kinds])[0]
+    if kind == "copied":
+        return Drawn(generator.randint(1, 2), 1, _COPIED_MB, 0, generator.random() < 0.5, kind)
+    if kind == "sizes":  # enough rows for all calls
+        return Drawn(generator.randint(2, 16), generator.randint(1, 2), 16.0, 0, generator.random() < 0.5, kind)
     kernels = round(2 ** generator.uniform(0, 6))
     return Drawn(
         kernels=kernels,
@@ -82,15 +107,14 @@ def spin(host_us: int) -> None:
         pass
 
 
-def step_us(drawn: Drawn, program: Program, way: Way, feed: Iterator[Any], calls: int) -> float:
+def step_us(drawn: Drawn, program: Program, way: Way, feed: Iterator[tuple[Any, ...]], calls: int) -> float:
     """The mean time of a call in a loop, with the function's host work."""
     wait = synchroniser(program.device)
     wait()
     begin = time.perf_counter_ns()
     for _ in range(calls):
-        own = next(feed)
         spin(drawn.host_us)
-        program.step(way.callable, own.args, own.kwargs)
+        program.step(way.callable, next(feed), {})
         if drawn.waits:
             wait()
     wait()
@@ -104,16 +128,17 @@ def grid(device: torch.device, seconds: float, seed: int) -> list[dict[str, Any]
         drawn = draw(generator)
         torch._dynamo.reset()
         program = drawn.program(device)
-        ways, ring = make_ways(program, ["compile", "ours:graphed", "ours"]), Ring(program, 4)
+        ways, feed = make_ways(program, ["compile", "ours:graphed", "ours"]), drawn.feed(Ring(program, 4))
         found: dict[str, list[float]] = {way.name: [] for way in ways}
+        few = {"ours:graphed"} if drawn.kind == "sizes" else set[str]()
         for way in ways:
             with way.active():
-                step_us(drawn, program, way, ring.fresh(), _DECIDED)
+                step_us(drawn, program, way, feed, _FEW if way.name in few else _DECIDED)
         log = journal.records()[1][-1]
         for way in schedule(ways, _ROUNDS):
             with way.active(), collector_off():
-                step_us(drawn, program, way, ring.fresh(), 5)
-                found[way.name].append(step_us(drawn, program, way, ring.fresh(), _CALLS))
+                step_us(drawn, program, way, feed, _FEW if way.name in few else _SETTLE)
+                found[way.name].append(step_us(drawn, program, way, feed, _FEW if way.name in few else _CALLS))
         times = {name: median(values) for name, values in found.items()}
         ratios = ratios_of(times, is_graphed=log.ungraphed_reason is None)
         records.append(
@@ -131,11 +156,14 @@ def ratios_of(times: Mapping[str, float], *, is_graphed: bool) -> dict[str, floa
 
 
 def summary_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """The numbers of functions that go the better forced way, and that are as fast as it, each within 3%."""
+    """How many functions go the better forced way, and are as fast as it, each within 3%; which way that is; trials."""
     chosen, own = ([record[name] for record in records] for name in ("choice_ratio", "ratio"))
     within, as_fast = (sum(ratio <= _CLOSE for ratio in ratios) for ratios in (chosen, own))
+    ungraphed = sum(record["compile_us"] < record["ours:graphed_us"] for record in records)
+    trials = sum(record["trial_calls"] > 0 for record in records)
     return (
-        f"{within} of {len(records)} functions go a way within 3% of the better forced one; "
+        f"{within} of {len(records)} functions go a way within 3% of the better forced one, which is un-graphed for "
+        f"{ungraphed}; {trials} were measured; "
         f"{as_fast} are within 3% of its time, {sum(ratio < 1 / _CLOSE for ratio in own)} faster by more than that"
     )
 
@@ -144,7 +172,7 @@ def longest_first_calls(device: torch.device, seed: int) -> list[dict[str, Any]]
     """The longest of the first calls or training steps, of all and of those after the second one, both ways."""
     records, generator = [], random.Random(seed)
     for number in range(8):
-        drawn, training = draw(generator), number % 2 == 1
+        drawn, training = draw(generator, ("graphed",)), number % 2 == 1
         longest = {}
         for name in ("upstream", "ours"):
             torch._dynamo.reset()
