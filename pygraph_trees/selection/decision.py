@@ -149,9 +149,10 @@ class Comparison:
 def plain_way(parts: Sequence[Facts]) -> Execution | None:
     """The way of functions that are decided together, if their facts leave no doubt; None if calls must be measured."""
     # An un-graphed call runs generated code and launches each kernel; a replay copies and sets addresses instead. A way
-    # is plain if its work is at most half of the other's. While the GPU computes, launches cost nothing, but what a replay does before its launch
-    # does; so that must be within the margin too. Replays on the fast path that copy nothing need less of a lead: their
-    # work must be less than the launches, and setting addresses at most a fifth of these.
+    # is plain if its work is at most half of the other's. While the GPU computes, launches cost nothing, but what a
+    # replay does before its launch does; so that must be within the margin too. Replays on the fast path that copy
+    # nothing need less of a lead: their work must be less than the launches, and setting addresses at most a fifth of
+    # these.
     launches_us = replays_us = before_us = gpu_us = 0.0
     for part in parts:
         if part.launches is None:
