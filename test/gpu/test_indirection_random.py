@@ -29,7 +29,7 @@ from pygraph_trees.trees.functions.dispatch import PER_THREAD
 USES_ALL_GPUS = True  # its processes share them
 PROGRAMS = int(os.environ.get("PYGRAPH_FUZZ_PROGRAMS", "300"))
 SECONDS = 120.0
-JOBS = max(4, (os.cpu_count() or 1) // 4)  # it is the longest of the lane
+JOBS = max(4, (os.cpu_count() or 1) // 3)  # it is the longest of the lane
 
 
 def first(indirection, *_):
