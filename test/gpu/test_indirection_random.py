@@ -29,6 +29,7 @@ from pygraph_trees.trees.functions.dispatch import PER_THREAD
 USES_ALL_GPUS = True  # its processes share them
 PROGRAMS = int(os.environ.get("PYGRAPH_FUZZ_PROGRAMS", "300"))
 SECONDS = 120.0
+HANGS = {7: (79,)}  # by seed: programs that hang in torch.compile alone (torch 2.11), and would each take minutes
 JOBS = max(4, (os.cpu_count() or 1) // 3)  # it is the longest of the lane
 
 
@@ -48,7 +49,8 @@ class TestIndirectionRandom(IndirectionTestCase):
     @parametrize("indirection,programs,seed", [("auto", PROGRAMS, 7), ("table", PROGRAMS // 3, 8)], name_fn=first)
     def test_random_programs(self, indirection, programs, seed):
         drawn = programs + programs // 3  # some cannot run in eager, or differ under torch.compile too
-        campaign = Campaign("cuda", "ours", "compile", None, SECONDS, seed, drawn, JOBS, reduce_s=20.0)
+        limits = {"reduce_s": 20.0, "left_out": HANGS.get(seed, ())}
+        campaign = Campaign("cuda", "ours", "compile", None, SECONDS, seed, drawn, JOBS, **limits)
         with mock.patch.dict(os.environ, PYGRAPH_INDIRECTION=indirection):
             outcome = run(campaign, self.log, lambda failure: print(f"fails: {failure}", file=sys.stderr))
         for failure in outcome.failures:

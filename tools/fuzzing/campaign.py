@@ -54,6 +54,7 @@ class Campaign:
     most_failures: int = 1
     reduce_s: float = 120.0  # to make a failing case smaller
     longest_call_s: float = 90.0  # which compiles
+    left_out: tuple[int, ...] = ()  # numbers of programs, which count as ones that eager cannot run
 
 
 @dataclass(slots=True)
