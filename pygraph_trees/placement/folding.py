@@ -164,12 +164,9 @@ class Folding:
     def _run(self, node: fx.Node) -> bool:
         """Evaluates a node whose inputs have values; returns False, with the reason noted, if it gets no value."""
         try:
-            if node.op == "get_attr":
-                value: Any = held_tensor(node)
-            else:
-                target: Any = node.target
-                args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
-                value = target(*args, **kwargs)
+            target: Any = node.target
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+            value: Any = held_tensor(node) if node.op == "get_attr" else target(*args, **kwargs)
         except Exception as error:  # whatever an operator raises here, eager raises in the call
             _log.debug("%s cannot be computed when the graph is compiled: %s", node, error)
             self._failed[node] = node, Reason.NOT_EVALUATED()
@@ -224,9 +221,7 @@ def _constants_of(graph: fx.Graph) -> frozenset[fx.Node]:
     """CPU values that depend on constructors and tensors of the graph alone."""
     found: set[fx.Node] = set()
     written = _written(graph)
-    for node in graph.nodes:
-        if not is_on_cpu(node):
-            continue
+    for node in filter(is_on_cpu, graph.nodes):
         if node.op == "get_attr":
             held = held_tensor(node)
             is_constant = held is not None and held.untyped_storage().data_ptr() not in written

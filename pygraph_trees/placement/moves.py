@@ -172,9 +172,8 @@ class _Rewriting:
         there = self._constant(self._plan.folding.held(node, self._mode), node)
         if value.is_complex():
             there = self._call(aten.view_as_complex.default, (there,), node)
-        if there.meta["val"].shape == value.shape:
-            return there
-        return self._call(aten.view.default, (there, list(value.shape)), node)
+        is_same = there.meta["val"].shape == value.shape
+        return there if is_same else self._call(aten.view.default, (there, list(value.shape)), node)
 
     def _constant(self, held: fx.Node, like: fx.Node) -> fx.Node:
         """Puts a constant on the GPU, as a copy, because the program may write to it."""

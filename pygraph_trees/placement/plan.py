@@ -161,10 +161,8 @@ class Plan:
         return Value(node, How.MADE, leaves=leaves, error=error)
 
     def _folded_or_copied(self, node: fx.Node, why: Why) -> Value:
-        why_not_folded = self.folding.why_not(node)
-        if why_not_folded is None:
-            return Value(node, How.FOLDED)
-        return self._copied(node, Reason.BOTH(first=why, second=why_not_folded))
+        also = self.folding.why_not(node)
+        return Value(node, How.FOLDED) if also is None else self._copied(node, Reason.BOTH(first=why, second=also))
 
     def _copied(self, node: fx.Node, why: Why) -> Value:
         """A value that is staged if that is possible, and otherwise copied outside of the graph."""
@@ -185,8 +183,8 @@ class Plan:
 
 def _shows_constant(node: fx.Node) -> bool:
     """Whether the node is a view of a constant, or its copy, so that one constant serves both."""
-    shows = is_view(node) or node.target is aten.lift_fresh_copy.default
-    return isinstance(node.target, torch._ops.OpOverload) and shows
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    return is_operator and (is_view(node) or node.target is aten.lift_fresh_copy.default)
 
 
 def _computes_integers(node: fx.Node) -> bool:
