@@ -21,30 +21,25 @@ class TestDeferred(TestCase):
         signal.raise_signal(signal.SIGINT)
 
     def test_an_interrupt_comes_at_the_end(self) -> None:
-        done = []
-        with self.assertRaises(KeyboardInterrupt), deferred():
-            self.interrupt()
-            self.interrupt()
-            done.append(1)
-        self.assertEqual(done, [1])
-        self.assertIs(signal.getsignal(signal.SIGINT), signal.default_int_handler)
-        with deferred():
-            done.append(2)
-        self.assertEqual(done, [1, 2])
+        """Also if it came inside another such block."""
+        for times, inner in ((2, contextlib.nullcontext), (1, deferred)):
+            done = []
+            with self.assertRaises(KeyboardInterrupt), deferred():
+                with inner():
+                    for _ in range(times):
+                        self.interrupt()
+                done.append(1)
+            self.assertEqual(done, [1])
+            self.assertIs(signal.getsignal(signal.SIGINT), signal.default_int_handler)
+            with deferred():
+                done.append(2)
+            self.assertEqual(done, [1, 2])
 
     def test_it_comes_after_an_error(self) -> None:
         with self.assertRaises(KeyboardInterrupt) as caught, deferred():
             self.interrupt()
             raise ValueError
         self.assertIsInstance(caught.exception.__context__, ValueError)
-
-    def test_inside_another(self) -> None:
-        done = []
-        with self.assertRaises(KeyboardInterrupt), deferred():
-            with deferred():
-                self.interrupt()
-            done.append(1)
-        self.assertEqual(done, [1])
 
     def test_a_handler_of_the_program(self) -> None:
         seen: list[Any] = []
