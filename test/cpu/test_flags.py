@@ -221,8 +221,7 @@ class TestEnvironment(TestCase):
 
     def found(self, function, **variables):
         """Returns the function's result with these variables, and the warnings."""
-        with warnings.catch_warnings(record=True) as caught, mock.patch.dict(os.environ, variables):
-            warnings.simplefilter("always")
+        with mock.patch.dict(os.environ, variables), warnings.catch_warnings(record=True, action="always") as caught:
             value = function()
         self.assertTrue(all(issubclass(w.category, environment.PatchWarning) for w in caught))
         return value, [str(w.message) for w in caught]

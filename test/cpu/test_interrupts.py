@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -43,20 +44,18 @@ class TestDeferred(TestCase):
 
     def test_a_handler_of_the_program(self) -> None:
         seen: list[Any] = []
-        before = signal.signal(signal.SIGINT, lambda *given: seen.append(given))
-        try:
-            with deferred():
-                self.interrupt()
-                self.assertEqual(seen, [])
-            self.assertEqual(len(seen), 1)
-            with deferred():
-                mine = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            self.assertIs(signal.getsignal(signal.SIGINT), signal.SIG_IGN)
-            self.assertTrue(callable(mine))
-            with deferred():
-                self.interrupt()
-        finally:
-            signal.signal(signal.SIGINT, before)
+        self.addCleanup(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
+        signal.signal(signal.SIGINT, lambda *given: seen.append(given))
+        with deferred():
+            self.interrupt()
+            self.assertEqual(seen, [])
+        self.assertEqual(len(seen), 1)
+        with deferred():
+            mine = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.assertIs(signal.getsignal(signal.SIGINT), signal.SIG_IGN)
+        self.assertTrue(callable(mine))
+        with deferred():
+            self.interrupt()
 
     def test_a_second_one_is_not_deferred_for_long(self) -> None:
         with mock.patch.object(interrupts, "PATIENCE_S", 0.0), self.assertRaises(KeyboardInterrupt), deferred():
@@ -71,9 +70,8 @@ class TestDeferred(TestCase):
             with deferred():
                 seen.append(signal.getsignal(signal.SIGINT))
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(run).result()
         self.assertEqual(seen, [signal.default_int_handler])
 
 

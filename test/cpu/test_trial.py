@@ -126,9 +126,7 @@ class TrialTestCase(TestCase):
 
     def setUp(self):
         self.world, self.turn = World(), Turn()
-        patcher = mock.patch.object(members.time, "perf_counter_ns", lambda: self.world.now_ns)
-        patcher.start()
-        self.addCleanup(patcher.stop)
+        self.enterContext(mock.patch.object(members.time, "perf_counter_ns", lambda: self.world.now_ns))
 
     def trial(self, found=None):
         """A trial whose memory has ``found``. Replays are on the slow path, so that few kernels leave a doubt."""
