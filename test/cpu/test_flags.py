@@ -6,17 +6,13 @@ import ast
 import os
 import pickle
 import re
-import subprocess
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-
 import torch
+from new_process import ROOT, python
 from torch._inductor import config, cudagraph_trees
 from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch._inductor.utils import BoxedBool, fresh_cache
@@ -37,11 +33,6 @@ from pygraph_trees.trees.hooks.compiled_graph import putting_to_use
 def product(x):
     """Needs no kernel, which would take seconds to compile."""
     return x @ x
-
-
-def run_python(code, **environment):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
 
 
 def flags_table():
@@ -182,7 +173,7 @@ class TestFlags(TestCase):
         with config.patch({"triton.pygraph_placement": "exact"}):
             sent = pickle.dumps(config.save_config_portable())
         code = f"import pickle; from torch._inductor import config; config.patch(pickle.loads({sent!r})).__enter__(); "
-        done = run_python(code + "print(config.triton.pygraph_placement)")
+        done = python("-c", code + "print(config.triton.pygraph_placement)")
         self.assertEqual((done.returncode, done.stdout), (0, "exact\n"), done.stderr)
 
     def test_the_readme_has_the_table_and_shows_options_that_graph(self):
@@ -283,7 +274,7 @@ class TestEnvironment(TestCase):
             ("never", "1", "TRUE", r"\{'disabled'\}", 0),
         ):
             variables = {"PYGRAPH_SELECTIVE": selective, "PYGRAPH_VERIFY": verify, "PYGRAPH_DISABLE": disable}
-            done = run_python(code, **variables, PYGRAPH_VERFY="1")
+            done = python("-c", code, **variables, PYGRAPH_VERFY="1")
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertRegex(done.stdout, wanted)
             self.assertEqual(done.stderr.count("Ignored: pygraph_trees:"), ignored, done.stderr)

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from new_process import python
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 SAY = "import logging; log = logging.getLogger('pygraph_trees.report'); log.info('an info'); log.debug('a debug')"
-
-
-def run_python(code, logs):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_LOGS": logs}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
 
 
 class TestTorchLogs(TestCase):
@@ -29,7 +18,8 @@ class TestTorchLogs(TestCase):
             ("torch", "pygraph_trees", "+pygraph_trees", True, True),
             ("pygraph_trees", "torch", "recompiles", False, False),
         ):
-            done = run_python(f"import {first}, {then}, os; print(os.environ['TORCH_LOGS'])\n{SAY}", logs)
+            code = f"import {first}, {then}, os; print(os.environ['TORCH_LOGS'])\n{SAY}"
+            done = python("-c", code, TORCH_LOGS=logs)
             self.assertEqual((done.returncode, done.stdout.strip()), (0, logs), done.stderr)
             self.assertEqual(("an info" in done.stderr, "a debug" in done.stderr), (info, debug), done.stderr)
 
@@ -38,7 +28,7 @@ class TestTorchLogs(TestCase):
             "import sys, torch\nfrom inductor_patches import register\n"
             "register(); register(); print('pygraph_trees' in sys.modules)"
         )
-        done = run_python(code, "recompiles")
+        done = python("-c", code, TORCH_LOGS="recompiles")
         self.assertEqual(done.stdout.strip(), "False", done.stderr)
 
 
