@@ -6,6 +6,7 @@ Recordings are made without upstream's constructor, which needs a GPU; pool and 
 from __future__ import annotations
 
 import collections
+import unittest
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,7 +16,9 @@ from bare_manager import bare_manager
 from fake_trees import LIMITS, liveness_check
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import CompilationMode, StorageWeakRefWrapper, UnaliasedStorage, WrappedFunction
+from torch.testing._internal.common_utils import TestCase
 
+from pygraph_trees.native import binding
 from pygraph_trees.native.binding import new_counter
 from pygraph_trees.report.log import FunctionLog, RecordingLog
 from pygraph_trees.settings import Settings
@@ -27,6 +30,13 @@ from pygraph_trees.trees.recordings.kept_outputs import kept_indices
 from pygraph_trees.trees.recordings.recording import Recording
 
 SIZE = 4  # elements of an output
+
+
+@unittest.skipIf(binding.extension is None, "C++ replays here")
+class OnCpuTestCase(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        torch._C._set_cached_tensors_enabled(True)
 
 
 class _Graph:

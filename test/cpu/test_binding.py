@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import unittest
 from unittest import mock
 
@@ -60,19 +59,6 @@ class TestNames(TestCase):
         ):
             native_names.check()
             self.assertIn("manager.by_another_name", build.status())
-
-
-@unittest.skipIf(binding.extension is None, "not built for this torch")
-class TestThreads(TestCase):
-    def test_no_two_threads_have_the_same_number(self):
-        number = binding.extension.thread_of_trees
-        found = [number(), number()]
-        self.assertEqual(found[0], found[1])
-        for _ in range(20):
-            thread = threading.Thread(target=lambda: found.append(number()))
-            thread.start()
-            thread.join()
-        self.assertEqual(len(set(found)), 21)
 
 
 if __name__ == "__main__":

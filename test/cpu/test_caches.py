@@ -56,8 +56,7 @@ class CachesTestCase(TestCase):
         self.enterContext(fresh_cache())
         self.enterContext(torch._functorch.config.patch(enable_autograd_cache=True))
         self.enterContext(config.patch({"fx_graph_cache": True, "fx_graph_remote_cache": False}))
-        self.enterContext(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        self.enterContext(warnings.catch_warnings(action="ignore"))
         self.addCleanup(inductor_patches.install)
         self.addCleanup(torch._dynamo.reset)
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from recordings_on_cpu import SIZE, Function
+from recordings_on_cpu import SIZE, Function, OnCpuTestCase
 from torch._inductor.cudagraph_trees import CompilationMode
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
-from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason
 from pygraph_trees.trees.functions import captures
 from pygraph_trees.trees.functions import function as trees_function
@@ -65,11 +63,9 @@ class TestCalls(TestCase):
             self.assertFalse(captures.is_captured())
 
 
-@unittest.skipIf(binding.extension is None, "C++ replays here")
-class TestOutputs(TestCase):
+class TestOutputs(OnCpuTestCase):
     def setUp(self):
         super().setUp()
-        torch._C._set_cached_tensors_enabled(True)
         self.began = []
         self.begin = captures.capture_begin(lambda graph, **kwargs: self.began.append(kwargs))
 

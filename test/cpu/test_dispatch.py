@@ -86,11 +86,9 @@ class TestManagers(TestCase):
         dispatch, manager = replayed()
         gone = weakref.ref(dispatch)
         gc.disable()
-        try:
-            del dispatch
-            self.assertIsNone(gone())
-        finally:
-            gc.enable()
+        self.addCleanup(gc.enable)
+        del dispatch
+        self.assertIsNone(gone())
         del manager
 
 

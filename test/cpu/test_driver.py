@@ -6,7 +6,7 @@ import ctypes
 import gc
 import struct
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -151,9 +151,8 @@ class TestMissingCalls(DriverTestCase):
         self.driver.allow_access(start, nbytes, DEVICE)
         self.driver.unmap(start, nbytes)
         self.driver.release_memory(memory)
-        elsewhere = threading.Thread(target=self.driver.enter, args=[self.driver.context()])
-        elsewhere.start()
-        elsewhere.join()
+        with ThreadPoolExecutor(1) as elsewhere:
+            elsewhere.submit(self.driver.enter, self.driver.context()).result()
         called = {*self.api.calls, "cuCtxGetCurrent"}  # which keeps no list
         self.api.lack("cuDriverGetVersion")
         self.assertEqual(called, set(self.driver.missing_calls()))

@@ -154,15 +154,11 @@ class TestPresence(TestCase):
             self.assertEqual(torch.conv2d(last.cpu(), weight.cpu()).device, torch.device("cpu"))
 
 
-class UpstreamTestCase(TestCase):
-    """Partitions as upstream makes them."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.enterContext(torch._inductor.config.patch({"triton.pygraph_placement": "off"}))
+upstreams_partitions = torch._inductor.config.patch({"triton.pygraph_placement": "off"})
 
 
-class TestPartitions(UpstreamTestCase):
+@upstreams_partitions
+class TestPartitions(TestCase):
     def check(self, fn: Any, args: Any, expected: list[bool], **options: Any) -> LoweredGraph:
         (graph,) = lower(fn, args, {}, **options)
         found = graphed(graph), len(graph.graph.partition_maps), graph.disabled_reason
@@ -222,7 +218,8 @@ class Attributes(nn.Module):
         return self.fc(x) * self.scale + self.steps.to(x.device)
 
 
-class TestLower(UpstreamTestCase):
+@upstreams_partitions
+class TestLower(TestCase):
     def test_devices_names_and_static_inputs_of_a_module(self) -> None:
         with torch.device("meta"):
             on_meta = Attributes()

@@ -6,7 +6,6 @@ import getpass
 import importlib
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -14,8 +13,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-
+from new_process import python
 from torch._inductor.runtime import cache_dir_utils
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
@@ -30,13 +28,8 @@ def all_are(state):
     return " ".join([state] * len(FEATURES))
 
 
-def run(*arguments, **environment):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=120)
-
-
 def run_python(*lines, **environment):
-    return run("-W", "error::inductor_patches.patch.PatchWarning", "-c", "\n".join(lines), **environment)
+    return python("-W", "error::inductor_patches.patch.PatchWarning", "-c", "\n".join(lines), **environment)
 
 
 class TestImport(TestCase):
@@ -137,7 +130,7 @@ class TestTimes(TestCase):
         folder, took = self.enterContext(tempfile.TemporaryDirectory()), []
         for _ in range(3):
             begin = time.perf_counter()
-            done = run("-X", "importtime", "-m", "pygraph_trees", command, TORCHINDUCTOR_CACHE_DIR=folder)
+            done = python("-X", "importtime", "-m", "pygraph_trees", command, TORCHINDUCTOR_CACHE_DIR=folder)
             took.append(time.perf_counter() - begin)
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertNotIn("torch", {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()})

@@ -7,26 +7,17 @@ code makes in the mode of the call: an inference tensor cannot be changed in pla
 
 from __future__ import annotations
 
-import unittest
-from unittest import mock
-
 import torch
-from recordings_on_cpu import SIZE, Function
+from recordings_on_cpu import SIZE, Function, OnCpuTestCase
 from torch._inductor.cudagraph_trees import CompilationMode
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
-from pygraph_trees.native import binding
 from pygraph_trees.trees.recordings.recording import Recording
 
 INSIDE = [[True, False, False, True], [False, True, True, False]]  # whether each call is in inference mode
 
 
-@unittest.skipIf(binding.extension is None, "C++ replays here")
-class TestOutputs(TestCase):
-    def setUp(self):
-        super().setUp()
-        torch._C._set_cached_tensors_enabled(True)
-
+class TestOutputs(OnCpuTestCase):
     @parametrize("modes", INSIDE)
     @parametrize("mode", list(CompilationMode))
     @parametrize("fast", [False, True])
@@ -54,16 +45,6 @@ class TestOutputs(TestCase):
                 held += function.call(step)
         self.assertEqual([output.is_inference() for output in held], modes)
         self.assertEqual(held, [torch.full((SIZE,), float(step)) for step in range(4)])
-
-    def test_outputs_are_cached_in_inference_mode(self):
-        """They are made once; later calls return them from C++ alone."""
-        function, objects = Function(), set()
-        with torch.inference_mode():
-            function.call(3.0)
-            with mock.patch.object(Recording, "reconstruct_outputs", side_effect=AssertionError("it asked Python")):
-                for step in range(3):
-                    objects.add(id(function.call(step)[0]))
-        self.assertEqual(len(objects), 1)
 
 
 class TestUpstreamCopies(TestCase):

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -21,16 +22,19 @@ class TestDeferred(TestCase):
         signal.raise_signal(signal.SIGINT)
 
     def test_an_interrupt_comes_at_the_end(self) -> None:
-        done = []
-        with self.assertRaises(KeyboardInterrupt), deferred():
-            self.interrupt()
-            self.interrupt()
-            done.append(1)
-        self.assertEqual(done, [1])
-        self.assertIs(signal.getsignal(signal.SIGINT), signal.default_int_handler)
-        with deferred():
-            done.append(2)
-        self.assertEqual(done, [1, 2])
+        """Also if it came inside another such block."""
+        for times, inner in ((2, contextlib.nullcontext), (1, deferred)):
+            done = []
+            with self.assertRaises(KeyboardInterrupt), deferred():
+                with inner():
+                    for _ in range(times):
+                        self.interrupt()
+                done.append(1)
+            self.assertEqual(done, [1])
+            self.assertIs(signal.getsignal(signal.SIGINT), signal.default_int_handler)
+            with deferred():
+                done.append(2)
+            self.assertEqual(done, [1, 2])
 
     def test_it_comes_after_an_error(self) -> None:
         with self.assertRaises(KeyboardInterrupt) as caught, deferred():
@@ -38,30 +42,20 @@ class TestDeferred(TestCase):
             raise ValueError
         self.assertIsInstance(caught.exception.__context__, ValueError)
 
-    def test_inside_another(self) -> None:
-        done = []
-        with self.assertRaises(KeyboardInterrupt), deferred():
-            with deferred():
-                self.interrupt()
-            done.append(1)
-        self.assertEqual(done, [1])
-
     def test_a_handler_of_the_program(self) -> None:
         seen: list[Any] = []
-        before = signal.signal(signal.SIGINT, lambda *given: seen.append(given))
-        try:
-            with deferred():
-                self.interrupt()
-                self.assertEqual(seen, [])
-            self.assertEqual(len(seen), 1)
-            with deferred():
-                mine = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            self.assertIs(signal.getsignal(signal.SIGINT), signal.SIG_IGN)
-            self.assertTrue(callable(mine))
-            with deferred():
-                self.interrupt()
-        finally:
-            signal.signal(signal.SIGINT, before)
+        self.addCleanup(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
+        signal.signal(signal.SIGINT, lambda *given: seen.append(given))
+        with deferred():
+            self.interrupt()
+            self.assertEqual(seen, [])
+        self.assertEqual(len(seen), 1)
+        with deferred():
+            mine = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.assertIs(signal.getsignal(signal.SIGINT), signal.SIG_IGN)
+        self.assertTrue(callable(mine))
+        with deferred():
+            self.interrupt()
 
     def test_a_second_one_is_not_deferred_for_long(self) -> None:
         with mock.patch.object(interrupts, "PATIENCE_S", 0.0), self.assertRaises(KeyboardInterrupt), deferred():
@@ -76,9 +70,8 @@ class TestDeferred(TestCase):
             with deferred():
                 seen.append(signal.getsignal(signal.SIGINT))
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(run).result()
         self.assertEqual(seen, [signal.default_int_handler])
 
 

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from fake_driver import CUresult, FakeApi
 from fake_native import native_over
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -561,12 +561,9 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual((graph.launch(), copy), ([[copy.data_ptr(), b.data_ptr()]], a))
             live.finish()
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.differing_executors])  # inherited
     @given(CALLS, st.booleans())
     def test_any_sequence_of_calls(self, calls, with_copy):
-        self.check_any_sequence_of_calls(calls, with_copy)
-
-    def check_any_sequence_of_calls(self, calls, with_copy):
         """A patched input, a patched and mutated one, and a copied one; each is one of few, some in the pool."""
         self.restart()
         tensors = {(n, residue): at(residue) for n in range(4) for residue in (0, 16, 4)}

@@ -9,7 +9,6 @@ import test_patching
 import test_relocations
 from fake_driver import CUresult, FakeApi
 from fake_native import Launch, library, native_over
-from hypothesis import given, strategies
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda.driver import Driver
@@ -34,26 +33,11 @@ class TestOtherNodes(_Native, test_relocations.TestOtherNodes): ...
 class TestFailures(_Native, test_relocations.TestFailures): ...
 
 
-class TestAllAtOnce(_Native, test_relocations.AllAtOnce):
-    @given(test_relocations.GRAPHS)
-    def test_relocations_are_all_the_places_and_no_others(self, drawn):
-        self.check_relocations(drawn)
+class TestAllAtOnce(_Native, test_relocations.TestAllAtOnce): ...
 
 
 class TestPatching(test_patching.Patching, TestCase):
     native = True
-
-    @test_patching.EXAMPLES
-    @given(test_patching.GRAPHS, test_patching.PATCHED, test_patching.STEPS, strategies.randoms(use_true_random=False))
-    def test_graph_holds_what_it_is_given(self, specs, inputs, steps, random):
-        self.check_graph_holds_what_it_is_given(specs, inputs, steps, random)
-
-    @test_patching.EXAMPLES
-    @given(
-        test_patching.GRAPHS, test_patching.PATCHED, test_patching.STEPS, test_patching.CALLS, strategies.integers(0, 6)
-    )
-    def test_any_set_call_may_fail(self, specs, inputs, steps, call, after):
-        self.check_any_set_call_may_fail(specs, inputs, steps, call, after)
 
 
 class TestSetKernels(TestCase):
@@ -99,14 +83,11 @@ class TestSetKernels(TestCase):
     def test_a_driver_without_the_call(self):
         from pygraph_trees.native import _graph_nodes
 
-        for name in ("no such library", "libc.so.6"):
-            self.assertIsNone(Driver(FakeApi(), _graph_nodes, name).set_kernels(0x77, ()))
-            self.assertIsNone(Driver(FakeApi(), _graph_nodes, name).kernel_setter())
-            self.assertIsNone(Driver(FakeApi(), _graph_nodes, name).context_getter())
+        for native in ((), (_graph_nodes, "no such library"), (_graph_nodes, "libc.so.6")):
+            driver = Driver(FakeApi(), *native)
+            found = driver.set_kernels(0x77, ()), driver.kernel_setter(), driver.context_getter()
+            self.assertEqual(found, (None, None, None))
         self.assertRaises(RuntimeError, self.set_kernels, "", 0x77, self.packed)  # the process itself
-        self.assertIsNone(Driver(FakeApi()).set_kernels(0x77, ()))
-        self.assertIsNone(Driver(FakeApi()).kernel_setter())
-        self.assertIsNone(Driver(FakeApi()).context_getter())
 
 
 class TestOverwriteStack(TestCase):

@@ -38,11 +38,6 @@ class TestAddresses(test_live_inputs.TestAddresses):
 class TestCopies(test_live_inputs.TestCopies):
     native = True
 
-    @settings(max_examples=60, deadline=None)
-    @given(test_live_inputs.CALLS, st.booleans())
-    def test_any_sequence_of_calls(self, calls, with_copy):
-        self.check_any_sequence_of_calls(calls, with_copy)
-
 
 @requires_cpp
 class TestOutputs(test_live_inputs.TestOutputs):

@@ -57,8 +57,7 @@ def torch_as_it_is():
 @contextlib.contextmanager
 def warns(case, category, pattern):
     """Like ``assertWarnsRegex``, which touches every imported module, so that lazy modules import others."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         yield
     texts = [str(w.message) for w in caught if issubclass(w.category, category)]
     case.assertEqual(len(texts), 1, texts)
@@ -167,8 +166,7 @@ class TestMismatch(TestCase):
             self.assertEqual([s.state for s in status], ["on", "on", "mismatch", "on", "on", "on"])
             self.assertIs(output_code.CompiledFxGraph.__init__, before["init"])
             self.assertIn("graph_partition", status[2].mismatches[0])
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")  # one warning, not one per install
+            with warnings.catch_warnings(action="error"):  # one warning, not one per install
                 inductor_patches.install()
 
     def test_missing_target(self):

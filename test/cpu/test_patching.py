@@ -11,7 +11,7 @@ from unittest import mock
 
 from fake_driver import CUresult, FakeApi
 from fake_native import native_over
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -163,7 +163,8 @@ PATCHED = st.permutations(range(len(PLACEHOLDERS))).flatmap(
 ADDRESSES = st.sampled_from([*PLACEHOLDERS[:2], 0x7F12_3456_7800, 0x7F12_3456_7A00, 2**57 - 2**22])
 STEPS = st.lists(st.lists(ADDRESSES, min_size=6, max_size=6), max_size=5)
 CALLS = st.sampled_from(sorted(SET_CALLS.values()))
-EXAMPLES = settings(max_examples=80, deadline=None)
+# Tests of the search in Python are inherited by those of the search in C++.
+EXAMPLES = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 
 
 class Patching:
@@ -174,7 +175,9 @@ class Patching:
     def setup(self, *args, **options) -> Setup:
         return Setup(*args, native=self.native, **options)
 
-    def check_graph_holds_what_it_is_given(self, specs, inputs, steps, random):
+    @EXAMPLES
+    @given(GRAPHS, PATCHED, STEPS, st.randoms(use_true_random=False))
+    def test_graph_holds_what_it_is_given(self, specs, inputs, steps, random):
         setup = self.setup(specs, inputs, order=lambda relocations, key: random.sample(relocations, len(relocations)))
         patches, now, total = setup.patches, [PLACEHOLDERS[i] for i in inputs], 0
         unread = sum(spec.kind == "kernel" for spec in specs) if self.native else 0
@@ -195,7 +198,9 @@ class Patching:
             now, total = new, total + count
             self.assertEqual((patches.addresses, patches.set_calls, patches.broken), (new, total, False))
 
-    def check_any_set_call_may_fail(self, specs, inputs, steps, call, after):
+    @EXAMPLES
+    @given(GRAPHS, PATCHED, STEPS, CALLS, st.integers(0, 6))
+    def test_any_set_call_may_fail(self, specs, inputs, steps, call, after):
         setup = self.setup(specs, inputs)
         patches, now = setup.patches, [PLACEHOLDERS[i] for i in inputs]
         setup.api.fail(call, after)
@@ -250,16 +255,6 @@ class Patching:
 
 
 class TestPatching(Patching, TestCase):
-    @EXAMPLES
-    @given(GRAPHS, PATCHED, STEPS, st.randoms(use_true_random=False))
-    def test_graph_holds_what_it_is_given(self, specs, inputs, steps, random):
-        self.check_graph_holds_what_it_is_given(specs, inputs, steps, random)
-
-    @EXAMPLES
-    @given(GRAPHS, PATCHED, STEPS, CALLS, st.integers(0, 6))
-    def test_any_set_call_may_fail(self, specs, inputs, steps, call, after):
-        self.check_any_set_call_may_fail(specs, inputs, steps, call, after)
-
     def test_an_absent_call_is_an_error_only_if_it_is_needed(self):
         for kind, node in (("kernel", kernel(Held(0, 0))), ("memset", memset(Held(0, 0)))):
             with self.assertRaisesRegex(DriverError, f"^{SET_CALLS[kind]} returned NOT_FOUND$"):

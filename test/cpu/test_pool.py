@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 from bare_manager import bare_manager
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -55,6 +55,7 @@ class TestPoolRanges(TestCase):
             self.assertEqual(ranges.holds(address), holds(segments, address), hex(address))
 
     @settings(max_examples=100, deadline=None)
+    @example([([], False, [0, 1, 1 << 47])])  # an empty pool is asked once
     @given(st.lists(st.tuples(pools, st.booleans(), st.lists(st.integers(0, 80 * MIB), max_size=4)), max_size=6))
     def test_known_ranges_hold_until_they_are_forgotten(self, steps):
         allocator = Allocator()
@@ -69,12 +70,6 @@ class TestPoolRanges(TestCase):
                     known, snapshots = segments, snapshots + 1
                 self.assertEqual(ranges.holds(address), holds(known, address))
             self.assertEqual(allocator.snapshots, snapshots)
-
-    def test_an_empty_pool_is_asked_once(self):
-        allocator = Allocator()
-        ranges = PoolRanges(allocator.snapshot)
-        self.assertEqual([ranges.holds(address) for address in (0, 1, 1 << 47)], [False] * 3)
-        self.assertEqual(allocator.snapshots, 1)
 
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")

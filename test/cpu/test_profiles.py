@@ -26,16 +26,7 @@ from pygraph_trees.cuda import driver as driver_module
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.selection import profiles as module
 from pygraph_trees.selection.decision import Execution
-from pygraph_trees.selection.profiles import (
-    FORMAT,
-    Kept,
-    NoCacheFolder,
-    Profile,
-    Profiles,
-    ProfilesNotRemoved,
-    ProfilesUnusable,
-    machine,
-)
+from pygraph_trees.selection.profiles import Kept, NoCacheFolder, Profile, Profiles, ProfilesUnusable
 
 MACHINE = {"gpu": "NVIDIA H200", "cpu": "a CPU", "torch": "2.11.0+cu130"}
 DAY_S = 86400.0
@@ -90,8 +81,7 @@ class Folder(TestCase):
     def warned(self, *kinds):
         """Checks that exactly these warnings are given."""
         module._warned.clear()
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as found:
             yield found
         self.assertEqual([w.category for w in found], list(kinds))
 
@@ -162,7 +152,7 @@ class TestDamage(Folder):
         self.put(json.dumps({**json.loads(self.file.read_text()), "new": {"a": 1}}).encode())
         with self.warned():
             self.assertEqual(self.profiles.find(KEY), profile())
-        self.put(json.dumps({"format": FORMAT + 1, "key": 3}).encode())
+        self.put(json.dumps({"format": module.FORMAT + 1, "key": 3}).encode())
         with self.warned():
             self.assertIsNone(self.profiles.find(KEY))
             self.assertEqual(self.profiles.list(), ())
@@ -197,7 +187,7 @@ class TestDisk(Folder):
             self.assertIsNone(self.profiles.find(KEY))
             self.profiles.store(profile())
         self.assertEqual(list(self.profiles.folder.iterdir()), [self.file])
-        with self.assertRaisesRegex(ProfilesNotRemoved, "^profiles in .* could not be removed: "):
+        with self.assertRaisesRegex(module.ProfilesNotRemoved, "^profiles in .* could not be removed: "):
             self.profiles.clear()
 
     def test_permissions(self):
@@ -216,7 +206,7 @@ class TestDisk(Folder):
         with self.warned(ProfilesUnusable):
             self.profiles.store(profile(7))
             self.assertEqual(self.profiles.find(KEY), profile())
-        with self.assertRaisesRegex(ProfilesNotRemoved, "Permission denied"):
+        with self.assertRaisesRegex(module.ProfilesNotRemoved, "Permission denied"):
             self.profiles.clear()
         self.profiles.folder.chmod(0)
         with self.warned(ProfilesUnusable):
@@ -336,12 +326,12 @@ class TestMachine(TestCase):
             mock.patch.object(torch.cuda, "get_device_name", lambda device: f"GPU {device}"),
             mock.patch.object(driver_module, "driver", lambda: Driver(FakeApi())),
         ):
-            found = machine(1)
+            found = module.machine(1)
             self.assertEqual((found["gpu"], found["driver"], found["torch"]), ("GPU 1", "13000", torch.__version__))
             with mock.patch.dict(sys.modules, triton=None):
-                self.assertEqual(machine(0)["triton"], "none")
+                self.assertEqual(module.machine(0)["triton"], "none")
             with mock.patch.object(driver_module, "driver", lambda: None):
-                self.assertEqual(machine(0)["driver"], "unknown")
+                self.assertEqual(module.machine(0)["driver"], "unknown")
 
 
 class TestCommand(Folder):

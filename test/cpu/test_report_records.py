@@ -85,21 +85,16 @@ class TestLogs(TestCase):
         found = record.recordings[0]
         self.assertEqual([found.copied_bytes, *map(found.count, ("static", "managed", "live"))], [2048, 1, 0, 1])
 
-    def test_functions_are_numbered_within_the_graph_that_their_thread_compiles(self):
+    def test_each_thread_knows_the_graph_that_it_compiles(self):
         journal = Journal()
         graph, inner = GraphLog("Net", "0/0", "inference", SPLIT), GraphLog("B", None, "forward", ())
         with journal.compiling(graph), ThreadPoolExecutor(1) as other:
-            for number in (1, 2):
-                graph.functions += 1
-                journal.add_function(function(partition=number, graph=graph))
             self.assertIsNone(other.submit(lambda: journal.graph).result())
             with self.assertRaises(KeyError), journal.compiling(inner):
                 self.assertIs(journal.graph, inner)
                 raise KeyError
             self.assertIs(journal.graph, graph)
         self.assertIsNone(journal.graph)
-        _, functions = journal.records()
-        self.assertEqual([(f.partition, f.partitions) for f in functions], [(1, 2), (2, 2)])
 
     def test_facts_are_logged(self):
         with self.assertLogs("pygraph_trees.report", logging.DEBUG) as logs:

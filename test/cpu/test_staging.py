@@ -200,21 +200,14 @@ class TestBuffers(StagingTestCase):
         self.assertEqual([number for number, found in enumerate(kept) if found() is not None], [11])
 
     def test_a_pinned_value_is_copied_if_its_layout_differs(self):
+        """One value may be given for two inputs, and be copied for one of them."""
         self.pin()
-        buffers = Staging([torch.zeros(2, 4)])
-        buffers.take([0], {0: HostRead.LATER}, [0])
-        other = torch.arange(8.0).view(4, 2).t()
-        (address,) = buffers.put([other])
-        self.assertNotEqual(address, other.data_ptr())
-        self.assertEqual(read_at(address, torch.zeros(2, 4)), other)
-
-    def test_one_tensor_may_be_given_for_two_inputs(self):
-        self.pin()
-        buffers = Staging([torch.zeros(4), torch.zeros(4)], 0)
-        buffers.take([0, 1], {0: HostRead.LATER}, [0, 1])
-        value = torch.full((4,), 7.0)
-        self.assertEqual([read_at(address, value) for address in buffers.put([value, value])], [value] * 2)
-        self.assertEqual(buffers.in_place, [0])
+        for value, count, in_place in ((torch.arange(8.0).view(4, 2).t(), 1, []), (torch.full((2, 4), 7.0), 2, [0])):
+            buffers = Staging([torch.zeros(2, 4) for _ in range(count)], 0)
+            buffers.take(list(range(count)), {0: HostRead.LATER}, list(range(count)))
+            addresses = buffers.put([value] * count)
+            self.assertEqual([read_at(address, torch.zeros(2, 4)) for address in addresses], [value] * count)
+            self.assertEqual((buffers.in_place, addresses[0] == value.data_ptr()), (in_place, in_place == [0]))
 
     def test_reads_of_a_captured_graph_are_observed(self):
         """Only reads of this thread inside the context count."""

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-
 import torch
+from new_process import python
 from torch._inductor import config, cudagraph_trees
 from torch._logging._internal import trace_log
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -114,8 +110,7 @@ class TestStructuredTraces(TestCase):
             "log.not_graphed('no node reads it'); log.not_graphed('no node reads it')"
         )
         with tempfile.TemporaryDirectory() as folder:
-            env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_TRACE": folder}
-            done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+            done = python("-c", code, TORCH_TRACE=folder)
             self.assertEqual(done.returncode, 0, done.stderr)
             (written,) = Path(folder).iterdir()
             lines = written.read_text().splitlines()

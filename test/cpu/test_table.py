@@ -31,14 +31,7 @@ from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.table import launches, variant_launchers
 from pygraph_trees.indirection.table import pointer_table as tables
-from pygraph_trees.indirection.table.pointer_table import (
-    WIDTHS,
-    WRITER,
-    Warmups,
-    widths_for,
-    writer_function,
-    writer_signature,
-)
+from pygraph_trees.indirection.table.pointer_table import WIDTHS, WRITER, Warmups
 from pygraph_trees.indirection.table.variant_launchers import VariantLauncher
 from pygraph_trees.trees.recordings import recording
 
@@ -50,7 +43,7 @@ WRITER_OF = inspect.unwrap(tables.loaded_writer)  # without its cache
 class TestWriters(TestCase):
     @given(st.integers(0, 1000))
     def test_widths(self, count: int) -> None:
-        widths = widths_for(count)
+        widths = tables.widths_for(count)
         self.assertLessEqual(set(widths), set(WIDTHS))
         self.assertGreaterEqual(sum(widths), count)
         self.assertLess(sum(widths[:-1]), max(count, 1))
@@ -59,7 +52,7 @@ class TestWriters(TestCase):
         folder = self.enterContext(tempfile.TemporaryDirectory())
         self.enterContext(mock.patch.dict(os.environ, TRITON_CACHE_DIR=os.path.join(folder, "cache")))
         for width in WIDTHS:
-            source = ASTSource(writer_function(width), writer_signature(width), {}, {})
+            source = ASTSource(tables.writer_function(width), tables.writer_signature(width), {}, {})
             compiled = triton.compile(source, target=TARGET, options={"num_warps": 1})
             ptx = compiled.asm["ptx"]
             # The addresses by value, as whole 64-bit words, each stored as it is.

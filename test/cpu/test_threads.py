@@ -163,7 +163,10 @@ class TestThreads(TestCase):
             found = [on(thread, numbers) for thread in (one, other)]
         for before, here, backward, again in found:
             self.assertEqual((before, again), (here, backward))
-        self.assertEqual(len({value for values in found for value in values}), 4)
+        for _ in range(20):  # no thread has the number of one that has ended
+            with ThreadPoolExecutor(1) as thread:
+                found.append([on(thread, number), on(thread, number)])
+        self.assertEqual(len({value for values in found for value in values}), 24)
 
 
 class TestHome(TestCase):

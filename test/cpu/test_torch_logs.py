@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from new_process import python
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 SAY = "import logging; log = logging.getLogger('pygraph_trees.report'); log.info('an info'); log.debug('a debug')"
 
 
-def run_python(code, logs):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_LOGS": logs}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-
-
 class TestTorchLogs(TestCase):
-    def check(self, code, logs, *, info, debug):
-        done = run_python(f"{code}\n{SAY}", logs)
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertEqual(("an info" in done.stderr, "a debug" in done.stderr), (info, debug), done.stderr)
-        return done.stdout.strip()
-
-    def test_the_short_name_works_if_the_package_is_imported_first(self):
-        """It also works next to other names; the variable stays unchanged."""
-        self.check("import pygraph_trees, torch", "+pygraph", info=True, debug=True)
-        self.check("import pygraph_trees, torch", "pygraph", info=True, debug=False)
-        show = "import pygraph_trees, torch, os; print(os.environ['TORCH_LOGS'])"
-        shown = self.check(show, "+pygraph, graph_breaks", info=True, debug=True)
-        self.assertEqual(shown, "+pygraph, graph_breaks")
-
-    def test_the_package_name_works_if_torch_is_imported_first(self):
-        self.check("import torch, pygraph_trees", "+pygraph_trees", info=True, debug=True)
-
-    def test_logs_are_off_by_default(self):
-        self.check("import pygraph_trees, torch", "recompiles", info=False, debug=False)
+    def test_a_name_works_if_its_owner_is_imported_first(self):
+        """The short name also works next to other names, and the variable stays unchanged. Logs are off by default."""
+        for first, then, logs, info, debug in (
+            ("pygraph_trees", "torch", "+pygraph", True, True),
+            ("pygraph_trees", "torch", "pygraph", True, False),
+            ("pygraph_trees", "torch", "+pygraph, graph_breaks", True, True),
+            ("torch", "pygraph_trees", "+pygraph_trees", True, True),
+            ("pygraph_trees", "torch", "recompiles", False, False),
+        ):
+            code = f"import {first}, {then}, os; print(os.environ['TORCH_LOGS'])\n{SAY}"
+            done = python("-c", code, TORCH_LOGS=logs)
+            self.assertEqual((done.returncode, done.stdout.strip()), (0, logs), done.stderr)
+            self.assertEqual(("an info" in done.stderr, "a debug" in done.stderr), (info, debug), done.stderr)
 
     def test_entry_point_installs_nothing(self):
         code = (
             "import sys, torch\nfrom inductor_patches import register\n"
             "register(); register(); print('pygraph_trees' in sys.modules)"
         )
-        done = run_python(code, "recompiles")
+        done = python("-c", code, TORCH_LOGS="recompiles")
         self.assertEqual(done.stdout.strip(), "False", done.stderr)
 
 

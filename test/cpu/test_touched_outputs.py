@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import unittest
 import weakref
 from itertools import count, product
 from unittest import mock
 
 import torch
 from fake_trees import Trees, some
-from recordings_on_cpu import SIZE, Function
+from recordings_on_cpu import SIZE, Function, OnCpuTestCase
 from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState, StorageWeakRefWrapper, TensorWeakRef
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pygraph_trees.native import binding
 from pygraph_trees.trees.hooks import entry_points
 from pygraph_trees.trees.pools import capture_lock, pools
 from pygraph_trees.trees.pools.liveness import Deaths
@@ -67,12 +65,7 @@ def begin_step_ungraphed(function):
         function.manager.note_ungraphed([], is_forward=True)
 
 
-@unittest.skipIf(binding.extension is None, "C++ replays here")
-class OnCpuTestCase(TestCase):
-    def setUp(self):
-        super().setUp()
-        torch._C._set_cached_tensors_enabled(True)
-
+class TouchedTestCase(OnCpuTestCase):
     def check_steps(self, function, held=(), values=()):
         """The function gives right outputs at further calls, and held ones keep their values."""
         for step in (5, 6):
@@ -82,7 +75,7 @@ class OnCpuTestCase(TestCase):
 
 
 @instantiate_parametrized_tests
-class TestDropped(OnCpuTestCase):
+class TestDropped(TouchedTestCase):
     """The program changes an output and drops it."""
 
     def check_next(self, function, value=4.0, *, fast=True):
@@ -271,13 +264,17 @@ class TestDropped(OnCpuTestCase):
         self.assertEqual(done, ["wait", "copy", "wait", "wait"])
         del output
 
-    @parametrize("has_graph", [False, True])
-    def test_untouched_outputs_are_returned_again(self, has_graph):
-        """C++ does it without Python, even if autograd has used them."""
+    @parametrize("has_graph,is_inside", [(False, False), (False, True), (True, False)])
+    def test_untouched_outputs_are_returned_again(self, has_graph, is_inside):
+        """C++ does it without Python, even if autograd has used them, and in inference mode from its second call on."""
         function = Function(mode=FORWARD if has_graph else INFERENCE)
         graphed = under_autograd(function)
         leaf, objects = torch.ones(SIZE, requires_grad=True), set()
-        with mock.patch.object(Recording, "reconstruct_outputs", side_effect=AssertionError("it asked Python")):
+        made_again = mock.patch.object(Recording, "reconstruct_outputs", side_effect=AssertionError("it asked Python"))
+        with torch.inference_mode(is_inside):
+            if is_inside:
+                function.call(2.0)
+            self.enterContext(made_again)
             for step in range(3, 7):
                 output = graphed(leaf * step) if has_graph else function.call(step)[0]
                 self.assertEqual(output, all_of(step))
@@ -291,7 +288,7 @@ class TestDropped(OnCpuTestCase):
 
 
 @instantiate_parametrized_tests
-class TestKept(OnCpuTestCase):
+class TestKept(TouchedTestCase):
     """The program changes an output, or keeps a part of it, and goes on."""
 
     @parametrize("has_view", [False, True])
@@ -355,17 +352,21 @@ def interrupted(owner, name, at):
 
 
 @instantiate_parametrized_tests
-class TestInterrupts(OnCpuTestCase):
-    @parametrize("where", ["_exchange", "_forget", "remove_node_cached_tensors"])
+class TestInterrupts(TouchedTestCase):
+    @parametrize("where", ["_exchange", "_forget", "remove_node_cached_tensors", "remove_extra_reference"])
     @parametrize("is_kept", [False, True])
-    def test_while_outputs_are_moved(self, where, is_kept):
-        """The interrupt is at the second output or the only recording; all later outputs are right."""
+    def test_while_outputs_are_moved_or_dropped(self, where, is_kept):
+        """The interrupt is at the second output, at the only recording, or once torch has forgotten the tensors, but
+        not yet all the references that it expects to them. All later outputs are right."""
         function = Function(outputs=2)
         outputs = function.call(3.0)
-        owner, at = (kept_outputs, 2) if hasattr(kept_outputs, where) else (Recording, 1)
-        with interrupted(owner, where, at), self.assertRaises(KeyboardInterrupt):
-            function.call(4.0)
-        self.assertEqual(outputs, [all_of(3)] * 2)
+        if where == "remove_extra_reference" and not is_kept:
+            outputs[0].tag = 1
+            outputs.clear()
+        owners = {"remove_node_cached_tensors": Recording, "remove_extra_reference": StorageWeakRefWrapper}
+        with interrupted(owners.get(where, kept_outputs), where, 1 if where in owners else 2):
+            self.assertRaises(KeyboardInterrupt, function.call, 4.0)
+        self.assertEqual(outputs, [all_of(3)] * len(outputs))
         if not is_kept:
             outputs.clear()
         self.check_steps(function, outputs, [3, 3] * is_kept)
@@ -400,18 +401,6 @@ class TestInterrupts(OnCpuTestCase):
         if not is_kept:
             first.clear()
         self.check_steps(function, first, [3] * is_kept)
-
-    @parametrize("is_kept", [False, True])
-    def test_while_cached_outputs_are_dropped(self, is_kept):
-        """Torch has forgotten the tensors, but not yet all the references that it expects to them."""
-        function = Function(outputs=2)
-        outputs = function.call(3.0)
-        if not is_kept:
-            outputs[0].tag = 1
-            outputs.clear()
-        with interrupted(StorageWeakRefWrapper, "remove_extra_reference", 1), self.assertRaises(KeyboardInterrupt):
-            function.call(4.0)
-        self.check_steps(function, outputs, [3, 3] * is_kept)
 
     def test_while_references_are_redirected(self):
         """The interrupt is at the first reference. None is freed twice, which would crash."""

@@ -126,9 +126,7 @@ class TrialTestCase(TestCase):
 
     def setUp(self):
         self.world, self.turn = World(), Turn()
-        patcher = mock.patch.object(members.time, "perf_counter_ns", lambda: self.world.now_ns)
-        patcher.start()
-        self.addCleanup(patcher.stop)
+        self.enterContext(mock.patch.object(members.time, "perf_counter_ns", lambda: self.world.now_ns))
 
     def trial(self, found=None):
         """A trial whose memory has ``found``. Replays are on the slow path, so that few kernels leave a doubt."""
@@ -449,7 +447,7 @@ class TestTrial(TrialTestCase):
 
     def test_nobody_waits_for_a_change(self):
         """A finalizer that comes during a change calls functions, and waits for a backward in another thread."""
-        _, forward, backward = self.pair()
+        trial, forward, backward = self.pair()
         inside = []
 
         def finalize():
@@ -461,6 +459,7 @@ class TestTrial(TrialTestCase):
         with ThreadPoolExecutor(1) as autograd:
             self.steps(60, forward, lambda x: autograd.submit(backward, x).result())
         self.assertEqual(inside, [[6], [7]])
+        self.assertIsNotNone(trial.compared)
         self.assertEqual((forward.went, backward.went), ([Execution.GRAPHED], [Execution.GRAPHED]))
 
     def test_a_call_that_records_again_is_not_measured(self):
@@ -574,14 +573,6 @@ class TestTrial(TrialTestCase):
                 break
             self.assertEqual((function.went, joined[0].went), ([Execution.GRAPHED], [Execution.GRAPHED]))
         self.assertGreater(line, 5)
-
-    def test_a_backward_has_a_thread_of_its_own(self):
-        trial = self.trial()
-        forward, backward = (Function(self.world, trial, kernels=2) for _ in range(2))
-        with ThreadPoolExecutor(1) as other:
-            self.steps(30, forward, lambda x: other.submit(backward, x).result())
-        self.assertEqual((forward.went, backward.went), ([Execution.GRAPHED], [Execution.GRAPHED]))
-        self.assertIsNotNone(trial.compared)
 
     def test_an_error_of_the_program_does_not_end_the_trial(self):
         trial, function = self.one()

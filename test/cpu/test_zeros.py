@@ -36,6 +36,7 @@ class TestZeros(TestCase):
         return FunctionModel(run, settings, FunctionLog("f", "0/0", mode, 1, {}))
 
     def test_they_get_memory_and_keep_their_strides(self):
+        """All do, or only those at the given indices."""
         other, number = torch.ones(2), 7
         inputs = [zeros(2, 3), other, number, zeros(2, 3).t(), zeros(3).expand(2, 3)]
         give_memory(inputs)
@@ -45,10 +46,7 @@ class TestZeros(TestCase):
             self.assertTrue(has_memory(inputs[index]))
             self.assertEqual((tuple(inputs[index].shape), inputs[index].stride()), (shape, strides))
             self.assertEqual(inputs[index], torch.zeros(shape, dtype=torch.float16))
-
-    def test_only_the_given_indices(self):
-        inputs = [zeros(2), zeros(2)]
-        give_memory(inputs, [1])
+        give_memory(inputs := [zeros(2), zeros(2)], [1])
         self.assertEqual([has_memory(value) for value in inputs], [False, True])
 
     def test_a_warm_up_and_a_recording_have_memory(self):
