@@ -13,6 +13,7 @@ import functools
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -123,8 +124,9 @@ def run(
     Raises:
         RuntimeError: a worker cannot work at all.
     """
-    outcome, start = Outcome(), time.monotonic()
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as judges:
+    outcome, start, stopped = Outcome(), time.monotonic(), threading.Event()
+    with ThreadPoolExecutor() as judges, contextlib.ExitStack() as stack:
+        stack.callback(stopped.set)  # after an interrupt, nobody judges any longer
         jobs = campaign.jobs
         most = [None if campaign.most_cases is None else len(range(n, campaign.most_cases, jobs)) for n in range(jobs)]
         workers = [stack.enter_context(_Worker(campaign, campaign.seconds, n, most[n])) for n in range(jobs)]
@@ -140,7 +142,7 @@ def run(
             for worker in [w for w in workers if w.ended()]:
                 workers.remove(worker)
                 outcome.counts.add(worker.counts())
-                judged[judges.submit(_judged, campaign, worker)] = worker
+                judged[judges.submit(_judged, campaign, worker, stopped)] = worker
             for verdict in [v for v in judged if v.done()]:
                 worker, (by_torch, failure) = judged.pop(verdict), verdict.result()
                 outcome.counts.torch_differs += by_torch and not worker.lost_by_eager
@@ -155,44 +157,45 @@ def run(
     return outcome
 
 
-def _judged(campaign: Campaign, worker: _Worker) -> tuple[bool, Failure | None]:
+def _judged(campaign: Campaign, worker: _Worker, stopped: threading.Event) -> tuple[bool, Failure | None]:
     """Whether torch ended a worker, and otherwise its failure, if any; may take minutes."""
     if worker.cause is not None:
         case = worker.last_case()
         text = "" if case is None else case.text()
         print(f"program {worker.number} ended its process: {worker.cause}\n{text}", file=sys.stderr, flush=True)
-    by_torch = worker.lost_by_eager or _control_dies(campaign, worker)
-    return by_torch, None if by_torch else _failure(campaign, worker)
+    by_torch = worker.lost_by_eager or _control_dies(campaign, worker, stopped)
+    return by_torch, None if by_torch else _failure(campaign, worker, stopped)
 
 
-def _control_dies(campaign: Campaign, worker: _Worker) -> bool:
+def _control_dies(campaign: Campaign, worker: _Worker, stopped: threading.Event) -> bool:
     """Whether the case that killed a worker also kills one that runs only the control, or only un-graphed code."""
     case = worker.last_case() if worker.cause is not None else None
     if case is None or campaign.control is None:
         return False
     for way in dict.fromkeys((campaign.control, UNGRAPHED)):
-        with _alone(replace(campaign, under_test=way, control=None, exactly=None), case) as single:
+        with _alone(replace(campaign, under_test=way, control=None, exactly=None), case, stopped) as single:
             if single.cause is not None:
                 return True
     return False
 
 
 @contextlib.contextmanager
-def _alone(campaign: Campaign, case: Case) -> Iterator[_Worker]:
-    """A worker that has run one case and has ended."""
+def _alone(campaign: Campaign, case: Case, stopped: threading.Event) -> Iterator[_Worker]:
+    """A worker that has run one case and has ended. Raises InterruptedError once the campaign is stopped."""
     with _Worker(campaign, 0.0, 0, 1, case) as single:
         while not single.ended():
-            time.sleep(_POLL_S)
+            if stopped.wait(_POLL_S):
+                raise InterruptedError
         yield single
 
 
-def _failure(campaign: Campaign, worker: _Worker) -> Failure | None:
+def _failure(campaign: Campaign, worker: _Worker, stopped: threading.Event) -> Failure | None:
     """The failure of a worker that has ended, if any."""
     if worker.cause is None:
         failure = worker.failure()
         if failure is None:
             return None
-        with _alone(campaign, failure.case) as single:
+        with _alone(campaign, failure.case, stopped) as single:
             if single.cause is None and single.failure() is None:
                 return replace(failure, message=f"{failure.message} (but not in a process of its own)")
         return failure
@@ -201,7 +204,7 @@ def _failure(campaign: Campaign, worker: _Worker) -> Failure | None:
         raise RuntimeError(f"the worker died before its first case: {worker.cause}")
 
     def fails(smaller: Case) -> bool:
-        with _alone(campaign, smaller) as single:
+        with _alone(campaign, smaller, stopped) as single:
             return single.cause is not None or single.failure() is not None
 
     if worker.is_late:  # otherwise the machine was busy; each try to make the case smaller would take as long
