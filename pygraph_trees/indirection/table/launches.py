@@ -52,10 +52,15 @@ class Tap:
         return withdraw
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def scope(self, launch: Launch) -> Iterator[None]:
+        """Inside this scope, ``launch`` makes the launches of this thread."""
         self._change(1)
         try:
-            yield
+            before, _here.launch = _here.launch, launch
+            try:
+                yield
+            finally:
+                _here.launch = before
         finally:
             self._change(-1)
 
@@ -93,16 +98,6 @@ def watched(upstream: Run) -> Run:
 
 
 @contextlib.contextmanager
-def _launching(launch: Launch) -> Iterator[None]:
-    with tap.held():
-        before, _here.launch = _here.launch, launch
-        try:
-            yield
-        finally:
-            _here.launch = before
-
-
-@contextlib.contextmanager
 def noting(addresses: Mapping[int, int]) -> Iterator[dict[tuple[Any, frozenset[str]], set[tuple[str, int]]]]:
     """Notes which kernels are given one of these addresses, by index of the input, inside the scope.
 
@@ -120,7 +115,7 @@ def noting(addresses: Mapping[int, int]) -> Iterator[dict[tuple[Any, frozenset[s
             found.setdefault((autotuner, frozenset(name for name, _ in inputs)), set()).update(inputs)
         return result
 
-    with _launching(launch):
+    with tap.scope(launch):
         yield found
 
 
@@ -147,7 +142,7 @@ def through(slots: Mapping[int, torch.Tensor], note_reader: Callable[[VariantLau
             note_reader(variant, found[name][1])
         return result
 
-    with _launching(launch):
+    with tap.scope(launch):
         yield
 
 

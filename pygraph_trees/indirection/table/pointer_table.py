@@ -120,10 +120,6 @@ def writer_function(width: int) -> Any:
     return triton.jit(names[f"{WRITER}_{width}"])
 
 
-def writer_signature(width: int) -> dict[str, str]:
-    return {"table": "*i64", **{f"address{i}": "i64" for i in range(width)}}
-
-
 def current_target() -> Any:
     """Triton's target for the current device."""
     import triton
@@ -136,7 +132,8 @@ def compile_writer(width: int, target: Any) -> Any:
     import triton
     from triton.compiler import ASTSource
 
-    source = ASTSource(writer_function(width), writer_signature(width), {}, {})
+    signature = {"table": "*i64", **{f"address{i}": "i64" for i in range(width)}}
+    source = ASTSource(writer_function(width), signature, {}, {})
     return triton.compile(source, target=target, options={"num_warps": 1})
 
 

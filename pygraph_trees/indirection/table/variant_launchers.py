@@ -103,8 +103,7 @@ def compile_variant(autotuner: Any, config: Any, names: Collection[str]) -> tupl
     if fn.fn is None and reload is not None:  # it comes from a compiling process, without source
         fn = reload().fn
     meta = autotuner._create_compile_meta(config)
-    signature, constants, attrs = meta["signature"], meta["constants"], meta["configs"][0]
-    variant = with_slots(fn, signature, constants, attrs, names, meta)
+    variant = with_slots(fn, meta["signature"], meta["constants"], meta["configs"][0], names, meta)
     twin = object.__new__(type(autotuner))  # copying an autotuner prepares it for another process
     twin.__dict__.update(autotuner.__dict__)
     twin.fn = variant.fn
