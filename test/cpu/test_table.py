@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from test_live_inputs import KERNEL, UNHELD, Graph, LiveInputsTestCase, at
 from torch.testing._internal.common_utils import TestCase, run_tests
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from pygraph_trees.indirection import retired
 from pygraph_trees.indirection.choosing import choose
@@ -52,8 +51,7 @@ class TestWriters(TestCase):
         folder = self.enterContext(tempfile.TemporaryDirectory())
         self.enterContext(mock.patch.dict(os.environ, TRITON_CACHE_DIR=os.path.join(folder, "cache")))
         for width in WIDTHS:
-            source = ASTSource(tables.writer_function(width), tables.writer_signature(width), {}, {})
-            compiled = triton.compile(source, target=TARGET, options={"num_warps": 1})
+            compiled = tables.compile_writer(width, TARGET)
             ptx = compiled.asm["ptx"]
             # The addresses by value, as whole 64-bit words, each stored as it is.
             self.assertEqual(len(re.findall(r"\.param \.u64 (?!\.ptr)\w+_param_\d+", ptx)), width, ptx[:2000])

@@ -25,8 +25,9 @@ from triton.compiler import ASTSource
 
 from pygraph_trees.indirection.table import builds, variant_launchers
 from pygraph_trees.indirection.table import pointer_table as table
-from pygraph_trees.indirection.table.builds import Job, Worker, WriterJob, compile_jobs, job_of
+from pygraph_trees.indirection.table import worker as workers
 from pygraph_trees.indirection.table.pointer_table import Reader
+from pygraph_trees.indirection.table.worker import Job, Worker, WriterJob, compile_jobs, job_of
 
 
 class Function:
@@ -58,11 +59,11 @@ class TestBuilding(TestCase):
         self.readers = [Reader(FakeAutotuner(kernel), frozenset({"in_ptr0"}), inputs) for kernel in ("a", "b", "c")]
         self.error: Exception | None = None
         for target, name, value in (
-            (builds, "readers_of", lambda function: self.readers),
+            (table, "readers_of", lambda function: self.readers),
             (builds, "job_of", self.job_of),
-            (builds, "current_target", lambda: "a target"),
-            (builds, "loaded_writer", lambda device, width: self.load((device, width)) or "a writer"),
-            (builds.Worker, "start", self.start),
+            (table, "current_target", lambda: "a target"),
+            (table, "loaded_writer", lambda device, width: self.load((device, width)) or "a writer"),
+            (Worker, "start", self.start),
             (torch.cuda, "device", lambda device: contextlib.nullcontext(self.assertEqual(device, 3))),
             (builds, "_builds", weakref.WeakKeyDictionary()),
             (table, "_taken", weakref.WeakKeyDictionary()),
@@ -132,7 +133,7 @@ class TestBuilding(TestCase):
             self.go_on()
             self.started[0].compiled = {0, 1, 2}
             self.go_on()
-            with mock.patch.object(builds, "loaded_writer", return_value=None):
+            with mock.patch.object(table, "loaded_writer", return_value=None):
                 self.assertIs(self.go_on(), False)
             self.assertTrue(builds.is_over(self.function))
         with self.subTest("no kernel can be compiled elsewhere"):
@@ -244,7 +245,7 @@ class TestWorker(TestCase):
         time.sleep(0.5)
         self.assertIsNone(worker.done())
         with (
-            mock.patch.object(builds, "_MOST_S", 0.0),
+            mock.patch.object(workers, "_MOST_S", 0.0),
             self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
         ):
             self.assertEqual(worker.done(), {0, 1})

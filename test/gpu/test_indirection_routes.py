@@ -19,13 +19,13 @@ import pygraph_trees
 from pygraph_trees.indirection import addresses
 from pygraph_trees.indirection.route_rule import LEAST_KERNELS, RouteChooser
 from pygraph_trees.indirection.table import variant_launchers
-from pygraph_trees.indirection.table.builds import Worker, compile_jobs
 from pygraph_trees.indirection.table.variant_launchers import VariantLauncher
+from pygraph_trees.indirection.table.worker import Worker, compile_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pygraph_trees.indirection.table.builds import Job
+    from pygraph_trees.indirection.table.worker import Job
 
 START = Worker.start  # of a process
 INPUTS = 8

@@ -11,14 +11,11 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from . import variant_launchers
-
-if TYPE_CHECKING:
-    from .variant_launchers import VariantLauncher
+from .variant_launchers import VariantLauncher, parameters, sole_launcher, variant_of
 
 Run = Callable[..., Any]
 Launch = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # upstream's method, autotuner, arguments
@@ -35,50 +32,48 @@ class Tap:
     """Puts the wrapper on while a scope is open. The code that installs patches offers the function that does so."""
 
     def __init__(self) -> None:
+        self.put_on: Callable[[], Callable[[], None]] | None = None
         self._lock = threading.RLock()
-        self._put_on: Callable[[], Callable[[], None]] | None = None
         self._take_off: Callable[[], None] | None = None
-        self._held = 0
-
-    @property
-    def is_offered(self) -> bool:
-        return self._put_on is not None
+        self._held = 0  # scopes
 
     def offer(self, put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         """Offers ``put_on``, which applies the wrapper and returns the function that removes it.
 
         The returned function withdraws the offer.
         """
-        with self._lock:
-            self._put_on = put_on
-            self._change()
+        self.put_on = put_on
+        self._change()
 
         def withdraw() -> None:
-            with self._lock:
-                self._put_on = None
-                self._change()
+            self.put_on = None
+            self._change()
 
         return withdraw
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        with self._lock:
-            self._held += 1
-            self._change()
+    def scope(self, launch: Launch) -> Iterator[None]:
+        """Inside this scope, ``launch`` makes the launches of this thread."""
+        self._change(1)
         try:
-            yield
+            before, _here.launch = _here.launch, launch
+            try:
+                yield
+            finally:
+                _here.launch = before
         finally:
-            with self._lock:
-                self._held -= 1
-                self._change()
+            self._change(-1)
 
-    def _change(self) -> None:
-        wanted = self._put_on if self._held else None
-        if wanted is None and self._take_off is not None:
-            take_off, self._take_off = self._take_off, None
-            take_off()
-        elif wanted is not None and self._take_off is None:
-            self._take_off = wanted()
+    def _change(self, held: int = 0) -> None:
+        """Counts scopes that begin or end, then puts the wrapper on or takes it off if that is due."""
+        with self._lock:
+            self._held += held
+            wanted = self.put_on if self._held else None
+            if wanted is None and self._take_off is not None:
+                take_off, self._take_off = self._take_off, None
+                take_off()
+            elif wanted is not None and self._take_off is None:
+                self._take_off = wanted()
 
 
 tap = Tap()
@@ -86,7 +81,7 @@ tap = Tap()
 
 def available() -> bool:
     """Whether launches can be watched on this torch."""
-    return tap.is_offered
+    return tap.put_on is not None
 
 
 def watched(upstream: Run) -> Run:
@@ -103,16 +98,6 @@ def watched(upstream: Run) -> Run:
 
 
 @contextlib.contextmanager
-def _launching(launch: Launch) -> Iterator[None]:
-    with tap.held():
-        before, _here.launch = _here.launch, launch
-        try:
-            yield
-        finally:
-            _here.launch = before
-
-
-@contextlib.contextmanager
 def noting(addresses: Mapping[int, int]) -> Iterator[dict[tuple[Any, frozenset[str]], set[tuple[str, int]]]]:
     """Notes which kernels are given one of these addresses, by index of the input, inside the scope.
 
@@ -122,17 +107,15 @@ def noting(addresses: Mapping[int, int]) -> Iterator[dict[tuple[Any, frozenset[s
     found: dict[tuple[Any, frozenset[str]], set[tuple[str, int]]] = {}
 
     def launch(run: Run, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Read before the launch: the arguments may be gone after it.
-        given = [value.data_ptr() if isinstance(value, torch.Tensor) else 0 for value in args]
+        given = _addresses(args)  # before the launch: the arguments may be gone after it
         result = run(autotuner, *args, **kwargs)
-        launcher = variant_launchers.sole_launcher(autotuner)
-        names = zip(() if launcher is None else variant_launchers.parameters(launcher), given, strict=False)
-        inputs = {(name, i) for name, address in names for i, at in addresses.items() if at == address}
+        named = zip(parameters(sole_launcher(autotuner)), given, strict=False)
+        inputs = {(name, i) for name, address in named for i, at in addresses.items() if at == address}
         if inputs:
             found.setdefault((autotuner, frozenset(name for name, _ in inputs)), set()).update(inputs)
         return result
 
-    with _launching(launch):
+    with tap.scope(launch):
         yield found
 
 
@@ -144,11 +127,10 @@ def through(slots: Mapping[int, torch.Tensor], note_reader: Callable[[VariantLau
     """
 
     def launch(run: Run, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        launcher = variant_launchers.sole_launcher(autotuner)
-        names = enumerate(zip(() if launcher is None else variant_launchers.parameters(launcher), args, strict=False))
-        tensors = {name: (position, value.data_ptr()) for position, (name, value) in names if _is_tensor(value)}
-        found = {name: place for name, place in tensors.items() if place[1] in slots}
-        variant = variant_launchers.variant_of(launcher, found) if found else None
+        launcher = sole_launcher(autotuner)
+        named = enumerate(zip(parameters(launcher), _addresses(args), strict=False))
+        found = {name: (position, address) for position, (name, address) in named if address in slots}
+        variant = variant_of(launcher, found) if found else None
         if variant is None:
             return run(autotuner, *args, **kwargs)
         given = list(args)
@@ -160,9 +142,10 @@ def through(slots: Mapping[int, torch.Tensor], note_reader: Callable[[VariantLau
             note_reader(variant, found[name][1])
         return result
 
-    with _launching(launch):
+    with tap.scope(launch):
         yield
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+def _addresses(args: tuple[Any, ...]) -> list[int]:
+    """The addresses of a launch's tensors; 0 for other arguments."""
+    return [value.data_ptr() if isinstance(value, torch.Tensor) else 0 for value in args]

@@ -50,17 +50,16 @@ class Table:
 
     def __init__(self, device: int, addresses: Sequence[int]) -> None:
         widths = widths_for(len(addresses))
-        place = torch.device("cuda", device)
+        padded = [*addresses, *[0] * (sum(widths) - len(addresses))]
         self._launches: list[tuple[_Writer, torch.Tensor, list[int]]] = []
         self._readers: dict[int, dict[VariantLauncher, None]] = {}  # by address
         with torch.cuda.device(device):
-            writers = [loaded_writer(device, width) for width in widths]
-            memory = torch.empty(sum(widths), dtype=torch.int64, device=place)
+            memory = torch.empty(len(padded), dtype=torch.int64, device=torch.device("cuda", device))
             begin = 0
-            for writer, width in zip(writers, widths, strict=True):
+            for width in widths:
+                writer = loaded_writer(device, width)
                 assert writer is not None
-                given = list(addresses[begin : begin + width])
-                self._launches.append((writer, memory[begin:], [*given, *[0] * (width - len(given))]))
+                self._launches.append((writer, memory[begin:], padded[begin : begin + width]))
                 begin += width
             self._slots = {address: memory[i : i + 1] for i, address in enumerate(addresses)}
             self._write()  # loads the writers, which a capture must not do
@@ -121,10 +120,6 @@ def writer_function(width: int) -> Any:
     return triton.jit(names[f"{WRITER}_{width}"])
 
 
-def writer_signature(width: int) -> dict[str, str]:
-    return {"table": "*i64", **{f"address{i}": "i64" for i in range(width)}}
-
-
 def current_target() -> Any:
     """Triton's target for the current device."""
     import triton
@@ -137,7 +132,8 @@ def compile_writer(width: int, target: Any) -> Any:
     import triton
     from triton.compiler import ASTSource
 
-    source = ASTSource(writer_function(width), writer_signature(width), {}, {})
+    signature = {"table": "*i64", **{f"address{i}": "i64" for i in range(width)}}
+    source = ASTSource(writer_function(width), signature, {}, {})
     return triton.compile(source, target=target, options={"num_warps": 1})
 
 
@@ -236,11 +232,11 @@ class Warmups:
             return contextlib.nullcontext()
         if step != self._step:
             self._step, self._live = step, set()
-        tensors = {index: value for index, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
         try:
             addresses = {
                 index: value.data_ptr()
-                for index, value in tensors.items()
+                for index, value in enumerate(inputs)
+                if isinstance(value, torch.Tensor)
                 if index not in static or (is_backward and value.data_ptr() in self._live)
                 if why_not_placeholder(value, device, value.is_cuda and pool.holds(value.data_ptr())) is None
             }

@@ -34,7 +34,11 @@ class VariantLauncher:
 
     def launch(self, autotuner: Any, args: Collection[Any], kwargs: dict[str, Any]) -> Any:
         """Launches the variant as ``CachingAutotuner.run`` launches the original."""
-        _provide_scratch(autotuner)
+        import triton
+
+        device = autotuner.device_props.type
+        # Kernels that need scratch memory get it from torch, as upstream provides before a launch.
+        triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
         return self.run(*args, **{name: value for name, value in kwargs.items() if name != "benchmark_run"})
 
 
@@ -51,7 +55,7 @@ def sole_launcher(autotuner: Any) -> Any:
 
 
 def parameters(launcher: Any) -> tuple[str, ...]:
-    """The names of a launcher's parameters; the last is the stream. Empty if it is not a Python function."""
+    """The names of a launcher's parameters; the last is the stream. Empty if it is None, or no Python function."""
     code = getattr(launcher, "__code__", None)
     return () if code is None else code.co_varnames[: code.co_argcount]
 
@@ -77,15 +81,14 @@ def build(autotuner: Any, names: frozenset[str]) -> VariantLauncher | None:
     if launcher is None:
         return None
     built = _built.setdefault(launcher, {})
-    if names in built:
-        return built[names]
-    built[names] = None
-    try:
-        built[names] = _made(autotuner, launcher, names)
-    except NoVariant as error:
-        _log.info("%s", error)
-    except Exception as error:  # from Triton, from the driver, from another version's Inductor
-        _log.warning("%s was not compiled to take pointers from slots: %s", name_of(autotuner), error)
+    if names not in built:
+        built[names] = None
+        try:
+            built[names] = _made(autotuner, launcher, names)
+        except NoVariant as error:
+            _log.info("%s", error)
+        except Exception as error:  # from Triton, from the driver, from another version's Inductor
+            _log.warning("%s was not compiled to take pointers from slots: %s", name_of(autotuner), error)
     return built[names]
 
 
@@ -96,10 +99,11 @@ def compile_variant(autotuner: Any, config: Any, names: Collection[str]) -> tupl
     """
     if is_for_any_device(autotuner):
         raise NoVariant(kernel=name_of(autotuner), why=Reason.ANY_DEVICE())
-    fn = _with_source(autotuner)
+    fn, reload = autotuner.fn, getattr(autotuner, "_reload_kernel", None)
+    if fn.fn is None and reload is not None:  # it comes from a compiling process, without source
+        fn = reload().fn
     meta = autotuner._create_compile_meta(config)
-    signature, constants, attrs = meta["signature"], meta["constants"], meta["configs"][0]
-    variant = with_slots(fn, signature, constants, attrs, names, meta)
+    variant = with_slots(fn, meta["signature"], meta["constants"], meta["configs"][0], names, meta)
     twin = object.__new__(type(autotuner))  # copying an autotuner prepares it for another process
     twin.__dict__.update(autotuner.__dict__)
     twin.fn = variant.fn
@@ -112,8 +116,10 @@ def compile_variant(autotuner: Any, config: Any, names: Collection[str]) -> tupl
 
 
 def _made(autotuner: Any, launcher: Any, names: frozenset[str]) -> VariantLauncher:
+    from torch._dynamo.device_interface import DeviceGuard
+
     compiled, slots = compile_variant(autotuner, launcher.config, names)
-    with _on_its_device(autotuner):
+    with DeviceGuard(autotuner.get_device_interface(), autotuner.triton_meta["device"]):
         run = compiled.make_launcher()
     if parameters(run) != parameters(launcher):
         raise NoVariant(kernel=name_of(autotuner), why=Reason.OTHER_PARAMETERS(parameters=parameters(run)))
@@ -124,32 +130,10 @@ def _made(autotuner: Any, launcher: Any, names: frozenset[str]) -> VariantLaunch
 
 def _fits_as_often(run: Any, original: Any) -> bool:
     """Whether a multiprocessor is known to hold as many blocks of one launcher's kernel as of the original's."""
-    needs = [(launcher.n_regs, launcher.shared) for launcher in (run, original)]
-    if any(None in need for need in needs):
+    if None in (run.n_regs, run.shared, original.n_regs, original.shared):
         return False
-    (registers, shared), (had_registers, had_shared) = needs
-    return -(-registers // _REGISTERS) <= -(-had_registers // _REGISTERS) and shared <= had_shared
-
-
-def _with_source(autotuner: Any) -> Any:
-    """The kernel as ``triton.jit`` made it; one from a compiling process comes without source and is loaded again."""
-    fn = autotuner.fn
-    reload = getattr(autotuner, "_reload_kernel", None)
-    return reload().fn if fn.fn is None and reload is not None else fn
-
-
-def _on_its_device(autotuner: Any) -> Any:
-    from torch._dynamo.device_interface import DeviceGuard
-
-    return DeviceGuard(autotuner.get_device_interface(), autotuner.triton_meta["device"])
-
-
-def _provide_scratch(autotuner: Any) -> None:
-    """Lets kernels that need scratch memory get it from torch, as upstream does before a launch."""
-    import triton
-
-    device = autotuner.device_props.type
-    triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
+    units = -(-run.n_regs // _REGISTERS)
+    return units <= -(-original.n_regs // _REGISTERS) and run.shared <= original.shared
 
 
 def name_of(autotuner: Any) -> str:

@@ -9,6 +9,7 @@ variant raises :class:`NoVariant`.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
 import linecache
@@ -30,12 +31,6 @@ _ELEMENTS = {
     "u1": "int1",
     **{"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"},
     **{f"fp8{form}": f"float8{form}" for form in ("e4nv", "e4b8", "e4b15", "e5", "e5b16")},
-}
-
-# Options with which a kernel cannot have a variant.
-_REFUSED_OPTIONS = {
-    "launch_cooperative_grid": Reason.COOPERATIVE,
-    "launch_pdl": Reason.EARLY,
 }
 
 
@@ -70,46 +65,40 @@ def with_slots(
 
     Raises :class:`NoVariant`.
     """
-    name = getattr(fn, "__name__", type(fn).__name__)
-
-    def refuse(why: Why) -> NoVariant:
-        return NoVariant(kernel=name, why=why)
-
-    for option, reason in _REFUSED_OPTIONS.items():
-        if options and options.get(option):
-            raise refuse(reason())
-    why_not = _why_not(fn)
+    refusal = functools.partial(NoVariant, kernel=getattr(fn, "__name__", type(fn).__name__))
+    why_not = _why_not(fn, options or {})
     if why_not is not None:
-        raise refuse(why_not)
-    arguments: list[str] = fn.arg_names
+        raise refusal(why=why_not)
     slots = frozenset(name for name in names if _can_be_slot(fn, name, signature, constants))
     if not slots:
-        raise refuse(Reason.NO_POINTER())
+        raise refusal(why=Reason.NO_POINTER())
     tree = _definition(fn)
     if tree is None:
-        raise refuse(Reason.NO_SOURCE())
+        raise refusal(why=Reason.NO_SOURCE())
     variable = _left_out_of_keys(fn)
     if variable is not None:
-        raise refuse(Reason.GLOBAL_VARIABLE(name=variable))
+        raise refusal(why=Reason.GLOBAL_VARIABLE(name=variable))
 
     language = _unused_name("_language", tree)
-    chosen = [argument for argument in arguments if argument in slots]
-    prologue = [
-        _load(language, slot, signature[slot], _divisibility(attrs.get((arguments.index(slot),)))) for slot in chosen
-    ]
+    chosen = [(i, argument) for i, argument in enumerate(fn.arg_names) if argument in slots]
+    prologue = [_load(language, slot, signature[slot], attrs.get((i,))) for i, slot in chosen]
     return Variant(
-        fn=_rebuilt(fn, _text(tree, chosen, prologue), language, chosen),
+        fn=_rebuilt(fn, _text(tree, slots, prologue), language, slots),
         signature={argument: SLOT if argument in slots else ty for argument, ty in signature.items()},
-        attrs={path: value for path, value in attrs.items() if arguments[path[0]] not in slots},
+        attrs={path: value for path, value in attrs.items() if fn.arg_names[path[0]] not in slots},
         slots=slots,
     )
 
 
-def _why_not(fn: Any) -> Why | None:
+def _why_not(fn: Any, options: Mapping[str, Any]) -> Why | None:
     """Why a kernel cannot have a variant, whatever its parameters."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
+    if options.get("launch_cooperative_grid"):
+        return Reason.COOPERATIVE()
+    if options.get("launch_pdl"):
+        return Reason.EARLY()
     if not isinstance(fn, (JITFunction, InterpretedFunction)):
         return Reason.NOT_TRITON(type=type(fn).__name__)
     if fn.fn is None:
@@ -132,14 +121,7 @@ def _can_be_slot(fn: Any, name: str, signature: Mapping[str, Any], constants: Ma
 
 def _element(ty: str) -> str | None:
     """The name, in Triton's language, of a pointer's element type; None if ``ty`` is no pointer to numbers."""
-    if not ty.startswith("*"):
-        return None
-    return _ELEMENTS.get(ty[1:].removeprefix("k"))  # k: nothing is stored through it
-
-
-def _divisibility(attributes: Any) -> int | None:
-    """The known divisor of an argument; None if none is known."""
-    return next((value for key, value in attributes or () if key == "tt.divisibility"), None)
+    return _ELEMENTS.get(ty[1:].removeprefix("k")) if ty.startswith("*") else None  # k: nothing is stored through it
 
 
 def _left_out_of_keys(fn: Any) -> str | None:
@@ -195,11 +177,12 @@ def _unused_name(wish: str, tree: ast.FunctionDef) -> str:
     return wish
 
 
-def _load(language: str, slot: str, ty: str, divisibility: int | None) -> ast.stmt:
-    """The statement that replaces a slot's address with the pointer in the slot."""
+def _load(language: str, slot: str, ty: str, attributes: Any) -> ast.stmt:
+    """The statement that replaces a slot's address with the pointer in the slot, which is as aligned as is known."""
     pointer = f"{language}.load({slot}).to({language}.pointer_type({language}.{_element(ty)}))"
-    if divisibility is not None:
-        pointer = f"{language}.multiple_of({pointer}, {divisibility})"
+    divisor = next((value for key, value in attributes or () if key == "tt.divisibility"), None)
+    if divisor is not None:
+        pointer = f"{language}.multiple_of({pointer}, {divisor})"
     return ast.parse(f"{slot} = {pointer}").body[0]
 
 
@@ -243,11 +226,6 @@ def _rebuilt(fn: Any, text: str, language: str, slots: Collection[str]) -> Any:
 
 def _jit_options(fn: Any) -> dict[str, Any]:
     """The arguments of ``triton.jit``, without ``launch_metadata``, which is a function of the original's arguments."""
-    if hasattr(fn, "kwargs"):
-        given = dict(fn.kwargs)
-    else:
-        names = ("version", "do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
-        given = {name: getattr(fn, name) for name in names}
-        given["repr"] = fn._repr
-    given["launch_metadata"] = None
-    return given
+    names = ("version", "do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
+    given = fn.kwargs if hasattr(fn, "kwargs") else {"repr": fn._repr, **{name: getattr(fn, name) for name in names}}
+    return {**given, "launch_metadata": None}
