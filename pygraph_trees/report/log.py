@@ -302,10 +302,8 @@ class Journal:
 journal = Journal()
 
 
-def partition_from_json(data: dict[str, object]) -> Partition:
+def partition_from_json(data: dict[str, Any]) -> Partition:
     """The inverse of :func:`dataclasses.asdict`."""
-    found: dict[str, object] = dict(data)
-    found["causes"] = tuple(Cause(**c) for c in found["causes"])  # type: ignore[attr-defined]
-    found["outputs"] = tuple(found["outputs"])  # type: ignore[arg-type]
-    found["inputs"] = tuple(PartitionInput(**i) for i in found["inputs"])  # type: ignore[attr-defined]
-    return Partition(**found)  # type: ignore[arg-type]
+    causes, inputs = [Cause(**c) for c in data["causes"]], [PartitionInput(**i) for i in data["inputs"]]
+    tuples = {"causes": tuple(causes), "inputs": tuple(inputs), "outputs": tuple(data["outputs"])}
+    return Partition(**{**data, **tuples})

@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .text import called, cause_line, counted, facts, function_notes, mode_and_part, nbytes, title
+from .text import amounts, called, cause_line, counted, facts, function_notes, mode_and_part, nbytes, title
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
 _TEMPLATES = Path(__file__).with_name("templates")
-_IN_TEMPLATES = (called, cause_line, counted, facts, function_notes, mode_and_part, nbytes, title)
+_IN_TEMPLATES = (amounts, called, cause_line, counted, facts, function_notes, mode_and_part, nbytes, title)
 
 
 @dataclass(frozen=True, slots=True)

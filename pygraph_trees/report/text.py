@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from .records import (
     OWN_MEMORY,
@@ -43,6 +43,11 @@ def nbytes(count: int) -> str:
 def counted(number: int, noun: str) -> str:
     """``1 call``, ``1,200 calls``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def amounts(counts: Mapping[str, int]) -> str:
+    """``3 triton, 1 extern``."""
+    return ", ".join(f"{count} {what}" for what, count in counts.items())
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None, left: int = 1) -> str:
@@ -236,8 +241,7 @@ def _placed(graph: GraphRecord) -> Iterator[str]:
         yield f"{title(graph)}, {graph.mode}: CPU values stay on the CPU, because {graph.why_not_placed}"
     by_how = Counter(placed.how for placed in graph.placed)
     if by_how:
-        done = ", ".join(f"{count} {how}" for how, count in by_how.items())
-        yield f"{title(graph)}, {graph.mode}: CPU values: {done}"
+        yield f"{title(graph)}, {graph.mode}: CPU values: {amounts(by_how)}"
         yield from (f"  {line}" for line in placed_lines(graph.placed))
 
 
