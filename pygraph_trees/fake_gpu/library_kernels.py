@@ -9,17 +9,14 @@ the formats of input and weight, except for double precision. README.md says why
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from .replacing import replaced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
 
 _aten = torch.ops.aten
 _KEY = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -122,7 +119,7 @@ def chosen_attention() -> Iterator[None]:
 
 
 def _select_backend(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    def select_backend(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def select_backend(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
         if input.device.type != "cuda" or input.numel() == 0:
             return upstream(input, weight, *args, **kwargs)
         return torch._C._ConvBackend.Cudnn
@@ -131,22 +128,18 @@ def _select_backend(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _memory_format(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    def memory_format(input: torch.Tensor, weight: torch.Tensor, backend: Any) -> Any:
+    def memory_format(input: Tensor, weight: Tensor, backend: Any) -> Any:
         if input.device.type != "cuda":
             return upstream(input, weight, backend)
         channels_last = _CHANNELS_LAST.get(weight.dim())
-        if torch.float64 in (input.dtype, weight.dtype) or channels_last is None:
-            return torch.contiguous_format
-        return (
-            channels_last if channels_last in map(suggest_memory_format, (input, weight)) else torch.contiguous_format
-        )
+        can_be_last = channels_last is not None and torch.float64 not in (input.dtype, weight.dtype)
+        is_last = can_be_last and channels_last in map(suggest_memory_format, (input, weight))
+        return channels_last if is_last else torch.contiguous_format
 
     return memory_format
 
 
-@contextlib.contextmanager
-def convolutions_by_cudnn() -> Iterator[None]:
+def convolutions_by_cudnn() -> contextlib.AbstractContextManager[None]:
     """Inside, fake CUDA convolutions have the memory format that cuDNN gives them."""
     names = ("_select_conv_backend", _select_backend), ("_conv_determine_backend_memory_format", _memory_format)
-    with replaced([(torch._C, name, answer(getattr(torch._C, name))) for name, answer in names]):
-        yield
+    return replaced([(torch._C, name, answer(getattr(torch._C, name))) for name, answer in names])

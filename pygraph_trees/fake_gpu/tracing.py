@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import warnings
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
@@ -26,14 +28,9 @@ from torch._subclasses.fake_tensor import (
 
 from pygraph_trees.errors import PygraphError
 
-from .lowering import Lowerings
+from .lowering import LoweredGraph, Lowerings
 from .presence import absent_gpu
 from .replacing import replaced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from .lowering import LoweredGraph
 
 _GPU = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -90,11 +87,11 @@ def _mentioned(fn: Any) -> Iterator[Any]:
             continue
         seen.add(id(mentioning))
         values: list[Any] = []
-        if inspect.isfunction(mentioning):
+        if isinstance(mentioning, FunctionType):
             for name in mentioning.__code__.co_names:
                 value = mentioning.__globals__.get(name)
                 # Functions of other files are not followed: they lead through all of torch.
-                if not inspect.isfunction(value) or value.__globals__ is mentioning.__globals__:
+                if not isinstance(value, FunctionType) or value.__globals__ is mentioning.__globals__:
                     values.append(value)
             for cell in mentioning.__closure__ or ():
                 with contextlib.suppress(ValueError):  # an empty cell
@@ -103,12 +100,10 @@ def _mentioned(fn: Any) -> Iterator[Any]:
             values = [mentioning.func, *mentioning.args, *mentioning.keywords.values()]
         else:
             values = [*getattr(mentioning, "__dict__", {}).values()]
-            if inspect.ismethod(mentioning):
+            if isinstance(mentioning, MethodType):
                 values += [mentioning.__func__, *getattr(mentioning.__self__, "__dict__", {}).values()]
         yield from values
-        pending += [
-            v for v in values if inspect.isfunction(v) or inspect.ismethod(v) or isinstance(v, functools.partial)
-        ]
+        pending += [v for v in values if isinstance(v, (FunctionType, MethodType, functools.partial))]
 
 
 @contextlib.contextmanager
@@ -124,11 +119,10 @@ def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> It
             fakes[id(tensor)] = _fake(mode, tensor, device)
         return fakes[id(tensor)]
 
-    places: list[dict[str, Any]] = []
-    for module in modules:
-        places += [vars(module), module._parameters, module._buffers, module._modules]
-    before = [place.copy() for place in places]
-    try:
+    with contextlib.ExitStack() as restoring:
+        for module in modules:
+            for place in (vars(module), module._parameters, module._buffers, module._modules):
+                restoring.enter_context(mock.patch.dict(place))
         for module, all_on_gpu in modules.items():
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in list(tensors.items()):
@@ -143,10 +137,6 @@ def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> It
                 elif isinstance(value, list) and any(id(item) in fakes for item in value):
                     vars(module)[name] = [fakes.get(id(item), item) for item in value]  # as nn.LSTM has
         yield
-    finally:
-        for place, contents in zip(places, before, strict=True):
-            place.clear()
-            place.update(contents)
 
 
 @contextlib.contextmanager
@@ -165,9 +155,9 @@ def _compiler_state_restored(breaks: Counter[str] | None) -> Iterator[None]:
     fresh = {
         convert_frame: {"input_codes": codes, "FRAME_COUNTER": 0, "FRAME_COMPILE_COUNTER": Counter()},
         pgo: {"_CODE_STATE": None, "_INIT_CODE_STATE": None},
+        metrics: {name: value for name, value in vars(metrics).items() if type(value) is int},  # restored at the end
     }
     counted = {name: counter.copy() for name, counter in counters.items()}
-    measured = {name: value for name, value in vars(metrics).items() if type(value) is int}
     backends = set(eval_frame.cached_backends)
     no_profile = {"automatic_dynamic_local_pgo": False, "automatic_dynamic_remote_pgo": False}
     try:
@@ -187,8 +177,6 @@ def _compiler_state_restored(breaks: Counter[str] | None) -> Iterator[None]:
                 breaks |= counters[kind] - counted.get(kind, Counter())
         counters.clear()
         counters.update(counted)
-        for name, value in measured.items():
-            setattr(metrics, name, value)
 
 
 def lower(
