@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import traceback
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Carries out one command; returns the exit status."""
     options = _parser().parse_args(argv)
     try:
-        status: int = options.command(options)
+        return options.command(options)
     except PygraphError as error:
         if options.traceback:
             traceback.print_exception(error.__cause__ or error)
@@ -49,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130  # as a shell reports it
-    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,18 +118,15 @@ def _add_files(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--html", type=_file, metavar="FILE", help=f"also write {what} as a page to FILE")
 
 
-def _positive(text: str) -> int:
+def _number(kind: type[float], what: str, least: int, text: str) -> float:
     with contextlib.suppress(ValueError):
-        if (value := int(text)) >= 1:
+        if (value := kind(text)) >= least:
             return value
-    raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text!r}")
+    raise argparse.ArgumentTypeError(f"expected a {what} of {least} or more, got {text!r}")
 
 
-def _percent(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if (value := float(text)) >= 0:
-            return value
-    raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text!r}")
+_positive = functools.partial(_number, int, "whole number", 1)
+_percent = functools.partial(_number, float, "number", 0)
 
 
 def _file(text: str) -> Path:

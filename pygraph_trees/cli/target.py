@@ -32,7 +32,6 @@ from .explain import OnCpuError
 DEFAULT = f"{__name__}:bert"
 _VOCABULARY = 384  # the 256 bytes and 128 special tokens, as ByT5's
 _WORKLOADS = Path(__file__).resolve().parents[2] / "tools" / "bench" / "workloads" / "__init__.py"
-_RETURNED = "(model, args), (model, args, kwargs) or (model, args, kwargs, loss)"
 _ADD_DEVICE = "add a parameter `device` to the function, and build for it"
 _MOST_TEXT = 300  # characters of an error's text
 # Not resolved: frames name files as they were imported, which may be through a link.
@@ -49,18 +48,13 @@ class TargetFormError(TargetError):
     """The text is no target, or the function does not return a program."""
 
     template = (
-        "target {target!r}: {problem}. A target is file.py:function, package.module:function (returning {returned}), "
-        "or a workload{workloads}."
+        "target {target!r}: {problem}. A target is file.py:function, package.module:function (returning (model, args), "
+        "(model, args, kwargs) or (model, args, kwargs, loss)), or a workload{workloads}."
     )
 
     def __init__(self, target: str, problem: str) -> None:
         names = ", ".join(sorted(workloads()))
-        super().__init__(
-            target=target,
-            problem=problem,
-            returned=_RETURNED,
-            workloads=f" ({names})" if names else " of a checkout",
-        )
+        super().__init__(target=target, problem=problem, workloads=f" ({names})" if names else " of a checkout")
 
 
 class TransformersMissing(PygraphError):
@@ -159,29 +153,24 @@ def raising_errors_of(target: str) -> Iterator[None]:
     """Turns exceptions of the target's code into a :class:`TargetError` with one line of text."""
     try:
         yield
-    except OnCpuError as error:
-        raise TargetError(target=target, problem=f"{error.found}; {_ADD_DEVICE}") from error
-    except PygraphError:
-        raise
-    except ModuleNotFoundError as error:
-        problem = f"it needs the package {error.name}, which is not installed: pip install {error.name}"
-        if error.name is None:  # raised by a package that looks for others itself
-            problem = _problem(error)
-        elif "." in error.name:  # the package is there
-            problem = f"there is no module {error.name}"
-        raise TargetError(target=target, problem=problem) from error
-    except SyntaxError as error:
-        problem = f"{error.filename}:{error.lineno} is not valid Python: {error.msg}"
-        raise TargetError(target=target, problem=problem) from error
-    except SystemExit as error:  # a script, which may also have refused our command line
-        problem = f"it calls sys.exit({error.code!r}); do this under if __name__ == '__main__'"
-        raise TargetError(target=target, problem=problem) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, PygraphError) and not isinstance(error, OnCpuError):
+            raise
         raise TargetError(target=target, problem=_problem(error)) from error
 
 
-def _problem(error: Exception) -> str:
-    root: BaseException = error
+def _problem(error: BaseException) -> str:
+    if isinstance(error, OnCpuError):
+        return f"{error.found}; {_ADD_DEVICE}"
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno} is not valid Python: {error.msg}"
+    if isinstance(error, SystemExit):  # a script, which may also have refused our command line
+        return f"it calls sys.exit({error.code!r}); do this under if __name__ == '__main__'"
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:  # None: raised by one that looks for others
+        if "." in error.name:  # the package is there
+            return f"there is no module {error.name}"
+        return f"it needs the package {error.name}, which is not installed: pip install {error.name}"
+    root = error
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # Dynamo raises it for what the program raised
         while (earlier := root.__cause__ or root.__context__) is not None:
             root = earlier
@@ -209,8 +198,7 @@ def workloads() -> Mapping[str, Any]:
     if not _WORKLOADS.exists():
         return {}
     module = sys.modules.get("pygraph_bench_workloads") or _load("pygraph_bench_workloads", _WORKLOADS)
-    found: Mapping[str, Any] = module.WORKLOADS
-    return found
+    return module.WORKLOADS
 
 
 def _module(target: str, place: str) -> ModuleType:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,10 +79,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
     if query.device.type != "cuda":
-        return _aten.scaled_dot_product_attention.default._op_dk(
-            _KEY, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return _aten.scaled_dot_product_attention.default._op_dk(_KEY, *given, scale=scale, enable_gqa=enable_gqa)
     fusable = _fusable(query, key, value)
     if fusable and _flash_fits(query, key, value, attn_mask, is_causal):
         head_dim = query.size(-1)
@@ -96,9 +96,7 @@ def _attention(
         return _aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, for_backward, dropout_p, is_causal, scale=scale
         )[0]
-    return _aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
+    return _aten._scaled_dot_product_attention_math(*given, None, scale=scale, enable_gqa=enable_gqa)[0]
 
 
 @contextlib.contextmanager
@@ -118,28 +116,22 @@ def chosen_attention() -> Iterator[None]:
         op._dispatch_cache.clear()
 
 
-def _select_backend(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    def select_backend(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if input.device.type != "cuda" or input.numel() == 0:
-            return upstream(input, weight, *args, **kwargs)
-        return torch._C._ConvBackend.Cudnn
-
-    return select_backend
+def _select_backend(upstream: Callable[..., Any], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if input.device.type != "cuda" or input.numel() == 0:
+        return upstream(input, weight, *args, **kwargs)
+    return torch._C._ConvBackend.Cudnn
 
 
-def _memory_format(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    def memory_format(input: Tensor, weight: Tensor, backend: Any) -> Any:
-        if input.device.type != "cuda":
-            return upstream(input, weight, backend)
-        channels_last = _CHANNELS_LAST.get(weight.dim())
-        can_be_last = channels_last is not None and torch.float64 not in (input.dtype, weight.dtype)
-        is_last = can_be_last and channels_last in map(suggest_memory_format, (input, weight))
-        return channels_last if is_last else torch.contiguous_format
-
-    return memory_format
+def _memory_format(upstream: Callable[..., Any], input: Tensor, weight: Tensor, backend: Any) -> Any:
+    if input.device.type != "cuda":
+        return upstream(input, weight, backend)
+    channels_last = _CHANNELS_LAST.get(weight.dim())
+    can_be_last = channels_last is not None and torch.float64 not in (input.dtype, weight.dtype)
+    is_last = can_be_last and channels_last in map(suggest_memory_format, (input, weight))
+    return channels_last if is_last else torch.contiguous_format
 
 
 def convolutions_by_cudnn() -> contextlib.AbstractContextManager[None]:
     """Inside, fake CUDA convolutions have the memory format that cuDNN gives them."""
     names = ("_select_conv_backend", _select_backend), ("_conv_determine_backend_memory_format", _memory_format)
-    return replaced([(torch._C, name, answer(getattr(torch._C, name))) for name, answer in names])
+    return replaced([(torch._C, name, partial(answer, getattr(torch._C, name))) for name, answer in names])

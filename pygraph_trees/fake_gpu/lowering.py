@@ -208,8 +208,7 @@ class Lowerings:
         self._traced_name = f"{name} [{torch._guards.CompileContext.current_compile_id()}]"
         # As the mode does: Dynamo traces without its options.
         options = torch._inductor.list_mode_options("reduce-overhead")
-        compiled: Callable[..., Any] = compile_fx.compile_fx(gm, example_inputs, config_patches=options)
-        return compiled
+        return compile_fx.compile_fx(gm, example_inputs, config_patches=options)
 
     def _input_names(self, gm: torch.fx.GraphModule, *, is_backward: bool) -> tuple[str, ...]:
         names: dict[str, str] = {}
@@ -234,9 +233,7 @@ class Lowerings:
             reason = "CUDA graphs were disabled for its forward"
         if reason is not None:
             BoxedBool.disable(kwargs["cudagraphs"])  # shared by a forward and its backward
-        callable_ = compiled.current_callable
-        assert callable_ is not None
-        unexecuted: _Unexecuted = callable_.__self__
+        unexecuted: _Unexecuted = compiled.current_callable.__self__
         unexecuted.name = self._traced_name + (" backward" if kwargs["is_backward"] else "")
         self.graphs.append(
             LoweredGraph(

@@ -122,14 +122,13 @@ def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
     driver = _triton_driver(properties)
 
     nothing, zero, one = _always(None), _always(0), _always(1)
-    the_properties = _always(properties)
     answers: dict[str, Any] = {
         **dict.fromkeys(_DOING_NOTHING, nothing),
         **dict.fromkeys(_ANSWERING_ZERO, zero),
         **dict.fromkeys(("is_available", "is_bf16_supported", "is_tf32_supported"), _always(True)),
         "is_current_stream_capturing": _always(False),
         "device_count": one,
-        "get_device_properties": the_properties,
+        "get_device_properties": _always(properties),
         "get_device_capability": _always(properties.capability),
         "get_device_name": _always(properties.name),
         "get_arch_list": _always([f"sm_{properties.major}{properties.minor}"]),
@@ -147,10 +146,11 @@ def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
     interface: Any = device_interface.CudaInterface
     out += [(interface, name, staticmethod(answers[name])) for name in _OF_THE_INTERFACE]
     out += [
-        (interface, "exchange_device", staticmethod(zero)),
-        (interface, "maybe_exchange_device", staticmethod(zero)),
-        (interface, "get_raw_stream", staticmethod(zero)),
-        (interface.Worker, "get_device_properties", staticmethod(the_properties)),
+        *(
+            (interface, name, staticmethod(zero))
+            for name in ("exchange_device", "maybe_exchange_device", "get_raw_stream")
+        ),
+        (interface.Worker, "get_device_properties", staticmethod(answers["get_device_properties"])),
         (interface.Worker, "current_device", staticmethod(zero)),
         (device_interface, "device_interfaces", {}),
         (device_interface, "_device_initialized", False),

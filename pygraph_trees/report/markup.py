@@ -12,14 +12,35 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .text import amounts, called, cause_line, counted, facts, function_notes, mode_and_part, nbytes, title
+from .text import (
+    amounts,
+    called,
+    cause_line,
+    counted,
+    facts,
+    function_notes,
+    mode_and_part,
+    nbytes,
+    placed_lines,
+    title,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-_TEMPLATES = Path(__file__).with_name("templates")
-_IN_TEMPLATES = (amounts, called, cause_line, counted, facts, function_notes, mode_and_part, nbytes, title)
+_IN_TEMPLATES = (
+    amounts,
+    called,
+    cause_line,
+    counted,
+    facts,
+    function_notes,
+    mode_and_part,
+    nbytes,
+    placed_lines,
+    title,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +105,7 @@ def _environment() -> Environment:
     environment = Environment(
         autoescape=True,
         extensions=["jinja2.ext.do"],
-        loader=FileSystemLoader(_TEMPLATES),
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
         lstrip_blocks=True,
         trim_blocks=True,
         undefined=StrictUndefined,

@@ -54,8 +54,9 @@ def page(
         Section("tree", "Tree of recordings", recorded_tree(report.functions)),
         Section("graphs", "Compiled graphs", render("graphs", graphs=report.graphs, most=_MOST_ROWS)),
     ]
-    data = {**asdict(report), **(more or {})}
-    return document(name, _environment(report), _summary(report, verdict), sections, data)
+    newest = [f.recordings[-1] for f in report.functions if f.recordings]
+    before = render("summary", verdict=verdict, report=report, newest=newest)
+    return document(name, _environment(report), before, sections, {**asdict(report), **(more or {})})
 
 
 def document(
@@ -87,11 +88,6 @@ def _command() -> str:
     if Path(program).name == "__main__.py":
         return f"python -m {Path(program).parent.name} {shlex.join(arguments)}".rstrip()
     return shlex.join([Path(program).name, *arguments])
-
-
-def _summary(report: Snapshot, verdict: Sequence[str]) -> Markup:
-    newest = [f.recordings[-1] for f in report.functions if f.recordings]
-    return render("summary", verdict=verdict, report=report, newest=newest)
 
 
 def _functions(functions: Sequence[FunctionRecord]) -> Markup:

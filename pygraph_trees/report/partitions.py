@@ -127,11 +127,6 @@ def model_name(gm: torch.fx.GraphModule) -> str:
         if stack:
             outermost = next(iter(stack.values()))[1]
             modules[outermost.rsplit(".", 1)[-1] if isinstance(outermost, str) else outermost.__name__] += 1
-        elif trace := node.meta.get("stack_trace"):
-            frame = FRAME.search(trace)
-            if frame:
-                functions[frame["function"]] += 1
-    for names in (modules, functions):
-        if names:
-            return names.most_common(1)[0][0]
-    return "unknown"
+        elif frame := FRAME.search(node.meta.get("stack_trace") or ""):
+            functions[frame["function"]] += 1
+    return (modules or functions or Counter(["unknown"])).most_common(1)[0][0]

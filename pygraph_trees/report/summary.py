@@ -95,12 +95,9 @@ _breaks_before: Counter[str] = Counter()  # excluded from a new report
 
 
 def _counted_breaks() -> Counter[str]:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None:
-        return Counter()
-    counters = dynamo.counters
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})  # none before Dynamo is imported
     # Only the second counter has what a compiler could not do.
-    return Counter(counters["graph_break"]) | Counter(counters["unimplemented"])
+    return Counter(counters.get("graph_break")) | Counter(counters.get("unimplemented"))
 
 
 def breaks_in(counted: Mapping[str, int]) -> Iterator[GraphBreak]:
