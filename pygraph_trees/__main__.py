@@ -61,15 +61,18 @@ def _parser() -> argparse.ArgumentParser:
     versions = f"pygraph_trees {__version__}, torch {torch_version()}, native: {build.status()}"
     what = "show versions, and whether the native parts are built"
     parser.add_argument("--version", action="version", version=versions, help=what)
-    _add_traceback(parser, default=False)
     commands = parser.add_subparsers(title="commands", required=True)
-    help_target = (
+    compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
+    explain = commands.add_parser("explain", help="show partitions, their causes and the inputs; needs no GPU")
+    built = commands.add_parser("build", help="build the parts in C++ for the installed torch")
+    profiles = commands.add_parser("profiles", help="list the decisions that earlier processes stored")
+    what = (
         "file.py:function or package.module:function returning (model, args), (model, args, kwargs) or (model, args, "
         "kwargs, loss), or a workload; default: BERT"
     )
+    for command in (compare, explain):
+        command.add_argument("target", nargs="?", default="", metavar="TARGET", help=what)
 
-    compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
-    compare.add_argument("target", nargs="?", default="", metavar="TARGET", help=help_target)
     compare.add_argument("--rounds", type=_positive, default=5, help="rounds over the ways (default 5)")
     compare.add_argument(
         "--ways",
@@ -84,33 +87,19 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--tolerance", type=_percent, default=5, metavar="PERCENT", help="by which a way may be slower (default 5)"
     )
-    compare.set_defaults(command=_compare)
-
-    explain = commands.add_parser("explain", help="show partitions, their causes and the inputs; needs no GPU")
-    explain.add_argument("target", nargs="?", default="", metavar="TARGET", help=help_target)
-    _add_arch(explain)
+    what = "architecture of the GPU to explain for (default sm_90)"
+    for command in (compare, explain):
+        command.add_argument("--arch", default="sm_90", help=what)
     _add_files(explain, "the explanation")
-    explain.set_defaults(command=_explain)
-    _add_arch(compare)
-
-    built = commands.add_parser("build", help="build the parts in C++ for the installed torch")
-    built.set_defaults(command=_build)
-
-    profiles = commands.add_parser("profiles", help="list the decisions that earlier processes stored")
     profiles.add_argument("--clear", action="store_true", help="remove them, so that functions are measured again")
-    profiles.set_defaults(command=_profiles)
-    for command in (compare, explain, built, profiles):
-        _add_traceback(command, default=argparse.SUPPRESS)  # keeps the one given before the command
-    return parser
 
-
-def _add_traceback(parser: argparse.ArgumentParser, default: bool | str) -> None:
     what = "print the traceback of an error in the target"
-    parser.add_argument("--traceback", action="store_true", default=default, help=what)
-
-
-def _add_arch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", default="sm_90", help="architecture of the GPU to explain for (default sm_90)")
+    parser.add_argument("--traceback", action="store_true", help=what)
+    for command, function in ((compare, _compare), (explain, _explain), (built, _build), (profiles, _profiles)):
+        command.set_defaults(command=function)
+        # Without a default: it keeps the one given before the command.
+        command.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=what)
+    return parser
 
 
 def _add_files(parser: argparse.ArgumentParser, what: str) -> None:

@@ -196,10 +196,8 @@ def _features(found: Explanation) -> str:
 
 def _given(graphed: Sequence[ExplainedPartition], *, by_address: bool) -> Iterator[str]:
     """How replays take the live inputs, as far as their device determines it."""
-    ways: dict[str, tuple[str, ...]] = {"given by address": ("live",), "staged at each replay": ("cpu",)}
-    if not by_address:
-        ways = {"copied at each replay": ("live", "cpu")}
-    for how, kinds in ways.items():
+    ways = [("given by address", ["live"]), ("staged at each replay", ["cpu"])]
+    for how, kinds in ways if by_address else [("copied at each replay", ["live", "cpu"])]:
         inputs = [i for p in graphed for i in p.inputs if i.kind in kinds]
         if inputs:
             yield f"{counted(len(inputs), 'live input')}, {_size(inputs, *kinds)}, {how}"

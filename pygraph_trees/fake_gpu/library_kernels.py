@@ -49,12 +49,6 @@ def _efficient_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def _fusable(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return all(
-        t.dim() == 4 and t.dtype == query.dtype and t.numel() > 0 and t.stride(-1) == 1 for t in (query, key, value)
-    )
-
-
 def _efficient_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """The mask as the additive, aligned and expanded bias that the memory-efficient kernel takes."""
     if mask is None:
@@ -82,16 +76,17 @@ def _attention(
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     if query.device.type != "cuda":
         return _aten.scaled_dot_product_attention.default._op_dk(_KEY, *given, scale=scale, enable_gqa=enable_gqa)
-    fusable = _fusable(query, key, value)
+    tensors = (query, key, value)
+    fusable = all(t.dim() == 4 and t.dtype == query.dtype and t.numel() > 0 and t.stride(-1) == 1 for t in tensors)
     if fusable and _flash_fits(query, key, value, attn_mask, is_causal):
         head_dim = query.size(-1)
         scale = head_dim**-0.5 if scale is None else scale
         if missing := -head_dim % _FLASH_ALIGNMENT:
-            query, key, value = (torch.nn.functional.pad(t, (0, missing)) for t in (query, key, value))
+            query, key, value = (torch.nn.functional.pad(t, (0, missing)) for t in tensors)
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :head_dim] if missing else out
     if fusable and not enable_gqa and _efficient_fits(query, key, value):
-        for_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        for_backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         bias = _efficient_bias(attn_mask, query, key)
         return _aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, for_backward, dropout_p, is_causal, scale=scale

@@ -21,7 +21,7 @@ import torch
 
 from pygraph_trees.errors import PygraphError
 
-from .architectures import DeviceProperties, device_properties
+from .architectures import ARCHITECTURES, DeviceProperties, UnknownArchitectureError
 from .computed_on_cpu import constants_off_gpu, fallback_on_cpu
 from .device_guard import no_op_device_guard
 from .library_kernels import chosen_attention, convolutions_by_cudnn
@@ -204,7 +204,10 @@ def absent_gpu(arch: str = "sm_90") -> Iterator[None]:
     Raises :class:`UnknownArchitectureError` for an unknown name, :class:`OtherArchitectureError` inside another
     architecture's context, and :class:`NoDeviceGuardError` if this build of torch's C++ code cannot be convinced.
     """
-    properties = device_properties(arch)
+    try:
+        properties = ARCHITECTURES[arch]
+    except (KeyError, TypeError):
+        raise UnknownArchitectureError(arch=arch, allowed=", ".join(map(repr, ARCHITECTURES))) from None
     with _lock:
         if _entered and arch not in _entered:
             raise OtherArchitectureError(wanted=arch, active=_entered[0])

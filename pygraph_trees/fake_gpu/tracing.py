@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -50,19 +51,26 @@ class NothingToLowerError(PygraphError):
     template = "{function} ran without any operation on tensors that Dynamo could compile."
 
 
-def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake tensor like ``tensor`` on ``device``, with its Python attributes; a parameter for a parameter."""
+def _fake(mode: FakeTensorMode, fakes: dict[int, Tensor], tensor: Tensor, device: torch.device) -> Tensor:
+    """A fake tensor like ``tensor`` on ``device``, with its Python attributes; a parameter for a parameter.
+
+    Args:
+        fakes: those made so far; a tensor has one, so tied parameters stay tied.
+    """
+    if id(tensor) in fakes:
+        return fakes[id(tensor)]
     with torch.no_grad():
         meta = tensor.detach()
         if tensor.device.type != "meta":
             meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    fake: torch.Tensor = FakeTensor(mode, meta, device)
+    fake = FakeTensor(mode, meta, device)
     if isinstance(tensor, torch.nn.Parameter):
         fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
     else:
         fake.requires_grad_(tensor.requires_grad)
     for name, value in vars(tensor).items():
         setattr(fake, name, value)
+    fakes[id(tensor)] = fake
     return fake
 
 
@@ -71,11 +79,8 @@ def modules_of(fn: Any) -> dict[torch.nn.Module, bool]:
     owner = getattr(fn, "__self__", fn)
     if isinstance(owner, torch.nn.Module):
         return dict.fromkeys(owner.modules(), True)
-    found: dict[torch.nn.Module, bool] = {}
-    for value in _mentioned(fn):
-        if isinstance(value, torch.nn.Module):
-            found.update(dict.fromkeys(value.modules(), False))
-    return found
+    mentioned = (value for value in _mentioned(fn) if isinstance(value, torch.nn.Module))
+    return {module: False for value in mentioned for module in value.modules()}
 
 
 def _mentioned(fn: Any) -> Iterator[Any]:
@@ -86,13 +91,10 @@ def _mentioned(fn: Any) -> Iterator[Any]:
         if id(mentioning) in seen:
             continue
         seen.add(id(mentioning))
-        values: list[Any] = []
         if isinstance(mentioning, FunctionType):
-            for name in mentioning.__code__.co_names:
-                value = mentioning.__globals__.get(name)
-                # Functions of other files are not followed: they lead through all of torch.
-                if not isinstance(value, FunctionType) or value.__globals__ is mentioning.__globals__:
-                    values.append(value)
+            values = [mentioning.__globals__.get(name) for name in mentioning.__code__.co_names]
+            # Functions of other files are not followed: they lead through all of torch.
+            values = [v for v in values if not isinstance(v, FunctionType) or v.__globals__ is mentioning.__globals__]
             for cell in mentioning.__closure__ or ():
                 with contextlib.suppress(ValueError):  # an empty cell
                     values.append(cell.cell_contents)
@@ -112,13 +114,7 @@ def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> It
 
     Afterwards each module has its very attributes, parameters, buffers and submodules from before.
     """
-    fakes: dict[int, torch.Tensor] = {}  # one for each tensor, so that tied parameters stay tied
-
-    def substitute(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            fakes[id(tensor)] = _fake(mode, tensor, device)
-        return fakes[id(tensor)]
-
+    fakes: dict[int, Tensor] = {}
     with contextlib.ExitStack() as restoring:
         for module in modules:
             for place in (vars(module), module._parameters, module._buffers, module._modules):
@@ -130,10 +126,10 @@ def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> It
                         continue
                     device = _GPU if all_on_gpu or tensor.is_meta else tensor.device
                     if device.type != "cpu":
-                        tensors[name] = substitute(tensor, device)
+                        tensors[name] = _fake(mode, fakes, tensor, device)
             for name, value in list(vars(module).items()):
-                if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, FakeTensor):
-                    vars(module)[name] = substitute(value, _CPU)
+                if isinstance(value, Tensor) and value.is_meta and not isinstance(value, FakeTensor):
+                    vars(module)[name] = _fake(mode, fakes, value, _CPU)
                 elif isinstance(value, list) and any(id(item) in fakes for item in value):
                     vars(module)[name] = [fakes.get(id(item), item) for item in value]  # as nn.LSTM has
         yield
@@ -215,14 +211,12 @@ def lower(
     lowerings = Lowerings(name, owner.state_dict() if isinstance(owner, torch.nn.Module) else ())
     with absent_gpu(arch):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes: dict[int, torch.Tensor] = {}  # one for each tensor, which may be passed twice
+        fakes: dict[int, Tensor] = {}
 
         def as_input(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.device.type == "cpu":
+            if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.device.type == "cpu":
                 return value
-            if id(value) not in fakes:
-                fakes[id(value)] = _fake(mode, value, _GPU if value.is_meta else value.device)
-            return fakes[id(value)]
+            return _fake(mode, fakes, value, _GPU if value.is_meta else value.device)
 
         fake_args, fake_kwargs = pytree.tree_map(as_input, (tuple(args), dict(kwargs or {})))
         with (

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
 from .text import (
     amounts,
     called,
@@ -27,7 +29,6 @@ from .text import (
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-    from markupsafe import Markup
 
 _IN_TEMPLATES = (
     amounts,
@@ -54,15 +55,11 @@ class Section:
 
 def render(template: str, **values: Any) -> Markup:
     """Renders the template ``NAME.html``; a missing value raises :class:`jinja2.UndefinedError`."""
-    from markupsafe import Markup
-
     return Markup(_environment().get_template(f"{template}.html").render(values))
 
 
 def preformatted(text: object) -> Markup:
     """Plain text in its own lines and columns."""
-    from markupsafe import Markup
-
     return Markup("<pre>{}</pre>").format(str(text))
 
 

@@ -14,15 +14,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from markupsafe import Markup
 
 from .markup import Section, render
 from .recorded_tree import recorded_tree
 from .records import IN_POOL, ON_INPUT, OWN_MEMORY, FunctionRecord, Snapshot
 from .text import amounts, environment_lines, problems
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 _MOST_ROWS = 400  # of one table of inputs
 _FEW_ROWS = 24  # a longer table of inputs is closed: hundreds of parameters are no news

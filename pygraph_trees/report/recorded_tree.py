@@ -12,13 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+
+from markupsafe import Markup
 
 from .markup import render
 from .records import FunctionRecord, RecordingRecord
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,9 +64,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None 
         if len(cells[0]) > widths[0]:
             lines.append(cells[0])
             cells[0] = ""
-        aligned = [
-            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-        ]
+        aligned = [*map(str.ljust, cells[:left], widths), *map(str.rjust, cells[left:], widths[left:])]
         lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines)
 
@@ -188,8 +186,8 @@ def _outlived(function: FunctionRecord) -> Iterator[str]:
     """What became of outputs that were alive when the next step began."""
     own = {output.number for r in function.recordings[-1:] for output in r.outputs if output.place == OWN_MEMORY}
     # An output of a warm-up is mostly moved once, and has own memory from then on.
-    worth_saying = [output for output in function.moved_outputs if output.times > 1 or output.number not in own]
-    moved = sorted(worth_saying, key=lambda output: -output.nbytes)
+    moved = [output for output in function.moved_outputs if output.times > 1 or output.number not in own]
+    moved.sort(key=lambda output: -output.nbytes)
     for output in moved[:_MOST_OUTPUTS]:
         since = ", in memory of its own since" if output.number in own else ""
         times = counted(output.times, "time")
