@@ -81,12 +81,10 @@ def _parser() -> argparse.ArgumentParser:
         "ours:keep, ours:overwrite",
     )
     _add_files(compare, "measurements and report")
-    compare.add_argument(
-        "--baseline", type=_file, metavar="FILE", help="exit with 1 if a way is slower than in FILE, from --json"
-    )
-    compare.add_argument(
-        "--tolerance", type=_percent, default=5, metavar="PERCENT", help="by which a way may be slower (default 5)"
-    )
+    what = "exit with 1 if a way is slower than in FILE, from --json"
+    compare.add_argument("--baseline", type=_file, metavar="FILE", help=what)
+    what = "by which a way may be slower (default 5)"
+    compare.add_argument("--tolerance", type=_percent, default=5, metavar="PERCENT", help=what)
     what = "architecture of the GPU to explain for (default sm_90)"
     for command in (compare, explain):
         command.add_argument("--arch", default="sm_90", help=what)
@@ -162,10 +160,9 @@ def _compare(options: argparse.Namespace) -> int:
     _check_before_torch(options)
     import torch
 
-    from pygraph_trees.benchmark.verify import NO_GPU, NothingVerified
-
     from .benchmark import WAYS, Effort, compare
     from .benchmark.outcome import Baseline, NeedsGpu, Outcome
+    from .benchmark.verify import NO_GPU, NothingVerified
     from .benchmark.ways import check
     from .cli import target
     from .cli.progress import Progress

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -63,8 +63,7 @@ def explain(
     """
     for status in inductor_patches.status():
         if status.state not in ("on", "waiting"):
-            hint = _WHAT_TO_DO.get(status.state, "")
-            raise PatchesOffError(feature=status.feature, state=status.state, hint=hint)
+            raise PatchesOffError(feature=status.feature, state=status.state, hint=_WHAT_TO_DO.get(status.state, ""))
     # Torch logs an error of the program, which is raised too.
     quiet = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
     unplaced: tuple[int, int] | None = None
@@ -124,13 +123,14 @@ def _left_on_cpu(program: Program) -> tuple[str, str] | None:
 
 
 def _explained(graph: LoweredGraph) -> ExplainedGraph:
-    names = _readable_names(graph)
+    # The names that the program gives the graph's inputs.
+    names = dict(zip(graph.graph.graph_input_names, graph.input_names, strict=True))
     placed = [replace(value, value=names.get(value.value, value.value)) for value in graph.gm.meta.get(PLACED, ())]
     return ExplainedGraph(
         name=graph.name,
         mode=mode_name(is_backward=graph.is_backward, is_inference=graph.is_inference),
         not_graphed=_why_not_graphed(graph),
-        partitions=tuple(partitions(graph)),
+        partitions=tuple(_partitions(graph, names)),
         placed=tuple(placed),
         why_not_placed=graph.gm.meta.get(WHY_NOT_PLACED),
     )
@@ -143,14 +143,8 @@ def _why_not_graphed(graph: LoweredGraph) -> str | None:
     return left_out or graph.disabled_reason or (Reason.REBINDS() if rebinds_storage(graph.gm) else None)
 
 
-def _readable_names(graph: LoweredGraph) -> dict[str, str]:
-    """The names that the program gives the graph's inputs."""
-    return dict(zip(graph.graph.graph_input_names, graph.input_names, strict=True))
-
-
-def partitions(graph: LoweredGraph) -> Iterator[ExplainedPartition]:
-    """The partitions of a lowered graph, with the kinds of their inputs."""
-    names = _readable_names(graph)
+def _partitions(graph: LoweredGraph, names: Mapping[str, str]) -> Iterator[ExplainedPartition]:
+    """The partitions of a lowered graph, with the kinds of their inputs and their ``names`` in the program."""
     static = {name for i, name in enumerate(graph.graph.graph_input_names) if i in set(graph.static_input_idxs)}
     managed: set[str] = set()
     for partition in partitions_of(graph.graph.scheduler):

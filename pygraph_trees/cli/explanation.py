@@ -108,9 +108,8 @@ def _graph(graph: ExplainedGraph) -> str:
     title = f"{graph.name}, {graph.mode}"
     if graph.not_graphed is not None:
         outside = _kernels(sum((Counter(p.partition.kernels) for p in graph.partitions), Counter()))
-        return textwrap.fill(
-            f"{title}: not graphed, {outside} outside: {graph.not_graphed}", WIDTH, subsequent_indent="  "
-        )
+        line = f"{title}: not graphed, {outside} outside: {graph.not_graphed}"
+        return textwrap.fill(line, WIDTH, subsequent_indent="  ")
     parts, graphed = len(graph.partitions), sum(p.partition.graphed for p in graph.partitions)
     lines = [f"{title}: {counted(parts, 'partition')}, {'all' if graphed == parts else graphed} graphed"]
     for number, part in enumerate(graph.partitions, 1):

@@ -105,11 +105,9 @@ def resolve(target: str, device: torch.device) -> Program:
         made = _call(target, function, device)
     program = program_of(made, name)
     if program is None:
-        shape = (
-            f"a tuple of {', '.join(type(m).__name__ for m in made)}"
-            if isinstance(made, tuple)
-            else type(made).__name__
-        )
+        shape = type(made).__name__
+        if isinstance(made, tuple):
+            shape = f"a tuple of {', '.join(type(m).__name__ for m in made)}"
         is_model_first = isinstance(made, tuple) and 2 <= len(made) <= 4 and callable(made[0])
         hint = "; args must be a tuple" if is_model_first and not isinstance(made[1], (tuple, list)) else ""
         raise TargetFormError(target, f"it returned {shape}{hint}")
@@ -175,22 +173,18 @@ def _problem(error: BaseException) -> str:
         while (earlier := root.__cause__ or root.__context__) is not None:
             root = earlier
     frames = traceback.extract_tb(root.__traceback__)
-    own = [f for f in (*traceback.extract_tb(error.__traceback__), *frames) if _is_own(f.filename)]
+    places: list[tuple[Any, ...]]
+    places = [(f.filename, f.lineno, f.name) for f in (*traceback.extract_tb(error.__traceback__), *frames)]
     # Dynamo names the lines of the program in the text.
-    traced = [m for m in map(FRAME.match, str(error).splitlines()) if m is not None and _is_own(m["file"])]
-    place = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else None
-    if traced:
-        place = f"{traced[-1]['file']}:{traced[-1]['line']} in {traced[-1]['function']}"
+    places += [m.group("file", "line", "function") for m in map(FRAME.match, str(error).splitlines()) if m]
+    # The files of the program are those that are neither torch's nor this package's.
+    own = [place for place in places if not place[0].startswith((_TORCH, _PACKAGE, "<"))]
+    place = "{}:{} in {}".format(*own[-1]) if own else None
     if frames and frames[-1].name == "_lazy_init" and not torch.cuda.is_available():
         return f"it uses a GPU{f' at {place}' if place else ''}, and torch finds none; {_ADD_DEVICE}"
     first = next((line.strip() for line in str(root).splitlines() if line.strip()), "")
     shown = first if len(first) <= _MOST_TEXT else first[: _MOST_TEXT - 3] + "..."
     return f"{type(root).__name__}: {shown}" + (f" ({place})" if place else "")
-
-
-def _is_own(file: str) -> bool:
-    """Whether a file is the program's, and not torch's or this package's."""
-    return not file.startswith((_TORCH, _PACKAGE, "<"))
 
 
 def workloads() -> Mapping[str, Any]:

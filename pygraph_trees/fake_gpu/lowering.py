@@ -9,6 +9,7 @@ continues after a graph break. Padding of matrix multiplications, which needs a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,21 +80,19 @@ def _number_of(output: torch.fx.Node) -> torch.Tensor | None:
     if mode is None or not value.is_cpu or value.numel() != 1 or isinstance(value.numel(), torch.SymInt):
         return None
     module = output.graph.owning_module
-    known: dict[torch.fx.Node, Any] = {}
 
+    @functools.cache
     def evaluated(node: torch.fx.Node) -> Any:
-        if node not in known:
-            if node.op == "get_attr":
-                found = getattr(module, str(node.target))
-            elif node.op != "call_function" or not _gives_the_same(node):
-                raise LookupError
-            else:
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), evaluated)
-                found = node.target(*args, **kwargs)
-            if isinstance(found, FakeTensor):
-                raise LookupError
-            known[node] = found
-        return known[node]
+        if node.op == "get_attr":
+            found = getattr(module, str(node.target))
+        elif node.op != "call_function" or not _gives_the_same(node):
+            raise LookupError
+        else:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), evaluated)
+            found = node.target(*args, **kwargs)
+        if isinstance(found, FakeTensor):
+            raise LookupError
+        return found
 
     try:
         with unset_fake_temporarily():

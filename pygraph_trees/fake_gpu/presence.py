@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 
 from pygraph_trees.errors import PygraphError
 
@@ -105,16 +106,13 @@ def _triton_driver(properties: DeviceProperties) -> SimpleNamespace:
 
 
 def _rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily():
+    with fake_tensor.unset_fake_temporarily():
         return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
 def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
     """(owner, attribute, value while the GPU is faked)."""
     import torch._dynamo.device_interface as device_interface
-    import torch._subclasses.fake_tensor as fake_tensor
 
     # Triton's package attribute of this name is the object, not the module. Before 3.5 it had no underscores.
     triton_driver = importlib.import_module("triton.runtime.driver").driver

@@ -52,12 +52,8 @@ class NothingToLowerError(PygraphError):
 
 
 def _fake(mode: FakeTensorMode, fakes: dict[int, Tensor], tensor: Tensor, device: torch.device) -> Tensor:
-    """A fake tensor like ``tensor`` on ``device``, with its Python attributes; a parameter for a parameter.
-
-    Args:
-        fakes: those made so far; a tensor has one, so tied parameters stay tied.
-    """
-    if id(tensor) in fakes:
+    """A fake tensor like ``tensor`` on ``device``, with its Python attributes; a parameter for a parameter."""
+    if id(tensor) in fakes:  # a tensor has one, so that tied parameters stay tied
         return fakes[id(tensor)]
     with torch.no_grad():
         meta = tensor.detach()
@@ -142,7 +138,6 @@ def _compiler_state_restored(breaks: Counter[str] | None) -> Iterator[None]:
     Args:
         breaks: gets the graph breaks that were counted inside.
     """
-    import torch._dynamo
     from torch._dynamo import convert_frame, eval_frame, pgo
     from torch._dynamo.utils import counters
     from torch._inductor import metrics
@@ -209,6 +204,7 @@ def lower(
     name = getattr(fn, "__name__", type(fn).__name__)
     owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
     lowerings = Lowerings(name, owner.state_dict() if isinstance(owner, torch.nn.Module) else ())
+    graphs = lowerings.graphs
     with absent_gpu(arch):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes: dict[int, Tensor] = {}
@@ -232,9 +228,7 @@ def lower(
             try:
                 torch.compile(fn, backend=lowerings.backend)(*fake_args, **fake_kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException) as e:
-                raise ValueNeededError(
-                    function=name, operator=e.func, count=len(lowerings.graphs), graphs=lowerings.graphs
-                ) from e
-    if not lowerings.graphs:
+                raise ValueNeededError(function=name, operator=e.func, count=len(graphs), graphs=graphs) from e
+    if not graphs:
         raise NothingToLowerError(function=name)
-    return lowerings.graphs
+    return graphs

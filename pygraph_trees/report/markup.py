@@ -14,34 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from .text import (
-    amounts,
-    called,
-    cause_line,
-    counted,
-    facts,
-    function_notes,
-    mode_and_part,
-    nbytes,
-    placed_lines,
-    title,
-)
+from .text import amounts, cause_line, counted, facts, function_notes, mode_and_part, nbytes, placed_lines, title
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_IN_TEMPLATES = (
-    amounts,
-    called,
-    cause_line,
-    counted,
-    facts,
-    function_notes,
-    mode_and_part,
-    nbytes,
-    placed_lines,
-    title,
-)
+_IN_TEMPLATES = (amounts, cause_line, counted, facts, function_notes, mode_and_part, nbytes, placed_lines, title)
 
 
 @dataclass(frozen=True, slots=True)

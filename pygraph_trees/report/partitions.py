@@ -90,9 +90,8 @@ def _inputs(
         kinds = list(_kinds(node))
         # A mutated buffer has another name afterwards.
         used = {dep.name for dep in (*node.read_writes.reads, *node.read_writes.writes)}
-        for name in {scheduler.mutation_real_name.get(name, name) for name in used}:
-            if name in consumers:
-                consumers[name].update(kinds)
+        for name in consumers.keys() & {scheduler.mutation_real_name.get(name, name) for name in used}:
+            consumers[name].update(kinds)
     for name, value in input_nodes.items():
         try:
             device, dtype, size = value.get_device(), value.get_dtype(), value.get_size()

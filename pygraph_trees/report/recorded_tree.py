@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from .markup import render
 from .records import FunctionRecord, RecordingRecord
+from .text import called
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +31,14 @@ class Node:
 
 def recorded_tree(functions: Sequence[FunctionRecord]) -> Markup:
     """The tree as HTML, with a link from each recording to its function's section."""
-    nodes = [
-        Node(f, r, (index, position)) for index, f in enumerate(functions) for position, r in enumerate(f.recordings)
-    ]
+    nodes = [Node(f, r, (index, at)) for index, f in enumerate(functions) for at, r in enumerate(f.recordings)]
     numbers: Counter[int | None] = Counter(node.recording.number for node in nodes)
     below: dict[int | None, list[Node]] = defaultdict(list)  # by number of the parent; None: there is not exactly one
     for node in sorted(nodes, key=lambda node: node.recording.number):
         parent = node.recording.parent
         below[parent if numbers[parent] == 1 else None].append(node)
     steps = list(_lists([*below[None], *nodes], below))  # records in a cycle have no root
-    return render("tree", steps=steps, why=partial(_why, numbers), ambiguous=len(numbers) < len(nodes))
+    return render("tree", steps=steps, called=called, why=partial(_why, numbers), ambiguous=len(numbers) < len(nodes))
 
 
 def _lists(roots: Sequence[Node], below: Mapping[int | None, Sequence[Node]]) -> Iterator[Node | str]:

@@ -78,10 +78,8 @@ def report(features: tuple[FeatureState, ...], native: str) -> Report:
         features: their state.
         native: whether the native parts are used, and if not, why.
     """
-    graphs, functions = journal.records()
-    return Report(
-        _environment(features, native), graphs, functions, tuple(breaks_in(_counted_breaks() - _breaks_before))
-    )
+    breaks = tuple(breaks_in(_counted_breaks() - _breaks_before))
+    return Report(_environment(features, native), *journal.records(), breaks)
 
 
 def clear() -> None:

@@ -32,12 +32,11 @@ _SHORT = {"inference": "inf", "forward": "fwd", "backward": "bwd"}
 
 def nbytes(count: int) -> str:
     """``0 B``, ``812 B``, ``4.2 MB``: three digits at most, powers of 1000."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 999.5 or unit == "TB":
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
-        size /= 1000
-    raise AssertionError
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size >= 999.5:
+            size, unit = size / 1000, larger
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
 
 
 def counted(number: int, noun: str) -> str:
@@ -105,14 +104,13 @@ def environment_lines(environment: Environment) -> list[str]:
 
 def _row(function: FunctionRecord) -> tuple[str, ...]:
     last = function.recordings[-1] if function.recordings else None
-    dash = "-"
     return (
         title(function),
         _SHORT[function.mode],
         f"{function.partition}/{function.partitions}",
-        dash if last is None or last.kernels is None else str(last.kernels),
-        *(dash if last is None else str(last.count(kind)) for kind in ("static", "managed", "live")),
-        dash if last is None else nbytes(last.copied_bytes),
+        "-" if last is None or last.kernels is None else str(last.kernels),
+        *("-" if last is None else str(last.count(kind)) for kind in ("static", "managed", "live")),
+        "-" if last is None else nbytes(last.copied_bytes),
         str(len(function.recordings)),
         str(function.replays),
         f"{function.record_s:.2f}",
@@ -193,8 +191,7 @@ def _outlived(function: FunctionRecord) -> Iterator[str]:
         times = counted(output.times, "time")
         size = nbytes(output.nbytes)
         yield f"output {output.number} outlived its step: moved out of the graph pool {times}, {size}{since}"
-    if len(moved) > _MOST_OUTPUTS:
-        others = moved[_MOST_OUTPUTS:]
+    if others := moved[_MOST_OUTPUTS:]:
         total = nbytes(sum(output.nbytes for output in others))
         yield f"{counted(len(others), 'other output')} outlived steps: moved, {total}"
     if function.why_not_kept:
@@ -212,10 +209,8 @@ def _copies(function: FunctionRecord) -> Iterator[str]:
     extra = sum(r.extra_copies for r in function.recordings)
     if extra:
         total = nbytes(sum(r.extra_copied_bytes for r in function.recordings))
-        yield (
-            f"copied for one call: {extra} live inputs, {total}, because they were less aligned "
-            "than recorded or lay in the graph pool"
-        )
+        why = "they were less aligned than recorded or lay in the graph pool"
+        yield f"copied for one call: {extra} live inputs, {total}, because {why}"
 
 
 def _place(function: FunctionRecord) -> str:
@@ -228,10 +223,9 @@ def _graph_notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:
             yield _dropped(g)
             continue
         yield from _placed(g)
-        if not g.causes:
-            continue
-        yield f"{title(g)}, {g.mode}: {counted(g.kernels_outside, 'GPU kernel')} outside of CUDA graphs"
-        yield from (f"  {line}" for line in first_lines([cause_line(cause) for cause in g.causes], _MOST_CAUSES))
+        if g.causes:
+            yield f"{title(g)}, {g.mode}: {counted(g.kernels_outside, 'GPU kernel')} outside of CUDA graphs"
+            yield from (f"  {line}" for line in first_lines([cause_line(cause) for cause in g.causes], _MOST_CAUSES))
 
 
 def _placed(graph: GraphRecord) -> Iterator[str]:
