@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import traceback
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Carries out one command; returns the exit status."""
     options = _parser().parse_args(argv)
     try:
-        status: int = options.command(options)
+        return options.command(options)
     except PygraphError as error:
         if options.traceback:
             traceback.print_exception(error.__cause__ or error)
@@ -49,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130  # as a shell reports it
-    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,15 +61,18 @@ def _parser() -> argparse.ArgumentParser:
     versions = f"pygraph_trees {__version__}, torch {torch_version()}, native: {build.status()}"
     what = "show versions, and whether the native parts are built"
     parser.add_argument("--version", action="version", version=versions, help=what)
-    _add_traceback(parser, default=False)
     commands = parser.add_subparsers(title="commands", required=True)
-    help_target = (
+    compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
+    explain = commands.add_parser("explain", help="show partitions, their causes and the inputs; needs no GPU")
+    built = commands.add_parser("build", help="build the parts in C++ for the installed torch")
+    profiles = commands.add_parser("profiles", help="list the decisions that earlier processes stored")
+    what = (
         "file.py:function or package.module:function returning (model, args), (model, args, kwargs) or (model, args, "
         "kwargs, loss), or a workload; default: BERT"
     )
+    for command in (compare, explain):
+        command.add_argument("target", nargs="?", default="", metavar="TARGET", help=what)
 
-    compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
-    compare.add_argument("target", nargs="?", default="", metavar="TARGET", help=help_target)
     compare.add_argument("--rounds", type=_positive, default=5, help="rounds over the ways (default 5)")
     compare.add_argument(
         "--ways",
@@ -78,39 +81,23 @@ def _parser() -> argparse.ArgumentParser:
         "ours:keep, ours:overwrite",
     )
     _add_files(compare, "measurements and report")
-    compare.add_argument(
-        "--baseline", type=_file, metavar="FILE", help="exit with 1 if a way is slower than in FILE, from --json"
-    )
-    compare.add_argument(
-        "--tolerance", type=_percent, default=5, metavar="PERCENT", help="by which a way may be slower (default 5)"
-    )
-    compare.set_defaults(command=_compare)
-
-    explain = commands.add_parser("explain", help="show partitions, their causes and the inputs; needs no GPU")
-    explain.add_argument("target", nargs="?", default="", metavar="TARGET", help=help_target)
-    _add_arch(explain)
+    what = "exit with 1 if a way is slower than in FILE, from --json"
+    compare.add_argument("--baseline", type=_file, metavar="FILE", help=what)
+    what = "by which a way may be slower (default 5)"
+    compare.add_argument("--tolerance", type=_percent, default=5, metavar="PERCENT", help=what)
+    what = "architecture of the GPU to explain for (default sm_90)"
+    for command in (compare, explain):
+        command.add_argument("--arch", default="sm_90", help=what)
     _add_files(explain, "the explanation")
-    explain.set_defaults(command=_explain)
-    _add_arch(compare)
-
-    built = commands.add_parser("build", help="build the parts in C++ for the installed torch")
-    built.set_defaults(command=_build)
-
-    profiles = commands.add_parser("profiles", help="list the decisions that earlier processes stored")
     profiles.add_argument("--clear", action="store_true", help="remove them, so that functions are measured again")
-    profiles.set_defaults(command=_profiles)
-    for command in (compare, explain, built, profiles):
-        _add_traceback(command, default=argparse.SUPPRESS)  # keeps the one given before the command
-    return parser
 
-
-def _add_traceback(parser: argparse.ArgumentParser, default: bool | str) -> None:
     what = "print the traceback of an error in the target"
-    parser.add_argument("--traceback", action="store_true", default=default, help=what)
-
-
-def _add_arch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", default="sm_90", help="architecture of the GPU to explain for (default sm_90)")
+    parser.add_argument("--traceback", action="store_true", help=what)
+    for command, function in ((compare, _compare), (explain, _explain), (built, _build), (profiles, _profiles)):
+        command.set_defaults(command=function)
+        # Without a default: it keeps the one given before the command.
+        command.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=what)
+    return parser
 
 
 def _add_files(parser: argparse.ArgumentParser, what: str) -> None:
@@ -118,18 +105,15 @@ def _add_files(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--html", type=_file, metavar="FILE", help=f"also write {what} as a page to FILE")
 
 
-def _positive(text: str) -> int:
+def _number(kind: type[float], what: str, least: int, text: str) -> float:
     with contextlib.suppress(ValueError):
-        if (value := int(text)) >= 1:
+        if (value := kind(text)) >= least:
             return value
-    raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text!r}")
+    raise argparse.ArgumentTypeError(f"expected a {what} of {least} or more, got {text!r}")
 
 
-def _percent(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if (value := float(text)) >= 0:
-            return value
-    raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text!r}")
+_positive = functools.partial(_number, int, "whole number", 1)
+_percent = functools.partial(_number, float, "number", 0)
 
 
 def _file(text: str) -> Path:
@@ -176,10 +160,9 @@ def _compare(options: argparse.Namespace) -> int:
     _check_before_torch(options)
     import torch
 
-    from pygraph_trees.benchmark.verify import NO_GPU, NothingVerified
-
     from .benchmark import WAYS, Effort, compare
     from .benchmark.outcome import Baseline, NeedsGpu, Outcome
+    from .benchmark.verify import NO_GPU, NothingVerified
     from .benchmark.ways import check
     from .cli import target
     from .cli.progress import Progress

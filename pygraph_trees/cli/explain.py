@@ -7,12 +7,12 @@ kind and bytes, graph breaks, and the effect of each feature under the current f
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 from torch.utils import _pytree as pytree
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from pygraph_trees.benchmark.program import Program
     from pygraph_trees.fake_gpu import LoweredGraph
 
-Progress = Callable[[int, int, str], None]
-
 _WHAT_TO_DO = {"disabled": "; unset PYGRAPH_DISABLE", "off": "; call inductor_patches.install()"}
 
 
@@ -51,7 +49,9 @@ class OnCpuError(PygraphError):
     found: str
 
 
-def explain(program: Program, arch: str = "sm_90", progress: Progress | None = None) -> Explanation:
+def explain(
+    program: Program, arch: str = "sm_90", progress: Callable[[int, int, str], None] = lambda done, total, text: None
+) -> Explanation:
     """Explains a program whose GPU tensors are on ``meta``; raises what the program raises.
 
     Args:
@@ -63,21 +63,21 @@ def explain(program: Program, arch: str = "sm_90", progress: Progress | None = N
     """
     for status in inductor_patches.status():
         if status.state not in ("on", "waiting"):
-            hint = _WHAT_TO_DO.get(status.state, "")
-            raise PatchesOffError(feature=status.feature, state=status.state, hint=hint)
-    tell = progress or (lambda done, total, text: None)
+            raise PatchesOffError(feature=status.feature, state=status.state, hint=_WHAT_TO_DO.get(status.state, ""))
+    # Torch logs an error of the program, which is raised too.
+    quiet = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
     unplaced: tuple[int, int] | None = None
     breaks: Counter[str] = Counter()
-    with absent_gpu(arch), program.context(), _quiet():
-        tell(0, 2, f"lowering {program.name} for {arch}")
+    with absent_gpu(arch), program.context(), quiet:
+        progress(0, 2, f"lowering {program.name} for {arch}")
         graphs, stop = _lowered(program, arch, breaks)
         if stop is None and any(graph.gm.meta.get(PLACED) for graph in graphs):
             torch._dynamo.reset()
-            tell(1, 2, f"lowering {program.name} without placement")
+            progress(1, 2, f"lowering {program.name} without placement")
             with torch._inductor.config.patch({"triton.pygraph_placement": "off"}):
                 before, incomplete = _lowered(program, arch, Counter())
                 unplaced = None if incomplete else split_of(map(_explained, before))
-        tell(2, 2, "done")
+        progress(2, 2, "done")
     return Explanation(
         program=program.name,
         architecture=arch,
@@ -122,25 +122,15 @@ def _left_on_cpu(program: Program) -> tuple[str, str] | None:
     return None
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps torch from logging an error of the program, which is raised too."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
 def _explained(graph: LoweredGraph) -> ExplainedGraph:
-    names = _readable_names(graph)
-    placed = (replace(value, value=names.get(value.value, value.value)) for value in graph.gm.meta.get(PLACED, ()))
+    # The names that the program gives the graph's inputs.
+    names = dict(zip(graph.graph.graph_input_names, graph.input_names, strict=True))
+    placed = [replace(value, value=names.get(value.value, value.value)) for value in graph.gm.meta.get(PLACED, ())]
     return ExplainedGraph(
         name=graph.name,
         mode=mode_name(is_backward=graph.is_backward, is_inference=graph.is_inference),
         not_graphed=_why_not_graphed(graph),
-        partitions=tuple(partitions(graph)),
+        partitions=tuple(_partitions(graph, names)),
         placed=tuple(placed),
         why_not_placed=graph.gm.meta.get(WHY_NOT_PLACED),
     )
@@ -153,14 +143,8 @@ def _why_not_graphed(graph: LoweredGraph) -> str | None:
     return left_out or graph.disabled_reason or (Reason.REBINDS() if rebinds_storage(graph.gm) else None)
 
 
-def _readable_names(graph: LoweredGraph) -> dict[str, str]:
-    """The names that the program gives the graph's inputs."""
-    return dict(zip(graph.graph.graph_input_names, graph.input_names, strict=True))
-
-
-def partitions(graph: LoweredGraph) -> Iterator[ExplainedPartition]:
-    """The partitions of a lowered graph, with the kinds of their inputs."""
-    names = _readable_names(graph)
+def _partitions(graph: LoweredGraph, names: Mapping[str, str]) -> Iterator[ExplainedPartition]:
+    """The partitions of a lowered graph, with the kinds of their inputs and their ``names`` in the program."""
     static = {name for i, name in enumerate(graph.graph.graph_input_names) if i in set(graph.static_input_idxs)}
     managed: set[str] = set()
     for partition in partitions_of(graph.graph.scheduler):

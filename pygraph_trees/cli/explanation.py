@@ -9,19 +9,16 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from pygraph_trees.report.markup import Section, Shown, preformatted, render
 from pygraph_trees.report.page import document
 from pygraph_trees.report.records import GraphBreak, Partition, PartitionInput, Placed
-from pygraph_trees.report.text import break_line, cause_line, counted, first_lines, nbytes, placed_lines, table
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
+from pygraph_trees.report.text import amounts, break_line, cause_line, counted, first_lines, nbytes, placed_lines, table
 
 _MOST_INPUTS = 12  # live inputs listed per partition
 _MOST_CAUSES = 8  # per partition
 WIDTH = 100
+_HEAD = ("live input", "on", "dtype", "bytes", "read by")
 _LEGEND = textwrap.fill(
     "Kernels are generated (triton) or a library's (extern). Inputs are parameters and buffers (static), outputs of an "
     "earlier graph (managed), or come with each call (live; cpu if on the CPU).",
@@ -42,9 +39,6 @@ class Input:
 class ExplainedPartition:
     partition: Partition
     inputs: tuple[Input, ...]  # empty if it is not graphed
-
-    def nbytes(self, kind: str) -> int:
-        return sum(i.read.nbytes or 0 for i in self.inputs if i.kind == kind)
 
     @property
     def live(self) -> list[Input]:
@@ -96,7 +90,10 @@ class Explanation(Shown):
             sections.append(Section("breaks", "Graph breaks", render("breaks", breaks=self.breaks)))
         sections.append(Section("features", "Features", preformatted(_features(self))))
         for number, graph in enumerate(self.graphs):
-            sections.append(Section(f"graph{number}", f"{graph.name}, {graph.mode}", _html(graph)))
+            body = render(
+                "explained", graph=graph, by_kind=_by_kind, causes=_causes, head=_HEAD, heading=_title, row=_row
+            )
+            sections.append(Section(f"graph{number}", f"{graph.name}, {graph.mode}", body))
         lines = [f"explained for {self.architecture}, torch {self.torch}: {counted(len(self.graphs), 'graph')}"]
         return document(self.program, lines, "", sections, asdict(self))
 
@@ -111,9 +108,8 @@ def _graph(graph: ExplainedGraph) -> str:
     title = f"{graph.name}, {graph.mode}"
     if graph.not_graphed is not None:
         outside = _kernels(sum((Counter(p.partition.kernels) for p in graph.partitions), Counter()))
-        return textwrap.fill(
-            f"{title}: not graphed, {outside} outside: {graph.not_graphed}", WIDTH, subsequent_indent="  "
-        )
+        line = f"{title}: not graphed, {outside} outside: {graph.not_graphed}"
+        return textwrap.fill(line, WIDTH, subsequent_indent="  ")
     parts, graphed = len(graph.partitions), sum(p.partition.graphed for p in graph.partitions)
     lines = [f"{title}: {counted(parts, 'partition')}, {'all' if graphed == parts else graphed} graphed"]
     for number, part in enumerate(graph.partitions, 1):
@@ -136,25 +132,9 @@ def _partition(number: int, part: ExplainedPartition) -> Iterator[str]:
         yield f"    and {len(live) - _MOST_INPUTS} more"
 
 
-_HEAD = ("live input", "on", "dtype", "bytes", "read by")
-
-
-def _html(graph: ExplainedGraph) -> Markup:
-    return render(
-        "explained",
-        graph=graph,
-        by_kind=_by_kind,
-        causes=_causes,
-        head=_HEAD,
-        heading=_title,
-        placed_lines=placed_lines,
-        row=_row,
-    )
-
-
 def _title(number: int, partition: Partition) -> str:
     state = "graphed" if partition.graphed else "outside of CUDA graphs"
-    return f"partition {number}, {state}: {_kernels(Counter(partition.kernels))}"
+    return f"partition {number}, {state}: {_kernels(partition.kernels)}"
 
 
 def _causes(partition: Partition) -> list[str]:
@@ -163,17 +143,21 @@ def _causes(partition: Partition) -> list[str]:
 
 def _by_kind(part: ExplainedPartition) -> str:
     kinds = Counter(i.kind for i in part.inputs)
-    found = [f"{kinds[k]} {k} ({nbytes(part.nbytes(k))})" for k in ("static", "managed", "live", "cpu") if kinds[k]]
-    return ", ".join(found) or "none"
+    in_order = [kind for kind in ("static", "managed", "live", "cpu") if kinds[kind]]
+    return ", ".join(f"{kinds[kind]} {kind} ({_size(part.inputs, kind)})" for kind in in_order) or "none"
+
+
+def _size(inputs: Iterable[Input], *kinds: str) -> str:
+    return nbytes(sum(i.read.nbytes or 0 for i in inputs if i.kind in kinds))
 
 
 def _row(item: Input) -> tuple[str, ...]:
     size = item.read.shape if item.read.nbytes is None else nbytes(item.read.nbytes)
-    return item.name, item.read.device, item.read.dtype, size, _kernels(Counter(item.read.consumers))
+    return item.name, item.read.device, item.read.dtype, size, _kernels(item.read.consumers)
 
 
-def _kernels(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "no kernels"
+def _kernels(counts: Mapping[str, int]) -> str:
+    return amounts(dict(sorted(counts.items()))) or "no kernels"
 
 
 def _placement(found: Explanation) -> Iterator[str]:
@@ -211,11 +195,8 @@ def _features(found: Explanation) -> str:
 
 def _given(graphed: Sequence[ExplainedPartition], *, by_address: bool) -> Iterator[str]:
     """How replays take the live inputs, as far as their device determines it."""
-    ways: dict[str, tuple[str, ...]] = {"given by address": ("live",), "staged at each replay": ("cpu",)}
-    if not by_address:
-        ways = {"copied at each replay": ("live", "cpu")}
-    for how, kinds in ways.items():
+    ways = [("given by address", ["live"]), ("staged at each replay", ["cpu"])]
+    for how, kinds in ways if by_address else [("copied at each replay", ["live", "cpu"])]:
         inputs = [i for p in graphed for i in p.inputs if i.kind in kinds]
         if inputs:
-            total = nbytes(sum(i.read.nbytes or 0 for i in inputs))
-            yield f"{counted(len(inputs), 'live input')}, {total}, {how}"
+            yield f"{counted(len(inputs), 'live input')}, {_size(inputs, *kinds)}, {how}"

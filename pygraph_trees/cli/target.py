@@ -32,7 +32,6 @@ from .explain import OnCpuError
 DEFAULT = f"{__name__}:bert"
 _VOCABULARY = 384  # the 256 bytes and 128 special tokens, as ByT5's
 _WORKLOADS = Path(__file__).resolve().parents[2] / "tools" / "bench" / "workloads" / "__init__.py"
-_RETURNED = "(model, args), (model, args, kwargs) or (model, args, kwargs, loss)"
 _ADD_DEVICE = "add a parameter `device` to the function, and build for it"
 _MOST_TEXT = 300  # characters of an error's text
 # Not resolved: frames name files as they were imported, which may be through a link.
@@ -49,18 +48,13 @@ class TargetFormError(TargetError):
     """The text is no target, or the function does not return a program."""
 
     template = (
-        "target {target!r}: {problem}. A target is file.py:function, package.module:function (returning {returned}), "
-        "or a workload{workloads}."
+        "target {target!r}: {problem}. A target is file.py:function, package.module:function (returning (model, args), "
+        "(model, args, kwargs) or (model, args, kwargs, loss)), or a workload{workloads}."
     )
 
     def __init__(self, target: str, problem: str) -> None:
         names = ", ".join(sorted(workloads()))
-        super().__init__(
-            target=target,
-            problem=problem,
-            returned=_RETURNED,
-            workloads=f" ({names})" if names else " of a checkout",
-        )
+        super().__init__(target=target, problem=problem, workloads=f" ({names})" if names else " of a checkout")
 
 
 class TransformersMissing(PygraphError):
@@ -111,11 +105,9 @@ def resolve(target: str, device: torch.device) -> Program:
         made = _call(target, function, device)
     program = program_of(made, name)
     if program is None:
-        shape = (
-            f"a tuple of {', '.join(type(m).__name__ for m in made)}"
-            if isinstance(made, tuple)
-            else type(made).__name__
-        )
+        shape = type(made).__name__
+        if isinstance(made, tuple):
+            shape = f"a tuple of {', '.join(type(m).__name__ for m in made)}"
         is_model_first = isinstance(made, tuple) and 2 <= len(made) <= 4 and callable(made[0])
         hint = "; args must be a tuple" if is_model_first and not isinstance(made[1], (tuple, list)) else ""
         raise TargetFormError(target, f"it returned {shape}{hint}")
@@ -159,39 +151,35 @@ def raising_errors_of(target: str) -> Iterator[None]:
     """Turns exceptions of the target's code into a :class:`TargetError` with one line of text."""
     try:
         yield
-    except OnCpuError as error:
-        raise TargetError(target=target, problem=f"{error.found}; {_ADD_DEVICE}") from error
-    except PygraphError:
-        raise
-    except ModuleNotFoundError as error:
-        problem = f"it needs the package {error.name}, which is not installed: pip install {error.name}"
-        if error.name is None:  # raised by a package that looks for others itself
-            problem = _problem(error)
-        elif "." in error.name:  # the package is there
-            problem = f"there is no module {error.name}"
-        raise TargetError(target=target, problem=problem) from error
-    except SyntaxError as error:
-        problem = f"{error.filename}:{error.lineno} is not valid Python: {error.msg}"
-        raise TargetError(target=target, problem=problem) from error
-    except SystemExit as error:  # a script, which may also have refused our command line
-        problem = f"it calls sys.exit({error.code!r}); do this under if __name__ == '__main__'"
-        raise TargetError(target=target, problem=problem) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, PygraphError) and not isinstance(error, OnCpuError):
+            raise
         raise TargetError(target=target, problem=_problem(error)) from error
 
 
-def _problem(error: Exception) -> str:
-    root: BaseException = error
+def _problem(error: BaseException) -> str:
+    if isinstance(error, OnCpuError):
+        return f"{error.found}; {_ADD_DEVICE}"
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno} is not valid Python: {error.msg}"
+    if isinstance(error, SystemExit):  # a script, which may also have refused our command line
+        return f"it calls sys.exit({error.code!r}); do this under if __name__ == '__main__'"
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:  # None: raised by one that looks for others
+        if "." in error.name:  # the package is there
+            return f"there is no module {error.name}"
+        return f"it needs the package {error.name}, which is not installed: pip install {error.name}"
+    root = error
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # Dynamo raises it for what the program raised
         while (earlier := root.__cause__ or root.__context__) is not None:
             root = earlier
     frames = traceback.extract_tb(root.__traceback__)
-    own = [f for f in (*traceback.extract_tb(error.__traceback__), *frames) if _is_own(f.filename)]
+    places: list[tuple[Any, ...]]
+    places = [(f.filename, f.lineno, f.name) for f in (*traceback.extract_tb(error.__traceback__), *frames)]
     # Dynamo names the lines of the program in the text.
-    traced = [m for m in map(FRAME.match, str(error).splitlines()) if m is not None and _is_own(m["file"])]
-    place = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else None
-    if traced:
-        place = f"{traced[-1]['file']}:{traced[-1]['line']} in {traced[-1]['function']}"
+    places += [m.group("file", "line", "function") for m in map(FRAME.match, str(error).splitlines()) if m]
+    # The files of the program are those that are neither torch's nor this package's.
+    own = [place for place in places if not place[0].startswith((_TORCH, _PACKAGE, "<"))]
+    place = "{}:{} in {}".format(*own[-1]) if own else None
     if frames and frames[-1].name == "_lazy_init" and not torch.cuda.is_available():
         return f"it uses a GPU{f' at {place}' if place else ''}, and torch finds none; {_ADD_DEVICE}"
     first = next((line.strip() for line in str(root).splitlines() if line.strip()), "")
@@ -199,18 +187,12 @@ def _problem(error: Exception) -> str:
     return f"{type(root).__name__}: {shown}" + (f" ({place})" if place else "")
 
 
-def _is_own(file: str) -> bool:
-    """Whether a file is the program's, and not torch's or this package's."""
-    return not file.startswith((_TORCH, _PACKAGE, "<"))
-
-
 def workloads() -> Mapping[str, Any]:
     """The workloads by name; none if the package is installed without its checkout."""
     if not _WORKLOADS.exists():
         return {}
     module = sys.modules.get("pygraph_bench_workloads") or _load("pygraph_bench_workloads", _WORKLOADS)
-    found: Mapping[str, Any] = module.WORKLOADS
-    return found
+    return module.WORKLOADS
 
 
 def _module(target: str, place: str) -> ModuleType:

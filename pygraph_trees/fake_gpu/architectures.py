@@ -60,11 +60,3 @@ ARCHITECTURES: dict[str, DeviceProperties] = {
         "NVIDIA GeForce RTX 5090", 12, 0, 170, 32118 * _MIB, 96 * _MIB, 99 * _KIB, 100 * _KIB, 1536
     ),
 }
-
-
-def device_properties(arch: str) -> DeviceProperties:
-    """The properties of ``arch``; raises :class:`UnknownArchitectureError`."""
-    try:
-        return ARCHITECTURES[arch]
-    except (KeyError, TypeError):
-        raise UnknownArchitectureError(arch=arch, allowed=", ".join(map(repr, ARCHITECTURES))) from None

@@ -9,7 +9,9 @@ without a fake implementation runs on zeros, which finds the shapes of its outpu
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -17,16 +19,11 @@ from torch._inductor.fx_passes import joint_graph
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses import fake_impls, fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .replacing import replaced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
 _GPU, _CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -76,17 +73,15 @@ def _unset_fake_and_on_cpu() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def constants_off_gpu() -> Iterator[None]:
+def constants_off_gpu() -> contextlib.AbstractContextManager[None]:
     """Inside, tracing and compiling compute no constant on the GPU."""
-    with replaced(
+    return replaced(
         [
             (proxy_tensor, "unset_fake_temporarily", _unset_fake_and_on_cpu),
             (joint_graph, "UniformValueConstantFolder", _FoldOnCpu),
             (GraphLowering, "constant_name", _constant_on),
         ]
-    ):
-        yield
+    )
 
 
 def _like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> FakeTensor:
@@ -94,36 +89,34 @@ def _like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> F
     return FakeTensor(mode, meta, device)
 
 
-def _run_on_cpu(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    def run_fallback_kernel(
-        mode: FakeTensorMode, func: Any, flat_args: Sequence[Any], spec: Any, not_implemented: RuntimeError
-    ) -> Any:
-        given: dict[int, FakeTensor] = {}  # by substitute
+def _run_on_cpu(
+    upstream: Callable[..., Any],
+    mode: FakeTensorMode,
+    func: Any,
+    flat_args: Sequence[Any],
+    spec: Any,
+    why: RuntimeError,
+) -> Any:
+    given: dict[int, FakeTensor] = {}  # by substitute
 
-        def on_cpu(arg: Any) -> Any:
-            if isinstance(arg, FakeTensor) and arg.fake_device.type == "cuda":
-                substitute = _like(mode, arg, _CPU)
-                given[id(substitute)] = arg
-                return substitute
-            return _off_gpu(arg) if isinstance(arg, torch.device) else arg
+    def on_cpu(arg: Any) -> Any:
+        if isinstance(arg, FakeTensor) and arg.fake_device.type == "cuda":
+            substitute = _like(mode, arg, _CPU)
+            given[id(substitute)] = arg
+            return substitute
+        return _off_gpu(arg) if isinstance(arg, torch.device) else arg
 
-        substitutes = [on_cpu(arg) for arg in flat_args]
-        if not given:
-            return upstream(mode, func, flat_args, spec, not_implemented)
-        try:
-            outputs = upstream(mode, func, substitutes, spec, not_implemented)
-        except NotImplementedError:
-            raise not_implemented from None
-        return pytree.tree_map_only(
-            FakeTensor, lambda t: given[id(t)] if id(t) in given else _like(mode, t, _GPU), outputs
-        )
-
-    return run_fallback_kernel
+    substitutes = [on_cpu(arg) for arg in flat_args]
+    if not given:
+        return upstream(mode, func, flat_args, spec, why)
+    try:
+        outputs = upstream(mode, func, substitutes, spec, why)
+    except NotImplementedError:
+        raise why from None
+    return pytree.tree_map_only(FakeTensor, lambda t: given[id(t)] if id(t) in given else _like(mode, t, _GPU), outputs)
 
 
-@contextlib.contextmanager
-def fallback_on_cpu() -> Iterator[None]:
+def fallback_on_cpu() -> contextlib.AbstractContextManager[None]:
     """Inside, an operator without a fake implementation runs on the CPU; without a CPU kernel it fails as before."""
-    run = _run_on_cpu(fake_tensor.run_fallback_kernel)
-    with replaced([(module, "run_fallback_kernel", run) for module in (fake_tensor, fake_impls)]):
-        yield
+    run = functools.partial(_run_on_cpu, fake_tensor.run_fallback_kernel)
+    return replaced([(module, "run_fallback_kernel", run) for module in (fake_tensor, fake_impls)])

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from pygraph_trees.errors import PygraphError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _CUDA = 1  # c10::DeviceType::CUDA
 # Slots of isBuilt, isAvailable and hasPrimaryContext in AcceleratorHooksInterface, after two for its destructor.
@@ -53,10 +52,7 @@ def _cuda_hooks_table() -> Any:
     return ctypes.c_void_p.from_address(get_hooks())
 
 
-_no_op_guard: int | None = None  # made once by torch, never freed
-_cuda_is_built: Any = None  # a method table, kept alive for good
-
-
+@functools.cache  # kept alive for good
 def _with_cuda_built(original: int) -> Any:
     """A copy of the CUDA hooks' method table in which CUDA is built and available."""
     table_type = ctypes.c_void_p * (_BEFORE_METHODS + _SLOTS)
@@ -68,8 +64,10 @@ def _with_cuda_built(original: int) -> Any:
     return table
 
 
-def _make_no_op_guard(slot: Any) -> int:
-    """Makes torch put its no-op guard into the empty ``slot``; returns its address."""
+@functools.cache  # made once by torch, never freed
+def _no_op_guard() -> int:
+    """Makes torch put its no-op guard into the empty slot; empties the slot again and returns the guard's address."""
+    slot = _guard_slot()
     answer_zero = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
     table = (ctypes.c_void_p * _SLOTS)(*[ctypes.cast(answer_zero, ctypes.c_void_p)] * _SLOTS)
     substitute = ctypes.c_void_p(ctypes.addressof(table))
@@ -87,23 +85,19 @@ def _make_no_op_guard(slot: Any) -> int:
 @contextlib.contextmanager
 def no_op_device_guard() -> Iterator[None]:
     """Inside, C++ code takes CUDA devices as given; raises :class:`NoDeviceGuardError` if that is impossible."""
-    global _no_op_guard, _cuda_is_built
     if torch.cuda.device_count():
         yield
         return
     slot = _guard_slot()
     hooks = _cuda_hooks_table()
     before, table_before = slot.value, hooks.value
-    if before is None and _no_op_guard is None:
-        _no_op_guard = _make_no_op_guard(slot)
-    if _cuda_is_built is None:
-        _cuda_is_built = _with_cuda_built(table_before)
+    cuda_is_built = _with_cuda_built(table_before)
     try:
         if before is None:
-            slot.value = _no_op_guard
+            slot.value = _no_op_guard()
         else:
             torch._C._ensureCUDADeviceGuardSet()
-        hooks.value = ctypes.addressof(_cuda_is_built) + _BEFORE_METHODS * ctypes.sizeof(ctypes.c_void_p)
+        hooks.value = ctypes.addressof(cuda_is_built) + _BEFORE_METHODS * ctypes.sizeof(ctypes.c_void_p)
         accelerator = torch._C._accelerator_getAccelerator()
         if getattr(accelerator, "type", None) != "cuda":
             raise NoDeviceGuardError(version=torch.__version__, what=f"it takes {accelerator} for the accelerator")

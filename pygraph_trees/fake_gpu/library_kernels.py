@@ -9,17 +9,15 @@ the formats of input and weight, except for double precision. README.md says why
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from .replacing import replaced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
 
 _aten = torch.ops.aten
 _KEY = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -51,12 +49,6 @@ def _efficient_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def _fusable(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return all(
-        t.dim() == 4 and t.dtype == query.dtype and t.numel() > 0 and t.stride(-1) == 1 for t in (query, key, value)
-    )
-
-
 def _efficient_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """The mask as the additive, aligned and expanded bias that the memory-efficient kernel takes."""
     if mask is None:
@@ -81,27 +73,25 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
     if query.device.type != "cuda":
-        return _aten.scaled_dot_product_attention.default._op_dk(
-            _KEY, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    fusable = _fusable(query, key, value)
+        return _aten.scaled_dot_product_attention.default._op_dk(_KEY, *given, scale=scale, enable_gqa=enable_gqa)
+    tensors = (query, key, value)
+    fusable = all(t.dim() == 4 and t.dtype == query.dtype and t.numel() > 0 and t.stride(-1) == 1 for t in tensors)
     if fusable and _flash_fits(query, key, value, attn_mask, is_causal):
         head_dim = query.size(-1)
         scale = head_dim**-0.5 if scale is None else scale
         if missing := -head_dim % _FLASH_ALIGNMENT:
-            query, key, value = (torch.nn.functional.pad(t, (0, missing)) for t in (query, key, value))
+            query, key, value = (torch.nn.functional.pad(t, (0, missing)) for t in tensors)
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :head_dim] if missing else out
     if fusable and not enable_gqa and _efficient_fits(query, key, value):
-        for_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        for_backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         bias = _efficient_bias(attn_mask, query, key)
         return _aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, for_backward, dropout_p, is_causal, scale=scale
         )[0]
-    return _aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
+    return _aten._scaled_dot_product_attention_math(*given, None, scale=scale, enable_gqa=enable_gqa)[0]
 
 
 @contextlib.contextmanager
@@ -121,32 +111,22 @@ def chosen_attention() -> Iterator[None]:
         op._dispatch_cache.clear()
 
 
-def _select_backend(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    def select_backend(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if input.device.type != "cuda" or input.numel() == 0:
-            return upstream(input, weight, *args, **kwargs)
-        return torch._C._ConvBackend.Cudnn
-
-    return select_backend
+def _select_backend(upstream: Callable[..., Any], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if input.device.type != "cuda" or input.numel() == 0:
+        return upstream(input, weight, *args, **kwargs)
+    return torch._C._ConvBackend.Cudnn
 
 
-def _memory_format(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    def memory_format(input: torch.Tensor, weight: torch.Tensor, backend: Any) -> Any:
-        if input.device.type != "cuda":
-            return upstream(input, weight, backend)
-        channels_last = _CHANNELS_LAST.get(weight.dim())
-        if torch.float64 in (input.dtype, weight.dtype) or channels_last is None:
-            return torch.contiguous_format
-        return (
-            channels_last if channels_last in map(suggest_memory_format, (input, weight)) else torch.contiguous_format
-        )
-
-    return memory_format
+def _memory_format(upstream: Callable[..., Any], input: Tensor, weight: Tensor, backend: Any) -> Any:
+    if input.device.type != "cuda":
+        return upstream(input, weight, backend)
+    channels_last = _CHANNELS_LAST.get(weight.dim())
+    can_be_last = channels_last is not None and torch.float64 not in (input.dtype, weight.dtype)
+    is_last = can_be_last and channels_last in map(suggest_memory_format, (input, weight))
+    return channels_last if is_last else torch.contiguous_format
 
 
-@contextlib.contextmanager
-def convolutions_by_cudnn() -> Iterator[None]:
+def convolutions_by_cudnn() -> contextlib.AbstractContextManager[None]:
     """Inside, fake CUDA convolutions have the memory format that cuDNN gives them."""
     names = ("_select_conv_backend", _select_backend), ("_conv_determine_backend_memory_format", _memory_format)
-    with replaced([(torch._C, name, answer(getattr(torch._C, name))) for name, answer in names]):
-        yield
+    return replaced([(torch._C, name, partial(answer, getattr(torch._C, name))) for name, answer in names])

@@ -9,10 +9,12 @@ continues after a graph break. Padding of matrix multiplications, which needs a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
@@ -21,6 +23,7 @@ import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._inductor import compile_fx, cpp_builder, cpu_vec_isa, output_code
 from torch._inductor.graph import GraphLowering
+from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.utils import BoxedBool, set_tracing_context_output_strides
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
@@ -28,13 +31,11 @@ from pygraph_trees.errors import PygraphError
 
 from .replacing import replaced
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch._inductor.output_code import CompiledFxGraph
-
-
 _MOST_NUMBERS = 1 << 16  # largest number of elements that a number may depend on
+_OFF = (  # freezing computes with the values of parameters
+    *("fx_graph_cache", "fx_graph_remote_cache", "max_autotune", "max_autotune_gemm", "max_autotune_pointwise"),
+    *("coordinate_descent_tuning", "benchmark_kernel", "benchmark_fusion", "shape_padding", "freezing", "cpp_wrapper"),
+)
 _log = logging.getLogger("pygraph_trees.fake_gpu")
 
 
@@ -60,18 +61,13 @@ class LoweredGraph:
 def _sizes_from(placeholders: Sequence[torch.fx.Node], args: Sequence[Any]) -> dict[Any, int]:
     """The symbols of a dynamic graph and their values in this call."""
     known: dict[Any, int] = {}
-
-    def learn(symbolic: Any, actual: Any) -> None:
-        if isinstance(symbolic, torch.SymInt) and symbolic.node.expr.is_symbol:
-            known[symbolic.node.expr] = int(actual)
-
     for node, arg in zip(placeholders, args, strict=True):
-        val = node.meta.get("val")
-        if isinstance(val, torch.Tensor):
-            for symbolic, actual in zip((*val.shape, *val.stride()), (*arg.shape, *arg.stride()), strict=True):
-                learn(symbolic, actual)
-        else:
-            learn(val, arg)
+        symbolic, actual = [node.meta.get("val")], [arg]
+        if isinstance(symbolic[0], torch.Tensor):
+            symbolic, actual = ([*tensor.shape, *tensor.stride()] for tensor in (symbolic[0], arg))
+        for symbol, size in zip(symbolic, actual, strict=True):
+            if isinstance(symbol, torch.SymInt) and symbol.node.expr.is_symbol:
+                known[symbol.node.expr] = int(size)
     return known
 
 
@@ -84,21 +80,19 @@ def _number_of(output: torch.fx.Node) -> torch.Tensor | None:
     if mode is None or not value.is_cpu or value.numel() != 1 or isinstance(value.numel(), torch.SymInt):
         return None
     module = output.graph.owning_module
-    known: dict[torch.fx.Node, Any] = {}
 
+    @functools.cache
     def evaluated(node: torch.fx.Node) -> Any:
-        if node not in known:
-            if node.op == "get_attr":
-                found = getattr(module, str(node.target))
-            elif node.op != "call_function" or not _gives_the_same(node):
-                raise LookupError
-            else:
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), evaluated)
-                found = node.target(*args, **kwargs)
-            if isinstance(found, FakeTensor):
-                raise LookupError
-            known[node] = found
-        return known[node]
+        if node.op == "get_attr":
+            found = getattr(module, str(node.target))
+        elif node.op != "call_function" or not _gives_the_same(node):
+            raise LookupError
+        else:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), evaluated)
+            found = node.target(*args, **kwargs)
+        if isinstance(found, FakeTensor):
+            raise LookupError
+        return found
 
     try:
         with unset_fake_temporarily():
@@ -213,19 +207,15 @@ class Lowerings:
         self._traced_name = f"{name} [{torch._guards.CompileContext.current_compile_id()}]"
         # As the mode does: Dynamo traces without its options.
         options = torch._inductor.list_mode_options("reduce-overhead")
-        compiled: Callable[..., Any] = compile_fx.compile_fx(gm, example_inputs, config_patches=options)
-        return compiled
+        return compile_fx.compile_fx(gm, example_inputs, config_patches=options)
 
     def _input_names(self, gm: torch.fx.GraphModule, *, is_backward: bool) -> tuple[str, ...]:
         names: dict[str, str] = {}
         for node in gm.graph.find_nodes(op="placeholder"):
             origin = node.meta.get("desc")
-            if is_backward:
-                names[node.name] = self._forward_names.get(node.name, node.name)
-            elif isinstance(origin, PlainAOTInput) and origin.idx < len(self._sources):
+            names[node.name] = self._forward_names.get(node.name, node.name) if is_backward else node.name
+            if not is_backward and isinstance(origin, PlainAOTInput) and origin.idx < len(self._sources):
                 names[node.name] = self._sources[origin.idx]
-            else:
-                names[node.name] = node.name
         if not is_backward:
             self._forward_names = names
         return tuple(names.values())
@@ -242,9 +232,7 @@ class Lowerings:
             reason = "CUDA graphs were disabled for its forward"
         if reason is not None:
             BoxedBool.disable(kwargs["cudagraphs"])  # shared by a forward and its backward
-        callable_ = compiled.current_callable
-        assert callable_ is not None
-        unexecuted: _Unexecuted = callable_.__self__
+        unexecuted: _Unexecuted = compiled.current_callable.__self__
         unexecuted.name = self._traced_name + (" backward" if kwargs["is_backward"] else "")
         self.graphs.append(
             LoweredGraph(
@@ -263,31 +251,13 @@ class Lowerings:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, Inductor compiles as under ``mode="reduce-overhead"``, up to the source, into :attr:`graphs`."""
-        settings = {
-            "compile_threads": 1,
-            "fx_graph_cache": False,
-            "fx_graph_remote_cache": False,
-            "max_autotune": False,
-            "max_autotune_gemm": False,
-            "max_autotune_pointwise": False,
-            "coordinate_descent_tuning": False,
-            "benchmark_kernel": False,
-            "benchmark_fusion": False,
-            "shape_padding": False,
-            "freezing": False,  # computes with the values of parameters
-            "cpp_wrapper": False,
-        }
-
-        def post_compile(compiled: CompiledFxGraph, *args: Any) -> None:
-            self._keep(compiled, *args)
-
         with (
-            inductor_config.patch(settings),
+            inductor_config.patch({"compile_threads": 1, **dict.fromkeys(_OFF, False)}),
             functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
             replaced(
                 [
                     (GraphLowering, "_compile_to_module", _generate),
-                    (output_code.CompiledFxGraph, "post_compile", post_compile),
+                    (CompiledFxGraph, "post_compile", lambda *given: self._keep(*given)),
                     (output_code, "log_cudagraph_skip_and_bump_counter", lambda _: None),  # it warns
                     # CPU kernels are not compiled either, so a compiler need not exist.
                     (cpu_vec_isa, "pick_vec_isa", lambda: cpu_vec_isa.invalid_vec_isa),

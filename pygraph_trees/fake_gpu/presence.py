@@ -12,24 +12,21 @@ import contextlib
 import importlib
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 
 from pygraph_trees.errors import PygraphError
 
-from .architectures import device_properties
+from .architectures import ARCHITECTURES, DeviceProperties, UnknownArchitectureError
 from .computed_on_cpu import constants_off_gpu, fallback_on_cpu
 from .device_guard import no_op_device_guard
 from .library_kernels import chosen_attention, convolutions_by_cudnn
 from .replacing import replaced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from .architectures import DeviceProperties
 
 
 class OtherArchitectureError(PygraphError):
@@ -38,52 +35,34 @@ class OtherArchitectureError(PygraphError):
 
 # Memoised answers that depend on the GPU, in torch 2.11 to 2.15; those that a version lacks are skipped.
 _MEMOISED = {
-    "torch._dynamo.debug_utils": ("_cuda_system_info_comment",),
-    "torch._inductor.codecache": ("CacheBase.get_system",),
-    "torch._inductor.codegen.cuda.cuda_env": ("get_cuda_arch", "is_datacenter_blackwell_arch", "get_cuda_version"),
-    "torch._inductor.codegen.cutlass.utils": ("cutlass_arch", "_normalize_cuda_arch", "try_import_cutlass"),
-    "torch._inductor.compile_fx": ("_warn_tf32_disabled",),
-    "torch._inductor.comm_analysis": ("_has_nvlink", "get_gpu_type"),
-    "torch._inductor.fx_passes.fuse_attention": ("_warn_tf32_disabled",),
-    "torch._inductor.kernel.mm": ("_is_sm7x_or_older_gpu",),
-    "torch._inductor.lookup_table.choices": ("LookupTableChoices._get_device_key",),
+    "torch._dynamo.debug_utils": "_cuda_system_info_comment",
+    "torch._inductor.codecache": "CacheBase.get_system",
+    "torch._inductor.codegen.cuda.cuda_env": "get_cuda_arch is_datacenter_blackwell_arch get_cuda_version",
+    "torch._inductor.codegen.cutlass.utils": "cutlass_arch _normalize_cuda_arch try_import_cutlass",
+    "torch._inductor.compile_fx": "_warn_tf32_disabled",
+    "torch._inductor.comm_analysis": "_has_nvlink get_gpu_type",
+    "torch._inductor.fx_passes.fuse_attention": "_warn_tf32_disabled",
+    "torch._inductor.kernel.mm": "_is_sm7x_or_older_gpu",
+    "torch._inductor.lookup_table.choices": "LookupTableChoices._get_device_key",
     "torch._inductor.runtime.caching.context": (
-        "_CompileContext.triton_version_hash",
-        "_CompileContext.runtime",
-        "_CompileContext.runtime_version",
-        "_CompileContext.accelerator_properties",
+        "_CompileContext.triton_version_hash _CompileContext.runtime _CompileContext.runtime_version "
+        "_CompileContext.accelerator_properties"
     ),
-    "torch._inductor.runtime.hints": ("DeviceProperties.create",),
+    "torch._inductor.runtime.hints": "DeviceProperties.create",
     "torch._inductor.utils": (
-        "get_gpu_type",
-        "is_big_gpu",
-        "get_max_num_sms",
-        "using_b200",
-        "use_decompose_k_choice",
-        "get_k_splits",
-        "get_backend_num_stages",
-        "get_device_tflops",
-        "get_gpu_dram_gbps",
-        "_triton_supported_fp8_dtypes",
+        "get_gpu_type is_big_gpu get_max_num_sms using_b200 use_decompose_k_choice get_k_splits "
+        "get_backend_num_stages get_device_tflops get_gpu_dram_gbps _triton_supported_fp8_dtypes"
     ),
-    "torch.cuda": ("_check_bf16_tensor_supported",),
-    "torch.nn.attention._fa3": ("_get_device_major",),
-    "torch.nn.attention._fa4": ("_get_device_major",),
-    "torch.nn.attention.varlen": ("_should_use_cudnn",),
+    "torch.cuda": "_check_bf16_tensor_supported",
+    "torch.nn.attention._fa3": "_get_device_major",
+    "torch.nn.attention._fa4": "_get_device_major",
+    "torch.nn.attention.varlen": "_should_use_cudnn",
     "torch.utils._triton": (
-        "_device_supports_tma",
-        "has_triton_experimental_host_tma",
-        "has_triton_tensor_descriptor_host_tma",
-        "has_triton_tma",
-        "has_triton_tma_device",
-        "has_datacenter_blackwell_tma_device",
-        "has_triton_stable_tma_api",
-        "has_triton",
-        "triton_backend",
-        "triton_hash_with_backend",
+        "_device_supports_tma has_triton_experimental_host_tma has_triton_tensor_descriptor_host_tma has_triton_tma "
+        "has_triton_tma_device has_datacenter_blackwell_tma_device has_triton_stable_tma_api has_triton "
+        "triton_backend triton_hash_with_backend"
     ),
 }
-
 
 _DOING_NOTHING = (
     *("_lazy_init", "_lazy_call", "init", "synchronize", "empty_cache", "set_device", "reset_peak_memory_stats"),
@@ -100,10 +79,7 @@ _OF_THE_INTERFACE = (
 
 
 def _always(value: Any) -> Callable[..., Any]:
-    def answer(*_args: Any, **_kwargs: Any) -> Any:
-        return value
-
-    return answer
+    return lambda *_args, **_kwargs: value
 
 
 def _triton_driver(properties: DeviceProperties) -> SimpleNamespace:
@@ -130,16 +106,13 @@ def _triton_driver(properties: DeviceProperties) -> SimpleNamespace:
 
 
 def _rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily():
+    with fake_tensor.unset_fake_temporarily():
         return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
 def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
     """(owner, attribute, value while the GPU is faked)."""
     import torch._dynamo.device_interface as device_interface
-    import torch._subclasses.fake_tensor as fake_tensor
 
     # Triton's package attribute of this name is the object, not the module. Before 3.5 it had no underscores.
     triton_driver = importlib.import_module("triton.runtime.driver").driver
@@ -147,14 +120,13 @@ def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
     driver = _triton_driver(properties)
 
     nothing, zero, one = _always(None), _always(0), _always(1)
-    the_properties = _always(properties)
     answers: dict[str, Any] = {
         **dict.fromkeys(_DOING_NOTHING, nothing),
         **dict.fromkeys(_ANSWERING_ZERO, zero),
         **dict.fromkeys(("is_available", "is_bf16_supported", "is_tf32_supported"), _always(True)),
         "is_current_stream_capturing": _always(False),
         "device_count": one,
-        "get_device_properties": the_properties,
+        "get_device_properties": _always(properties),
         "get_device_capability": _always(properties.capability),
         "get_device_name": _always(properties.name),
         "get_arch_list": _always([f"sm_{properties.major}{properties.minor}"]),
@@ -172,10 +144,11 @@ def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
     interface: Any = device_interface.CudaInterface
     out += [(interface, name, staticmethod(answers[name])) for name in _OF_THE_INTERFACE]
     out += [
-        (interface, "exchange_device", staticmethod(zero)),
-        (interface, "maybe_exchange_device", staticmethod(zero)),
-        (interface, "get_raw_stream", staticmethod(zero)),
-        (interface.Worker, "get_device_properties", staticmethod(the_properties)),
+        *(
+            (interface, name, staticmethod(zero))
+            for name in ("exchange_device", "maybe_exchange_device", "get_raw_stream")
+        ),
+        (interface.Worker, "get_device_properties", staticmethod(answers["get_device_properties"])),
         (interface.Worker, "current_device", staticmethod(zero)),
         (device_interface, "device_interfaces", {}),
         (device_interface, "_device_initialized", False),
@@ -206,13 +179,10 @@ def _fill_dynamo_tables() -> None:
 
 
 def _forget_memoised() -> None:
-    for module_name, names in _MEMOISED.items():
-        module = sys.modules.get(module_name)
-        if module is None:
-            continue
-        for name in names:
+    for module, names in _MEMOISED.items():
+        for name in names.split() if module in sys.modules else ():
             with contextlib.suppress(AttributeError):
-                attrgetter(name)(module).cache_clear()
+                attrgetter(name)(sys.modules[module]).cache_clear()
 
 
 _lock = threading.Lock()
@@ -232,7 +202,10 @@ def absent_gpu(arch: str = "sm_90") -> Iterator[None]:
     Raises :class:`UnknownArchitectureError` for an unknown name, :class:`OtherArchitectureError` inside another
     architecture's context, and :class:`NoDeviceGuardError` if this build of torch's C++ code cannot be convinced.
     """
-    properties = device_properties(arch)
+    try:
+        properties = ARCHITECTURES[arch]
+    except (KeyError, TypeError):
+        raise UnknownArchitectureError(arch=arch, allowed=", ".join(map(repr, ARCHITECTURES))) from None
     with _lock:
         if _entered and arch not in _entered:
             raise OtherArchitectureError(wanted=arch, active=_entered[0])

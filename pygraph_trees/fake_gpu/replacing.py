@@ -7,26 +7,15 @@ exception, each attribute is the original object again; replacements are undone 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-_MISSING = object()
+from collections.abc import Iterable, Iterator
+from typing import Any
+from unittest import mock
 
 
 @contextlib.contextmanager
-def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
+def replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Sets the attributes, and restores the very objects from before, in reverse order."""
-    before: list[tuple[Any, str, Any]] = []
-    try:
+    with contextlib.ExitStack() as restoring:
         for owner, name, new in replacements:
-            before.append((owner, name, vars(owner).get(name, _MISSING)))
-            setattr(owner, name, new)
+            restoring.enter_context(mock.patch.object(owner, name, new, create=True))
         yield
-    finally:
-        for owner, name, old in reversed(before):
-            if old is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, old)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import warnings
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -26,14 +29,9 @@ from torch._subclasses.fake_tensor import (
 
 from pygraph_trees.errors import PygraphError
 
-from .lowering import Lowerings
+from .lowering import LoweredGraph, Lowerings
 from .presence import absent_gpu
 from .replacing import replaced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from .lowering import LoweredGraph
 
 _GPU = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -53,19 +51,22 @@ class NothingToLowerError(PygraphError):
     template = "{function} ran without any operation on tensors that Dynamo could compile."
 
 
-def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _fake(mode: FakeTensorMode, fakes: dict[int, Tensor], tensor: Tensor, device: torch.device) -> Tensor:
     """A fake tensor like ``tensor`` on ``device``, with its Python attributes; a parameter for a parameter."""
+    if id(tensor) in fakes:  # a tensor has one, so that tied parameters stay tied
+        return fakes[id(tensor)]
     with torch.no_grad():
         meta = tensor.detach()
         if tensor.device.type != "meta":
             meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    fake: torch.Tensor = FakeTensor(mode, meta, device)
+    fake = FakeTensor(mode, meta, device)
     if isinstance(tensor, torch.nn.Parameter):
         fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
     else:
         fake.requires_grad_(tensor.requires_grad)
     for name, value in vars(tensor).items():
         setattr(fake, name, value)
+    fakes[id(tensor)] = fake
     return fake
 
 
@@ -74,11 +75,8 @@ def modules_of(fn: Any) -> dict[torch.nn.Module, bool]:
     owner = getattr(fn, "__self__", fn)
     if isinstance(owner, torch.nn.Module):
         return dict.fromkeys(owner.modules(), True)
-    found: dict[torch.nn.Module, bool] = {}
-    for value in _mentioned(fn):
-        if isinstance(value, torch.nn.Module):
-            found.update(dict.fromkeys(value.modules(), False))
-    return found
+    mentioned = (value for value in _mentioned(fn) if isinstance(value, torch.nn.Module))
+    return {module: False for value in mentioned for module in value.modules()}
 
 
 def _mentioned(fn: Any) -> Iterator[Any]:
@@ -89,13 +87,10 @@ def _mentioned(fn: Any) -> Iterator[Any]:
         if id(mentioning) in seen:
             continue
         seen.add(id(mentioning))
-        values: list[Any] = []
-        if inspect.isfunction(mentioning):
-            for name in mentioning.__code__.co_names:
-                value = mentioning.__globals__.get(name)
-                # Functions of other files are not followed: they lead through all of torch.
-                if not inspect.isfunction(value) or value.__globals__ is mentioning.__globals__:
-                    values.append(value)
+        if isinstance(mentioning, FunctionType):
+            values = [mentioning.__globals__.get(name) for name in mentioning.__code__.co_names]
+            # Functions of other files are not followed: they lead through all of torch.
+            values = [v for v in values if not isinstance(v, FunctionType) or v.__globals__ is mentioning.__globals__]
             for cell in mentioning.__closure__ or ():
                 with contextlib.suppress(ValueError):  # an empty cell
                     values.append(cell.cell_contents)
@@ -103,12 +98,10 @@ def _mentioned(fn: Any) -> Iterator[Any]:
             values = [mentioning.func, *mentioning.args, *mentioning.keywords.values()]
         else:
             values = [*getattr(mentioning, "__dict__", {}).values()]
-            if inspect.ismethod(mentioning):
+            if isinstance(mentioning, MethodType):
                 values += [mentioning.__func__, *getattr(mentioning.__self__, "__dict__", {}).values()]
         yield from values
-        pending += [
-            v for v in values if inspect.isfunction(v) or inspect.ismethod(v) or isinstance(v, functools.partial)
-        ]
+        pending += [v for v in values if isinstance(v, (FunctionType, MethodType, functools.partial))]
 
 
 @contextlib.contextmanager
@@ -117,18 +110,11 @@ def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> It
 
     Afterwards each module has its very attributes, parameters, buffers and submodules from before.
     """
-    fakes: dict[int, torch.Tensor] = {}  # one for each tensor, so that tied parameters stay tied
-
-    def substitute(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            fakes[id(tensor)] = _fake(mode, tensor, device)
-        return fakes[id(tensor)]
-
-    places: list[dict[str, Any]] = []
-    for module in modules:
-        places += [vars(module), module._parameters, module._buffers, module._modules]
-    before = [place.copy() for place in places]
-    try:
+    fakes: dict[int, Tensor] = {}
+    with contextlib.ExitStack() as restoring:
+        for module in modules:
+            for place in (vars(module), module._parameters, module._buffers, module._modules):
+                restoring.enter_context(mock.patch.dict(place))
         for module, all_on_gpu in modules.items():
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in list(tensors.items()):
@@ -136,17 +122,13 @@ def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> It
                         continue
                     device = _GPU if all_on_gpu or tensor.is_meta else tensor.device
                     if device.type != "cpu":
-                        tensors[name] = substitute(tensor, device)
+                        tensors[name] = _fake(mode, fakes, tensor, device)
             for name, value in list(vars(module).items()):
-                if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, FakeTensor):
-                    vars(module)[name] = substitute(value, _CPU)
+                if isinstance(value, Tensor) and value.is_meta and not isinstance(value, FakeTensor):
+                    vars(module)[name] = _fake(mode, fakes, value, _CPU)
                 elif isinstance(value, list) and any(id(item) in fakes for item in value):
                     vars(module)[name] = [fakes.get(id(item), item) for item in value]  # as nn.LSTM has
         yield
-    finally:
-        for place, contents in zip(places, before, strict=True):
-            place.clear()
-            place.update(contents)
 
 
 @contextlib.contextmanager
@@ -156,7 +138,6 @@ def _compiler_state_restored(breaks: Counter[str] | None) -> Iterator[None]:
     Args:
         breaks: gets the graph breaks that were counted inside.
     """
-    import torch._dynamo
     from torch._dynamo import convert_frame, eval_frame, pgo
     from torch._dynamo.utils import counters
     from torch._inductor import metrics
@@ -165,9 +146,9 @@ def _compiler_state_restored(breaks: Counter[str] | None) -> Iterator[None]:
     fresh = {
         convert_frame: {"input_codes": codes, "FRAME_COUNTER": 0, "FRAME_COMPILE_COUNTER": Counter()},
         pgo: {"_CODE_STATE": None, "_INIT_CODE_STATE": None},
+        metrics: {name: value for name, value in vars(metrics).items() if type(value) is int},  # restored at the end
     }
     counted = {name: counter.copy() for name, counter in counters.items()}
-    measured = {name: value for name, value in vars(metrics).items() if type(value) is int}
     backends = set(eval_frame.cached_backends)
     no_profile = {"automatic_dynamic_local_pgo": False, "automatic_dynamic_remote_pgo": False}
     try:
@@ -187,8 +168,6 @@ def _compiler_state_restored(breaks: Counter[str] | None) -> Iterator[None]:
                 breaks |= counters[kind] - counted.get(kind, Counter())
         counters.clear()
         counters.update(counted)
-        for name, value in measured.items():
-            setattr(metrics, name, value)
 
 
 def lower(
@@ -225,16 +204,15 @@ def lower(
     name = getattr(fn, "__name__", type(fn).__name__)
     owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
     lowerings = Lowerings(name, owner.state_dict() if isinstance(owner, torch.nn.Module) else ())
+    graphs = lowerings.graphs
     with absent_gpu(arch):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes: dict[int, torch.Tensor] = {}  # one for each tensor, which may be passed twice
+        fakes: dict[int, Tensor] = {}
 
         def as_input(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.device.type == "cpu":
+            if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.device.type == "cpu":
                 return value
-            if id(value) not in fakes:
-                fakes[id(value)] = _fake(mode, value, _GPU if value.is_meta else value.device)
-            return fakes[id(value)]
+            return _fake(mode, fakes, value, _GPU if value.is_meta else value.device)
 
         fake_args, fake_kwargs = pytree.tree_map(as_input, (tuple(args), dict(kwargs or {})))
         with (
@@ -250,9 +228,7 @@ def lower(
             try:
                 torch.compile(fn, backend=lowerings.backend)(*fake_args, **fake_kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException) as e:
-                raise ValueNeededError(
-                    function=name, operator=e.func, count=len(lowerings.graphs), graphs=lowerings.graphs
-                ) from e
-    if not lowerings.graphs:
+                raise ValueNeededError(function=name, operator=e.func, count=len(graphs), graphs=graphs) from e
+    if not graphs:
         raise NothingToLowerError(function=name)
-    return lowerings.graphs
+    return graphs

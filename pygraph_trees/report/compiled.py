@@ -14,19 +14,16 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from pygraph_trees.reasons import Reason, Why
 
 from . import partitions
 from .log import GraphLog, journal, partition_from_json
 from .naming import compile_id, mode_name, program_name
-from .records import PLACED, WHY_NOT_PLACED, Placed
-
-if TYPE_CHECKING:
-    import torch
-
-    from .records import Partition
+from .records import PLACED, WHY_NOT_PLACED, Partition, Placed
 
 _log = logging.getLogger("pygraph_trees.report")
 _ATTRIBUTE = "pygraph_coverage"  # a Scheduler's partitions; a CompiledFxGraph's, as JSON, with the model's name

@@ -41,8 +41,6 @@ _log = logging.getLogger("pygraph_trees.report")
 
 R = TypeVar("R", FunctionRecord, GraphRecord, RecordingRecord)
 
-_COPIED_BYTES, _ROUTE = ([f.name for f in fields(InputRecord)].index(name) for name in ("copied_bytes", "route"))
-
 
 class Counted(Protocol):
     value: int
@@ -77,12 +75,13 @@ class RecordingLog:
     @property
     def copied_bytes(self) -> int:
         """Bytes that each replay copies."""
-        return sum(given[_COPIED_BYTES] for given in self.inputs)
+        return sum(InputRecord(*given).copied_bytes for given in self.inputs)
 
     @property
     def routes(self) -> Counter[str]:
         """The number of live inputs with each route."""
-        return Counter(given[_ROUTE] for given in self.inputs if len(given) > _ROUTE and given[_ROUTE] is not None)
+        routes = (InputRecord(*given).route for given in self.inputs)
+        return Counter(route for route in routes if route is not None)
 
     def record(self) -> RecordingRecord:
         return _record(
@@ -302,10 +301,8 @@ class Journal:
 journal = Journal()
 
 
-def partition_from_json(data: dict[str, object]) -> Partition:
+def partition_from_json(data: dict[str, Any]) -> Partition:
     """The inverse of :func:`dataclasses.asdict`."""
-    found: dict[str, object] = dict(data)
-    found["causes"] = tuple(Cause(**c) for c in found["causes"])  # type: ignore[attr-defined]
-    found["outputs"] = tuple(found["outputs"])  # type: ignore[arg-type]
-    found["inputs"] = tuple(PartitionInput(**i) for i in found["inputs"])  # type: ignore[attr-defined]
-    return Partition(**found)  # type: ignore[arg-type]
+    causes, inputs = [Cause(**c) for c in data["causes"]], [PartitionInput(**i) for i in data["inputs"]]
+    tuples = {"causes": tuple(causes), "inputs": tuple(inputs), "outputs": tuple(data["outputs"])}
+    return Partition(**{**data, **tuples})

@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .text import called, cause_line, counted, facts, function_notes, mode_and_part, nbytes, title
+from markupsafe import Markup
+
+from .text import amounts, cause_line, counted, facts, function_notes, mode_and_part, nbytes, placed_lines, title
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-    from markupsafe import Markup
 
-_TEMPLATES = Path(__file__).with_name("templates")
-_IN_TEMPLATES = (called, cause_line, counted, facts, function_notes, mode_and_part, nbytes, title)
+_IN_TEMPLATES = (amounts, cause_line, counted, facts, function_notes, mode_and_part, nbytes, placed_lines, title)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,11 @@ class Section:
 
 def render(template: str, **values: Any) -> Markup:
     """Renders the template ``NAME.html``; a missing value raises :class:`jinja2.UndefinedError`."""
-    from markupsafe import Markup
-
     return Markup(_environment().get_template(f"{template}.html").render(values))
 
 
 def preformatted(text: object) -> Markup:
     """Plain text in its own lines and columns."""
-    from markupsafe import Markup
-
     return Markup("<pre>{}</pre>").format(str(text))
 
 
@@ -84,7 +80,7 @@ def _environment() -> Environment:
     environment = Environment(
         autoescape=True,
         extensions=["jinja2.ext.do"],
-        loader=FileSystemLoader(_TEMPLATES),
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
         lstrip_blocks=True,
         trim_blocks=True,
         undefined=StrictUndefined,

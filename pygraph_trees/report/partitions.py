@@ -90,9 +90,8 @@ def _inputs(
         kinds = list(_kinds(node))
         # A mutated buffer has another name afterwards.
         used = {dep.name for dep in (*node.read_writes.reads, *node.read_writes.writes)}
-        for name in {scheduler.mutation_real_name.get(name, name) for name in used}:
-            if name in consumers:
-                consumers[name].update(kinds)
+        for name in consumers.keys() & {scheduler.mutation_real_name.get(name, name) for name in used}:
+            consumers[name].update(kinds)
     for name, value in input_nodes.items():
         try:
             device, dtype, size = value.get_device(), value.get_dtype(), value.get_size()
@@ -127,11 +126,6 @@ def model_name(gm: torch.fx.GraphModule) -> str:
         if stack:
             outermost = next(iter(stack.values()))[1]
             modules[outermost.rsplit(".", 1)[-1] if isinstance(outermost, str) else outermost.__name__] += 1
-        elif trace := node.meta.get("stack_trace"):
-            frame = FRAME.search(trace)
-            if frame:
-                functions[frame["function"]] += 1
-    for names in (modules, functions):
-        if names:
-            return names.most_common(1)[0][0]
-    return "unknown"
+        elif frame := FRAME.search(node.meta.get("stack_trace") or ""):
+            functions[frame["function"]] += 1
+    return (modules or functions or Counter(["unknown"])).most_common(1)[0][0]

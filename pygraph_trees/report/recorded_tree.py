@@ -8,16 +8,16 @@ what it follows.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+
+from markupsafe import Markup
 
 from .markup import render
 from .records import FunctionRecord, RecordingRecord
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
+from .text import called
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,69 +29,46 @@ class Node:
     place: tuple[int, int]  # index of the function in the report, and of the recording in it; anchors are made of it
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A recording with the reason why it was made, or tags of lists."""
-
-    node: Node | None
-    why: str = ""
-    tag: Markup | str = ""
-
-
 def recorded_tree(functions: Sequence[FunctionRecord]) -> Markup:
     """The tree as HTML, with a link from each recording to its function's section."""
-    nodes = [
-        Node(f, r, (index, position)) for index, f in enumerate(functions) for position, r in enumerate(f.recordings)
-    ]
-    numbers = Counter(node.recording.number for node in nodes)
-    by_number = {node.recording.number: node for node in nodes if numbers[node.recording.number] == 1}
-    roots, below = [], dict[tuple[int, int], list[Node]]()
+    nodes = [Node(f, r, (index, at)) for index, f in enumerate(functions) for at, r in enumerate(f.recordings)]
+    numbers: Counter[int | None] = Counter(node.recording.number for node in nodes)
+    below: dict[int | None, list[Node]] = defaultdict(list)  # by number of the parent; None: there is not exactly one
     for node in sorted(nodes, key=lambda node: node.recording.number):
-        parent = by_number.get(node.recording.parent) if node.recording.parent is not None else None
-        if parent is None:
-            roots.append(node)
-        else:
-            below.setdefault(parent.place, []).append(node)
-    steps = list(_lists(nodes, roots, below, numbers))
-    return render("tree", steps=steps, ambiguous=len(by_number) < len(nodes))
+        parent = node.recording.parent
+        below[parent if numbers[parent] == 1 else None].append(node)
+    steps = list(_lists([*below[None], *nodes], below))  # records in a cycle have no root
+    return render("tree", steps=steps, called=called, why=partial(_why, numbers), ambiguous=len(numbers) < len(nodes))
 
 
-def _lists(
-    nodes: Sequence[Node],
-    roots: Sequence[Node],
-    below: Mapping[tuple[int, int], Sequence[Node]],
-    numbers: Mapping[int, int],
-) -> Iterator[Step]:
-    """Unbranched paths are ``ol``, branches are ``ul``; every recording appears exactly once."""
-    from markupsafe import Markup
-
+def _lists(roots: Sequence[Node], below: Mapping[int | None, Sequence[Node]]) -> Iterator[Node | str]:
+    """Recordings and tags. Unbranched paths are ``ol``, branches are ``ul``; every recording appears exactly once."""
     seen: set[tuple[int, int]] = set()
-    # Records in a cycle have no root.
-    for root in (*roots, *nodes):
-        pending: list[Node | None] = [root]
+    for root in roots:
+        pending: list[Node | str] = [root]
         while pending:
             node = pending.pop()
-            if node is None:
-                yield Step(None, tag=Markup("</ul></li></ol></li>"))
+            if isinstance(node, str):
+                yield node
                 continue
             if node.place in seen:
                 continue
-            yield Step(None, tag=Markup("<li><ol>"))
+            yield "<li><ol>"
             while True:
                 seen.add(node.place)
-                yield Step(node, _why(node, numbers))
-                followers = [f for f in below.get(node.place, ()) if f.place not in seen]
+                yield node
+                followers = [f for f in below.get(node.recording.number, ()) if f.place not in seen]
                 if len(followers) != 1:
                     break
-                yield Step(None, tag=Markup("</li>"))
+                yield "</li>"
                 (node,) = followers
-            yield Step(None, tag=Markup("<ul>" if followers else "</li></ol></li>"))
-            pending += [None, *reversed(followers)] if followers else []
+            yield "<ul>" if followers else "</li></ol></li>"
+            pending += ["</ul></li></ol></li>", *reversed(followers)] if followers else []
 
 
-def _why(node: Node, numbers: Mapping[int, int]) -> str:
-    recording = node.recording
-    if recording.parent is None or numbers.get(recording.parent, 0) == 1:
+def _why(numbers: Counter[int | None], recording: RecordingRecord) -> str:
+    """The reason why it was made and, if its parent is ambiguous, what it follows."""
+    if recording.parent is None or numbers[recording.parent] == 1:
         return recording.reason
     which = "several recordings have this number" if recording.parent in numbers else "it is not in this report"
     return f"{recording.reason}, after recording {recording.parent} ({which})"

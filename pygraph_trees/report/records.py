@@ -227,7 +227,7 @@ class Environment:
     torch: str
     triton: str | None
     gpu: str | None
-    features: tuple[FeatureState, ...] = field(default=())
+    features: tuple[FeatureState, ...] = ()
     native: str = "yes"  # whether the parts in C++ are used: "yes", or "no", what is lacking, and the reason
 
 

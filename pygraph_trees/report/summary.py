@@ -78,10 +78,8 @@ def report(features: tuple[FeatureState, ...], native: str) -> Report:
         features: their state.
         native: whether the native parts are used, and if not, why.
     """
-    graphs, functions = journal.records()
-    return Report(
-        _environment(features, native), graphs, functions, tuple(breaks_in(_counted_breaks() - _breaks_before))
-    )
+    breaks = tuple(breaks_in(_counted_breaks() - _breaks_before))
+    return Report(_environment(features, native), *journal.records(), breaks)
 
 
 def clear() -> None:
@@ -95,12 +93,9 @@ _breaks_before: Counter[str] = Counter()  # excluded from a new report
 
 
 def _counted_breaks() -> Counter[str]:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None:
-        return Counter()
-    counters = dynamo.counters
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})  # none before Dynamo is imported
     # Only the second counter has what a compiler could not do.
-    return Counter(counters["graph_break"]) | Counter(counters["unimplemented"])
+    return Counter(counters.get("graph_break")) | Counter(counters.get("unimplemented"))
 
 
 def breaks_in(counted: Mapping[str, int]) -> Iterator[GraphBreak]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from .records import (
     OWN_MEMORY,
@@ -32,17 +32,21 @@ _SHORT = {"inference": "inf", "forward": "fwd", "backward": "bwd"}
 
 def nbytes(count: int) -> str:
     """``0 B``, ``812 B``, ``4.2 MB``: three digits at most, powers of 1000."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 999.5 or unit == "TB":
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
-        size /= 1000
-    raise AssertionError
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size >= 999.5:
+            size, unit = size / 1000, larger
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
 
 
 def counted(number: int, noun: str) -> str:
     """``1 call``, ``1,200 calls``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def amounts(counts: Mapping[str, int]) -> str:
+    """``3 triton, 1 extern``."""
+    return ", ".join(f"{count} {what}" for what, count in counts.items())
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None, left: int = 1) -> str:
@@ -59,9 +63,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None 
         if len(cells[0]) > widths[0]:
             lines.append(cells[0])
             cells[0] = ""
-        aligned = [
-            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-        ]
+        aligned = [*map(str.ljust, cells[:left], widths), *map(str.rjust, cells[left:], widths[left:])]
         lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines)
 
@@ -102,14 +104,13 @@ def environment_lines(environment: Environment) -> list[str]:
 
 def _row(function: FunctionRecord) -> tuple[str, ...]:
     last = function.recordings[-1] if function.recordings else None
-    dash = "-"
     return (
         title(function),
         _SHORT[function.mode],
         f"{function.partition}/{function.partitions}",
-        dash if last is None or last.kernels is None else str(last.kernels),
-        *(dash if last is None else str(last.count(kind)) for kind in ("static", "managed", "live")),
-        dash if last is None else nbytes(last.copied_bytes),
+        "-" if last is None or last.kernels is None else str(last.kernels),
+        *("-" if last is None else str(last.count(kind)) for kind in ("static", "managed", "live")),
+        "-" if last is None else nbytes(last.copied_bytes),
         str(len(function.recordings)),
         str(function.replays),
         f"{function.record_s:.2f}",
@@ -183,15 +184,14 @@ def _outlived(function: FunctionRecord) -> Iterator[str]:
     """What became of outputs that were alive when the next step began."""
     own = {output.number for r in function.recordings[-1:] for output in r.outputs if output.place == OWN_MEMORY}
     # An output of a warm-up is mostly moved once, and has own memory from then on.
-    worth_saying = [output for output in function.moved_outputs if output.times > 1 or output.number not in own]
-    moved = sorted(worth_saying, key=lambda output: -output.nbytes)
+    moved = [output for output in function.moved_outputs if output.times > 1 or output.number not in own]
+    moved.sort(key=lambda output: -output.nbytes)
     for output in moved[:_MOST_OUTPUTS]:
         since = ", in memory of its own since" if output.number in own else ""
         times = counted(output.times, "time")
         size = nbytes(output.nbytes)
         yield f"output {output.number} outlived its step: moved out of the graph pool {times}, {size}{since}"
-    if len(moved) > _MOST_OUTPUTS:
-        others = moved[_MOST_OUTPUTS:]
+    if others := moved[_MOST_OUTPUTS:]:
         total = nbytes(sum(output.nbytes for output in others))
         yield f"{counted(len(others), 'other output')} outlived steps: moved, {total}"
     if function.why_not_kept:
@@ -209,10 +209,8 @@ def _copies(function: FunctionRecord) -> Iterator[str]:
     extra = sum(r.extra_copies for r in function.recordings)
     if extra:
         total = nbytes(sum(r.extra_copied_bytes for r in function.recordings))
-        yield (
-            f"copied for one call: {extra} live inputs, {total}, because they were less aligned "
-            "than recorded or lay in the graph pool"
-        )
+        why = "they were less aligned than recorded or lay in the graph pool"
+        yield f"copied for one call: {extra} live inputs, {total}, because {why}"
 
 
 def _place(function: FunctionRecord) -> str:
@@ -225,10 +223,9 @@ def _graph_notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:
             yield _dropped(g)
             continue
         yield from _placed(g)
-        if not g.causes:
-            continue
-        yield f"{title(g)}, {g.mode}: {counted(g.kernels_outside, 'GPU kernel')} outside of CUDA graphs"
-        yield from (f"  {line}" for line in first_lines([cause_line(cause) for cause in g.causes], _MOST_CAUSES))
+        if g.causes:
+            yield f"{title(g)}, {g.mode}: {counted(g.kernels_outside, 'GPU kernel')} outside of CUDA graphs"
+            yield from (f"  {line}" for line in first_lines([cause_line(cause) for cause in g.causes], _MOST_CAUSES))
 
 
 def _placed(graph: GraphRecord) -> Iterator[str]:
@@ -236,8 +233,7 @@ def _placed(graph: GraphRecord) -> Iterator[str]:
         yield f"{title(graph)}, {graph.mode}: CPU values stay on the CPU, because {graph.why_not_placed}"
     by_how = Counter(placed.how for placed in graph.placed)
     if by_how:
-        done = ", ".join(f"{count} {how}" for how, count in by_how.items())
-        yield f"{title(graph)}, {graph.mode}: CPU values: {done}"
+        yield f"{title(graph)}, {graph.mode}: CPU values: {amounts(by_how)}"
         yield from (f"  {line}" for line in placed_lines(graph.placed))
 
 
