@@ -41,6 +41,8 @@ _log = logging.getLogger("pygraph_trees.report")
 
 R = TypeVar("R", FunctionRecord, GraphRecord, RecordingRecord)
 
+_COPIED_BYTES, _ROUTE = ([f.name for f in fields(InputRecord)].index(name) for name in ("copied_bytes", "route"))
+
 
 class Counted(Protocol):
     value: int
@@ -75,13 +77,12 @@ class RecordingLog:
     @property
     def copied_bytes(self) -> int:
         """Bytes that each replay copies."""
-        return sum(InputRecord(*given).copied_bytes for given in self.inputs)
+        return sum(given[_COPIED_BYTES] for given in self.inputs)
 
     @property
     def routes(self) -> Counter[str]:
         """The number of live inputs with each route."""
-        routes = (InputRecord(*given).route for given in self.inputs)
-        return Counter(route for route in routes if route is not None)
+        return Counter(given[_ROUTE] for given in self.inputs if len(given) > _ROUTE and given[_ROUTE] is not None)
 
     def record(self) -> RecordingRecord:
         return _record(
