@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # Costs in us, as measured on an H200.
-_CALL_US = 6.0  # host, the code around the kernels of an un-graphed call; 8 to 20 on other hosts
+_CALL_US = 6.0  # host, the code around the kernels of an un-graphed call; on a slow host 19
 _LAUNCH_US = 5.0  # host, one kernel of un-graphed code
 _REPLAY_US = 12.0  # host, a replay on the fast path
 _SLOW_REPLAY_US = 80.0  # host, a replay on the slow path

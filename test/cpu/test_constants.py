@@ -105,7 +105,7 @@ class TestLoweredConstants(TestCase):
             return torch.full((3,), a, dtype=torch.int64)
 
         (why,) = Lowered(value, symbolic=True).whys
-        self.assertIn("a large number made of sizes", why)
+        self.assertIn("a large number computed from sizes", why)
 
     def test_large_values(self):
         """Above 1 MiB, and above 4 MiB, nothing is folded."""
@@ -261,7 +261,7 @@ class TestFoldedGraphs(TestCase):
     def test_what_fails_stays_with_a_reason(self):
         """The error is one of the call, as in eager."""
         for value, why in (
-            (lambda n: (count(n) * 2)[count(n) * 2], "may be out of bounds, which is an error of the CPU's"),
+            (lambda n: (count(n) * 2)[count(n) * 2], "may be out of bounds, which is an error on the CPU"),
             (lambda n: count(n) // (count(n) * 0), "the CPU cannot compute it when the graph is compiled; see the log"),
         ):
             _, after = placed_graph(value)
@@ -286,7 +286,7 @@ class TestFoldedGraphs(TestCase):
         many = MOST_EVALUATED_NBYTES // 4 // 1024
         before, after = placed_graph(lambda n: ((count(many) / 3)[:, None] * count(1024)).sum(1))
         (stay,) = after.meta["placed"].stays
-        self.assertRegex(stay.why, r"\d+ bytes are too many to be computed when the graph is compiled")
+        self.assertRegex(stay.why, r"\d+ bytes are too many to compute when the graph is compiled")
         self.assertEqual(OnCpu(after).run(torch.zeros(SIZE)), OnCpu(before).run(torch.zeros(SIZE)))
 
     def test_memory_that_is_not_set_is_not_folded(self):

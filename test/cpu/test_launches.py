@@ -416,7 +416,7 @@ class TestInductor(TestCase):
                     names, gpu.registers = frozenset(parameters(launcher)[:1]), later
                     refused = contextlib.nullcontext()
                     if registers == 32 and autotuner.custom_kernel:
-                        refused = self.assertRaisesRegex(NoVariant, "'user' .* fewer of its blocks might be")
+                        refused = self.assertRaisesRegex(NoVariant, "'user' .* fewer of its blocks might fit")
                     with refused:
                         self.assertEqual(variant_launchers._made(autotuner, launcher, names).slots, names)
 
@@ -435,9 +435,9 @@ class TestInductor(TestCase):
         """They are launched cooperatively, or dependently, or on whatever device is current."""
         self.enterContext(loaded())
         for option, value, why in (
-            ("launch_cooperative_grid", True, "must all fit"),
+            ("launch_cooperative_grid", True, "blocks must fit"),
             ("launch_pdl", True, "may begin before"),
-            ("device", None, "whatever device"),
+            ("device", None, "any device"),
         ):
             autotuner = self.one()
             autotuner.triton_meta[option] = value

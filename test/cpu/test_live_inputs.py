@@ -38,7 +38,7 @@ from pygraph_trees.reasons import Reason
 KERNEL, MEMCPY, MEMSET = (f"cuGraphExec{kind}NodeSetParams" for kind in ("Kernel", "Memcpy", "Memset"))
 POINT_COPY, POINT_FILL = (f"cuGraph{kind}NodeSetParams" for kind in ("Memcpy", "Memset"))
 OTHER = 0x7A00_0000_0000  # an address that nothing has
-IN_POOL = "a mutated input lies in the graph pool"
+IN_POOL = "a mutated input is in the graph pool"
 UNHELD = "no node holds its address"
 GIVING_BACK = ("cuMemUnmap", "cuMemRelease")
 

@@ -125,7 +125,7 @@ class TestPlacement(TestCase):
         indices = torch.zeros(8, dtype=torch.int64)
         for program, on_cpu, on_gpu, why in (
             (lambda v, x: x + (v.abs() > 1).to(GPU), eight, eight, ""),
-            (lambda v, x: x + (v.abs() > 1).to(GPU), eight_complex, eight, "something else on the GPU"),
+            (lambda v, x: x + (v.abs() > 1).to(GPU), eight_complex, eight, "may differ on the GPU"),
             (lambda v, i: v[i.cpu()].to(GPU), eight, indices, "out of bounds"),
             (lambda v, i: v[i.cpu() + 1].to(GPU), eight, indices, "out of bounds"),
             (lambda v, i: v.gather(0, i.cpu()).to(GPU), eight, indices, "out of bounds"),
@@ -523,7 +523,7 @@ class TestLowered(TestCase):
         for program, *wanted in (
             (returned_too, ("made on the GPU", None, "more = v + 1"), ("staged", "it is an input", "")),
             (random, ("staged", "it is random", "noise = torch.rand(64)")),
-            (product, ("staged", "it may give something else on the GPU", "squares = v[:, None] @ v[None]")),
+            (product, ("staged", "its result may differ on the GPU", "squares = v[:, None] @ v[None]")),
             (of_a_user, ("staged", "it is a custom operator", "louder = torch.ops.pygraph_test_placement.loud(v)")),
         ):
             with self.subTest(program.__name__):
@@ -536,7 +536,7 @@ class TestLowered(TestCase):
         self.assertIn("cpp_fused", graph.source_code)
 
     def test_too_many_bytes_to_be_staged(self):
-        copied = "copied", f"it is an input, and {(320 << 10) + 4} bytes are too many to be staged"
+        copied = "copied", f"it is an input, and {(320 << 10) + 4} bytes are too many to stage"
         for nbytes, wanted in ((320 << 10, ("staged", "it is an input")), ((320 << 10) + 4, copied)):
             (record,) = self.records(lambda x, v: x.sum() + v.to("cuda"), torch.rand(nbytes // 4))
             self.assertEqual(record[:2], wanted)

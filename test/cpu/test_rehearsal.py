@@ -388,7 +388,7 @@ class TestRehearsal(LiveInputsTestCase):
         for name, a in (("xored", some()), ("dropping", some()), ("dropping", at(-torch.rand(COUNT)))):
             live, graph = self.rehearse(nodes, a, some())
             why = self.routes(live)
-            self.assertRegex(str(why[0]), f"rounded or {name} may hide its address: with another one")
+            self.assertRegex(str(why[0]), f"rounded or {name} may hide its address: the results change")
             self.assertIsNone(why[1])
             graph.replay()
             self.assertEqual(self.out[2], a + 3 if name == "xored" else a.clamp(min=0))

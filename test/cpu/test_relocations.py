@@ -23,7 +23,7 @@ NBYTES = (4096, 100, 3 << 20)  # two small placeholders, which share a page, and
 PLAIN = 0x7F00_0000_0000  # an address of no placeholder
 HOST_ARRAY = "its address is in a host array"
 FAR = "a pointer far outside of every input"
-LOOKALIKE = "what looks like its address may be something else"
+LOOKALIKE = "a value that looks like its address may be something else"
 
 
 def little(*words: int) -> bytes:

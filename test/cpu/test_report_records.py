@@ -171,7 +171,7 @@ class TestCopies(TestCase):
         return lines(": copied", log)
 
     def test_copied_inputs_are_summed_by_reason(self):
-        pool, host = "it lies in the graph pool", "a host node holds its address"
+        pool, host = "it is in the graph pool", "a host node holds its address"
         live = (300_000, "copy", pool), (500_000, "patch", None), (4096, "copy", host), (7000, "copy", pool)
         copied = [f"copied: 2 of 4 live inputs, 307 kB, because {pool}"]
         copied.append(f"copied: 1 of 4 live inputs, 4.1 kB, because {host}")

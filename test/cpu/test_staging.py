@@ -578,15 +578,15 @@ class TestLiveInputs(StagingTestCase):
             (17, lambda: self.record_numbers(unread=[17])),
             (48, lambda: self.record_numbers(torch.zeros(100_000))),  # it was gathered on the CPU
         ):
-            with self.assertRaisesRegex(NotStaged, f"input {index} lies on the CPU"):
+            with self.assertRaisesRegex(NotStaged, f"input {index} is on the CPU"):
                 record()
 
     def test_an_input_is_not_staged_if_one_of_its_copies_is_not_found(self):
         """A copy that the driver does not describe would always read the same values, even if another one is found."""
         for unread, away, why in (
             (None, 0, None),
-            (0, 0, "input 0 lies on the CPU"),
-            (1, 0, "input 5 lies on the CPU"),
+            (0, 0, "input 0 is on the CPU"),
+            (1, 0, "input 5 is on the CPU"),
             (None, 1, ""),  # memory that belongs to no buffer
         ):
             live = self.chosen(*numbers(0))

@@ -696,7 +696,7 @@ class TestManager(TestCase):
                     self.assertEqual(self.manager._given([value], self.FUNCTION).would_lose_writes(), loses)
         with uses, in_place, mock.patch.object(Upstream, "record_function", side_effect=AssertionError):
             self.assertEqual(self.manager.record_function([torch.ones(2)], self.FUNCTION), [torch.full((2,), 2.0)])
-        self.assertRegex(self.model.log.ungraphed_reason, "mutates an input that lies in the graph pool")
+        self.assertRegex(self.model.log.ungraphed_reason, "mutates an input that is in the graph pool")
         wrapped.static_input_idxs = [0]
         with uses:
             self.assertFalse(self.manager._given([in_pool], self.FUNCTION).would_lose_writes())
@@ -723,7 +723,7 @@ class TestManager(TestCase):
             ([object()], node(), [], "first call after recording 7"),
             ([], None, [node(moved=False), node()], "static input arg0_1, arg1_1 moved"),
             ([], None, [node(managed=[0, 1])], "managed input arg0_1, arg1_1 moved"),
-            ([], node(below=node(moved=False)), [], "other outputs are alive than when it was recorded"),
+            ([], node(below=node(moved=False)), [], "the live outputs differ from those at its recording"),
         ):
             log.recordings = recordings
             functions = dict.fromkeys([id_, *sizes], function)
@@ -785,7 +785,7 @@ class TestManager(TestCase):
         for own, given in ((None, one), (one, None), (one, other)):
             inputs = [torch.ones(1), *([] if given is None else given.native.take())]
             _, why = self.node(own=own, _takes=1).check_invariants(inputs)
-            self.assertEqual(why(), "it was recorded with own memory of other outputs")
+            self.assertEqual(why(), "it was recorded when other outputs had memory of their own")
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ class TestRefused(VariantsTestCase):
 
     def test_cooperative_and_dependent_launches_are_refused(self) -> None:
         case = kernels.CASES["pointwise"]
-        self.assertRefused("its blocks must all fit .*", case, launch_cooperative_grid=True)
+        self.assertRefused("all of its blocks must fit .*", case, launch_cooperative_grid=True)
         self.assertRefused("it may begin before .*", case, launch_pdl=True)
         self.variant(case._replace(options={"launch_pdl": False, "launch_cooperative_grid": False}))
 
@@ -198,8 +198,8 @@ class TestRefused(VariantsTestCase):
         left.fn = None
         unreadable._unsafe_update_src("not a definition")
         for fn, why in (
-            (case.fn.fn, "it is a function, not what triton.jit makes"),
-            (triton.autotune([triton.Config({"XBLOCK": 64})], key=[])(case.fn), "it is a Autotuner, not what .*"),
+            (case.fn.fn, "it is a function, not a kernel that triton.jit made"),
+            (triton.autotune([triton.Config({"XBLOCK": 64})], key=[])(case.fn), "it is a Autotuner, not a kernel .*"),
             (left, "its Python function exists only in the process that compiled it"),
             (unreadable, "its source cannot be read"),
             (gluon.jit(case.fn.fn), "it is written in Gluon"),
@@ -242,7 +242,7 @@ class TestRefused(VariantsTestCase):
 
         case = kernels.CASES["oneline"]
         self.assertAsWide(case._replace(fn=sorting))
-        why = "'ty' is no tl.constexpr, and Triton's cache does not tell its values apart"
+        why = "'ty' is not a tl.constexpr, and Triton's cache ignores its value"
         for make in (in_kernel, in_function):
             refused = case._replace(fn=make(tl.int8))
             self.original(refused)

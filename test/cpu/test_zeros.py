@@ -126,7 +126,7 @@ class TestZeros(TestCase):
         found = output.untyped_storage(), output.untyped_storage().data_ptr()
         with mock.patch("torch._inductor.cudagraph_trees.maybe_deref", lambda held: found):
             self.assertIsNone(recording._why_not_alive(live, [zeros(2)]))
-            self.assertIn("expected to be gone", recording._why_not_alive(live, [output]))
+            self.assertIn("should be dead", recording._why_not_alive(live, [output]))
             with self.assertRaises(RuntimeError):
                 Upstream._is_alias_of_live_recorded_tensor(recording, zeros(2))
 

@@ -95,7 +95,7 @@ class FunctionModel:
         log.blocks_allocated, log.blocks_given_away = binding.new_counter(), binding.new_counter()
         self.dispatch = Dispatch(tuple(log.slow))
         self.trial: Trial | None = None  # changes the way of ``dispatch``
-        self.refused: dict[int, str] = {}  # inputs that are copied in every later recording, and why
+        self.refused: dict[int, Why] = {}  # inputs that are copied in every later recording, and why
         self.moving: set[int] = set()  # managed inputs whose addresses changed: live ones in every later recording
         self.copies_nothing = False  # whether its newest recording copies no live input
         self.first_inside: int | None = None  # the first output that a recording may hold as it is returned

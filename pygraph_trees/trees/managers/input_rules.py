@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import cudagraph_trees
@@ -57,7 +57,7 @@ def why_not_staged(model: Any, inputs: list[Any]) -> Why | None:
         if not uses_addresses(model):
             return Reason.ON_CPU(index=index)
         if index in model.refused:
-            return cast("Why", model.refused[index])
+            return model.refused[index]
         if inputs[index].numel() and not may_be_staged(inputs[index]):
             return Reason.ON_CPU_LARGE(index=index, nbytes=inputs[index].nbytes)
     return None
