@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -64,6 +65,8 @@ twice = _wrong(lambda: lambda g, args: (g(*args), g(*args))[1])
 unwritten = _wrong(lambda: lambda g, args: g(*(a.clone() for a in args)))  # what it writes to its arguments is lost
 buffered = _wrong(_buffered)  # a call's results are written over those of the call before
 dies = _wrong(lambda: lambda g, args: os._exit(9))
+aliased = _wrong(lambda: lambda g, args: (args[0], *g(*args)[1:]))  # the first output is the first argument
+aliased_and_other = _wrong(lambda: lambda g, args: (args[0], g(*args)[1] + 1))
 
 PLAIN = Case((Input("a", (2, 3)), Input("b", (2, 3))), ("v0 = a * b",), ("v0",))
 MUTATING = Case((Input("a", (4,), place="kept"), Input("b", (4,))), ("a.mul_(0.5).add_(b)", "v1 = b + 1"), ("v1",))
@@ -97,6 +100,16 @@ class TestCheck(TestCase):
                 with self.assertRaises(error) as caught:
                     check(case, CPU, under_test=f"test_fuzz:{backend}", control="aot_eager")
                 self.assertIn(text, str(caught.exception))
+
+    def test_a_fault_that_the_control_has_too_hides_no_other_one(self):
+        """The control's other faults do not count."""
+        case = Case((Input("a", (4,)),), ("v0 = a + 0", "v1 = a * 2"), ("v0", "v1"), 3)
+        run = functools.partial(check, case, CPU)
+        found = run(under_test="test_fuzz:aliased", control="test_fuzz:aliased_and_other")
+        self.assertIn("outputs are in", str(found.torch_differs))
+        for control in ("aot_eager", "test_fuzz:aliased"):
+            with self.assertRaises(Mismatch):
+                run(under_test="test_fuzz:aliased_and_other", control=control)
 
 
 class TestCommand(TestCase):
