@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 from collections.abc import Callable
@@ -194,7 +195,11 @@ class TestPrograms(ContainmentTestCase):
         step(0)
         gc.collect()
         torch.cuda.empty_cache()
-        raised = 0
+        raised, fillers = 0, []  # memory that earlier tests have left, in which the call would otherwise find room
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                fillers.append(torch.empty(count, device=self.device))
         for tenths in (5, 10, 20, 40):
             fraction = (torch.cuda.memory_reserved() + tenths * count * 4 / 10) / total
             torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
@@ -204,6 +209,7 @@ class TestPrograms(ContainmentTestCase):
                 raised += 1
             torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0)
+        fillers.clear()
         self.assertGreater(raised, 0)
         for number in range(1, 9):
             step(number)
