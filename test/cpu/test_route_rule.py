@@ -29,7 +29,7 @@ class TestRule(TestCase):
         for facts, text in (
             (Facts(16, 4), ", until a table for 16 kernels that read 4 inputs is built"),
             (Facts(15, 4), ": 15 kernels could read inputs from a table, fewer than 16"),
-            (Facts(16, 3), ": the addresses of 3 inputs that a table could hold change, fewer than 4"),
+            (Facts(16, 3), ": 3 inputs that a table could hold have changing addresses, fewer than 4"),
         ):
             self.assertEqual(str(choose_route(facts)), f"by address{text}")
 
