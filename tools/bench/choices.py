@@ -1,22 +1,27 @@
 """Selection against both forced ways: synthetic functions, and the first calls of a serving loop.
 
-usage: python tools/bench/choices.py [grid] [first] [--seconds S] [--seed N] [--out FILE]
+usage: python tools/bench/choices.py [grid] [first] [--seconds S] [--seed N] [--jobs N] [--out FILE]
 
 *grid* draws functions, and compares what was decided with the better of "compile" and "ours:graphed". Of five, four
 have 1 to 64 kernels, on 0 to 64 MB of inputs, with host work between calls; one should run un-graphed, since its large
-inputs must be copied or its sizes never come again. *ratio* is the function's own time by the better one's; two
-recordings of one function differ by some percent as well. *choice_ratio* is the time of the forced way that it goes by
-the better one's. *first* compares the longest of the first 30 calls or training steps with upstream's.
+inputs must be copied or its sizes never come again. They are compiled side by side and timed one at a time. *ratio* is
+the function's own time by the better one's; two recordings of one function differ by some percent as well.
+*choice_ratio* is the time of the forced way that it goes by the better one's. *first* compares the longest of the first
+30 calls or training steps with upstream's.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +37,7 @@ from pygraph_trees.benchmark.timing import collector_off, schedule, synchroniser
 from pygraph_trees.benchmark.ways import Way, make_ways
 from pygraph_trees.report.log import journal
 
+_COMPILED = 2  # calls after which a way is compiled, for sizes that change as well
 _DECIDED = 60  # calls after which a way is decided
 _ROUNDS, _SETTLE, _CALLS = 7, 5, 30
 _FEW = 3  # calls, if each makes a recording
@@ -121,16 +127,39 @@ def step_us(drawn: Drawn, program: Program, way: Way, feed: Iterator[tuple[Any, 
     return (time.perf_counter_ns() - begin) / 1e3 / calls
 
 
-def grid(device: torch.device, seconds: float, seed: int) -> list[dict[str, Any]]:
+_turn: AbstractContextManager[Any] = nullcontext()  # held while a function is timed
+
+
+def _take_turns(lock: AbstractContextManager[Any]) -> None:
+    global _turn
+    _turn = lock
+
+
+def grid(seconds: float, seed: int, jobs: int) -> list[dict[str, Any]]:
     """A record for each function that fits into ``seconds``."""
-    generator, records, end = random.Random(seed), [], time.monotonic() + seconds
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, _take_turns, (context.Lock(),)) as workers:
+        parts = workers.map(partial(_part, time.monotonic() + seconds), (seed * 1000 + job for job in range(jobs)))
+        return [record for part in parts for record in part]
+
+
+def _part(end: float, seed: int) -> list[dict[str, Any]]:
+    generator, records = random.Random(seed), []
     while time.monotonic() < end:
-        drawn = draw(generator)
-        torch._dynamo.reset()
-        program = drawn.program(device)
-        ways, feed = make_ways(program, ["compile", "ours:graphed", "ours"]), drawn.feed(Ring(program, 4))
-        found: dict[str, list[float]] = {way.name: [] for way in ways}
-        few = {"ours:graphed"} if drawn.kind == "sizes" else set[str]()
+        records.append(_measured(draw(generator), torch.device("cuda", 0)))
+    return records
+
+
+def _measured(drawn: Drawn, device: torch.device) -> dict[str, Any]:
+    torch._dynamo.reset()
+    program = drawn.program(device)
+    ways, feed = make_ways(program, ["compile", "ours:graphed", "ours"]), drawn.feed(Ring(program, 4))
+    found: dict[str, list[float]] = {way.name: [] for way in ways}
+    few = {"ours:graphed"} if drawn.kind == "sizes" else set[str]()
+    for way in ways:
+        with way.active():
+            step_us(drawn, program, way, feed, _COMPILED)
+    with _turn:
         for way in ways:
             with way.active():
                 step_us(drawn, program, way, feed, _FEW if way.name in few else _DECIDED)
@@ -139,14 +168,14 @@ def grid(device: torch.device, seconds: float, seed: int) -> list[dict[str, Any]
             with way.active(), collector_off():
                 step_us(drawn, program, way, feed, _FEW if way.name in few else _SETTLE)
                 found[way.name].append(step_us(drawn, program, way, feed, _FEW if way.name in few else _CALLS))
-        times = {name: median(values) for name, values in found.items()}
-        ratios = ratios_of(times, is_graphed=log.ungraphed_reason is None)
-        records.append(
-            {**asdict(drawn), **{f"{name}_us": value for name, value in times.items()}}
-            | {**ratios, "decision": log.decision, "trial_calls": log.trial_calls}
-        )
-        print(f"{ratios['choice_ratio']:6.3f} {ratios['ratio']:6.3f}  {drawn}  {log.decision}", flush=True)
-    return records
+    times = {name: median(values) for name, values in found.items()}
+    ratios = ratios_of(times, is_graphed=log.ungraphed_reason is None)
+    print(f"{ratios['choice_ratio']:6.3f} {ratios['ratio']:6.3f}  {drawn}  {log.decision}", flush=True)
+    return {**asdict(drawn), **{f"{name}_us": value for name, value in times.items()}} | {
+        **ratios,
+        "decision": log.decision,
+        "trial_calls": log.trial_calls,
+    }
 
 
 def ratios_of(times: Mapping[str, float], *, is_graphed: bool) -> dict[str, float]:
@@ -199,6 +228,7 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=300.0, help="of the grid (default 300)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=4, help="processes of the grid (default 4)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if not has_gpu():
@@ -206,7 +236,7 @@ def main() -> int:
     device = torch.device("cuda", 0)
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "first": lambda: longest_first_calls(device, options.seed),
-        "grid": lambda: grid(device, options.seconds, options.seed),
+        "grid": lambda: grid(options.seconds, options.seed, options.jobs),
     }
     results: list[dict[str, Any]] = []
     for name, part in parts.items():
