@@ -66,6 +66,15 @@ def after_a_break_halves(x, y):
     return halves(y) + z + y
 
 
+def view_after_a_break(x, y):
+    """The second function gets a part of an output of the first, and may reuse its memory."""
+    h = (x @ x.mT)[1:]  # a view, since a library makes the product
+    torch._dynamo.graph_break()
+    z = h.sin()
+    del h
+    return doubled(y)[1:], z.cos()
+
+
 # Kernels that take pointers.
 PLAIN = [
     Program("pointer", lambda x: doubled(x), (X,)),
@@ -77,6 +86,7 @@ PLAIN = [
     Program("table of the graph's own", lambda x: tabled(x) + x, (X,)),
     Program("random numbers", lambda x: F.dropout(doubled(x), 0.5), (tensor(1 << 16),), seeded=True),
     Program("output of an earlier function", after_a_break, (X, X)),
+    Program("part of an output of an earlier function", view_after_a_break, (X, X)),
     Program("returned as it is", lambda x: (doubled(x), x), (X,)),
 ]
 
@@ -227,6 +237,27 @@ class TestHiddenAddresses(IndirectionTestCase):
         with mock.patch.object(live_inputs, "Rehearsal", Counting):
             self.check(Program("unknown", lambda x: doubled(x) + x, (X,)))
         self.assertEqual(rehearsed, [("hidden_plain_kernel",)])
+
+    def test_a_buffer_that_begins_inside_of_its_storage_is_written_once_a_call(self):
+        device = self.device
+
+        class Counting(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("calls", torch.zeros(2, 64, device=device)[1])
+
+            def forward(self, x):
+                self.calls.add_(1)
+                return doubled(x) + self.calls
+
+        module = Counting()
+        graphed = compiled(module).graphed
+        for call in range(1, 6):
+            torch.compiler.cudagraph_mark_step_begin()
+            x = torch.rand(64, device=self.device)
+            self.assertEqual(graphed(x), 2 * x + call)
+            self.assertEqual(module.calls, torch.full_like(x, call))
+        self.assertGreater(Facts.now().replays, 0)
 
     def test_too_little_memory_for_the_check(self):
         with mock.patch.object(Rehearsal, "_launch_as_recorded", side_effect=torch.OutOfMemoryError("of the test")):

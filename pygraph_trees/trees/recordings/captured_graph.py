@@ -14,8 +14,10 @@ import torch
 
 from pygraph_trees import compat
 from pygraph_trees.cuda.driver import driver
+from pygraph_trees.cuda.extent import extent
 from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection.hidden_addresses import Surroundings
+from pygraph_trees.indirection.live_input import bytes_at
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -56,8 +58,8 @@ def surroundings(node: Any, outputs: Sequence[Any], live: LiveInputs, copied: Co
     mutated, own = set(node.wrapped_function.mutated_input_idxs), {item.index for item in live.items}
 
     def tensors(indices: set[int]) -> list[torch.Tensor]:
-        found = (node.reconstructed_inputs[index] for index in sorted(indices - own))
-        return [value for value in found if is_cuda(value) and _is_plain(value)]
+        found = ((index, node.reconstructed_inputs[index]) for index in sorted(indices - own))
+        return [_at(node.static_input_data_ptrs[i], value) for i, value in found if is_cuda(value) and _is_plain(value)]
 
     # These are in the graph pool, where the graph may overwrite them as soon as it has read them.
     in_pool = {*node.cudagraph_managed_idxs, *copied}
@@ -68,6 +70,15 @@ def surroundings(node: Any, outputs: Sequence[Any], live: LiveInputs, copied: Co
         written=tensors(mutated),
         generators=[torch.cuda.default_generators[node.device], *generators],
     )
+
+
+def _at(address: int | None, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like another one at an address, which it does not own; for None, the other one."""
+    if address in (None, tensor.data_ptr()):
+        return tensor
+    # Upstream makes its tensor where the storage begins. The input may begin later.
+    memory = bytes_at(address, extent(tensor) * tensor.element_size(), tensor.device)
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def is_cuda(value: Any) -> bool:
