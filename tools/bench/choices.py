@@ -43,8 +43,7 @@ _ROUNDS, _SETTLE, _CALLS = 7, 5, 30
 _FEW = 3  # calls, if each makes a recording
 _COPIED_MB = 256.0
 KINDS = {"graphed": 80, "copied": 8, "sizes": 12}  # how many of a hundred
-_FIRST = 30
-_CLOSE = 1.03
+_FIRST, _CLOSE = 30, 1.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +143,8 @@ def grid(seconds: float, seed: int, jobs: int) -> list[dict[str, Any]]:
 
 
 def _part(end: float, seed: int) -> list[dict[str, Any]]:
-    generator, records = random.Random(seed), []
-    while time.monotonic() < end:
-        records.append(_measured(draw(generator), torch.device("cuda", 0)))
-    return records
+    generator, device = random.Random(seed), torch.device("cuda", 0)
+    return [_measured(draw(generator), device) for _ in iter(lambda: time.monotonic() < end, False)]
 
 
 def _measured(drawn: Drawn, device: torch.device) -> dict[str, Any]:
@@ -171,11 +168,8 @@ def _measured(drawn: Drawn, device: torch.device) -> dict[str, Any]:
     times = {name: median(values) for name, values in found.items()}
     ratios = ratios_of(times, is_graphed=log.ungraphed_reason is None)
     print(f"{ratios['choice_ratio']:6.3f} {ratios['ratio']:6.3f}  {drawn}  {log.decision}", flush=True)
-    return {**asdict(drawn), **{f"{name}_us": value for name, value in times.items()}} | {
-        **ratios,
-        "decision": log.decision,
-        "trial_calls": log.trial_calls,
-    }
+    by_way = {f"{name}_us": value for name, value in times.items()}
+    return {**asdict(drawn), **by_way, **ratios, "decision": log.decision, "trial_calls": log.trial_calls}
 
 
 def ratios_of(times: Mapping[str, float], *, is_graphed: bool) -> dict[str, float]:
@@ -233,9 +227,8 @@ def main() -> int:
     options = parser.parse_args()
     if not has_gpu():
         return 2
-    device = torch.device("cuda", 0)
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "first": lambda: longest_first_calls(device, options.seed),
+        "first": lambda: longest_first_calls(torch.device("cuda", 0), options.seed),
         "grid": lambda: grid(options.seconds, options.seed, options.jobs),
     }
     results: list[dict[str, Any]] = []

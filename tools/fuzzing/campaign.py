@@ -278,7 +278,7 @@ class _Worker:
         elif status == POISONED_BY_EAGER:
             self.lost_by_eager = True
         elif status != 0 and not (status == FAILED and self.failure() is not None):
-            self.cause = self._child.how_it_ended()
+            self.cause = self._child.how_it_ended(lines=60)
         return True
 
     @property

@@ -37,6 +37,8 @@ ROUNDING = ("compile", "upstream")  # ways that may compute constants on another
 class InvalidCase(Exception):
     """Eager cannot run the case, which therefore says nothing about a compiler."""
 
+    held: object = None  # what must not be freed
+
 
 class Mismatch(AssertionError):
     """A compiled way differs from eager."""
@@ -184,7 +186,12 @@ def _compare(
             stack.callback(runner.close)
         for call in range(case.calls):
             ungraphed = _ungraphed_calls() if call == case.calls - 1 and runners[1].caught else 0
-            wanted, found = (_observe(runner, call) for runner in runners)
+            try:
+                wanted, found = (_observe(runner, call) for runner in runners)
+            except InvalidCase as error:
+                if is_lost(device):
+                    error.held = stack.pop_all()  # to free memory of a lost GPU would end the process
+                raise
             alive()
             where = f"call {call}: {subject} against {reference}"
             is_exact = reference == "eager" and (subject not in ROUNDING if exact is None else exact)
@@ -203,14 +210,13 @@ def _compare(
                 )
             agreed, inside = agreed + 1, inside + len(found.inside)
             # Outputs of a warm-up or a recording must not be used in a later step; torch raises if they are.
-            if any(runner.recorded() for runner in runners):
-                for runner in runners:
-                    runner.detach_outputs()
+            for runner in runners if any(runner.recorded() for runner in runners) else ():
+                runner.detach_outputs()
         last = _ungraphed_calls() - ungraphed
-        caught = runners[1].caught
+        caught, why = runners[1].caught, {f.why_ungraphed for f in journal.records()[1] if f.ungraphed_calls}
     if caught and last > (usual := _ungraphed_at_the_end(case, device, subject) if last else 0):
         raise NotGraphedAgain(
-            f"after {caught} faults, {last} functions run un-graphed in the last call; usually {usual}"
+            f"after {caught} faults, {last} functions run un-graphed in the last call; usually {usual}: {sorted(why)}"
         )
     return Verdict(agreed, inside, caught)
 
@@ -273,7 +279,10 @@ def _agree(
     for what in ("outputs", "blocks"):
         for one, other in zip(getattr(found, what), getattr(wanted, what), strict=True):
             # Programs keep everything within a few units, but gradients, which accumulate, in any order.
-            allowed = tolerance * (_scale(other[1]) if what == "outputs" else 1.0)
+            own = (
+                max(tolerance, TOLERANCE.get(other[1].dtype, 0.0)) if tolerance else 0.0
+            )  # a constant may have another
+            allowed = own * (_scale(other[1]) if what == "outputs" else 1.0)
             if "['gradient']" in one[0] and tolerance > TOLERANCE[torch.float32]:
                 allowed *= 4.0
             if (not only or one[0] in only) and (problem := _problem(one, other, allowed, where, one[0] in bits)):
