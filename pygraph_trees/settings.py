@@ -116,7 +116,14 @@ FLAGS: tuple[Flag, ...] = (
         values=(),
         default=0,
         changes_artifacts=False,
-        help="Bytes of the graph pool above which all recordings are dropped, and made again when used. `0`: no limit.",
+        help="Bytes of the graph pool above which all recordings are dropped. `0`: no limit.",
+    ),
+    Flag(
+        name="pygraph_entry",
+        values=("short", "off"),
+        default="short",
+        changes_artifacts=False,
+        help="Host work around calls in training. `short`: less, same results. `off`: as upstream.",
     ),
 )
 
@@ -154,6 +161,7 @@ class Settings:
     verify: str = "off"
     outputs: str = "keep"
     pool_bytes: int = 0
+    entry: str = "short"
 
     @staticmethod
     def current() -> Settings:

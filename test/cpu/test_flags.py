@@ -102,6 +102,16 @@ class TestFlags(TestCase):
                 torch.compile(lambda x: x, options={"triton.pygraph_verify": wrong})
         self.assertEqual(Settings.current().verify, "off")
 
+    def test_entry(self):
+        name = "triton.pygraph_entry"
+        self.assertEqual(Settings.current().entry, "short")
+        with config.patch({name: "off"}):
+            self.assertEqual(Settings.current().entry, "off")
+        self.assertEqual(self.seen_while_compiling({name: "off"})[1].entry, "off")
+        message = "^pygraph_entry must be one of 'short', 'off'; got 'shrt'. Did you mean 'short'\\?$"
+        with self.assertRaisesRegex(InvalidFlag, message):
+            torch.compile(lambda x: x, options={name: "shrt"})
+
     def seen_while_compiling(self, options):
         """Whether CUDA graphs are on, and the settings, while a function is compiled; checks that it works."""
         seen = []
@@ -135,7 +145,8 @@ class TestFlags(TestCase):
         changing = {f"triton.{f.name}" for f in FLAGS if f.changes_artifacts}
         self.assertEqual(added, {"triton.pygraph_version"} | changing)
         self.assertEqual(ours["triton.pygraph_version"], f"{pygraph_trees.__version__}+{artifact_hash()}")
-        with config.patch({"triton.pygraph_selective": "always"}):  # acts at run time: same artifacts
+        # They act at run time: same artifacts.
+        with config.patch({"triton.pygraph_selective": "always", "triton.pygraph_entry": "off"}):
             self.assertEqual(key(), ours)
 
     def test_code_that_cannot_be_read_shares_nothing_with_another_process(self):
@@ -231,8 +242,10 @@ class TestEnvironment(TestCase):
         self.assertEqual(self.found(environment.disabled), (False, []))
 
     def test_other_flags_are_read_in_any_case(self):
-        found = self.installed(PYGRAPH_SELECTIVE="Always", PYGRAPH_PLACEMENT="EXACT", PYGRAPH_INDIRECTION="")
-        self.assertEqual(found, (Settings(placement="exact", indirection="auto", selective="always"), []))
+        words = {"SELECTIVE": "Always", "PLACEMENT": "EXACT", "INDIRECTION": "", "ENTRY": " Off"}
+        found = self.installed(**{f"PYGRAPH_{name}": word for name, word in words.items()})
+        wanted = Settings(placement="exact", indirection="auto", selective="always", entry="off")
+        self.assertEqual(found, (wanted, []))
 
     def test_a_wrong_value_is_ignored_with_a_warning(self):
         """The warning comes once."""
