@@ -193,6 +193,33 @@ torch._functorch.utils.unwrap_dead_wrappers
   in torch.autograd.function
     2.11-2.13  Function.apply: unwrap_dead_wrappers
 
+torch._functorch._aot_autograd.runtime_wrappers.RuntimeWrapper.post_compile
+  in torch._functorch._aot_autograd.runtime_wrappers
+    2.11-2.15  RuntimeWrapper.post_compile(self, compiled_fn, aot_config)
+    2.11       AOTDispatchAutograd.post_compile: RuntimeWrapper CompiledFunction apply _aot_id
+    2.12-2.15  AOTDispatchAutograd.post_compile: RuntimeWrapper build apply
+    2.12-2.15  _AOTDispatchAutogradFunctionFactory.build: CompiledFunction _aot_id
+  in torch.autograd.function
+    2.11-2.15  FunctionMeta.__init__(cls, name, bases, attrs): _backward_cls
+
+torch.autograd._engine_run_backward
+  in torch.autograd
+    2.11-2.15  backward(tensors, grad_tensors, retain_graph, create_graph): _engine_run_backward
+                   _are_functorch_transforms_active
+    2.11-2.15  grad: _engine_run_backward
+  in torch.autograd.graph
+    2.11-2.15  _engine_run_backward(t_outputs): run_backward log getEffectiveLevel
+  in torch.autograd.function
+    2.11-2.12  BackwardCFunction.apply(self): backward _forward_cls
+    2.13-2.15  BackwardCFunction.apply(self): _get_user_fn boxed_grads_call
+    2.13-2.15  BackwardCFunction.apply_boxed(self): _get_user_fn
+  in torch._dynamo.compiled_autograd
+    2.11-2.15  reset: compiled_autograd_enabled in_compiled_autograd_region
+
+torch.autograd.graph._engine_run_backward
+  in torch.autograd.graph
+    2.11-2.15  _engine_run_backward(t_outputs): run_backward log getEffectiveLevel
+
 torch._inductor.fx_passes.post_grad.move_constructors_to_gpu
   in torch._inductor.fx_passes.post_grad
     2.11-2.15  move_constructors_to_gpu(graph): ConstructorMoverPass

@@ -54,7 +54,10 @@ _CONFIG_ENTRIES = "torch has a way to register config entries from outside"
 _CLONES = "torch clones memory of a graph pool at once"
 _SPLITS_AS_DATA = "torch reports why it splits a graph as data"
 _NO_WRAPPER = "torch 2.15 does without the wrapper"
+_ACCUMULATES = "torch's engine accumulates many gradients in one step"
 _MOVES = "torch itself moves CPU work for the GPU, except for returned tensors"
+
+_TAKING = "pygraph_trees.trees.hooks.backward_edges.taking"
 
 # The replacement, and what would make the patch unnecessary. The replacement is the name of a class, or of a function
 # that takes upstream's object and returns the one to use instead; or the function itself.
@@ -163,6 +166,20 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
                 "pygraph_trees.trees.hooks.dead_wrappers.unwrapping",
                 "torch 2.14 searches in C++, and its function stays there",
             ),
+        },
+        # What is shorter at run time is decided for each function while it is compiled.
+        "torch._functorch._aot_autograd.runtime_wrappers": {
+            "RuntimeWrapper.post_compile": ("pygraph_trees.trees.hooks.backward_edges.marking", _ACCUMULATES),
+        },
+    },
+    "backward": {
+        # Compiled functions accumulate gradients themselves. Torch has the function under two names; `make_fx` rebinds
+        # both for a time, and then binds both to what the second one was.
+        "torch.autograd": {
+            "_engine_run_backward": (_TAKING, _ACCUMULATES),
+        },
+        "torch.autograd.graph": {
+            "_engine_run_backward": (_TAKING, _ACCUMULATES),
         },
     },
     "placement": {

@@ -7,6 +7,7 @@ patched. An invalid environment variable is ignored with a warning. The import n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +37,13 @@ def report() -> Report:
     """The report on every graph and function that this process has compiled for CUDA graphs so far."""
     from .native import build
     from .report import summary
-    from .report.records import FeatureState
+    from .report.records import Backwards, FeatureState
 
     states = inductor_patches.status()
     features = (FeatureState(found.feature, found.state, "; ".join(found.mismatches) or None) for found in states)
-    return summary.report(tuple(features), build.status())
+    hook = sys.modules.get("pygraph_trees.trees.hooks.backward_edges")  # there once the patches are applied
+    backwards = Backwards() if hook is None else Backwards(*hook.counts())
+    return summary.report(tuple(features), build.status(), backwards)
 
 
 def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:

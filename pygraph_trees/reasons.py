@@ -137,6 +137,20 @@ class Reason(Enum):
     OTHER_PARAMETERS = "it would be launched with {parameters}"
     FEWER_BLOCKS = "fewer of its blocks might fit on the GPU at once"
 
+    # Why torch's engine accumulates the gradients of a compiled function.
+    GRAPH_KEPT = "the graph is retained or differentiated"
+    SOME_INPUTS = "only some gradients are asked for"
+    COMPILED_AUTOGRAD = "compiled autograd is on"
+    WATCHED = "anomaly mode or autograd's debug log is on"
+    OTHER_BACKWARD = "another backward was running"
+    NODE_HOOKED = "its node in the autograd graph has a hook"
+    PARAMETER_HOOKED = "a parameter has a hook"
+    PARAMETER_SHARED = "another graph, or a hook on saved tensors, uses its parameters"
+    PARAMETER_ELSEWHERE = "its parameters are on other streams or devices"
+    PARAMETER_SUBCLASS = "its parameters are tensor subclasses"
+    FEW_GRADIENTS = "it has at most {most} gradients to accumulate"
+    ENGINE_DIFFERS = "torch's engine does not do as expected: {error}"
+
     # Why placement leaves a graph alone.
     NO_GPU = "it has no GPU"
     SEVERAL_GPUS = "it has several GPUs"

@@ -4,6 +4,7 @@
    Must only be used with the torch for which it was compiled: see native/location.py. */
 
 #include "addresses.cpp"
+#include "backward_edges.cpp"
 #include "call.cpp"
 #include "entry.cpp"
 #include "own_memory.cpp"
@@ -42,9 +43,11 @@ void make_resizable(const at::Storage &storage) {
 }
 
 /* A function that returns the arguments of an autograd function as they are if functorch has wrapped none of them, and
-   otherwise what ``upstream`` makes of them. */
+   otherwise what ``upstream`` makes of them, also as long as no function was compiled with pygraph_entry "short". */
 py::cpp_function unwrapping(const py::object &upstream) {
     return py::cpp_function([upstream](const py::tuple &args) -> py::object {
+        if (!is_entry_short())
+            return upstream(args);
         for (py::handle arg : args)
             if (THPVariable_Check(arg.ptr()) &&
                 THPVariable_Unpack(arg.ptr()).key_set().has(c10::DispatchKey::FuncTorchGradWrapper))
@@ -86,6 +89,7 @@ PYBIND11_MODULE(_fast_path, module) {
     add_tree(module);
     add_entry(module);
     add_call(module);
+    add_backward_edges(module);
     module.def("collector_off", [](const py::list &is_counted) { switch_collector(is_counted, true); },
                "Turns the collector off, and sets the list's only item.");
     module.def("collector_on", [](const py::list &is_counted) { switch_collector(is_counted, false); },

@@ -6,6 +6,8 @@
 
 #include "memory.h"
 
+#include <torch/csrc/autograd/function.h>
+
 #include <array>
 #include <utility>
 #include <vector>
@@ -321,6 +323,15 @@ struct Parameter {
    It notes the parameters' places, which are loaded ahead the next time. */
 bool are_only_accumulated(std::vector<Parameter> *parameters);
 
+/* Whether a node accumulates a gradient without any hook. Hooks on a parameter are tensor hooks. */
+bool is_unseen(torch::autograd::Node &node);
+
+/* Whether this thread evaluates the node in a backward to all leaves. */
+bool is_evaluated(const torch::autograd::Node *node);
+
+/* The edges of the node that this thread evaluates, with those that native/backward_edges.cpp has taken out. */
+const torch::autograd::edge_list &edges_of(const torch::autograd::Node &node);
+
 /* A view of a tensor: its number among outputs and kept inputs, and the arguments of Inductor's reinterpret_tensor. */
 struct View {
     uint64_t number;
@@ -353,7 +364,11 @@ Ref of_list(const Results *state, const Ref &kept, Ref &outputs);
 /* The call's result, from outputs at hand; NULL if they are not, possibly with an exception. */
 Ref result_at_hand(Results *state, const Replay *replay, const Ref &kept, PyObject *given);
 
+/* Whether a function was compiled with pygraph_entry "short". */
+bool is_entry_short();
+
 /* Add the classes of the files to a module. */
+void add_backward_edges(py::module_ &module);
 void add_call(py::module_ &module);
 void add_entry(py::module_ &module);
 void add_replay(py::module_ &module);

@@ -105,13 +105,6 @@ Ref made_from(const Replay::Returned &output, PyObject *given, bool sees) {
 
 constexpr size_t NODES_AHEAD = 16; // nodes
 
-/* Whether a node accumulates a gradient without any hook. Hooks on a parameter are tensor hooks. */
-bool is_unseen(Node &node) {
-    return typeid(node) == typeid(AccumulateGrad) && node.pre_hooks().empty() && node.post_hooks().empty() &&
-           node.retains_grad_hooks().empty() && node.tensor_pre_hooks().empty() &&
-           node.tensor_post_acc_grad_hooks() == nullptr;
-}
-
 /* If the backward itself is differentiated, AOTAutograd returns the gradients from another function's forward, and they
    then require gradients. Torch turns off gradients of both modes there, and in a backward those of reverse mode. */
 bool is_differentiated() {
@@ -232,14 +225,24 @@ Ref pygraph::outputs_of(PyObject *recording, const Replay *replay, PyObject *giv
     return outputs;
 }
 
+bool pygraph::is_unseen(Node &node) {
+    return typeid(node) == typeid(AccumulateGrad) && node.pre_hooks().empty() && node.post_hooks().empty() &&
+           node.retains_grad_hooks().empty() && node.tensor_pre_hooks().empty() &&
+           node.tensor_post_acc_grad_hooks() == nullptr;
+}
+
+bool pygraph::is_evaluated(const Node *node) {
+    const auto *captured = torch::autograd::get_current_graph_task_exec_info();
+    return captured != nullptr && captured->empty() && torch::autograd::get_current_node().get() == node;
+}
+
 bool pygraph::are_only_accumulated(std::vector<Parameter> *parameters) {
     const auto node = torch::autograd::get_current_node();
     if (!node || is_differentiated() || !node->post_hooks().empty() || node->name() != "CompiledFunctionBackward")
         return false; // not a node of AOTAutograd, by its name
-    const auto *captured = torch::autograd::get_current_graph_task_exec_info();
-    if (captured == nullptr || !captured->empty())
+    if (!is_evaluated(node.get()))
         return false; // torch.autograd.grad, or a backward to some inputs
-    const auto &edges = node->next_edges();
+    const auto &edges = edges_of(*node);
     parameters->resize(edges.size());
     for (size_t i = 0; i < edges.size(); i++) {
         for (size_t next = i == 0 ? 0 : i + NODES_AHEAD; next <= i + NODES_AHEAD && next < edges.size(); next++)

@@ -220,6 +220,14 @@ class FeatureState:
 
 
 @dataclass(frozen=True, slots=True)
+class Backwards:
+    """How gradients of compiled functions were accumulated, for each backward of a function."""
+
+    at_once: int = 0  # after the compiled code, in one loop
+    by_engine: dict[str, int] = field(default_factory=dict)  # one by one, by torch's engine; by reason
+
+
+@dataclass(frozen=True, slots=True)
 class Environment:
     """The environment in which the report was made."""
 
@@ -229,6 +237,7 @@ class Environment:
     gpu: str | None
     features: tuple[FeatureState, ...] = ()
     native: str = "yes"  # whether the parts in C++ are used: "yes", or "no", what is lacking, and the reason
+    backwards: Backwards = Backwards()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .records import (
     OWN_MEMORY,
+    Backwards,
     Cause,
     Environment,
     FunctionRecord,
@@ -99,7 +100,16 @@ def environment_lines(environment: Environment) -> list[str]:
             f"patches {state}: {', '.join(names)}{f', {reason}' if reason else ''}"
             for (state, reason), names in others.items()
         ),
+        *_backward_lines(environment.backwards),
     ]
+
+
+def _backward_lines(backwards: Backwards) -> Iterator[str]:
+    """How gradients were accumulated, if there were any; the most frequent reasons first."""
+    engine = sorted(backwards.by_engine.items(), key=lambda item: -item[1])
+    if backwards.at_once or engine:
+        reasons = "".join(f"; {count:,} by torch's engine: {why}" for why, count in engine)
+        yield f"gradients accumulated at once in {counted(backwards.at_once, 'backward')}{reasons}"
 
 
 def _row(function: FunctionRecord) -> tuple[str, ...]:

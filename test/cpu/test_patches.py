@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch._inductor.config as config
 from torch._dynamo import utils as dynamo_utils
-from torch._functorch._aot_autograd import aot_autograd_result
+from torch._functorch._aot_autograd import aot_autograd_result, runtime_wrappers
 from torch._inductor import compile_fx, cudagraph_trees, output_code, scheduler
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -45,6 +45,8 @@ def torch_as_it_is():
         "call": output_code.CompiledFxGraph.__call__,
         "marks": (dynamo_utils.record_pregraph_bytecode_enter, dynamo_utils.record_pregraph_bytecode_exit),
         "unwrap": torch._functorch.utils.unwrap_dead_wrappers,
+        "marking": runtime_wrappers.RuntimeWrapper.post_compile,
+        "engine": (torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward),
         "wrap": aot_autograd_result.GenericAOTAutogradResult.wrap_post_compile,
         "partition": scheduler.Scheduler.graph_partition,
         "options": torch._TorchCompileInductorWrapper.apply_options,
@@ -76,6 +78,7 @@ class TestInstall(TestCase):
         patched = torch_as_it_is()
         self.assertEqual((patched["node"], patched["manager"]), (recording.Recording, manager.Manager))
         stays = {"marks"} if not call_marks.are_call_marks_wrapped() else set()
+        stays |= {"engine"} if binding.extension is None else set()
         stays |= {"unwrap"} if binding.extension is None or not compat.unwraps_in_python() else set()
         for name in before.keys() - stays:
             self.assertNotEqual(before[name], patched[name], name)
@@ -163,7 +166,7 @@ class TestMismatch(TestCase):
         with mock.patch.object(scheduler.Scheduler, "graph_partition", lambda self, nodes: None):
             with warns(self, FeatureOff, r"report stays off on torch .*graph_partition: no longer uses"):
                 status = inductor_patches.install()
-            self.assertEqual([s.state for s in status], ["on", "on", "mismatch", "on", "on", "on"])
+            self.assertEqual([s.state for s in status], ["on", "on", "mismatch", "on", "on", "on", "on"])
             self.assertIs(output_code.CompiledFxGraph.__init__, before["init"])
             self.assertIn("graph_partition", status[2].mismatches[0])
             with warnings.catch_warnings(action="error"):  # one warning, not one per install
@@ -174,7 +177,7 @@ class TestMismatch(TestCase):
             del cudagraph_trees.cudagraphify_impl
             with warns(self, FeatureOff, "trees stays off .*cudagraphify_impl: not there"):
                 status = inductor_patches.install()
-        self.assertEqual([s.state for s in status], ["on", "mismatch", "on", "on", "on", "on"])
+        self.assertEqual([s.state for s in status], ["on", "mismatch", "on", "on", "on", "on", "on"])
         torch._dynamo.reset()
         self.assertEqual(torch.compile(lambda x: x + 1, mode="reduce-overhead")(torch.ones(3)), torch.full((3,), 2.0))
 

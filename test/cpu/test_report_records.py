@@ -23,6 +23,7 @@ from pygraph_trees.report import summary
 from pygraph_trees.report.log import Count, FunctionLog, GraphLog, Journal, RecordingLog, partition_from_json
 from pygraph_trees.report.naming import program_name, source_line
 from pygraph_trees.report.records import (
+    Backwards,
     Cause,
     Environment,
     FeatureState,
@@ -32,7 +33,7 @@ from pygraph_trees.report.records import (
     Snapshot,
 )
 from pygraph_trees.report.summary import Report
-from pygraph_trees.report.text import nbytes, render, table
+from pygraph_trees.report.text import environment_lines, nbytes, render, table
 from pygraph_trees.trees.recordings.records import describe_outputs
 
 CAUSE = Cause("DeviceCopy ops", "prims.device_put.default", "model.py:31 in forward: y = table.to(x.device)")
@@ -236,6 +237,20 @@ class TestReport(TestCase):
         )
         return graphs, (plain.record(), moved.record())
 
+    def test_how_gradients_were_accumulated(self):
+        by_engine = {str(Reason.SOME_INPUTS()): 2, str(Reason.PARAMETER_HOOKED()): 1000}
+        for backwards, line in (
+            (Backwards(), None),
+            (Backwards(1), "gradients accumulated at once in 1 backward"),
+            (
+                Backwards(2000, by_engine),
+                "gradients accumulated at once in 2,000 backwards; 1,000 by torch's engine: a parameter has a hook; "
+                "2 by torch's engine: only some gradients are asked for",
+            ),
+        ):
+            lines = environment_lines(replace(ENVIRONMENT, backwards=backwards))
+            self.assertEqual(lines[2:], [] if line is None else [line])
+
     def test_the_report_as_text(self):
         graphs, functions = self.records()
         self.assertExpectedInline(
@@ -271,7 +286,7 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         self.assertIn("patches on: flags;", on)
         self.assertEqual(others, ["patches mismatch: trees, calls, no f", "patches off: table"])
         features = [feature.name for feature in pygraph_trees.report().environment.features]
-        self.assertEqual(features, ["flags", "trees", "report", "calls", "placement", "table"])
+        self.assertEqual(features, ["flags", "trees", "report", "calls", "backward", "placement", "table"])
 
     def test_text_and_page_say_how_inputs_are_given(self):
         for reason, words in (

@@ -1,0 +1,392 @@
+/* Backwards in which compiled functions accumulate the gradients themselves: `taking` and `mark` of the module.
+
+   Torch's engine evaluates an AccumulateGrad for each parameter, which takes longer than adding the gradient. While a
+   backward runs, the edges from a compiled function's node to AccumulateGrads that nothing else can reach are taken out
+   of the node, and a method of the node is shadowed: it calls the class's method, then each AccumulateGrad, as the engine
+   would, and returns None for these gradients. One edge stays, since the engine notes the stream of a leaf only when it
+   evaluates one. Why lists when all edges stay. All is restored when the backward ends, in whatever way.
+
+   A backward that begins meanwhile, in a hook or another thread, takes no edges; if it reaches a node whose edges are out,
+   they are put back until it ends. The GIL protects all of this. */
+
+#include "fast_path.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
+
+#include <string>
+#include <typeinfo>
+#include <unordered_set>
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+namespace {
+
+using namespace pygraph;
+using NodePtr = decltype(torch::autograd::Edge::function); // another pointer since torch 2.13
+
+constexpr size_t MOST_NODES = 64; // that are searched for compiled functions
+constexpr size_t LEAST_EDGES = 8;
+constexpr size_t EDGES_AHEAD = 16;
+
+/* Why edges stay, in the order in which trees/hooks/backward_edges.py reports it. */
+enum class Why { TAKEN, GRAPH_KEPT, SOME_INPUTS, COMPILED_AUTOGRAD, WATCHED, OTHER_BACKWARD, NODE_HOOKED,
+                 PARAMETER_HOOKED, PARAMETER_SHARED, PARAMETER_ELSEWHERE, PARAMETER_SUBCLASS, FEW_GRADIENTS,
+                 ENGINE_DIFFERS, COUNT };
+
+std::array<uint64_t, static_cast<size_t>(Why::COUNT)> counts; // of nodes that backwards reached
+bool is_any_marked = false; // whether a function was compiled with pygraph_entry "short"
+PyObject *mark_name = nullptr;
+
+/* A node, and its edges as they were. */
+struct Taken {
+    NodePtr node;
+    Ref self;                   // the node's Python object
+    const char *method;         // that the engine calls
+    edge_list edges;            // all of them while they are out, and those that stay otherwise
+    std::vector<bool> is_taken; // by edge
+    bool is_out = false, is_over = false;
+    int users = 0; // backwards of others for which the edges are back
+
+    void swap() {
+        node->next_edges().swap(edges);
+        is_out = !is_out;
+    }
+
+    void restore() {
+        is_over = true;
+        if (is_out)
+            swap();
+        if (PyObject_DelAttrString(self.get(), method) < 0)
+            PyErr_Clear();
+    }
+
+    Ref call(PyObject *arguments);
+    void accumulate(variable_list &gradients);
+};
+
+thread_local const Taken *called = nullptr; // the node whose method runs in this thread
+
+/* Evaluates a node as the engine does, with hooks that were put on after the backward had begun. */
+void evaluate(AccumulateGrad &node, variable_list gradient) {
+    for (const auto &hook : node.tensor_pre_hooks())
+        gradient = (*hook)(gradient);
+    for (const auto &hook : node.retains_grad_hooks())
+        gradient = (*hook.second)(gradient);
+    for (const auto &hook : node.pre_hooks())
+        gradient = (*hook)(gradient);
+    const variable_list inputs = node.post_hooks().empty() ? variable_list() : gradient;
+    variable_list outputs = node(std::move(gradient));
+    for (const auto &hook : node.post_hooks())
+        outputs = (*hook)(outputs, inputs);
+}
+
+/* Checks and accumulates the gradients whose edges are out. */
+void Taken::accumulate(variable_list &gradients) {
+    torch::autograd::validate_outputs(edges, gradients, [&](const std::string &message) {
+        return "Function " + node->name() + " returned an " + message;
+    });
+    variable_list one;
+    for (size_t i = 0; i < edges.size(); i++) {
+        if (!is_taken[i])
+            continue;
+        auto &to = static_cast<AccumulateGrad &>(*edges[i].function);
+        const bool is_plain = is_unseen(to);
+        if (is_plain && !gradients[i].defined())
+            continue;
+        one.clear();
+        one.push_back(std::move(gradients[i])); // no other reference, so that it can be taken over
+        if (is_plain)
+            to(std::move(one));
+        else
+            evaluate(to, std::move(one));
+    }
+}
+
+/* The class's method. If the engine evaluates the node, it then accumulates, and puts None in place of gradients. */
+Ref Taken::call(PyObject *arguments) {
+    Ref found(PyObject_GetAttrString(reinterpret_cast<PyObject *>(Py_TYPE(self.get())), method));
+    if (!found)
+        throw python_error();
+    std::vector<PyObject *> given{self.get()};
+    PyObject **first = PySequence_Fast_ITEMS(arguments);
+    given.insert(given.end(), first, first + PyTuple_GET_SIZE(arguments));
+    const Taken *outer = std::exchange(called, this);
+    Ref result(PyObject_Vectorcall(found.get(), given.data(), given.size(), nullptr));
+    called = outer;
+    if (!result)
+        throw python_error();
+    if (!is_out || !is_evaluated(node.get()))
+        return result; // for a backward that found the edges in place, or a call by other code
+    TORCH_CHECK(node->post_hooks().empty(), "pygraph_trees: a hook was put on a compiled function's node during its "
+                                            "backward; put it on before, or set pygraph_entry to 'off'");
+    const std::vector<bool> &is_tensor_input = reinterpret_cast<THPFunction *>(self.get())->is_variable_input;
+    if (!PyTuple_Check(result.get()) || static_cast<size_t>(PyTuple_GET_SIZE(result.get())) < is_tensor_input.size())
+        return result; // the engine raises
+    for (size_t i = 0; i < is_tensor_input.size(); i++)
+        if (PyObject *item = PyTuple_GET_ITEM(result.get(), static_cast<Py_ssize_t>(i));
+            item != Py_None && !(is_tensor_input[i] && is_tensor(item)))
+            return result; // the engine raises
+    Ref items(PySequence_List(result.get()));
+    if (!items)
+        throw python_error();
+    result = Ref();
+    variable_list gradients; // by edge; those whose edges stay are the engine's
+    gradients.reserve(edges.size());
+    for (size_t i = 0; i < is_tensor_input.size(); i++) {
+        PyObject *item = PyList_GET_ITEM(items.get(), static_cast<Py_ssize_t>(i));
+        if (!is_tensor_input[i])
+            continue;
+        const bool is_ours = is_taken[gradients.size()] && item != Py_None;
+        gradients.push_back(is_ours ? THPVariable_Unpack(item) : at::Tensor());
+        if (is_ours) // the Python object dies, so that use counts are as in the engine
+            PyList_SetItem(items.get(), static_cast<Py_ssize_t>(i), Py_NewRef(Py_None));
+    }
+    if (!torch::autograd::get_current_graph_task_keep_graph())
+        node->release_variables(); // the engine does so between the node and its AccumulateGrads
+    {
+        py::gil_scoped_release no_gil;
+        accumulate(gradients);
+    }
+    return Ref(PyList_AsTuple(items.get()));
+}
+
+PyObject *call_taken(PyObject *capsule, PyObject *arguments) {
+    try {
+        const auto taken = *static_cast<std::shared_ptr<Taken> *>(PyCapsule_GetPointer(capsule, nullptr));
+        return taken->call(arguments).release();
+    } catch (const std::exception &) {
+        torch::translate_exception_to_python(std::current_exception());
+        return nullptr;
+    }
+}
+
+PyMethodDef call_definition{"accumulate", call_taken, METH_VARARGS, "Calls the class's method, and accumulates."};
+
+/* The name of the method that the engine calls; torch 2.12 has only one. */
+const char *method_of(const auto *function) {
+    if constexpr (requires { function->boxed_grads_call; })
+        return function->boxed_grads_call ? "apply_boxed" : "apply";
+    return "apply";
+}
+
+/* Which edges to AccumulateGrads nothing else reaches, except the first one; or why they stay. */
+Why choose(Node &node, std::vector<bool> *is_taken) {
+    const edge_list &edges = node.next_edges();
+    if (!node.post_hooks().empty())
+        return Why::NODE_HOOKED;
+    const auto stream = node.stream();
+    const c10::Device device = stream ? stream->device() : c10::Device(c10::kCPU);
+    is_taken->assign(edges.size(), false);
+    size_t count = 0;
+    Why why = Why::FEW_GRADIENTS;
+    for (size_t i = 0; i < edges.size(); i++) {
+        if (i + EDGES_AHEAD < edges.size())
+            for (const size_t offset : {0, 128, 192, 264}) // what is_unseen reads
+                Known::ahead(edges[i + EDGES_AHEAD].function.get(), offset);
+        if (!edges[i].is_valid() || typeid(*edges[i].function) != typeid(AccumulateGrad))
+            continue;
+        auto &to = static_cast<AccumulateGrad &>(*edges[i].function);
+        if (!is_unseen(to))
+            return Why::PARAMETER_HOOKED; // the engine would run hooks in another order if only some edges were left
+        if (edges[i].function.use_count() != 1)
+            why = Why::PARAMETER_SHARED;
+        else if (to.variable.unsafeGetTensorImpl()->is_python_dispatch())
+            why = Why::PARAMETER_SUBCLASS;
+        else if (to.stream() != stream || to.variable.device() != device)
+            why = Why::PARAMETER_ELSEWHERE;
+        else if (count++ > 0)
+            (*is_taken)[i] = true;
+    }
+    return count > LEAST_EDGES ? Why::TAKEN : why;
+}
+
+/* Calls `visit` with the nodes that roots reach, the nearest first, but with no AccumulateGrad. */
+void walk(std::vector<NodePtr> found, size_t most, const auto &visit) {
+    std::unordered_set<Node *> seen;
+    for (size_t i = 0; i < found.size() && seen.size() < most; i++) {
+        const NodePtr node = found[i];
+        if (!seen.insert(node.get()).second)
+            continue;
+        for (const auto &edge : node->next_edges())
+            if (edge.is_valid() && typeid(*edge.function) != typeid(AccumulateGrad))
+                found.push_back(edge.function);
+        visit(node);
+    }
+}
+
+/* What a backward is given, besides its roots. */
+struct Surroundings {
+    py::dict compiled_autograd; // the module's variables
+    py::object log;             // of autograd
+    py::object check;           // of torch's engine; None in the check itself
+    bool is_checked = false, is_known = true;
+};
+
+bool is_set(const py::dict &variables, const char *name) {
+    PyObject *value = PyDict_GetItemString(variables.ptr(), name);
+    return value != nullptr && PyObject_IsTrue(value) == 1;
+}
+
+/* Why no edge is taken out in this backward. */
+Why why_none(const Surroundings &around, const py::args &args, const py::kwargs &keywords) {
+    if (args.size() != 5 || !is_set(keywords, "accumulate_grad") || PyObject_IsTrue(args[4].ptr()) != 0)
+        return Why::SOME_INPUTS;
+    if (PyObject_IsTrue(args[2].ptr()) != 0 || PyObject_IsTrue(args[3].ptr()) != 0)
+        return Why::GRAPH_KEPT;
+    for (const char *name : {"compiled_autograd_enabled", "in_compiled_autograd_region"})
+        if (is_set(around.compiled_autograd, name))
+            return Why::COMPILED_AUTOGRAD;
+    constexpr int DEBUG = 10;
+    if (torch::autograd::AnomalyMode::is_enabled() || around.log.attr("getEffectiveLevel")().cast<int>() <= DEBUG)
+        return Why::WATCHED;
+    return Why::TAKEN;
+}
+
+/* A backward. Restores everything when it is destroyed. */
+class Run {
+  public:
+    Run() { running.push_back(this); }
+    ~Run() {
+        for (const auto &taken : own)
+            taken->restore();
+        for (const auto &taken : used)
+            if (--taken->users == 0 && !taken->is_over)
+                taken->swap();
+        running.erase(std::find(running.begin(), running.end(), this));
+    }
+    Run(const Run &) = delete;
+    Run &operator=(const Run &) = delete;
+
+    static bool is_any() { return !running.empty(); }
+
+    /* Puts edges of others back that this backward reaches: all, if it also begins at nodes that are not known. */
+    void use(const std::vector<NodePtr> &roots, bool are_all) {
+        if (running.size() == 1)
+            return;
+        std::unordered_set<const Node *> reached;
+        walk(roots, SIZE_MAX, [&](const NodePtr &node) { reached.insert(node.get()); });
+        for (const Run *run : running)
+            for (const auto &taken : run->own)
+                if (!are_all || reached.contains(taken->node.get())) {
+                    used.push_back(taken);
+                    if (taken->users++ == 0)
+                        taken->swap();
+                }
+    }
+
+    void take(const NodePtr &node, Ref self, std::vector<bool> is_taken) {
+        auto taken = std::make_shared<Taken>();
+        taken->node = node;
+        taken->method = method_of(reinterpret_cast<THPFunction *>(self.get()));
+        taken->self = std::move(self);
+        taken->is_taken = std::move(is_taken);
+        taken->edges = node->next_edges();
+        for (size_t i = 0; i < taken->edges.size(); i++)
+            if (taken->is_taken[i])
+                taken->edges[i] = torch::autograd::Edge();
+        const py::capsule capsule(new std::shared_ptr<Taken>(taken),
+                                  [](void *held) { delete static_cast<std::shared_ptr<Taken> *>(held); });
+        Ref callable(PyCFunction_New(&call_definition, capsule.ptr()));
+        if (!callable || PyObject_SetAttrString(taken->self.get(), taken->method, callable.get()) < 0)
+            throw py::error_already_set();
+        own.push_back(taken);
+        taken->swap();
+    }
+
+  private:
+    static inline std::vector<Run *> running; // in all threads
+    std::vector<std::shared_ptr<Taken>> own, used;
+};
+
+/* The nodes of functions that were compiled with "short". */
+std::vector<std::pair<NodePtr, Ref>> marked_nodes(const std::vector<NodePtr> &roots) {
+    std::vector<std::pair<NodePtr, Ref>> found;
+    walk(roots, MOST_NODES, [&](const NodePtr &node) {
+        if (!node->is_aot_backward())
+            return;
+        Ref self(torch::autograd::functionToPyObject(node));
+        if (self && PyObject_HasAttr(reinterpret_cast<PyObject *>(Py_TYPE(self.get())), mark_name))
+            found.emplace_back(node, std::move(self));
+    });
+    return found;
+}
+
+/* Why edges of a node stay, and in `chosen` those that need not. */
+Why why_not(Surroundings &around, Why none, Node &node, std::vector<bool> *chosen) {
+    if (none != Why::TAKEN)
+        return none;
+    if (!around.check.is_none() && !around.is_checked) // the check runs backwards in another thread
+        around.is_known = around.check().cast<bool>(), around.is_checked = true;
+    if (!around.is_known)
+        return Why::ENGINE_DIFFERS;
+    return Run::is_any() && !around.check.is_none() ? Why::OTHER_BACKWARD : choose(node, chosen);
+}
+
+/* torch.autograd's function that runs the engine, for a backward in which edges may be taken out. */
+py::object run_backward(const py::object &upstream, Surroundings &around, const py::args &args,
+                        const py::kwargs &keywords) {
+    std::vector<NodePtr> roots;
+    bool are_all = !args.empty(); // a root may also be a GradientEdge
+    for (py::handle root : are_all ? py::object(args[0]) : py::tuple()) {
+        const bool is_one = THPVariable_Check(root.ptr());
+        if (is_one && THPVariable_Unpack(root.ptr()).grad_fn())
+            roots.push_back(THPVariable_Unpack(root.ptr()).grad_fn());
+        are_all = are_all && is_one;
+    }
+    auto nodes = marked_nodes(roots);
+    const Why none = nodes.empty() ? Why::TAKEN : why_none(around, args, keywords);
+    std::vector<std::vector<bool>> chosen(nodes.size());
+    std::vector<Why> whys;
+    for (size_t i = 0; i < nodes.size(); i++)
+        whys.push_back(why_not(around, none, *nodes[i].first, &chosen[i]));
+    Run run;
+    run.use(roots, are_all);
+    for (size_t i = 0; i < nodes.size(); i++) {
+        if (whys[i] == Why::TAKEN)
+            run.take(nodes[i].first, std::move(nodes[i].second), std::move(chosen[i]));
+        if (!around.check.is_none())
+            counts[static_cast<size_t>(whys[i])]++;
+    }
+    nodes.clear(); // a node is held only by whoever holds its graph
+    roots.clear();
+    return upstream(*args, **keywords);
+}
+
+py::object taking(const py::object &upstream, const py::dict &compiled_autograd, const py::object &log,
+                  const py::object &check) {
+    const auto around = std::make_shared<Surroundings>(Surroundings{compiled_autograd, log, check});
+    return py::cpp_function([upstream, around](const py::args &args, const py::kwargs &keywords) -> py::object {
+        return is_any_marked ? run_backward(upstream, *around, args, keywords) : upstream(*args, **keywords);
+    });
+}
+
+} // namespace
+
+bool pygraph::is_entry_short() { return is_any_marked; }
+
+const edge_list &pygraph::edges_of(const Node &node) {
+    return called != nullptr && called->is_out && called->node.get() == &node ? called->edges : node.next_edges();
+}
+
+void pygraph::add_backward_edges(py::module_ &module) {
+    mark_name = PyUnicode_InternFromString("pygraph_entry_is_short");
+    module.def(
+        "mark",
+        [](const py::type &backward) {
+            is_any_marked = true;
+            backward.attr(py::handle(mark_name)) = py::bool_(true);
+        },
+        "Lets the edges of a class of nodes be taken out.");
+    module.def("taking", taking, "A torch.autograd._engine_run_backward that takes edges out, given torch's.");
+    module.def("counted_backwards", [] { return counts; }, "For each Why, of how many nodes' edges it held.");
+}

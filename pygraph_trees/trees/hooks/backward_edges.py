@@ -1,0 +1,140 @@
+"""Lets compiled functions accumulate their gradients themselves, without torch's engine.
+
+:func:`marking` wraps AOTAutograd's last step, and marks functions compiled with ``pygraph_entry="short"``.
+:func:`taking` takes torch's function that runs the engine, and returns one in C++, which lets marked functions
+accumulate (``native/backward_edges.cpp``); without the C++ parts it returns torch's. Before the first such backward,
+the engine is checked. :func:`counts` tells how often it was done, and why not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch._dynamo import compiled_autograd
+from torch.autograd.function import FunctionMeta
+
+from pygraph_trees.native import binding
+from pygraph_trees.reasons import Reason, Why
+from pygraph_trees.selection.functions import are_graphs_left_out
+from pygraph_trees.settings import Settings
+
+_LEAST = 8  # edges that are taken out, as in C++
+_difference: str | None = None  # what the check of torch's engine found
+
+
+def marking(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function that is compiled for CUDA graphs, or would be if ``pygraph_selective`` did not say "never"."""
+
+    @functools.wraps(upstream)
+    def post_compile(self: Any, compiled_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        function = getattr(compiled_fn, "__self__", None)  # of a function's `apply`, if it has a backward
+        if isinstance(function, FunctionMeta) and binding.extension is not None and _is_wanted():
+            binding.extension.mark(function._backward_cls)
+        return upstream(self, compiled_fn, *args, **kwargs)
+
+    return post_compile
+
+
+def _is_wanted() -> bool:
+    from torch._inductor import config
+
+    return Settings.current().entry == "short" and (config.triton.cudagraphs or are_graphs_left_out())
+
+
+@functools.cache  # torch has the function under two names, and may copy one to the other
+def taking(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    if binding.extension is None:
+        return upstream
+    return _made(upstream, functools.partial(_is_as_expected, upstream))
+
+
+def _made(upstream: Callable[..., Any], check: Callable[[], bool] | None) -> Callable[..., Any]:
+    made: Callable[..., Any] = binding.extension.taking(
+        upstream, vars(compiled_autograd), torch.autograd.graph.log, check
+    )
+    return made
+
+
+def counts() -> tuple[int, dict[Why, int]]:
+    """How many backwards of compiled functions accumulated gradients themselves; how many did not, by reason."""
+    if binding.extension is None:
+        return 0, {}
+    taken, *others = binding.extension.counted_backwards()
+    return taken, {why: count for why, count in zip(_whys(), others, strict=True) if count}
+
+
+def _whys() -> tuple[Why, ...]:
+    """In the order in which C++ counts."""
+    return (
+        Reason.GRAPH_KEPT(),
+        Reason.SOME_INPUTS(),
+        Reason.COMPILED_AUTOGRAD(),
+        Reason.WATCHED(),
+        Reason.OTHER_BACKWARD(),
+        Reason.NODE_HOOKED(),
+        Reason.PARAMETER_HOOKED(),
+        Reason.PARAMETER_SHARED(),
+        Reason.PARAMETER_ELSEWHERE(),
+        Reason.PARAMETER_SUBCLASS(),
+        Reason.FEW_GRADIENTS(most=_LEAST),
+        Reason.ENGINE_DIFFERS(error=_difference),
+    )
+
+
+def _is_as_expected(upstream: Callable[..., Any]) -> bool:
+    """Checks the engine in a thread of its own, where no mode of the program is on."""
+    global _difference
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            _difference = pool.submit(_checked, upstream).result()
+    except RuntimeError as error:  # the interpreter ends, and no thread can be started
+        _difference = str(error)
+    return _difference is None
+
+
+def _checked(upstream: Callable[..., Any]) -> str | None:
+    """Compares backwards of a function like AOTAutograd's with and without its edges; how they differ, or None."""
+    seen: list[int] = []
+    gradients: list[torch.Tensor] = []
+
+    class CompiledFunction(torch.autograd.Function):
+        _aot_id = 0
+        boxed_grads_call = True
+
+        @staticmethod
+        def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+            return parameters[0].new_zeros(())
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor, ...]:
+            seen.append(sum(node is not None for node, _ in ctx.next_functions))
+            return tuple(gradients.pop() for _ in range(len(gradients)))
+
+    def accumulated(run: Callable[..., Any], has_gradients: bool) -> tuple[Any, ...]:
+        """All that can be seen after a backward: values, whether gradients were taken over, and the node."""
+        parameters = [torch.zeros(3, dtype=torch.float32, device="cpu", requires_grad=True) for _ in range(_LEAST + 1)]
+        gradients[:] = [torch.full_like(p, i + 0.1, requires_grad=False) for i, p in enumerate(parameters)]
+        addresses = [gradient.data_ptr() for gradient in reversed(gradients)]
+        for parameter in parameters if has_gradients else ():
+            parameter.grad = torch.full_like(parameter, 0.7, requires_grad=False)
+        root = CompiledFunction.apply(*parameters)
+        run((root,), (torch.ones_like(root),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        found = [parameter.grad for parameter in parameters]
+        are_own = [gradient is not None and gradient.data_ptr() in addresses for gradient in found]
+        left = sum(node is not None for node, _ in root.grad_fn.next_functions)
+        return [None if g is None else g.tolist() for g in found], are_own, left, dir(root.grad_fn)
+
+    try:
+        binding.extension.mark(CompiledFunction._backward_cls)
+        taken = _made(upstream, None)
+        for has_gradients in (False, True):
+            if accumulated(upstream, has_gradients) != accumulated(taken, has_gradients):
+                return "gradients differ"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    wanted = [_LEAST + 1, 1] * 2
+    return None if seen == wanted else f"{seen} edges were seen instead of {wanted}"

@@ -1,0 +1,483 @@
+"""Backwards whose compiled functions accumulate gradients themselves: in which loops, and on which conditions."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from accumulating import (
+    HOOKS,
+    LABELS,
+    TRAINS,
+    WORDS,
+    BackwardTest,
+    Broken,
+    Net,
+    Small,
+    Tied,
+    after_first,
+    compiled,
+    counted,
+    like_aot,
+    names,
+    node_of,
+    step,
+)
+from new_process import python
+from torch import nn
+from torch._inductor import config
+from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import inductor_patches
+import pygraph_trees
+from pygraph_trees.reasons import Reason
+from pygraph_trees.trees.hooks import backward_edges
+
+
+class TestLoops(BackwardTest):
+    """Loops as people write them."""
+
+    def test_gradients_are_accumulated(self):
+        def several(model, call):
+            for _ in range(3):
+                step(model, call)
+
+        self.compare(step, taken=1)
+        before = pygraph_trees.report().environment.backwards.at_once
+        self.compare(several, taken=3)
+        self.assertEqual(pygraph_trees.report().environment.backwards.at_once - before, 3)
+
+    def test_a_loss_outside_of_the_graph_that_is_scaled(self):
+        def program(model, call):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                scaler.scale(F.cross_entropy(call(WORDS), LABELS)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            return scaler.get_scale()
+
+        self.assertEqual(self.compare(program, taken=3), 1024.0)
+
+    def test_accumulation_over_several_backwards(self):
+        def program(model, call):
+            for i in range(6):
+                (F.cross_entropy(call(WORDS), LABELS) / 2).backward()
+                if i % 2:
+                    for p in model.parameters():
+                        p.data.sub_(p.grad)
+                    model.zero_grad(set_to_none=i == 3)
+
+        self.compare(program, taken=6)
+
+    def test_an_earlier_loss_is_alive_at_the_next_forward(self):
+        def program(model, call):
+            for _ in range(3):
+                loss = F.cross_entropy(call(WORDS), LABELS)
+                model.zero_grad()
+                loss.backward()
+
+        self.compare(program, taken=3)
+
+    def test_several_compiled_functions(self):
+        def first_frozen(model, call):
+            model.layers[0].requires_grad_(False)
+            step(model, call)
+
+        self.compare(step, Broken, taken=1, why={Reason.FEW_GRADIENTS: 1})
+        self.compare(first_frozen, Broken, taken=1, why={Reason.FEW_GRADIENTS: 1})
+
+    def test_shared_parameters_inside_a_function(self):
+        self.compare(step, Tied, taken=1)
+
+    def test_checkpoints(self):
+        """Hooks on saved tensors hold the parameters' nodes."""
+
+        def program(model, call):
+            torch.utils.checkpoint.checkpoint(call, WORDS, use_reentrant=False).sum().backward()
+
+        def reentrant(model, call):
+            w = torch.ones((), requires_grad=True)
+            run = torch.utils.checkpoint.checkpoint
+            run(lambda x, w: call(x) * w, WORDS, w, use_reentrant=True).sum().backward()
+            return w.grad
+
+        self.compare(program, why={Reason.PARAMETER_SHARED: 1})
+        self.compare(reentrant, why={Reason.OTHER_BACKWARD: 1})
+
+    def test_gradients_that_the_program_changed(self):
+        def program(model, call):
+            step(model, call)
+            model.layers[0].weight.grad.add_(1)
+            model.layers[1].bias.grad = None
+            model.layers[2].weight.grad = torch.zeros(8, 8).t()
+            model.layers[3].weight.grad = torch.ones(8, 8).to_sparse()
+            step(model, call)
+
+        self.compare(program, taken=2)
+
+    def test_layouts(self):
+        def transposed(model, call):
+            model.layers[0].weight = nn.Parameter(torch.randn(8, 8).t())
+            model.layers[1].weight = nn.Parameter(torch.randn(8, 16)[:, ::2])
+            for _ in range(2):
+                step(model, call)
+
+        def sparse(model, call):
+            model.words.sparse = True
+            step(model, call)
+            return model.words.weight.grad.is_sparse
+
+        self.compare(transposed, taken=2)
+        self.assertTrue(self.compare(sparse, taken=1))
+
+    def test_a_parameter_that_is_frozen_before_the_backward(self):
+        def program(model, call):
+            loss = call(WORDS).sum()
+            model.layers[0].weight.requires_grad_(False)
+            loss.backward()
+
+        self.compare(program, taken=1)
+
+    def test_two_roots(self):
+        def program(model, call):
+            out = call(WORDS)
+            torch.autograd.backward([out.sum(), out.mean()])
+
+        self.compare(program, taken=1)
+
+    def test_a_second_backward_raises_as_usual(self):
+        def program(model, call):
+            loss = call(WORDS).sum()
+            loss.backward()
+            loss.backward()
+
+        self.assertIn("backward through the graph a second time", self.compare(program, taken=2))
+
+    def test_modes_around_the_backward(self):
+        class Seen(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        seen = []
+
+        def program(model, call):
+            seen.clear()
+            loss = call(WORDS).sum()
+            with Seen(), torch.enable_grad():
+                loss.backward()
+            return sorted(seen)
+
+        self.assertIn("aten.detach.default", self.compare(program, taken=1))
+
+    def test_a_profiler_sees_each_accumulation(self):
+        def program(model, call):
+            loss = call(WORDS).sum()
+            with torch.autograd.profiler.profile() as profile:
+                loss.backward()
+            return sum(event.name == "torch::autograd::AccumulateGrad" for event in profile.function_events)
+
+        self.assertEqual(self.compare(program, taken=1), TRAINS)
+
+    def test_inductor(self):
+        """Also what `options` say while a function is compiled."""
+        torch._dynamo.reset()
+        model = Net()
+        with config.patch({"triton.cudagraphs": False}):
+            for options, taken in (
+                ({"triton.cudagraphs": True}, 1),
+                ({"triton.cudagraphs": True, "triton.pygraph_selective": "never"}, 1),
+                ({"triton.cudagraphs": True, "triton.pygraph_entry": "off"}, 0),
+                ({"triton.cudagraphs": False}, 0),
+            ):
+                torch._dynamo.reset()
+                before = counted()[0]
+                torch.compile(model, options=options)(WORDS).sum().backward()
+                self.assertEqual(counted()[0] - before, taken, options)
+
+
+class TestConditions(BackwardTest):
+    """If one condition does not hold, torch's engine accumulates as usual, and the reason is counted."""
+
+    def refuse(self, program, reason, make=Net, count=1):
+        return self.compare(program, make, why={reason: count})
+
+    def test_a_graph_that_is_kept(self):
+        def retain(model, call):
+            loss = call(WORDS).sum()
+            loss.backward(retain_graph=True)
+            loss.backward(retain_graph=True)
+
+        def create(model, call):
+            call(WORDS).sum().backward(create_graph=True)
+            return [p.grad.requires_grad for p in model.parameters()]
+
+        self.refuse(retain, Reason.GRAPH_KEPT, count=2)
+        self.assertTrue(all(self.refuse(create, Reason.GRAPH_KEPT)))
+
+    def test_some_gradients(self):
+        def grad(model, call):
+            return torch.autograd.grad(call(WORDS).sum(), list(model.parameters()))
+
+        def inputs(model, call):
+            call(WORDS).sum().backward(inputs=list(model.layers[0].parameters()))
+
+        self.refuse(grad, Reason.SOME_INPUTS)
+        self.refuse(inputs, Reason.SOME_INPUTS)
+
+    def test_compiled_autograd(self):
+        def program(model, call):
+            loss = call(WORDS).sum()
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+                loss.backward()
+
+        def inside(model, call):
+            loss = call(WORDS).sum()
+            with mock.patch.object(torch._dynamo.compiled_autograd, "in_compiled_autograd_region", True):
+                loss.backward()
+
+        self.refuse(program, Reason.COMPILED_AUTOGRAD)
+        self.refuse(inside, Reason.COMPILED_AUTOGRAD)
+
+    def test_anomaly_mode(self):
+        def program(model, call):
+            with torch.autograd.detect_anomaly(check_nan=True):
+                (call(WORDS).sum() * float("nan")).backward()
+
+        self.assertIn("returned nan values", self.refuse(program, Reason.WATCHED))
+
+    def test_the_debug_log_of_autograd(self):
+        log = torch.autograd.graph.log
+
+        def program(model, call):
+            with self.assertLogs(log, logging.DEBUG) as logged:
+                step(model, call)
+            return sum("AccumulateGrad" in line for line in logged.output)
+
+        self.assertEqual(self.refuse(program, Reason.WATCHED), TRAINS)
+
+    def test_a_backward_inside_another(self):
+        def program(model, call):
+            call(WORDS)  # compiles it
+            y = torch.ones(2, requires_grad=True) * 2
+            y.register_hook(torch.enable_grad()(lambda _: step(model, call)))
+            y.sum().backward()
+
+        self.refuse(program, Reason.OTHER_BACKWARD)
+
+    def test_a_hook_on_the_node_sees_its_gradients(self):
+        def program(model, call):
+            loss, seen = call(WORDS).sum(), []
+            node_of(loss).register_hook(lambda given, _: seen.append([g is None for g in given]))
+            loss.backward()
+            return seen
+
+        def before(model, call):
+            loss = call(WORDS).sum()
+            node_of(loss).register_prehook(lambda given: tuple(None if g is None else g * 2 for g in given))
+            loss.backward()
+
+        self.assertEqual(sum(map(any, self.refuse(program, Reason.NODE_HOOKED))), 1)
+        self.compare(before, taken=1)
+
+    def test_hooks_on_parameters(self):
+        """Of each kind; one parameter suffices."""
+        for name, put in HOOKS.items():
+
+            def program(model, call, put=put):
+                seen = []
+                handle = put(model.layers[1].weight, seen)
+                handles = [put(p, seen) for p in model.layers[3].parameters()]
+                step(model, call)
+                del handle, handles
+                return seen
+
+            with self.subTest(hook=name):
+                self.assertGreater(len(self.refuse(program, Reason.PARAMETER_HOOKED)), 0)
+
+    def test_hooks_on_several_parameters(self):
+        def multi(model, call):
+            seen = []
+            put = torch.autograd.graph.register_multi_grad_hook
+            put(tuple(model.parameters()), lambda given: seen.append([g is None for g in given]))
+            step(model, call)
+            return seen
+
+        def optimizer(model, call):
+            optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step() or optimizers[p].zero_grad())
+            for _ in range(2):
+                step(model, call)
+
+        def callback(model, call):
+            seen, queue = [], torch.autograd.Variable._execution_engine.queue_callback
+            look = lambda: seen.append(model.layers[5].weight.grad is None)  # noqa: E731
+            model.layers[0].weight.register_hook(lambda _: queue(look))
+            step(model, call)
+            return seen
+
+        self.assertEqual(len(self.refuse(multi, Reason.PARAMETER_HOOKED)), 1)
+        self.refuse(optimizer, Reason.PARAMETER_HOOKED, count=2)
+        self.assertEqual(self.refuse(callback, Reason.PARAMETER_HOOKED), [False])
+
+    def test_ddp(self):
+        def program(model, call):
+            wrapped = compiled(nn.parallel.DistributedDataParallel(model))
+            for _ in range(2):
+                wrapped(WORDS).sum().backward()
+
+        with tempfile.TemporaryDirectory() as folder:
+            torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/x", rank=0, world_size=1)
+            self.addCleanup(torch.distributed.destroy_process_group)
+            self.refuse(program, Reason.PARAMETER_HOOKED, count=2)
+
+    def test_graphs_that_share_parameters(self):
+        def two(model, call):
+            losses = [F.cross_entropy(call(WORDS), LABELS) for _ in range(2)]
+            for loss in losses:
+                loss.backward()
+
+        def twice(model, call):
+            (call(WORDS).sum() + call(WORDS + 0).mean()).backward()
+
+        def held(model, call):
+            edges = [torch.autograd.graph.get_gradient_edge(p) for p in model.parameters()]
+            step(model, call)
+            return len(edges)
+
+        self.refuse(two, Reason.PARAMETER_SHARED, count=2)
+        self.refuse(twice, Reason.PARAMETER_SHARED, count=2)
+        self.refuse(held, Reason.PARAMETER_SHARED)
+
+    def test_edges_that_eager_code_shares_stay(self):
+        def program(model, call):
+            seen = []
+            loss = call(WORDS).sum() + sum(p.pow(2).sum() for p in model.layers[0].parameters())
+            return loss.backward() or seen
+
+        self.compare(program, taken=1)
+
+    def test_parameters_elsewhere(self):
+        """Other devices than the node's; there is no stream on a CPU."""
+
+        def program(model, call):
+            parameters = [nn.Parameter(torch.ones(2, device="meta")) for _ in range(10)]
+            like_aot([torch.ones_like(p) for p in parameters]).apply(*parameters).backward()
+            return [p.grad.device for p in parameters]
+
+        self.refuse(program, Reason.PARAMETER_ELSEWHERE)
+
+    def test_subclasses(self):
+        def program(model, call):
+            for p in list(model.parameters()):
+                torch.utils.swap_tensors(p, nn.Parameter(TwoTensor(p.detach(), p.detach() + 1)))
+            call(words).sum().backward()
+            found = [(p.grad.a, p.grad.b) for p in model.parameters()]
+            model.zero_grad()
+            return found
+
+        with torch.no_grad():
+            words = TwoTensor(WORDS, WORDS)
+        self.refuse(program, Reason.PARAMETER_SUBCLASS)
+
+    def test_few_gradients(self):
+        def frozen(model, call):
+            for p in list(model.parameters())[:count]:
+                p.requires_grad_(False)
+            step(model, call)
+
+        self.refuse(step, Reason.FEW_GRADIENTS, Small)
+        count = TRAINS - 8
+        self.refuse(frozen, Reason.FEW_GRADIENTS)
+        count = TRAINS - 9
+        self.compare(frozen, taken=1)
+
+    def test_an_engine_that_does_otherwise(self):
+        inductor_patches.uninstall()
+        upstream = torch.autograd._engine_run_backward
+        inductor_patches.install()
+
+        def lossy(roots, *args, **kwargs):  # an engine that looks at edges itself
+            if "CompiledFunction" in type(roots[0].grad_fn).__name__:
+                sum(node is not None for node, _ in roots[0].grad_fn.next_functions) < 9 and roots[0].grad_fn.absent
+            return upstream(roots, *args, **kwargs)
+
+        other = backward_edges.taking(lossy)
+        self.addCleanup(setattr, backward_edges, "_difference", None)
+        with mock.patch.object(torch.autograd, "_engine_run_backward", other):
+            self.refuse(step, Reason.ENGINE_DIFFERS)
+            (why,) = (why for why in backward_edges.counts()[1] if why.reason is Reason.ENGINE_DIFFERS)
+        self.assertIn("has no attribute 'absent'", why)
+
+
+class TestInstall(BackwardTest):
+    def test_uninstall_restores_both_names(self):
+        ours = torch.autograd._engine_run_backward
+        self.assertIs(torch.autograd.graph._engine_run_backward, ours)
+        self.addCleanup(inductor_patches.install)
+        inductor_patches.uninstall()
+        upstream = torch.autograd._engine_run_backward
+        self.assertIs(torch.autograd.graph._engine_run_backward, upstream)
+        self.assertEqual(type(upstream).__name__, "function")
+        model = Net()
+        call = compiled(model)
+        before = counted()
+        step(model, call)
+        inductor_patches.install()
+        self.assertIs(torch.autograd._engine_run_backward, ours)
+        step(model, call)  # compiled without the patches
+        self.assertEqual(counted(), before)
+
+    def test_an_uninstallation_in_a_backward(self):
+        self.addCleanup(inductor_patches.install)
+
+        torch._dynamo.reset()
+        model = Net()
+        call = compiled(model)
+        call(WORDS)
+        before = counted()[0]
+        loss = after_first(model, call, lambda _: inductor_patches.uninstall())
+        self.assertEqual((counted()[0] - before, names(node_of(loss)).count("AccumulateGrad")), (1, TRAINS))
+        self.assertNotIn(None, [p.grad for p in model.parameters()])
+
+    def test_what_others_put_around_it_comes_off(self):
+        """`make_fx` binds both names to a function of its own for a time."""
+        around = getattr(torch.compiler, "_patch_engine_backward", None)
+        if around is None:
+            self.skipTest("this torch does not")
+        ours = torch.autograd._engine_run_backward
+        with around():
+            self.assertIsNot(torch.autograd._engine_run_backward, ours)
+        self.assertIs(torch.autograd._engine_run_backward, ours)
+
+    def test_off_is_torchs_own_code(self):
+        """Also the search for dead wrappers among the arguments of autograd functions."""
+        code = """if True:
+            import pygraph_trees, torch, unittest.mock
+            from torch._inductor import config
+            from pygraph_trees.native import binding
+            from pygraph_trees.trees.hooks import backward_edges
+            found = []
+            for entry in ("off", "short"):
+                torch._dynamo.reset()
+                model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(9)))
+                with config.patch({"triton.cudagraphs": True, "triton.pygraph_entry": entry}):
+                    call = torch.compile(model, backend="aot_eager")
+                    call(torch.ones(2)).sum().backward()
+                unwrap = binding.extension.unwrapping(lambda args: "torch's")
+                found.append((unwrap((1,)), backward_edges.counts()))
+            print(found)"""
+        done = python("-c", code, PYGRAPH_ENTRY="short")
+        self.assertEqual(done.stdout, '[("torch\'s", (0, {})), ((1,), (1, {}))]\n', done.stderr)
+
+
+if __name__ == "__main__":
+    run_tests()

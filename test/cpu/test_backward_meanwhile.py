@@ -1,0 +1,224 @@
+"""What happens while compiled functions' edges are taken out: hooks, errors, interrupts, threads, other backwards."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import weakref
+
+import torch
+from accumulating import HOOKS, TRAINS, WORDS, BackwardTest, Net, after_first, compiled, counted, names, node_of, step
+from torch.testing._internal.common_utils import run_tests
+
+from pygraph_trees.reasons import Reason
+
+
+class TestDuring(BackwardTest):
+    """What happens while edges are taken out."""
+
+    def test_a_hook_put_on_a_parameter_runs(self):
+        for name, put in HOOKS.items():
+
+            def program(model, call, put=put):
+                seen, handles = [], []
+                for _ in range(2):  # the second time, the gradient exists
+                    after_first(model, call, lambda _: handles.append(put(model.layers[4].weight, seen)))
+                    handles.clear()
+                    model.layers[4].weight._backward_hooks = None
+                return seen
+
+            def all_at_once(model, call):
+                seen, handles = [], []
+                after_first(
+                    model, call, lambda _: handles.extend(put(model.layers[4].bias, seen) for put in HOOKS.values())
+                )
+                return seen
+
+            with self.subTest(hook=name):
+                counts = {"taken": 2} if name != "after" else {"taken": 1, "why": {Reason.PARAMETER_HOOKED: 1}}
+                self.assertGreater(len(self.compare(program, **counts)), 1)
+        self.assertEqual(len(self.compare(all_at_once, taken=1)), len(HOOKS))
+
+    def test_a_hook_put_on_the_node_raises(self):
+        def program(model, call):
+            after_first(model, call, lambda loss: node_of(loss).register_hook(lambda *_: None))
+
+        found, *counts = self.run_with("short", program, Net)
+        self.assertEqual(counts, [1, {}])
+        self.assertIn("a hook was put on a compiled function's node during its backward", found[2])
+
+    def test_one_edge_is_seen(self):
+        """The one difference that a program can see: the others are not among the node's next functions."""
+        seen = []
+
+        def program(model, call):
+            seen.clear()
+            loss = after_first(model, call, lambda loss: seen.append(names(node_of(loss))))
+            return names(node_of(loss)), sorted(vars(node_of(loss)))
+
+        self.compare(program, taken=1)
+        self.assertEqual([name for name in seen[0] if name is not None], ["AccumulateGrad"])
+
+    def test_an_exception_restores_everything(self):
+        """Raised before the compiled code, and while it accumulates, before and after the accumulation."""
+
+        def program(model, call, error):
+            def fail(*_):
+                raise error
+
+            weight, found = model.layers[4].weight, []
+            for put in (fail, weight.register_hook, weight.register_post_accumulate_grad_hook):
+                loss = call(WORDS).sum()
+                loss.grad_fn.register_prehook(lambda _, put=put: put(fail) and None)
+                try:
+                    loss.backward()
+                except BaseException as raised:
+                    found.append(repr(raised.with_traceback(None)))
+                found.append((names(node_of(loss)), sorted(vars(node_of(loss)))))
+                weight._backward_hooks = weight._post_accumulate_grad_hooks = None
+                del loss
+                gc.collect()
+            model.zero_grad()  # the engine may have accumulated others before it failed
+            return found
+
+        for error in (ValueError("x"), KeyboardInterrupt(), torch.OutOfMemoryError("x"), SystemExit()):
+            with self.subTest(error=type(error)):
+                found = self.compare(lambda *given: program(*given, error), taken=3)  # noqa: B023
+                self.assertEqual([found[0], found[2], found[4]], [repr(error)] * 3)
+                self.assertEqual(found[3][0].count("AccumulateGrad"), TRAINS)
+
+    def test_interrupts_at_any_time_restore_everything(self):
+        torch._dynamo.reset()
+        model = Net()
+        call = compiled(model)
+        step(model, call)
+        interrupted = 0
+        self.addCleanup(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, _interrupt))
+        for i in range(200):
+            loss = call(WORDS).sum()
+            model.zero_grad()
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 + (i % 50) * 8e-6)
+                loss.backward()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            self.assertEqual(names(node_of(loss)).count("AccumulateGrad"), TRAINS)
+            self.assertEqual([name for name in vars(node_of(loss)) if name.startswith("apply")], [])
+        self.assertGreater(interrupted, 0)
+        del loss
+        before = counted()[0]
+        step(model, call)
+        self.assertEqual(counted()[0] - before, 1)
+
+    def test_backwards_of_the_same_graph_inside(self):
+        """In a hook, and in a thread for which a hook waits."""
+
+        def program(model, call):
+            found = []
+
+            def inside(loss):
+                found.extend(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
+                loss.backward(retain_graph=True, inputs=[model.layers[0].bias])
+
+            for run in (inside, in_thread(inside)):
+                first = []  # the hook runs in the inner backwards, too
+                after_first(model, call, lambda loss, run=run, f=first: f or f.append(1) or run(loss))
+            return found
+
+        self.compare(program, taken=2, why={Reason.SOME_INPUTS: 4})
+
+    def test_a_node_that_is_reached_from_another_root_inside(self):
+        def program(model, call):
+            out = call(WORDS)
+            loss = (out * 2).sum()
+            other = (out * 3).sum()
+            first = []
+            loss.grad_fn.register_prehook(lambda _: first or first.append(other.backward(retain_graph=True)))
+            loss.backward()
+
+        self.compare(program, taken=1, why={Reason.GRAPH_KEPT: 1})
+
+    def test_a_function_that_is_called_inside(self):
+        """Only the outer backward takes edges; the inner one has another graph of the same parameters."""
+
+        def program(model, call):
+            after_first(model, call, lambda _: call(WORDS).pow(2).sum().backward())
+
+        self.compare(program, taken=1, why={Reason.OTHER_BACKWARD: 1})
+
+    def test_the_shadow_outlives_its_backward(self):
+        def program(model, call):
+            kept, found = [], []
+
+            def keep(loss):
+                node = node_of(loss)
+                kept.extend(value for name, value in vars(node).items() if name.startswith("apply"))
+
+            loss = after_first(model, call, keep)
+            for shadow in kept:
+                try:
+                    shadow([torch.ones(4, 8)])
+                except RuntimeError as error:
+                    found.append(str(error))
+            del loss
+            self.found = kept, found
+
+        self.run_with("short", program, Net)
+        kept, found = self.found
+        self.assertEqual(len(kept), 1)
+        self.assertIn("second time", found[0])
+
+    def test_threads(self):
+        """Each with graphs of its own, on shared parameters: sums of ones, so that their order does not matter."""
+
+        def program(model, call):
+            for p in model.parameters():
+                p.data.fill_(0.5)
+            step(model, call)
+            model.zero_grad()
+            run = lambda: [step(model, call) for _ in range(20)]  # noqa: E731
+            threads = [threading.Thread(target=run) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            return None
+
+        engine, ours = (self.run_with(entry, program, Net) for entry in ("off", "short"))
+        self.assertEqual(ours[0], engine[0])
+        self.assertEqual(ours[1] + sum(ours[2].values()), 81)
+        self.assertGreater(ours[1], 0)
+
+    def test_nothing_is_kept_alive(self):
+        torch._dynamo.reset()
+        model = Net()
+        call = compiled(model)
+        loss = call(WORDS).sum()
+        gc.collect()
+        gc.disable()
+        self.addCleanup(gc.enable)
+        loss.backward()
+        node = weakref.ref(node_of(loss))
+        gradient = weakref.ref(model.layers[0].weight.grad)
+        del loss
+        model.zero_grad()
+        self.assertEqual((node(), gradient()), (None, None))
+
+
+def in_thread(run):
+    def wait(*args):
+        thread = threading.Thread(target=run, args=args)
+        thread.start()
+        thread.join()
+
+    return wait
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    run_tests()
