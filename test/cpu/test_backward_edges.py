@@ -339,6 +339,29 @@ class TestConditions(BackwardTest):
             self.addCleanup(torch.distributed.destroy_process_group)
             self.refuse(program, Reason.PARAMETER_HOOKED, count=2)
 
+    def test_fsdp2(self):
+        """Compiled blocks have whole parameters, which are plain tensors."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        with tempfile.TemporaryDirectory() as folder:
+            torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/x", rank=0, world_size=1)
+            self.addCleanup(torch.distributed.destroy_process_group)
+            mesh = init_device_mesh("cpu", (1,))
+            found = {}
+            for entry in ("off", "short"):
+                torch._dynamo.reset()
+                torch.manual_seed(0)
+                model = fully_shard(Net(), mesh=mesh)
+                before = counted()
+                with config.patch({"triton.pygraph_entry": entry}):
+                    model.compile(backend="aot_eager")
+                    for _ in range(3):
+                        model(WORDS).sum().backward()
+                found[entry] = [p.grad.full_tensor() for p in model.parameters()]
+                self.assertEqual(counted() == before, entry == "off")
+        self.assertEqual(found["short"], found["off"], rtol=0, atol=0)
+
     def test_graphs_that_share_parameters(self):
         def two(model, call):
             losses = [F.cross_entropy(call(WORDS), LABELS) for _ in range(2)]

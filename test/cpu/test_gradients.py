@@ -13,6 +13,7 @@ from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
+from pygraph_trees.trees.hooks import backward_edges
 
 
 class CompiledFunction(torch.autograd.Function):
@@ -159,6 +160,27 @@ class TestGradients(TestCase):
         _, y = self.step(Another)
         y.backward()
         self.assertEqual(self.is_own(), [False] * 3)
+
+    def test_gradients_that_the_node_accumulates_itself(self):
+        """They are the recording's own unless a hook has been put on a parameter since the backward began."""
+        node = type("CompiledFunction", (CompiledFunction,), {"_aot_id": 0})
+        binding.extension.mark(node._backward_cls)
+        count = 10
+        call = self.recorded(some(count), [(i, (4,), (1,), 0) for i in range(count)])
+        for seen in (False, True):
+            parameters, held = [torch.ones(4, requires_grad=True) for _ in range(count)], []
+            y = node.apply(call, self.look, *parameters)
+            if seen:
+                y.register_hook(lambda _, p=parameters[5], held=held: hold(held, p.register_hook) and None)
+            before = backward_edges.counts()[0]
+            y.backward()
+            self.assertEqual(backward_edges.counts()[0] - before, 1)
+            self.assertEqual(self.is_own(), [not seen] * count)
+            self.assertEqual([p.grad for p in parameters], self.cached)
+            for i, (parameter, cached) in enumerate(zip(parameters, self.cached, strict=True)):
+                is_taken_over = parameter.grad.data_ptr() == cached.data_ptr()
+                self.assertEqual(is_taken_over, not (seen and i == 5))
+            self.assertEqual(held, self.cached[5:6] if seen else [])
 
     def test_gradients_that_go_on_into_another_backward_are_others(self):
         """A parameter that needs no gradient is no reason to give others."""

@@ -1,0 +1,294 @@
+"""Compiled functions that accumulate their gradients themselves, on a GPU: streams, kept gradients, and libraries.
+
+Eager is the oracle, or the same program with ``pygraph_entry="off"``; each test also asserts how often it was done.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from indirection import ROOT, IndirectionTestCase, KeptTestCase
+from packages import is_nccl_a_stub, is_torchvision_broken
+from test_steady_loops import FIRST, LOOPS, MICRO_BATCHES, MODELS, STEPS, distance, make, parameters_of, training_of
+from torch import nn
+from torch._inductor import config
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+from pygraph_trees.native import binding
+from pygraph_trees.reasons import Reason
+from pygraph_trees.trees.hooks import backward_edges
+
+ENTRY = "triton.pygraph_entry"
+CALLS = 10
+WAITS = 200_000_000  # cycles: over 0.1 s
+
+
+class Block(nn.Module):
+    """A module that is not torch's, which Dynamo would not compile after a graph break in a parallel wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def counted() -> tuple[int, dict[Reason, int]]:
+    taken, others = backward_edges.counts()
+    return taken, {why.reason: count for why, count in others.items()}
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def batches(device: torch.device) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(16, 64, device=device) for _ in range(CALLS)]
+
+
+@unittest.skipIf(binding.extension is None, "not built for this torch")
+class TestLoops(KeptTestCase):
+    """Outputs are kept: gradients are the recordings' own tensors, or own memory."""
+
+    @parametrize("entry", ["short", "off"])
+    @parametrize("name", list(MODELS))
+    def test_loops(self, name: str, entry: str) -> None:
+        model, given = make(name, self.device)
+        with config.patch({ENTRY: entry}):
+            ours, eager = (training_of(model, given[0], outputs) for outputs in ("keep", None))
+            for letter, loop in LOOPS.items():
+                with self.subTest(loop=letter):
+                    for training in (ours, eager):
+                        training.optimizer.zero_grad()
+                    eager.model.load_state_dict(ours.model.state_dict())
+                    begin, before = parameters_of(eager), counted()[0]
+                    for batch in given:
+                        loop.step(eager, batch)
+                        loop.step(ours, batch)
+                    self.assertLess(distance(ours, eager, begin), loop.apart)
+                    backwards = (FIRST + STEPS) * (MICRO_BATCHES if letter == "G" else 1)
+                    self.assertEqual(counted()[0] - before, backwards if entry == "short" else 0)
+
+    def test_gradients_that_are_held_over_steps_keep_their_values(self) -> None:
+        model = Block().to(self.device)
+        call = self.graphed(model)
+        held: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        before = counted()[0]
+        for batch in batches(self.device):
+            model.zero_grad()
+            call(batch).square().mean().backward()
+            found = [p.grad for p in model.parameters() if p.grad is not None]
+            held.append((found, [gradient.clone() for gradient in found]))
+        torch.cuda.synchronize()
+        self.assertEqual(len({gradient.data_ptr() for found, _ in held for gradient in found}), CALLS * 12)
+        for found, values in held:
+            self.assertEqual(found, values, atol=0, rtol=0)
+        self.assertEqual(counted()[0] - before, CALLS)
+
+    def test_a_gradient_that_a_hook_keeps_is_not_changed_with_the_parameters(self) -> None:
+        """The hook is put on once the backward has begun."""
+        model = Block().to(self.device)
+        call, weight = self.graphed(model), model.layers[3].weight
+        before = counted()[0]
+        for batch in batches(self.device):
+            model.zero_grad()
+            seen: list[torch.Tensor] = []
+            handles: list[Any] = []
+            out = call(batch)
+            out.register_hook(lambda _, s=seen, h=handles: h.append(weight.register_hook(lambda g: s.append(g))))
+            out.square().mean().backward()
+            weight._backward_hooks = None  # a dictionary without hooks would count as one
+            (gradient,) = seen
+            wanted = gradient.clone()
+            self.assertEqual(weight.grad, wanted, atol=0, rtol=0)
+            weight.grad.mul_(100)
+            self.assertEqual(gradient, wanted, atol=0, rtol=0)
+        self.assertEqual(counted()[0] - before, CALLS)
+
+
+@unittest.skipIf(binding.extension is None, "not built for this torch")
+class TestStreams(IndirectionTestCase):
+    def steps(self, model: nn.Module, call: Callable[..., torch.Tensor], stream: torch.cuda.Stream) -> list[Any]:
+        """Gradients that the current stream reads as soon as ``backward`` returns, while the other stream is late."""
+        found = []
+        for batch in batches(self.device):
+            model.zero_grad()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                loss = call(batch).square().mean()
+                torch.cuda._sleep(WAITS)
+            loss.backward()
+            found.append(gradients_of(model))
+            del loss
+        return found
+
+    def test_a_backward_on_the_stream_of_its_forward(self) -> None:
+        """The engine lets the caller's stream wait for the streams of leaves, and must learn of this one."""
+        model = Block().to(self.device)
+        eager, stream = copy.deepcopy(model), torch.cuda.Stream()
+        before = counted()[0]
+        found = self.steps(model, self.graphed(model), stream)
+        self.assertEqual(counted()[0] - before, CALLS)
+        self.assertEqual(found, self.steps(eager, eager, stream), atol=1e-5, rtol=1e-4)
+
+    def test_existing_gradients_on_another_stream(self) -> None:
+        model = Block().to(self.device)
+        eager, call = copy.deepcopy(model), self.graphed(model)
+        for run in (call, eager):
+            for i, batch in enumerate(batches(self.device)):
+                stream = torch.cuda.Stream() if i % 2 else torch.cuda.current_stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    run(batch).square().mean().backward()
+                torch.cuda.current_stream().wait_stream(stream)
+        self.assertEqual(gradients_of(model), gradients_of(eager), atol=1e-5, rtol=1e-4)
+
+    def test_parameters_on_the_cpu(self) -> None:
+        """Their gradients are left to the engine, which has another thread for them."""
+
+        class Mixed(Block):
+            def __init__(self) -> None:
+                super().__init__()
+                self.scales = nn.ParameterList(nn.Parameter(torch.tensor(1.0 + i)) for i in range(3))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) * sum(self.scales)
+
+        model = Mixed()
+        model.layers.to(self.device)
+        eager, call = copy.deepcopy(model), self.graphed(model)
+        before = counted()[0]
+        for batch in batches(self.device):
+            for way, run in ((model, call), (eager, eager)):
+                way.zero_grad()
+                run(batch).square().mean().backward()
+            self.assertEqual(gradients_of(model), gradients_of(eager), atol=1e-5, rtol=1e-4)
+        self.assertEqual(counted()[0] - before, CALLS)
+
+    def test_a_peak_no_higher_than_the_engines(self) -> None:
+        """Saved tensors are released before gradients are added, as the engine does."""
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12))).to(self.device)
+        peaks = {}
+        for entry in ("off", "short"):
+            torch._dynamo.reset()
+            with config.patch({ENTRY: entry, "triton.pygraph_selective": "never"}):
+                call = self.graphed(model)
+                for _ in range(4):
+                    torch.cuda.reset_peak_memory_stats()
+                    call(torch.ones(2048, 512, device=self.device)).sum().backward()
+                peaks[entry] = torch.cuda.max_memory_allocated()
+            model.zero_grad()
+        self.assertLessEqual(peaks["short"], peaks["off"] * 1.01)
+
+
+@unittest.skipIf(binding.extension is None, "not built for this torch")
+class TestParallel(IndirectionTestCase):
+    """Wrappers for several ranks, on one."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        if is_nccl_a_stub():
+            self.skipTest("NCCL does not work with this torch")
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+
+    def train(self, call: Callable[..., torch.Tensor], model: nn.Module) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches(self.device):
+            call(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+
+    def test_data_parallel_is_left_to_the_engine(self) -> None:
+        model, eager = Blocks().to(self.device), Blocks().to(self.device)
+        eager.load_state_dict(model.state_dict())
+        taken, others = counted()
+        found = self.train(self.graphed(nn.parallel.DistributedDataParallel(model, device_ids=[0])), model)
+        after, others_after = counted()
+        self.assertEqual(found, self.train(eager, eager), atol=1e-5, rtol=1e-4)
+        self.assertEqual(after, taken)
+        hooked = Reason.PARAMETER_HOOKED
+        self.assertGreaterEqual(others_after.get(hooked, 0) - others.get(hooked, 0), CALLS)
+
+    @parametrize("is_inside", [False, True])
+    def test_fully_sharded(self, is_inside: bool) -> None:
+        """Compiled blocks have whole parameters, which are plain tensors."""
+        from torch.distributed.fsdp import fully_shard
+
+        model, eager = Blocks().to(self.device), Blocks().to(self.device)
+        eager.load_state_dict(model.state_dict())
+        if is_inside:
+            for block in model.blocks:
+                block.compile(mode="reduce-overhead")
+        for part in (*model.blocks, model):
+            fully_shard(part)
+        before = counted()
+        found = self.train(model if is_inside else self.graphed(model), model)
+        self.assertEqual(found, self.train(eager, eager), atol=1e-5, rtol=1e-4)
+        self.assertNotEqual(counted(), before)
+
+
+def _has(*packages: str) -> bool:
+    return all(importlib.util.find_spec(package) is not None for package in packages) and not is_torchvision_broken()
+
+
+@unittest.skipIf(binding.extension is None, "not built for this torch")
+class TestLibraries(IndirectionTestCase):
+    """Loops of libraries, from tools/examples/works_with.py."""
+
+    def losses(self, name: str, entry: str, least: int) -> list[float]:
+        path = ROOT / "tools" / "examples" / "works_with.py"
+        spec = importlib.util.spec_from_file_location("works_with", path)
+        assert spec is not None and spec.loader is not None
+        works_with = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(works_with)
+        before = counted()[0]
+        with config.patch({ENTRY: entry}):
+            found: list[float] = works_with.run(name, "cuda")["values"]
+        taken = counted()[0] - before
+        self.assertTrue(taken >= least if entry == "short" else taken == 0, taken)
+        return found
+
+    def same(self, name: str, least: int) -> None:
+        off, short = (self.losses(name, entry, least) for entry in ("off", "short"))
+        self.assertEqual(short, off, atol=1e-5, rtol=1e-4)
+
+    @unittest.skipUnless(_has("transformers", "accelerate"), "needs transformers and accelerate")
+    def test_trainer(self) -> None:
+        self.same("trainer", 10)
+
+    @unittest.skipUnless(_has("lightning"), "needs lightning")
+    def test_lightning(self) -> None:
+        self.same("lightning", 0)  # its module has too few parameters
+
+    def test_scaler(self) -> None:
+        self.same("scaler", 0)
+
+
+for _case in (TestLoops, TestStreams, TestParallel):
+    instantiate_parametrized_tests(_case)
+
+if __name__ == "__main__":
+    run_tests()
