@@ -120,8 +120,8 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="pygraph_entry",
-        values=("short", "off"),
-        default="short",
+        values=("off", "short"),
+        default="off",
         changes_artifacts=False,
         help="Host work around calls in training. `short`: less, same results. `off`: as upstream.",
     ),
@@ -161,7 +161,7 @@ class Settings:
     verify: str = "off"
     outputs: str = "keep"
     pool_bytes: int = 0
-    entry: str = "short"
+    entry: str = "off"
 
     @staticmethod
     def current() -> Settings:

@@ -372,8 +372,6 @@ py::object taking(const py::object &upstream, const py::dict &compiled_autograd,
 
 } // namespace
 
-bool pygraph::is_entry_short() { return is_any_marked; }
-
 const edge_list &pygraph::edges_of(const Node &node) {
     return called != nullptr && called->is_out && called->node.get() == &node ? called->edges : node.next_edges();
 }

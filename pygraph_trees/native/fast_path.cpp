@@ -43,11 +43,9 @@ void make_resizable(const at::Storage &storage) {
 }
 
 /* A function that returns the arguments of an autograd function as they are if functorch has wrapped none of them, and
-   otherwise what ``upstream`` makes of them, also as long as no function was compiled with pygraph_entry "short". */
+   otherwise what ``upstream`` makes of them. */
 py::cpp_function unwrapping(const py::object &upstream) {
     return py::cpp_function([upstream](const py::tuple &args) -> py::object {
-        if (!is_entry_short())
-            return upstream(args);
         for (py::handle arg : args)
             if (THPVariable_Check(arg.ptr()) &&
                 THPVariable_Unpack(arg.ptr()).key_set().has(c10::DispatchKey::FuncTorchGradWrapper))

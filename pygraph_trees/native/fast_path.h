@@ -364,9 +364,6 @@ Ref of_list(const Results *state, const Ref &kept, Ref &outputs);
 /* The call's result, from outputs at hand; NULL if they are not, possibly with an exception. */
 Ref result_at_hand(Results *state, const Replay *replay, const Ref &kept, PyObject *given);
 
-/* Whether a function was compiled with pygraph_entry "short". */
-bool is_entry_short();
-
 /* Add the classes of the files to a module. */
 void add_backward_edges(py::module_ &module);
 void add_call(py::module_ &module);

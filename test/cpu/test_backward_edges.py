@@ -38,6 +38,8 @@ import pygraph_trees
 from pygraph_trees.reasons import Reason
 from pygraph_trees.trees.hooks import backward_edges
 
+SHORT = {"triton.pygraph_entry": "short"}
+
 
 class TestLoops(BackwardTest):
     """Loops as people write them."""
@@ -192,10 +194,10 @@ class TestLoops(BackwardTest):
         model = Net()
         with config.patch({"triton.cudagraphs": False}):
             for options, taken in (
-                ({"triton.cudagraphs": True}, 1),
-                ({"triton.cudagraphs": True, "triton.pygraph_selective": "never"}, 1),
-                ({"triton.cudagraphs": True, "triton.pygraph_entry": "off"}, 0),
-                ({"triton.cudagraphs": False}, 0),
+                ({"triton.cudagraphs": True}, 0),
+                ({"triton.cudagraphs": True, **SHORT}, 1),
+                ({"triton.cudagraphs": True, "triton.pygraph_selective": "never", **SHORT}, 1),
+                ({"triton.cudagraphs": False, **SHORT}, 0),
             ):
                 torch._dynamo.reset()
                 before = counted()[0]
@@ -465,7 +467,8 @@ class TestInstall(BackwardTest):
         torch._dynamo.reset()
         model = Net()
         call = compiled(model)
-        call(WORDS)
+        with config.patch(SHORT):
+            call(WORDS)
         before = counted()[0]
         loss = after_first(model, call, lambda _: inductor_patches.uninstall())
         self.assertEqual((counted()[0] - before, names(node_of(loss)).count("AccumulateGrad")), (1, TRAINS))
@@ -482,11 +485,9 @@ class TestInstall(BackwardTest):
         self.assertIs(torch.autograd._engine_run_backward, ours)
 
     def test_off_is_torchs_own_code(self):
-        """Also the search for dead wrappers among the arguments of autograd functions."""
         code = """if True:
             import pygraph_trees, torch, unittest.mock
             from torch._inductor import config
-            from pygraph_trees.native import binding
             from pygraph_trees.trees.hooks import backward_edges
             found = []
             for entry in ("off", "short"):
@@ -495,11 +496,10 @@ class TestInstall(BackwardTest):
                 with config.patch({"triton.cudagraphs": True, "triton.pygraph_entry": entry}):
                     call = torch.compile(model, backend="aot_eager")
                     call(torch.ones(2)).sum().backward()
-                unwrap = binding.extension.unwrapping(lambda args: "torch's")
-                found.append((unwrap((1,)), backward_edges.counts()))
+                found.append(backward_edges.counts())
             print(found)"""
         done = python("-c", code, PYGRAPH_ENTRY="short")
-        self.assertEqual(done.stdout, '[("torch\'s", (0, {})), ((1,), (1, {}))]\n', done.stderr)
+        self.assertEqual(done.stdout, "[(0, {}), (1, {})]\n", done.stderr)
 
 
 if __name__ == "__main__":

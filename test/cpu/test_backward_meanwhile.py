@@ -9,6 +9,7 @@ import weakref
 
 import torch
 from accumulating import HOOKS, TRAINS, WORDS, BackwardTest, Net, after_first, compiled, counted, names, node_of, step
+from torch._inductor import config
 from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.reasons import Reason
@@ -88,6 +89,7 @@ class TestDuring(BackwardTest):
                 self.assertEqual([found[0], found[2], found[4]], [repr(error)] * 3)
                 self.assertEqual(found[3][0].count("AccumulateGrad"), TRAINS)
 
+    @config.patch({"triton.pygraph_entry": "short"})
     def test_interrupts_at_any_time_restore_everything(self):
         torch._dynamo.reset()
         model = Net()

@@ -67,8 +67,14 @@ def batches(device: torch.device) -> list[torch.Tensor]:
     return [torch.randn(16, 64, device=device) for _ in range(CALLS)]
 
 
+class Short:
+    def setUp(self) -> None:
+        super().setUp()
+        self.enterContext(config.patch({ENTRY: "short"}))
+
+
 @unittest.skipIf(binding.extension is None, "not built for this torch")
-class TestLoops(KeptTestCase):
+class TestLoops(Short, KeptTestCase):
     """Outputs are kept: gradients are the recordings' own tensors, or own memory."""
 
     @parametrize("entry", ["short", "off"])
@@ -128,7 +134,7 @@ class TestLoops(KeptTestCase):
 
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")
-class TestStreams(IndirectionTestCase):
+class TestStreams(Short, IndirectionTestCase):
     def steps(self, model: nn.Module, call: Callable[..., torch.Tensor], stream: torch.cuda.Stream) -> list[Any]:
         """Gradients that the current stream reads as soon as ``backward`` returns, while the other stream is late."""
         found = []
@@ -203,7 +209,7 @@ class TestStreams(IndirectionTestCase):
 
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")
-class TestParallel(IndirectionTestCase):
+class TestParallel(Short, IndirectionTestCase):
     """Wrappers for several ranks, on one."""
 
     def setUp(self) -> None:
@@ -255,7 +261,7 @@ def _has(*packages: str) -> bool:
 
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")
-class TestLibraries(IndirectionTestCase):
+class TestLibraries(Short, IndirectionTestCase):
     """Loops of libraries, from tools/examples/works_with.py."""
 
     def losses(self, name: str, entry: str, least: int) -> list[float]:
