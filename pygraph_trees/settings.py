@@ -123,7 +123,7 @@ FLAGS: tuple[Flag, ...] = (
         values=("off", "short"),
         default="off",
         changes_artifacts=False,
-        help="Host work around calls in training. `short`: less, same results. `off`: as upstream.",
+        help="Host work in training. `short`: less. `off`: as upstream.",
     ),
 )
 
