@@ -57,8 +57,6 @@ _NO_WRAPPER = "torch 2.15 does without the wrapper"
 _ACCUMULATES = "torch's engine accumulates many gradients in one step"
 _MOVES = "torch itself moves CPU work for the GPU, except for returned tensors"
 
-_TAKING = "pygraph_trees.trees.hooks.backward_edges.taking"
-
 # The replacement, and what would make the patch unnecessary. The replacement is the name of a class, or of a function
 # that takes upstream's object and returns the one to use instead; or the function itself.
 _Row = tuple[str | Callable[[Any], Any], str]
@@ -172,16 +170,6 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
             "RuntimeWrapper.post_compile": ("pygraph_trees.trees.hooks.backward_edges.marking", _ACCUMULATES),
         },
     },
-    "backward": {
-        # Compiled functions accumulate gradients themselves. Torch has the function under two names; `make_fx` rebinds
-        # both for a time, and then binds both to what the second one was.
-        "torch.autograd": {
-            "_engine_run_backward": (_TAKING, _ACCUMULATES),
-        },
-        "torch.autograd.graph": {
-            "_engine_run_backward": (_TAKING, _ACCUMULATES),
-        },
-    },
     "placement": {
         # The passes look the name up in the module when they run. Placement gets upstream's pass, and runs it if
         # placement itself does nothing.
@@ -212,6 +200,8 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
     },
 }
 
+_EDGES = "pygraph_trees.trees.hooks.backward_edges"
+
 PATCHES: tuple[Patch, ...] = (
     Flags(feature="flags", removable=_CONFIG_ENTRIES),
     *(
@@ -219,6 +209,19 @@ PATCHES: tuple[Patch, ...] = (
         for feature, modules in _REBOUND.items()
         for module, names in modules.items()
         for name, (replace, removable) in names.items()
+    ),
+    # Compiled functions accumulate gradients themselves. Torch has the function under two names; `make_fx` rebinds both
+    # for a time, and then binds both to what the second one was. They are upstream's until a function needs them.
+    *(
+        OnDemand(
+            feature="backward",
+            module=module,
+            name="_engine_run_backward",
+            replace=made_by(f"{_EDGES}.taking"),
+            offer=made_by(f"{_EDGES}.offer"),
+            removable=_ACCUMULATES,
+        )
+        for module in ("torch.autograd", "torch.autograd.graph")
     ),
     # All of Inductor's Triton kernels are launched here. It is rebound only while a function is warmed up, or captured
     # with a table of addresses (`pygraph_trees.indirection.table.launches`); at all other times it is upstream's.

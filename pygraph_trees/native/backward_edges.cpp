@@ -1,4 +1,4 @@
-/* Backwards in which compiled functions accumulate the gradients themselves: `taking` and `mark` of the module.
+/* Backwards in which compiled functions accumulate the gradients themselves: `taking` of the module.
 
    Torch's engine evaluates an AccumulateGrad for each parameter, which takes longer than adding the gradient. While a
    backward runs, the edges from a compiled function's node to AccumulateGrads that nothing else can reach are taken out
@@ -44,7 +44,6 @@ enum class Why { TAKEN, GRAPH_KEPT, SOME_INPUTS, COMPILED_AUTOGRAD, WATCHED, OTH
                  ENGINE_DIFFERS, COUNT };
 
 std::array<uint64_t, static_cast<size_t>(Why::COUNT)> counts; // of nodes that backwards reached
-bool is_any_marked = false; // whether a function was compiled with pygraph_entry "short"
 PyObject *mark_name = nullptr;
 
 /* A node, and its edges as they were. */
@@ -226,6 +225,7 @@ void walk(std::vector<NodePtr> found, size_t most, const auto &visit) {
 
 /* What a backward is given, besides its roots. */
 struct Surroundings {
+    py::object upstream;        // torch's function that runs the engine
     py::dict compiled_autograd; // the module's variables
     py::object log;             // of autograd
     py::object check;           // of torch's engine; None in the check itself
@@ -246,8 +246,7 @@ Why why_none(const Surroundings &around, const py::args &args, const py::kwargs 
     for (const char *name : {"compiled_autograd_enabled", "in_compiled_autograd_region"})
         if (is_set(around.compiled_autograd, name))
             return Why::COMPILED_AUTOGRAD;
-    constexpr int DEBUG = 10;
-    if (torch::autograd::AnomalyMode::is_enabled() || around.log.attr("getEffectiveLevel")().cast<int>() <= DEBUG)
+    if (torch::autograd::AnomalyMode::is_enabled() || around.log.attr("getEffectiveLevel")().cast<int>() <= 10) // DEBUG
         return Why::WATCHED;
     return Why::TAKEN;
 }
@@ -265,7 +264,6 @@ class Run {
         running.erase(std::find(running.begin(), running.end(), this));
     }
     Run(const Run &) = delete;
-    Run &operator=(const Run &) = delete;
 
     static bool is_any() { return !running.empty(); }
 
@@ -333,8 +331,7 @@ Why why_not(Surroundings &around, Why none, Node &node, std::vector<bool> *chose
 }
 
 /* torch.autograd's function that runs the engine, for a backward in which edges may be taken out. */
-py::object run_backward(const py::object &upstream, Surroundings &around, const py::args &args,
-                        const py::kwargs &keywords) {
+PyObject *run_backward(Surroundings &around, const py::args &args, const py::kwargs &keywords) {
     std::vector<NodePtr> roots;
     bool are_all = !args.empty(); // a root may also be a GradientEdge
     for (py::handle root : are_all ? py::object(args[0]) : py::tuple()) {
@@ -359,15 +356,34 @@ py::object run_backward(const py::object &upstream, Surroundings &around, const 
     }
     nodes.clear(); // a node is held only by whoever holds its graph
     roots.clear();
-    return upstream(*args, **keywords);
+    PyObject *result = PyObject_Call(around.upstream.ptr(), args.ptr(), keywords.ptr());
+    if (result == nullptr)
+        throw py::error_already_set(); // what restores the edges must not see it
+    return result;
 }
 
+PyObject *call_run_backward(PyObject *capsule, PyObject *args, PyObject *keywords) {
+    try {
+        auto &around = *static_cast<Surroundings *>(PyCapsule_GetPointer(capsule, nullptr));
+        return run_backward(around, py::reinterpret_borrow<py::args>(args),
+                            keywords == nullptr ? py::kwargs() : py::reinterpret_borrow<py::kwargs>(keywords));
+    } catch (py::error_already_set &error) {
+        error.restore();
+    } catch (const std::exception &) {
+        torch::translate_exception_to_python(std::current_exception());
+    }
+    return nullptr;
+}
+
+PyMethodDef run_definition{"_engine_run_backward", (PyCFunction)(void (*)())call_run_backward,
+                           METH_VARARGS | METH_KEYWORDS, "Runs torch's engine, with edges taken out."};
+
+/* Each eager backward goes through it, too, so it is no function of pybind11's, which would take longer. */
 py::object taking(const py::object &upstream, const py::dict &compiled_autograd, const py::object &log,
                   const py::object &check) {
-    const auto around = std::make_shared<Surroundings>(Surroundings{compiled_autograd, log, check});
-    return py::cpp_function([upstream, around](const py::args &args, const py::kwargs &keywords) -> py::object {
-        return is_any_marked ? run_backward(upstream, *around, args, keywords) : upstream(*args, **keywords);
-    });
+    const py::capsule around(new Surroundings{upstream, compiled_autograd, log, check},
+                             [](void *held) { delete static_cast<Surroundings *>(held); });
+    return py::reinterpret_steal<py::object>(PyCFunction_New(&run_definition, around.ptr()));
 }
 
 } // namespace
@@ -378,13 +394,7 @@ const edge_list &pygraph::edges_of(const Node &node) {
 
 void pygraph::add_backward_edges(py::module_ &module) {
     mark_name = PyUnicode_InternFromString("pygraph_entry_is_short");
-    module.def(
-        "mark",
-        [](const py::type &backward) {
-            is_any_marked = true;
-            backward.attr(py::handle(mark_name)) = py::bool_(true);
-        },
-        "Lets the edges of a class of nodes be taken out.");
+    module.attr("LEAST_EDGES") = LEAST_EDGES;
     module.def("taking", taking, "A torch.autograd._engine_run_backward that takes edges out, given torch's.");
     module.def("counted_backwards", [] { return counts; }, "For each Why, of how many nodes' edges it held.");
 }

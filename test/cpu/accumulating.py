@@ -138,7 +138,7 @@ def like_aot(gradients):
             return tuple(gradients)
 
     if config.triton.pygraph_entry == "short":
-        binding.extension.mark(CompiledFunction._backward_cls)
+        backward_edges.mark(CompiledFunction._backward_cls)
     return CompiledFunction
 
 

@@ -164,7 +164,7 @@ class TestGradients(TestCase):
     def test_gradients_that_the_node_accumulates_itself(self):
         """They are the recording's own unless a hook has been put on a parameter since the backward began."""
         node = type("CompiledFunction", (CompiledFunction,), {"_aot_id": 0})
-        binding.extension.mark(node._backward_cls)
+        backward_edges.mark(node._backward_cls)
         count = 10
         call = self.recorded(some(count), [(i, (4,), (1,), 0) for i in range(count)])
         for seen in (False, True):

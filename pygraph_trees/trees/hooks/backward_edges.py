@@ -2,8 +2,8 @@
 
 :func:`marking` wraps AOTAutograd's last step, and marks functions compiled with ``pygraph_entry="short"``.
 :func:`taking` takes torch's function that runs the engine, and returns one in C++, which lets marked functions
-accumulate (``native/backward_edges.cpp``); without the C++ parts it returns torch's. Before the first such backward,
-the engine is checked. :func:`counts` tells how often it was done, and why not.
+accumulate (``native/backward_edges.cpp``). It replaces torch's once a function is marked, since it takes longer. Before
+the first such backward, the engine is checked. :func:`counts` tells how often it was done, and why not.
 """
 
 from __future__ import annotations
@@ -22,8 +22,36 @@ from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.selection.functions import are_graphs_left_out
 from pygraph_trees.settings import Settings
 
-_LEAST = 8  # edges that are taken out, as in C++
 _difference: str | None = None  # what the check of torch's engine found
+_is_any_marked = False
+_waiting: list[Callable[[], None]] = []  # put :func:`taking` in the places of torch's function
+
+
+def offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    """Takes a function that replaces torch's in one place and returns what undoes that, until the result is called.
+
+    It is called once a function is marked.
+    """
+    undo: list[Callable[[], None]] = []
+
+    def apply() -> None:
+        undo.append(put_on())
+
+    def withdraw() -> None:
+        if apply in _waiting:
+            _waiting.remove(apply)
+        for take_off in undo:
+            take_off()
+
+    _waiting.append(apply)
+    if _is_any_marked:
+        _apply()
+    return withdraw
+
+
+def _apply() -> None:
+    while _waiting:
+        _waiting.pop()()
 
 
 def marking(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,10 +61,18 @@ def marking(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def post_compile(self: Any, compiled_fn: Any, *args: Any, **kwargs: Any) -> Any:
         function = getattr(compiled_fn, "__self__", None)  # of a function's `apply`, if it has a backward
         if isinstance(function, FunctionMeta) and binding.extension is not None and _is_wanted():
-            binding.extension.mark(function._backward_cls)
+            mark(function._backward_cls)
         return upstream(self, compiled_fn, *args, **kwargs)
 
     return post_compile
+
+
+def mark(backward: type) -> None:
+    """Lets the edges of a class of nodes be taken out, and sees to it that backwards look for them."""
+    global _is_any_marked
+    backward.pygraph_entry_is_short = True  # type: ignore[attr-defined]  # C++ looks for it
+    _is_any_marked = True
+    _apply()
 
 
 def _is_wanted() -> bool:
@@ -47,8 +83,6 @@ def _is_wanted() -> bool:
 
 @functools.cache  # torch has the function under two names, and may copy one to the other
 def taking(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    if binding.extension is None:
-        return upstream
     return _made(upstream, functools.partial(_is_as_expected, upstream))
 
 
@@ -80,7 +114,7 @@ def _whys() -> tuple[Why, ...]:
         Reason.PARAMETER_SHARED(),
         Reason.PARAMETER_ELSEWHERE(),
         Reason.PARAMETER_SUBCLASS(),
-        Reason.FEW_GRADIENTS(most=_LEAST),
+        Reason.FEW_GRADIENTS(most=binding.extension.LEAST_EDGES),
         Reason.ENGINE_DIFFERS(error=_difference),
     )
 
@@ -99,6 +133,7 @@ def _is_as_expected(upstream: Callable[..., Any]) -> bool:
 def _checked(upstream: Callable[..., Any]) -> str | None:
     """Compares backwards of a function like AOTAutograd's with and without its edges; how they differ, or None."""
     seen: list[int] = []
+    count = binding.extension.LEAST_EDGES + 1  # the first edge stays
     gradients: list[torch.Tensor] = []
 
     class CompiledFunction(torch.autograd.Function):
@@ -116,7 +151,7 @@ def _checked(upstream: Callable[..., Any]) -> str | None:
 
     def accumulated(run: Callable[..., Any], has_gradients: bool) -> tuple[Any, ...]:
         """All that can be seen after a backward: values, whether gradients were taken over, and the node."""
-        parameters = [torch.zeros(3, dtype=torch.float32, device="cpu", requires_grad=True) for _ in range(_LEAST + 1)]
+        parameters = [torch.zeros(3, dtype=torch.float32, device="cpu", requires_grad=True) for _ in range(count)]
         gradients[:] = [torch.full_like(p, i + 0.1, requires_grad=False) for i, p in enumerate(parameters)]
         addresses = [gradient.data_ptr() for gradient in reversed(gradients)]
         for parameter in parameters if has_gradients else ():
@@ -129,12 +164,12 @@ def _checked(upstream: Callable[..., Any]) -> str | None:
         return [None if g is None else g.tolist() for g in found], are_own, left, dir(root.grad_fn)
 
     try:
-        binding.extension.mark(CompiledFunction._backward_cls)
+        mark(CompiledFunction._backward_cls)
         taken = _made(upstream, None)
         for has_gradients in (False, True):
             if accumulated(upstream, has_gradients) != accumulated(taken, has_gradients):
                 return "gradients differ"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    wanted = [_LEAST + 1, 1] * 2
+    wanted = [count, 1] * 2
     return None if seen == wanted else f"{seen} edges were seen instead of {wanted}"
