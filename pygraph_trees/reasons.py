@@ -145,7 +145,7 @@ class Reason(Enum):
     OTHER_BACKWARD = "another backward was running"
     NODE_HOOKED = "its node in the autograd graph has a hook"
     PARAMETER_HOOKED = "a parameter has a hook"
-    PARAMETER_SHARED = "another graph, or a hook on saved tensors, uses its parameters"
+    PARAMETER_SHARED = "other parts of the graph, or roots of the backward, lead to its parameters"
     PARAMETER_ELSEWHERE = "its parameters are on other streams or devices"
     PARAMETER_SUBCLASS = "its parameters are tensor subclasses"
     FEW_GRADIENTS = "it has at most {most} gradients to accumulate"

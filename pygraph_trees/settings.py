@@ -121,7 +121,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         name="pygraph_entry",
         values=("off", "short"),
-        default="off",
+        default="short",
         changes_artifacts=False,
         help="Host work in training. `short`: less. `off`: as upstream.",
     ),
@@ -161,7 +161,7 @@ class Settings:
     verify: str = "off"
     outputs: str = "keep"
     pool_bytes: int = 0
-    entry: str = "off"
+    entry: str = "short"
 
     @staticmethod
     def current() -> Settings:

@@ -1,7 +1,7 @@
 /* Backwards in which compiled functions accumulate the gradients themselves: `taking` of the module.
 
    Torch's engine evaluates an AccumulateGrad for each parameter, which takes longer than adding the gradient. While a
-   backward runs, the edges from a compiled function's node to AccumulateGrads that nothing else can reach are taken out
+   backward runs, the edges from a compiled function's node to AccumulateGrads that no other edge leads to are taken out
    of the node, and a method of the node is shadowed: it calls the class's method, then each AccumulateGrad, as the engine
    would, and returns None for these gradients. One edge stays, since the engine notes the stream of a leaf only when it
    evaluates one. Why lists when all edges stay. All is restored when the backward ends, in whatever way.
@@ -20,8 +20,10 @@
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
 
+#include <functional>
 #include <string>
 #include <typeinfo>
+#include <unordered_map>
 #include <unordered_set>
 
 using torch::autograd::AccumulateGrad;
@@ -33,8 +35,9 @@ namespace {
 
 using namespace pygraph;
 using NodePtr = decltype(torch::autograd::Edge::function); // another pointer since torch 2.13
+using Question = std::function<bool(const NodePtr &)>;
 
-constexpr size_t MOST_NODES = 64; // that are searched for compiled functions
+constexpr size_t MOST_NODES = 64, MOST_COUNTED = 1024; // that are searched for compiled functions, and for parameters
 constexpr size_t LEAST_EDGES = 8;
 constexpr size_t EDGES_AHEAD = 16;
 
@@ -74,20 +77,6 @@ struct Taken {
 };
 
 thread_local const Taken *called = nullptr; // the node whose method runs in this thread
-
-/* Evaluates a node as the engine does, with hooks that were put on after the backward had begun. */
-void evaluate(AccumulateGrad &node, variable_list gradient) {
-    for (const auto &hook : node.tensor_pre_hooks())
-        gradient = (*hook)(gradient);
-    for (const auto &hook : node.retains_grad_hooks())
-        gradient = (*hook.second)(gradient);
-    for (const auto &hook : node.pre_hooks())
-        gradient = (*hook)(gradient);
-    const variable_list inputs = node.post_hooks().empty() ? variable_list() : gradient;
-    variable_list outputs = node(std::move(gradient));
-    for (const auto &hook : node.post_hooks())
-        outputs = (*hook)(outputs, inputs);
-}
 
 /* Checks and accumulates the gradients whose edges are out. */
 void Taken::accumulate(variable_list &gradients) {
@@ -178,8 +167,8 @@ const char *method_of(const auto *function) {
     return "apply";
 }
 
-/* Which edges to AccumulateGrads nothing else reaches, except the first one; or why they stay. */
-Why choose(Node &node, std::vector<bool> *is_taken) {
+/* Which edges are taken out, or why they stay. */
+Why choose(Node &node, const Question &is_shared, std::vector<bool> *is_taken) {
     const edge_list &edges = node.next_edges();
     if (!node.post_hooks().empty())
         return Why::NODE_HOOKED;
@@ -197,7 +186,7 @@ Why choose(Node &node, std::vector<bool> *is_taken) {
         auto &to = static_cast<AccumulateGrad &>(*edges[i].function);
         if (!is_unseen(to))
             return Why::PARAMETER_HOOKED; // the engine would run hooks in another order if only some edges were left
-        if (edges[i].function.use_count() != 1)
+        if (is_shared(edges[i].function))
             why = Why::PARAMETER_SHARED;
         else if (to.variable.unsafeGetTensorImpl()->is_python_dispatch())
             why = Why::PARAMETER_SUBCLASS;
@@ -264,7 +253,6 @@ class Run {
         running.erase(std::find(running.begin(), running.end(), this));
     }
     Run(const Run &) = delete;
-
     static bool is_any() { return !running.empty(); }
 
     /* Puts edges of others back that this backward reaches: all, if it also begins at nodes that are not known. */
@@ -320,32 +308,45 @@ std::vector<std::pair<NodePtr, Ref>> marked_nodes(const std::vector<NodePtr> &ro
 }
 
 /* Why edges of a node stay, and in `chosen` those that need not. */
-Why why_not(Surroundings &around, Why none, Node &node, std::vector<bool> *chosen) {
+Why why_not(Surroundings &around, Why none, Node &node, const Question &is_shared, std::vector<bool> *chosen) {
     if (none != Why::TAKEN)
         return none;
     if (!around.check.is_none() && !around.is_checked) // the check runs backwards in another thread
         around.is_known = around.check().cast<bool>(), around.is_checked = true;
     if (!around.is_known)
         return Why::ENGINE_DIFFERS;
-    return Run::is_any() && !around.check.is_none() ? Why::OTHER_BACKWARD : choose(node, chosen);
+    return Run::is_any() && !around.check.is_none() ? Why::OTHER_BACKWARD : choose(node, is_shared, chosen);
 }
 
 /* torch.autograd's function that runs the engine, for a backward in which edges may be taken out. */
 PyObject *run_backward(Surroundings &around, const py::args &args, const py::kwargs &keywords) {
     std::vector<NodePtr> roots;
-    bool are_all = !args.empty(); // a root may also be a GradientEdge
+    bool are_all = !args.empty(); // a root may also be a GradientEdge, or a parameter
     for (py::handle root : are_all ? py::object(args[0]) : py::tuple()) {
-        const bool is_one = THPVariable_Check(root.ptr());
-        if (is_one && THPVariable_Unpack(root.ptr()).grad_fn())
+        const bool is_one = THPVariable_Check(root.ptr()) && THPVariable_Unpack(root.ptr()).grad_fn();
+        if (is_one)
             roots.push_back(THPVariable_Unpack(root.ptr()).grad_fn());
         are_all = are_all && is_one;
     }
+    // Other graphs may hold it: the last one of another size, one whose loss is kept, or whose backward comes later.
+    const Question is_shared = [&, nodes = size_t(0),
+                                edges = std::unordered_map<const Node *, size_t>()](const NodePtr &to) mutable {
+        if (!are_all || to.use_count() == 1)
+            return !are_all;
+        if (nodes == 0)
+            walk(roots, MOST_COUNTED, [&](const NodePtr &node) {
+                nodes++;
+                for (const auto &edge : node->next_edges())
+                    edges[edge.function.get()]++;
+            });
+        return nodes == MOST_COUNTED || edges[to.get()] != 1;
+    };
     auto nodes = marked_nodes(roots);
     const Why none = nodes.empty() ? Why::TAKEN : why_none(around, args, keywords);
     std::vector<std::vector<bool>> chosen(nodes.size());
     std::vector<Why> whys;
     for (size_t i = 0; i < nodes.size(); i++)
-        whys.push_back(why_not(around, none, *nodes[i].first, &chosen[i]));
+        whys.push_back(why_not(around, none, *nodes[i].first, is_shared, &chosen[i]));
     Run run;
     run.use(roots, are_all);
     for (size_t i = 0; i < nodes.size(); i++) {
@@ -354,8 +355,7 @@ PyObject *run_backward(Surroundings &around, const py::args &args, const py::kwa
         if (!around.check.is_none())
             counts[static_cast<size_t>(whys[i])]++;
     }
-    nodes.clear(); // a node is held only by whoever holds its graph
-    roots.clear();
+    nodes.clear(), roots.clear(); // a node is held only by whoever holds its graph
     PyObject *result = PyObject_Call(around.upstream.ptr(), args.ptr(), keywords.ptr());
     if (result == nullptr)
         throw py::error_already_set(); // what restores the edges must not see it

@@ -326,6 +326,9 @@ bool are_only_accumulated(std::vector<Parameter> *parameters);
 /* Whether a node accumulates a gradient without any hook. Hooks on a parameter are tensor hooks. */
 bool is_unseen(torch::autograd::Node &node);
 
+/* Evaluates a node as the engine does, with hooks that were put on after the backward had begun. */
+void evaluate(torch::autograd::Node &node, std::vector<at::Tensor> gradient);
+
 /* Whether this thread evaluates the node in a backward to all leaves. */
 bool is_evaluated(const torch::autograd::Node *node);
 

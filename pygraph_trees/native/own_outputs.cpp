@@ -231,6 +231,19 @@ bool pygraph::is_unseen(Node &node) {
            node.tensor_post_acc_grad_hooks() == nullptr;
 }
 
+void pygraph::evaluate(Node &node, std::vector<at::Tensor> gradient) {
+    for (const auto &hook : node.tensor_pre_hooks())
+        gradient = (*hook)(gradient);
+    for (const auto &hook : node.retains_grad_hooks())
+        gradient = (*hook.second)(gradient);
+    for (const auto &hook : node.pre_hooks())
+        gradient = (*hook)(gradient);
+    const std::vector<at::Tensor> inputs = node.post_hooks().empty() ? std::vector<at::Tensor>() : gradient;
+    std::vector<at::Tensor> outputs = node(std::move(gradient));
+    for (const auto &hook : node.post_hooks())
+        outputs = (*hook)(outputs, inputs);
+}
+
 bool pygraph::is_evaluated(const Node *node) {
     const auto *captured = torch::autograd::get_current_graph_task_exec_info();
     return captured != nullptr && captured->empty() && torch::autograd::get_current_node().get() == node;

@@ -104,10 +104,10 @@ class TestFlags(TestCase):
 
     def test_entry(self):
         name = "triton.pygraph_entry"
-        self.assertEqual(Settings.current().entry, "off")
-        with config.patch({name: "short"}):
-            self.assertEqual(Settings.current().entry, "short")
-        self.assertEqual(self.seen_while_compiling({name: "short"})[1].entry, "short")
+        self.assertEqual(Settings.current().entry, "short")
+        with config.patch({name: "off"}):
+            self.assertEqual(Settings.current().entry, "off")
+        self.assertEqual(self.seen_while_compiling({name: "off"})[1].entry, "off")
         message = "^pygraph_entry must be one of 'off', 'short'; got 'shrt'. Did you mean 'short'\\?$"
         with self.assertRaisesRegex(InvalidFlag, message):
             torch.compile(lambda x: x, options={name: "shrt"})
@@ -146,7 +146,7 @@ class TestFlags(TestCase):
         self.assertEqual(added, {"triton.pygraph_version"} | changing)
         self.assertEqual(ours["triton.pygraph_version"], f"{pygraph_trees.__version__}+{artifact_hash()}")
         # They act at run time: same artifacts.
-        with config.patch({"triton.pygraph_selective": "always", "triton.pygraph_entry": "short"}):
+        with config.patch({"triton.pygraph_selective": "always", "triton.pygraph_entry": "off"}):
             self.assertEqual(key(), ours)
 
     def test_code_that_cannot_be_read_shares_nothing_with_another_process(self):
@@ -242,9 +242,9 @@ class TestEnvironment(TestCase):
         self.assertEqual(self.found(environment.disabled), (False, []))
 
     def test_other_flags_are_read_in_any_case(self):
-        words = {"SELECTIVE": "Always", "PLACEMENT": "EXACT", "INDIRECTION": "", "ENTRY": " Short"}
+        words = {"SELECTIVE": "Always", "PLACEMENT": "EXACT", "INDIRECTION": "", "ENTRY": " Off"}
         found = self.installed(**{f"PYGRAPH_{name}": word for name, word in words.items()})
-        wanted = Settings(placement="exact", indirection="auto", selective="always", entry="short")
+        wanted = Settings(placement="exact", indirection="auto", selective="always", entry="off")
         self.assertEqual(found, (wanted, []))
 
     def test_a_wrong_value_is_ignored_with_a_warning(self):

@@ -122,12 +122,18 @@ class TestInterrupts(KeptTestCase):
     @parametrize("kind", ["inference", "training", "kept"])
     @parametrize("per_second, dims", [(100, 64), (23, 256)])
     def test_signals_in_a_loop(self, kind: str, per_second: float, dims: int) -> None:
-        """Values are right during and after, and all functions are graphed afterwards."""
+        """Values are right during and after, and all functions are graphed afterwards.
+
+        Torch may compile one once more. If hardly any call is uninterrupted, as in a machine that is busy, the kept
+        outputs differ from call to call, and each needs a recording.
+        """
         found = self.run_program(kind, per_second, 12, dims)
         self.assertEqual(found["problems"], [], str(found))
         self.assertGreater(found["caught"], found["sent"] // 4, str(found))
-        self.assertTrue(found["replays"] and all(found["replays"]), str(found))
-        self.assertLess(max(found["recordings"]), 12, str(found))
+        self.assertGreaterEqual(sum(map(bool, found["replays"])), 3 if kind == "inference" else 6, str(found))
+        self.assertEqual(set(found["reasons"]), {None}, str(found))
+        if found["done"] > found["caught"] // 4:
+            self.assertLess(max(found["recordings"]), 12, str(found))
 
 
 instantiate_parametrized_tests(TestInterrupts)
