@@ -14,7 +14,7 @@ from bare_manager import bare_manager
 from fake_trees import LIMITS, MODE, Plain, Trees, deaths, some
 from test_allocations import COPIED, FIRST, LIBRARY, SECOND, addresses, captured, function, generated
 from torch._inductor import cudagraph_trees
-from torch._inductor.cudagraph_trees import ExecutionState, StorageWeakRefWrapper, TensorWeakRef
+from torch._inductor.cudagraph_trees import CUDAWarmupNode, ExecutionState, StorageWeakRefWrapper, TensorWeakRef
 from torch._inductor.cudagraph_utils import PlaceholderInfo, WrappedFunction
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
@@ -506,6 +506,25 @@ class TestPolicy(TestCase):
             self.manager.warmed_up_functions = {id_} if was_warm else set()
             self.assertRaises(KeyboardInterrupt, self.manager.run_eager, [X], id_)
             self.assertEqual(id_ in self.manager.warmed_up_functions, was_warm)
+
+    def test_a_path_with_a_warm_up_that_failed_ends(self):
+        """Torch before 2.13 asserts that there is an output for each stack trace."""
+
+        def failing(manager, inputs, id_):
+            wrapped = manager.ids_to_funcs[id_]
+            manager.current_node = CUDAWarmupNode(wrapped, None, (0, 7), None, 0, ["trace"] * 2, None, False, None)
+            manager.path_state = ExecutionState.WARMUP
+            raise ValueError("of the program")
+
+        self.enterContext(mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0)))
+        self.enterContext(mock.patch.object(Manager, "_warming_up", lambda *_: contextlib.nullcontext()))
+        self.enterContext(mock.patch.object(Upstream, "run_eager", failing))
+        self.assertRaises(ValueError, self.manager.run_eager, [X], id_ := self.add(function()))
+        self.assertEqual(self.manager.current_node.stack_traces, [])
+        self.manager.disable_invalidate_aliases = False
+        with mock.patch.object(Manager, "can_start_new_generation", lambda *_: True):
+            Upstream.try_end_curr_warmup(self.manager, id_)
+        self.assertIsNone(self.manager.current_node)
 
     def test_the_manager_of_another_thread_changes_the_outputs(self):
         """A call that is under way uses the memory that it has. This manager follows once it moves an output."""

@@ -14,6 +14,7 @@ from indirection import Facts, IndirectionTestCase, Program, compiled, run, tens
 from torch.testing._internal.common_utils import run_tests
 from user_operators import cloned, zeroed
 
+import pygraph_trees
 from pygraph_trees.cuda.copy_nodes import MemcpyNode, MemsetNode
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.cuda.graph_nodes import KernelNode
@@ -66,6 +67,32 @@ class TestIndirectionFailures(IndirectionTestCase):
         facts = Facts.now()
         self.assertGreater(facts.copied_bytes, 0)
         self.assertTrue(facts.why and all("create_memory returned INJECTED" in why for why in facts.why), str(facts))
+
+    def test_exceptions_in_warm_ups(self):
+        """The program's own exceptions, in one function's warm-ups; another function's recording is replayed."""
+        failing: list[bool] = []
+
+        @torch.library.custom_op("pygraph_indirection_test::failing", mutates_args=())
+        def fails(x: torch.Tensor) -> torch.Tensor:
+            if failing and x.is_cuda:
+                raise ValueError("of the program")
+            return x * 2
+
+        fails.register_fake(lambda x: torch.empty_like(x))
+        other, graphed = compiled(lambda x: x.cos() + 1).graphed, compiled(lambda x: fails(x).sin()).graphed
+        for call in range(9):
+            failing[:] = [True] if call < 4 else []
+            x = torch.full((1 << 16,), float(call), device=self.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(other(x), x.cos() + 1)
+            if failing:
+                self.assertRaisesRegex(ValueError, "of the program", graphed, x)
+            else:
+                self.assertEqual(graphed(x), (x * 2).sin())
+        functions = pygraph_trees.report().functions
+        self.assertEqual(sum(len(function.recordings) for function in functions), 2, str(functions))
+        self.assertEqual({function.ungraphed_reason for function in functions}, {None})
+        self.assertEqual(functions[0].ungraphed_calls, 0)
 
     def test_interrupt_while_recording(self):
         """An interrupt in the model during its capture reaches the caller, and the function works afterwards."""

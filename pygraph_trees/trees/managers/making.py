@@ -185,6 +185,13 @@ class Making(Calls):
         except BaseException as error:
             if not was_warm and not isinstance(error, Exception):  # stopped: its kernels may not be chosen yet
                 self.warmed_up_functions.discard(function_id)
+            node = self.current_node
+            if isinstance(node, cudagraph_trees.CUDAWarmupNode) and len(node.tensor_weakrefs) < len(
+                node.stack_traces or ()
+            ):
+                node.stack_traces = [None] * len(
+                    node.tensor_weakrefs
+                )  # torch before 2.13 asserts that there are as many
             raise
         finally:
             self._pool.forget()
