@@ -128,6 +128,15 @@ FLAGS: tuple[Flag, ...] = (
 )
 
 
+NATIVE = "native"  # the only backend of torch's allocator that keeps a pool for graphs
+
+
+def allocator_backend() -> str:
+    """The backend of torch's allocator on GPUs; :data:`NATIVE` also without CUDA."""
+    backend = getattr(sys.modules.get("torch._C"), "_cuda_getAllocatorBackend", None)
+    return NATIVE if backend is None else str(backend())
+
+
 def checking_options(upstream: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.compile``'s handling of options, which refuses a flag before Inductor has applied half of them."""
     flags = {f"triton.{flag.name}": flag for flag in FLAGS}
@@ -171,6 +180,6 @@ class Settings:
         """
         triton = getattr(sys.modules.get("torch._inductor.config"), "triton", None)
         values: dict[str, Any] = {f.name.removeprefix("pygraph_"): getattr(triton, f.name, f.default) for f in FLAGS}
-        if values["selective"] == "never":
+        if values["selective"] == "never" or allocator_backend() != NATIVE:
             values["placement"] = "off"
         return Settings(**values)

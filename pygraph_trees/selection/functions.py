@@ -20,7 +20,7 @@ from torch._guards import TracingContext
 
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.naming import BACKWARD, INFERENCE
-from pygraph_trees.settings import Settings
+from pygraph_trees.settings import NATIVE, Settings, allocator_backend
 
 from .profiles import Kept
 from .trial import Trial
@@ -77,8 +77,11 @@ def are_graphs_left_out() -> bool:
 
 
 def why_not_graphed(settings: Settings) -> Why | None:
-    """Says why the settings keep a function out of CUDA graphs; None if they do not."""
-    return Reason.NEVER() if settings.selective == "never" else None
+    """Says why the settings, or torch's allocator, keep a function out of CUDA graphs; None if they do not."""
+    if settings.selective == "never":
+        return Reason.NEVER()
+    backend = allocator_backend()
+    return None if backend == NATIVE else Reason.ALLOCATOR(backend=backend)
 
 
 def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path: bool) -> Trial | None:

@@ -25,7 +25,7 @@ from inductor_patches import environment
 from pygraph_trees.code_hash import artifact_hash
 from pygraph_trees.report import compiled
 from pygraph_trees.report.summary import clear
-from pygraph_trees.selection.functions import are_graphs_left_out, compiling_without_graphs
+from pygraph_trees.selection.functions import are_graphs_left_out, compiling_without_graphs, why_not_graphed
 from pygraph_trees.settings import FLAGS, InvalidFlag, Settings, UnknownFlag
 from pygraph_trees.trees.hooks.compiled_graph import putting_to_use
 
@@ -327,6 +327,15 @@ class TestNever(TestCase):
             for patch, how in (({}, {"options": NEVER}), mode, (NEVER, {})):
                 with self.subTest(patch, graphs=graphs), config.patch(patch):
                     self.assertEqual(self.settings_seen(fn, inputs, **how), [(False, "off", True)] * graphs)
+
+    def test_an_allocator_without_graph_pools(self):
+        """Torch's trees would raise with ``backend:cudaMallocAsync``."""
+        with mock.patch.object(torch._C, "_cuda_getAllocatorBackend", lambda: "cudaMallocAsync", create=True):
+            seen = self.settings_seen(product, [torch.ones(3, 3)], mode="reduce-overhead")
+            self.assertEqual(seen, [(False, "off", True)])
+            why = "torch has no graph pools with the allocator backend cudaMallocAsync"
+            self.assertEqual(why_not_graphed(Settings.current()), why)
+        self.assertIsNone(why_not_graphed(Settings.current()))
 
     def test_else_nothing_changes(self):
         graphs = {"triton.cudagraphs": True}

@@ -1,0 +1,70 @@
+"""Other settings of torch's allocator, each in a process of its own: eager is the oracle."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from indirection import ROOT, IndirectionTestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+PROGRAM = """
+import copy, json
+import torch
+import pygraph_trees
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(m for _ in range(3) for m in (torch.nn.Linear(64, 64), torch.nn.GELU()))).cuda()
+eager = copy.deepcopy(model)
+compiled = torch.compile(model, mode="reduce-overhead")
+optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, eager)]
+kept, wanted = [], []
+for step in range(16):
+    x = torch.randn(16, 64, device="cuda")
+    for run, optimizer, outputs in zip((compiled, eager), optimizers, (kept, wanted)):
+        y = run(x)
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(y.detach())
+    with torch.no_grad():
+        kept.append(compiled(x[:4]))
+        wanted.append(eager(x[:4]))
+    if step == 8:
+        torch.cuda.empty_cache()
+torch.testing.assert_close(kept, wanted, atol=1e-5, rtol=1e-4)
+report = pygraph_trees.report()
+print()
+print(json.dumps([report.replays, sorted({str(graph.dropped) for graph in report.graphs})]))
+"""
+
+
+class TestAllocators(IndirectionTestCase):
+    def replays_and_reasons(self, settings: str) -> tuple[int, list[str]]:
+        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": settings}
+        environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYGRAPH_SELECTIVE": "always"}
+        command = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        self.assertEqual(done.returncode, 0, done.stderr[-3000:])
+        found: Any = json.loads(done.stdout.splitlines()[-1])
+        return found[0], found[1]
+
+    def test_cudas_asynchronous_allocator(self) -> None:
+        """Functions run un-graphed: torch's trees would raise."""
+        why = "torch has no graph pools with the allocator backend cudaMallocAsync"
+        self.assertEqual(self.replays_and_reasons("backend:cudaMallocAsync"), (0, [why]))
+
+    @parametrize("settings", ["expandable_segments:True", "garbage_collection_threshold:0.6,max_split_size_mb:64"])
+    def test_settings_of_torchs_allocator(self, settings: str) -> None:
+        replays, reasons = self.replays_and_reasons(settings)
+        self.assertGreater(replays, 30)
+        self.assertEqual(reasons, ["None"])
+
+
+instantiate_parametrized_tests(TestAllocators)
+
+if __name__ == "__main__":
+    run_tests()
