@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from indirection import ROOT, IndirectionTestCase, KeptTestCase
 from packages import is_nccl_a_stub, is_torchvision_broken
-from test_steady_loops import FIRST, LOOPS, MICRO_BATCHES, MODELS, STEPS, distance, make, parameters_of, training_of
 from torch import nn
 from torch._inductor import config
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
@@ -82,27 +81,8 @@ def batches(device: torch.device) -> list[torch.Tensor]:
 
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")
-class TestLoops(KeptTestCase):
+class TestGradients(KeptTestCase):
     """Outputs are kept: gradients are the recordings' own tensors, or own memory."""
-
-    @parametrize("entry", ["short", "off"])
-    @parametrize("name", list(MODELS))
-    def test_loops(self, name: str, entry: str) -> None:
-        model, given = make(name, self.device)
-        with config.patch({ENTRY: entry}):
-            ours, eager = (training_of(model, given[0], outputs) for outputs in ("keep", None))
-            for letter, loop in LOOPS.items():
-                with self.subTest(loop=letter):
-                    for training in (ours, eager):
-                        training.optimizer.zero_grad()
-                    eager.model.load_state_dict(ours.model.state_dict())
-                    begin, before = parameters_of(eager), counted()[0]
-                    for batch in given:
-                        loop.step(eager, batch)
-                        loop.step(ours, batch)
-                    self.assertLess(distance(ours, eager, begin), loop.apart)
-                    backwards = (FIRST + STEPS) * (MICRO_BATCHES if letter == "G" else 1)
-                    self.assertEqual(counted()[0] - before, backwards if entry == "short" else 0)
 
     def test_gradients_that_are_held_over_steps_keep_their_values(self) -> None:
         model = Block().to(self.device)
@@ -303,7 +283,7 @@ class TestLibraries(IndirectionTestCase):
         self.same("scaler", 0)
 
 
-for _case in (TestLoops, TestStreams, TestParallel):
+for _case in (TestStreams, TestParallel):
     instantiate_parametrized_tests(_case)
 
 if __name__ == "__main__":

@@ -149,11 +149,13 @@ class Facts:
     blocks_allocated: int
     blocks_given_away: int
     set_nodes: int
+    at_once: int  # backwards that accumulated gradients themselves
     slow_calls: Counter[str]
 
     @staticmethod
     def now() -> Facts:
-        functions = pygraph_trees.report().functions
+        report = pygraph_trees.report()
+        functions = report.functions
         slow_calls: Counter[str] = Counter()
         for function in functions:
             slow_calls.update(function.slow_calls)
@@ -164,13 +166,14 @@ class Facts:
             blocks_allocated=sum(function.blocks_allocated for function in functions),
             blocks_given_away=sum(function.blocks_given_away for function in functions),
             set_nodes=sum(recording.set_nodes for function in functions for recording in function.recordings),
+            at_once=report.environment.backwards.at_once,
             slow_calls=slow_calls,
         )
 
     def since(self, before: Facts) -> dict[str, int]:
         """The counts between two moments, without zeros; slow calls by their reasons."""
         names = ("asked", "fast", "in_python", "allocations", "recordings", "set_nodes")
-        names += ("blocks_allocated", "blocks_given_away")
+        names += ("blocks_allocated", "blocks_given_away", "at_once")
         numbers = {name: getattr(self, name) - getattr(before, name) for name in names}
         slow = {f"slow: {reason}": count for reason, count in (self.slow_calls - before.slow_calls).items()}
         return {name: count for name, count in (numbers | slow).items() if count}
@@ -252,7 +255,8 @@ class TestSteadyLoops(KeptTestCase):
                     self.assertFree(found, self.counted(theirs, loop, batches))
 
     def assertSteady(self, found: dict[str, int]) -> None:
-        """Each forward and each backward was replayed by C++."""
+        """Each forward and each backward was replayed by C++, and accumulated its gradients itself."""
+        self.assertEqual(found["at_once"], STEPS, found)
         self.assertEqual(found["asked"], 2 * STEPS, found)
         self.assertEqual(found["fast"], 2 * STEPS, found)
         slow = [what for what in found if what in ("in_python", "recordings") or what.startswith("slow: ")]
