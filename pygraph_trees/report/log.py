@@ -68,6 +68,7 @@ class RecordingLog:
     extra_copies: int = 0
     extra_copied_bytes: int = 0
     has_fast_path: bool = True  # whether C++ may replay it
+    was_interrupted: bool = False  # whether the call that made it raised, as an interrupt does
     sets: Counted = field(default_factory=Count)  # of nodes that replays gave other addresses
 
     @property

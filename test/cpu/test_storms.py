@@ -79,6 +79,9 @@ class TestPaths(TestCase):
         after_days = [*self.recordings(1, 10**6), *self.recordings(4 * storms.MOST_RECORDINGS, 2)]
         self.assertIsNotNone(why_stopped(after_days, []))
         self.assertIsNone(why_stopped(after_days[:-1], []))
+        for recording in after_days[:-15]:  # an interrupt does not make a storm
+            recording.log.was_interrupted = True
+        self.assertIsNone(why_stopped(after_days, []))
         self.assertEqual(
             why_stopped(self.recordings(16, 2), ()),
             "it was recorded 16 times for 2 replays, the last time because: of the test",
@@ -93,7 +96,7 @@ class TestPaths(TestCase):
         return nodes[-1]
 
     def test_a_path_of_forwards_without_a_backward_ends(self):
-        most = storms.MOST_DEAD
+        most, long = storms.MOST_DEAD, storms.MOST_ON_ENDLESS
         dead, frozen = [False] * most, [False] * 48 + [True]  # layers without a backward come before a trained one
         for ends, alive, forwards, others in (
             # Outputs of the last call, which may consist of several graphs, may still have a backward.
@@ -108,6 +111,11 @@ class TestPaths(TestCase):
             (True, [*dead, True], range(9), 7),
             (False, [*dead, True], [], 15),
             (False, [*dead[1:], True, True], [], 99),
+            # If the first one is kept, the length of the path tells.
+            (True, [True, *[False] * (long - 1)], None, 0),
+            (False, [True, *[False] * long], None, 0),
+            (False, [True] * (long // 2) + [False] * (long // 2), None, 0),
+            (False, [True, *[False] * (long - 1)], range(long // 2), 0),
         ):
             nodes = self.path(*alive)._path_from_root
             found = is_endless(nodes, lambda node: forwards is None or nodes.index(node) in forwards, others=others)  # noqa: B023

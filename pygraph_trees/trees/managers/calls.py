@@ -49,8 +49,14 @@ class Calls(fast_path.TreeState, Steps):
     def run(self, new_inputs: list[Any], function_id: Any) -> Any:
         if self.has_turn(new_inputs):  # upstream begins again, at a root
             return super().run(new_inputs, function_id)
-        with deferred():
-            return self._run_in_turn(new_inputs, function_id)
+        try:
+            with deferred():
+                return self._run_in_turn(new_inputs, function_id)
+        except BaseException:
+            log = getattr(self.current_node, "log", None)
+            if log is not None and not log.replays:
+                log.was_interrupted = True
+            raise
 
     def _run_in_turn(self, new_inputs: list[Any], function_id: Any) -> Any:
         try:

@@ -29,6 +29,7 @@ MOST_WAITING = 1024  # sets whose calls are counted
 MOST_RECORDINGS = 16  # of a function at one place in the tree; from then on, it needs as many replays as recordings
 MOST_ON_PATH = 256  # the same limit for a path, and for all; making a recording takes longer the longer the path is
 MOST_DEAD = 16  # forwards without live outputs at the beginning of a path, before it must end
+MOST_ON_ENDLESS = 64  # recordings on a path, after which forwards without live outputs count wherever they are
 
 
 class Sizes:
@@ -69,7 +70,8 @@ def why_stopped(siblings: Sequence[Any], on_path: Sequence[Any], newest: Sequenc
     """
     here, there = _logs(siblings), _logs(on_path)
     for found, most in ((here, MOST_RECORDINGS), (there, MOST_ON_PATH), (newest, MOST_ON_PATH)):
-        some = found[-4 * most :]  # the first recordings may have been replayed for days
+        # The first recordings may have been replayed for days.
+        some = [recording for recording in found if not recording.was_interrupted][-4 * most :]
         count, replays = len(some), sum(recording.replays for recording in some)
         if count >= most and replays < count:
             return Reason.STORM(count=count, replays=replays, last=some[-1].reason)
@@ -84,17 +86,25 @@ def is_endless(path: Sequence[Any], is_forward: Callable[[Any], bool], *, others
     """Whether a path becomes longer at each call, because forwards are called whose backward never comes.
 
     Upstream begins no step while a backward may be pending, because its inputs must stay. This path begins with
-    forwards without live outputs, whose backwards cannot be pending. The caller must keep later outputs that are alive.
+    forwards without live outputs, whose backwards cannot be pending. If the program keeps an early output, most of a
+    long path consists of such forwards. The caller must keep other outputs that are alive.
 
     ``others``: forwards that ran un-graphed meanwhile.
     """
     if len(path) <= MOST_DEAD:
         return False
-    return _begins_dead(path, is_forward, others) or (
-        release_unneeded(path[-1].cuda_graphs_pool) and _begins_dead(path, is_forward, others)
-    )
+    if _begins_dead(path, is_forward, others):
+        return True
+    if release_unneeded(path[-1].cuda_graphs_pool) and _begins_dead(path, is_forward, others):
+        return True
+    # Looking at all recordings takes long, so it is not done at each call.
+    return len(path) % MOST_ON_ENDLESS == 0 and 2 * sum(map(is_forward, filter(_is_dead, path))) > len(path)
 
 
 def _begins_dead(path: Sequence[Any], is_forward: Callable[[Any], bool], others: int) -> bool:
-    dead = list(itertools.takewhile(lambda node: not any(held and held() for held in node.outputs_weakrefs), path))
+    dead = list(itertools.takewhile(_is_dead, path))
     return len(dead) >= MOST_DEAD and sum(map(is_forward, dead)) + others >= MOST_DEAD
+
+
+def _is_dead(node: Any) -> bool:
+    return not any(held and held() for held in node.outputs_weakrefs)
