@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 from types import SimpleNamespace
 from unittest import mock
 
@@ -86,6 +87,16 @@ class TestPaths(TestCase):
             why_stopped(self.recordings(16, 2), ()),
             "it was recorded 16 times for 2 replays, the last time because: of the test",
         )
+
+    def test_a_recording_of_an_interrupted_call_is_noted(self):
+        def interrupted(manager, inputs, function_id):
+            signal.raise_signal(signal.SIGINT)
+
+        for replays in (0, 3):
+            (node,) = self.recordings(1, replays)
+            with mock.patch.object(Manager, "_run_in_turn", interrupted):
+                self.assertRaises(KeyboardInterrupt, bare_manager(current_node=node).run, [], 7)
+            self.assertEqual(node.log.was_interrupted, replays == 0)
 
     def path(self, *alive):
         """A path with a recording for each value; the outputs of some are alive."""
