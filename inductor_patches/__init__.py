@@ -23,7 +23,7 @@ from .import_hook import ImportHook, is_loaded
 if TYPE_CHECKING:
     from .patch import Patch
 
-FEATURES = ("flags", "trees", "report", "calls", "backward", "placement", "table")  # in order of application
+FEATURES = ("flags", "trees", "report", "calls", "backward", "saving", "placement", "table")  # in order of application
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,6 +220,19 @@ torch.autograd.graph._engine_run_backward
   in torch.autograd.graph
     2.11-2.15  _engine_run_backward(t_outputs): run_backward log getEffectiveLevel
 
+torch._functorch._aot_autograd.runtime_wrappers._AutogradSavedState.save_from_forward
+  in torch._functorch._aot_autograd.runtime_wrappers
+    2.11       AOTDispatchAutograd.post_compile: CompiledFunction _is_view save_for_backward
+    2.12-2.15  _AutogradSavedState.save_from_forward(self, ctx, fw_outs): metadata _is_view detach save_for_backward
+                   tensors_saved_for_backwards_with_vc_check_slice tensors_saved_for_backwards_no_vc_check_slice
+                   dynamic_saved_tensors_idxs _tensors_no_vc_check symints opaque_objects
+    2.12-2.15  _AOTDispatchAutogradFunctionFactory.build: _AutogradSavedState save_from_forward
+  in torch._functorch._aot_autograd.schemas
+    2.12-2.13  ViewAndMutationMeta: num_symints_saved_for_bw num_opaque_objects_saved_for_bw
+    2.14-2.15  ViewAndMutationMeta: num_symints_saved_for_bw num_opaque_objects_saved_for_bw saved_tensor_is_graph_input
+  in torch._dynamo.eval_frame
+    2.12-2.15  skip_code(code)
+
 torch._inductor.fx_passes.post_grad.move_constructors_to_gpu
   in torch._inductor.fx_passes.post_grad
     2.11-2.15  move_constructors_to_gpu(graph): ConstructorMoverPass

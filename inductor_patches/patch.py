@@ -173,6 +173,15 @@ class Rebind(Patch):
 
 
 @dataclass(frozen=True, slots=True)
+class IfThere(Rebind):
+    """A rebinding of a name that some versions of torch lack; fingerprints tell what these have instead."""
+
+    def apply(self) -> Callable[[], None]:
+        is_there = LiveProbe().find(self.module, self.name) is not None
+        return Rebind.apply(self) if is_there else lambda: None
+
+
+@dataclass(frozen=True, slots=True)
 class OnDemand(Rebind):
     """A rebinding that is offered to other code, and applied while that code needs it."""
 

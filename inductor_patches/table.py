@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .config import Flags
-from .patch import OnDemand, Patch, Rebind, made_by
+from .patch import IfThere, OnDemand, Patch, Rebind, made_by
 
 
 def _describing_and_noting(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,6 +222,15 @@ PATCHES: tuple[Patch, ...] = (
             removable=_ACCUMULATES,
         )
         for module in ("torch.autograd", "torch.autograd.graph")
+    ),
+    # Torch looks at each tensor that a compiled function saves. Torch 2.11 does so in the function's forward, which no
+    # other code can reach; it stays as it is.
+    IfThere(
+        feature="saving",
+        module="torch._functorch._aot_autograd.runtime_wrappers",
+        name="_AutogradSavedState.save_from_forward",
+        replace=made_by("pygraph_trees.trees.hooks.saved_state.saving"),
+        removable="torch looks at saved tensors in C++",
     ),
     # All of Inductor's Triton kernels are launched here. It is rebound only while a function is warmed up, or captured
     # with a table of addresses (`pygraph_trees.indirection.table.launches`); at all other times it is upstream's.

@@ -111,6 +111,14 @@ def unwraps_in_python() -> bool:
     return not hasattr(_functorch, "unwrap_dead_wrappers")
 
 
+def knows_saved_inputs() -> bool:
+    """Whether AOTAutograd knows which saved tensors are a function's inputs, and does not detach them."""
+    # Since 2.14.
+    from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
+
+    return "saved_tensor_is_graph_input" in {field.name for field in dataclasses.fields(ViewAndMutationMeta)}
+
+
 def has_context_overrides() -> bool:
     """Whether the override of a configuration entry is a context variable, and not an attribute."""
     # Since 2.12.

@@ -14,6 +14,8 @@
 #include "streams.cpp"
 #include "tree.cpp"
 
+#include <ATen/PythonTorchFunctionTLS.h>
+
 pygraph::Names pygraph::names;
 
 namespace {
@@ -52,6 +54,35 @@ py::cpp_function unwrapping(const py::object &upstream) {
                 return upstream(args);
         return args;
     });
+}
+
+/* Detaches the views in two lists of tensors, as AOTAutograd does before a function saves them; those with a true item in
+   `are_kept` stay. False, and nothing is changed, if torch's code must do that, since a tensor's class or a mode may have
+   methods of its own. */
+bool detach_views(py::handle checked, py::handle unchecked, const std::optional<py::list> &are_kept) {
+    constexpr Py_ssize_t AHEAD = 8;
+    std::vector<std::tuple<PyObject *, Py_ssize_t, size_t>> views; // a list, the place in it, and the place in both
+    size_t place = 0;
+    for (PyObject *list : {checked.ptr(), unchecked.ptr()}) {
+        if (!PyList_CheckExact(list) || at::impl::torch_function_mode_enabled())
+            return false;
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++, place++) {
+            PyObject *item = PyList_GET_ITEM(list, i);
+            PyObject *next = i + AHEAD < PyList_GET_SIZE(list) ? PyList_GET_ITEM(list, i + AHEAD) : Py_None;
+            if (is_tensor(next))
+                Known::ahead(THPVariable_Unpack(next).unsafeGetTensorImpl(), 31); // what is_view reads
+            if (!THPVariable_CheckExact(item))
+                return false;
+            if (THPVariable_Unpack(item).is_view())
+                views.emplace_back(list, i, place);
+        }
+    }
+    if (are_kept && are_kept->size() != place)
+        return false;
+    for (const auto &[list, i, of_both] : views)
+        if (!are_kept || !(*are_kept)[of_both].cast<bool>())
+            py::reinterpret_borrow<py::list>(list)[i] = py::handle(PyList_GET_ITEM(list, i)).attr("detach")();
+    return true;
 }
 
 /* Interns the names, and returns those of torch, with their owners. */
@@ -99,5 +130,6 @@ PYBIND11_MODULE(_fast_path, module) {
     module.def("make_resizable", make_resizable, "Lets a storage that does not own its memory get other memory.");
     module.def("note_stream", pygraph::note_stream, "Notes that another stream uses a tensor's memory.");
     module.def("unwrapping", unwrapping, "A faster torch._functorch.utils.unwrap_dead_wrappers, given torch's.");
+    module.def("detach_views", detach_views, "Detaches the views among tensors that a forward saves, if they are plain.");
     module.def("thread_of_trees", thread_of_trees, "The number of the thread whose trees a call uses.");
 }

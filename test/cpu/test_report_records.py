@@ -286,7 +286,7 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         self.assertIn("patches on: flags;", on)
         self.assertEqual(others, ["patches mismatch: trees, calls, no f", "patches off: table"])
         features = [feature.name for feature in pygraph_trees.report().environment.features]
-        self.assertEqual(features, ["flags", "trees", "report", "calls", "backward", "placement", "table"])
+        self.assertEqual(features, ["flags", "trees", "report", "calls", "backward", "saving", "placement", "table"])
 
     def test_text_and_page_say_how_inputs_are_given(self):
         for reason, words in (
