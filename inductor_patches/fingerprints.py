@@ -223,13 +223,15 @@ torch.autograd.graph._engine_run_backward
 torch._functorch._aot_autograd.runtime_wrappers._AutogradSavedState.save_from_forward
   in torch._functorch._aot_autograd.runtime_wrappers
     2.11       AOTDispatchAutograd.post_compile: CompiledFunction _is_view save_for_backward
-    2.12-2.15  _AutogradSavedState.save_from_forward(self, ctx, fw_outs): metadata _is_view detach save_for_backward
+    2.12-2.13  _AutogradSavedState.save_from_forward(self, ctx, fw_outs): metadata _is_view detach save_for_backward
                    tensors_saved_for_backwards_with_vc_check_slice tensors_saved_for_backwards_no_vc_check_slice
                    dynamic_saved_tensors_idxs _tensors_no_vc_check symints opaque_objects
+    2.14-2.15  _AutogradSavedState.save_from_forward(self, ctx, fw_outs): metadata _is_view detach save_for_backward
+                   tensors_saved_for_backwards_with_vc_check_slice tensors_saved_for_backwards_no_vc_check_slice
+                   dynamic_saved_tensors_idxs _tensors_no_vc_check symints opaque_objects saved_tensor_is_graph_input
     2.12-2.15  _AOTDispatchAutogradFunctionFactory.build: _AutogradSavedState save_from_forward
   in torch._functorch._aot_autograd.schemas
-    2.12-2.13  ViewAndMutationMeta: num_symints_saved_for_bw num_opaque_objects_saved_for_bw
-    2.14-2.15  ViewAndMutationMeta: num_symints_saved_for_bw num_opaque_objects_saved_for_bw saved_tensor_is_graph_input
+    2.12-2.15  ViewAndMutationMeta: num_symints_saved_for_bw num_opaque_objects_saved_for_bw
   in torch._dynamo.eval_frame
     2.12-2.15  skip_code(code)
 

@@ -42,10 +42,13 @@ def saving(upstream: Callable[..., None]) -> Callable[..., None]:
                 return
         upstream(self, ctx, fw_outs)
 
-    skip_code(save_from_forward.__code__)  # Dynamo does not compile torch's method either
-    difference = _difference(upstream, save_from_forward)
+    skip_code(save_from_forward.__code__)  # type: ignore[attr-defined]  # Dynamo does not compile torch's either
+    try:
+        difference = _difference(upstream, save_from_forward)
+    except Exception as error:
+        difference = f"{type(error).__name__}: {error}"
     if difference is not None:
-        _log.warning("saving stays off, since torch's method saves something else: %s", difference)
+        _log.warning("torch's method still saves tensors for backwards: %s", difference)
     return save_from_forward if difference is None else upstream
 
 
@@ -73,8 +76,5 @@ def _difference(one: Callable[..., None], other: Callable[..., None]) -> str | N
         places = [i for i, tensor in enumerate(given) if tensor is value]
         return places, value._is_view(), value.storage_offset(), value.requires_grad
 
-    try:
-        found = [saved(save) for save in (one, other)]
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    found = [saved(save) for save in (one, other)]
     return None if found[0] == found[1] else f"{found[0]} instead of {found[1]}"
