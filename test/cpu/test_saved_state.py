@@ -29,11 +29,6 @@ def see(self, func, types, args=(), kwargs=None):
     return func(*args, **(kwargs or {}))
 
 
-Functions = type("Functions", (TorchFunctionMode,), {"__torch_function__": see})
-Operators = type("Operators", (TorchDispatchMode,), {"__torch_dispatch__": see})
-Subclass = type("Subclass", (torch.Tensor,), {})
-
-
 def state_of(count, unchecked=0, symints=0, opaque=0, dynamic=None, kept=None):
     metadata = object.__new__(ViewAndMutationMeta)
     metadata.num_forward, metadata.num_tensors_saved_with_no_vc_check = 1, unchecked
@@ -94,12 +89,13 @@ class TestMethod(TestCase):
             self.check([None, *self.views, torch.ones(2), torch.ones(4)[:2]], True)
 
     def test_modes_see_the_same_calls(self):
-        given = [None, *self.plain, *self.views]
-        self.assertIn(torch.Tensor._is_view, self.check(given, False, Functions())[1])
-        self.assertIn(torch.ops.aten.detach.default, self.check(given, True, Operators())[1])
+        functions = type("Functions", (TorchFunctionMode,), {"__torch_function__": see})()
+        self.assertIn(torch.Tensor._is_view, self.check([None, *self.plain, *self.views], False, functions)[1])
+        operators = type("Operators", (TorchDispatchMode,), {"__torch_dispatch__": see})()
+        self.assertIn(torch.ops.aten.detach.default, self.check([None, *self.plain, *self.views], True, operators)[1])
 
     def test_subclasses_numbers_objects_and_dynamic_sizes_are_torchs(self):
-        self.check([None, *self.views, self.base[2:].as_subclass(Subclass)], False)
+        self.check([None, *self.views, self.base[2:].as_subclass(type("Subclass", (torch.Tensor,), {}))], False)
         self.assertEqual(self.check([None, *self.views, 3, 2.5], False, symints=2)[0]["symints"][1:], [3, 2.5])
         self.check([None, *self.views, torch.Generator()], False, opaque=1)
         self.check([None, torch.ones(2), *self.views], False, unchecked=1, dynamic={0: {0}, 2: {1}})
@@ -134,8 +130,7 @@ class TestTraining(TestCase):
             step(x).sum().backward()
         out = step(x)
         saved = [(t, t is net[2].weight, t._is_view()) for t in out.grad_fn.saved_tensors]
-        with torch.no_grad():
-            net[2].weight.add_(1)
+        net[2].weight.detach().add_(1)
         with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation") as raised:
             out.sum().backward()
         return packed, saved, [parameter.grad for parameter in net.parameters()], str(raised.exception)
