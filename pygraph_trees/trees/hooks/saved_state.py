@@ -24,6 +24,7 @@ _log = logging.getLogger("pygraph_trees.trees")
 
 
 def saving(upstream: Callable[..., None]) -> Callable[..., None]:
+    """The method, with the tensors looked at in C++; torch's own if that cannot be relied on."""
     if binding.extension is None:
         return upstream
     detach_views, are_inputs_known = binding.extension.detach_views, knows_saved_inputs()
