@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fake_calls import CUresult, Handle, View
+from fake_edges import FakeEdges
 from fake_memory import GRANULE, CUdeviceptr, FakeMemory
 
 __all__ = ["GRANULE", "KNOWN", "CUresult", "FakeApi"]
@@ -176,7 +177,7 @@ def _addresses(values: dict[str, int]) -> list[int]:
     return [values[side + ("Host" if values[f"{side}MemoryType"] == 1 else "Device")] for side in ("src", "dst")]
 
 
-class FakeApi(FakeMemory):
+class FakeApi(FakeEdges, FakeMemory):
     CUgraphNodeType = CUgraphNodeType
     CUstreamCaptureStatus = CUstreamCaptureStatus
     CUstreamCaptureMode = CUstreamCaptureMode
@@ -193,7 +194,6 @@ class FakeApi(FakeMemory):
         self.context_of_another_device = CUcontext(next(self._handles))
         self._of_thread = threading.local()  # each thread's context; the thread that made this has one
         self._of_thread.context = self.context
-        self._graphs: dict[int, list[int]] = {}
         self._nodes: dict[int, Node] = {}
         self._functions: dict[tuple[int, bool], Kernel] = {}  # by handle, whether it is a CUfunction
         self._execs: dict[int, dict[int, bytes | dict[str, int]]] = {}
@@ -276,6 +276,7 @@ class FakeApi(FakeMemory):
         """An executable graph with its own copy of all parameters."""
         exec_ = next(self._handles)
         self._execs[exec_] = {}
+        self.order(graph)
         for handle in self._graphs[graph]:
             node = self._nodes[handle]
             if isinstance(node.content, Kernel):
@@ -364,7 +365,9 @@ class FakeApi(FakeMemory):
         if result == 0 and stream in self._streams and self._streams[stream][1]:
             kernel = Kernel([block[at : at + nbytes] for at, nbytes in loaded.layout], False, loaded.name)
             node = self._add(Node(CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, kernel, function))
-            self._graphs[self._streams[stream][1]].append(node)
+            graph = self._streams[stream][1]
+            self._graphs[graph].append(node)
+            self.connect(graph, ((before, node, 0) for before in self._captured_last.get(stream, ())))
             self._captured_last[stream] = [node]
         return (result,)
 

@@ -145,6 +145,49 @@ int cuCtxGetCurrent(void **context) {
     return 0;
 }
 
+/* The edges of the only graph. CUgraphEdgeData is two ports, a type and 5 bytes that must be 0. */
+typedef struct {
+    unsigned char from_port, to_port, type, reserved[5];
+} EdgeData;
+
+static struct {
+    void *from, *to;
+    EdgeData data;
+} edges[512];
+static size_t edge_count;
+
+int cuGraphGetEdges_v2(void *graph, void **from, void **to, EdgeData *data, size_t *count) {
+    (void)graph;
+    if (from != NULL)
+        for (size_t i = 0; i < *count; i++) {
+            from[i] = edges[i].from;
+            to[i] = edges[i].to;
+            data[i] = edges[i].data;
+        }
+    *count = edge_count;
+    return 0;
+}
+
+int cuGraphAddDependencies_v2(void *graph, void *const *from, void *const *to, const EdgeData *data, size_t count) {
+    (void)graph;
+    for (size_t i = 0; i < count; i++, edge_count++) {
+        edges[edge_count].from = from[i];
+        edges[edge_count].to = to[i];
+        edges[edge_count].data = data[i];
+    }
+    return 0;
+}
+
+/* Takes away the last edges, which must be these. */
+int cuGraphRemoveDependencies_v2(void *graph, void *const *from, void *const *to, const EdgeData *data, size_t count) {
+    (void)graph;
+    for (size_t i = count; i-- > 0; edge_count--)
+        if (edge_count == 0 || edges[edge_count - 1].from != from[i] || edges[edge_count - 1].to != to[i] ||
+            memcmp(&edges[edge_count - 1].data, &data[i], sizeof(EdgeData)) != 0)
+            return 1; /* CUDA_ERROR_INVALID_VALUE */
+    return 0;
+}
+
 enum { LEFT = 4096 };
 
 /* Leaves a word on the stack, as calls of the driver do with addresses that they are given. It is given inverted, so

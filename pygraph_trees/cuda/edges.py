@@ -1,0 +1,74 @@
+"""Edges of a captured graph, which can be read and replaced until it is instantiated.
+
+:class:`Dependencies` has one method per driver call. If one raises :class:`DriverError`, some edges may have changed.
+It calls the driver's library itself: the bindings free the data of edges before they return it (NVIDIA/cuda-python
+#1804). In the library, the calls with data end in ``_v2``, since CUDA 12.3; names in CUDA 13 leave that out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pygraph_trees.errors import NOT_FOUND, DriverError, refused
+
+_READ, _ADD, _REMOVE = "cuGraphGetEdges_v2", "cuGraphAddDependencies_v2", "cuGraphRemoveDependencies_v2"
+
+
+class EdgeKind(enum.Enum):
+    FULL = "full"  # the later node starts when the earlier one has ended, and sees its writes
+    PROGRAMMATIC = "programmatic"  # it may start earlier, and waits by itself
+
+
+class Edge(NamedTuple):
+    """An edge between two nodes, given by their handles."""
+
+    before: int
+    after: int
+    data: int = 0  # the 8 bytes of CUgraphEdgeData: ports and type; 0 is a full edge
+
+    @property
+    def kind(self) -> EdgeKind:
+        return EdgeKind.PROGRAMMATIC if self.data else EdgeKind.FULL
+
+
+class Dependencies:
+    """The driver's calls that read and change a graph's edges."""
+
+    def __init__(self, library: Any) -> None:
+        """``library`` is ``libcuda``, opened by :mod:`ctypes`, or has functions that take the same arguments."""
+        self._library = library
+
+    def read(self, graph: int) -> list[Edge]:
+        """All edges of a graph, in any order."""
+        count = ctypes.c_size_t()
+        self._call(_READ, graph, None, None, None, ctypes.byref(count))
+        if not count.value:
+            return []
+        arrays = tuple((ctypes.c_uint64 * count.value)() for _ in Edge._fields)
+        self._call(_READ, graph, *arrays, ctypes.byref(count))
+        return list(map(Edge, *arrays))
+
+    def add(self, graph: int, edges: Sequence[Edge]) -> None:
+        """Adds edges in this order. An edge that exists already is an error."""
+        self._change(_ADD, graph, edges)
+
+    def remove(self, graph: int, edges: Sequence[Edge]) -> None:
+        """Removes edges. It is an error if one does not exist, or if a node of the graph allocates or frees memory."""
+        self._change(_REMOVE, graph, edges)
+
+    def _change(self, name: str, graph: int, edges: Sequence[Edge]) -> None:
+        if edges:
+            arrays = ((ctypes.c_uint64 * len(edges))(*column) for column in zip(*edges, strict=True))
+            self._call(name, graph, *arrays, ctypes.c_size_t(len(edges)))
+
+    def _call(self, name: str, graph: int, *args: Any) -> None:
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            raise DriverError(call=name, code=NOT_FOUND) from None
+        code = function(ctypes.c_void_p(graph), *args)
+        if code != 0:
+            raise refused(name, code)

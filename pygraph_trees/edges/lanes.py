@@ -1,0 +1,83 @@
+"""Lanes: sequences of units, which run side by side.
+
+Each unit has had its lane since the capture. :func:`schedule` gives every lane an order and predicts the time;
+:func:`lane_edges` adds that order to the one that memory requires, so that a graph needs no more streams than lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from .order import Edges, Pair, reduced
+from .units import Unit
+
+HOP_US = 1.5  # from the end of a unit to the start of one in another lane
+
+
+def schedule(pairs: Sequence[Pair], lanes: Sequence[int], times_us: Sequence[float]) -> tuple[list[int], float]:
+    """The order in which units start, and the time until the last one has ended, in us.
+
+    List scheduling: a free lane starts, of its units that can start, the one with the longest path to the end.
+    ``pairs`` are as :func:`reduced` returns them; lanes and times are by unit.
+    """
+    after: list[list[int]] = [[] for _ in lanes]
+    waits = [0] * len(lanes)
+    path = list(times_us)
+    for earlier, later in reversed(pairs):
+        after[earlier].append(later)
+        waits[later] += 1
+        hop_us = HOP_US * (lanes[earlier] != lanes[later])
+        path[earlier] = max(path[earlier], times_us[earlier] + hop_us + path[later])
+    arrival = [0.0] * len(lanes)  # when the units that it must follow have ended
+    arriving: dict[int, list[tuple[float, int]]] = {lane: [] for lane in lanes}
+    ready: dict[int, list[tuple[float, int]]] = {lane: [] for lane in lanes}
+    free = dict.fromkeys(lanes, 0.0)
+    events: list[tuple[float, int]] = []  # times at which a lane may start a unit
+
+    def arrive(unit: int) -> None:
+        heappush(arriving[lanes[unit]], (arrival[unit], unit))
+        heappush(events, (arrival[unit], lanes[unit]))
+
+    for unit, count in enumerate(waits):
+        if not count:
+            arrive(unit)
+    order: list[int] = []
+    while events:
+        now, lane = heappop(events)
+        while arriving[lane] and arriving[lane][0][0] <= now:
+            _, unit = heappop(arriving[lane])
+            heappush(ready[lane], (-path[unit], unit))
+        if free[lane] > now or not ready[lane]:
+            continue
+        _, unit = heappop(ready[lane])
+        order.append(unit)
+        free[lane] = end = now + times_us[unit]
+        heappush(events, (end, lane))
+        for later in after[unit]:
+            arrival[later] = max(arrival[later], end + HOP_US * (lanes[later] != lane))
+            waits[later] -= 1
+            if not waits[later]:
+                arrive(later)
+    return order, max(free.values(), default=0.0)
+
+
+def lane_edges(units: Sequence[Unit], needs: Sequence[int], times_us: Sequence[float]) -> Edges:
+    """The fewest edges that keep what units need and run each lane's units one after another.
+
+    Edges inside a lane come first, since the first successor of a node stays on its stream.
+    """
+    lanes = [unit.lane for unit in units]
+    pairs = reduced(needs)
+    order, _ = schedule(pairs, lanes, times_us)
+    place = {unit: i for i, unit in enumerate(order)}
+    ahead = [0] * len(order)  # by place, as sets of places
+    for earlier, later in pairs:
+        ahead[place[later]] |= 1 << place[earlier]
+    last: dict[int, int] = {}  # by lane
+    for i, unit in enumerate(order):
+        if lanes[unit] in last:
+            ahead[i] |= 1 << last[lanes[unit]]
+        last[lanes[unit]] = i
+    found = [(order[earlier], order[later]) for earlier, later in reduced(ahead)]
+    return Edges(tuple(sorted(found, key=lambda pair: lanes[pair[0]] != lanes[pair[1]])))

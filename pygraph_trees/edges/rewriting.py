@@ -1,0 +1,106 @@
+"""Replaces the edges of a captured graph before it is instantiated.
+
+:class:`Chain` takes a graph that runs its units one after another. :meth:`Chain.replace` gives it other edges between
+units, reads them back, and compares what they imply with the units' conflicts. If anything fails, the graph gets its
+captured edges back and :class:`NotReplaced` is raised; :class:`GraphLost` if that fails too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from pygraph_trees.cuda.edges import Dependencies, Edge, EdgeKind
+from pygraph_trees.errors import DriverError, PygraphError
+
+from .conflicts import conflicts
+from .order import Edges, Pair, missing
+from .units import Unit, joined
+
+if TYPE_CHECKING:
+    from pygraph_trees.cuda.driver import Driver
+
+
+class NotReplaced(PygraphError):
+    template = "the graph keeps its captured edges: {why}"
+
+
+class GraphLost(PygraphError):
+    template = "the graph has neither its captured edges nor others, and must not be used: {why}"
+
+
+class Chain:
+    """A captured graph whose units run one after another, as captured."""
+
+    def __init__(self, driver: Driver, dependencies: Dependencies, graph: int, units: Sequence[Unit]) -> None:
+        """Raises :class:`NotReplaced` if the units are not all of the graph, or do not run one after another;
+        :class:`DriverError` if the graph cannot be read.
+
+        ``units`` are in the captured order. Those that must be one are joined in the attribute ``units``.
+        """
+        self._dependencies, self._graph = dependencies, graph
+        nodes, self._captured = driver.nodes(graph), dependencies.read(graph)
+        given = Counter(node for unit in units for node in unit.nodes)
+        if given != Counter(nodes) or not all(unit.nodes for unit in units):
+            raise NotReplaced(why=f"its {len(nodes)} nodes are not those of {len(units)} units")
+        self.units = joined(units, self._captured)
+        self.needs = conflicts(self.units)
+        self._unit = {node: i for i, unit in enumerate(self.units) for node in unit.nodes}
+        inside = self._inside(self._captured)
+        self._follows, self._leads = {edge.after for edge in inside}, {edge.before for edge in inside}
+        # By unit: the nodes that start first, and those that end last.
+        self._heads = [[node for node in unit.nodes if node not in self._follows] for unit in self.units]
+        self._tails = [[node for node in unit.nodes if node not in self._leads] for unit in self.units]
+        if not {(i - 1, i) for i in range(1, len(self.units))} <= {*self._pairs(self._captured)}:
+            raise NotReplaced(why="its units do not run one after another")
+
+    def replace(self, edges: Edges) -> None:
+        """Gives the graph these edges between units, instead of those that it has; can be called repeatedly."""
+        try:
+            self._exchange(
+                Edge(before, after)
+                for earlier, later in edges.pairs
+                for before in self._tails[earlier]
+                for after in self._heads[later]
+            )
+            found = self._dependencies.read(self._graph)
+            if self._inside(found) != self._inside(self._captured):
+                raise NotReplaced(why="edges inside a unit have changed")
+            if early := missing(self.needs, self._pairs(found)):
+                raise NotReplaced(why=f"unit {early[0][1]} could start before unit {early[0][0]} has ended")
+        except BaseException as error:
+            self.restore(error)
+            if isinstance(error, (DriverError, ValueError)):
+                raise NotReplaced(why=error) from error
+            raise
+
+    def restore(self, why: object = "it is not replaced") -> None:
+        """Gives the graph its captured edges again. Raises :class:`GraphLost` if that fails."""
+        try:
+            self._exchange(filter(self._is_between, self._captured))
+            if set(self._dependencies.read(self._graph)) == set(self._captured):
+                return
+        except DriverError as error:
+            raise GraphLost(why=f"{why}; then {error}") from error
+        raise GraphLost(why=f"{why}; then other edges were read than were captured")
+
+    def _exchange(self, edges: Iterable[Edge]) -> None:
+        present = self._dependencies.read(self._graph)
+        self._dependencies.remove(self._graph, list(filter(self._is_between, present)))
+        self._dependencies.add(self._graph, list(edges))
+
+    def _is_between(self, edge: Edge) -> bool:
+        return self._unit[edge.before] != self._unit[edge.after]
+
+    def _inside(self, edges: Iterable[Edge]) -> set[Edge]:
+        return {edge for edge in edges if not self._is_between(edge)}
+
+    def _pairs(self, edges: Iterable[Edge]) -> list[Pair]:
+        """The pairs of units in which a full edge leads from each tail of the first to each head of the second."""
+        found = Counter(
+            (self._unit[edge.before], self._unit[edge.after])
+            for edge in edges
+            if edge.kind is EdgeKind.FULL and edge.before not in self._leads and edge.after not in self._follows
+        )
+        return [(a, b) for (a, b), count in found.items() if count == len(self._tails[a]) * len(self._heads[b])]

@@ -1,0 +1,60 @@
+"""Units: the operations of a captured graph, in the captured order, with the memory that they access.
+
+A :class:`Unit` is all nodes of one operation; its own edges stay. Every node of a graph is in one unit. What a unit
+does that is not among its accesses must not matter, or the unit must be a barrier. Nodes with an edge that lets the
+later one start early must be in one unit: :func:`joined` makes it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pygraph_trees.cuda.edges import Edge, EdgeKind
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A read or a write of memory, from the first address to the end; a whole allocation, not a view of it."""
+
+    start: int
+    end: int
+    write: bool
+
+    def __post_init__(self) -> None:
+        if self.start >= self.end:
+            raise ValueError(f"an access from {self.start:#x} ends at {self.end:#x}; leave empty ones out")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """An operation. A unit that reads and writes the same memory has an access for each."""
+
+    nodes: tuple[int, ...]  # handles
+    accesses: tuple[Access, ...] = ()
+    barrier: bool = False  # keeps its place among all others
+    lane: int = 0
+
+
+def joined(units: Sequence[Unit], edges: Iterable[Edge]) -> list[Unit]:
+    """Makes one unit of those that an edge other than a full one joins, and of all units in between.
+
+    A joined unit is in the lane of its first part. Raises :class:`KeyError` if an edge has a node of no unit.
+    """
+    number = {node: i for i, unit in enumerate(units) for node in unit.nodes}
+    until = list(range(len(units)))  # by unit: the last one that it is joined with
+    for edge in edges:
+        if edge.kind is not EdgeKind.FULL:
+            first, last = sorted((number[edge.before], number[edge.after]))
+            until[first] = max(until[first], last)
+    found: list[Unit] = []
+    begin = end = 0
+    for i, last in enumerate(until):
+        end = max(end, last)
+        if i == end:
+            parts = units[begin : i + 1]
+            nodes = tuple(node for part in parts for node in part.nodes)
+            accesses = tuple(access for part in parts for access in part.accesses)
+            found.append(Unit(nodes, accesses, any(part.barrier for part in parts), parts[0].lane))
+            begin = end = i + 1
+    return found
