@@ -47,8 +47,7 @@ class _Memory:
     def read(self, start: int, end: int, unit: int) -> int:
         """Notes a reader; returns those that it must follow."""
         needs = 0
-        first = self._cut(start)
-        for region in range(first, self._cut(end)):
+        for region in range(self._cut(start), self._cut(end)):
             needs |= self._writer[region]
             self._readers[region] |= unit
         return needs
@@ -56,8 +55,7 @@ class _Memory:
     def write(self, start: int, end: int, unit: int) -> int:
         """Notes a writer, after which the memory is one region; returns those that it must follow."""
         needs = 0
-        first = self._cut(start)
-        last = self._cut(end)
+        first, last = self._cut(start), self._cut(end)
         for region in range(first, last):
             needs |= self._writer[region] | self._readers[region]
         self._starts[first:last] = [start]

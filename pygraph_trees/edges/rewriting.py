@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from pygraph_trees.cuda.edges import Dependencies, Edge, EdgeKind
 from pygraph_trees.errors import DriverError, PygraphError
@@ -17,9 +16,6 @@ from pygraph_trees.errors import DriverError, PygraphError
 from .conflicts import conflicts
 from .order import Edges, Pair, missing
 from .units import Unit, joined
-
-if TYPE_CHECKING:
-    from pygraph_trees.cuda.driver import Driver
 
 
 class NotReplaced(PygraphError):
@@ -33,16 +29,14 @@ class GraphLost(PygraphError):
 class Chain:
     """A captured graph whose units run one after another, as captured."""
 
-    def __init__(self, driver: Driver, dependencies: Dependencies, graph: int, units: Sequence[Unit]) -> None:
-        """Raises :class:`NotReplaced` if the units are not all of the graph, or do not run one after another;
-        :class:`DriverError` if the graph cannot be read.
+    def __init__(self, calls: Dependencies, graph: int, nodes: Sequence[int], units: Sequence[Unit]) -> None:
+        """Takes all nodes of a graph, and its units in the captured order; ``self.units`` has some of these joined.
 
-        ``units`` are in the captured order. Those that must be one are joined in the attribute ``units``.
+        Raises :class:`NotReplaced` if the units have other nodes, or do not run one after another.
         """
-        self._dependencies, self._graph = dependencies, graph
-        nodes, self._captured = driver.nodes(graph), dependencies.read(graph)
+        self._calls, self._graph, self._captured = calls, graph, calls.read(graph)
         given = Counter(node for unit in units for node in unit.nodes)
-        if given != Counter(nodes) or not all(unit.nodes for unit in units):
+        if given != Counter(nodes):
             raise NotReplaced(why=f"its {len(nodes)} nodes are not those of {len(units)} units")
         self.units = joined(units, self._captured)
         self.needs = conflicts(self.units)
@@ -64,7 +58,7 @@ class Chain:
                 for before in self._tails[earlier]
                 for after in self._heads[later]
             )
-            found = self._dependencies.read(self._graph)
+            found = self._calls.read(self._graph)
             if self._inside(found) != self._inside(self._captured):
                 raise NotReplaced(why="edges inside a unit have changed")
             if early := missing(self.needs, self._pairs(found)):
@@ -79,16 +73,16 @@ class Chain:
         """Gives the graph its captured edges again. Raises :class:`GraphLost` if that fails."""
         try:
             self._exchange(filter(self._is_between, self._captured))
-            if set(self._dependencies.read(self._graph)) == set(self._captured):
+            if set(self._calls.read(self._graph)) == set(self._captured):
                 return
         except DriverError as error:
             raise GraphLost(why=f"{why}; then {error}") from error
         raise GraphLost(why=f"{why}; then other edges were read than were captured")
 
     def _exchange(self, edges: Iterable[Edge]) -> None:
-        present = self._dependencies.read(self._graph)
-        self._dependencies.remove(self._graph, list(filter(self._is_between, present)))
-        self._dependencies.add(self._graph, list(edges))
+        present = self._calls.read(self._graph)
+        self._calls.remove(self._graph, list(filter(self._is_between, present)))
+        self._calls.add(self._graph, list(edges))
 
     def _is_between(self, edge: Edge) -> bool:
         return self._unit[edge.before] != self._unit[edge.after]

@@ -276,7 +276,6 @@ class FakeApi(FakeEdges, FakeMemory):
         """An executable graph with its own copy of all parameters."""
         exec_ = next(self._handles)
         self._execs[exec_] = {}
-        self.order(graph)
         for handle in self._graphs[graph]:
             node = self._nodes[handle]
             if isinstance(node.content, Kernel):

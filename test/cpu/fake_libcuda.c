@@ -145,46 +145,39 @@ int cuCtxGetCurrent(void **context) {
     return 0;
 }
 
-/* The edges of the only graph. CUgraphEdgeData is two ports, a type and 5 bytes that must be 0. */
+/* The edges of the only graph: nodes and CUgraphEdgeData, which is two ports, a type and 5 bytes that must be 0. */
 typedef struct {
     unsigned char from_port, to_port, type, reserved[5];
 } EdgeData;
 
-static struct {
-    void *from, *to;
-    EdgeData data;
-} edges[512];
+static void *edge_from[512], *edge_to[512];
+static EdgeData edge_data[512];
 static size_t edge_count;
 
 int cuGraphGetEdges_v2(void *graph, void **from, void **to, EdgeData *data, size_t *count) {
-    (void)graph;
-    if (from != NULL)
-        for (size_t i = 0; i < *count; i++) {
-            from[i] = edges[i].from;
-            to[i] = edges[i].to;
-            data[i] = edges[i].data;
-        }
+    if (from != NULL) {
+        memcpy(from, edge_from, *count * sizeof *from);
+        memcpy(to, edge_to, *count * sizeof *to);
+        memcpy(data, edge_data, *count * sizeof *data);
+    }
     *count = edge_count;
-    return 0;
+    return graph == NULL;
 }
 
 int cuGraphAddDependencies_v2(void *graph, void *const *from, void *const *to, const EdgeData *data, size_t count) {
-    (void)graph;
-    for (size_t i = 0; i < count; i++, edge_count++) {
-        edges[edge_count].from = from[i];
-        edges[edge_count].to = to[i];
-        edges[edge_count].data = data[i];
-    }
-    return 0;
+    memcpy(edge_from + edge_count, from, count * sizeof *from);
+    memcpy(edge_to + edge_count, to, count * sizeof *to);
+    memcpy(edge_data + edge_count, data, count * sizeof *data);
+    edge_count += count;
+    return graph == NULL;
 }
 
-/* Takes away the last edges, which must be these. */
+/* Removes all edges, which must be these in their order. */
 int cuGraphRemoveDependencies_v2(void *graph, void *const *from, void *const *to, const EdgeData *data, size_t count) {
-    (void)graph;
-    for (size_t i = count; i-- > 0; edge_count--)
-        if (edge_count == 0 || edges[edge_count - 1].from != from[i] || edges[edge_count - 1].to != to[i] ||
-            memcmp(&edges[edge_count - 1].data, &data[i], sizeof(EdgeData)) != 0)
-            return 1; /* CUDA_ERROR_INVALID_VALUE */
+    if (graph == NULL || count != edge_count || memcmp(from, edge_from, count * sizeof *from) != 0 ||
+        memcmp(to, edge_to, count * sizeof *to) != 0 || memcmp(data, edge_data, count * sizeof *data) != 0)
+        return 1; /* CUDA_ERROR_INVALID_VALUE */
+    edge_count = 0;
     return 0;
 }
 
