@@ -6,21 +6,18 @@
    would, and returns None for these gradients. One edge stays, since the engine notes the stream of a leaf only when it
    evaluates one. Why lists when all edges stay. All is restored when the backward ends, in whatever way.
 
-   A backward that begins meanwhile, in a hook or another thread, takes no edges; if it reaches a node whose edges are out,
-   they are put back until it ends. The GIL protects all of this. */
+   A backward that begins meanwhile takes no edges. Those that are out on its way stay out until both have ended, since the
+   engine reads them again and again without the GIL; the node accumulates for both. If one is asked for by its parameter,
+   all are put back while such a backward runs in a hook; in another thread it raises. The GIL protects all of this. */
 
 #include "fast_path.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
-#include <torch/csrc/autograd/python_function.h>
 
-#include <functional>
 #include <string>
 #include <typeinfo>
 #include <unordered_map>
@@ -34,12 +31,10 @@ using torch::autograd::variable_list;
 namespace {
 
 using namespace pygraph;
-using NodePtr = decltype(torch::autograd::Edge::function); // another pointer since torch 2.13
 using Question = std::function<bool(const NodePtr &)>;
 
 constexpr size_t MOST_NODES = 64, MOST_COUNTED = 1024; // that are searched for compiled functions, and for parameters
-constexpr size_t LEAST_EDGES = 8;
-constexpr size_t EDGES_AHEAD = 16;
+constexpr size_t LEAST_EDGES = 8, EDGES_AHEAD = 16;
 
 /* Why edges stay, in the order in which trees/hooks/backward_edges.py reports it. */
 enum class Why { TAKEN, GRAPH_KEPT, SOME_INPUTS, COMPILED_AUTOGRAD, WATCHED, OTHER_BACKWARD, NODE_HOOKED,
@@ -54,22 +49,25 @@ struct Taken {
     NodePtr node;
     Ref self;                   // the node's Python object
     const char *method;         // that the engine calls
-    edge_list edges;            // all of them while they are out, and those that stay otherwise
+    edge_list edges, others;    // as they were, and what the node does not have at the moment
     std::vector<bool> is_taken; // by edge
-    bool is_out = false, is_over = false;
-    int users = 0; // backwards of others for which the edges are back
+    bool is_out = false;
+    int users = 0; // running backwards that found the edges out, and the one that took them out
 
     void swap() {
-        node->next_edges().swap(edges);
+        node->next_edges().swap(others);
         is_out = !is_out;
     }
 
     void restore() {
-        is_over = true;
-        if (is_out)
-            swap();
+        swap();
         if (PyObject_DelAttrString(self.get(), method) < 0)
             PyErr_Clear();
+    }
+
+    bool has_taken(const Node *leaf) const {
+        const auto edge = std::ranges::find_if(edges, [&](const auto &other) { return other.function.get() == leaf; });
+        return edge != edges.end() && is_taken[static_cast<size_t>(edge - edges.begin())];
     }
 
     Ref call(PyObject *arguments);
@@ -198,26 +196,11 @@ Why choose(Node &node, const Question &is_shared, std::vector<bool> *is_taken) {
     return count > LEAST_EDGES ? Why::TAKEN : why;
 }
 
-/* Calls `visit` with the nodes that roots reach, the nearest first, but with no AccumulateGrad. */
-void walk(std::vector<NodePtr> found, size_t most, const auto &visit) {
-    std::unordered_set<Node *> seen;
-    for (size_t i = 0; i < found.size() && seen.size() < most; i++) {
-        const NodePtr node = found[i];
-        if (!seen.insert(node.get()).second)
-            continue;
-        for (const auto &edge : node->next_edges())
-            if (edge.is_valid() && typeid(*edge.function) != typeid(AccumulateGrad))
-                found.push_back(edge.function);
-        visit(node);
-    }
-}
-
 /* What a backward is given, besides its roots. */
 struct Surroundings {
     py::object upstream;        // torch's function that runs the engine
     py::dict compiled_autograd; // the module's variables
-    py::object log;             // of autograd
-    py::object check;           // of torch's engine; None in the check itself
+    py::object log, check;      // of autograd; of torch's engine, None in the check itself
     bool is_checked = false, is_known = true;
 };
 
@@ -232,9 +215,9 @@ Why why_none(const Surroundings &around, const py::args &args, const py::kwargs 
         return Why::SOME_INPUTS;
     if (PyObject_IsTrue(args[2].ptr()) != 0 || PyObject_IsTrue(args[3].ptr()) != 0)
         return Why::GRAPH_KEPT;
-    for (const char *name : {"compiled_autograd_enabled", "in_compiled_autograd_region"})
-        if (is_set(around.compiled_autograd, name))
-            return Why::COMPILED_AUTOGRAD;
+    if (is_set(around.compiled_autograd, "compiled_autograd_enabled") ||
+        is_set(around.compiled_autograd, "in_compiled_autograd_region"))
+        return Why::COMPILED_AUTOGRAD;
     if (torch::autograd::AnomalyMode::is_enabled() || around.log.attr("getEffectiveLevel")().cast<int>() <= 10) // DEBUG
         return Why::WATCHED;
     return Why::TAKEN;
@@ -243,31 +226,43 @@ Why why_none(const Surroundings &around, const py::args &args, const py::kwargs 
 /* A backward. Restores everything when it is destroyed. */
 class Run {
   public:
-    Run() { running.push_back(this); }
+    Run() { running++; }
     ~Run() {
-        for (const auto &taken : own)
-            taken->restore();
+        for (const auto &taken : back)
+            taken->swap();
         for (const auto &taken : used)
-            if (--taken->users == 0 && !taken->is_over)
-                taken->swap();
-        running.erase(std::find(running.begin(), running.end(), this));
+            if (--taken->users == 0) {
+                std::erase(out, taken);
+                taken->restore();
+            }
+        running--;
     }
-    Run(const Run &) = delete;
-    static bool is_any() { return !running.empty(); }
+    static bool is_any() { return running > 0; }
 
-    /* Puts edges of others back that this backward reaches: all, if it also begins at nodes that are not known. */
-    void use(const std::vector<NodePtr> &roots, bool are_all) {
-        if (running.size() == 1)
+    /* Notes which nodes without edges the backward reaches: all, if it also begins at others than `roots`. */
+    void use(const std::vector<NodePtr> &roots, bool are_all, PyObject *inputs) {
+        if (out.empty())
             return;
         std::unordered_set<const Node *> reached;
         walk(roots, SIZE_MAX, [&](const NodePtr &node) { reached.insert(node.get()); });
-        for (const Run *run : running)
-            for (const auto &taken : run->own)
-                if (!are_all || reached.contains(taken->node.get())) {
-                    used.push_back(taken);
-                    if (taken->users++ == 0)
-                        taken->swap();
-                }
+        std::vector<NodePtr> wanted;
+        for (Py_ssize_t i = 0; PyTuple_Check(inputs) && i < PyTuple_GET_SIZE(inputs); i++)
+            wanted.push_back(node_of(PyTuple_GET_ITEM(inputs, i)));
+        const bool is_inside = torch::autograd::get_current_graph_task_id() != -1;
+        for (const auto &taken : out) {
+            if (are_all && !reached.contains(taken->node.get()))
+                continue;
+            used.push_back(taken);
+            taken->users++;
+            const auto lacks = [&](const NodePtr &leaf) { return taken->has_taken(leaf.get()); };
+            if (taken->is_out ? std::ranges::none_of(wanted, lacks) : is_inside)
+                continue;
+            TORCH_CHECK(taken->is_out && taken->users == 2 && is_inside,
+                        "pygraph_trees: a gradient is asked for that another thread accumulates at the same time; wait "
+                        "until its backward has ended, or set pygraph_entry to 'off'");
+            taken->swap();
+            back.push_back(taken);
+        }
     }
 
     void take(const NodePtr &node, Ref self, std::vector<bool> is_taken) {
@@ -276,22 +271,25 @@ class Run {
         taken->method = method_of(reinterpret_cast<THPFunction *>(self.get()));
         taken->self = std::move(self);
         taken->is_taken = std::move(is_taken);
-        taken->edges = node->next_edges();
-        for (size_t i = 0; i < taken->edges.size(); i++)
+        taken->edges = taken->others = node->next_edges();
+        for (size_t i = 0; i < taken->others.size(); i++)
             if (taken->is_taken[i])
-                taken->edges[i] = torch::autograd::Edge();
+                taken->others[i] = torch::autograd::Edge();
         const py::capsule capsule(new std::shared_ptr<Taken>(taken),
                                   [](void *held) { delete static_cast<std::shared_ptr<Taken> *>(held); });
         Ref callable(PyCFunction_New(&call_definition, capsule.ptr()));
         if (!callable || PyObject_SetAttrString(taken->self.get(), taken->method, callable.get()) < 0)
             throw py::error_already_set();
-        own.push_back(taken);
         taken->swap();
+        taken->users = 1;
+        used.push_back(taken);
+        out.push_back(std::move(taken));
     }
 
   private:
-    static inline std::vector<Run *> running; // in all threads
-    std::vector<std::shared_ptr<Taken>> own, used;
+    static inline int running = 0;                         // in all threads
+    static inline std::vector<std::shared_ptr<Taken>> out; // of all backwards
+    std::vector<std::shared_ptr<Taken>> used, back;        // back: with all edges while this backward runs
 };
 
 /* The nodes of functions that were compiled with "short". */
@@ -321,18 +319,20 @@ Why why_not(Surroundings &around, Why none, Node &node, const Question &is_share
 /* torch.autograd's function that runs the engine, for a backward in which edges may be taken out. */
 PyObject *run_backward(Surroundings &around, const py::args &args, const py::kwargs &keywords) {
     std::vector<NodePtr> roots;
-    bool are_all = !args.empty(); // a root may also be a GradientEdge, or a parameter
+    bool are_all = !args.empty(), is_leaf = false;
     for (py::handle root : are_all ? py::object(args[0]) : py::tuple()) {
-        const bool is_one = THPVariable_Check(root.ptr()) && THPVariable_Unpack(root.ptr()).grad_fn();
-        if (is_one)
-            roots.push_back(THPVariable_Unpack(root.ptr()).grad_fn());
-        are_all = are_all && is_one;
+        if (NodePtr node = node_of(root.ptr()); !node)
+            are_all = false;
+        else if (typeid(*node) == typeid(AccumulateGrad))
+            is_leaf = true;
+        else
+            roots.push_back(std::move(node));
     }
     // Other graphs may hold it: the last one of another size, one whose loss is kept, or whose backward comes later.
     const Question is_shared = [&, nodes = size_t(0),
                                 edges = std::unordered_map<const Node *, size_t>()](const NodePtr &to) mutable {
-        if (!are_all || to.use_count() == 1)
-            return !are_all;
+        if (!are_all || is_leaf || to.use_count() == 1)
+            return !are_all || is_leaf;
         if (nodes == 0)
             walk(roots, MOST_COUNTED, [&](const NodePtr &node) {
                 nodes++;
@@ -348,7 +348,7 @@ PyObject *run_backward(Surroundings &around, const py::args &args, const py::kwa
     for (size_t i = 0; i < nodes.size(); i++)
         whys.push_back(why_not(around, none, *nodes[i].first, is_shared, &chosen[i]));
     Run run;
-    run.use(roots, are_all);
+    run.use(roots, are_all, args.size() > 4 ? args[4].ptr() : Py_None);
     for (size_t i = 0; i < nodes.size(); i++) {
         if (whys[i] == Why::TAKEN)
             run.take(nodes[i].first, std::move(nodes[i].second), std::move(chosen[i]));
@@ -389,7 +389,7 @@ py::object taking(const py::object &upstream, const py::dict &compiled_autograd,
 } // namespace
 
 const edge_list &pygraph::edges_of(const Node &node) {
-    return called != nullptr && called->is_out && called->node.get() == &node ? called->edges : node.next_edges();
+    return called != nullptr && called->node.get() == &node ? called->edges : node.next_edges();
 }
 
 void pygraph::add_backward_edges(py::module_ &module) {

@@ -6,9 +6,11 @@
 
 #include "memory.h"
 
-#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
 
 #include <array>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -325,6 +327,14 @@ bool are_only_accumulated(std::vector<Parameter> *parameters);
 
 /* Whether a node accumulates a gradient without any hook. Hooks on a parameter are tensor hooks. */
 bool is_unseen(torch::autograd::Node &node);
+
+using NodePtr = decltype(torch::autograd::Edge::function); // another pointer since torch 2.13
+
+/* The node at which a backward begins, given a tensor or a GradientEdge; an AccumulateGrad for a parameter. */
+NodePtr node_of(PyObject *root);
+
+/* Calls `visit` with the nodes that roots reach, the nearest first, but with no AccumulateGrad. */
+void walk(std::vector<NodePtr> roots, size_t most, const std::function<void(const NodePtr &)> &visit);
 
 /* Evaluates a node as the engine does, with hooks that were put on after the backward had begun. */
 void evaluate(torch::autograd::Node &node, std::vector<at::Tensor> gradient);

@@ -13,6 +13,7 @@
 #include <torch/csrc/inductor/inductor_ops.h>
 
 #include <typeinfo>
+#include <unordered_set>
 
 using torch::autograd::AccumulateGrad;
 using torch::autograd::Node;
@@ -101,6 +102,14 @@ Ref made_from(const Replay::Returned &output, PyObject *given, bool sees) {
     const at::Tensor &tensor = THPVariable_Unpack(given);
     return Ref(THPVariable_Wrap(torch::inductor::_reinterpret_tensor(tensor, output.layout.sizes, output.layout.strides,
                                                                      output.layout.offset)));
+}
+
+/* The node of a Python function, to which it had a weak pointer before torch 2.13. */
+NodePtr owned(const auto &node) {
+    if constexpr (requires { node.lock(); })
+        return node.lock();
+    else
+        return node;
 }
 
 constexpr size_t NODES_AHEAD = 16; // nodes
@@ -242,6 +251,28 @@ void pygraph::evaluate(Node &node, std::vector<at::Tensor> gradient) {
     std::vector<at::Tensor> outputs = node(std::move(gradient));
     for (const auto &hook : node.post_hooks())
         outputs = (*hook)(outputs, inputs);
+}
+
+NodePtr pygraph::node_of(PyObject *root) {
+    if (THPVariable_Check(root))
+        return torch::autograd::impl::gradient_edge(THPVariable_Unpack(root)).function;
+    PyObject *node = PyTuple_Check(root) && PyTuple_GET_SIZE(root) > 0 ? PyTuple_GET_ITEM(root, 0) : Py_None;
+    if (torch::autograd::THPCppFunction_Check(node))
+        return reinterpret_cast<torch::autograd::THPCppFunction *>(node)->cdata;
+    return THPFunction_Check(node) ? owned(reinterpret_cast<THPFunction *>(node)->cdata) : NodePtr();
+}
+
+void pygraph::walk(std::vector<NodePtr> found, size_t most, const std::function<void(const NodePtr &)> &visit) {
+    std::unordered_set<Node *> seen;
+    for (size_t i = 0; i < found.size() && seen.size() < most; i++) {
+        const NodePtr node = found[i];
+        if (!seen.insert(node.get()).second)
+            continue;
+        for (const auto &edge : node->next_edges())
+            if (edge.is_valid() && typeid(*edge.function) != typeid(AccumulateGrad))
+                found.push_back(edge.function);
+        visit(node);
+    }
 }
 
 bool pygraph::is_evaluated(const Node *node) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import threading
@@ -115,7 +116,7 @@ class TestDuring(BackwardTest):
         self.assertEqual(counted()[0] - before, 1)
 
     def test_backwards_of_the_same_graph_inside(self):
-        """In a hook, and in a thread for which a hook waits."""
+        """In a hook. In another thread, the engine would read edges while they are put back, so it raises."""
 
         def program(model, call):
             found = []
@@ -124,12 +125,65 @@ class TestDuring(BackwardTest):
                 found.extend(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
                 loss.backward(retain_graph=True, inputs=[model.layers[0].bias])
 
-            for run in (inside, in_thread(inside)):
-                first = []  # the hook runs in the inner backwards, too
-                after_first(model, call, lambda loss, run=run, f=first: f or f.append(1) or run(loss))
+            first = []  # the hook runs in the inner backwards, too
+            after_first(model, call, lambda loss: first or first.append(1) or inside(loss))
             return found
 
-        self.compare(program, taken=2, why={Reason.SOME_INPUTS: 4})
+        def elsewhere(model, call):
+            def grad(loss):
+                with self.assertRaisesRegex(RuntimeError, "that another thread accumulates at the same time"):
+                    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+                raised.append(1)
+
+            after_first(model, call, in_thread(grad))
+
+        self.compare(program, taken=1, why={Reason.SOME_INPUTS: 2})
+        raised = []
+        found, *counts = self.run_with("short", elsewhere, Net)
+        self.assertEqual((counts, raised, found[2]), ([1, {}], [1], None))
+
+    def test_backwards_in_other_threads(self):
+        """They begin while edges are out, and end later; they need none of these edges."""
+
+        def leaf(model, call):
+            return torch.ones(2, requires_grad=True), lambda w: (w * 1).sum().backward()
+
+        def edge(model, call):
+            w = torch.ones(2, requires_grad=True)
+            return w, lambda w: torch.autograd.backward([torch.autograd.graph.get_gradient_edge(w)], [torch.ones(2)])
+
+        def other_head(model, call):
+            out = call(WORDS)
+            outs.append(out)
+            return (out * 2).pow(2), lambda head: torch.autograd.grad(head.sum(), out)
+
+        def mistake(model, call):
+            def backwards(w):
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1).backward()
+                w.sum().backward()
+
+            return torch.ones(2, requires_grad=True), backwards
+
+        for make in (leaf, edge, other_head, mistake):
+            outs, started, finish = [], threading.Event(), threading.Event()
+
+            def program(model, call, make=make, outs=outs, started=started, finish=finish):
+                started.clear(), finish.clear(), outs.clear()
+                begun, backward = make(model, call)
+                begun.register_hook(lambda _: (started.set(), finish.wait(20)) and None)
+                thread = threading.Thread(target=backward, args=(begun,))
+                out = outs[0] if outs else call(WORDS)
+                loss = out.sum()
+                loss.grad_fn.register_prehook(lambda _: (thread.start(), started.wait(20)) and None)
+                loss.backward()
+                node = node_of(loss)
+                finish.set(), thread.join()
+                return names(node).count("AccumulateGrad")
+
+            with self.subTest(make.__name__):
+                why = {Reason.SOME_INPUTS: 1} if make is other_head else {}
+                self.assertEqual(self.compare(program, taken=1, why=why), TRAINS)
 
     def test_a_node_that_is_reached_from_another_root_inside(self):
         def program(model, call):
