@@ -159,22 +159,6 @@ class TestScripts(WithFolder):
         self.assertEqual({found["error"] for found in results[2:]}, {"KeyError: 'missing'"})
 
 
-GOOD = {"latency_ms": 1.0, "throughput_ms": 0.9, "host_us": 50.0, "gpu_ms": 0.8, "copied_bytes": 0, "recordings": 1}
-GOOD |= {"kernels_graphed": 5, "kernels_total": 5, "compile_s": 2.0, "record_s": 0.01, "peak_bytes": 1 << 30}
-GOOD |= {"max_diff_upstream": 0.0}
-
-
-def results(ours, upstream=(), others=()):
-    """Results of workload A, with these figures instead of good ones."""
-    ways = (("upstream", {"latency_ms": 2.0, **dict(upstream)}), ("ours", ours), *others)
-    records = [
-        Measurement("A", "inference", 1, way, regime, **{**GOOD, **figures})
-        for regime in ("same", "fresh")
-        for way, figures in ways
-    ]
-    return Results("H200", "580", "2.11", "3.6", "3.12", "2026-01-01", "abcdef" * 10, 3, records)
-
-
 # The fields of the documented result file; others may be added.
 HEAD = "gpu driver torch triton python date code_hash rounds records"
 RECORD = (
@@ -183,17 +167,13 @@ RECORD = (
 )
 
 
-def measured(**figures):
-    return Measurement("BERT", "training", 16, "ours", "same", **figures)
-
-
 class TestResultFiles(WithFolder):
     def test_a_result_file_has_the_documented_fields_and_is_read_back(self):
         names = RECORD.split()
-        full = measured(latency_ms=1.5, copied_bytes=5, samples={"latency_ms": [1.0, 2.0]}, routes=["f: table"])
+        figures = {"latency_ms": 1.5, "copied_bytes": 5, "samples": {"latency_ms": [1.0, 2.0]}, "routes": ["f: table"]}
+        full = Measurement("BERT", "training", 16, "ours", "same", **figures)
         failed = dataclasses.replace(full, way="eager").failed("it broke")
-        self.assertEqual((failed.latency_ms, failed.copied_bytes, failed.error), (None, None, "it broke"))
-        self.assertEqual(failed.samples, full.samples)
+        self.assertEqual((failed.latency_ms, failed.samples, failed.error), (None, full.samples, "it broke"))
         results = here("hash", 3).with_records([full, failed])
         path = self.folder / "new" / f"{file_stem('NVIDIA H200', '2.11.0+cu130')}.json"
         results.write(path)
@@ -202,8 +182,6 @@ class TestResultFiles(WithFolder):
         body = json.loads(path.read_text())
         self.assertEqual(list(body), HEAD.split())
         self.assertEqual(list(body["records"][0])[: len(names)], names)
-        self.assertEqual(body["records"][0]["latency_ms"], 1.5)
-        self.assertFalse({"timeline", "launches"} & body["records"][0].keys())
         body["records"][0]["added_later"] = 1
         path.write_text(json.dumps(body))
         self.assertEqual(Results.read(path), results)
@@ -212,20 +190,7 @@ class TestResultFiles(WithFolder):
             Results.read(path)
 
 
-class TestSummary(WithFolder):
-    def test_what_is_worse_or_failed_is_said(self):
-        for ours, upstream, others, wanted in (
-            ({}, {}, [("compile", {"latency_ms": 1.0})], r"^\Z"),
-            ({}, {}, [("compile", {"latency_ms": 0.5, "throughput_ms": 2.0})], "latency 1.000 ms, no graphs 0.500"),
-            ({"copied_bytes": 5000}, {}, [], "5.0 kB copied"),
-            ({"peak_bytes": 2 << 30}, {}, [], "2.1 GB of GPU memory at a call's peak, upstream 1.1 GB"),
-            ({"max_diff_upstream": 1e-3}, {"max_diff_upstream": 1e-4}, [], "at most 0.001"),
-            ({"error": "out of\nmemory"}, {}, [], "^.*ours.*: failed: out of memory"),
-        ):
-            with self.subTest(wanted):
-                found = pages.summarise({Path("a.json"): results(ours, upstream, others=others)}, [])
-                self.assertRegex("\n".join(pages.regressions(found)), wanted)
-
+class TestSummary(TestCase):
     def test_results_that_are_here(self):
         """The page and the README's table are made from the files."""
         folder = pages.RESULTS_FOLDER

@@ -131,8 +131,6 @@ class TestEvidence(WithFolder):
         for name, text, counts, failure in (
             ("test_good", good, (1, 1, 1), "test_good.py::test_b"),
             ("test_bad", "import os\ndef test_a(): os._exit(3)\n", (0, 1, 0), "test_bad.py: .* exit status 3"),
-            ("test_cut", "import pytest\ndef test_a(): pytest.exit('no', 3)\n", (0, 1, 0), "test_cut.py: .* status 3"),
-            ("test_empty", "", (0, 0, 0), r"^\[\]$"),
         ):
             path = self.folder / f"{name}.py"
             path.write_text(text)
