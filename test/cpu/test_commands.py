@@ -29,10 +29,9 @@ import pygraph_trees
 from pygraph_trees import __main__ as command_line
 from pygraph_trees.benchmark import Effort, Measurement
 from pygraph_trees.benchmark.measurement import PLAIN_NAMES
-from pygraph_trees.benchmark.outcome import agreement, verdicts
+from pygraph_trees.benchmark.outcome import verdicts
 from pygraph_trees.benchmark.ways import Way
 from pygraph_trees.cli import target
-from pygraph_trees.cli.progress import Progress
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.report.records import Environment
 from pygraph_trees.report.summary import clear
@@ -138,15 +137,13 @@ class TestTarget(Folder):
             (f"{self.file}:number", "it returned int"),
             (f"{self.file}:bare", "it returned a tuple of .*, Tensor; args must be a tuple"),
             (f"{self.file.with_name('w.txt')}:build", "w.txt is not a .py file"),
-            (":build", "'' is neither a .py file nor the name of a module"),
             (".:build", "'.' is neither a .py file nor the name of a module"),
             (f"{self.file}:needs", r"it needs arguments \(a, device\)"),
             ("nowhere.py:f", "there is no file nowhere.py"),
             (str(self.file), "it names no function; add one, as in .*program.py:build$"),
             ("no_such_package.x:f", "there is no module no_such_package.x"),
             ("NOPE", r"no such workload.*\(.*BERT-I.*\)"),
-            ("BRT", r"no such workload; did you mean BERT\?$"),
-            ("bert-i", r"did you mean BERT-I\?$"),
+            ("bert-i", r"no such workload; did you mean BERT-I\?$"),
             (f"{self.file}:plan", r"has no function 'plan'; did you mean 'plain'\?$"),
         ):
             with self.assertRaisesRegex(target.TargetError, problem) as caught:
@@ -160,9 +157,8 @@ class TestTarget(Folder):
             self.file.write_text(text)
         status, out, line = run("explain", f"{self.file}:{function}")
         self.assertEqual((status, out), (2, ""))
-        for options in (("--traceback", "explain"), ("explain", "--traceback")):
-            status, _, traced = run(*options, f"{self.file}:{function}")
-            self.assertEqual((status, "Traceback (most recent call last)" in traced), (2, True))
+        status, _, traced = run("explain", "--traceback", f"{self.file}:{function}")
+        self.assertEqual((status, "Traceback (most recent call last)" in traced), (2, True))
         return line.splitlines()[-1].replace(str(self.file), "program.py")  # after the progress
 
     def test_an_error_of_the_target_is_one_line(self):
@@ -177,10 +173,8 @@ class TestTarget(Folder):
             ("on_cpu", None, "all inputs are on the CPU, .* on the GPU; add a parameter `device` to the function, .*"),
             ("net", "import a_package.inside", missing),
             ("net", "import torch.nosuch", "there is no module torch.nosuch"),
-            ("net", "raise ModuleNotFoundError('it')", r"ModuleNotFoundError: it \(program.py:1 in <module>\)"),
             ("net", "import sys; sys.exit(0)", r"it calls sys.exit\(0\); do this under if __name__ == '__main__'"),
             ("net", "def net(:", "program.py:1 is not valid Python: invalid syntax"),
-            ("net", "from os import nothing\n", r"ImportError: cannot .* 'nothing'.* \(program.py:1 in <module>\)"),
             ("net", raises, r"RuntimeError: a and b must have same reduction dim.* \(program.py:4 in inner\)"),
         ):
             with self.subTest(function=function, text=text):
@@ -258,15 +252,6 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
 
     def told(self, fn, *inputs, **how):
         return " ".join(str(pygraph_trees.explain(fn, *inputs, **how)).split())
-
-    def test_moves_are_named(self):
-        def added(x, ids):
-            steps = ids + 1
-            return x + steps.to(x.device)
-
-        found = self.told(added, torch.empty(64, device="meta"), torch.arange(64))
-        self.assertIn("placement full: 1 partition, none outside of CUDA graphs; without it 2, 1 outside", found)
-        self.assertRegex(found, r"made on the GPU: \w+, at .*test_commands.py:\d+ in added: steps = ids \+ 1")
 
     def test_what_comes_after_a_value_cannot_be_told(self):
         found = self.told(lambda x: x.sin() if (x * 2).sum() > 0 else x.cos(), torch.ones(4, 4, device="meta"))
@@ -363,13 +348,6 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
                 found = self.in_a_process(*arguments, options=options, TORCHINDUCTOR_CACHE_DIR=str(place))
                 self.assertEqual(found, (2, "", f"error: {problem}\n"))
 
-    def test_output_that_cannot_be_written(self):
-        with open("/dev/full", "w") as full:
-            status, _, said = self.in_a_process("explain", f"{self.file}:net", stdout=full)
-        self.assertEqual(status, 2)
-        self.assertRegex(said, r"(?m)^error: standard output: No space left on device$")
-        self.assertNotIn("Traceback", said)
-
     def test_files(self):
         status, _, err = run("explain", f"{self.file}:net", "--json", str(self.json), "--html", str(self.html))
         self.assertEqual(status, 0, err)
@@ -393,10 +371,6 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
                 for line in lines:
                     self.assertRegex(out, line)
                 self.assertLessEqual(max(map(len, out.splitlines())), 104)  # fits a terminal
-
-    def test_an_interrupt_is_one_line(self):
-        self.file.write_text("raise KeyboardInterrupt")
-        self.assertEqual(run("explain", f"{self.file}:net"), (130, "", "interrupted\n"))
 
     def test_compare_without_a_gpu_explains_and_writes_nothing(self):
         self.enterContext(mock.patch.object(torch.cuda, "is_available", lambda: False))
@@ -437,20 +411,9 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
 
 
 class TestCompare(Folder):
-    def found(self, figure, *values, **fields):
-        """Measurements of eager, compile, upstream and ours, with these values of a figure."""
-        named = zip(("eager", "compile", "upstream", "ours"), values, strict=True)
-        return [Measurement("W", "inference", 1, way, "same", **{figure: value}, **fields) for way, value in named]
-
-    def test_agreement(self):
-        found = self.found("max_diff", 0.0, 0.25, 0.0, 0.0, max_diff_upstream=0.0)
-        line = "Outputs against eager: compile within 0.25, upstream equal, ours equal; ours and upstream are "
-        self.assertEqual(agreement(found), f"{line}bit-equal.")
-        found[-1] = replace(found[-1], max_diff=0.5, max_diff_upstream=0.125)
-        self.assertIn("ours and upstream are 0.12 apart", agreement(found))
-
     def test_verdicts(self):
-        found = self.found("latency_ms", 4.0, 2.0, 3.0, 1.5)
+        latencies = {"eager": 4.0, "compile": 2.0, "upstream": 3.0, "ours": 1.5}
+        found = [Measurement("W", "inference", 1, way, "same", latency_ms=ms) for way, ms in latencies.items()]
         line = "ours, same inputs: 2.00x over reduce-overhead, 1.33x over torch.compile, 2.67x over eager"
         for measured, lines in ((found, [line]), ([*found[:3], found[3].failed("it broke")], []), (found[3:], [])):
             self.assertEqual(verdicts(measured), lines)
@@ -574,29 +537,6 @@ class TestComparePage(Folder):
             self.assertEqual(self.compare("--json", str(self.json))[0], 2)
         self.assertEqual(sorted(self.file.parent.rglob("*")), before)
         self.assertEqual((self.html.read_text(), link.is_symlink()), ("of an earlier run", True))
-
-    def test_a_pipe(self):
-        os.mkfifo(self.html)
-        reader = os.open(self.html, os.O_RDONLY | os.O_NONBLOCK)
-        self.addCleanup(os.close, reader)
-        with mock.patch("pygraph_trees.benchmark.outcome.page", return_value="short"):
-            self.assertEqual(self.compare()[0], 0)
-        self.assertEqual(os.read(reader, 100), b"short")
-
-
-class TestProgress(TestCase):
-    def test_a_terminal_has_a_bar_and_other_streams_have_few_lines(self):
-        def written(total, **stream):
-            out = io.StringIO()
-            vars(out).update(stream)
-            bar = Progress(out)
-            for done in range(total + 1):
-                bar(done, total, "timing ours")
-            return out.getvalue()
-
-        self.assertRegex(written(2, isatty=lambda: True), r"^([^\r]*\r){3}[^\r]*100%.*\n$")
-        for total in (1, 2, 7, 200):
-            self.assertLessEqual(len(written(total).splitlines()), 2)
 
 
 if __name__ == "__main__":

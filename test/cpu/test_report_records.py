@@ -21,7 +21,7 @@ from pygraph_trees.outputs.allocations import Block
 from pygraph_trees.reasons import Reason
 from pygraph_trees.report import summary
 from pygraph_trees.report.log import Count, FunctionLog, GraphLog, Journal, RecordingLog, partition_from_json
-from pygraph_trees.report.naming import program_name, source_line
+from pygraph_trees.report.naming import program_name
 from pygraph_trees.report.records import (
     Backwards,
     Cause,
@@ -363,12 +363,6 @@ ANetWithALongNameThatNoTerminalHasRoomFor 0/0 forward: gone""",
         value = float(text) * 1000 ** ["B", "kB", "MB", "GB", "TB"].index(unit)
         self.assertLessEqual(abs(value - count), 0.05 * count + 0.5)
         self.assertLessEqual(len(text), 4)
-
-    def test_the_innermost_source_line_is_shown(self):
-        trace = 'File "/a/b.py", line 3, in f\n    return g(x)\n  File "/a/c.py", line 9, in g\n    y = x.cpu()\n'
-        self.assertEqual(source_line(trace), "/a/c.py:9 in g: y = x.cpu()")
-        self.assertEqual(source_line('File "/a/b.py", line 3, in f'), "/a/b.py:3 in f")
-        self.assertEqual([source_line(None), source_line("nothing")], [None, None])
 
 
 if __name__ == "__main__":
