@@ -210,12 +210,6 @@ class TestTarget(Folder):
         for made in (3, (net,), (net, 3), (net, (x,), 3), (net, (x,), {}, 3), (net, (x,), {}, loss, 1)):
             self.assertIsNone(target.program_of(made, "net"))
 
-    def test_without_a_checkout(self):
-        with mock.patch.object(target, "_WORKLOADS", Path("/nowhere")):
-            self.assertEqual(target.workloads(), {})
-            with self.assertRaisesRegex(target.TargetError, "a workload of a checkout"):
-                target.resolve("EOS", META)
-
 
 class TestExplain(Folder):
     def test_partitions_causes_and_inputs(self):

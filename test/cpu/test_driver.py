@@ -157,17 +157,6 @@ class TestMissingCalls(DriverTestCase):
         self.api.lack("cuDriverGetVersion")
         self.assertEqual(called, set(self.driver.missing_calls()))
 
-    def test_absent_calls_are_not_found(self):
-        node, exec_ = self.bound("memset", self.api.make_memset(0x1000, 8))
-        self.api.lack("cuGraphExecMemsetNodeSetParams")
-        node.bind(exec_, self.driver.context())
-        self.assertRefused("cuGraphExecMemsetNodeSetParams", NOT_FOUND, node.set)
-        self.api.lack("cuGraphExecMemsetNodeSetParams", "bindings")
-        self.assertRefused("cuGraphExecMemsetNodeSetParams", NOT_FOUND, node.bind, exec_, self.driver.context())
-        for where in ("bindings", "driver"):
-            self.api.lack("cuCtxGetCurrent", where)
-            self.assertRefused("cuCtxGetCurrent", NOT_FOUND, self.driver.context)
-
 
 class TestKernelNode(DriverTestCase):
     @given(parameters, st.booleans(), st.booleans(), st.booleans(), st.data())

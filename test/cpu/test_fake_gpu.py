@@ -68,10 +68,6 @@ def graphed(graph: LoweredGraph) -> list[bool]:
     return [partition.graphed for partition in partitions_of(graph.graph.scheduler)]
 
 
-def kernels(graph: LoweredGraph) -> int:
-    return graph.source_code.count("async_compile.triton(")
-
-
 class TestPresence(TestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -165,24 +161,6 @@ class TestPartitions(TestCase):
         self.assertEqual(found, (expected, sum(expected), None))
         return graph
 
-    def test_gpu_alone(self) -> None:
-        for arch in ARCHITECTURES:
-            graph = self.check(lambda x, y: torch.relu(x @ y) + 1, (on_gpu(8, 8), on_gpu(8, 8)), [True], arch=arch)
-            self.assertEqual((kernels(graph), graph.is_inference, graph.is_backward), (1, True, False))
-            self.assertIn("extern_kernels.mm(", graph.source_code)
-            self.assertIn(f"cc={arch.removeprefix('sm_')}", graph.source_code)
-
-    def test_work_on_the_cpu(self) -> None:
-        x, table = on_gpu(4, 8), torch.randn(4)
-        graph = self.check(lambda x: (x.sin() @ x.t()) * table.to("cuda"), (x,), [False, True])
-        self.assertEqual(graph.input_names, ("x", "table"))
-        self.assertIs(type(table), torch.Tensor)
-        self.check(lambda x, i: x * (i * 2 + 1).to(x.device), (x, torch.ones(8)), [False, True])
-        self.check(lambda x: (x * 2).cpu(), (x,), [True, False])
-        self.check(lambda x: (x * 2).cpu().to("cuda") + 1, (x,), [True, False, True])
-        graph = self.check(lambda x: x * torch.arange(8).float().pow(-0.5).to(x.device), (x,), [True])
-        self.assertEqual(kernels(graph), 1)  # constructors are moved
-
     def test_constants_become_constants_of_the_gpu(self) -> None:
         def constants(x: torch.Tensor) -> torch.Tensor:
             big = torch.tensor([[1.0, 2.0] * 4, [3.0, 4.0] * 4] * 2)
@@ -191,14 +169,6 @@ class TestPartitions(TestCase):
 
         graph = self.check(constants, (on_gpu(4, 8),), [True])
         self.assertIn("cuda", {constant.device.type for constant in graph.graph.constants.values()})
-
-    def test_what_is_not_graphed(self) -> None:
-        branch = lambda flag, x: torch.cond(flag, lambda x: x.sin(), lambda x: x.cos(), (x,))  # noqa: E731
-        (graph,) = lower(branch, (on_gpu(dtype=torch.bool), on_gpu(4, 8)))
-        self.assertRegex(graph.disabled_reason, "torch.cond")
-        (graph,) = lower(lambda x: x + 1, (torch.ones(4),))  # the CPU alone
-        self.assertIsNotNone(graph.disabled_reason)
-        self.assertEqual(kernels(graph), 0)
 
     @mock.patch.object(codecache.PyCodeCache, "write", side_effect=AssertionError("written"))
     @mock.patch.object(cpp_builder, "get_cpp_compiler", side_effect=AssertionError("C++ compiler"))
@@ -255,13 +225,10 @@ class TestLower(TestCase):
                 return self.step(x)
 
         for fn in (
-            lambda x: model(x),
             functools.partial(lambda model, x: model(x), model),
             model.forward,
-            torch.compile(model),
             torch.compile(lambda x: model(x)),
             Holding(),
-            Holding().step,
             torch.no_grad()(lambda x: model(x)),
         ):
             (graph,) = lower(fn, (on_gpu(4, 8),))
@@ -289,18 +256,6 @@ class TestLower(TestCase):
         self.assertEqual(graphed(graph), [True])
         self.assertEqual((model.calls, model.last, total), (0, None, torch.zeros(8)))
         self.assertIs(model.total, total)
-
-    def test_inputs(self) -> None:
-        """A module on the CPU stays there if the program uses it there; a tensor given twice is one input."""
-        model = nn.Linear(8, 8)
-        parameters = {name: on_gpu(*p.shape) for name, p in model.named_parameters()}
-        x = on_gpu(4, 8)
-        (graph,) = lower(lambda x: model(x.cpu()).cuda() + 1, (x,))
-        self.assertEqual(graphed(graph), [False, True])
-        (graph,) = lower(lambda p, x: torch.func.functional_call(model, p, (x,)), (parameters, x))
-        self.assertEqual((graph.static_input_idxs, graph.input_names), ((), ("p['weight']", "p['bias']", "x")))
-        (graph,) = lower(lambda a, b: a + b, (x, x))
-        self.assertEqual(len(graph.input_names), 1)
 
     def test_eager_code_between_graphs_is_on_the_gpu(self) -> None:
         seen = []
@@ -354,14 +309,6 @@ class TestLower(TestCase):
         self.assertNotIn(backward.input_names.index("tangents_1"), backward.static_input_idxs)
         self.assertTrue(all(p.grad is None for p in model.parameters()))
 
-        model = nn.Linear(8, 4, device="meta")
-        loss = lambda x, y: F.cross_entropy(model(x), y)  # noqa: E731
-        _, backward = lower(loss, (on_gpu(32, 8), on_gpu(32, dtype=torch.int64)), training=True)
-        self.assertTrue(backward.is_backward)
-        (graph,) = lower(model, (on_gpu(4, 8),))
-        self.assertTrue(graph.is_inference)
-        self.assertEqual(len(graph.graph.graph_outputs), 1)  # nothing is kept for a backward
-
 
 class TestAttention(TestCase):
     def ops(self, shape: tuple[int, ...], dtype: torch.dtype, **kwargs: Any) -> list[Any]:
@@ -376,10 +323,8 @@ class TestAttention(TestCase):
         efficient = ["aten._scaled_dot_product_efficient_attention.default"]
         for shape, dtype, kwargs, expected in (
             ((2, 4, 64, 32), half, {}, flash),
-            ((2, 4, 64, 32), torch.bfloat16, {"is_causal": True}, flash),
-            ((2, 4, 64, 36), half, {}, flash),  # padded
+            ((2, 4, 64, 36), torch.bfloat16, {"is_causal": True}, flash),  # padded
             ((2, 4, 64, 32), half, {"attn_mask": mask}, efficient),
-            ((2, 4, 64, 32), torch.float32, {}, efficient),
             ((2, 4, 64, 30), torch.float32, {}, []),
             ((2, 4, 64, 32), torch.float64, {}, []),
             ((4, 64, 32), half, {}, []),

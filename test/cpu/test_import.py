@@ -88,19 +88,6 @@ class TestImport(TestCase):
         )
         self.assertEqual(shown, ["[2.0, 2.0]", "SourceFileLoader SourceFileLoader True"])
 
-    def test_threads_that_import_at_once(self):
-        self.check(
-            "import pygraph_trees, torch, threading, importlib",
-            "import torch._dynamo, torch._inductor.output_code  # torch's modules import each other",
-            "names = ['cudagraph_trees', 'compile_fx'] * 3",
-            "work = [lambda n=n: importlib.import_module('torch._inductor.' + n) for n in names] + [",
-            "    lambda: __import__('inductor_patches').install()]",
-            "threads = [threading.Thread(target=one) for one in work]",
-            "[t.start() for t in threads]; [t.join() for t in threads]",
-            # Torch alone sometimes aborts when such a process ends: "terminate called without an active exception".
-            end="import os; print(end='', flush=True); os._exit(0)",
-        )
-
     def test_none_wait_if_they_are_disabled(self):
         shown = self.check(
             "import pygraph_trees, torch._inductor.compile_fx, torch._inductor.cudagraph_trees as t",

@@ -317,14 +317,6 @@ New 0/0 inference: new, 0 recordings, 0 replays
 ANetWithALongNameThatNoTerminalHasRoomFor 0/0 forward: gone""",
         )
 
-    def test_the_report_as_json_and_in_a_notebook(self):
-        found = Report(ENVIRONMENT, *self.records())
-        data = json.loads(found.to_json())
-        self.assertEqual(sorted(data), ["breaks", "environment", "functions", "graphs"])
-        self.assertEqual(data["functions"][0]["recordings"][0]["inputs"][1]["copied_bytes"], 2048)
-        self.assertEqual(data["graphs"][0]["partitions"][1]["causes"][0]["op"], "prims.device_put.default")
-        self.assertRegex(found._repr_html_(), r"(?s)^<pre>pygraph_trees 0.1.0.*mutates inputs.*</pre>$")
-
     def test_a_graph_break_is_told_with_its_reason(self):
         table = torch.arange(8.0)
         summary.clear()

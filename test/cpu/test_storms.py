@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 from bare_manager import bare_manager
-from test_trial import if_aligned
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -243,15 +242,6 @@ class TestFunctions(TestCase):
             recording.counter.value += 1
         self.assertIs(self.model.dispatch.way, Way.REPLAYED)
         self.model.trial.give_up.assert_not_called()
-
-    def test_the_first_call_decides_which_inputs_must_be_aligned(self):
-        """Later calls, whose sizes are not graphed, may get misaligned inputs."""
-        seen, base = [], torch.zeros(9)
-        self.model.model = lambda inputs: seen.append(inputs[1].data_ptr() % 16)
-        with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", if_aligned):
-            for n in range(2 * storms.FIRST_SIZES):
-                self.limited([n, base[n > 0 :]])
-        self.assertEqual(seen, [0] * storms.FIRST_SIZES)
 
     def test_a_function_that_stops_runs_ungraphed_and_gives_its_recordings_back(self):
         model, manager = self.model, mock.Mock(spec=Manager)

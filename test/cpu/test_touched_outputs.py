@@ -20,7 +20,6 @@ from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState, Sto
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from pygraph_trees.trees.hooks import entry_points
 from pygraph_trees.trees.pools import capture_lock, pools
@@ -134,30 +133,6 @@ class TestDropped(TouchedTestCase):
         begin_step_ungraphed(function)
         self.assertIsNone(function.manager.current_node)
         self.check_steps(function, held, [3] * is_held)
-
-    def test_gradients_that_an_output_of_autograd_retains(self):
-        """They belong to one step, as in eager."""
-        function = Function(mode=FORWARD)
-        graphed = under_autograd(function)
-        leaf = torch.ones(SIZE, requires_grad=True)
-        for step in (1, 2, 3):
-            output = graphed(leaf)
-            output.retain_grad()
-            (output * step).sum().backward()
-            self.assertEqual(output.grad, all_of(step))
-            del output
-
-    @parametrize("mode", [INFERENCE, FORWARD])
-    def test_sums_that_are_remembered_by_output(self, mode):
-        function, sums = Function(mode=mode), WeakTensorKeyDictionary()
-        graphed = under_autograd(function)
-        for step in (3, 4, 5):
-            output = graphed(torch.full((SIZE,), float(step), requires_grad=mode == FORWARD))
-            self.assertNotIn(output, sums)
-            sums[output] = output.detach().sum()
-            if mode == FORWARD:
-                output.sum().backward()
-            del output
 
     @parametrize("fast", [False, True])
     @parametrize("mode,is_recorded", [*product((INFERENCE, BACKWARD), (False, True)), (FORWARD, False)])

@@ -333,18 +333,6 @@ class TestTrial(TrialTestCase):
             self.steps(40, function)
             self.assertEqual(trial.way, way)
 
-    def test_a_step_goes_one_way(self):
-        """The backward joins after the first forward."""
-        trial = self.trial()
-        forward = Function(self.world, trial, kernels=1)
-        forward(0)
-        backward = Function(self.world, trial, graphed=(5.0, 20.0))
-        backward(0)
-        self.steps(39, forward, backward)
-        self.assertEqual((forward.calls, forward.went), (backward.calls, backward.went))
-        self.assertEqual(forward.log.decision, backward.log.decision)
-        self.assertEqual(sum(facts.launches for facts in trial.compared.facts), 5)
-
     def scheduled(self, schedule, **function):
         """Runs micro-batches through a forward and a backward of two partitions each, until the trial is over.
 

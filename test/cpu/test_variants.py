@@ -156,16 +156,6 @@ class TestCache(VariantsTestCase):
         self.assertEqual(len(set(keys)), len(keys))
         self.assertEqual(self.variant(case, ["in_ptr1", "in_ptr0"]).fn.cache_key, keys[2])
 
-    def test_a_compiled_variant_is_found_on_disk(self) -> None:
-        case = kernels.CASES["pointwise"]
-        hits = []
-        listener = lambda *, cache_hit, **_: hits.append(cache_hit)  # noqa: E731
-        with mock.patch.object(triton.knobs.compilation, "listener", listener):
-            for _ in range(2):
-                self.compiled(self.variant(case), case)
-            self.original(case)
-        self.assertEqual(hits, [False, True, False])
-
 
 class TestRefused(VariantsTestCase):
     def assertRefused(self, why: str, case: kernels.Case, slots: Any = None, **options: Any) -> None:
@@ -183,12 +173,6 @@ class TestRefused(VariantsTestCase):
             self.assertRefused("none of its parameters can be a slot", other, ["in_ptr0"])
             self.assertEqual(self.variant(other, ["in_ptr0", "in_ptr1", "XBLOCK", "y"]).slots, {"in_ptr1"})
         self.assertRefused("none of its parameters can be a slot", case, [])
-
-    def test_cooperative_and_dependent_launches_are_refused(self) -> None:
-        case = kernels.CASES["pointwise"]
-        self.assertRefused("all of its blocks must fit .*", case, launch_cooperative_grid=True)
-        self.assertRefused("it may begin before .*", case, launch_pdl=True)
-        self.variant(case._replace(options={"launch_pdl": False, "launch_cooperative_grid": False}))
 
     def test_kernels_that_cannot_be_rebuilt_are_refused(self) -> None:
         from triton.experimental import gluon
