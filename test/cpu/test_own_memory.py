@@ -333,7 +333,6 @@ class CompiledFunction(torch.autograd.Function):
 class TestGradients(TestCase):
     def setUp(self):
         super().setUp()
-        torch._C._set_cached_tensors_enabled(True)  # a reset of the trees in an earlier test turns this off
         self.parameters = [torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(3)]
         found = [storage(n, ((2, 3), (3, 1), 0), allocation=n) for n in range(3)]
         views = {n: (1 + n, ((2, 3), (3, 1), 0, torch.float32)) for n in range(3)}
