@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -37,9 +36,7 @@ class TestPrograms(TestCase):
             ("value", (compare_sides, by_address), lambda ctx: ctx.record(torch.ones(1))),
             ("error", (compare_sides, by_address), lambda ctx: ctx.raises(int, "a")),
             ("random state", (compare_sides, by_address), lambda ctx: torch.rand(1)),
-            ("crash", (compare_sides, by_address), lambda ctx: int("a")),
             ("fact", (compare_sides,), lambda ctx: ctx.fact("more", 1)),
-            ("warning", (compare_sides,), lambda ctx: warnings.warn("new", stacklevel=1)),
             ("log", (compare_sides,), lambda ctx: logging.getLogger("torch._inductor.cudagraph_trees").warning("new")),
             ("compilation", (compare_sides,), lambda ctx: ctx.compile(lambda x: x + 1)(torch.ones(1))),
         ):

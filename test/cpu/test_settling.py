@@ -38,13 +38,11 @@ class TestSettling(TestCase):
         return count
 
     def test_calls_end_when_a_route_can_be_chosen(self) -> None:
-        """Inputs that move at some calls take more calls."""
+        """Inputs that move at some calls take more calls, and long calls end after some seconds."""
         for route in (None, "by address: few kernels"):
             self.assertEqual([self.calls(share) for share in (1.0, 0.5, 0.0)], [CALLS, 2 * CALLS, CALLS])
+            self.assertEqual(self.calls(each_s=0.5), 6)
             self.function(route)
-
-    def test_long_calls_end_after_some_seconds(self) -> None:
-        self.assertEqual(self.calls(each_s=0.5), 6)
 
     def test_calls_go_on_until_a_chosen_table_is_in_use(self) -> None:
         """For a minute at most, and only for functions of this program."""
