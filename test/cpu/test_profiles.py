@@ -173,28 +173,6 @@ class TestDisk(Folder):
         with self.assertRaisesRegex(module.ProfilesNotRemoved, "^profiles in .* could not be removed: "):
             self.profiles.clear()
 
-    def test_permissions(self):
-        self.profiles.store(profile())
-        if os.geteuid() == 0:  # root may write everywhere, so it becomes another user, who owns the files
-            nobody = 65534
-            try:
-                for path in (self.file, *self.file.parents[:3]):
-                    os.chown(path, nobody, -1)
-                os.seteuid(nobody)
-            except PermissionError:
-                self.skipTest("root may not become someone else")
-            self.addCleanup(os.seteuid, 0)
-        self.profiles.folder.chmod(0o500)
-        self.addCleanup(self.profiles.folder.chmod, 0o700)
-        with self.warned(ProfilesUnusable):
-            self.profiles.store(profile(7))
-            self.assertEqual(self.profiles.find(KEY), profile())
-        with self.assertRaisesRegex(module.ProfilesNotRemoved, "Permission denied"):
-            self.profiles.clear()
-        self.profiles.folder.chmod(0)
-        with self.warned(ProfilesUnusable):
-            self.assertIsNone(self.profiles.find(KEY))
-
     def test_clear_takes_what_was_left_behind_and_not_what_is_written(self):
         self.profiles.store(profile())
         old, new = (self.file.with_suffix(f".{name}.tmp") for name in ("old", "new"))

@@ -57,12 +57,9 @@ TWICE = CALL.replace("None", "reinterpret_tensor(buf1, (2, 3), (3, 1), 4)")
 MORE = """
 torch.cuda.synchronize()
 arg1_1 = copy_if_misaligned(arg1_1)
-buf9 = 3
 args = [arg1_1]
 args.append(arg1_1)
-args = arg1_1
 reinterpret_tensor = arg1_1
-partition0_args = arg1_1
 del args
 args.clear(1)
 self.calls = 1
@@ -98,15 +95,12 @@ INSTEAD = {
     6: """
         return (buf0 + 1, )
         return (alias(buf0, (2, ), (1, ), 0), )
-        return (torch.reinterpret_tensor(buf0, (2, ), (1, ), 0), )
         return (arg0_1, )
         return ((buf0, buf1), )
-        return ('a string', )
         return [buf0, buf1]
         return self.partitions[0](partition0_args)
         return (reinterpret_tensor(arg0_1, (2, ), (1, ), 0), )
         return (reinterpret_tensor(buf0, (arg1_1, ), (1, ), 0), )
-        return (reinterpret_tensor(buf0, (2, ), (1, ), buf1.size(0)), )
         return (reinterpret_tensor(buf0, (2, ), (1, ), offset=0), )
         return (reinterpret_tensor(buf0, *[(2, ), (1, ), 0]), )
         return (reinterpret_tensor(), )
