@@ -232,14 +232,6 @@ class TestGradients(TestCase):
                 self.assertEqual(found[-2], 7)
                 self.assertIs(found[-1], kept)
 
-    def test_outputs_that_are_not_at_hand_are_asked_of_the_recording(self):
-        """The recording is asked for them, and the tensors it gives may be seen by users."""
-        self.cached[0]._backward_hooks = {}
-        _, y = self.step()
-        y.backward()
-        self.assertEqual(self.is_own(), [False] * 3)
-        self.assertEqual(self.trees.recording.calls, ["own outputs"])
-
     def test_gradients_of_a_backward_of_aotautograd(self):
         """A real compiled backward wraps the call that gives a recording's gradients."""
         found = []

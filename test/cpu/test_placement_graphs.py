@@ -119,21 +119,6 @@ class TestPlacement(TestCase):
             module.recompile()
         return module, placed
 
-    def test_what_stays_on_the_cpu(self):
-        """On the CPU, an index out of bounds is an error; on the GPU, it ends all work."""
-        eight, eight_complex = torch.zeros(8), torch.zeros(8, dtype=torch.complex64)
-        indices = torch.zeros(8, dtype=torch.int64)
-        for program, on_cpu, on_gpu, why in (
-            (lambda v, x: x + (v.abs() > 1).to(GPU), eight, eight, ""),
-            (lambda v, x: x + (v.abs() > 1).to(GPU), eight_complex, eight, "may differ on the GPU"),
-            (lambda v, i: v[i.cpu()].to(GPU), eight, indices, "out of bounds"),
-            (lambda v, i: v[i.cpu() + 1].to(GPU), eight, indices, "out of bounds"),
-            (lambda v, i: v.gather(0, i.cpu()).to(GPU), eight, indices, "out of bounds"),
-        ):
-            _, placed = self.placed_program(program, on_cpu, on_gpu)
-            found = " ".join(stay.why for stay in placed.stays if stay.why != "it is an input")
-            self.assertRegex(found, why or "^$")
-
     def test_several_gpus(self):
         """The graph is left alone, and the reason is noted."""
         with absent_gpu("sm_90"), FakeTensorMode() as mode:
@@ -352,14 +337,6 @@ class TestLowered(TestCase):
             self.assertRegex("".join(hosts), staged_is)
             if staged_is is nothing:
                 self.assertNotIn("cpp_fused", graph.source_code)
-
-    def test_parts_of_a_value(self):
-        for function in (
-            lambda v: sum(part.to("cuda") for part in v.chunk(2)),
-            lambda v: sum(part.to("cuda") for part in v.view(2, 32).unbind()),
-            lambda v: v.split(32)[1].to("cuda"),
-        ):
-            self.assertEqual(self.full(plus(function), torch.rand(64), size=32)[1], (1, 0))
 
     def test_when_a_program_reads_it(self):
         for function, read in (

@@ -466,18 +466,6 @@ class TestLiveInputs(StagingTestCase):
     def reads(self, live, unread=()):
         return [(item.recorded, HostRead.IN_ORDER) for item in live.items if item.index not in unread]
 
-    def test_parts_that_are_read_at_several_times_are_read_in_order(self):
-        live = self.chosen(*(torch.zeros(4) for _ in range(4)))
-        starts = [item.recorded for item in live.items]
-        live._staged.note_reads(
-            [
-                *((starts[0], HostRead.LATER), (starts[0] + 8, HostRead.LATER)),
-                *((starts[1], HostRead.LATER), (starts[1] + 8, HostRead.AT_ONCE)),
-                *((starts[2] + 12, HostRead.AT_ONCE), (1, HostRead.LATER)),
-            ]
-        )
-        self.assertEqual(live._staged._reads, {0: HostRead.LATER, 1: HostRead.IN_ORDER, 2: HostRead.AT_ONCE})
-
     def copies(self, addresses):
         return [self.api.make_memcpy(a, TARGET + 4096 * n, 16, "HOST") for n, a in enumerate(addresses)]
 

@@ -213,30 +213,6 @@ class TestTrial(TrialTestCase):
             self.assertRegex(function.log.decision, "^un-graphed: 60 us a call against 130 us")
             self.assertEqual(self.memory.store.called, mode == "inference")  # in another process it may train
 
-    def test_finalizers_call_while_measured_calls_are_counted(self):
-        counted = TrialMember(FunctionLog("Net", None, "inference", 1, {}), None, None, None, Environment())
-        for _ in range(4):  # the first one is not measured
-            counted.add(SimpleNamespace(way=Execution.GRAPHED))
-        left = iter(range(1, 100))
-
-        class Garbage:
-            """Makes a measured call and more garbage when it is collected."""
-
-            def __init__(self):
-                self.itself = self
-
-            def __del__(self):
-                counted.add(SimpleNamespace(way=Execution.GRAPHED))
-                if next(left, None):
-                    Garbage()
-
-        self.addCleanup(gc.set_threshold, *gc.get_threshold())
-        gc.collect()
-        Garbage()
-        gc.set_threshold(1)  # each allocation collects
-        self.assertGreater(counted.made(Execution.GRAPHED), 3)
-        gc.set_threshold(0)
-
     def test_one_trial_at_a_time(self):
         """The other function is graphed until the first one is decided."""
         first, second = (Function(self.world, self.trial()) for _ in range(2))
@@ -291,25 +267,6 @@ class TestTrial(TrialTestCase):
         for _ in range(1000):
             self.assertTrue(self.turn.take(holder))
             self.assertFalse(any(map(self.turn.take, waiting)))
-
-    def test_a_trial_that_asks_for_the_turn_waits_for_no_other_thread(self):
-        """That thread may run a finalizer that waits for this trial."""
-        first, second, found = self.trial(), self.trial(), []
-
-        class Holder:
-            @property
-            def is_over(holder):
-                if not found:
-                    found.append("asked")
-                    other = threading.Thread(target=lambda: found.append(self.turn.take(second)), daemon=True)
-                    other.start()
-                    other.join(10)
-                return False
-
-        holder = Holder()
-        self.assertTrue(self.turn.take(holder))
-        found.append(self.turn.take(first))
-        self.assertEqual(found, ["asked", False, False])
 
     def test_calls_are_measured_after_the_gpu_is_done_with_them(self):
         """A loop may be far ahead of the GPU, which is the slower one with the graph in the second case."""

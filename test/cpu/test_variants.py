@@ -193,15 +193,7 @@ class TestRefused(VariantsTestCase):
     def test_variables_that_a_key_leaves_out_are_refused(self) -> None:
         """Those of Triton are no reason."""
 
-        def in_kernel(ty: Any) -> Any:
-            @triton.jit
-            def kernel(in_ptr0, out_ptr0, XBLOCK: tl.constexpr):
-                i = tl.arange(0, XBLOCK)
-                tl.store(out_ptr0 + i, tl.load(in_ptr0 + i).to(ty).to(tl.int64))
-
-            return kernel
-
-        def in_function(ty: Any) -> Any:
+        def make(ty: Any) -> Any:
             @triton.jit
             def narrowed(x):
                 return x.to(ty).to(tl.int64)
@@ -227,13 +219,12 @@ class TestRefused(VariantsTestCase):
         case = kernels.CASES["oneline"]
         self.assertAsWide(case._replace(fn=sorting))
         why = "'ty' is not a tl.constexpr, and Triton's cache ignores its value"
-        for make in (in_kernel, in_function):
-            refused = case._replace(fn=make(tl.int8))
-            self.original(refused)
-            self.assertEqual(refused.fn.cache_key, make(tl.int16).cache_key)
-            for _ in range(2):  # whether or not keys are cached
-                self.assertRefused(why, refused)
-            self.assertAsWide(case._replace(fn=make(tl.constexpr(tl.int8))))
+        refused = case._replace(fn=make(tl.int8))
+        self.original(refused)
+        self.assertEqual(refused.fn.cache_key, make(tl.int16).cache_key)
+        for _ in range(2):  # whether or not keys are cached
+            self.assertRefused(why, refused)
+        self.assertAsWide(case._replace(fn=make(tl.constexpr(tl.int8))))
 
 
 class TestInductor(VariantsTestCase):
