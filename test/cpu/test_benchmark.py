@@ -5,9 +5,7 @@ All of it runs without a GPU; ways are replaced by plain callables where a test 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -35,7 +33,7 @@ from pygraph_trees.benchmark.ways import (
     patches_on,
 )
 from pygraph_trees.fake_gpu import absent_gpu
-from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
+from pygraph_trees.report.log import FunctionLog, GraphLog, journal
 
 FAST = Effort(rounds=2, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 8), ring=3, fresh_caches=False)
 
@@ -183,12 +181,6 @@ class TestDifferences(TestCase):
             self.assertIn(problem, found)
 
 
-class Hashed(SimpleNamespace):
-    """A namespace that can be a key, as a recording can."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-
 class TestWays(TestCase):
     def test_ours_may_be_asked_for_with_flags(self):
         default = torch._inductor.config.triton.pygraph_outputs
@@ -288,32 +280,6 @@ class TestComparison(TestCase):
         self.assertEqual(steps[-1][0], steps[-1][1])
         self.assertEqual(steps, sorted(steps))
 
-    def _that_chooses(self, then: Any) -> Measurement:
-        """The measurement of a way that multiplies by two until it has chosen, and does ``then`` from there on."""
-        texts: list[str] = []
-        used = eager = lambda x: x * 2
-
-        def chosen(call: Any, first: int) -> None:
-            nonlocal used
-            call()
-            used = then
-
-        program = Program(eager, (torch.ones(3),))
-        settling = mock.patch("pygraph_trees.benchmark.timing.call_until_chosen", side_effect=chosen)
-        with _ways(eager=eager, ours=lambda x: used(x)), settling as settled:
-            comparison = Comparison(program, effort=FAST, progress=lambda done, total, text: texts.append(text))
-            comparison._choosing = comparison._runs[-1:]  # as on a GPU
-            for stage, measured in comparison.stages():  # noqa: B007
-                texts += ["prepared"] if stage == "prepared" else []
-        self.assertEqual((settled.call_count, texts.count("prepared")), (1, 1))
-        stages = [stage for stage, _ in itertools.groupby(text.split()[0] for text in texts)]
-        self.assertEqual(stages[:7], ["compiling", "warming", "compiling", "warming", "prepared", "settling", "timing"])
-        return measured[-1]
-
-    def test_routes_are_chosen_after_all_preparation(self):
-        for then, expected in ((lambda x: x * 2, 0.0), (lambda x: x * 3, 1.0)):
-            self.assertEqual(self._that_chooses(then).max_diff, expected)
-
     def test_a_way_that_reads_the_inputs_of_another_call_is_found_out(self):
         """A training step and a program that writes to its inputs are not mistaken for it."""
         kept: list[torch.Tensor] = []
@@ -329,54 +295,6 @@ class TestComparison(TestCase):
             found = _compared(program, eager=program.fn, ours=ours)
             self.assertEqual([(m.error, m.max_diff) for m in found], [(None, d) for d in (0.0, 0.0, 0.0, last)])
         self.assertTrue(all(p.grad is None for p in trained.fn.parameters()))
-
-
-class TestInspection(TestCase):
-    """The part that needs a GPU, on a fake one: tensors are on the CPU, the allocator's answers are made up."""
-
-    def inspected(self, launches: int) -> list[Measurement]:
-        """Measures eager and ours, with the same and with fresh inputs; a profiler saw ``launches`` graph launches."""
-        program = Program(lambda x: x * 2, (torch.ones(3),))
-        log = RecordingLog(number=3, inputs=((0, "x", "live", "cuda:0", 12, 12, False),))
-        model = SimpleNamespace(log=FunctionLog("Net", "0/0", "inference", 1, {}))
-        node = Hashed(children={}, log=log, wrapped_function=SimpleNamespace(model=model), parent=None)
-        manager = SimpleNamespace(roots={0: [node]}, cuda_graphs_thread_pool=(0, 1))
-
-        def replayed(x: torch.Tensor) -> torch.Tensor:
-            log.counter.value += 1
-            log.extra_copied_bytes += 7
-            return x * 2
-
-        def profiled(call: Any, wait: Any) -> GpuWork:
-            call()
-            return GpuWork(kernels_total=4, kernels_graphed=3, gpu_ms=0.5, gpu_total_ms=0.7, graph_launches=launches)
-
-        trees = SimpleNamespace(managers=lambda: [manager], active=contextlib.nullcontext)
-        segments = [
-            {"segment_pool_id": (0, pool), "total_size": size, "allocated_size": 100}
-            for pool, size in ((1, 1000), (2, 5000))
-        ]
-        gpu = {"memory_allocated": 50, "max_memory_allocated": 80, "reset_peak_memory_stats": None}
-        fakes = {name: mock.Mock(return_value=value) for name, value in gpu.items()}
-        fakes["memory_snapshot"] = lambda pool, **_: [each for each in segments if each["segment_pool_id"] == pool]
-        with (
-            _ways(Way("eager", program.fn, False, None), Way("ours", replayed, False, trees)),
-            mock.patch("pygraph_trees.benchmark.measure.profile_call", profiled),
-            mock.patch.multiple(torch.cuda, **fakes),
-        ):
-            comparison = Comparison(program, effort=FAST)
-            comparison._on_gpu = True
-            *_, (_, found) = comparison.stages()
-        return found
-
-    def test_figures_of_the_gpu(self):
-        """Launches are named if there are as many of them as replays."""
-        for launches, names in ((1, ("Net 0/0 inference, recording 3",)), (2, ())):
-            eager, _, ours, _ = self.inspected(launches)
-            self.assertEqual((eager.launches, ours.launches), ((), names))
-        for m, *wanted in ((eager, 0, 0, 0, 12 + 30), (ours, 12 + 7, 1, 1000, 12 + 1000 + 30)):
-            self.assertEqual([m.copied_bytes, m.recordings, m.pool_bytes, m.peak_bytes, m.error], [*wanted, None])
-        self.assertEqual((ours.kernels_total, ours.kernels_graphed, ours.gpu_ms, ours.gpu_total_ms), (4, 3, 0.5, 0.7))
 
 
 class TestVerify(TestCase):
