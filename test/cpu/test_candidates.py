@@ -395,22 +395,6 @@ def references_to(items):
 
 
 class TestDeaths(TestCase):
-    def test_all_outputs_must_be_dead(self):
-        """Torch's references decide. C++ gets the outputs in runs of the same recording."""
-
-        @EXAMPLES
-        @given(OUTPUTS)
-        def check(drawn):
-            outputs = Outputs(drawn)
-            deaths = Deaths(outputs.places, lambda: False)
-            self.assertIs(deaths.ask(), outputs.are_dead)
-            listed = [(list_, *place) for list_, places in deaths.groups for place in places]
-            for (cached, *place), (list_, _, *expected) in zip(listed, outputs.places, strict=True):
-                self.assertIs(cached, list_)
-                self.assertEqual(place, expected)
-
-        check()
-
     def test_unneeded_references_are_released(self):
         release = mock.Mock(side_effect=[False, True])
         references = [lambda: None, lambda: None if release.call_count == 2 else 7]

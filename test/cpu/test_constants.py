@@ -196,17 +196,6 @@ class TestLoweredConstants(TestCase):
         self.assertEqual([len(set(names)) for names in buffers], [len(names) for names in buffers])
         self.assertTrue(any(buffers))
 
-    def test_random_values_stay(self):
-        for value in (
-            lambda n: torch.rand(n) * 2,
-            lambda n: torch.randperm(n),
-            lambda n: torch.nn.functional.dropout((count(n) / 3).exp()),
-        ):
-            lowered = Lowered(value)
-            self.assertEqual(lowered.hows, ["copied"])
-            self.assertNotIn("_folded_constant", lowered.graph.source_code)
-            self.assertRegex(" ".join(lowered.whys), "it is random")
-
     def test_nothing_is_folded_in_branches(self):
         """Inductor has no constants in branches; small values that would lose bits are left to torch."""
         for value, why in (

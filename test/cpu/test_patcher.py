@@ -9,7 +9,6 @@ import gc
 import struct
 import unittest
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import test_live_inputs
@@ -105,18 +104,6 @@ class TestPatcher(PatcherTestCase):
         self.assertEqual(self.api.calls, [KERNEL] * 6)
         self.assertTrue(self.replay(live, *sets[0]))
         self.assertEqual(self.holds(graph, sets[0]), [True] * 2)
-
-    def test_a_thread_that_has_not_used_the_gpu(self):
-        """It has no context, and the driver crashes if nodes are set without one."""
-        live, graph, sets = self.recorded()
-
-        def call(inputs):
-            return self.replay(live, *inputs), self.holds(graph, inputs)
-
-        with ThreadPoolExecutor(1) as thread:
-            found = list(thread.map(call, (sets[1], sets[0])))
-        self.assertEqual(found, [(False, [True]), (True, [True])])  # Python sets the context, once
-        self.assertEqual(self.api.calls, ["cuCtxSetCurrent", KERNEL, KERNEL])
 
     def test_nodes_are_set_in_their_own_context(self):
         """Another device's context may be current. It is current again afterwards, even if the call fails."""

@@ -451,13 +451,6 @@ class TestLowered(TestCase):
                 self.assertTrue(place_for_graphs(module.graph, lambda: True))
         self.assertEqual([record.how for record in module.meta[PLACED]], ["copied"])
 
-    def test_outputs_are_where_eager_has_them(self):
-        def program(x, v):
-            return torch.arange(4), v + 1, x + torch.arange(64).to("cuda"), (v * 2).to("cuda"), torch.arange(4) * 2
-
-        graph, _ = self.full(program, torch.rand(64))
-        self.assertEqual(devices(graph.gm.graph.output_node().args[0]), ["cpu", "cpu", "cuda", "cuda", "cpu"])
-
     def test_without_addresses(self):
         """Values that graphs cannot copy themselves are copied outside the graphs."""
         for flags in ({"triton.pygraph_indirection": "off"}, {"triton.cudagraph_trees": False}):

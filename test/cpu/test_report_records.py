@@ -288,21 +288,6 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         features = [feature.name for feature in pygraph_trees.report().environment.features]
         self.assertEqual(features, ["flags", "trees", "report", "calls", "backward", "saving", "placement", "table"])
 
-    def test_text_and_page_say_how_inputs_are_given(self):
-        for reason, words in (
-            (Reason.TABLE(kernels=20, inputs=5), "passed by table: 20 kernels read 5 inputs whose addresses change"),
-            (Reason.FEW_KERNELS(kernels=20, least=32), "passed by address: 20 kernels could read inputs from a table"),
-            (
-                Reason.TABLE_AWAITED(kernels=20, inputs=5),
-                "passed by address, until a table for 20 kernels that read 5 inputs is built",
-            ),
-        ):
-            log = function()
-            log.route_was_found(reason)
-            found = Report(ENVIRONMENT, (), (log.record(),))
-            self.assertIn(f"Net 0/0, inference: inputs are {words}", found.to_text(400))
-            self.assertIn(f"<p>inputs are {words}", found.to_html())
-
     def test_what_changed_since_another_report(self):
         before = Report(ENVIRONMENT, (), self.records()[1])
         self.assertEqual(before.diff(before), "")

@@ -8,9 +8,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-import torch
 from new_process import python
-from torch._inductor import config, cudagraph_trees
 from torch._logging._internal import trace_log
 from torch.testing._internal.common_utils import TestCase, run_tests
 from traced import artifacts, listening
@@ -20,10 +18,6 @@ from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journa
 from pygraph_trees.report.records import Partition
 
 SETTINGS = {"placement": "full", "indirection": "auto"}
-
-
-def double(inputs):
-    return [x * 2 for x in inputs]
 
 
 def write(log):
@@ -48,18 +42,6 @@ class TestStructuredTraces(TestCase):
         self.assertEqual((function.metadata["frame_id"], function.metadata["frame_compile_id"]), (3, 1))
         self.assertEqual(graph.content["model"], "Net")
         self.assertEqual([r["reason"] for r in function.content["recordings"]], ["", "again"])
-
-    def test_one_that_is_not_to_be_graphed(self):
-        with config.patch({"triton.pygraph_selective": "never"}), mock.patch.object(cudagraph_trees, "get_manager"):
-            given = {"device_index": 0, "is_backward": False, "is_inference": True}
-            with artifacts() as found:
-                run = cudagraph_trees.cudagraphify_impl(double, [torch.ones(2)], (), **given)
-                self.assertEqual(len(found), 1)
-                for _ in range(3):
-                    self.assertEqual(run([torch.ones(2)]), [torch.full((2,), 2.0)])
-        (function,) = found
-        self.assertEqual((function.content["model"], function.content["recordings"]), ("double", []))
-        self.assertEqual(function.content["ungraphed_reason"], "pygraph_selective is 'never'")
 
     def test_decisions(self):
         """A decision is written if it is new; it does not replace other reasons."""

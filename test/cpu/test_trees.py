@@ -442,21 +442,6 @@ class TestWhoHoldsOutputs(TestCase):
         del held
         self.assertEqual([older.expired() for older in node.older_outputs], [True])
 
-    def test_an_output_that_only_autograd_holds_is_alive(self):
-        """It is alive just as the view would be that the graph's code would have made of it."""
-        node = self.recording(3)
-        cached = node.cached_tensor_outputs
-        self.assertTrue(node.all_outputs_are_dead())
-        y = cached[1] * self.weight  # in code that is not compiled
-        self.assertEqual((self.alive(node), node.all_outputs_are_dead()), ([False, True, False], False))
-        y.sum().backward()
-        self.assertTrue(node.all_outputs_are_dead())
-        for hold in (lambda output: output, lambda output: output.view(1, 3)):
-            held = hold(cached[1])
-            self.assertFalse(node.all_outputs_are_dead())
-            del held
-            self.assertTrue(node.all_outputs_are_dead())
-
     def forward(self, graphs, saved, between=lambda x: x):
         """Runs some graphs, one after another; returns the output of the last one, and the recordings."""
         x, nodes = torch.ones(3), []
