@@ -228,6 +228,17 @@ class TestDropped(TouchedTestCase):
             self.assertEqual((empty.shape, empty.stride(), empty.dtype), ((0,), (1,), torch.float32))
         self.assertEqual((first[0], second[0]), (all_of(3), all_of(4)))
 
+    def test_last_outputs_wait_for_all_streams(self):
+        """The last replay may still be queued on another stream, on which the program then reads its output."""
+        function, done = Function(), []
+        (output,) = function.call(3.0)
+        wait = mock.patch.object(capture_lock, "wait_for_device", lambda index: done.append("wait") or True)
+        copy = mock.patch.object(kept_outputs, "copy_bits", lambda to, source: done.append("copy"))
+        with wait, copy:
+            function.end()
+        self.assertEqual(done, ["wait", "copy", "wait", "wait"])
+        del output
+
     @parametrize("has_graph,is_inside", [(False, False), (False, True), (True, False)])
     def test_untouched_outputs_are_returned_again(self, has_graph, is_inside):
         """C++ does it without Python, even if autograd has used them, and in inference mode from its second call on."""
