@@ -242,18 +242,6 @@ class TestLower(TestCase):
         self.assertEqual((model.calls, model.last, total), (0, None, torch.zeros(8)))
         self.assertIs(model.total, total)
 
-    def test_eager_code_between_graphs_is_on_the_gpu(self) -> None:
-        seen = []
-
-        @torch._dynamo.disable
-        def between(y: torch.Tensor) -> torch.Tensor:
-            seen.append((y.device, tuple(y.shape), y.stride()))
-            return torch.cat([y, torch.zeros(1, y.shape[1], device=y.device)]).to("cuda")
-
-        _, second = lower(lambda x: between(x.t() * 2) + 1, (on_gpu(4, 8),))
-        self.assertEqual(seen, [(torch.device("cuda", 0), (8, 4), (1, 8))])
-        self.assertEqual(graphed(second), [True])
-
     def test_data_dependence_outside_of_graphs(self) -> None:
         def depends(x: torch.Tensor) -> torch.Tensor:
             y = x * 2

@@ -466,6 +466,13 @@ class TestLiveInputs(StagingTestCase):
     def reads(self, live, unread=()):
         return [(item.recorded, HostRead.IN_ORDER) for item in live.items if item.index not in unread]
 
+    def test_parts_that_are_read_at_several_times_are_read_in_order(self):
+        live = self.chosen(*(torch.zeros(4) for _ in range(3)))
+        (one, other, _), later = (item.recorded for item in live.items), HostRead.LATER
+        reads = (one, later), (one + 8, later), (other, later), (other + 8, HostRead.AT_ONCE), (1, later)
+        live._staged.note_reads(reads)
+        self.assertEqual(live._staged._reads, {0: later, 1: HostRead.IN_ORDER})
+
     def copies(self, addresses):
         return [self.api.make_memcpy(a, TARGET + 4096 * n, 16, "HOST") for n, a in enumerate(addresses)]
 

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from pygraph_trees.indirection.table import launches, variant_launchers
 from pygraph_trees.indirection.table import pointer_table as tables
 from pygraph_trees.indirection.table.pointer_table import WIDTHS, WRITER, Warmups
 from pygraph_trees.indirection.table.variant_launchers import VariantLauncher
+from pygraph_trees.trees.recordings import recording
 
 TABLE, PATCH, COPY = Route.TABLE, Route.PATCH, Route.COPY
 TARGET = GPUTarget("cuda", 90, 32)
@@ -279,6 +281,24 @@ class TestSlots(LiveInputsTestCase):
             (reader,) = tables.readers_of(other)
             self.assertEqual(reader.inputs, {(name, index) for name in ("in_ptr1", "in_ptr2") for index in (2, 3)})
             self.assertEqual((reader.build(), tables.taken_by_variants(other)), ({2, 3}, set()))  # until it is taken
+
+    def test_a_capture_begins_with_the_writers(self) -> None:
+        done = mock.MagicMock(model=mock.Mock(return_value=[3]))
+        live = SimpleNamespace(items=(), has_staged=False, staged_copies=(None, None), kinds=Counter())
+        live.captured, live.set_up = done.captured, done.set_up
+        node = recording.Recording.__new__(recording.Recording)
+        node._live, node.graph, node.device, node.stream = live, "upstream's", 0, "of captures"
+        node.wrapped_function = SimpleNamespace(model=None)
+        with (
+            mock.patch.object(torch.cuda, "current_stream", lambda device: done),
+            mock.patch.object(recording.Upstream, "_record", lambda node, model, inputs: model(inputs)),
+            mock.patch.object(recording, "kept_graph", lambda inputs: "kept"),
+        ):
+            node._record(done.model, [3])
+        # What torch set on that stream before the capture must not overwrite what the first replay sets.
+        order = ["captured", "captured().__enter__", "model", "captured().__exit__", "wait_stream", "set_up"]
+        self.assertEqual([name for name, *_ in done.mock_calls], order)
+        done.wait_stream.assert_called_once_with("of captures")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pygraph_trees.trees.functions.function import Aligned, FunctionModel
 from pygraph_trees.trees.functions.outputs import give_memory
 from pygraph_trees.trees.hooks import entry_points
 from pygraph_trees.trees.managers.manager import Manager
+from pygraph_trees.trees.recordings.recording import Recording, Upstream
 
 UpstreamManager = Manager.__mro__[-2]
 FUNCTION = 3
@@ -115,6 +116,19 @@ class TestZeros(TestCase):
         self.assertTrue(has_memory(outputs[1]))
         self.assertEqual(outputs[1:], [torch.zeros(2, 3), None])
         self.assertEqual(len(Allocations().storages(outputs, lambda address: True)), 2)
+
+    def test_one_in_the_place_of_an_output_is_none(self):
+        """Zeros may replace a moving output of another graph; torch then has no address to compare."""
+        recording = Recording.__new__(Recording)
+        recording.path_weakrefs, recording.expected_dead_indices_after_graph = [[object()]], [(0, 0)]
+        live = SimpleNamespace(items=[SimpleNamespace(managed=True, index=0)])
+        output = torch.ones(2)
+        found = output.untyped_storage(), output.untyped_storage().data_ptr()
+        with mock.patch("torch._inductor.cudagraph_trees.maybe_deref", lambda held: found):
+            self.assertIsNone(recording._why_not_alive(live, [zeros(2)]))
+            self.assertIn("should be dead", recording._why_not_alive(live, [output]))
+            with self.assertRaises(RuntimeError):
+                Upstream._is_alias_of_live_recorded_tensor(recording, zeros(2))
 
 
 if __name__ == "__main__":
