@@ -1,4 +1,4 @@
-"""The measuring machinery: programs, input sets, clocks, the reader of traces, records, tables, and a whole comparison.
+"""The measuring machinery: programs, input sets, clocks, the reader of traces, and a whole comparison.
 
 All of it runs without a GPU; ways are replaced by plain callables where a test is about the harness and not about them.
 """
@@ -21,7 +21,7 @@ from pygraph_trees.benchmark import Comparison, Effort, Measurement, Program, co
 from pygraph_trees.benchmark.differences import differences, snapshot
 from pygraph_trees.benchmark.program import NoLossError
 from pygraph_trees.benchmark.rings import Ring
-from pygraph_trees.benchmark.timing import is_steady, time_block
+from pygraph_trees.benchmark.timing import is_steady, schedule, time_block
 from pygraph_trees.benchmark.trace import GpuWork, Span, read_trace
 from pygraph_trees.benchmark.verify import DiffersUngraphed, NothingVerified, _elsewhere, _spoil, _storages
 from pygraph_trees.benchmark.ways import (
@@ -110,6 +110,9 @@ class TestRing(TestCase):
 
 
 class TestTiming(TestCase):
+    def test_ways_take_turns_in_changing_order(self):
+        self.assertEqual("".join(schedule("abcd", 3)), "abcd" + "dcba" + "bcda")
+
     def test_calls_are_steady_with_equal_times_and_no_new_recording(self):
         for times, recordings, expected in (
             ([1.0] * 4, [1] * 4, False),

@@ -189,15 +189,6 @@ class TestPage(TestCase):
         self.assertIn("after recording 9 (it is not in this report)", report([tree]).to_html())
         self.assertIn("Nothing was recorded", report([function()]).to_html())
 
-    def test_a_tree_leaves_no_recording_out_and_has_none_twice(self):
-        circle = function(recording(0, 1), recording(1, 0), recording(2, 0), recording(3, 3))
-        self.assertEqual(self.shape(circle), "( 0 [ ( 1 ) ( 2 ) ] ) ( 3 )")
-        twice = (function(recording(0), recording(1, 0)), function(recording(0), recording(2, 1)))
-        self.assertEqual(self.shape(*twice), "( 0 ) ( 0 ) ( 1 2 )")
-        self.assertIn("after recording 0 (several recordings have this number)", report(twice).to_html())
-        ladder = function(*[recording(n, max(0, n - 1) // 2 * 2 if n else None) for n in range(1200)])
-        self.assertEqual(len(re.findall(r"\d+", self.shape(ladder))), 1200)
-
     def visible(self, text):
         """The text that can be read without a pointer; attributes do not count."""
         return " ".join(html.unescape(re.sub(r"<[^>]*>", "\n", text)).split())

@@ -240,6 +240,18 @@ class TestHome(TestCase):
         self.first.shutdown()
         self.assertFalse(self.is_elsewhere(self.second))
 
+    def test_each_device_has_its_own(self):
+        self.managers.append(mock.Mock(device_index=1, turns=0, asides=0, **{"end_step.return_value": True}))
+        for device in (0, 1):
+            self.assertTrue(on(self.first, home.may_use, device))
+        taken = []
+        for _ in range(2):
+            self.managers[0].turns += 1  # the first thread goes on there
+            taken.append(on(self.second, home.takes_over, 1))
+        self.assertEqual(taken, [False, True])
+        self.assertFalse(on(self.first, home.may_use, 1))
+        self.assertTrue(on(self.first, home.may_use, 0))
+
     def test_calls_that_are_not_graphed_claim_nothing(self):
         self.assertIsNone(self.call(self.first, "inference", is_graphed=False))
         self.assertIsNone(self.call(self.second, "inference"))
