@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import unittest
 from concurrent.futures import ThreadPoolExecutor
@@ -210,6 +211,18 @@ class TestSteps(TestCase):
             ):
                 getattr(self.manager, ended)(*arguments)
             self.assertEqual(upstream, [(arguments, [node] if begins and keeps and not captures else [])])
+
+    @parametrize("name", ["recording", "warmup"])
+    def test_recordings_are_given_back_before_the_call_makes_new_ones(self, name):
+        """Otherwise the next call would give back the new ones too."""
+        given_back = self.enterContext(mock.patch.object(type(self.manager.reclaiming), "give_back"))
+        ended, self.manager.keeps_outputs = f"try_end_curr_{name}", False
+        for forgotten, ends in (([], True), ([3], False), ([3], True)):
+            self.manager.reclaiming.forgotten, self.manager.current_node = forgotten, object()
+            end = functools.partial(setattr, self.manager, "current_node", None) if ends else lambda: None
+            with mock.patch.object(Upstream, ended, lambda *_, end=end: end()):
+                getattr(self.manager, ended)(7)
+            self.assertEqual(given_back.call_count, int(bool(forgotten) and ends))
 
     def test_before_the_pool_is_freed(self):
         """A lost GPU does not prevent the end."""

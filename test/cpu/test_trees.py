@@ -584,6 +584,18 @@ class TestManager(TestCase):
                 self.assertEqual(self.tried(flag, last), (ways, ["sizes"] if flag == "auto" else []))
                 self.assertEqual(list(self.model.refused), refused)
 
+    def test_attempts_end_although_each_error_has_another_text(self):
+        """For example an address. An input that is refused already stays so."""
+        recording = attempts.Attempts(self.wrapped(inference(indirection="auto")), [1])
+        numbers = itertools.count()
+
+        def attempt():
+            recording._kept, error = [1], RuntimeError(f"at {next(numbers)}")
+            recording.failed(SimpleNamespace(has_table=False, in_place=(0,)), error)
+            raise error
+
+        self.assertRaisesRegex(RuntimeError, "at 1", recording.until_one_works, attempt, [1])
+
     def test_a_recording_that_would_write_to_a_copy_is_refused(self):
         """This holds even if upstream has decided that the function may be recorded."""
         inputs = [torch.ones(2), torch.ones(2), torch.ones(0)]
