@@ -137,11 +137,6 @@ class TestEvidence(WithFolder):
             outcome = self.outcome(self.suite.Part(path, 0, 1, 0.0))
             self.assertEqual((outcome.passed, outcome.failed, outcome.skipped), counts)
             self.assertRegex(str(outcome.failures), failure)
-        shutil.copy(ROOT / "test" / "gpu" / "conftest.py", self.folder)
-        path.write_text("".join(f"def test_{n}(): assert {n} != 4\n" for n in range(7)))
-        parts = self.suite.parts_of(path, 250, 90)
-        outcome = self.outcome(*parts)
-        self.assertEqual((len(parts), outcome.passed, outcome.failed), (3, 6, 1))
 
 
 if __name__ == "__main__":

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import io
 import json
 import os
-import pickle
 import re
 import subprocess
 import sys
 import tempfile
-import unittest
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -109,26 +106,6 @@ class TestTarget(Folder):
             if name == "net":
                 self.assertEqual(program.kwargs["scale"].device.type, "cpu")
                 self.assertEqual(next(program.fn.parameters()).device, META)
-
-    @unittest.skipUnless(importlib.util.find_spec("transformers"), "needs transformers")
-    def test_default(self):
-        program = target.resolve("", META)
-        ids = program.kwargs["input_ids"]
-        self.assertEqual((ids.shape, ids.dtype, ids.device), ((4, 256), torch.int64, META))
-        self.assertGreater(sum(p.numel() for p in program.fn.parameters()), 80_000_000)
-
-    def test_a_file_named_like_a_loaded_module(self):
-        """The file replaces no module; its classes can still be pickled, and be dataclasses."""
-        file = self.file.with_name("json.py")
-        file.write_text(
-            "from __future__ import annotations\nimport dataclasses\nimport torch\n\n"
-            "@dataclasses.dataclass\nclass Sine:\n    scale: float\n\n"
-            "    def __call__(self, x):\n        return x.sin() * self.scale\n\n"
-            "def build():\n    return Sine(2.0), (torch.ones(4),)\n"
-        )
-        program = target.resolve(f"{file}:build", META)
-        self.assertIs(sys.modules["json"], json)
-        self.assertEqual(pickle.loads(pickle.dumps(program.fn)), program.fn)
 
     def test_what_is_said(self):
         self.file.with_name("w.txt").write_text("")

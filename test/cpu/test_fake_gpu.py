@@ -146,15 +146,6 @@ class TestPartitions(TestCase):
         self.assertEqual(found, (expected, sum(expected), None))
         return graph
 
-    def test_constants_become_constants_of_the_gpu(self) -> None:
-        def constants(x: torch.Tensor) -> torch.Tensor:
-            big = torch.tensor([[1.0, 2.0] * 4, [3.0, 4.0] * 4] * 2)
-            there = torch.tensor([[5.0, 6.0] * 4, [7.0, 8.0] * 4] * 2, device="cuda")
-            return x + big.to(x.device) + there + torch.tensor([3.0]).cuda() + torch.tensor([], device="cuda").sum()
-
-        graph = self.check(constants, (on_gpu(4, 8),), [True])
-        self.assertIn("cuda", {constant.device.type for constant in graph.graph.constants.values()})
-
     @mock.patch.object(codecache.PyCodeCache, "write", side_effect=AssertionError("written"))
     @mock.patch.object(cpp_builder, "get_cpp_compiler", side_effect=AssertionError("C++ compiler"))
     @mock.patch("triton.compile", side_effect=AssertionError("Triton"))

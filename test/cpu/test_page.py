@@ -222,18 +222,6 @@ class TestPage(TestCase):
         self.assertNotIn("because", one)
         self.assertEqual(three, "part 3, graphed: 1 triton")
 
-    def test_spans_name_their_recordings(self):
-        spans = [Span("host", n < 5, 10.0 * n, 4.0, (n, n) if n < 5 else None) for n in range(6)]
-        spans += [Span("gpu", True, 80.0, 9.0, (0, 4)), Span("gpu", True, 90.0, 9.0, None)]
-        names = (f"Net{EVIL} 0/0 forward, recording 0", *(f"part {n}" for n in range(1, 5)))
-        named = "recording 0; part 1; part 2; part 3; 5 in all 80.0", "gpu work of a graph not known 90.0 99.0 9.0"
-        unnamed = "host launch of a graph launch 3 20.0", "gpu work of a graph launches 1 to 5 80.0"
-        for launches, rows in ((names, named), ((), unnamed)):
-            body = sections([measurement("ours", timeline=tuple(spans), launches=launches)])[1].body
-            self.elements(body)
-            for row in rows:
-                self.assertIn(row, self.visible(body))
-
     def test_figures(self):
         """A bar's line shows the spread of the rounds."""
         failed = measurement("compile", latency_ms=None, error=EVIL)

@@ -1,10 +1,9 @@
-"""Profiles on disk: round trips, keys, damage, many writers and readers, and the command that lists them."""
+"""Profiles on disk: round trips, keys, damage, and the command that lists them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -35,7 +34,6 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-fork = multiprocessing.get_context("fork")
 
 
 def key(number: int) -> str:
@@ -46,12 +44,8 @@ KEY = key(0)
 
 
 def profile(number: int = 0, at: str = KEY, decided_s: float = 1e9) -> Profile:
-    """A profile whose fields show whether they were written together."""
+    """A profile with numbered fields."""
     return Profile(at, f"net {number}", list(Execution)[number % 2], f"decision {number}", decided_s)
-
-
-def whole(found: Profile) -> bool:
-    return found == profile(int(found.what.removeprefix("net ")), found.key)
 
 
 class Folder(TestCase):
@@ -181,28 +175,6 @@ class TestDisk(Folder):
         os.utime(old, (0, time.time() - 7200))
         self.assertEqual(self.profiles.clear(), 1)
         self.assertEqual(list(self.profiles.folder.iterdir()), [new])
-
-
-def write_and_read(profiles: Profiles, number: int, end_s: float) -> None:
-    """Fails if a profile that it reads is not what one process wrote."""
-    warnings.simplefilter("error")
-    while time.time() < end_s:
-        number += 10
-        profiles.store(profile(number))
-        assert whole(profiles.find(KEY))
-        assert all(map(whole, profiles.list()))
-
-
-class TestTogether(Folder):
-    def test_processes_that_write_the_same_profile(self):
-        end_s = time.time() + 1.5
-        running = [fork.Process(target=write_and_read, args=(self.profiles, p, end_s)) for p in range(4)]
-        for process in running:
-            process.start()
-        for process in running:
-            process.join(60)
-        self.assertEqual([process.exitcode for process in running], [0] * 4)
-        self.assertEqual(list(self.profiles.folder.iterdir()), [self.file])
 
 
 class TestKept(Folder):

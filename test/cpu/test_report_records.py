@@ -10,8 +10,6 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -32,7 +30,7 @@ from pygraph_trees.report.records import (
     Snapshot,
 )
 from pygraph_trees.report.summary import Report
-from pygraph_trees.report.text import environment_lines, render, table
+from pygraph_trees.report.text import environment_lines, render
 from pygraph_trees.trees.recordings.records import describe_outputs
 
 CAUSE = Cause("DeviceCopy ops", "prims.device_put.default", "model.py:31 in forward: y = table.to(x.device)")
@@ -315,14 +313,6 @@ ANetWithALongNameThatNoTerminalHasRoomFor 0/0 forward: gone""",
             raise unittest.SkipTest("this torch asks for no number there")
         self.assertIn("x * table[t]", found[0].source)
         self.assertIn("Backend compiler exception: ", found[0].reason)
-
-    @given(st.lists(st.tuples(*(st.text("abc xyz", max_size=n) for n in (60, 9, 9))), max_size=5), st.integers(40, 200))
-    def test_tables_fit(self, rows, width):
-        lines = table(("name", "a", "b"), rows, width).splitlines()
-        for line in lines:
-            self.assertTrue(len(line) <= width or line in [first for first, *_ in rows], line)
-        for first, *_ in rows:  # no name is cut
-            self.assertTrue(any(line.startswith(first.rstrip()) for line in lines), first)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from unittest import mock
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.benchmark import timing
-from pygraph_trees.benchmark.measure import routes_of
 from pygraph_trees.benchmark.timing import CALLS, call_until_chosen, functions_so_far
 from pygraph_trees.report.log import FunctionLog, journal
 
@@ -58,13 +57,6 @@ class TestSettling(TestCase):
         self.function("by address, until a table", awaits_table=True)
         self.first = functions_so_far()
         self.assertEqual(self.calls(), CALLS)
-
-    def test_routes_that_were_found_are_told(self) -> None:
-        for route in ("by address", None, "by table"):
-            self.function(route)
-        self.assertEqual(routes_of(range(self.first, self.first + 2)), ["f, inference: by address"])
-        self.assertEqual(routes_of(range(self.first + 1, functions_so_far())), ["f, inference: by table"])
-        self.assertEqual(routes_of(range(0)), [])
 
 
 if __name__ == "__main__":
