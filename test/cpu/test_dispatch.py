@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -144,6 +145,23 @@ class TestThreads(TestCase):
             del second
             gc.collect()
             self.assertEqual((self.dispatch.replayers, self.dispatch.replayer, other()), ({}, None, None))
+
+    def test_many_threads_at_once(self):
+        start, wrong, managers = threading.Barrier(8), [], []
+
+        def work(number):
+            manager, _ = self.add(number)
+            managers.append(manager)
+            start.wait(60)
+            wrong.extend(found for _ in range(500) if (found := self.fast_call(["x"])) != [IDS[number], number])
+
+        IDS.update({number: FunctionID(number) for number in range(20, 28)})
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(20, 28)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        self.assertEqual((wrong, len(self.dispatch.replayers)), ([], 8))
 
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")

@@ -88,6 +88,19 @@ class TestImport(TestCase):
         )
         self.assertEqual(shown, ["[2.0, 2.0]", "SourceFileLoader SourceFileLoader True"])
 
+    def test_threads_that_import_at_once(self):
+        self.check(
+            "import pygraph_trees, torch, threading, importlib",
+            "import torch._dynamo, torch._inductor.output_code  # torch's modules import each other",
+            "names = ['cudagraph_trees', 'compile_fx'] * 3",
+            "work = [lambda n=n: importlib.import_module('torch._inductor.' + n) for n in names] + [",
+            "    lambda: __import__('inductor_patches').install()]",
+            "threads = [threading.Thread(target=one) for one in work]",
+            "[t.start() for t in threads]; [t.join() for t in threads]",
+            # Torch alone sometimes aborts when such a process ends: "terminate called without an active exception".
+            end="import os; print(end='', flush=True); os._exit(0)",
+        )
+
     def test_none_wait_if_they_are_disabled(self):
         shown = self.check(
             "import pygraph_trees, torch._inductor.compile_fx, torch._inductor.cudagraph_trees as t",
@@ -106,6 +119,11 @@ class TestImport(TestCase):
 
 class TestTimes(TestCase):
     """The limits leave a wide margin: an import takes 5 ms, and a command 0.2 s."""
+
+    def test_an_import_after_torch(self):
+        timed = "begin = time.perf_counter(); import pygraph_trees; print(time.perf_counter() - begin)"
+        took = [float(run_python("import time, torch", timed).stdout) for _ in range(3)]
+        self.assertLess(statistics.median(took), 0.3)
 
     @parametrize("command", ["--help", "--version", "profiles"])
     def test_commands_that_need_no_torch(self, command):

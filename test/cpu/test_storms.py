@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from unittest import mock
 
 import torch
 from bare_manager import bare_manager
+from test_trial import if_aligned
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -33,8 +35,16 @@ class TestSizes(TestCase):
         self.assertEqual(rounds, [first] * (storms.COMES_AGAIN - 1) + [[True] * count] * 2)
 
     def test_memory_is_bounded(self):
-        """Of more sizes than are remembered, none comes again."""
-        sizes = Sizes()
+        """Of more sizes than are remembered, none comes again. Another thread calls while one is dropped."""
+
+        class Changing(dict):
+            def __iter__(self):
+                if next(changes):
+                    raise RuntimeError("dictionary changed size during iteration")
+                return super().__iter__()
+
+        sizes, changes = Sizes(), itertools.cycle((True, False, True, True, False))
+        sizes._waiting = Changing()
         for n in range(storms.FIRST_SIZES):
             sizes.are_graphed((-n,))
         for n in [*range(1, storms.MOST_WAITING + 2)] * (storms.COMES_AGAIN + 1):
@@ -233,6 +243,15 @@ class TestFunctions(TestCase):
             recording.counter.value += 1
         self.assertIs(self.model.dispatch.way, Way.REPLAYED)
         self.model.trial.give_up.assert_not_called()
+
+    def test_the_first_call_decides_which_inputs_must_be_aligned(self):
+        """Later calls, whose sizes are not graphed, may get misaligned inputs."""
+        seen, base = [], torch.zeros(9)
+        self.model.model = lambda inputs: seen.append(inputs[1].data_ptr() % 16)
+        with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", if_aligned):
+            for n in range(2 * storms.FIRST_SIZES):
+                self.limited([n, base[n > 0 :]])
+        self.assertEqual(seen, [0] * storms.FIRST_SIZES)
 
     def test_a_function_that_stops_runs_ungraphed_and_gives_its_recordings_back(self):
         model, manager = self.model, mock.Mock(spec=Manager)

@@ -142,6 +142,13 @@ class TestBuilding(TestCase):
             self.assertIs(self.go_on(), False)
             self.assertEqual(len(self.started), 1)
 
+    def test_a_finalizer_may_begin_one(self) -> None:
+        """It waits for no lock: a finalizer may run while this thread holds the lock."""
+        with builds._lock:
+            self.begin()
+            self.assertIsNone(self.go_on())  # another thread is building
+        self.assertIn(self.function, builds._builds)
+
 
 PRESENCE = """
 import contextlib

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import sys
 import threading
 import unittest
 import weakref
@@ -282,6 +283,20 @@ class TestHome(TestCase):
         self.keep_busy()
         self.assertEqual([on(thread, run, []) for thread in (self.first, self.second)], ["graphed", "un-graphed"])
         aligned.decide.assert_called_once_with([])
+
+    def test_one_of_several_that_come_at_once_wins(self):
+        barrier = threading.Barrier(8)
+
+        def claim(_):
+            barrier.wait(60)
+            return home.may_use(0)
+
+        self.addCleanup(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(1e-5)
+        with ThreadPoolExecutor(8) as threads:
+            for _ in range(20):
+                home._homes.clear()
+                self.assertEqual(sum(threads.map(claim, range(8))), 1)
 
     def test_a_reset_leaves_the_trees_of_devices_that_another_thread_uses(self):
         containers = {0: "used here", 1: "used elsewhere", 2: "unused"}

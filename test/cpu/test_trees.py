@@ -304,6 +304,16 @@ class TestContainers(TestCase):
         self.addCleanup(gc.set_threshold, *before)
         self.assertEqual(self.manager_of(Made, make).had_been_asked, [])
 
+    def test_what_a_manager_holds_may_ask_for_another_when_the_last_function_is_gone(self):
+        def let_go(seen):
+            container = cudagraph_trees.get_container(0)
+            weakref.finalize(container.get_tree_manager(), lambda: seen.append(cudagraph_trees.get_manager(0)))
+            container.add_strong_reference(fn := lambda: None)
+            del fn
+            seen.append(container.tree_manager)
+
+        self.manager_of(lambda *_, **__: Held(), let_go)
+
 
 class TestInputsThatMove(TestCase):
     """Static inputs that are found elsewhere are live in the next recording; other recordings stay unchanged."""
@@ -442,6 +452,21 @@ class TestWhoHoldsOutputs(TestCase):
         del held
         self.assertEqual([older.expired() for older in node.older_outputs], [True])
 
+    def test_an_output_that_only_autograd_holds_is_alive(self):
+        """It is alive just as the view would be that the graph's code would have made of it."""
+        node = self.recording(3)
+        cached = node.cached_tensor_outputs
+        self.assertTrue(node.all_outputs_are_dead())
+        y = cached[1] * self.weight  # in code that is not compiled
+        self.assertEqual((self.alive(node), node.all_outputs_are_dead()), ([False, True, False], False))
+        y.sum().backward()
+        self.assertTrue(node.all_outputs_are_dead())
+        for hold in (lambda output: output, lambda output: output.view(1, 3)):
+            held = hold(cached[1])
+            self.assertFalse(node.all_outputs_are_dead())
+            del held
+            self.assertTrue(node.all_outputs_are_dead())
+
     def forward(self, graphs, saved, between=lambda x: x):
         """Runs some graphs, one after another; returns the output of the last one, and the recordings."""
         x, nodes = torch.ones(3), []
@@ -484,6 +509,17 @@ class TestWhoHoldsOutputs(TestCase):
             self.assertEqual(self.alive(teacher), [True, False, False])
             del stopped
             self.assertTrue(student.all_outputs_are_dead())
+
+    def test_recordings_on_other_paths_hold_none(self):
+        """The other path had no backward, and a new step has left it."""
+        first = self.recording(2)
+        left, taken = self.recording(2, first), self.recording(2, first)
+        y = Graph.apply(torch.ones(3), self.weight, first, (1,))
+        Graph.apply(y.cos() * 2, self.weight, left, (1,))  # the caller drops the output
+        del y
+        self.assertEqual(self.alive(first), [True, True])
+        self.assertTrue(taken.all_outputs_are_dead())
+        self.check_that_none_has_a_backward(first, left)
 
     def test_outputs_of_another_manager_are_not_released(self):
         """Another manager's thread may be about to return them."""

@@ -213,6 +213,30 @@ class TestTrial(TrialTestCase):
             self.assertRegex(function.log.decision, "^un-graphed: 60 us a call against 130 us")
             self.assertEqual(self.memory.store.called, mode == "inference")  # in another process it may train
 
+    def test_finalizers_call_while_measured_calls_are_counted(self):
+        counted = TrialMember(FunctionLog("Net", None, "inference", 1, {}), None, None, None, Environment())
+        for _ in range(4):  # the first one is not measured
+            counted.add(SimpleNamespace(way=Execution.GRAPHED))
+        left = iter(range(1, 100))
+
+        class Garbage:
+            """Makes a measured call and more garbage when it is collected."""
+
+            def __init__(self):
+                self.itself = self
+
+            def __del__(self):
+                counted.add(SimpleNamespace(way=Execution.GRAPHED))
+                if next(left, None):
+                    Garbage()
+
+        self.addCleanup(gc.set_threshold, *gc.get_threshold())
+        gc.collect()
+        Garbage()
+        gc.set_threshold(1)  # each allocation collects
+        self.assertGreater(counted.made(Execution.GRAPHED), 3)
+        gc.set_threshold(0)
+
     def test_one_trial_at_a_time(self):
         """The other function is graphed until the first one is decided."""
         first, second = (Function(self.world, self.trial()) for _ in range(2))
@@ -268,6 +292,25 @@ class TestTrial(TrialTestCase):
             self.assertTrue(self.turn.take(holder))
             self.assertFalse(any(map(self.turn.take, waiting)))
 
+    def test_a_trial_that_asks_for_the_turn_waits_for_no_other_thread(self):
+        """That thread may run a finalizer that waits for this trial."""
+        first, second, found = self.trial(), self.trial(), []
+
+        class Holder:
+            @property
+            def is_over(holder):
+                if not found:
+                    found.append("asked")
+                    other = threading.Thread(target=lambda: found.append(self.turn.take(second)), daemon=True)
+                    other.start()
+                    other.join(10)
+                return False
+
+        holder = Holder()
+        self.assertTrue(self.turn.take(holder))
+        found.append(self.turn.take(first))
+        self.assertEqual(found, ["asked", False, False])
+
     def test_calls_are_measured_after_the_gpu_is_done_with_them(self):
         """A loop may be far ahead of the GPU, which is the slower one with the graph in the second case."""
         for steps, ungraphed, graphed, way in (
@@ -289,6 +332,18 @@ class TestTrial(TrialTestCase):
             function.handed = lambda handed=handed: handed
             self.steps(40, function)
             self.assertEqual(trial.way, way)
+
+    def test_a_step_goes_one_way(self):
+        """The backward joins after the first forward."""
+        trial = self.trial()
+        forward = Function(self.world, trial, kernels=1)
+        forward(0)
+        backward = Function(self.world, trial, graphed=(5.0, 20.0))
+        backward(0)
+        self.steps(39, forward, backward)
+        self.assertEqual((forward.calls, forward.went), (backward.calls, backward.went))
+        self.assertEqual(forward.log.decision, backward.log.decision)
+        self.assertEqual(sum(facts.launches for facts in trial.compared.facts), 5)
 
     def scheduled(self, schedule, **function):
         """Runs micro-batches through a forward and a backward of two partitions each, until the trial is over.
