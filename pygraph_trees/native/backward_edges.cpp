@@ -52,7 +52,7 @@ struct Taken {
     edge_list edges, others;    // as they were, and what the node does not have at the moment
     std::vector<bool> is_taken; // by edge
     bool is_out = false;
-    int users = 0; // running backwards that found the edges out, and the one that took them out
+    int users = 0; // running backwards that reach the node
 
     void swap() {
         node->next_edges().swap(others);
@@ -226,7 +226,7 @@ Why why_none(const Surroundings &around, const py::args &args, const py::kwargs 
 /* A backward. Restores everything when it is destroyed. */
 class Run {
   public:
-    Run() { running++; }
+    Run() { running++, outermost += !is_inside; }
     ~Run() {
         for (const auto &taken : back)
             taken->swap();
@@ -235,7 +235,7 @@ class Run {
                 std::erase(out, taken);
                 taken->restore();
             }
-        running--;
+        running--, outermost -= !is_inside;
     }
     static bool is_any() { return running > 0; }
 
@@ -248,7 +248,6 @@ class Run {
         std::vector<NodePtr> wanted;
         for (Py_ssize_t i = 0; PyTuple_Check(inputs) && i < PyTuple_GET_SIZE(inputs); i++)
             wanted.push_back(node_of(PyTuple_GET_ITEM(inputs, i)));
-        const bool is_inside = torch::autograd::get_current_graph_task_id() != -1;
         for (const auto &taken : out) {
             if (are_all && !reached.contains(taken->node.get()))
                 continue;
@@ -257,7 +256,7 @@ class Run {
             const auto lacks = [&](const NodePtr &leaf) { return taken->has_taken(leaf.get()); };
             if (taken->is_out ? std::ranges::none_of(wanted, lacks) : is_inside)
                 continue;
-            TORCH_CHECK(taken->is_out && taken->users == 2 && is_inside,
+            TORCH_CHECK(taken->is_out && is_inside && outermost == 1,
                         "pygraph_trees: a gradient is asked for that another thread accumulates at the same time; wait "
                         "until its backward has ended, or set pygraph_entry to 'off'");
             taken->swap();
@@ -287,7 +286,8 @@ class Run {
     }
 
   private:
-    static inline int running = 0;                         // in all threads
+    const bool is_inside = torch::autograd::get_current_graph_task_id() != -1; // inside of another backward
+    static inline int running = 0, outermost = 0;          // in all threads
     static inline std::vector<std::shared_ptr<Taken>> out; // of all backwards
     std::vector<std::shared_ptr<Taken>> used, back;        // back: with all edges while this backward runs
 };
