@@ -171,11 +171,20 @@ class TestDuring(BackwardTest):
             def program(model, call, make=make, outs=outs, started=started, finish=finish):
                 started.clear(), finish.clear(), outs.clear()
                 begun, backward = make(model, call)
-                begun.register_hook(lambda _: (started.set(), finish.wait(20)) and None)
                 thread = threading.Thread(target=backward, args=(begun,))
+
+                def inside(_):
+                    started.set()
+                    finish.wait(20)
+
+                def at_the_beginning(_):
+                    thread.start()
+                    started.wait(20)
+
+                begun.register_hook(inside)
                 out = outs[0] if outs else call(WORDS)
                 loss = out.sum()
-                loss.grad_fn.register_prehook(lambda _: (thread.start(), started.wait(20)) and None)
+                loss.grad_fn.register_prehook(at_the_beginning)
                 loss.backward()
                 node = node_of(loss)
                 finish.set(), thread.join()
