@@ -60,8 +60,8 @@ def wanted(x):
     return [x * 2 + 1, (x * 2 + 1).sum().repeat(2), x, (x * 3)[1:], (x * 3)[:2]]
 
 
-def function(call=None, *, mode="inference", partitions=1, has_collective=False, outputs="keep"):
-    settings = Settings(placement="off", indirection="auto", selective="always", outputs=outputs)
+def function(call=None, *, mode="inference", partitions=1, has_collective=False, outputs="keep", indirection="auto"):
+    settings = Settings(placement="off", indirection=indirection, selective="always", outputs=outputs)
     log = FunctionLog("f", "0/0", mode, 1, {}, GraphLog("f", "0/0", mode, (), functions=partitions))
     log.has_collective = has_collective
     return FunctionModel(call or generated(), settings, log)

@@ -508,19 +508,24 @@ class TestPolicy(TestCase):
             self.assertEqual(id_ in self.manager.warmed_up_functions, was_warm)
 
     def test_a_path_with_a_warm_up_that_failed_ends(self):
-        """Torch before 2.13 asserts that there is an output for each stack trace."""
+        """Torch before 2.13 asserts as many outputs as stack traces, and with indirection off, it still does."""
+        traces = ["trace"] * 2
 
         def failing(manager, inputs, id_):
             wrapped = manager.ids_to_funcs[id_]
-            manager.current_node = CUDAWarmupNode(wrapped, None, (0, 7), None, 0, ["trace"] * 2, None, False, None)
+            manager.current_node = CUDAWarmupNode(wrapped, None, (0, 7), None, 0, traces, None, False, None)
             manager.path_state = ExecutionState.WARMUP
             raise ValueError("of the program")
 
         self.enterContext(mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0)))
         self.enterContext(mock.patch.object(Manager, "_warming_up", lambda *_: contextlib.nullcontext()))
         self.enterContext(mock.patch.object(Upstream, "run_eager", failing))
-        self.assertRaises(ValueError, self.manager.run_eager, [X], id_ := self.add(function()))
-        self.assertEqual(self.manager.current_node.stack_traces, [])
+        for indirection, left in (("off", traces), ("auto", [])):
+            self.assertRaises(
+                ValueError, self.manager.run_eager, [X], id_ := self.add(function(indirection=indirection))
+            )
+            self.assertEqual(self.manager.current_node.stack_traces, left)
+        self.assertEqual(len(traces), 2)  # the function's own
         self.manager.disable_invalidate_aliases = False
         with mock.patch.object(Manager, "can_start_new_generation", lambda *_: True):
             Upstream.try_end_curr_warmup(self.manager, id_)

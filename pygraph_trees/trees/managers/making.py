@@ -186,12 +186,10 @@ class Making(Calls):
             if not was_warm and not isinstance(error, Exception):  # stopped: its kernels may not be chosen yet
                 self.warmed_up_functions.discard(function_id)
             node = self.current_node
-            if isinstance(node, cudagraph_trees.CUDAWarmupNode) and len(node.tensor_weakrefs) < len(
-                node.stack_traces or ()
-            ):
-                node.stack_traces = [None] * len(
-                    node.tensor_weakrefs
-                )  # torch before 2.13 asserts that there are as many
+            is_ours = self.ids_to_funcs[function_id].model.settings.indirection != "off"  # otherwise as upstream
+            if is_ours and isinstance(node, cudagraph_trees.CUDAWarmupNode):
+                # It has fewer outputs than stack traces, and torch before 2.13 asserts that it has as many.
+                node.stack_traces = list(node.stack_traces or ())[: len(node.tensor_weakrefs)]
             raise
         finally:
             self._pool.forget()
