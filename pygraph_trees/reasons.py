@@ -37,7 +37,7 @@ class Reason(Enum):
 
     # Why a graph, a function or one call of it runs un-graphed.
     NEVER = "pygraph_selective is 'never'"
-    ALLOCATOR = "torch has no graph pools with the allocator backend {backend}"
+    ALLOCATOR = "the allocator backend {backend} has no graph pools"
     FASTER = "it is faster un-graphed"
     MUTATES = "mutates inputs that are neither static nor managed"
     LOSES_WRITES = "mutates an input that is in the graph pool and is not an output of this step"

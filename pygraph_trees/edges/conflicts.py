@@ -13,7 +13,7 @@ from .units import Unit
 
 
 def conflicts(units: Sequence[Unit]) -> list[int]:
-    """For each unit, earlier units that it must follow, from which the order of any two units in conflict follows.
+    """For each unit, earlier units that it must follow. Together they imply the order of any two units in conflict.
 
     A unit follows the last writer of what it reads or writes; if it writes, all readers since, too.
     """

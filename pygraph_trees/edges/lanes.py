@@ -1,6 +1,6 @@
-"""Lanes: sequences of units, which run side by side.
+"""Lanes: sequences of units that run side by side.
 
-Each unit has had its lane since the capture. :func:`schedule` gives every lane an order and predicts the time;
+A unit's lane is chosen before the capture. :func:`schedule` gives every lane an order and predicts the time;
 :func:`lane_edges` adds that order to the one that memory requires, so that a graph needs no more streams than lanes.
 """
 
@@ -18,7 +18,7 @@ HOP_US = 1.5  # from the end of a unit to the start of one in another lane
 def schedule(pairs: Sequence[Pair], lanes: Sequence[int], times_us: Sequence[float]) -> tuple[list[int], float]:
     """The order in which units start, and the time until the last one has ended, in us.
 
-    List scheduling: a free lane starts, of its units that can start, the one with the longest path to the end.
+    List scheduling: a free lane starts the one of its ready units that has the longest path to the end.
     ``pairs`` are as :func:`reduced` returns them; lanes and times are by unit.
     """
     after: list[list[int]] = [[] for _ in lanes]
@@ -63,7 +63,7 @@ def schedule(pairs: Sequence[Pair], lanes: Sequence[int], times_us: Sequence[flo
 
 
 def lane_edges(units: Sequence[Unit], needs: Sequence[int], times_us: Sequence[float]) -> Edges:
-    """The fewest edges that keep what units need and run each lane's units one after another.
+    """The fewest edges that keep the required order and run each lane's units one after another.
 
     Edges inside a lane come first, since the first successor of a node stays on its stream.
     """

@@ -1,7 +1,7 @@
 """The order of units, as sets and as edges.
 
-:func:`reduced` makes the fewest edges that keep an order; :func:`missing` finds what given edges do not keep. Units are
-numbers in the captured order. A set of units is an integer whose bit i stands for unit i.
+:func:`reduced` is the transitive reduction of an order; :func:`missing` finds what the transitive closure of edges lacks.
+Units are numbered in the captured order. A set of units is an integer whose bit i stands for unit i.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
-Pair = tuple[int, int]  # two units, the first of which ends before the second one starts
+Pair = tuple[int, int]  # (earlier, later): the earlier unit ends before the later one starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Edges:
 
 
 def reduced(needs: Sequence[int]) -> list[Pair]:
-    """The edges that no path of others replaces. ``needs`` has, for each unit, lower numbers that it must follow."""
+    """The transitive reduction. ``needs`` has, for each unit, the earlier units that it must follow."""
     before: list[int] = []
     pairs = []
     for unit, rest in enumerate(needs):
@@ -36,7 +36,7 @@ def reduced(needs: Sequence[int]) -> list[Pair]:
 
 
 def missing(needs: Sequence[int], pairs: Collection[Pair]) -> list[Pair]:
-    """What no path keeps of the order that units need: for each unit that may start too early, one that it must follow.
+    """For each unit that could start too early, one of the units that it must follow.
 
     If units follow all that :func:`conflicts` names, any two in conflict are in order. Raises :class:`ValueError` if
     the edges form a cycle.

@@ -23,7 +23,7 @@ class NotReplaced(PygraphError):
 
 
 class GraphLost(PygraphError):
-    template = "the graph has neither its captured edges nor others, and must not be used: {why}"
+    template = "the edges of the graph are not known, and it must not be used: {why}"
 
 
 class Chain:

@@ -1,8 +1,8 @@
 """Units: the operations of a captured graph, in the captured order, with the memory that they access.
 
-A :class:`Unit` is all nodes of one operation; its own edges stay. Every node of a graph is in one unit. What a unit
-does that is not among its accesses must not matter, or the unit must be a barrier. Nodes with an edge that lets the
-later one start early must be in one unit: :func:`joined` makes it so.
+A :class:`Unit` is all nodes of one operation; its own edges stay. Every node of a graph is in one unit. A unit
+whose accesses are not all known must be a barrier. If an edge lets its later node start early, both nodes belong to one
+unit: :func:`joined` merges such units.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Unit:
 
 
 def joined(units: Sequence[Unit], edges: Iterable[Edge]) -> list[Unit]:
-    """Makes one unit of those that an edge other than a full one joins, and of all units in between.
+    """Merges units that an edge other than a full one connects, with all units in between.
 
     A joined unit is in the lane of its first part. Raises :class:`KeyError` if an edge has a node of no unit.
     """

@@ -6,9 +6,9 @@
    would, and returns None for these gradients. One edge stays, since the engine notes the stream of a leaf only when it
    evaluates one. Why lists when all edges stay. All is restored when the backward ends, in whatever way.
 
-   A backward that begins meanwhile takes no edges. Those that are out on its way stay out until both have ended, since the
-   engine reads them again and again without the GIL; the node accumulates for both. If one is asked for by its parameter,
-   all are put back while such a backward runs in a hook; in another thread it raises. The GIL protects all of this. */
+   A backward that begins meanwhile takes no edges. If it reaches a node without edges, these are restored when both have
+   ended, since the engine reads edges several times without the GIL; the node accumulates for both. If it asks for such a
+   gradient, the edges return while it runs in a hook; in another thread it raises. The GIL protects all of this. */
 
 #include "fast_path.h"
 

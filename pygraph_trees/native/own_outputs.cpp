@@ -3,7 +3,7 @@
    are_only_accumulated tells whether no other code can see the gradients that a backward returns. It answers yes if the
    backward runs the whole autograd graph and all of its gradients go to AccumulateGrad without a hook. Then a replay may
    return the recording's own tensors; otherwise it returns new ones. native/DESIGN.md gives the reason, and the one case
-   that is not detected. */
+   that is not detected. What reads autograd's graph is also used by backward_edges.cpp. */
 
 #include "fast_path.h"
 

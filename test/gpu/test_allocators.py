@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
-from indirection import ROOT, IndirectionTestCase
+from indirection import IndirectionTestCase
+from new_program import printed
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 PROGRAM = """
@@ -43,19 +40,14 @@ print(json.dumps([report.replays, sorted({str(graph.dropped) for graph in report
 
 
 class TestAllocators(IndirectionTestCase):
-    def replays_and_reasons(self, settings: str) -> tuple[int, list[str]]:
-        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": settings}
-        environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYGRAPH_SELECTIVE": "always"}
-        command = [sys.executable, "-c", PROGRAM]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-        self.assertEqual(done.returncode, 0, done.stderr[-3000:])
-        found: Any = json.loads(done.stdout.splitlines()[-1])
-        return found[0], found[1]
+    def replays_and_reasons(self, settings: str) -> list[Any]:
+        found: list[Any] = printed(PROGRAM, PYTORCH_CUDA_ALLOC_CONF=settings, PYGRAPH_SELECTIVE="always")
+        return found
 
     def test_cudas_asynchronous_allocator(self) -> None:
         """Functions run un-graphed: torch's trees would raise."""
-        why = "torch has no graph pools with the allocator backend cudaMallocAsync"
-        self.assertEqual(self.replays_and_reasons("backend:cudaMallocAsync"), (0, [why]))
+        why = "the allocator backend cudaMallocAsync has no graph pools"
+        self.assertEqual(self.replays_and_reasons("backend:cudaMallocAsync"), [0, [why]])
 
     @parametrize("settings", ["expandable_segments:True", "garbage_collection_threshold:0.6,max_split_size_mb:64"])
     def test_settings_of_torchs_allocator(self, settings: str) -> None:

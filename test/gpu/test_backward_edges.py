@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 import unittest
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from indirection import ROOT, IndirectionTestCase, KeptTestCase
+from new_program import printed
 from packages import is_nccl_a_stub, is_torchvision_broken
 from torch import nn
 from torch._inductor import config
@@ -254,17 +251,9 @@ class TestLibraries(IndirectionTestCase):
 
     def losses(self, name: str, entry: str, least: int) -> list[float]:
         """From a process of its own: libraries set torch's global flags, which tests may not."""
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, name],
-            env={**os.environ, "PYGRAPH_ENTRY": entry, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        self.assertEqual(done.returncode, 0, done.stderr[-3000:])
-        found, taken = json.loads(done.stdout.splitlines()[-1])
+        values: list[float]
+        values, taken = printed(PROGRAM, name, folders=(EXAMPLES,), PYGRAPH_ENTRY=entry)
         self.assertTrue(taken >= least if entry == "short" else taken == 0, taken)
-        values: list[float] = found
         return values
 
     def same(self, name: str, least: int) -> None:

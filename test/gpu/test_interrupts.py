@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 from indirection import KeptTestCase
+from new_program import printed
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Compiles, then gets real signals while it makes steps, and then none.
 PROGRAM = """
@@ -115,15 +107,6 @@ print(json.dumps({
 
 
 class TestInterrupts(KeptTestCase):
-    def run_program(self, kind: str, per_second: float, seconds: float, dims: int) -> dict[str, Any]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        environment["PYGRAPH_SELECTIVE"] = "always"
-        command = [sys.executable, "-c", PROGRAM, kind, str(per_second), str(seconds), str(dims)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-        self.assertEqual(done.returncode, 0, f"{done.stdout[-500:]}\n{done.stderr[-3000:]}")
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return answer
-
     @parametrize("kind", ["inference", "training", "kept"])
     @parametrize("per_second, dims", [(100, 64), (23, 256)])
     def test_signals_in_a_loop(self, kind: str, per_second: float, dims: int) -> None:
@@ -132,7 +115,7 @@ class TestInterrupts(KeptTestCase):
         Torch may compile one once more. If hardly any call is uninterrupted, as in a machine that is busy, the kept
         outputs differ from call to call, and each needs a recording.
         """
-        found = self.run_program(kind, per_second, 12, dims)
+        found = printed(PROGRAM, kind, per_second, 12, dims, PYGRAPH_SELECTIVE="always")
         self.assertEqual(found["problems"], [], str(found))
         self.assertGreater(found["caught"], found["sent"] // 4, str(found))
         self.assertGreaterEqual(sum(map(bool, found["replays"])), 3 if kind == "inference" else 6, str(found))

@@ -52,7 +52,7 @@ class Calls(fast_path.TreeState, Steps):
         try:
             with deferred():
                 return self._run_in_turn(new_inputs, function_id)
-        except BaseException:
+        except BaseException:  # also an interrupt that had to wait
             log = getattr(self.current_node, "log", None)
             if log is not None and not log.replays:
                 log.was_interrupted = True
