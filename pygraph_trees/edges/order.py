@@ -1,6 +1,6 @@
 """The order of units, as sets and as edges.
 
-:func:`reduced` is the transitive reduction of an order; :func:`missing` finds what the transitive closure of edges lacks.
+:func:`reduced` is the transitive reduction of an order; :func:`missing` finds what the closure of given edges lacks.
 Units are numbered in the captured order. A set of units is an integer whose bit i stands for unit i.
 """
 
