@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -56,6 +57,21 @@ class TestDeferred(TestCase):
         self.assertTrue(callable(mine))
         with deferred():
             self.interrupt()
+
+    def test_locals_of_the_interrupted_frame_are_freed(self) -> None:
+        """Otherwise memory of the graph pool that compiled code used would be alive after it has run."""
+
+        class Buffer:
+            pass
+
+        def code() -> weakref.ref[Any]:
+            buffer = Buffer()
+            self.interrupt()
+            return weakref.ref(buffer)
+
+        with self.assertRaises(KeyboardInterrupt), deferred():
+            found = code()()
+        self.assertIsNone(found)
 
     def test_a_second_one_is_not_deferred_for_long(self) -> None:
         with mock.patch.object(interrupts, "PATIENCE_S", 0.0), self.assertRaises(KeyboardInterrupt), deferred():

@@ -3,12 +3,16 @@
 An interrupt is a Python handler that may raise anywhere, also between two statements that belong together. Inside
 :func:`deferred`, the main thread's handler of SIGINT only notes the signal; the program's handler is called at the end.
 A second signal after :data:`PATIENCE_S` is not deferred: the first call of a function may compile kernels for minutes.
+
+The frame in which a signal came is not kept. Its locals would stay alive after it returns, and with them memory of the
+graph pool.
 """
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,14 +29,14 @@ def deferred() -> Iterator[None]:
     if not callable(handler):  # another thread's, ignored, or not Python's
         yield
         return
-    came: list[tuple[float, Any]] = []
+    came: list[float] = []
     is_over = False
 
     def note(number: int, frame: Any) -> None:
         if is_over:  # the program saved this handler and restored it later
             return handler(number, frame)
-        came.append((time.monotonic(), frame))
-        if came[-1][0] - came[0][0] > PATIENCE_S:
+        came.append(time.monotonic())
+        if came[-1] - came[0] > PATIENCE_S:
             del came[:]
             handler(number, frame)
 
@@ -44,4 +48,4 @@ def deferred() -> Iterator[None]:
         if signal.getsignal(signal.SIGINT) is note:  # the program may have set another
             signal.signal(signal.SIGINT, handler)
         if came:
-            handler(signal.SIGINT, came[0][1])
+            handler(signal.SIGINT, sys._getframe())
