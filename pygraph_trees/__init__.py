@@ -37,13 +37,15 @@ def report() -> Report:
     """The report on every graph and function that this process has compiled for CUDA graphs so far."""
     from .native import build
     from .report import summary
-    from .report.records import Backwards, FeatureState
+    from .report.records import FeatureState, HostWork
 
     states = inductor_patches.status()
     features = (FeatureState(found.feature, found.state, "; ".join(found.mismatches) or None) for found in states)
-    hook = sys.modules.get("pygraph_trees.trees.hooks.backward_edges")  # there once the patches are applied
-    backwards = Backwards() if hook is None else Backwards(*hook.counts())
-    return summary.report(tuple(features), build.status(), backwards)
+    hooks = {"backwards": "backward_edges", "forwards": "saved_state", "arguments": "dead_wrappers"}
+    found = {field: sys.modules.get(f"pygraph_trees.trees.hooks.{hook}") for field, hook in hooks.items()}
+    # They are there once the patches are applied.
+    host_work = {field: HostWork(*hook.counts()) for field, hook in found.items() if hook is not None}
+    return summary.report(tuple(features), build.status(), host_work)
 
 
 def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:

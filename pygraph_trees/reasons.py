@@ -152,6 +152,11 @@ class Reason(Enum):
     FEW_GRADIENTS = "it has at most {most} gradients to accumulate"
     ENGINE_DIFFERS = "torch's engine does not do as expected: {error}"
 
+    # Why torch's own code did other work of the host around a call.
+    SAVES_OTHERS = "sizes or opaque objects are saved, too"
+    NOT_PLAIN = "a mode is active, or a tensor is a subclass"
+    WRAPPED = "an argument has a functorch wrapper"
+
     # Why placement leaves a graph alone.
     NO_GPU = "it has no GPU"
     SEVERAL_GPUS = "it has several GPUs"

@@ -44,14 +44,21 @@ void make_resizable(const at::Storage &storage) {
     storage.unsafeGetStorageImpl()->set_resizable(true);
 }
 
+struct {
+    uint64_t plain_calls, wrapped_calls, plain_saves, other_saves;
+} host_work; // under the GIL
+
 /* A function that returns the arguments of an autograd function as they are if functorch has wrapped none of them, and
    otherwise what ``upstream`` makes of them. */
 py::cpp_function unwrapping(const py::object &upstream) {
     return py::cpp_function([upstream](const py::tuple &args) -> py::object {
         for (py::handle arg : args)
             if (THPVariable_Check(arg.ptr()) &&
-                THPVariable_Unpack(arg.ptr()).key_set().has(c10::DispatchKey::FuncTorchGradWrapper))
+                THPVariable_Unpack(arg.ptr()).key_set().has(c10::DispatchKey::FuncTorchGradWrapper)) {
+                host_work.wrapped_calls++;
                 return upstream(args);
+            }
+        host_work.plain_calls++;
         return args;
     });
 }
@@ -129,7 +136,19 @@ PYBIND11_MODULE(_fast_path, module) {
     module.def("exchange_memory", exchange_memory, "Exchanges the memory of the storages of two tensors.");
     module.def("make_resizable", make_resizable, "Lets a storage that does not own its memory get other memory.");
     module.def("note_stream", pygraph::note_stream, "Notes that another stream uses a tensor's memory.");
+    module.def("counted_host_work",
+               [] {
+                   return std::tuple(host_work.plain_calls, host_work.wrapped_calls, host_work.plain_saves,
+                                     host_work.other_saves);
+               },
+               "Calls without and with a wrapper, and forwards whose tensors were and were not saved at once.");
     module.def("unwrapping", unwrapping, "A faster torch._functorch.utils.unwrap_dead_wrappers, given torch's.");
-    module.def("detach_views", detach_views, "Detaches the views among tensors that a forward saves, if they are plain.");
+    module.def("detach_views",
+               [](py::handle checked, py::handle unchecked, const std::optional<py::list> &are_kept) {
+                   const bool done = detach_views(checked, unchecked, are_kept);
+                   (done ? host_work.plain_saves : host_work.other_saves)++;
+                   return done;
+               },
+               "Detaches the views among tensors that a forward saves, if they are plain.");
     module.def("thread_of_trees", thread_of_trees, "The number of the thread whose trees a call uses.");
 }

@@ -220,11 +220,11 @@ class FeatureState:
 
 
 @dataclass(frozen=True, slots=True)
-class Backwards:
-    """How gradients of compiled functions were accumulated, for each backward of a function."""
+class HostWork:
+    """How often work of the host around compiled functions was done in C++, and how often by torch's own code."""
 
-    at_once: int = 0  # after the compiled code, in one loop
-    by_engine: dict[str, int] = field(default_factory=dict)  # one by one, by torch's engine; by reason
+    at_once: int = 0
+    by_torch: dict[str, int] = field(default_factory=dict)  # by reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,9 @@ class Environment:
     gpu: str | None
     features: tuple[FeatureState, ...] = ()
     native: str = "yes"  # whether the parts in C++ are used: "yes", or "no", what is lacking, and the reason
-    backwards: Backwards = Backwards()
+    backwards: HostWork = HostWork()  # accumulated gradients
+    forwards: HostWork = HostWork()  # saved tensors for their backwards
+    arguments: HostWork = HostWork()  # of autograd functions, which may be dead wrappers of functorch
 
 
 @dataclass(frozen=True, slots=True)

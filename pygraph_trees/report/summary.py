@@ -18,7 +18,7 @@ from .log import journal
 from .markup import Shown, preformatted
 from .naming import source_line
 from .page import page
-from .records import Backwards, Environment, FeatureState, FunctionRecord, GraphBreak, Snapshot
+from .records import Environment, FeatureState, FunctionRecord, GraphBreak, HostWork, Snapshot
 from .text import called, counted, nbytes, render
 
 _NOTEBOOK = 120  # columns
@@ -71,16 +71,16 @@ def _changes(before: Snapshot, after: Snapshot) -> Iterator[str]:
         yield from (f"{name}: gone" for _ in left)
 
 
-def report(features: tuple[FeatureState, ...], native: str, backwards: Backwards) -> Report:
+def report(features: tuple[FeatureState, ...], native: str, host_work: Mapping[str, HostWork]) -> Report:
     """The report on every graph and function that this process has compiled for CUDA graphs so far.
 
     Args:
         features: their state.
         native: whether the native parts are used, and if not, why.
-        backwards: of this process.
+        host_work: of this process, by the field of :class:`.Environment`.
     """
     breaks = tuple(breaks_in(_counted_breaks() - _breaks_before))
-    return Report(_environment(features, native, backwards), *journal.records(), breaks)
+    return Report(_environment(features, native, host_work), *journal.records(), breaks)
 
 
 def clear() -> None:
@@ -108,8 +108,8 @@ def breaks_in(counted: Mapping[str, int]) -> Iterator[GraphBreak]:
         yield GraphBreak(lines[0] if why is None else f"{lines[0]}: {why}", source_line(trace), count)
 
 
-def _environment(features: tuple[FeatureState, ...], native: str, backwards: Backwards) -> Environment:
+def _environment(features: tuple[FeatureState, ...], native: str, host_work: Mapping[str, HostWork]) -> Environment:
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return Environment(__version__, torch.__version__, triton_version(), gpu, features, native, backwards)
+    return Environment(__version__, torch.__version__, triton_version(), gpu, features, native, **host_work)

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .records import (
     OWN_MEMORY,
-    Backwards,
     Cause,
     Environment,
     FunctionRecord,
     GraphBreak,
     GraphRecord,
+    HostWork,
     Placed,
     RecordingRecord,
     Snapshot,
@@ -100,16 +100,18 @@ def environment_lines(environment: Environment) -> list[str]:
             f"patches {state}: {', '.join(names)}{f', {reason}' if reason else ''}"
             for (state, reason), names in others.items()
         ),
-        *_backward_lines(environment.backwards),
+        *_host_work("gradients accumulated at once in {}", "backward", environment.backwards),
+        *_host_work("tensors saved for a backward at once in {}", "forward", environment.forwards),
+        *_host_work("arguments found free of functorch's wrappers at once in {}", "call", environment.arguments),
     ]
 
 
-def _backward_lines(backwards: Backwards) -> Iterator[str]:
-    """How gradients were accumulated, if there were any; the most frequent reasons first."""
-    engine = sorted(backwards.by_engine.items(), key=lambda item: -item[1])
-    if backwards.at_once or engine:
-        reasons = "".join(f"; {count:,} by torch's engine: {why}" for why, count in engine)
-        yield f"gradients accumulated at once in {counted(backwards.at_once, 'backward')}{reasons}"
+def _host_work(what: str, unit: str, work: HostWork) -> Iterator[str]:
+    """Who did it, if anybody; the most frequent reasons first."""
+    others = sorted(work.by_torch.items(), key=lambda item: -item[1])
+    if work.at_once or others:
+        reasons = "".join(f"; {count:,} by torch: {why}" for why, count in others)
+        yield f"{what.format(counted(work.at_once, unit))}{reasons}"
 
 
 def _row(function: FunctionRecord) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ from inductor_patches.fingerprints import (
 from inductor_patches.patch import FeatureOff, LiveProbe, PatchOverwritten, PatchWarning, Rebind
 from pygraph_trees import compat
 from pygraph_trees.native import binding
-from pygraph_trees.trees.hooks import backward_edges, call_marks
+from pygraph_trees.reasons import Reason
+from pygraph_trees.trees.hooks import backward_edges, call_marks, dead_wrappers
 from pygraph_trees.trees.managers import manager
 from pygraph_trees.trees.recordings import recording
 
@@ -142,7 +143,12 @@ class TestCalls(TestCase):
                 yield [torch._C._functorch.is_gradtrackingtensor(value) for value in unwrap((leaked[0], x))]
             yield unwrap(())
 
+        before = dead_wrappers.counts()
         found = list(values(torch._functorch.utils.unwrap_dead_wrappers))
+        if binding.extension is not None and compat.unwraps_in_python():
+            plain, wrapped = dead_wrappers.counts()
+            self.assertGreater(plain, before[0])
+            self.assertGreaterEqual(wrapped[Reason.WRAPPED()], 4)
         inductor_patches.uninstall()
         self.addCleanup(inductor_patches.install)
         self.assertEqual(found, list(values(torch._functorch.utils.unwrap_dead_wrappers)))

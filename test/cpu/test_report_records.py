@@ -20,10 +20,10 @@ from pygraph_trees.report import summary
 from pygraph_trees.report.log import Count, FunctionLog, GraphLog, Journal, RecordingLog, partition_from_json
 from pygraph_trees.report.naming import program_name
 from pygraph_trees.report.records import (
-    Backwards,
     Cause,
     Environment,
     FeatureState,
+    HostWork,
     OutputRecord,
     Partition,
     PartitionInput,
@@ -226,14 +226,14 @@ class TestReport(TestCase):
         return graphs, (plain.record(), moved.record())
 
     def test_how_gradients_were_accumulated(self):
-        by_engine = {str(Reason.SOME_INPUTS()): 2, str(Reason.PARAMETER_HOOKED()): 1000}
+        by_torch = {str(Reason.SOME_INPUTS()): 2, str(Reason.PARAMETER_HOOKED()): 1000}
         for backwards, line in (
-            (Backwards(), None),
-            (Backwards(1), "gradients accumulated at once in 1 backward"),
+            (HostWork(), None),
+            (HostWork(1), "gradients accumulated at once in 1 backward"),
             (
-                Backwards(2000, by_engine),
-                "gradients accumulated at once in 2,000 backwards; 1,000 by torch's engine: a parameter has a hook; "
-                "2 by torch's engine: only some gradients are asked for",
+                HostWork(2000, by_torch),
+                "gradients accumulated at once in 2,000 backwards; 1,000 by torch: a parameter has a hook; "
+                "2 by torch: only some gradients are asked for",
             ),
         ):
             lines = environment_lines(replace(ENVIRONMENT, backwards=backwards))

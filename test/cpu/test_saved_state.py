@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo import reset
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
+from torch._inductor import config
 from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -18,10 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import inductor_patches
 from pygraph_trees.native import binding
+from pygraph_trees.reasons import Reason
 from pygraph_trees.trees.hooks import saved_state
 
 SavedState = getattr(runtime_wrappers, "_AutogradSavedState", None)
 SEEN = []  # by modes
+
+
+class Context(FunctionCtx):
+    pygraph_entry_is_short = True
 
 
 def see(self, func, types, args=(), kwargs=None):
@@ -66,7 +72,7 @@ class TestMethod(TestCase):
         found = []
         for save in (self.upstream, self.saving):
             self.torchs.reset_mock(), SEEN.clear()
-            ctx, error = FunctionCtx(), ""
+            ctx, error = Context(), ""
             try:
                 with mode or nullcontext():
                     save(state, ctx, type(given)(given))
@@ -99,6 +105,9 @@ class TestMethod(TestCase):
         self.assertEqual(self.check([None, *self.views, 3, 2.5], False, symints=2)[0]["symints"][1:], [3, 2.5])
         self.check([None, *self.views, torch.Generator()], False, opaque=1)
         self.check([None, torch.ones(2), *self.views], False, unchecked=1, dynamic={0: {0}, 2: {1}})
+        whys = saved_state.counts()[1]
+        self.assertGreaterEqual(whys[Reason.SAVES_OTHERS()], 3)
+        self.assertGreaterEqual(whys[Reason.NOT_PLAIN()], 1)
 
     def test_errors_are_torchs(self):
         for given, counts, told in (
@@ -135,9 +144,16 @@ class TestTraining(TestCase):
             out.sum().backward()
         return packed, saved, [parameter.grad for parameter in net.parameters()], str(raised.exception)
 
+    @config.patch("triton.cudagraphs", True)  # other functions are left to torch
     def test_a_step_is_the_same_with_and_without_the_patches(self):
+        before = saved_state.counts()
         found = self.trained()
         self.assertGreater(len(found[1]), 3)
+        if SavedState is not None and binding.extension is not None:
+            self.assertEqual(saved_state.counts()[0] - before[0], 2)
+        with config.patch("triton.pygraph_entry", "off"):
+            self.assertEqual(self.trained(), found)
+        self.assertLess(saved_state.counts()[0] - before[0], 3)
         inductor_patches.uninstall()
         self.addCleanup(inductor_patches.install)
         self.assertEqual(self.trained(), found)

@@ -12,6 +12,7 @@ from typing import Any
 
 from pygraph_trees.compat import unwraps_in_python
 from pygraph_trees.native import binding
+from pygraph_trees.reasons import Reason, Why
 
 
 def unwrapping(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,3 +20,11 @@ def unwrapping(upstream: Callable[..., Any]) -> Callable[..., Any]:
         return upstream
     replacement: Callable[..., Any] = binding.extension.unwrapping(upstream)  # Dynamo sees no frame of it to compile
     return replacement
+
+
+def counts() -> tuple[int, dict[Why, int]]:
+    """How many calls had no wrapper, and how many had one."""
+    if binding.extension is None:
+        return 0, {}
+    plain, wrapped, *_ = binding.extension.counted_host_work()
+    return plain, {Reason.WRAPPED(): wrapped} if wrapped else {}

@@ -1,8 +1,9 @@
 """Replaces the method with which a compiled function saves tensors for its backward.
 
-Torch's method looks at each tensor in Python. :func:`saving` takes it and returns one that looks at them in C++, and
-calls torch's for functions that also save sizes or opaque objects, or if a mode or a tensor's class may have code of
-its own. Without the C++ parts, or if torch's method does not save what this one does, :func:`saving` returns torch's.
+Torch's method looks at each tensor in Python. :func:`saving` takes it and returns one that looks at them in C++. It
+calls torch's for functions that :func:`.backward_edges.mark` did not mark, for those that also save sizes or opaque
+objects, and if a mode or a tensor's class may have code of its own. Without the C++ parts, or if torch's method does
+not save what this one does, :func:`saving` returns torch's.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from torch.autograd.function import FunctionCtx
 
 from pygraph_trees.compat import knows_saved_inputs
 from pygraph_trees.native import binding
+from pygraph_trees.reasons import Reason, Why
 
 _log = logging.getLogger("pygraph_trees.trees")
+_with_others = 0  # forwards that also saved something that is no tensor
 
 
 def saving(upstream: Callable[..., None]) -> Callable[..., None]:
@@ -31,6 +34,8 @@ def saving(upstream: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(upstream)
     def save_from_forward(self: Any, ctx: Any, fw_outs: Any) -> None:
+        if not getattr(ctx, "pygraph_entry_is_short", False):
+            return upstream(self, ctx, fw_outs)
         metadata = self.metadata
         has_others = metadata.num_symints_saved_for_bw or metadata.num_opaque_objects_saved_for_bw
         if not has_others and not metadata.dynamic_saved_tensors_idxs:
@@ -40,8 +45,11 @@ def saving(upstream: Callable[..., None]) -> Callable[..., None]:
                 ctx.save_for_backward(*checked)
                 ctx._tensors_no_vc_check = unchecked
                 ctx.symints, ctx.opaque_objects = [], []
-                return
-        upstream(self, ctx, fw_outs)
+                return None
+        else:
+            global _with_others
+            _with_others += 1
+        return upstream(self, ctx, fw_outs)
 
     skip_code(save_from_forward.__code__)  # type: ignore[attr-defined]  # Dynamo does not compile torch's either
     try:
@@ -51,6 +59,15 @@ def saving(upstream: Callable[..., None]) -> Callable[..., None]:
     if difference is not None:
         _log.warning("torch's method still saves tensors for backwards: %s", difference)
     return save_from_forward if difference is None else upstream
+
+
+def counts() -> tuple[int, dict[Why, int]]:
+    """How many forwards of compiled functions saved their tensors at once; how many did not, by reason."""
+    if binding.extension is None:
+        return 0, {}
+    *_, plain, others = binding.extension.counted_host_work()
+    found = {Reason.SAVES_OTHERS(): _with_others, Reason.NOT_PLAIN(): others}
+    return plain, {why: count for why, count in found.items() if count}
 
 
 def _difference(one: Callable[..., None], other: Callable[..., None]) -> str | None:
@@ -69,7 +86,7 @@ def _difference(one: Callable[..., None], other: Callable[..., None]) -> str | N
     )
 
     def saved(save: Callable[..., None]) -> dict[str, Any]:
-        ctx = FunctionCtx()
+        ctx = type("Context", (FunctionCtx,), {"pygraph_entry_is_short": True})()
         save(SimpleNamespace(metadata=metadata), ctx, list(given))
         return {name: (type(values), [described(value) for value in values]) for name, values in vars(ctx).items()}
 
