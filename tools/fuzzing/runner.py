@@ -196,7 +196,7 @@ class Runner:
         if around.reads is not None and at(around.reads, self._call):
             self._reader.read([t for t in (*outputs, *found) if t is not None])
             self.detach_outputs()
-        elif self._captures() or (around.thread in ("call", "worker", "workers") and not self._keeps):
+        elif self._is_captured() or (around.thread in ("call", "worker", "workers") and not self._keeps):
             self.detach_outputs()  # the thread's graphs end with it, and a captured graph is replayed
         else:
             self._hold(kept, outputs, found)
@@ -204,7 +204,7 @@ class Runner:
 
     def _forward(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs; of a graph that the program captures and replays, if the case says so."""
-        if not self._captures():
+        if self.kind == "eager" or not self._is_captured():
             outputs = self._outer(*arguments)
         else:
             graph = torch.cuda.CUDAGraph()
@@ -214,9 +214,10 @@ class Runner:
             self._captured.append((graph, arguments, outputs))
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
-    def _captures(self) -> bool:
+    def _is_captured(self) -> bool:
+        """Whether ways other than eager capture this call, so that later calls replay it."""
         captures, on_gpu = self._case.around.captures, self._elsewhere.device.type == "cuda"
-        return on_gpu and captures is not None and self.kind != "eager" and at(captures, self._call)
+        return on_gpu and captures is not None and at(captures, self._call)
 
     def _hold(self, kept: list[Any], outputs: tuple[torch.Tensor, ...], found: Gradients) -> None:
         """Holds what the program holds over later calls."""
