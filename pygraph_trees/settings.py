@@ -75,41 +75,38 @@ FLAGS: tuple[Flag, ...] = (
         values=("full", "exact", "off"),
         default="full",
         changes_artifacts=True,
-        help="Where values that the CPU computes for the GPU are computed. `exact`: on the GPU, or once, if the bits "
-        "are the same. `full`: also single-precision math on inputs, which the GPU rounds otherwise. `off`: as "
-        "upstream.",
+        help="Values that the CPU computes for the GPU. `exact`: computed there, or once, if the bits are the same. "
+        "`full`: also single-precision math on inputs, which the GPU rounds otherwise. `off`: as in torch.",
     ),
     Flag(
         name="pygraph_indirection",
         values=("auto", "patch", "table", "off"),
         default="auto",
         changes_artifacts=True,  # nothing is staged without it
-        help="How replays get inputs. `patch`: by address, in the parameters of kernels. `table`: by address, in a "
-        "table that generated kernels read. `auto`: whichever suits. `off`: copied, as upstream.",
+        help="How replays get inputs: their addresses, in the parameters of kernels (`patch`) or in a table that "
+        "kernels read (`table`), or copies, as in torch (`off`).",
     ),
     Flag(
         name="pygraph_verify",
         values=("off", "on"),
         default="off",
         changes_artifacts=False,
-        help="Whether each recording is compared with un-graphed code, with inputs at other addresses. `on`: a "
-        "difference raises.",
+        help="`on`: compares each recording with un-graphed code, with inputs elsewhere; a difference raises.",
     ),
     Flag(
         name="pygraph_selective",
         values=("auto", "always", "never"),
         default="auto",
         changes_artifacts=False,  # "never" compiles the graph with triton.cudagraphs off, which does
-        help="Which functions are graphed. `auto`: those that are faster so; close cases are measured. "
-        "`always`: all that can be, as upstream. `never`: none, as `torch.compile` alone.",
+        help="Which functions are graphed: those that are faster so (`auto`), all that can be, as in torch "
+        "(`always`), or none (`never`).",
     ),
     Flag(
         name="pygraph_outputs",
         values=("keep", "upstream"),
         default="keep",
         changes_artifacts=False,
-        help="Outputs of earlier steps. `keep`: they stay valid. `upstream`: they are overwritten, or reading them "
-        "raises.",
+        help="Outputs of earlier steps: they stay valid (`keep`), or are overwritten, as in torch (`upstream`).",
     ),
     Flag(
         name="pygraph_pool_bytes",
@@ -123,7 +120,7 @@ FLAGS: tuple[Flag, ...] = (
         values=("off", "short"),
         default="short",
         changes_artifacts=False,
-        help="Host work in training. `short`: less. `off`: as upstream.",
+        help="Host work in training. `short`: less. `off`: as in torch.",
     ),
 )
 

@@ -200,6 +200,7 @@ class TestSummary(TestCase):
         newest = max(found.files.values(), key=lambda file: file.date)
         training = pages.loops_table.latest(folder, newest.gpu, newest.torch)
         self.assertEqual(text, pages.page(found, training))
+        self.assertEqual((folder / pages.PLOT).read_text(encoding="utf-8"), pages.plot(found))
         self.assertEqual(readme, pages.with_table(readme, pages.short_table(found, training)))
         self.assertLessEqual({*causes.DIFFERENT, *causes.NOT_MEASURED, *causes.UNTIMED}, {*WORKLOADS})
 

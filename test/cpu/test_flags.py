@@ -37,10 +37,10 @@ def product(x):
 
 def flags_table():
     """The table of flags in the README."""
-    rows = ["| flag | values | default | environment | |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| flag | values | default | |", "| --- | --- | --- | --- |"]
     for flag in FLAGS:
         values = ", ".join(f"`{v}`" for v in flag.values) or "a number"
-        rows.append(f"| `{flag.name}` | {values} | `{flag.default}` | `{flag.environment}` | {flag.help} |")
+        rows.append(f"| `{flag.name}` | {values} | `{flag.default}` | {flag.help} |")
     return "\n".join(rows)
 
 
