@@ -125,6 +125,15 @@ class Reason(Enum):
     TABLE_NOT_RECORDED = "by address: recording it with a table failed: {error}"
     TABLE_NOT_READ = "by address: a table is built, but this recording cannot use it"
 
+    # Why a recording keeps the captured chain of its operations.
+    READS_TABLE = "its inputs are read from a table"
+    NOT_GENERATED = "its code is not Python that Inductor generated"
+    UNWATCHED = "launches of kernels cannot be watched on this torch"
+    ALLOCATES = "its nodes allocate or free memory"
+    OTHER_STREAMS = "it uses several streams"
+    NO_CHAIN = "{why}"
+    NOT_CAPTURED = "its stream does not capture"
+
     # Why a kernel has no variant.
     COOPERATIVE = "all of its blocks must fit on the GPU at once, and a variant may need more registers"
     EARLY = "it may begin before the slots are written"

@@ -122,6 +122,13 @@ FLAGS: tuple[Flag, ...] = (
         changes_artifacts=False,
         help="Host work in training. `short`: less. `off`: as in torch.",
     ),
+    Flag(
+        name="pygraph_branches",
+        values=("off", "report"),
+        default="off",
+        changes_artifacts=False,
+        help="Kernels of a graph side by side. `report`: the report tells how many could be; none are. `off`: nothing.",
+    ),
 )
 
 
@@ -168,6 +175,7 @@ class Settings:
     outputs: str = "keep"
     pool_bytes: int = 0
     entry: str = "short"
+    branches: str = "off"
 
     @staticmethod
     def current() -> Settings:

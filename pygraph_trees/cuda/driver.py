@@ -101,7 +101,8 @@ class Driver:
 
     def captured_last(self, stream: int) -> list[int]:
         """The nodes after which the next one of a capturing stream comes; one after a launch."""
-        _, _, _, nodes, *_ = self.call("cuStreamGetCaptureInfo", stream)
+        call = "cuStreamGetCaptureInfo"  # in bindings of CUDA 12, this is the call that refuses edges with data
+        _, _, _, nodes, *_ = self.call(f"{call}_v3" if hasattr(self.api, f"{call}_v3") else call, stream)
         return [int(node) for node in nodes]
 
     def load_kernel(self, device: int, source: str, name: str) -> int:
@@ -177,11 +178,9 @@ class Driver:
         It can be called repeatedly and sets the nodes in order. If it raises :class:`SetRefused`, the graph holds the
         new parameters of the nodes before the refused one.
         """
-        if self.reader is None:
-            return None
-        set_kernels, library, handle = self.reader.set_kernels, self._library, int(exec_)
         if self.kernel_setter() is None:
             return None
+        set_kernels, library, handle = self.reader.set_kernels, self._library, int(exec_)
         packed = struct.pack(
             f"{2 * len(nodes)}Q", *(number for node in nodes for number in (node.handle, node.address))
         )

@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pygraph_trees.errors import NOT_FOUND, DriverError, refused
 
 _READ, _ADD, _REMOVE = "cuGraphGetEdges_v2", "cuGraphAddDependencies_v2", "cuGraphRemoveDependencies_v2"
+
+
+@functools.cache
+def dependencies() -> Dependencies | None:
+    """The calls of this process's driver; None without its library."""
+    try:
+        return Dependencies(ctypes.CDLL("libcuda.so.1"))
+    except OSError:
+        return None
 
 
 class EdgeKind(enum.Enum):

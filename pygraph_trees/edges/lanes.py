@@ -62,6 +62,25 @@ def schedule(pairs: Sequence[Pair], lanes: Sequence[int], times_us: Sequence[flo
     return order, max(free.values(), default=0.0)
 
 
+def predicted(pairs: Sequence[Pair], count: int, times_us: Sequence[float]) -> float:
+    """The time on ``count`` lanes, in us, if each unit in the captured order takes the lane on which it can end first.
+
+    ``pairs`` are as :func:`reduced` returns them.
+    """
+    ahead: list[list[int]] = [[] for _ in times_us]
+    for earlier, later in pairs:
+        ahead[later].append(earlier)
+    free, ends, lanes = [0.0] * count, [0.0] * len(times_us), [0] * len(times_us)
+    for unit, time_us in enumerate(times_us):
+        starts = [
+            max([free[lane], *(ends[one] + HOP_US * (lanes[one] != lane) for one in ahead[unit])])
+            for lane in range(count)
+        ]
+        lanes[unit] = lane = min(range(count), key=lambda lane: (starts[lane], -free[lane]))
+        free[lane] = ends[unit] = starts[lane] + time_us
+    return min(schedule(pairs, lanes, times_us)[1], sum(times_us))
+
+
 def lane_edges(units: Sequence[Unit], needs: Sequence[int], times_us: Sequence[float]) -> Edges:
     """The fewest edges that keep the required order and run each lane's units one after another.
 

@@ -25,6 +25,7 @@ from pygraph_trees.reasons import Reason, Why
 
 from .records import (
     SLOW_CALLS,
+    Branches,
     Cause,
     FunctionRecord,
     GraphRecord,
@@ -70,6 +71,8 @@ class RecordingLog:
     has_fast_path: bool = True  # whether C++ may replay it
     was_interrupted: bool = False  # whether the call that made it raised, as an interrupt does
     sets: Counted = field(default_factory=Count)  # of nodes that replays gave other addresses
+    branches: Branches | None = None
+    why_no_branches: Why | None = None
 
     @property
     def replays(self) -> int:
@@ -141,6 +144,9 @@ class FunctionLog:
             recording.copied_bytes,
             recording.record_s,
         )
+        if recording.branches or recording.why_no_branches:
+            found = recording.branches or recording.why_no_branches
+            _log.info("%s: recording %d: branches: %s", self.name, recording.number, found)
         _trace("pygraph_function", self)
         for given in recording.inputs if _log.isEnabledFor(logging.DEBUG) else ():
             _log.debug("%s: recording %d: input %s", self.name, recording.number, InputRecord(*given))

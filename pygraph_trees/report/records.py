@@ -124,6 +124,18 @@ class OutputRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Branches:
+    """The order that memory requires of a recording's operations, in place of the chain that was captured."""
+
+    operations: int  # of the graph, each of one or more nodes
+    barriers: int  # operations that keep their place among all others
+    edges: int  # the fewest that keep the order
+    depth: int  # operations on the longest path
+    chain_us: float  # predicted time of the chain
+    lanes_us: dict[int, float]  # by number of lanes: predicted time
+
+
+@dataclass(frozen=True, slots=True)
 class RecordingRecord:
     """One captured graph."""
 
@@ -140,6 +152,8 @@ class RecordingRecord:
     extra_copied_bytes: int = 0
     outputs: tuple[OutputRecord, ...] = ()
     set_nodes: int = 0  # nodes that replays gave other addresses
+    branches: Branches | None = None  # with pygraph_branches; None also if the chain must stay
+    why_no_branches: str | None = None
 
     @property
     def copied_bytes(self) -> int:

@@ -178,6 +178,8 @@ def function_notes(function: FunctionRecord) -> Iterator[str]:
         yield function.decision
     if function.route:
         yield f"inputs are passed {function.route}"
+    for recording in function.recordings[-1:]:
+        yield from branches(recording)
     yield from _outlived(function)
     yield from _slow(function)
     yield from _ungraphed(function)
@@ -190,6 +192,19 @@ def _slow(function: FunctionRecord) -> Iterator[str]:
         whys = sorted(function.slow_calls.items(), key=lambda found: -found[1])
         reasons = ", ".join(f"{calls} because {why}" for why, calls in whys)
         yield f"{count} calls took the slow path: {reasons}"
+
+
+def branches(recording: RecordingRecord) -> Iterator[str]:
+    """What branches would gain, if that was asked for."""
+    found = recording.branches
+    if found is not None:
+        yield (
+            f"branches: {counted(found.operations, 'operation')}, {found.depth} deep, "
+            f"{counted(found.barriers, 'barrier')}, {counted(found.edges, 'edge')}; predicted {found.chain_us:.0f} us, "
+            + ", ".join(f"on {lanes} lanes {us:.0f}" for lanes, us in found.lanes_us.items())
+        )
+    elif recording.why_no_branches:
+        yield f"no branches, because {recording.why_no_branches}"
 
 
 def _outlived(function: FunctionRecord) -> Iterator[str]:

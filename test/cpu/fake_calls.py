@@ -74,6 +74,10 @@ class FakeCalls:
         assert where in ("driver", "bindings") and hasattr(type(self), call), (call, where)
         self._lacking[call] = where
 
+    def have(self, call: str) -> None:
+        """Undoes :meth:`lack`."""
+        del self._lacking[call]
+
     def __getattribute__(self, name: str):
         where = object.__getattribute__(self, "_lacking").get(name) if name.startswith("cu") else None
         if where == "bindings":

@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from fake_calls import CUresult, Handle, View
 from fake_edges import FakeEdges
@@ -46,7 +47,14 @@ CUgraphNodeType = _enum(
 CUstreamCaptureStatus = _enum("CUstreamCaptureStatus", "CU_STREAM_CAPTURE_STATUS_", "NONE ACTIVE INVALIDATED")
 CUstreamCaptureMode = _enum("CUstreamCaptureMode", "CU_STREAM_CAPTURE_MODE_", "GLOBAL THREAD_LOCAL RELAXED")
 CUmemorytype = _enum("CUmemorytype", "CU_MEMORYTYPE_", "HOST DEVICE ARRAY UNIFIED", start=1)
-CUpointer_attribute = _enum("CUpointer_attribute", "CU_POINTER_ATTRIBUTE_", "MEMORY_TYPE", start=2)
+CUpointer_attribute = enum.IntEnum(
+    "CUpointer_attribute",
+    {
+        "CU_POINTER_ATTRIBUTE_" + name: n
+        for name, n in (("MEMORY_TYPE", 2), ("RANGE_START_ADDR", 11), ("RANGE_SIZE", 12))
+    },
+)
+CUlaunchAttributeID = _enum("CUlaunchAttributeID", "CU_LAUNCH_ATTRIBUTE_", "COOPERATIVE", start=2)
 
 
 class CUcontext(Handle): ...
@@ -183,6 +191,7 @@ class FakeApi(FakeEdges, FakeMemory):
     CUstreamCaptureMode = CUstreamCaptureMode
     CUmemorytype = CUmemorytype
     CUpointer_attribute = CUpointer_attribute
+    CUlaunchAttributeID = CUlaunchAttributeID
     CUgraphExec = CUgraphExec
     CUgraphNode = CUgraphNode
 
@@ -202,6 +211,9 @@ class FakeApi(FakeEdges, FakeMemory):
         self._modules: dict[int, str] = {}  # PTX by handle
         self._captured_last: dict[int, list[int]] = {}  # nodes by stream
         self._host: dict[int, tuple[ctypes.Array, bool]] = {}  # by address: memory, whether it is pinned
+        self.allocations: list[tuple[int, int]] = []  # address and bytes, known only as the range around an address
+        self.cooperative: set[int] = set()  # kernel nodes
+        self.lack("cuStreamGetCaptureInfo_v3", "bindings")
         self.held: list[object] = []  # objects that must live as long
 
     # What a test builds
@@ -302,6 +314,13 @@ class FakeApi(FakeEdges, FakeMemory):
     def capture(self, stream: int, graph: int, status: str = "ACTIVE") -> None:
         self._streams[stream] = (CUstreamCaptureStatus[f"CU_STREAM_CAPTURE_STATUS_{status}"], graph)
 
+    def append(self, stream: int, node: int) -> None:
+        """Captures a node."""
+        graph = self._streams[stream][1]
+        self._graphs[graph].append(node)
+        self.connect(graph, ((before, node, 0) for before in self._captured_last.get(stream, ())))
+        self._captured_last[stream] = [node]
+
     # Streams and graphs
 
     def cuThreadExchangeStreamCaptureMode(self, mode: CUstreamCaptureMode):
@@ -327,12 +346,16 @@ class FakeApi(FakeEdges, FakeMemory):
             self._of_thread.context = context
         return (code,)
 
-    def cuStreamGetCaptureInfo(self, stream: int):
+    def cuStreamGetCaptureInfo(self, stream: int, call: str = "cuStreamGetCaptureInfo"):
         assert isinstance(stream, int) and stream in self._streams, f"no stream {stream!r}"
         status, graph = self._streams[stream]
         last = [CUgraphNode(node) for node in self._captured_last.get(stream, ())]
         # As in CUDA 13: status, id, graph, dependencies, edge data, number of dependencies.
-        return self._answer("cuStreamGetCaptureInfo", status, 7, graph, last, [None for _ in last], len(last))
+        return self._answer(call, status, 7, graph, last, [None for _ in last], len(last))
+
+    def cuStreamGetCaptureInfo_v3(self, stream: int):
+        """The same call in the bindings of CUDA 12.3 and later; a test must say that these are used."""
+        return self.cuStreamGetCaptureInfo(stream, "cuStreamGetCaptureInfo_v3")
 
     # Kernels that are loaded from PTX
 
@@ -363,11 +386,7 @@ class FakeApi(FakeEdges, FakeMemory):
         result = self._enter("cuLaunchKernel")
         if result == 0 and stream in self._streams and self._streams[stream][1]:
             kernel = Kernel([block[at : at + nbytes] for at, nbytes in loaded.layout], False, loaded.name)
-            node = self._add(Node(CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, kernel, function))
-            graph = self._streams[stream][1]
-            self._graphs[graph].append(node)
-            self.connect(graph, ((before, node, 0) for before in self._captured_last.get(stream, ())))
-            self._captured_last[stream] = [node]
+            self.append(stream, self._add(Node(CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, kernel, function)))
         return (result,)
 
     def cuGraphGetNodes(self, graph: int, count: int):
@@ -396,6 +415,12 @@ class FakeApi(FakeEdges, FakeMemory):
         found = self._node(node, "KERNEL")
         params = CUDA_KERNEL_NODE_PARAMS(*found.functions(), *found.content.pointers())
         return self._answer("cuGraphKernelNodeGetParams", params)
+
+    def cuGraphKernelNodeGetAttribute(self, node: int, attribute: CUlaunchAttributeID):
+        assert attribute is CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, attribute
+        self._node(node, "KERNEL")
+        value = SimpleNamespace(cooperative=int(node in self.cooperative))
+        return self._answer("cuGraphKernelNodeGetAttribute", value)
 
     def _copy_of_fields(self, call: str, node: int, kind: str):
         fields = self._node(node, kind).content
@@ -488,8 +513,14 @@ class FakeApi(FakeEdges, FakeMemory):
         return self._set_captured_fields(node, params, "MEMSET", {"dst"})
 
     def cuPointerGetAttribute(self, attribute: CUpointer_attribute, address: int):
-        assert attribute is CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE and isinstance(address, int)
+        assert isinstance(attribute, CUpointer_attribute) and isinstance(address, int)
         call = "cuPointerGetAttribute"
+        if attribute is not CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+            found = [place for place in self.allocations if place[0] <= address < sum(place)]
+            if not found:
+                return self._enter(call) or CUresult.CUDA_ERROR_INVALID_VALUE, None
+            is_start = attribute is CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
+            return self._answer(call, CUdeviceptr(found[0][0]) if is_start else found[0][1])
         host = [pinned for start, (buffer, pinned) in self._host.items() if start <= address < start + len(buffer)]
         if host == [False] or (self.is_reserved(address) and not self.is_mapped(address)):
             return self._enter(call) or CUresult.CUDA_ERROR_INVALID_VALUE, None

@@ -8,16 +8,22 @@ writes besides the live inputs, for test launches of graphs whose kernels may hi
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pygraph_trees import compat
+from pygraph_trees.cuda.availability import why_unusable
 from pygraph_trees.cuda.driver import driver
+from pygraph_trees.cuda.edges import dependencies
 from pygraph_trees.cuda.extent import extent
+from pygraph_trees.edges.branches import noting
 from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection.hidden_addresses import Surroundings
 from pygraph_trees.indirection.live_input import bytes_at
+from pygraph_trees.outputs.allocations import generated_by_inductor
+from pygraph_trees.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -46,6 +52,28 @@ def captured_nodes() -> Counter[NodeKind]:
         return Counter() if api is None or graph is None else api.count_nodes(graph)
     except DriverError:
         return Counter()
+
+
+def branches_noted(node: Any, model: Any, inputs: Sequence[Any]) -> AbstractContextManager[None]:
+    """Wraps the capture of a recording, whose log gets the facts about branches; ``model`` is the compiled code."""
+    api, calls, live = driver(), dependencies(), node._live
+    if live is not None and live.has_table:
+        node.log.why_no_branches = Reason.READS_TABLE()
+    elif not generated_by_inductor(model):
+        node.log.why_no_branches = Reason.NOT_GENERATED()
+    elif api is None or calls is None:
+        node.log.why_no_branches = Reason.NO_DRIVER(error=why_unusable() or "libcuda.so.1 cannot be opened")
+    else:
+        # Managed inputs are in the graph pool, and own memory of outputs, the last inputs, overlaps nothing.
+        managed, takes = set(node.cudagraph_managed_idxs), len(inputs) if node.own is None else node.own.takes
+        tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
+        elsewhere = [value for i, value in tensors.items() if i < takes and i not in managed]
+        return noting(node.log, api, calls, _current_stream, tensors.values(), elsewhere)
+    return nullcontext()
+
+
+def _current_stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
 
 
 def surroundings(node: Any, outputs: Sequence[Any], live: LiveInputs, copied: Collection[int]) -> Surroundings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +36,7 @@ from ..pools.liveness import deaths, release_unneeded
 from ..pools.pools import ranges_of
 from .attempts import Attempts
 from .cached_outputs import Upstream
-from .captured_graph import captured_nodes, is_cuda, kept_graph, surroundings
+from .captured_graph import branches_noted, captured_nodes, is_cuda, kept_graph, surroundings
 from .kept_outputs import kept_indices
 from .records import describe, describe_outputs
 from .replaying import Replayed, native_replay
@@ -239,6 +239,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
                 nullcontext() if live is None else live.captured(),
                 nullcontext() if progress is None else progress.capturing(),
                 observed(block, copy) as staged,
+                self._branches_noted(model_inputs),
             ):
                 outputs = staged.with_own_memory(as_they_read(model(model_inputs)))
             reads.extend(staged.reads)
@@ -262,6 +263,13 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
                 )
             self._count_nodes(live.kinds)
         return outputs
+
+    def _branches_noted(self, inputs: list[Any]) -> AbstractContextManager[None]:
+        """Wraps the capture, if the report has to tell about branches."""
+        model = self.wrapped_function.model
+        if self.graph is None or not isinstance(model, FunctionModel) or model.settings.branches == "off":
+            return nullcontext()
+        return branches_noted(self, model.model, inputs)
 
     def _add_first_outputs(self, outputs: Any, static_input_persistent_storage_ptrs: dict[int, Any]) -> None:
         live = self._live

@@ -1,0 +1,173 @@
+"""The operations of one capture: their nodes, and the memory that they are known to access.
+
+Inside :meth:`Operations.noted`, calls of operators and launches of Inductor's Triton kernels are noted, with the
+capture's last nodes before and after each. An operator reads its tensors, and writes those that its schema marks and
+those that it returns. A Triton kernel writes all of its tensors, except ``in_ptr`` arguments that it does not mutate.
+Calls and graph do not change. An operation that may do more is not :attr:`~Operation.known`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pygraph_trees.cuda.driver import Driver
+from pygraph_trees.errors import DriverError
+from pygraph_trees.indirection.table.launches import tap
+from pygraph_trees.indirection.table.variant_launchers import parameters, sole_launcher
+from pygraph_trees.reasons import Reason, Why
+
+from .regions import Range, Regions
+from .units import Access
+
+_LIBRARIES = ("aten", "pygraph_trees")  # namespaces of operators whose schemas are believed
+# Operators that write to arguments that their schemas do not mark, or read addresses in device memory.
+_NOT_BELIEVED = re.compile(r"batch_norm|rnn|lstm|gru|grouped")
+
+Given = list[tuple[torch.Tensor, bool]]  # tensors, and whether they are written
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call that captured nodes."""
+
+    before: tuple[int, ...]  # the capture's last nodes before the call
+    after: tuple[int, ...]
+    known: bool  # whether it accesses nothing but what is declared and what its nodes hold addresses of
+    declared: tuple[Access, ...]  # whole storages
+    alive: Regions  # storages that are alive before and after it, so that none of its own temporaries is there
+    nbytes: int  # of its tensors
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations of one capture on one stream; for control flow, too, a call is noted as one operation."""
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, driver: Driver, stream: int, current_stream: Callable[[], int], tensors: Iterable[torch.Tensor]
+    ) -> None:
+        """``tensors``: those that are alive when the capture begins."""
+        super().__init__()
+        self.found: list[Operation] = []
+        self.why_not: Why | None = None  # why they are not all of the capture's operations
+        self._driver, self._stream, self._current_stream = driver, stream, current_stream
+        self._storages: dict[int, StorageWeakRef] = {}  # that were seen
+        self._is_inside = False  # another operation, which accounts for what it calls
+        self._accesses([(tensor, False) for tensor in tensors])
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        with tap.scope(self._launch), self:
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = getattr(func, "namespace", None) in _LIBRARIES and not _NOT_BELIEVED.search(str(func))
+        given = [] if self._is_inside else _tensors_of(func, args, kwargs)
+        return self._note(lambda: func(*args, **kwargs), given, known, self._current_stream)
+
+    def _launch(self, run: Callable[..., Any], autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = parameters(sole_launcher(autotuner))
+        given = [
+            (value, not (name.startswith("in_ptr") and name not in autotuner.mutated_arg_names))
+            for name, value in itertools.zip_longest(names, args, fillvalue="")
+            if isinstance(value, torch.Tensor)
+        ]
+        known = bool(names) and not autotuner.custom_kernel
+        return self._note(
+            lambda: run(autotuner, *args, **kwargs), given, known, lambda: kwargs.get("stream", self._stream)
+        )
+
+    def _note(self, call: Callable[[], Any], given: Given, known: bool, stream: Callable[[], int]) -> Any:
+        if self._is_inside:
+            return call()
+        declared, are_plain = self._accesses(given)
+        before, alive = self._last(), self._alive()
+        self._is_inside = True
+        try:
+            result = call()
+        finally:
+            self._is_inside = False
+        made = [(leaf, True) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        returned, are_too = self._accesses(made)
+        after = self._last()
+        if stream() != self._stream:
+            self.why_not = self.why_not or Reason.OTHER_STREAMS()
+        if after != before:
+            nbytes = sum(tensor.numel() * tensor.element_size() for tensor, _ in [*given, *made])
+            known = known and are_plain and are_too
+            kept = Regions(alive & self._alive())
+            self.found.append(Operation(before, after, known, (*declared, *returned), kept, nbytes))
+        return result
+
+    def _last(self) -> tuple[int, ...]:
+        """The nodes that the next node of the capture follows."""
+        try:
+            return tuple(self._driver.captured_last(self._stream))
+        except DriverError as error:
+            self.why_not = self.why_not or Reason.UNREAD(error=str(error))
+            return ()
+
+    def _accesses(self, given: Given) -> tuple[list[Access], bool]:
+        """Accesses to the tensors' storages, which are seen from now on; and whether all tensors have a storage."""
+        found, are_plain = [], True
+        for tensor, write in given:
+            try:
+                storage = tensor.untyped_storage()
+                span = _span(storage)
+            except (NotImplementedError, RuntimeError):
+                are_plain = False
+                continue
+            if span is not None:
+                self._storages.setdefault(storage._cdata, StorageWeakRef(storage))
+                found.append(Access(*span, write))
+        return found, are_plain
+
+    def _alive(self) -> set[Range]:
+        """The storages that were seen and are alive."""
+        found = set()
+        for key, reference in list(self._storages.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._storages[key]
+            elif (span := _span(storage)) is not None:
+                found.add(span)
+        return found
+
+
+def span_of(tensor: torch.Tensor) -> Range | None:
+    """The memory of a tensor's storage; None if it has none."""
+    try:
+        return _span(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _span(storage: torch.UntypedStorage) -> Range | None:
+    start, nbytes = storage.data_ptr(), storage.nbytes()
+    return (start, start + nbytes) if start and nbytes else None
+
+
+def _tensors_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Given:
+    """The tensors that an operator is given, each with whether it is written; all are, if there is no schema."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        leaves = pytree.tree_leaves((args, kwargs))
+        return [(leaf, True) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    return [
+        (leaf, argument.alias_info is not None and argument.alias_info.is_write)
+        for argument in schema.arguments
+        for leaf in pytree.tree_leaves(given.get(argument.name))
+        if isinstance(leaf, torch.Tensor)
+    ]

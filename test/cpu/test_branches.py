@@ -1,0 +1,531 @@
+"""Operations of a capture and what they access: no interleaving of a random program's operations that the accesses
+allow changes what a kernel reads, every node is in one unit, and whatever is not certain is a barrier.
+
+Tensors are in a small pool on the CPU. Operators and launches capture kernels on the fake driver, with temporaries
+between the tensors, and the executor knows what each kernel really does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from fake_driver import KNOWN, FakeApi
+from fake_edges import PROGRAMMATIC
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interleaving import interleaved, serial
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pygraph_trees.cuda.driver import Driver
+from pygraph_trees.cuda.edges import Dependencies
+from pygraph_trees.edges import accesses, branches
+from pygraph_trees.edges.branches import noting
+from pygraph_trees.edges.operations import Operations, span_of
+from pygraph_trees.edges.order import Edges, reduced
+from pygraph_trees.edges.regions import Regions
+from pygraph_trees.edges.rewriting import Chain
+from pygraph_trees.edges.units import Access
+from pygraph_trees.indirection.table import launches
+from pygraph_trees.reasons import Reason
+from pygraph_trees.report.log import FunctionLog, RecordingLog
+from pygraph_trees.report.text import function_notes
+from pygraph_trees.settings import Settings
+from pygraph_trees.trees.functions.function import FunctionModel
+from pygraph_trees.trees.recordings import recording
+from pygraph_trees.trees.recordings.captured_graph import branches_noted
+
+ATEN = "_ZN2at6native29vectorized_elementwise_kernelE"
+UNKNOWN = "of_some_library"
+POOL = 96  # bytes
+
+_library = torch.library.Library("branches_test", "DEF")
+_library.define("custom(Tensor[] given, Tensor(a!)[] out) -> ()")
+_library.impl("custom", lambda given, out: None, "CPU")
+ops = torch.ops.aten
+custom = torch.ops.branches_test.custom.default
+
+
+class Captured(TorchDispatchMode):
+    """A capture of operators and of launches, with what their kernels really read and write.
+
+    ``kernels``: how many the next call captures, each with a temporary of ``temporary`` bytes, which is free again
+    before a result is allocated.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.api = FakeApi()
+        self.stream, self.graph = self.api.make_stream(), self.api.make_graph()
+        self.api.capture(self.stream, self.graph)
+        self.driver, self.dependencies = Driver(self.api), Dependencies(self.api)
+        self._memory = bytearray(POOL + 16)
+        self.base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        self.api.allocations.append((self.base, POOL))
+        self._storages: list[tuple[int, int, StorageWeakRef]] = []
+        self.effects: dict[int, list[Access]] = {}  # by node
+        self.kernels, self.temporary, self.name = 1, 0, ATEN
+
+    # -- memory
+
+    def free(self, nbytes: int) -> int | None:
+        """The first place between the tensors that are alive."""
+        self._storages = [found for found in self._storages if not found[2].expired()]
+        at = 0
+        for start, end, _ in sorted(self._storages, key=lambda found: found[0]):
+            if at + nbytes <= start:
+                break
+            at = max(at, end)
+        return at if at + nbytes <= POOL else None
+
+    def tensor(self, nbytes: int = 8) -> torch.Tensor | None:
+        at = self.free(nbytes)
+        if at is None:
+            return None
+        made = torch.frombuffer(memoryview(self._memory)[at : at + nbytes], dtype=torch.uint8)
+        self._storages.append((at, at + nbytes, StorageWeakRef(made.untyped_storage())))
+        return made
+
+    # -- nodes
+
+    def kernel(self, read, written, *, temporaries=(), name=ATEN, hidden=False) -> int:
+        """Captures a kernel with the addresses of what it accesses, or with none."""
+        found = [Access(*span_of(t), False) for t in read] + [Access(*span_of(t), True) for t in written]
+        for at, nbytes in temporaries:
+            found += [Access(self.base + at, self.base + at + nbytes, write) for write in (False, True)]
+        words = [] if hidden else [access.start for access in found]
+        node = self.api.make_kernel([*words, b"\x07\0\0\0"], name=name)
+        self.api.append(self.stream, node)
+        self.effects[node] = found
+        return node
+
+    def work(self, read, written, name) -> None:
+        """What an operation captures before it allocates its result."""
+        at = self.free(self.temporary) if self.temporary else None
+        used = [] if at is None else [(at, self.temporary)]
+        for number in range(self.kernels):
+            last = number == self.kernels - 1
+            self.kernel(read, written if last else [], temporaries=used, name=name)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        if func is ops.cat.default:
+            self.work(leaves, [], self.name)
+            made = self.tensor()
+            assert made is not None
+            self.kernel([], [made], name=self.name)
+            return made
+        if func is ops.cat.out:
+            self.work(leaves, [kwargs["out"]], self.name)
+            return kwargs["out"]
+        if func is ops.add_.Tensor:
+            self.work(leaves, leaves[:1], self.name)
+            return args[0]
+        if func is ops.native_batch_norm.out:
+            self.work(leaves, [*leaves, *kwargs.values()], self.name)
+            return kwargs["out"], kwargs["save_mean"], kwargs["save_invstd"]
+        if func is custom:
+            self.work(leaves, args[1], self.name)
+            return None
+        return func(*args, **kwargs)
+
+    def units(self, operations: Operations, inputs=()):
+        edges = self.dependencies.read(self.graph)
+        nodes = self.driver.nodes(self.graph)
+        elsewhere = Regions(filter(None, map(span_of, inputs)))
+        return accesses.units_of(self.driver, nodes, edges, operations.found, elsewhere)[0]
+
+    def is_right(self, seeds: range) -> bool:
+        right = serial(self.effects)
+        return all(interleaved(self.effects, self.api.edges(self.graph), seed) == right for seed in seeds)
+
+
+class FakeAutotuner:
+    """A Triton kernel, whose launch captures a node."""
+
+    custom_kernel = triton_interpret = False
+
+    def __init__(self, captured: Captured, mutated=(), name=KNOWN) -> None:
+        self._captured, self.mutated_arg_names, self._name = captured, mutated, name
+        self.launchers = [lambda in_ptr0, in_ptr1, out_ptr0, xnumel, stream: None]
+
+    def run(self, one, other, out, xnumel, stream):
+        mutated = [t for t, name in ((one, "in_ptr0"), (other, "in_ptr1")) if name in self.mutated_arg_names]
+        self._captured.work([one, other], [out, *mutated], self._name)
+
+
+class BranchesTestCase(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.enterContext(mock.patch.object(launches, "tap", tap := launches.Tap()))
+        for module in (branches, launches):  # both look it up
+            if hasattr(module, "available"):
+                self.enterContext(mock.patch.object(module, "available", lambda: tap.put_on is not None))
+        self.enterContext(mock.patch("pygraph_trees.edges.operations.tap", tap))
+        self.addCleanup(tap.offer(self._put_on))
+
+    def _put_on(self):
+        patch = mock.patch.object(FakeAutotuner, "run", launches.watched(FakeAutotuner.run))
+        patch.start()
+        return patch.stop
+
+    @contextlib.contextmanager
+    def operations(self, captured, *tensors, stream=None):
+        noted = Operations(captured.driver, captured.stream, lambda: stream or captured.stream, tensors)
+        with captured, noted.noted():
+            yield noted
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["return", "return", "out", "add", "triton", "triton", "mutate", "custom", "unknown", "outside"]
+        ),
+        *(st.integers(0, 5) for _ in range(3)),  # tensors, by number
+        st.integers(0, 2),  # bytes of temporaries, in units
+        st.integers(1, 2),  # kernels
+        st.booleans(),  # whether a tensor dies afterwards
+    ),
+    min_size=2,
+    max_size=12,
+)
+
+
+class TestAccesses(BranchesTestCase):
+    def run_program(self, program) -> tuple[Captured, Operations, list[torch.Tensor]]:
+        captured = Captured()
+        alive = [captured.tensor() for _ in range(3)]
+        inputs = alive[:2]
+        with self.operations(captured, *alive) as operations:
+            for kind, *numbers, temporary, kernels, dies in program:
+                one, other, out = (alive[number % len(alive)] for number in numbers)
+                captured.temporary, captured.kernels, captured.name = 8 * temporary, kernels, ATEN
+                if kind == "return" and captured.free(8) is not None:
+                    alive.append(ops.cat.default([one, other]))
+                elif kind == "out":
+                    ops.cat.out([one, other], out=out)
+                elif kind == "add":
+                    one.add_(other)
+                elif kind == "custom":
+                    custom([one], [other])
+                elif kind == "unknown":
+                    captured.name = UNKNOWN
+                    one.add_(other)
+                elif kind == "outside":
+                    captured.kernel([one], [other], hidden=True)
+                else:
+                    mutated = ["in_ptr1"] if kind == "mutate" else []
+                    FakeAutotuner(captured, mutated).run(one, other, out, 8, stream=captured.stream)
+                del one, other, out
+                if dies and len(alive) > 3:
+                    del alive[2]
+        return captured, operations, inputs
+
+    @settings(max_examples=200, deadline=None)
+    @given(steps)
+    def test_no_interleaving_changes_what_a_kernel_reads(self, program):
+        captured, operations, inputs = self.run_program(program)
+        self.assertIsNone(operations.why_not)
+        units = captured.units(operations, inputs)
+        nodes = captured.driver.nodes(captured.graph)
+        self.assertEqual([node for unit in units for node in unit.nodes], nodes)  # each once, in order
+        chain = Chain(captured.dependencies, captured.graph, nodes, units)
+        chain.replace(Edges(tuple(reduced(chain.needs))))
+        self.assertTrue(captured.is_right(range(6)))
+
+    def test_memory_of_a_temporary_that_is_left_out_is_seen(self):
+        """An operation frees its temporary, and its result takes that place; so does a later tensor."""
+        program = [("return", 0, 0, 0, 2, 1, True), ("return", 1, 1, 1, 2, 1, True), ("return", 1, 1, 1, 2, 1, True)]
+        captured, operations, _ = self.run_program(program)
+        tight = mock.patch.object(Regions, "around", lambda self, address: (address, address + 1))
+        for patch, is_right in ((contextlib.nullcontext(), True), (tight, False)):
+            with patch:
+                units = captured.units(operations)
+            chain = Chain(captured.dependencies, captured.graph, captured.driver.nodes(captured.graph), units)
+            chain.replace(Edges(tuple(reduced(chain.needs))))
+            self.assertEqual(captured.is_right(range(100)), is_right)
+            chain.restore()
+
+    def units_after(self, run, *tensors, inputs=(), captured=None):
+        captured = captured or Captured()
+        tensors = tensors or [captured.tensor() for _ in range(4)]
+        with self.operations(captured, *tensors) as operations:
+            run(captured, *tensors)
+        return captured.units(operations, [tensors[i] for i in inputs])
+
+    def test_a_kernel_writes_all_pointers_but_inputs_that_it_does_not_mutate(self):
+        for mutated, expected in ((), (False, False, True)), (("in_ptr1",), (False, True, True)):
+
+            def run(captured, a, b, c, d, mutated=mutated):
+                FakeAutotuner(captured, mutated).run(a, b, c, 8, stream=captured.stream)
+
+            (unit,) = self.units_after(run)
+            self.assertFalse(unit.barrier)
+            self.assertEqual(tuple(access.write for access in unit.accesses), expected)
+
+    def test_an_address_in_another_storage_is_a_write_of_all_of_it(self):
+        def run(captured, a, b, c, d):
+            captured.work = lambda read, written, name: captured.kernel(read, [*written, d], name=name)
+            ops.cat.out([a, b], out=c)
+            named["d"] = Access(*span_of(d), True)
+
+        named = {}
+        (unit,) = self.units_after(run)
+        self.assertIn(named["d"], unit.accesses)
+        self.assertEqual(len(unit.accesses), 4)
+
+    def test_what_is_written_to_an_input_comes_before_reads_of_any_other(self):
+        """Another call may pass inputs that overlap. Operations that only read inputs stay apart."""
+
+        def run(captured, a, b, c, d):
+            ops.cat.out([a], out=c)
+            a.add_(a)
+            ops.cat.out([b], out=d)
+
+        for inputs, expected in (((0, 1), [0, 1, 2]), ((0,), [0, 1, 0])):
+            captured = Captured()
+            units = self.units_after(run, inputs=inputs, captured=captured)
+            chain = Chain(captured.dependencies, captured.graph, captured.driver.nodes(captured.graph), units)
+            self.assertEqual([need.bit_length() for need in chain.needs], expected)
+
+    def test_whatever_is_not_certain_is_a_barrier(self):
+        def aten(name=ATEN, **more):
+            def run(captured, a, b, c, d):
+                captured.name = name
+                for key, value in more.items():
+                    setattr(captured, key, value)
+                ops.cat.out([a, b], out=c)
+
+            return run
+
+        def with_node(kind):
+            def run(captured, a, b, c, d):
+                captured.work = lambda *_: captured.api.append(captured.stream, captured.api._make_kind(kind, None))
+                ops.cat.out([a, b], out=c)
+
+            return run
+
+        def cooperative(captured, a, b, c, d):
+            captured.work = lambda read, written, name: captured.api.cooperative.add(captured.kernel(read, written))
+            ops.cat.out([a, b], out=c)
+
+        def user_kernel(captured, a, b, c, d):
+            kernel = FakeAutotuner(captured)
+            kernel.custom_kernel = True
+            kernel.run(a, b, c, 8, stream=captured.stream)
+
+        def two_launchers(captured, a, b, c, d):
+            kernel = FakeAutotuner(captured)
+            kernel.launchers *= 2
+            kernel.run(a, b, c, 8, stream=captured.stream)
+
+        def unread(captured, a, b, c, d):
+            captured.api.lack("cuGraphKernelNodeGetParams")
+            ops.cat.out([a, b], out=c)
+
+        cases = {
+            "an operator of another library": lambda captured, a, b, c, d: custom([a], [b]),
+            "an operator whose schema is wrong": lambda captured, a, b, c, d: ops.native_batch_norm.out(
+                a, b, b, c, d, True, 0.1, 0.1, out=c, save_mean=c, save_invstd=c
+            ),
+            "an unknown kernel": aten(UNKNOWN),
+            "a kernel without a name": aten(None),
+            "a grouped matmul": aten("_ZN7cutlass13device_kernelIN2at4cuda12_GLOBAL__N_1"),
+            "a node outside": lambda captured, a, b, c, d: captured.kernel([a], [b]),
+            "a kernel that waits for all of its blocks": cooperative,
+            "a user's kernel": user_kernel,
+            "a kernel whose parameters have no names": two_launchers,
+            "a kernel that cannot be read": unread,
+            **{kind: with_node(kind) for kind in ("HOST", "GRAPH", "CONDITIONAL", "EVENT_RECORD", "WAIT_EVENT")},
+        }
+        for what, run in cases.items():
+            with self.subTest(what):
+                self.assertEqual([unit.barrier for unit in self.units_after(run)], [True])
+        self.assertEqual([unit.barrier for unit in self.units_after(aten())], [False])
+
+    def test_copies_and_fills_are_read(self):
+        def run(captured, a, b, c, d):
+            base, nbytes, api = a.data_ptr(), 8, captured.api
+            nodes = {
+                "fill": api.make_memset(base, nbytes),
+                "copy": api.make_memcpy(base, b.data_ptr(), nbytes),
+                "from host": api.make_memcpy(0x7000, b.data_ptr(), nbytes, "HOST"),
+                "to host": api.make_memcpy(base, 0x7000, nbytes, "DEVICE", "HOST"),
+                "elsewhere": api.make_memset(0x7000, nbytes),  # where the driver knows no memory
+            }
+            for node in nodes.values():
+                captured.work = lambda *_, node=node: api.append(captured.stream, node)
+                ops.cat.out([a], out=b)
+            expected.update(a=span_of(a), b=span_of(b))
+
+        expected: dict[str, tuple[int, int]] = {}
+        fill, copy, from_host, *others = self.units_after(run)
+        self.assertIn(Access(*expected["a"], True), fill.accesses)  # although the operator only declares a read
+        self.assertEqual(set(copy.accesses), {Access(*expected["a"], False), Access(*expected["b"], True)})
+        self.assertIn(Access(0x7000, 0x7008, False), from_host.accesses)
+        self.assertEqual([unit.barrier for unit in others], [True, True])
+
+
+class TestReport(BranchesTestCase):
+    def noted(self, run, captured=None, *, stream=None):
+        captured, log = captured or Captured(), RecordingLog()
+        tensors = [captured.tensor() for _ in range(6)]
+        current = iter([captured.stream])  # then another one
+        with (
+            captured,
+            noting(
+                log,
+                captured.driver,
+                captured.dependencies,
+                lambda: next(current, stream or captured.stream),
+                tensors,
+                (),
+            ),
+        ):
+            run(captured, *tensors)
+        return log
+
+    def test_two_branches_are_half_as_deep(self):
+        def run(captured, a, b, c, d, e, f):
+            for _ in range(2):
+                for one, out in ((a, c), (b, d)):
+                    ops.cat.out([one], out=out)
+                    FakeAutotuner(captured).run(out, out, one, 8, stream=captured.stream)
+
+        log = self.noted(run)
+        found = log.branches
+        self.assertEqual((found.operations, found.barriers, found.edges, found.depth), (8, 0, 6, 4))
+        self.assertEqual((found.chain_us, found.lanes_us), (8 * branches.FLOOR_US, dict.fromkeys((2, 4), 10.0)))
+        function = FunctionLog("f", "0/0", "inference", 1, {}, recordings=[log])
+        line = "branches: 8 operations, 4 deep, 0 barriers, 6 edges; predicted 20 us, on 2 lanes 10, on 4 lanes 10"
+        self.assertIn(line, [*function_notes(function.record())])
+
+    def test_a_barrier_and_a_chain_are_as_deep_as_they_are_long(self):
+        def chain(captured, a, b, c, d, e, f):
+            for one, out in ((a, b), (b, c), (c, d)):
+                ops.cat.out([one], out=out)
+
+        def barrier(captured, a, b, c, d, e, f):
+            ops.cat.out([a], out=b)
+            custom([c], [d])
+            ops.cat.out([e], out=f)
+
+        for run, barriers in ((chain, 0), (barrier, 1)):
+            found = self.noted(run).branches
+            self.assertEqual((found.operations, found.barriers, found.edges, found.depth), (3, barriers, 2, 3))
+            self.assertEqual(found.lanes_us[2], found.chain_us)
+
+    def test_operations_that_may_start_early_are_one(self):
+        def run(captured, a, b, c, d, e, f):
+            ops.cat.out([a], out=b)
+            ops.cat.out([c], out=d)
+            first, second = captured.driver.nodes(captured.graph)
+            captured.api.connect(captured.graph, [(first, second, PROGRAMMATIC)])
+
+        self.assertEqual((self.noted(run).branches.operations), 1)
+
+    def test_a_reason_stands_where_no_order_can_be_told(self):
+        def allocates(captured, *tensors):
+            captured.api.append(captured.stream, captured.api._make_kind("MEM_ALLOC", None))
+
+        def side_by_side(captured, a, b, c, d, *others):
+            ops.cat.out([a], out=b)
+            captured.api._captured_last[captured.stream] = []
+            ops.cat.out([c], out=d)
+
+        def operator(captured, a, b, *others):
+            ops.cat.out([a], out=b)
+
+        def unread(call, after=0):
+            captured = Captured()
+            captured.api.fail(call, after)
+            return captured
+
+        for run, captured, stream, reason in (
+            (allocates, None, None, Reason.ALLOCATES),
+            (operator, None, 7, Reason.OTHER_STREAMS),
+            (side_by_side, None, None, Reason.NO_CHAIN),
+            (operator, unread("cuStreamGetCaptureInfo", 1), None, Reason.UNREAD),
+            (operator, unread("cuGraphGetEdges_v2"), None, Reason.UNREAD),
+            (operator, unread("cuGraphGetNodes"), None, Reason.UNREAD),
+        ):
+            log = self.noted(run, captured, stream=stream)
+            self.assertEqual((log.branches, log.why_no_branches.reason), (None, reason))
+            function = FunctionLog("f", "0/0", "inference", 1, {}, recordings=[log])
+            self.assertIn(f"no branches, because {log.why_no_branches}", [*function_notes(function.record())])
+
+    def test_bindings_of_cuda_12_are_asked_for_edges_with_data(self):
+        captured = Captured()
+        captured.api.have("cuStreamGetCaptureInfo_v3")
+        self.noted(lambda captured, a, b, *others: ops.cat.out([a], out=b), captured)
+        self.assertEqual(captured.api.calls[:2], ["cuStreamGetCaptureInfo_v3"] * 2)
+
+    def test_an_error_of_the_program_is_the_programs(self):
+        def run(captured, *tensors):
+            ops.cat.out(tensors[:1], out=tensors[1])
+            raise KeyError
+
+        with self.assertRaises(KeyError):
+            self.noted(run)
+        with self.operations(captured := Captured()):  # the one before is over
+            self.assertEqual(len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()), 2)
+        self.assertIsNotNone(captured)
+
+    def node(self, branches="report", **more):
+        model = FunctionModel(
+            lambda inputs: [],
+            Settings("off", "auto", "always", branches=branches),
+            FunctionLog("f", None, "inference", 1, {}),
+        )
+        known = {"graph": object(), "own": None, "cudagraph_managed_idxs": [1], "log": RecordingLog(), "_live": None}
+        return SimpleNamespace(wrapped_function=SimpleNamespace(model=model), **known | more)
+
+    def test_off_costs_nothing(self):
+        """Neither the driver nor the launches are asked, and no mode is entered."""
+        stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+        with mock.patch.object(recording, "branches_noted", side_effect=AssertionError):
+            for node in (self.node("off"), self.node(graph=None)):
+                with recording.Recording._branches_noted(node, [torch.zeros(1)]):
+                    self.assertEqual(stack(), [])
+            with self.assertRaises(AssertionError):
+                recording.Recording._branches_noted(self.node(), [])
+        self.assertEqual(Settings.current().branches, "off")
+
+    def test_a_recording_without_branches_says_why(self):
+        def generated(inputs):
+            raise AssertionError
+
+        generated = type(generated)(generated.__code__, {"empty_strided_cuda": torch.empty_strided})
+        for node, model, reason in (
+            (self.node(_live=SimpleNamespace(has_table=True)), generated, Reason.READS_TABLE),
+            (self.node(), abs, Reason.NOT_GENERATED),
+            (self.node(), generated, Reason.NO_DRIVER),
+        ):
+            with (
+                mock.patch("pygraph_trees.trees.recordings.captured_graph.driver", lambda: None),
+                branches_noted(node, model, []),
+            ):
+                pass
+            self.assertEqual(node.log.why_no_branches.reason, reason)
+
+    def test_managed_inputs_and_own_memory_may_not_overlap_others(self):
+        seen = []
+        patches = {"driver": lambda: 1, "dependencies": lambda: 2, "noting": lambda *args: seen.append(args)}
+        generated = SimpleNamespace(__globals__={"empty_strided_cuda": len})
+        tensors = [torch.zeros(1) for _ in range(4)]
+        with mock.patch.multiple("pygraph_trees.trees.recordings.captured_graph", **patches):
+            branches_noted(self.node(own=SimpleNamespace(takes=3)), generated, [*tensors[:3], tensors[3]])
+        *_, given, elsewhere = seen[0]
+        self.assertEqual(
+            ([*map(id, given)], [*map(id, elsewhere)]), ([*map(id, tensors)], [id(tensors[0]), id(tensors[2])])
+        )
+
+
+if __name__ == "__main__":
+    run_tests()
