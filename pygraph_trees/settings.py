@@ -127,7 +127,7 @@ FLAGS: tuple[Flag, ...] = (
         values=("off", "report"),
         default="off",
         changes_artifacts=False,
-        help="Kernels of a graph side by side. `report`: the report tells how many could be; none are. `off`: nothing.",
+        help="`report`: what independent kernels would gain, in the report.",
     ),
 )
 

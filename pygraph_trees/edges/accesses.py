@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.cuda.edges import Edge
@@ -61,19 +61,17 @@ def _parts(
     before = defaultdict(list)
     for edge in edges:
         before[edge.after].append(edge.before)
-    position = {node: i for i, node in enumerate(nodes)}
     left = set(nodes)
 
     def until(last: Iterable[int]) -> tuple[int, ...]:
         """The nodes up to these that are in no part yet."""
-        todo, found = [*last], []
+        todo, found = [*last], set()
         while todo:
-            node = todo.pop()
-            if node in left:
+            if (node := todo.pop()) in left:
                 left.remove(node)
-                found.append(node)
+                found.add(node)
                 todo += before[node]
-        return tuple(sorted(found, key=position.__getitem__))
+        return tuple(node for node in nodes if node in found) if found else ()
 
     for operation in operations:
         for last, owner in ((operation.before, None), (operation.after, operation)):
@@ -130,26 +128,25 @@ class _Reader:
         name = self._driver.function_name(node.function, node.kernel)
         if name is None or not is_known(name) or _READS_TABLES.match(name) or self._waits_for_all_blocks(handle):
             raise _Unknown
-        words, declared = node.words(), operation.declared
+        words = node.words()
         for offset in range(0, len(words) - 7, 4):
             address = int.from_bytes(words[offset : offset + 8], "little")
-            if node.may_be_address(offset) and not _is_declared(address, declared, operation.alive):
-                memory = self._memory(address, operation.alive)
-                if memory is not None:
-                    yield Access(*memory, True)
+            storage = operation.alive.holding(address)
+            if storage is not None and any(a.start <= address < a.end for a in operation.declared):
+                continue
+            if node.may_be_address(offset) and (memory := storage or self._gap(address, operation.alive)) is not None:
+                yield Access(*memory, True)
 
     def _at(self, address: int, operation: Operation, *, write: bool) -> Access:
-        memory = self._memory(address, operation.alive)
+        memory = operation.alive.holding(address) or self._gap(address, operation.alive)
         if memory is None:
             raise _Unknown
         return Access(*memory, write)
 
-    def _memory(self, address: int, alive: Regions) -> Range | None:
-        """The storage at an address, else all that may belong to the same temporary; None if there is no memory."""
-        storage = alive.holding(address)
-        allocation = self._allocation(address) if storage is None else None
-        if storage is not None or allocation is None:
-            return storage
+    def _gap(self, address: int, alive: Regions) -> Range | None:
+        """All memory that may belong to the same temporary; None if there is no memory."""
+        if (allocation := self._allocation(address)) is None:
+            return None
         start, end = alive.around(address)
         return max(start, allocation[0]), min(end, allocation[1])
 
@@ -173,8 +170,3 @@ class _Reader:
         attribute = self._driver.api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         (value,) = self._driver.call("cuGraphKernelNodeGetAttribute", handle, attribute)
         return bool(value.cooperative)
-
-
-def _is_declared(address: int, declared: Collection[Access], alive: Regions) -> bool:
-    """Whether an address is in a declared storage that was not made by the operation itself."""
-    return alive.holding(address) is not None and any(a.start <= address < a.end for a in declared)

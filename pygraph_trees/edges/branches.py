@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from pygraph_trees.cuda.edges import Dependencies
 from pygraph_trees.errors import DriverError
-from pygraph_trees.indirection.table.launches import available
+from pygraph_trees.indirection.table.launches import available, tap
 from pygraph_trees.reasons import Reason, Why
+from pygraph_trees.report.log import RecordingLog
 from pygraph_trees.report.records import Branches
 
 from .accesses import NoBranches, units_of
@@ -37,14 +38,9 @@ FLOOR_US = 2.5  # of an operation, however few bytes it takes
 BYTES_PER_US = 2.5e6  # of the GPU's memory
 
 
-class Noted(Protocol):
-    branches: Branches | None
-    why_no_branches: Why | None
-
-
 @contextlib.contextmanager
 def noting(
-    log: Noted,
+    log: RecordingLog,
     driver: Driver,
     dependencies: Dependencies,
     current_stream: Callable[[], int],
@@ -54,7 +50,6 @@ def noting(
     """Inside, the operations that the current stream captures are noted.
 
     Args:
-        log: gets the result.
         tensors: those that are alive when the capture begins.
         inputs: those among them that another call may pass elsewhere, where they may overlap others.
     """
@@ -65,7 +60,7 @@ def noting(
     stream = current_stream()
     elsewhere = Regions(filter(None, map(span_of, inputs)))
     operations = Operations(driver, stream, current_stream, tensors)
-    with operations.noted():
+    with tap.scope(operations.launch), operations:
         yield
     try:
         log.branches = _measured(driver, dependencies, stream, operations, elsewhere)

@@ -1,17 +1,16 @@
 """The operations of one capture: their nodes, and the memory that they are known to access.
 
-Inside :meth:`Operations.noted`, calls of operators and launches of Inductor's Triton kernels are noted, with the
-capture's last nodes before and after each. An operator reads its tensors, and writes those that its schema marks and
-those that it returns. A Triton kernel writes all of its tensors, except ``in_ptr`` arguments that it does not mutate.
-Calls and graph do not change. An operation that may do more is not :attr:`~Operation.known`.
+Calls of operators and launches of Inductor's Triton kernels are noted, with the capture's last nodes before and after
+each. An operator reads its tensors, and writes those that its schema marks and those that it returns. A Triton kernel
+writes all of its tensors, except ``in_ptr`` arguments that it does not mutate. Calls and graph do not change. An
+operation that may do more is not :attr:`~Operation.known`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.errors import DriverError
-from pygraph_trees.indirection.table.launches import tap
 from pygraph_trees.indirection.table.variant_launchers import parameters, sole_launcher
 from pygraph_trees.reasons import Reason, Why
 
@@ -65,18 +63,14 @@ class Operations(TorchDispatchMode):
         self._is_inside = False  # another operation, which accounts for what it calls
         self._accesses([(tensor, False) for tensor in tensors])
 
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        with tap.scope(self._launch), self:
-            yield
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         known = getattr(func, "namespace", None) in _LIBRARIES and not _NOT_BELIEVED.search(str(func))
-        given = [] if self._is_inside else _tensors_of(func, args, kwargs)
-        return self._note(lambda: func(*args, **kwargs), given, known, self._current_stream)
+        given = _tensors_of(func, args, kwargs)
+        return self._note(lambda: func(*args, **kwargs), given, known, self._current_stream())
 
-    def _launch(self, run: Callable[..., Any], autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def launch(self, run: Callable[..., Any], autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Launches a Triton kernel, as :meth:`.launches.Tap.scope` asks."""
         names = parameters(sole_launcher(autotuner))
         given = [
             (value, not (name.startswith("in_ptr") and name not in autotuner.mutated_arg_names))
@@ -84,14 +78,12 @@ class Operations(TorchDispatchMode):
             if isinstance(value, torch.Tensor)
         ]
         known = bool(names) and not autotuner.custom_kernel
-        return self._note(
-            lambda: run(autotuner, *args, **kwargs), given, known, lambda: kwargs.get("stream", self._stream)
-        )
+        return self._note(lambda: run(autotuner, *args, **kwargs), given, known, kwargs["stream"])
 
-    def _note(self, call: Callable[[], Any], given: Given, known: bool, stream: Callable[[], int]) -> Any:
+    def _note(self, call: Callable[[], Any], given: Given, known: bool, stream: int) -> Any:
         if self._is_inside:
             return call()
-        declared, are_plain = self._accesses(given)
+        declared = self._accesses(given)
         before, alive = self._last(), self._alive()
         self._is_inside = True
         try:
@@ -99,15 +91,14 @@ class Operations(TorchDispatchMode):
         finally:
             self._is_inside = False
         made = [(leaf, True) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        returned, are_too = self._accesses(made)
+        declared += self._accesses(made)
         after = self._last()
-        if stream() != self._stream:
+        if stream != self._stream:
             self.why_not = self.why_not or Reason.OTHER_STREAMS()
         if after != before:
             nbytes = sum(tensor.numel() * tensor.element_size() for tensor, _ in [*given, *made])
-            known = known and are_plain and are_too
             kept = Regions(alive & self._alive())
-            self.found.append(Operation(before, after, known, (*declared, *returned), kept, nbytes))
+            self.found.append(Operation(before, after, known, tuple(declared), kept, nbytes))
         return result
 
     def _last(self) -> tuple[int, ...]:
@@ -118,20 +109,15 @@ class Operations(TorchDispatchMode):
             self.why_not = self.why_not or Reason.UNREAD(error=str(error))
             return ()
 
-    def _accesses(self, given: Given) -> tuple[list[Access], bool]:
-        """Accesses to the tensors' storages, which are seen from now on; and whether all tensors have a storage."""
-        found, are_plain = [], True
+    def _accesses(self, given: Given) -> list[Access]:
+        """Accesses to the tensors' storages, which are seen from now on."""
+        found = []
         for tensor, write in given:
-            try:
+            if (span := span_of(tensor)) is not None:
                 storage = tensor.untyped_storage()
-                span = _span(storage)
-            except (NotImplementedError, RuntimeError):
-                are_plain = False
-                continue
-            if span is not None:
                 self._storages.setdefault(storage._cdata, StorageWeakRef(storage))
                 found.append(Access(*span, write))
-        return found, are_plain
+        return found
 
     def _alive(self) -> set[Range]:
         """The storages that were seen and are alive."""
@@ -146,7 +132,7 @@ class Operations(TorchDispatchMode):
 
 
 def span_of(tensor: torch.Tensor) -> Range | None:
-    """The memory of a tensor's storage; None if it has none."""
+    """The memory of a tensor's storage; None if there is none, as for a sparse tensor."""
     try:
         return _span(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):

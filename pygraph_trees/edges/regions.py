@@ -34,5 +34,4 @@ class Regions:
 
     def overlap(self, start: int, end: int) -> bool:
         """Whether one of the ranges overlaps this one."""
-        at = bisect_right(self._starts, start)
-        return (at < len(self._starts) and self._starts[at] < end) or self.holding(start) is not None
+        return self.holding(start) is not None or self.around(start)[1] < end

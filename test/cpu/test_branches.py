@@ -164,10 +164,7 @@ class BranchesTestCase(TestCase):
     def setUp(self) -> None:
         super().setUp()
         self.enterContext(mock.patch.object(launches, "tap", tap := launches.Tap()))
-        for module in (branches, launches):  # both look it up
-            if hasattr(module, "available"):
-                self.enterContext(mock.patch.object(module, "available", lambda: tap.put_on is not None))
-        self.enterContext(mock.patch("pygraph_trees.edges.operations.tap", tap))
+        self.enterContext(mock.patch.object(branches, "tap", tap))
         self.addCleanup(tap.offer(self._put_on))
 
     def _put_on(self):
@@ -178,7 +175,7 @@ class BranchesTestCase(TestCase):
     @contextlib.contextmanager
     def operations(self, captured, *tensors, stream=None):
         noted = Operations(captured.driver, captured.stream, lambda: stream or captured.stream, tensors)
-        with captured, noted.noted():
+        with captured, launches.tap.scope(noted.launch), noted:
             yield noted
 
 
@@ -243,7 +240,8 @@ class TestAccesses(BranchesTestCase):
         """An operation frees its temporary, and its result takes that place; so does a later tensor."""
         program = [("return", 0, 0, 0, 2, 1, True), ("return", 1, 1, 1, 2, 1, True), ("return", 1, 1, 1, 2, 1, True)]
         captured, operations, _ = self.run_program(program)
-        tight = mock.patch.object(Regions, "around", lambda self, address: (address, address + 1))
+        gap = accesses._Reader._gap
+        tight = mock.patch.object(accesses._Reader, "_gap", lambda *args: gap(*args) and (args[1], args[1] + 1))
         for patch, is_right in ((contextlib.nullcontext(), True), (tight, False)):
             with patch:
                 units = captured.units(operations)
@@ -279,6 +277,16 @@ class TestAccesses(BranchesTestCase):
         (unit,) = self.units_after(run)
         self.assertIn(named["d"], unit.accesses)
         self.assertEqual(len(unit.accesses), 4)
+
+    def test_a_result_is_written_although_no_address_of_it_is_found(self):
+        def run(captured, a, b, c, d):
+            hidden = captured.kernel
+            captured.kernel = lambda read, written, **more: hidden(read, written, hidden=bool(written), name=ATEN)
+            made.append(ops.cat.default([a, b]))
+
+        made: list[torch.Tensor] = []
+        (unit,) = self.units_after(run)
+        self.assertIn(Access(*span_of(made[0]), True), unit.accesses)
 
     def test_what_is_written_to_an_input_comes_before_reads_of_any_other(self):
         """Another call may pass inputs that overlap. Operations that only read inputs stay apart."""
