@@ -272,7 +272,7 @@ torch._inductor.runtime.triton_heuristics.CachingAutotuner.run
   in torch._inductor.runtime.triton_heuristics
     2.11-2.15  CachingAutotuner.run(self, stream, benchmark_run): launchers
     2.11-2.15  CachingAutotuner.__init__(self, fn, triton_meta, configs): triton_meta device_props inductor_meta
-                   launchers triton_interpret
+                   launchers triton_interpret mutated_arg_names custom_kernel
     2.11-2.15  CachingAutotuner._create_compile_meta(self, cfg): triton_meta constants num_warps num_stages
     2.11-2.15  CachingAutotuner._precompile_config(self, cfg): ASTSource signature constants configs
                    _create_compile_meta

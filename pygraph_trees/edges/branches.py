@@ -63,7 +63,8 @@ def noting(
     with tap.scope(operations.launch), operations:
         yield
     try:
-        log.branches = _measured(driver, dependencies, stream, operations, elsewhere)
+        with driver.without_disturbing_captures():
+            log.branches = _measured(driver, dependencies, stream, operations, elsewhere)
     except (NoBranches, NotReplaced) as error:
         why = error.fields["why"]
         log.why_no_branches = why if isinstance(why, Why) else Reason.NO_CHAIN(why=why)

@@ -56,6 +56,7 @@ def captured_nodes() -> Counter[NodeKind]:
 
 def branches_noted(node: Any, model: Any, inputs: Sequence[Any]) -> AbstractContextManager[None]:
     """Wraps the capture of a recording, whose log gets the facts about branches; ``model`` is the compiled code."""
+    node.log.branches = node.log.why_no_branches = None  # an earlier attempt may have set them
     api, calls, live = driver(), dependencies(), node._live
     if live is not None and live.has_table:
         node.log.why_no_branches = Reason.READS_TABLE()
