@@ -44,12 +44,14 @@ def noting(
     driver: Driver,
     dependencies: Dependencies,
     current_stream: Callable[[], int],
+    allocated: Callable[[], int],
     tensors: Iterable[torch.Tensor],
     inputs: Iterable[torch.Tensor],
 ) -> Iterator[None]:
     """Inside, the operations that the current stream captures are noted.
 
     Args:
+        allocated: tells how many blocks torch's allocator has given out so far.
         tensors: those that are alive when the capture begins.
         inputs: those among them that another call may pass elsewhere, where they may overlap others.
     """
@@ -59,7 +61,7 @@ def noting(
         return
     stream = current_stream()
     elsewhere = Regions(filter(None, map(span_of, inputs)))
-    operations = Operations(driver, stream, current_stream, tensors)
+    operations = Operations(driver, stream, current_stream, allocated, tensors)
     with tap.scope(operations.launch), operations:
         yield
     try:

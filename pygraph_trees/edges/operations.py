@@ -42,7 +42,7 @@ class Operation:
     after: tuple[int, ...]
     known: bool  # whether it accesses nothing but what is declared and what its nodes hold addresses of
     declared: tuple[Access, ...]  # whole storages
-    alive: Regions  # storages that are alive before and after it, so that none of its own temporaries is there
+    alive: Regions  # storages that are alive after it, and where no temporary of its own can have been
     nbytes: int  # of its tensors
 
 
@@ -52,13 +52,22 @@ class Operations(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, driver: Driver, stream: int, current_stream: Callable[[], int], tensors: Iterable[torch.Tensor]
+        self,
+        driver: Driver,
+        stream: int,
+        current_stream: Callable[[], int],
+        allocated: Callable[[], int],
+        tensors: Iterable[torch.Tensor],
     ) -> None:
-        """``tensors``: those that are alive when the capture begins."""
+        """
+        Args:
+            allocated: tells how many blocks torch's allocator has given out so far.
+            tensors: those that are alive when the capture begins.
+        """
         super().__init__()
         self.found: list[Operation] = []
         self.why_not: Why | None = None  # why they are not all of the capture's operations
-        self._driver, self._stream, self._current_stream = driver, stream, current_stream
+        self._driver, self._stream, self._current_stream, self._allocated = driver, stream, current_stream, allocated
         self._storages: dict[int, StorageWeakRef] = {}  # that were seen
         self._is_inside = False  # another operation, which accounts for what it calls
         self._accesses([(tensor, False) for tensor in tensors])
@@ -84,21 +93,26 @@ class Operations(TorchDispatchMode):
         if self._is_inside:
             return call()
         declared = self._accesses(given)
-        before, alive = self._last(), self._alive()
+        before, alive, allocated = self._last(), self._alive(), self._allocated()
         self._is_inside = True
         try:
             result = call()
         finally:
             self._is_inside = False
+        allocated = self._allocated() - allocated
         made = [(leaf, True) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        declared += self._accesses(made)
+        returned = self._accesses(made)
+        declared += returned
+        results = {(access.start, access.end) for access in returned} - alive
+        if allocated == len(results):  # it had no temporary, whose place a result could have taken
+            alive |= results
         after = self._last()
         if stream != self._stream:
             self.why_not = self.why_not or Reason.OTHER_STREAMS()
         if after != before:
-            nbytes = sum(tensor.numel() * tensor.element_size() for tensor, _ in [*given, *made])
+            sizes = {id(tensor): tensor.numel() * tensor.element_size() for tensor, _ in [*given, *made]}
             kept = Regions(alive & self._alive())
-            self.found.append(Operation(before, after, known, tuple(declared), kept, nbytes))
+            self.found.append(Operation(before, after, known, tuple(declared), kept, sum(sizes.values())))
         return result
 
     def _last(self) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ class Captured(TorchDispatchMode):
         self.api.allocations.append((self.base, POOL))
         self._storages: list[tuple[int, int, StorageWeakRef]] = []
         self.effects: dict[int, list[Access]] = {}  # by node
-        self.kernels, self.temporary, self.name = 1, 0, ATEN
+        self.kernels, self.temporary, self.name, self.allocated = 1, 0, ATEN, 0
 
     # -- memory
 
@@ -87,6 +87,7 @@ class Captured(TorchDispatchMode):
         at = self.free(nbytes)
         if at is None:
             return None
+        self.allocated += 1
         made = torch.frombuffer(memoryview(self._memory)[at : at + nbytes], dtype=torch.uint8)
         self._storages.append((at, at + nbytes, StorageWeakRef(made.untyped_storage())))
         return made
@@ -108,6 +109,7 @@ class Captured(TorchDispatchMode):
         """What an operation captures before it allocates its result."""
         at = self.free(self.temporary) if self.temporary else None
         used = [] if at is None else [(at, self.temporary)]
+        self.allocated += len(used)
         for number in range(self.kernels):
             last = number == self.kernels - 1
             self.kernel(read, written if last else [], temporaries=used, name=name)
@@ -174,7 +176,9 @@ class BranchesTestCase(TestCase):
 
     @contextlib.contextmanager
     def operations(self, captured, *tensors, stream=None):
-        noted = Operations(captured.driver, captured.stream, lambda: stream or captured.stream, tensors)
+        noted = Operations(
+            captured.driver, captured.stream, lambda: stream or captured.stream, lambda: captured.allocated, tensors
+        )
         with captured, launches.tap.scope(noted.launch), noted:
             yield noted
 
@@ -277,6 +281,18 @@ class TestAccesses(BranchesTestCase):
         (unit,) = self.units_after(run)
         self.assertIn(named["d"], unit.accesses)
         self.assertEqual(len(unit.accesses), 4)
+
+    def test_only_operations_with_temporaries_write_around_their_results(self):
+        def run(captured, a, b, *others):
+            made.extend(ops.cat.default([one]) for one in (a, b))
+
+        made: list[torch.Tensor] = []
+        for nbytes, needs in ((0, [0, 0]), (8, [0, 1])):
+            captured = Captured()
+            captured.temporary = nbytes
+            units = self.units_after(run, captured=captured)
+            chain = Chain(captured.dependencies, captured.graph, captured.driver.nodes(captured.graph), units)
+            self.assertEqual(chain.needs, needs)
 
     def test_a_result_is_written_although_no_address_of_it_is_found(self):
         def run(captured, a, b, c, d):
@@ -392,6 +408,7 @@ class TestReport(BranchesTestCase):
                 captured.driver,
                 captured.dependencies,
                 lambda: next(current, stream or captured.stream),
+                lambda: captured.allocated,
                 tensors,
                 (),
             ),

@@ -69,12 +69,16 @@ def branches_noted(node: Any, model: Any, inputs: Sequence[Any]) -> AbstractCont
         managed, takes = set(node.cudagraph_managed_idxs), len(inputs) if node.own is None else node.own.takes
         tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
         elsewhere = [value for i, value in tensors.items() if i < takes and i not in managed]
-        return noting(node.log, api, calls, _current_stream, tensors.values(), elsewhere)
+        return noting(node.log, api, calls, _current_stream, _allocated, tensors.values(), elsewhere)
     return nullcontext()
 
 
 def _current_stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
+
+
+def _allocated() -> int:
+    return int(torch.cuda.memory_stats_as_nested_dict()["allocation"]["all"]["allocated"])
 
 
 def surroundings(node: Any, outputs: Sequence[Any], live: LiveInputs, copied: Collection[int]) -> Surroundings:
