@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from .observation import Observation
 from .runner import Runner
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+_GRADIENT = re.compile(r"\['gradient'\]|\['earlier'\]\[\d+\]\[1\]")  # names of those of this call, and of held ones
 UNGRAPHED = "compile"  # torch.compile without graphs
 ALIASES = frozenset({"aliases"})  # the name of where outputs are
 ROUNDING = ("compile", "upstream")  # ways that may compute constants on another device, with its rounding
@@ -283,7 +285,7 @@ def _agree(
             # Programs keep everything within a few units, but gradients, which accumulate, in any order.
             own = tolerance and max(tolerance, TOLERANCE.get(other[1].dtype, 0.0))  # a constant may have another dtype
             allowed = own * (_scale(other[1]) if what == "outputs" else 1.0)
-            if "['gradient']" in one[0] and tolerance > TOLERANCE[torch.float32]:
+            if _GRADIENT.match(one[0]) and tolerance > TOLERANCE[torch.float32]:
                 allowed *= rounded
             if (not only or one[0] in only) and (problem := _problem(one, other, allowed, where, one[0] in bits)):
                 problems[one[0]] = problem
