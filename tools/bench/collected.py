@@ -151,3 +151,9 @@ def _started(measured: Measurement, times: Mapping[tuple[str, str, str], Measure
     if measured.compile_s is not None or other is None:
         return measured
     return dataclasses.replace(measured, compile_s=other.compile_s, record_s=other.record_s)
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Columns as a Markdown table, the first ``left`` ones left-aligned and the others right-aligned."""
+    ruler = ["---"] * left + ["---:"] * (len(head) - left)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ruler, *rows))

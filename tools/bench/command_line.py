@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import itertools
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,8 +25,9 @@ from pygraph_trees.cli.progress import Progress
 from . import RESULTS_FOLDER, START_FOLDER, summary
 from .figures import has_gpu, one_of, product_hash, several_of
 from .isolated import Job, Worker
-from .quiet import wait_until_quiet
 from .result_files import Results, file_stem, here
+
+FEW_CORES = 1.0  # busy ones
 
 
 def parser() -> argparse.ArgumentParser:
@@ -236,3 +238,20 @@ def _page(results: Results, tables: str) -> str:
         f"{results.rounds} rounds; code {results.code_hash[:12]}.\n"
     )
     return f"{head}\n```\n{tables}\n```\n"
+
+
+def wait_until_quiet(most_s: float = 15.0) -> None:
+    """Returns once fewer than :data:`FEW_CORES` are busy, as compile workers are, or after ``most_s`` seconds."""
+    end = time.monotonic() + most_s
+    while time.monotonic() < end:
+        at, before = time.monotonic(), _cpu_s()
+        time.sleep(0.3)
+        if (_cpu_s() - before) / (time.monotonic() - at) < FEW_CORES:
+            return
+
+
+def _cpu_s() -> float:
+    """Processor time since the machine's start, without idle time."""
+    words = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()
+    ticks = [int(word) for word in words[1:9]]  # user, nice, system, idle, iowait, irq, softirq, steal
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import loops, trained_models
-from bench.markdown_tables import markdown_table
+from bench.collected import markdown_table
 from pygraph_trees.report.text import nbytes
 
 PATTERN = "*-training-loops*.json"

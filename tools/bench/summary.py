@@ -19,8 +19,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 from bench import RESULTS_FOLDER, START_FOLDER, causes, loops_table, paper
-from bench.collected import Summary, Workload, geometric_mean, read_all, summarise
-from bench.markdown_tables import markdown_table
+from bench.collected import Summary, Workload, geometric_mean, markdown_table, read_all, summarise
 from bench.result_files import ResultsFormatError
 from bench.workloads import WORKLOADS
 from pygraph_trees.benchmark import REGIMES, WAYS
