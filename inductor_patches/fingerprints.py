@@ -135,6 +135,10 @@ torch._functorch._aot_autograd.aot_autograd_result.GenericAOTAutogradResult.wrap
     2.12-2.15  GenericAOTAutogradResult._load_and_post_compile: compiled_fw post_compile
     2.12-2.15  GenericAOTAutogradResult._apply_runtime_wrappers: runtime_metadata maybe_subclass_meta
 
+torch._dynamo.symbolic_convert.InstructionTranslatorBase.log_graph_break
+  in torch._dynamo.symbolic_convert
+    2.11-2.15  InstructionTranslatorBase.log_graph_break(self, code_options, reason, exc): logged real_stack
+
 torch._inductor.scheduler.Scheduler.graph_partition
   in torch._inductor.scheduler
     2.11-2.15  Scheduler.graph_partition(self): partitions signatures should_partition

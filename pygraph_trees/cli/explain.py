@@ -8,7 +8,6 @@ kind and bytes, graph breaks, and the effect of each feature under the current f
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -22,10 +21,10 @@ from pygraph_trees.errors import PygraphError
 from pygraph_trees.fake_gpu import ValueNeededError, absent_gpu, lower
 from pygraph_trees.fake_gpu.tracing import modules_of
 from pygraph_trees.reasons import Reason
+from pygraph_trees.report import breaks
 from pygraph_trees.report.compiled import partitions_of, rebinds_storage
 from pygraph_trees.report.naming import mode_name
 from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
-from pygraph_trees.report.summary import breaks_in
 from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
 
@@ -67,15 +66,15 @@ def explain(
     # Torch logs an error of the program, which is raised too.
     quiet = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
     unplaced: tuple[int, int] | None = None
-    breaks: Counter[str] = Counter()
-    with absent_gpu(arch), program.context(), quiet:
+    with absent_gpu(arch), program.context(), quiet, breaks.apart():
         progress(0, 2, f"lowering {program.name} for {arch}")
-        graphs, stop = _lowered(program, arch, breaks)
+        graphs, stop = _lowered(program, arch)
+        found_breaks = breaks.records()
         if stop is None and any(graph.gm.meta.get(PLACED) for graph in graphs):
             torch._dynamo.reset()
             progress(1, 2, f"lowering {program.name} without placement")
             with torch._inductor.config.patch({"triton.pygraph_placement": "off"}):
-                before, incomplete = _lowered(program, arch, Counter())
+                before, incomplete = _lowered(program, arch)
                 unplaced = None if incomplete else split_of(map(_explained, before))
         progress(2, 2, "done")
     return Explanation(
@@ -83,18 +82,18 @@ def explain(
         architecture=arch,
         torch=str(torch.__version__),
         graphs=tuple(map(_explained, graphs)),
-        breaks=tuple(breaks_in(breaks)),
+        breaks=found_breaks,
         settings=asdict(Settings.current()),
         unplaced=unplaced,
         stop=stop,
     )
 
 
-def _lowered(program: Program, arch: str, breaks: Counter[str]) -> tuple[Sequence[LoweredGraph], str | None]:
+def _lowered(program: Program, arch: str) -> tuple[Sequence[LoweredGraph], str | None]:
     """The graphs of a program; if lowering stopped early, also the reason."""
     is_trained = program.training or program.is_step
     try:
-        return lower(program.fn, program.args, program.kwargs, arch, training=is_trained, breaks=breaks), None
+        return lower(program.fn, program.args, program.kwargs, arch, training=is_trained), None
     except ValueNeededError as error:
         if not error.graphs:
             raise
@@ -133,6 +132,7 @@ def _explained(graph: LoweredGraph) -> ExplainedGraph:
         partitions=tuple(_partitions(graph, names)),
         placed=tuple(placed),
         why_not_placed=graph.gm.meta.get(WHY_NOT_PLACED),
+        source=graph.source,
     )
 
 

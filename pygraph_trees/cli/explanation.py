@@ -56,6 +56,7 @@ class ExplainedGraph:
     partitions: tuple[ExplainedPartition, ...]
     placed: tuple[Placed, ...]
     why_not_placed: str | None
+    source: str | None  # where its function begins, or continues after a graph break: "model.py:31 in forward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +110,17 @@ def _graph(graph: ExplainedGraph) -> str:
     if graph.not_graphed is not None:
         outside = _kernels(sum((Counter(p.partition.kernels) for p in graph.partitions), Counter()))
         line = f"{title}: not graphed, {outside} outside: {graph.not_graphed}"
-        return textwrap.fill(line, WIDTH, subsequent_indent="  ")
+        return "\n".join([textwrap.fill(line, WIDTH, subsequent_indent="  "), *_source(graph)])
     parts, graphed = len(graph.partitions), sum(p.partition.graphed for p in graph.partitions)
     lines = [f"{title}: {counted(parts, 'partition')}, {'all' if graphed == parts else graphed} graphed"]
+    lines += _source(graph)
     for number, part in enumerate(graph.partitions, 1):
         lines += [f"  {line}" for line in _partition(number, part)]
     return "\n".join(lines)
+
+
+def _source(graph: ExplainedGraph) -> list[str]:
+    return [f"  compiled from {graph.source}"] if graph.source else []
 
 
 def _partition(number: int, part: ExplainedPartition) -> Iterator[str]:

@@ -28,6 +28,7 @@ from torch._inductor.utils import BoxedBool, set_tracing_context_output_strides
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from pygraph_trees.errors import PygraphError
+from pygraph_trees.report.naming import program_line, program_name
 
 from .replacing import replaced
 
@@ -56,6 +57,7 @@ class LoweredGraph:
     input_names: tuple[str, ...]  # of the graph's inputs in order: parameter, argument or activation
     disabled_reason: str | None  # why upstream would graph none of it
     source_code: str
+    source: str | None  # where its function begins, or continues after a graph break: "model.py:31 in forward"
 
 
 def _sizes_from(placeholders: Sequence[torch.fx.Node], args: Sequence[Any]) -> dict[Any, int]:
@@ -189,6 +191,7 @@ class Lowerings:
         self._parameters = frozenset(parameters)
         self._program_code: Any = None  # of the first frame that Dynamo traces
         self._traced_name = ""
+        self._traced_line: str | None = None
         self._sources: list[str] = []  # of the inputs of the graph that Dynamo traced last
         self._forward_names: dict[str, str] = {}  # placeholder of its forward → readable name
 
@@ -203,8 +206,9 @@ class Lowerings:
             self._sources.append(inner if inner in self._parameters else name)
         code = InstructionTranslator.current_tx().f_code
         self._program_code = self._program_code or code
-        name = self._program if code is self._program_code else code.co_name
+        name = self._program if code is self._program_code else program_name()
         self._traced_name = f"{name} [{torch._guards.CompileContext.current_compile_id()}]"
+        self._traced_line = program_line()
         # As the mode does: Dynamo traces without its options.
         options = torch._inductor.list_mode_options("reduce-overhead")
         return compile_fx.compile_fx(gm, example_inputs, config_patches=options)
@@ -245,6 +249,7 @@ class Lowerings:
                 input_names=self._input_names(unexecuted.graph.module, is_backward=kwargs["is_backward"]),
                 disabled_reason=reason,
                 source_code=unexecuted.source_code,
+                source=self._traced_line,
             )
         )
 

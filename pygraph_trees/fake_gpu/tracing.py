@@ -132,12 +132,8 @@ def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> It
 
 
 @contextlib.contextmanager
-def _compiler_state_restored(breaks: Counter[str] | None) -> Iterator[None]:
-    """Restores, afterwards, what Dynamo and Inductor remember of compilations in this process.
-
-    Args:
-        breaks: gets the graph breaks that were counted inside.
-    """
+def _compiler_state_restored() -> Iterator[None]:
+    """Restores, afterwards, what Dynamo and Inductor remember of compilations in this process."""
     from torch._dynamo import convert_frame, eval_frame, pgo
     from torch._dynamo.utils import counters
     from torch._inductor import metrics
@@ -163,9 +159,6 @@ def _compiler_state_restored(breaks: Counter[str] | None) -> Iterator[None]:
                 eval_frame.reset_code(code)
         for backend in set(eval_frame.cached_backends) - backends:
             del eval_frame.cached_backends[backend]
-        if breaks is not None:
-            for kind in ("graph_break", "unimplemented"):  # only the second has what a compiler could not do
-                breaks |= counters[kind] - counted.get(kind, Counter())
         counters.clear()
         counters.update(counted)
 
@@ -177,7 +170,6 @@ def lower(
     arch: str = "sm_90",
     *,
     training: bool = False,
-    breaks: Counter[str] | None = None,
 ) -> list[LoweredGraph]:
     """Inductor's result for ``fn(*args, **kwargs)`` under ``mode="reduce-overhead"`` on a GPU of type ``arch``.
 
@@ -193,9 +185,6 @@ def lower(
       ``meta``, otherwise the device they are on;
     * plain tensor attributes of modules: the CPU, as in a real program, in which ``.cuda()`` skips them;
     * arguments: a ``meta`` tensor represents one on ``cuda:0``, a CUDA tensor itself, a CPU tensor a CPU input.
-
-    Args:
-        breaks: gets the graph breaks, as Dynamo describes them, and how often each occurred.
 
     Raises :class:`UnknownArchitectureError`, :class:`ValueNeededError` if the program needs data between graph breaks,
     :class:`NothingToLowerError`, and whatever tracing and compiling raise.
@@ -216,7 +205,7 @@ def lower(
 
         fake_args, fake_kwargs = pytree.tree_map(as_input, (tuple(args), dict(kwargs or {})))
         with (
-            _compiler_state_restored(breaks),
+            _compiler_state_restored(),
             lowerings.recording(),
             _on_gpu(modules_of(fn), mode),
             warnings.catch_warnings(),

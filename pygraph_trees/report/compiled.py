@@ -22,7 +22,7 @@ from pygraph_trees.reasons import Reason, Why
 
 from . import partitions
 from .log import GraphLog, journal, partition_from_json
-from .naming import compile_id, mode_name, program_name
+from .naming import compile_id, mode_name, program_line, program_name
 from .records import PLACED, WHY_NOT_PLACED, Partition, Placed
 
 _log = logging.getLogger("pygraph_trees.report")
@@ -113,13 +113,15 @@ def put_to_use(artifact: Any, graph_kwargs: Any, *, wanted: bool, dropped: str |
 def _log_of(artifact: Any, graph_kwargs: Any) -> GraphLog:
     """The log of a graph, compiled or from a cache; without partitions if they cannot be read."""
     identity, known = compile_id(), getattr(artifact, _ATTRIBUTE, None) or {}
+    forward = journal.graph_of(identity)
     # AOTAutograd's cache passes less of `graph_kwargs` than a compilation; the artifact keeps what it was made of.
     log = GraphLog(
-        model=program_name() or journal.model_of(identity) or known.get("model", "unknown"),
+        model=program_name() or (forward.model if forward else known.get("model", "unknown")),
         compile_id=identity,
         mode=mode_name(is_backward=graph_kwargs["is_backward"], is_inference=artifact.fx_kwargs["is_inference"]),
         partitions=(),
         rebinds_storage=known.get("rebinds_storage", True),
+        source=program_line() or (forward.source if forward else None),
     )
     try:
         log.partitions = tuple(partition_from_json(p) for p in known.get("partitions", ()))

@@ -129,6 +129,10 @@ class FunctionLog:
         return f"{self.model} {self.compile_id or '-'} {self.mode} {self.partition}"
 
     @property
+    def source(self) -> str | None:
+        return None if self.graph is None else self.graph.source
+
+    @property
     def newest_recording(self) -> int:
         """The largest number of a recording, -1 without any."""
         return max((recording.number for recording in self.recordings), default=-1)
@@ -224,6 +228,7 @@ class GraphLog:
     placed: tuple[Placed, ...] = ()
     why_not_placed: str | None = None
     code: str | None = None  # a key of its generated code, the same in every process
+    source: str | None = None  # where its function begins, or continues after a graph break
 
     def record(self) -> GraphRecord:
         return _record(GraphRecord, self)
@@ -279,10 +284,10 @@ class Journal:
         """The graph that this thread compiles."""
         return getattr(self._compiling, "graph", None)
 
-    def model_of(self, compile_id: str | None) -> str | None:
-        """The name of the program with a compile id; a backward, compiled later, has its forward's."""
+    def graph_of(self, compile_id: str | None) -> GraphLog | None:
+        """The newest graph with a compile id; a backward, compiled later, has its forward's."""
         graphs = reversed(list(self._graphs))
-        return next((g.model for g in graphs if compile_id is not None and g.compile_id == compile_id), None)
+        return next((g for g in graphs if compile_id is not None and g.compile_id == compile_id), None)
 
     def add_graph(self, graph: GraphLog) -> None:
         self._graphs.append(graph)

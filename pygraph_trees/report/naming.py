@@ -6,7 +6,13 @@ compilation; otherwise the id and the program's name are None. No code looks any
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Sequence
+from pathlib import Path
+from traceback import FrameSummary
+from types import CodeType
+from typing import Any
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
 FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
@@ -32,18 +38,59 @@ def program_name() -> str | None:
 
     After a graph break, Dynamo continues in a function that it makes. Its name then has the line: ``forward:31``.
     """
+    found = _traced()
+    if found is None:
+        return None
+    code, module = found
+    resumed = _RESUMED.match(code.co_name)
+    if module is not None:
+        return f"{type(module).__name__}:{resumed['line']}" if resumed else type(module).__name__
+    return f"{resumed['name']}:{resumed['line']}" if resumed else str(code.co_name)
+
+
+def program_line() -> str | None:
+    """Where the function that Dynamo traces begins, or continues after a graph break: ``model.py:31 in forward``."""
+    found = _traced()
+    if found is None:
+        return None
+    code, module = found
+    if module is not None and "fn" in code.co_freevars:  # torch's function around one of its own modules
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", code)
+    resumed = _RESUMED.match(code.co_name)
+    return _place(code.co_filename, resumed["line"] if resumed else code.co_firstlineno, code.co_name)
+
+
+def _traced() -> tuple[CodeType, Any] | None:
+    """The code that Dynamo traces, and the module whose method it is; None if it traces nothing."""
     import torch
     from torch._dynamo import symbolic_convert
 
     tracer = getattr(symbolic_convert.tls, "current_tx", None)
     if tracer is None:
         return None
-    resumed = _RESUMED.match(tracer.f_code.co_name)
     # Dynamo calls one of torch's own modules through a function that holds it as `fn`.
-    for owner in (tracer.f_locals.get("self"), tracer.f_locals.get("fn")):
-        if isinstance(owner, torch.nn.Module):
-            return f"{type(owner).__name__}:{resumed['line']}" if resumed else type(owner).__name__
-    return f"{resumed['name']}:{resumed['line']}" if resumed else str(tracer.f_code.co_name)
+    owners = (tracer.f_locals.get("self"), tracer.f_locals.get("fn"))
+    return tracer.f_code, next((owner for owner in owners if isinstance(owner, torch.nn.Module)), None)
+
+
+def frame_line(stack: Sequence[FrameSummary], code: tuple[str, int, str]) -> str:
+    """The innermost frame that is not torch's, as :func:`source_line`; without a frame, the function's first line.
+
+    Args:
+        code: file, first line and name of the function.
+    """
+    import torch
+
+    own = [frame for frame in stack if not frame.filename.startswith(str(Path(torch.__file__).parent))]
+    for frame in (own or stack)[-1:]:
+        place = _place(frame.filename, frame.lineno, frame.name)
+        return f"{place}: {frame.line}" if frame.line else place
+    return _place(*code)
+
+
+def _place(file: str, line: object, function: str) -> str:
+    resumed = _RESUMED.match(function)
+    return f"{file}:{line} in {resumed['name'] if resumed else function}"
 
 
 def source_line(stack_trace: str | None) -> str | None:
@@ -54,5 +101,5 @@ def source_line(stack_trace: str | None) -> str | None:
         return None
     at, frame = frames[-1]
     code = lines[at + 1].strip() if at + 1 < len(lines) else ""
-    place = f"{frame['file']}:{frame['line']} in {frame['function']}"
+    place = _place(*frame.group("file", "line", "function"))
     return f"{place}: {code}" if code else place

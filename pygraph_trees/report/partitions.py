@@ -76,7 +76,9 @@ def _operation(node: BaseSchedulerNode) -> tuple[str, str | None]:
     if not origins:
         return type(node.node).__name__, None
     origin = next((o for o in origins if o.meta.get("stack_trace")), origins[0])
-    return str(origin.target), source_line(origin.meta.get("stack_trace"))
+    # What a pass added may have no line of its own, such as the seeds of random numbers.
+    lines = (source_line(node.meta.get("stack_trace")) for node in (origin, *origin.users))
+    return str(origin.target), next(filter(None, lines), None)
 
 
 def _inputs(

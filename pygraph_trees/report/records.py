@@ -71,6 +71,7 @@ class GraphRecord:
     dropped: str | None  # why none of it is graphed; None if any of it is
     placed: tuple[Placed, ...] = ()  # what placement did with CPU values
     why_not_placed: str | None = None  # why placement left the graph alone
+    source: str | None = None  # where its function begins, or continues after a graph break: "model.py:31 in forward"
 
     @property
     def kernels_outside(self) -> int:
@@ -196,6 +197,7 @@ class FunctionRecord:
     slow_calls: dict[str, int] = field(default_factory=dict)  # by reason (SLOW_CALLS): calls that took the slow path
     blocks_allocated: int = 0  # of own memory of outputs
     blocks_given_away: int = 0  # to the program, which used them when a replay needed memory
+    source: str | None = None  # as its graph's
 
     @property
     def why_ungraphed(self) -> str:
@@ -220,8 +222,9 @@ class GraphBreak:
     """Code that Dynamo did not trace; the code before and after it is compiled separately, if at all."""
 
     reason: str  # in Dynamo's words
-    source: str | None  # line of the program, if Dynamo names it
+    source: str | None  # "model.py:31 in forward: if x.sum() > 0:"
     count: int
+    advice: str | None = None  # what avoids it
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,16 @@ more. Its JSON has the keys ``environment``, ``graphs``, ``functions`` and ``bre
 from __future__ import annotations
 
 import shutil
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pygraph_trees.version import __version__, triton_version
 
+from . import breaks
 from .log import journal
 from .markup import Shown, preformatted
-from .naming import source_line
 from .page import page
-from .records import Environment, FeatureState, FunctionRecord, GraphBreak, HostWork, Snapshot
+from .records import Environment, FeatureState, FunctionRecord, HostWork, Snapshot
 from .text import called, counted, nbytes, render
 
 _NOTEBOOK = 120  # columns
@@ -79,33 +77,13 @@ def report(features: tuple[FeatureState, ...], native: str, host_work: Mapping[s
         native: whether the native parts are used, and if not, why.
         host_work: of this process, by the field of :class:`.Environment`.
     """
-    breaks = tuple(breaks_in(_counted_breaks() - _breaks_before))
-    return Report(_environment(features, native, host_work), *journal.records(), breaks)
+    return Report(_environment(features, native, host_work), *journal.records(), breaks.records())
 
 
 def clear() -> None:
     """Begins a new report without the facts so far, including those of functions still in use."""
     journal.clear()
-    _breaks_before.clear()
-    _breaks_before.update(_counted_breaks())
-
-
-_breaks_before: Counter[str] = Counter()  # excluded from a new report
-
-
-def _counted_breaks() -> Counter[str]:
-    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})  # none before Dynamo is imported
-    # Only the second counter has what a compiler could not do.
-    return Counter(counters.get("graph_break")) | Counter(counters.get("unimplemented"))
-
-
-def breaks_in(counted: Mapping[str, int]) -> Iterator[GraphBreak]:
-    """Graph breaks of Dynamo's descriptions and how often each occurred."""
-    for text, count in counted.items():
-        lines = [line.strip() for line in text.splitlines()]
-        why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), None)
-        trace = text.partition("Original traceback:")[2].partition("\n\n")[0]
-        yield GraphBreak(lines[0] if why is None else f"{lines[0]}: {why}", source_line(trace), count)
+    breaks.clear()
 
 
 def _environment(features: tuple[FeatureState, ...], native: str, host_work: Mapping[str, HostWork]) -> Environment:

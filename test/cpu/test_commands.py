@@ -199,6 +199,7 @@ class TestExplain(Folder):
 net for sm_90, torch 2: 1 graph
 
 Net [0/0], inference: 2 partitions, 1 graphed
+  compiled from program.py:11 in forward
   partition 1, graphed: 3 extern, 2 triton
     inputs: 2 static (1.1 kB), 1 live (512 B), 2 cpu (128 B)
       live input      on    dtype  bytes   read by

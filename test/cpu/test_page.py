@@ -74,7 +74,7 @@ FULL = report(
         function(recording(1, 0, replays=90), mode="backward", ungraphed_calls=3, ungraphed_reason=EVIL),
     ],
     [graph(), GraphRecord("other", None, "inference", (), EVIL)],
-    [GraphBreak(f"data: {EVIL}", None, 2)],
+    [GraphBreak(f"data: {EVIL}", f"model.py:31 in f: {EVIL}", 2, EVIL)],
 )
 MEASURED = [
     measurement(way, regime, latency, timeline=(Span("host", True, 0.0, 5.0), Span("gpu", True, 6.0, 40.0)))

@@ -49,7 +49,7 @@ class TestReadme(TestCase):
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
                 self.assertEqual(command_line.main(["explain", f"{path}:build"]), 0)
             sys.modules.pop("my", None)
-        versions = lambda text: re.sub(r"torch \S+:", "torch:", text)  # noqa: E731
+        versions = lambda text: re.sub(r"\S+/my\.py", "my.py", re.sub(r"torch \S+:", "torch:", text))  # noqa: E731
         wanted = block_after("<!-- explained: compared by test_readme.py -->")
         self.assertEqual(versions(out.getvalue()), versions(wanted))
 

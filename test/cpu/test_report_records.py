@@ -206,8 +206,8 @@ class TestNaming(TestCase):
 
     def test_a_backward_has_the_name_of_its_forward(self):
         journal = Journal()
-        journal.add_graph(GraphLog("Net", "2/0", "forward", ()))
-        self.assertEqual([journal.model_of(number) for number in ("2/0", "3/0", None)], ["Net", None, None])
+        journal.add_graph(graph := GraphLog("Net", "2/0", "forward", ()))
+        self.assertEqual([journal.graph_of(number) for number in ("2/0", "3/0", None)], [graph, None, None])
 
 
 class TestReport(TestCase):
