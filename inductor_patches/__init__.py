@@ -141,6 +141,16 @@ def _put_on(feature: str) -> None:
     _undo[feature] = done
 
 
+def why_unsupported(torch: str) -> str | None:
+    """Why nothing is patched on a version of torch; None if the patches were written for it."""
+    from .fingerprints import parse_version
+    from .patch import TorchUnknown
+
+    trees = patches("trees")[0]
+    is_known = torch != "none" and trees.fingerprints_for(parse_version(torch))
+    return None if is_known else str(TorchUnknown(torch=torch, known=trees.versions))
+
+
 def _check(feature: str, wanted: tuple[Patch, ...]) -> tuple[str, ...]:
     import torch
 

@@ -53,7 +53,6 @@ _DROP_IN = "never: this is the drop-in"
 _CONFIG_ENTRIES = "torch has a way to register config entries from outside"
 _CLONES = "torch clones memory of a graph pool at once"
 _SPLITS_AS_DATA = "torch reports why it splits a graph as data"
-_BREAKS_AS_DATA = "torch counts graph breaks by line of the program"
 _NO_WRAPPER = "torch 2.15 does without the wrapper"
 _ACCUMULATES = "torch's engine accumulates many gradients in one step"
 _MOVES = "torch itself moves CPU work for the GPU, except for returned tensors"
@@ -144,7 +143,7 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
     "report": {
         # A graph break is noted with its line; torch's counters have only its kind.
         "torch._dynamo.symbolic_convert": {
-            "InstructionTranslatorBase.log_graph_break": ("pygraph_trees.report.breaks.noting", _BREAKS_AS_DATA),
+            "InstructionTranslatorBase.log_graph_break": ("pygraph_trees.report.breaks.noting", _SPLITS_AS_DATA),
         },
         # The partitions of a graph are described.
         "torch._inductor.scheduler": {

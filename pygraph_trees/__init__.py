@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import inductor_patches
-from inductor_patches import environment
+from inductor_patches import environment, install, uninstall
 
 from . import report as _package  # noqa: F401  before the function of that name
 from .settings import FLAGS
@@ -36,6 +36,7 @@ inductor_patches.install_when_loaded()
 def report() -> Report:
     """The report on every graph and function that this process has compiled for CUDA graphs so far."""
     from .native import build
+    from .native.location import torch_version
     from .report import summary
     from .report.records import FeatureState, HostWork
 
@@ -45,7 +46,8 @@ def report() -> Report:
     found = {field: sys.modules.get(f"pygraph_trees.trees.hooks.{hook}") for field, hook in hooks.items()}
     # They are there once the patches are applied.
     host_work = {field: HostWork(*hook.counts()) for field, hook in found.items() if hook is not None}
-    return summary.report(tuple(features), build.status(), host_work)
+    native = inductor_patches.why_unsupported(torch_version()) or build.status()
+    return summary.report(tuple(features), native, host_work)
 
 
 def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:
@@ -65,7 +67,7 @@ def explain(fn: Callable[..., Any], *args: Any, arch: str | None = None, **kwarg
     Args:
         args: arguments of ``fn``, as are ``kwargs``. A tensor on ``meta`` stands for one on the GPU; parameters of
             ``fn`` count as on the GPU. A module in training mode is explained with its backward.
-        arch: the architecture of the GPU, such as ``sm_90``; by default that of the current one, or ``sm_90``.
+        arch: the GPU or its architecture, ``h100`` or ``sm_90``; by default that of the current one, or ``sm_90``.
 
     Returns:
         An object that prints as text, with ``to_json()`` and ``to_html(path)``.
@@ -114,12 +116,14 @@ def _program(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return program
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Report":
-        from .report.summary import Report
+if not TYPE_CHECKING:  # or it would have every attribute for type checkers
 
-        return Report
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name == "Report":
+            from .report.summary import Report
+
+            return Report
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["Report", "__version__", "compare", "explain", "report", "verify"]
+__all__ = ["Report", "__version__", "compare", "explain", "install", "report", "uninstall", "verify"]

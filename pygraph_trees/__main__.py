@@ -1,9 +1,10 @@
-"""The command line: ``python -m pygraph_trees compare``, ``explain``, ``build`` and ``profiles``.
+"""The command line: ``python -m pygraph_trees compare``, ``explain``, ``build``, ``doctor`` and ``profiles``.
 
 ``compare`` runs a target four ways and prints times, costs and the report; ``explain`` shows, without a GPU, how a
-target is split and what each input costs; ``build`` compiles the parts in C++; ``profiles`` lists or removes the
-decisions kept on disk. Exit status: 0; 1 if a way failed, its outputs differ from eager's, or it is slower than the
-baseline; 2 for a command that cannot be carried out as given; 130 after an interrupt.
+target is split and what each input costs; ``build`` compiles the parts in C++; ``doctor`` checks what they need;
+``profiles`` lists or removes the decisions kept on disk. Exit status: 0; 1 if something needed does not work, a way
+failed, its outputs differ from eager's, or it is slower than the baseline; 2 for a command that cannot be carried out
+as given; 130 after an interrupt.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import inductor_patches
 
 from . import report
 from .errors import PygraphError
@@ -33,7 +36,7 @@ class OutputError(PygraphError):
 
 
 class NeedsTorch(PygraphError):
-    template = "there is no torch: pip install torch"
+    template = "{why}: {what}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,13 +61,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Measures and explains programs with CUDA graphs.",  # python -OO has no docstring
         formatter_class=argparse.RawDescriptionHelpFormatter,  # the versions stay on one line
     )
-    versions = f"pygraph_trees {__version__}, torch {torch_version()}, native: {build.status()}"
+    native = inductor_patches.why_unsupported(torch_version()) or build.status()
+    versions = f"pygraph_trees {__version__}, torch {torch_version()}, native: {native}"
     what = "show versions, and whether the native parts are built"
     parser.add_argument("--version", action="version", version=versions, help=what)
     commands = parser.add_subparsers(title="commands", required=True)
     compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
     explain = commands.add_parser("explain", help="show partitions, their causes and the inputs; needs no GPU")
     built = commands.add_parser("build", help="build the parts in C++ for the installed torch")
+    doctor = commands.add_parser("doctor", help="check what CUDA graphs need, and say what to do")
+    doctor.set_defaults(command=_doctor)
     profiles = commands.add_parser("profiles", help="list the decisions that earlier processes stored")
     what = (
         "file.py:function or package.module:function returning (model, args), (model, args, kwargs) or (model, args, "
@@ -82,10 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_files(compare, "measurements and report")
     what = "exit with 1 if a way is slower than in FILE, from --json"
-    compare.add_argument("--baseline", type=_file, metavar="FILE", help=what)
+    compare.add_argument("--baseline", type=functools.partial(_file, is_there=True), metavar="FILE", help=what)
     what = "by which a way may be slower (default 5)"
     compare.add_argument("--tolerance", type=_percent, default=5, metavar="PERCENT", help=what)
-    what = "architecture of the GPU to explain for (default sm_90)"
+    what = "GPU to explain for, or its architecture: h100, sm_90 (default sm_90)"
     for command in (compare, explain):
         command.add_argument("--arch", default="sm_90", help=what)
     _add_files(explain, "the explanation")
@@ -116,9 +122,11 @@ _positive = functools.partial(_number, int, "whole number", 1)
 _percent = functools.partial(_number, float, "number", 0)
 
 
-def _file(text: str) -> Path:
+def _file(text: str, *, is_there: bool = False) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("expected the name of a file, got ''")
+    if is_there and not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
     return Path(text)
 
 
@@ -142,18 +150,23 @@ def _deliver(found: Shown, options: argparse.Namespace) -> None:
 
 
 def _check_before_torch(options: argparse.Namespace) -> None:
-    """Raises if a file cannot be written, there is no torch, or its compiler cannot make its cache when imported."""
-    from .cli import destination
+    """Raises if a file cannot be written, the target is not there, or torch or its compiler cannot be used."""
+    from .cli import destination, target
     from .selection.profiles import NoCacheFolder, Profiles
 
     destination.check({"--json": options.json, "--html": options.html})
-    if torch_folder() is None:
-        raise NeedsTorch
+    target.check(options.target)
+    _check_torch()
     folder = Profiles.default().folder.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise NoCacheFolder(folder=folder, why=error.strerror) from None
+    if (why := destination.problem_in(folder)) is not None:
+        raise NoCacheFolder(folder=folder, why=why)
+
+
+def _check_torch() -> None:
+    if torch_folder() is None:
+        raise NeedsTorch(why="there is no torch", what="pip install torch")
+    if (why := inductor_patches.why_unsupported(torch_version())) is not None:
+        raise NeedsTorch(why=why, what="install one of those")
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -210,8 +223,19 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _build(options: argparse.Namespace) -> int:
+    _check_torch()
     _show(f"built in {build.build()}")
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .cli.doctor import checks
+
+    status = 0
+    for name, found, problem in checks():
+        status |= problem is not None
+        _show(f"{'NOT' if problem else 'ok '}  {name}: {found}{f'; {problem}' if problem else ''}")
+    return status
 
 
 def _profiles(options: argparse.Namespace) -> int:

@@ -30,6 +30,15 @@ def check(files: Mapping[str, Path | None]) -> None:
             raise DestinationError(option=option, path=path, problem=problem)
 
 
+def problem_in(folder: Path) -> str | None:
+    """Why no file can be written in a folder, which is made if it is not there; None if one can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror
+    return _problem(folder / f"probe-{os.getpid()}")
+
+
 def _problem(path: Path) -> str | None:
     try:
         if path.is_dir():

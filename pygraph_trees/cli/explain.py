@@ -8,9 +8,10 @@ kind and bytes, graph breaks, and the effect of each feature under the current f
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 import inductor_patches
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.fake_gpu import ValueNeededError, absent_gpu, lower
+from pygraph_trees.fake_gpu.architectures import architecture_of
 from pygraph_trees.fake_gpu.tracing import modules_of
 from pygraph_trees.reasons import Reason
 from pygraph_trees.report import breaks
@@ -28,24 +30,17 @@ from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
 from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
 
+from .doctor import TO_DO
 from .explanation import ExplainedGraph, ExplainedPartition, Explanation, Input, split_of
+from .target import OnCpuError
 
 if TYPE_CHECKING:
     from pygraph_trees.benchmark.program import Program
     from pygraph_trees.fake_gpu import LoweredGraph
 
-_WHAT_TO_DO = {"disabled": "; unset PYGRAPH_DISABLE", "off": "; call inductor_patches.install()"}
-
 
 class PatchesOffError(PygraphError):
-    template = "explain needs the patches of {feature!r}, and their state is {state!r}{hint}"
-
-
-class OnCpuError(PygraphError):
-    """The program failed, and its inputs and its parameters are on different devices."""
-
-    template = "{found}; put the {left} on device='meta', which stands for the GPU"
-    found: str
+    template = "explain needs the patches of {feature!r}, and their state is {state!r}; {hint}"
 
 
 def explain(
@@ -60,13 +55,15 @@ def explain(
         PatchesOffError: torch is not patched, so its graphs lack what an explanation tells.
         OnCpuError: the program failed, probably because its inputs or parameters were left on the CPU.
     """
+    arch = architecture_of(arch)
     for status in inductor_patches.status():
         if status.state not in ("on", "waiting"):
-            raise PatchesOffError(feature=status.feature, state=status.state, hint=_WHAT_TO_DO.get(status.state, ""))
+            raise PatchesOffError(feature=status.feature, state=status.state, hint=TO_DO[status.state])
     # Torch logs an error of the program, which is raised too.
     quiet = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+    apart: Any = mock.patch.object(breaks, "noted", Counter())
     unplaced: tuple[int, int] | None = None
-    with absent_gpu(arch), program.context(), quiet, breaks.apart():
+    with absent_gpu(arch), program.context(), quiet, apart:
         progress(0, 2, f"lowering {program.name} for {arch}")
         graphs, stop = _lowered(program, arch)
         found_breaks = breaks.records()

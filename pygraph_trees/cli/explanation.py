@@ -107,20 +107,17 @@ def split_of(graphs: Iterable[ExplainedGraph]) -> tuple[int, int]:
 
 def _graph(graph: ExplainedGraph) -> str:
     title = f"{graph.name}, {graph.mode}"
+    source = [f"  compiled from {graph.source}"] if graph.source else []
     if graph.not_graphed is not None:
         outside = _kernels(sum((Counter(p.partition.kernels) for p in graph.partitions), Counter()))
         line = f"{title}: not graphed, {outside} outside: {graph.not_graphed}"
-        return "\n".join([textwrap.fill(line, WIDTH, subsequent_indent="  "), *_source(graph)])
+        return "\n".join([textwrap.fill(line, WIDTH, subsequent_indent="  "), *source])
     parts, graphed = len(graph.partitions), sum(p.partition.graphed for p in graph.partitions)
     lines = [f"{title}: {counted(parts, 'partition')}, {'all' if graphed == parts else graphed} graphed"]
-    lines += _source(graph)
+    lines += source
     for number, part in enumerate(graph.partitions, 1):
         lines += [f"  {line}" for line in _partition(number, part)]
     return "\n".join(lines)
-
-
-def _source(graph: ExplainedGraph) -> list[str]:
-    return [f"  compiled from {graph.source}"] if graph.source else []
 
 
 def _partition(number: int, part: ExplainedPartition) -> Iterator[str]:

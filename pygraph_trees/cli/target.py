@@ -3,7 +3,7 @@
 A target is ``file.py:function`` or ``package.module:function``, or the name of a workload of ``tools/bench`` in a
 checkout. The function returns a program's parts (:func:`program_of`), and may take ``device``: ``cuda`` to run,
 ``meta`` to explain. A ``meta`` tensor or a parameter then represents one on the GPU. A target that cannot be built or
-run raises :class:`TargetError`.
+run raises :class:`TargetError`. :func:`check` needs no torch, and neither does the import of this file.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from pygraph_trees.benchmark.program import Program, default_loss
 from pygraph_trees.errors import PygraphError
-from pygraph_trees.fake_gpu.tracing import modules_of
 from pygraph_trees.report.naming import FRAME
 
-from .explain import OnCpuError
+if TYPE_CHECKING:
+    import torch
+
+    from pygraph_trees.benchmark.program import Program
 
 DEFAULT = f"{__name__}:bert"
 _VOCABULARY = 384  # the 256 bytes and 128 special tokens, as ByT5's
@@ -35,7 +35,8 @@ _WORKLOADS = Path(__file__).resolve().parents[2] / "tools" / "bench" / "workload
 _ADD_DEVICE = "add a parameter `device` to the function, and build for it"
 _MOST_TEXT = 300  # characters of an error's text
 # Not resolved: frames name files as they were imported, which may be through a link.
-_TORCH, _PACKAGE = (str(Path(module).parent) for module in (torch.__file__, Path(__file__).parent))
+_PACKAGE = str(Path(__file__).parent.parent)
+_MAKING = r"import \*|globals|exec|vars|setattr|modules|__getattr__"  # of a file that may make functions while it runs
 
 
 class TargetError(PygraphError):
@@ -57,6 +58,13 @@ class TargetFormError(TargetError):
         super().__init__(target=target, problem=problem, workloads=f" ({names})" if names else " of a checkout")
 
 
+class OnCpuError(PygraphError):
+    """The program failed, and its inputs and its parameters are on different devices."""
+
+    template = "{found}; put the {left} on device='meta', which stands for the GPU"
+    found: str
+
+
 class TransformersMissing(PygraphError):
     template = "the default target needs transformers ({why}): pip install transformers"
 
@@ -66,6 +74,8 @@ def bert(device: torch.device | str = "cuda") -> tuple[torch.nn.Module, tuple[()
 
     Its keyword arguments are ``input_ids`` and ``attention_mask``, int64 of shape (4, 256), on ``device``.
     """
+    import torch
+
     try:
         from transformers import BertConfig, BertForMaskedLM
     except ImportError as error:
@@ -78,17 +88,39 @@ def bert(device: torch.device | str = "cuda") -> tuple[torch.nn.Module, tuple[()
     return model, (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
+def check(target: str) -> None:
+    """Raises if a target names no function, or a file or a function that is not there; runs nothing of it."""
+    place, _, name = target.rpartition(":")
+    if not place and target.endswith(".py"):
+        raise TargetError(target=target, problem=f"it names no function; add one, as in {target}:build")
+    if not place.endswith(".py"):
+        return
+    if not Path(place).is_file():
+        raise TargetError(target=target, problem=f"there is no file {place}")
+    with raising_errors_of(target):
+        code = Path(place).read_bytes()
+        compile(code, place, "exec", dont_inherit=True)
+    text = code.decode(errors="replace")
+    if not re.search(rf"\b{re.escape(name)}\b|{_MAKING}", text):
+        raise _missing(target, place, name, re.findall(r"^def (\w+)", text, re.M))
+
+
+def _missing(target: str, place: str, name: str, names: list[str]) -> TargetError:
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return TargetError(target=target, problem=f"{place} has no function {name!r}{hint}")
+
+
 def resolve(target: str, device: torch.device) -> Program:
     """Builds the program that ``target`` names, or :data:`DEFAULT` if it is empty, for ``device``."""
     target = target or DEFAULT
+    check(target)
     if ":" not in target:
         workload = workloads().get(target)
         if workload is None:
             near = difflib.get_close_matches(target.upper(), workloads(), n=1)
             if near:
                 raise TargetError(target=target, problem=f"no such workload; did you mean {near[0]}?")
-            if target.endswith(".py"):
-                raise TargetError(target=target, problem=f"it names no function; add one, as in {target}:build")
             raise TargetFormError(target, "no such workload")
         with raising_errors_of(target):
             return workload.build(device)
@@ -97,10 +129,7 @@ def resolve(target: str, device: torch.device) -> Program:
         module = _module(target, place)
     function = getattr(module, name, None)
     if not callable(function):
-        near = difflib.get_close_matches(name, [n for n, v in vars(module).items() if callable(v)], n=1)
-        if near:
-            raise TargetError(target=target, problem=f"{place} has no function {name!r}; did you mean {near[0]!r}?")
-        raise TargetFormError(target, f"{place} has no function {name!r}")
+        raise _missing(target, place, name, [n for n, v in vars(module).items() if callable(v)])
     with raising_errors_of(target):
         made = _call(target, function, device)
     program = program_of(made, name)
@@ -123,6 +152,11 @@ def program_of(made: Any, name: str) -> Program | None:
             of the outputs; without it the outputs' ``loss`` is taken, or their sum. A function that uses a module in
             training mode is itself a step, and computes its gradients itself. All others run without gradients.
     """
+    import torch
+
+    from pygraph_trees.benchmark.program import Program, default_loss
+    from pygraph_trees.fake_gpu.tracing import modules_of
+
     if isinstance(made, Program):
         return made
     if not (
@@ -168,6 +202,8 @@ def _problem(error: BaseException) -> str:
         if "." in error.name:  # the package is there
             return f"there is no module {error.name}"
         return f"it needs the package {error.name}, which is not installed: pip install {error.name}"
+    import torch
+
     root = error
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # Dynamo raises it for what the program raised
         while (earlier := root.__cause__ or root.__context__) is not None:
@@ -178,7 +214,7 @@ def _problem(error: BaseException) -> str:
     # Dynamo names the lines of the program in the text.
     places += [m.group("file", "line", "function") for m in map(FRAME.match, str(error).splitlines()) if m]
     # The files of the program are those that are neither torch's nor this package's.
-    own = [place for place in places if not place[0].startswith((_TORCH, _PACKAGE, "<"))]
+    own = [place for place in places if not place[0].startswith((str(Path(torch.__file__).parent), _PACKAGE, "<"))]
     place = "{}:{} in {}".format(*own[-1]) if own else None
     if frames and frames[-1].name == "_lazy_init" and not torch.cuda.is_available():
         return f"it uses a GPU{f' at {place}' if place else ''}, and torch finds none; {_ADD_DEVICE}"
@@ -198,8 +234,6 @@ def workloads() -> Mapping[str, Any]:
 def _module(target: str, place: str) -> ModuleType:
     if place.endswith(".py"):
         path = Path(place)
-        if not path.exists():
-            raise TargetFormError(target, f"there is no file {place}")
         sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours, as a script can
         # A name of its own, so that a file named like a loaded module, such as random.py, does not replace it. Without
         # dots: pickle finds the module by its name.

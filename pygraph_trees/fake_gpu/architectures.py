@@ -13,7 +13,7 @@ from pygraph_trees.errors import PygraphError
 
 
 class UnknownArchitectureError(PygraphError):
-    template = "arch must be one of {allowed}; got {arch!r}."
+    template = "arch must be one of {allowed}, or a GPU such as 'h100' or 'a100'; got {arch!r}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +60,15 @@ ARCHITECTURES: dict[str, DeviceProperties] = {
         "NVIDIA GeForce RTX 5090", 12, 0, 170, 32118 * _MIB, 96 * _MIB, 99 * _KIB, 100 * _KIB, 1536
     ),
 }
+_BOARDS = {  # others of the same architecture, and shorter names
+    **{"sm_80": "a100 a30", "sm_86": "a10 a40 a6000 rtx3090", "sm_89": "l4 l40 l40s rtx4090"},
+    **{"sm_90": "h100 h200 gh200", "sm_100": "b200 gb200", "sm_120": "rtx5090"},
+}
+
+
+def architecture_of(name: str) -> str:
+    """The architecture with this name, or of the GPU with it; raises :class:`UnknownArchitectureError` without one."""
+    for arch, boards in _BOARDS.items():
+        if str(name).lower() in (arch, *boards.split()):
+            return arch
+    raise UnknownArchitectureError(arch=name, allowed=", ".join(map(repr, ARCHITECTURES)))

@@ -22,7 +22,7 @@ from torch._subclasses import fake_tensor
 
 from pygraph_trees.errors import PygraphError
 
-from .architectures import ARCHITECTURES, DeviceProperties, UnknownArchitectureError
+from .architectures import ARCHITECTURES, DeviceProperties, architecture_of
 from .computed_on_cpu import constants_off_gpu, fallback_on_cpu
 from .device_guard import no_op_device_guard
 from .library_kernels import chosen_attention, convolutions_by_cudnn
@@ -202,10 +202,8 @@ def absent_gpu(arch: str = "sm_90") -> Iterator[None]:
     Raises :class:`UnknownArchitectureError` for an unknown name, :class:`OtherArchitectureError` inside another
     architecture's context, and :class:`NoDeviceGuardError` if this build of torch's C++ code cannot be convinced.
     """
-    try:
-        properties = ARCHITECTURES[arch]
-    except (KeyError, TypeError):
-        raise UnknownArchitectureError(arch=arch, allowed=", ".join(map(repr, ARCHITECTURES))) from None
+    arch = architecture_of(arch)
+    properties = ARCHITECTURES[arch]
     with _lock:
         if _entered and arch not in _entered:
             raise OtherArchitectureError(wanted=arch, active=_entered[0])

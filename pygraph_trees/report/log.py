@@ -129,10 +129,6 @@ class FunctionLog:
         return f"{self.model} {self.compile_id or '-'} {self.mode} {self.partition}"
 
     @property
-    def source(self) -> str | None:
-        return None if self.graph is None else self.graph.source
-
-    @property
     def newest_recording(self) -> int:
         """The largest number of a recording, -1 without any."""
         return max((recording.number for recording in self.recordings), default=-1)
@@ -213,6 +209,7 @@ class FunctionLog:
             slow_calls={why: calls.value for why, calls in zip(SLOW_CALLS, self.slow, strict=False) if calls.value},
             blocks_allocated=self.blocks_allocated.value,
             blocks_given_away=self.blocks_given_away.value,
+            source=self.graph.source if self.graph else None,
         )
 
 

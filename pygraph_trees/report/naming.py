@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
-from pathlib import Path
-from traceback import FrameSummary
 from types import CodeType
 from typing import Any
 
@@ -38,10 +35,9 @@ def program_name() -> str | None:
 
     After a graph break, Dynamo continues in a function that it makes. Its name then has the line: ``forward:31``.
     """
-    found = _traced()
-    if found is None:
+    code, module = _traced()
+    if code is None:
         return None
-    code, module = found
     resumed = _RESUMED.match(code.co_name)
     if module is not None:
         return f"{type(module).__name__}:{resumed['line']}" if resumed else type(module).__name__
@@ -50,42 +46,26 @@ def program_name() -> str | None:
 
 def program_line() -> str | None:
     """Where the function that Dynamo traces begins, or continues after a graph break: ``model.py:31 in forward``."""
-    found = _traced()
-    if found is None:
+    code, module = _traced()
+    if code is None:
         return None
-    code, module = found
     if module is not None and "fn" in code.co_freevars:  # torch's function around one of its own modules
         code = getattr(inspect.unwrap(type(module).forward), "__code__", code)
     resumed = _RESUMED.match(code.co_name)
     return _place(code.co_filename, resumed["line"] if resumed else code.co_firstlineno, code.co_name)
 
 
-def _traced() -> tuple[CodeType, Any] | None:
-    """The code that Dynamo traces, and the module whose method it is; None if it traces nothing."""
+def _traced() -> tuple[CodeType | None, Any]:
+    """The code that Dynamo traces, if any, and the module whose method it is."""
     import torch
     from torch._dynamo import symbolic_convert
 
     tracer = getattr(symbolic_convert.tls, "current_tx", None)
     if tracer is None:
-        return None
+        return None, None
     # Dynamo calls one of torch's own modules through a function that holds it as `fn`.
     owners = (tracer.f_locals.get("self"), tracer.f_locals.get("fn"))
     return tracer.f_code, next((owner for owner in owners if isinstance(owner, torch.nn.Module)), None)
-
-
-def frame_line(stack: Sequence[FrameSummary], code: tuple[str, int, str]) -> str:
-    """The innermost frame that is not torch's, as :func:`source_line`; without a frame, the function's first line.
-
-    Args:
-        code: file, first line and name of the function.
-    """
-    import torch
-
-    own = [frame for frame in stack if not frame.filename.startswith(str(Path(torch.__file__).parent))]
-    for frame in (own or stack)[-1:]:
-        place = _place(frame.filename, frame.lineno, frame.name)
-        return f"{place}: {frame.line}" if frame.line else place
-    return _place(*code)
 
 
 def _place(file: str, line: object, function: str) -> str:

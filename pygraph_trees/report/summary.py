@@ -7,7 +7,7 @@ more. Its JSON has the keys ``environment``, ``graphs``, ``functions`` and ``bre
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pygraph_trees.version import __version__, triton_version
@@ -83,7 +83,7 @@ def report(features: tuple[FeatureState, ...], native: str, host_work: Mapping[s
 def clear() -> None:
     """Begins a new report without the facts so far, including those of functions still in use."""
     journal.clear()
-    breaks.clear()
+    breaks.noted.clear()
 
 
 def _environment(features: tuple[FeatureState, ...], native: str, host_work: Mapping[str, HostWork]) -> Environment:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from .records import (
     OWN_MEMORY,
@@ -76,7 +76,7 @@ def render(report: Snapshot, width: int) -> str:
     if report.functions:
         parts.append(table(_HEAD, [_row(f) for f in report.functions], width))
     for notes in (
-        _sources(report),
+        dict.fromkeys(f"{title(g)}: compiled from {g.source}" for g in report.graphs if g.source),
         [f"{_place(f)}: {note}" for f in report.functions for note in function_notes(f)],
         _graph_notes(report.graphs),
         [f"graph break, {break_line(b)}" for b in report.breaks],
@@ -113,12 +113,6 @@ def _host_work(what: str, unit: str, work: HostWork) -> Iterator[str]:
     if work.at_once or others:
         reasons = "".join(f"; {count:,} by torch: {why}" for why, count in others)
         yield f"{what.format(counted(work.at_once, unit))}{reasons}"
-
-
-def _sources(report: Snapshot) -> Iterable[str]:
-    """The line of the program of each compile id."""
-    found: Iterable[FunctionRecord | GraphRecord] = (*report.graphs, *report.functions)
-    return dict.fromkeys(f"{title(r)}: compiled from {r.source}" for r in found if r.source)
 
 
 def _row(function: FunctionRecord) -> tuple[str, ...]:

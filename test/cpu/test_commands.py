@@ -110,13 +110,13 @@ class TestTarget(Folder):
     def test_what_is_said(self):
         self.file.with_name("w.txt").write_text("")
         for text, problem in (
-            (f"{self.file}:missing", "has no function 'missing'"),
+            (f"{self.file}:missing", "has no function 'missing'$"),
             (f"{self.file}:number", "it returned int"),
             (f"{self.file}:bare", "it returned a tuple of .*, Tensor; args must be a tuple"),
             (f"{self.file.with_name('w.txt')}:build", "w.txt is not a .py file"),
             (".:build", "'.' is neither a .py file nor the name of a module"),
             (f"{self.file}:needs", r"it needs arguments \(a, device\)"),
-            ("nowhere.py:f", "there is no file nowhere.py"),
+            ("nowhere.py:f", "there is no file nowhere.py$"),
             (str(self.file), "it names no function; add one, as in .*program.py:build$"),
             ("no_such_package.x:f", "there is no module no_such_package.x"),
             ("NOPE", r"no such workload.*\(.*BERT-I.*\)"),
@@ -148,9 +148,13 @@ class TestTarget(Folder):
         for function, text, problem in (
             ("broken", None, r"ZeroDivisionError: mine \(program.py:28 in broken\)"),
             ("on_cpu", None, "all inputs are on the CPU, .* on the GPU; add a parameter `device` to the function, .*"),
-            ("net", "import a_package.inside", missing),
-            ("net", "import torch.nosuch", "there is no module torch.nosuch"),
-            ("net", "import sys; sys.exit(0)", r"it calls sys.exit\(0\); do this under if __name__ == '__main__'"),
+            ("net", "import a_package.inside as net", missing),
+            ("net", "import torch.nosuch as net", "there is no module torch.nosuch"),
+            (
+                "net",
+                "import sys; sys.exit(0); net = 1",
+                r"it calls sys.exit\(0\); do this under if __name__ == '__main__'",
+            ),
             ("net", "def net(:", "program.py:1 is not valid Python: invalid syntax"),
             ("net", raises, r"RuntimeError: a and b must have same reduction dim.* \(program.py:4 in inner\)"),
         ):
@@ -167,6 +171,18 @@ class TestTarget(Folder):
             "parameter `device` to the function, and build for it (--traceback shows where)\n"
         )
         self.assertEqual(found, (2, "", said))
+
+    def test_what_is_not_there_is_told_before_torch_is_imported(self):
+        made = self.file.with_name("made.py")
+        made.write_text("globals()['net'] = lambda: (abs, (1,))\n")
+        code = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {MAIN}"
+        for text, problem in (
+            (f"{self.file}:nett", f"{self.file} has no function 'nett'; did you mean 'net'?"),
+            ("nowhere.py:net", "there is no file nowhere.py"),
+        ):
+            found = self.in_a_process("explain", text, options=("-c", code))
+            self.assertEqual(found, (2, "False\n", f"error: target {text!r}: {problem}\n"))
+        target.check(f"{made}:net")  # its function is made while it runs
 
     def test_what_is_trained(self):
         """A module with a loss or in training mode is trained; a function with the latter takes its own steps."""
@@ -289,7 +305,7 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         self.assertEqual(self.in_a_process("explain", f"{self.file}:net", PYGRAPH_DISABLE="1"), (2, "", said))
         inductor_patches.uninstall()
         self.addCleanup(inductor_patches.install)
-        with self.assertRaisesRegex(PygraphError, r"their state is 'off'; call inductor_patches.install\(\)$"):
+        with self.assertRaisesRegex(PygraphError, r"their state is 'off'; call pygraph_trees.install\(\)$"):
             pygraph_trees.explain(torch.sin, torch.ones(4, device="meta"))
 
     def test_a_torch_that_cannot_be_imported(self):
@@ -332,7 +348,8 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         self.enterContext(mock.patch.object(torch.cuda, "is_available", lambda: False))
         for option in ("--json", "--html", "--baseline"):
             said = f"error: compare needs a GPU, and torch finds none; it has no measurements for {option}\n"
-            found = run("compare", f"{self.file}:net", option, str(self.json))
+            file = self.file if option == "--baseline" else self.json
+            found = run("compare", f"{self.file}:net", option, str(file))
             self.assertEqual((found, self.json.exists()), ((2, "", said), False))
         with self.assertRaisesRegex(PygraphError, "compare needs a GPU"):
             pygraph_trees.compare(torch.sin, torch.ones(2))
@@ -353,6 +370,7 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
             (("compare", program, "--ways", "ours,foo"), "error: a way is one of eager, compile, .*; got 'foo'"),
             (("explain", program, "--arch", "sm_12"), "error: .*'sm_90'.*'sm_12'"),
             (("explain", "NOPE"), "error: target 'NOPE': no such workload"),
+            (("compare", program, "--baseline", "no.json"), "argument --baseline: there is no file 'no.json'"),
         ):
             status, out, err = run(*arguments)
             self.assertEqual((status, out), (2, ""))
@@ -361,6 +379,65 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         self.assertEqual((status, "pygraph_trees 0." in out), (0, True))
         status, out, _ = run("--help")
         self.assertEqual((status, "`" in out), (0, False))
+
+
+class TestDoctor(Folder):
+    def doctor(self, code="", **environment):
+        """Exit status, and what is said of each part, by its name; "ok" or "NOT" first."""
+        status, out, err = self.in_a_process("doctor", options=("-c", f"import sys\n{code}\n{MAIN}"), **environment)
+        self.assertNotIn("Traceback", err)
+        parts = [(line[:3], *line[5:].split(": ", 1)) for line in out.splitlines()]
+        return status, {name: f"{works} {text}" for works, name, text in parts}
+
+    def test_what_works(self):
+        """Only what is missing here is said to be."""
+        status, found = self.doctor()
+        lacking = {name for name, text in found.items() if text.startswith("NOT")}
+        self.assertEqual(status, int(bool(lacking)))
+        self.assertLessEqual(lacking, {"GPU", "native parts", "headers"})
+        self.assertEqual("GPU" in lacking, not torch.cuda.is_available())
+        self.assertEqual((found["torch"], found["allocator"]), (f"ok  {torch.__version__}", "ok  native"))
+        states = {name.removeprefix("patches "): text for name, text in found.items() if name.startswith("patches")}
+        self.assertEqual(states, dict.fromkeys(inductor_patches.FEATURES, "ok  on"))
+
+    def test_what_is_missing(self):
+        """Without compilers, patches, a folder for the cache, and the parts in C++, each line says what to do."""
+        folder, wrong = self.file.parent, self.file / "x"
+        where = {"PATH": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(wrong), "TORCH_EXTENSIONS_DIR": str(folder)}
+        status, found = self.doctor(CC="my-cc -x", CXX="g++", PYGRAPH_DISABLE="1", PYGRAPH_BUILD="1", **where)
+        self.assertEqual(status, 1)
+        for name, text in (
+            ("C compiler", "NOT none; install my-cc, or set CC"),
+            ("C++ compiler", "NOT none; install g++, or set CXX"),
+            ("patches trees", "NOT disabled; unset PYGRAPH_DISABLE"),
+            ("cache TORCHINDUCTOR_CACHE_DIR", f"NOT {wrong}; Not a directory; set it to another folder"),
+            ("cache TORCH_EXTENSIONS_DIR", f"ok  {folder / 'pygraph_trees'}"),
+        ):
+            self.assertEqual(found[name], text)
+        self.assertRegex(found["native parts"], "^NOT .*because it is not built: run python -m pygraph_trees build$")
+        self.assertEqual(list((folder / "pygraph_trees").iterdir()), [])  # no probe is left
+
+    def test_a_torch_that_cannot_be_imported(self):
+        broken = self.file.parent / "torch"
+        broken.mkdir()
+        (broken / "__init__.py").write_text("raise ImportError('no libcudart')")
+        (broken / "version.py").write_text("__version__ = '2.13.0'")
+        status, found = self.doctor(f"sys.path.insert(0, {str(self.file.parent)!r})")
+        self.assertEqual((status, found["torch"]), (1, "ok  2.13.0"))
+        self.assertEqual(found["import of torch"], "NOT failed; ImportError: no libcudart")
+
+    def test_an_unsupported_torch(self):
+        """Nothing recommends a build that would serve nothing."""
+        other = "import torch; torch.__version__ = '2.99.0'"
+        why = "pygraph_trees supports torch 2.11 to 2.15; torch 2.99.0 is not patched"
+        status, found = self.doctor(other)
+        self.assertEqual((status, found["torch"]), (1, f"NOT 2.99.0; {why}"))
+        self.assertIn("because torch is not patched", found["native parts"])
+        for command in ("build", "explain"):
+            status, out, err = self.in_a_process(command, options=("-c", f"{other}\n{MAIN}"))
+            self.assertEqual((status, out, err.splitlines()[-1]), (2, "", f"error: {why}: install one of those"))
+        out = self.in_a_process("--version", options=("-c", f"{other}\n{MAIN}"))[1]
+        self.assertEqual(out, f"pygraph_trees {pygraph_trees.__version__}, torch 2.99.0, native: {why}\n")
 
 
 class TestCompare(Folder):

@@ -16,7 +16,9 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+import pygraph_trees
 from pygraph_trees.fake_gpu import (
+    ARCHITECTURES,
     LoweredGraph,
     NothingToLowerError,
     OtherArchitectureError,
@@ -109,6 +111,13 @@ class TestPresence(TestCase):
         for wrong in ("sm_42", "", None, ["sm_90"]):
             with self.assertRaisesRegex(UnknownArchitectureError, "must be one of 'sm_80', 'sm_86', 'sm_89', 'sm_90'"):
                 lower(torch.sin, (on_gpu(4),), {}, wrong)
+
+    def test_an_architecture_has_names_of_gpus(self) -> None:
+        boards = (("h100", "sm_90"), ("A100", "sm_80"), ("b200", "sm_100"), ("l4", "sm_89"), ("rtx5090", "sm_120"))
+        for name, arch in (*boards, *zip(ARCHITECTURES, ARCHITECTURES, strict=True)):
+            with absent_gpu(name):
+                self.assertEqual(torch.cuda.get_arch_list(), [arch])
+        self.assertIn("sin for sm_80, torch", str(pygraph_trees.explain(torch.sin, on_gpu(4), arch="a100")))
 
     def test_fake_tensors_on_the_gpu(self) -> None:
         with absent_gpu(), FakeTensorMode():

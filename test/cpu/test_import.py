@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import getpass
 import importlib
+import importlib.util
 import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
+import unittest
 from pathlib import Path
 from unittest import mock
 
-from new_process import python
+from new_process import ROOT, python
 from torch._inductor.runtime import cache_dir_utils
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
@@ -112,7 +114,7 @@ class TestImport(TestCase):
         self.assertEqual(shown, ["torch._inductor.cudagraph_trees"])
 
     def test_uninstall_ends_the_wait(self):
-        lines = ("import pygraph_trees, inductor_patches", "inductor_patches.uninstall()")
+        lines = ("import pygraph_trees", "pygraph_trees.uninstall()")
         shown = self.check(*lines, "import torch._inductor.compile_fx", STATES, "p.install()")
         self.assertEqual(shown, [all_are("off")])
 
@@ -203,6 +205,21 @@ class TestImportHook(TestCase):
 
 instantiate_parametrized_tests(TestImport)
 instantiate_parametrized_tests(TestTimes)
+
+
+@unittest.skipUnless(importlib.util.find_spec("mypy"), "needs mypy")
+class TestTyping(TestCase):
+    def test_type_checkers_know_the_names_of_the_package(self):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "program.py")
+            file.write_text("import pygraph_trees\npygraph_trees.reprt()\nfound: pygraph_trees.Report = 3\n")
+            options = ("--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(Path(folder, "cache")))
+            done = python("-m", "mypy", *options, str(file), MYPYPATH=str(ROOT), PYTHONPATH="")
+        errors = [line.partition("program.py:")[2] for line in done.stdout.splitlines()]
+        self.assertRegex(errors[0], r"^2: error: Module has no attribute \"reprt\"")
+        self.assertRegex(errors[1], r"^3: error: Incompatible types in assignment .*Report")
+        self.assertEqual(len(errors), 3, done.stdout)  # and how many there are
+
 
 if __name__ == "__main__":
     run_tests()
