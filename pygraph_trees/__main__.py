@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import inductor_patches
 
@@ -59,12 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pygraph_trees",
         description="Measures and explains programs with CUDA graphs.",  # python -OO has no docstring
-        formatter_class=argparse.RawDescriptionHelpFormatter,  # the versions stay on one line
     )
-    native = inductor_patches.why_unsupported(torch_version()) or build.status()
-    versions = f"pygraph_trees {__version__}, torch {torch_version()}, native: {native}"
     what = "show versions, and whether the native parts are built"
-    parser.add_argument("--version", action="version", version=versions, help=what)
+    parser.add_argument("--version", action=_Versions, nargs=0, help=what)
     commands = parser.add_subparsers(title="commands", required=True)
     compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
     explain = commands.add_parser("explain", help="show partitions, their causes and the inputs; needs no GPU")
@@ -104,6 +101,19 @@ def _parser() -> argparse.ArgumentParser:
         # Without a default: it keeps the one given before the command.
         command.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=what)
     return parser
+
+
+class _Versions(argparse.Action):
+    """Prints the versions and exits. For modules of a wheel, torch is imported: only loading them tells their state."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        native = inductor_patches.why_unsupported(torch_version())
+        if native is None:
+            with contextlib.suppress(ImportError, OSError):  # torch cannot be imported
+                build.uses_prebuilt()
+            native = build.status()
+        print(f"pygraph_trees {__version__}, torch {torch_version()}, native: {native}")
+        parser.exit()
 
 
 def _add_files(parser: argparse.ArgumentParser, what: str) -> None:

@@ -1,7 +1,8 @@
 """The C++ module, if it was built for the torch in use, and what Python and C++ share.
 
-``extension`` is the module or None; ``why_without`` is the reason if it was built but is not used. Without it no replay
-is fast, outputs are torch's, and the Python versions here serve the slow path.
+``extension`` is the module or None; ``why_without`` is the reason if it was built but is not used. A wheel's modules
+that cannot be loaded are passed over, and ``why_not_prebuilt`` is the reason. Without the module no replay is fast,
+outputs are torch's, and the Python versions here serve the slow path.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from . import PREBUILT, __path__
+
 why_without: str | None = None  # why the module in C++ is not used although it is built
+why_not_prebuilt: str | None = None  # why the module of the wheel is not used
 
 
 def _load() -> Any:
     """The module in C++; None if it is not built for this torch, or cannot be loaded."""
-    global why_without
+    global why_without, why_not_prebuilt
     import torch  # noqa: F401  the module needs its libraries
 
     try:
@@ -22,6 +26,10 @@ def _load() -> Any:
     except ModuleNotFoundError:
         return None
     except ImportError as error:
+        if str(PREBUILT) in __path__:
+            __path__.remove(str(PREBUILT))
+            why_not_prebuilt = str(error)
+            return _load()
         why_without = f"it cannot be loaded: {error}"
         return None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pygraph_trees.errors import PygraphError
 
-from . import FOLDER
+from . import FOLDER, PREBUILT
 from .location import SOURCES, torch_folder
 
 _LOCK = FOLDER.with_name(f"{FOLDER.name}.lock")
@@ -63,13 +63,19 @@ def has_failed() -> bool:
 def build() -> Path:
     """Compiles both modules if they are missing, in about half a minute, and returns their folder.
 
+    They are not missing if a wheel brought modules that can be loaded, which imports torch.
+
     Raises :class:`BuildFailed` if another process is building, if there is no torch, compiler or setuptools, or if the
     compiler fails; its output goes to standard output and standard error.
     """
     if is_built():
         return FOLDER
-    if torch_folder() is None:
+    torch = torch_folder()
+    if torch is None:
         raise BuildFailed(why="there is no torch: pip install torch")
+    if uses_prebuilt():
+        assert PREBUILT is not None
+        return PREBUILT
     from filelock import FileLock, Timeout  # torch requires it
 
     try:
@@ -77,7 +83,7 @@ def build() -> Path:
         with FileLock(_LOCK, timeout=0), tempfile.TemporaryDirectory(dir=FOLDER.parent, prefix="building-") as made:
             if not is_built():
                 try:
-                    _compile(Path(made))
+                    compile_modules(Path(made), torch)
                 except BuildFailed:
                     _FAILED.touch()
                     raise
@@ -88,6 +94,15 @@ def build() -> Path:
     except OSError as error:
         raise BuildFailed(why=f"{error}; TORCH_EXTENSIONS_DIR names another folder") from error
     return FOLDER
+
+
+def uses_prebuilt() -> bool:
+    """Whether a wheel brought modules that this process uses. Imports torch, if there are some: loading them tells."""
+    if PREBUILT is None:
+        return False
+    from . import binding
+
+    return binding.extension is not None and binding.why_not_prebuilt is None
 
 
 def prevent() -> None:
@@ -103,23 +118,28 @@ def why_missing() -> str | None:
 
         if binding.extension is not None or binding.why_without is not None:
             return binding.why_without
-    elif is_built():
+    elif is_built() or PREBUILT is not None:
         return None  # it cannot be loaded yet: it needs torch's libraries
     if is_built():
         return "it was built after this process began; the next one uses it"
     if is_running():
         return "it is being built; the next process uses it"
     if has_failed():
-        return f"its build failed: see {LOG}, then run python -m pygraph_trees build"
+        see = f"see {LOG}, then " if LOG.exists() else ""  # other builds told the caller
+        return f"its build failed: {see}run python -m pygraph_trees build"
     if _is_prevented:
         return "PYGRAPH_BUILD is off, and it is not built: run python -m pygraph_trees build"
     return "it is not built: run python -m pygraph_trees build"
 
 
 def status() -> str:
-    """``yes``, or ``no`` with what this process lacks, and the reason."""
+    """``yes``, or ``no`` with what this process lacks, and the reason; then why a wheel's modules are not used."""
     why = why_missing()
-    return "yes" if why is None else f"no (replays are slower, outputs are not kept), because {why}"
+    text = "yes" if why is None else f"no (replays are slower, outputs are not kept), because {why}"
+    binding = sys.modules.get("pygraph_trees.native.binding")
+    if binding is None or binding.why_not_prebuilt is None:
+        return text
+    return f"{text}; the wheel's cannot be loaded: {binding.why_not_prebuilt}"
 
 
 def announce() -> None:
@@ -130,7 +150,7 @@ def announce() -> None:
     _is_announced = True
     from . import binding
 
-    if binding.extension is None and not _is_prevented:
+    if binding.extension is None and binding.why_without is None and not _is_prevented:
         start()
     _log.log(logging.INFO if binding.extension is not None else logging.WARNING, "native: %s", status())
 
@@ -155,16 +175,15 @@ def start() -> None:
         os.setpriority(os.PRIO_PROCESS, _process.pid, _LOWEST_PRIORITY)
 
 
-def _compile(folder: Path) -> None:
+def compile_modules(folder: Path, torch: Path) -> None:
+    """Compiles both modules for the torch in a folder into the subfolder ``out``; raises :class:`BuildFailed`."""
     try:
         from setuptools import Distribution, Extension
         from setuptools.command.build_ext import build_ext
         from setuptools.errors import BaseError, CCompilerError
     except ImportError:
         raise BuildFailed(why="setuptools is missing: pip install setuptools") from None
-    folder_of_torch = torch_folder()
-    assert folder_of_torch is not None
-    include = folder_of_torch / "include"
+    include = torch / "include"
     sources = folder / "sources"  # a copy, since objects may be written next to them
     shutil.copytree(SOURCES, sources, ignore=lambda _, names: [n for n in names if not n.endswith((".cpp", ".h"))])
     extensions = [
@@ -172,7 +191,7 @@ def _compile(folder: Path) -> None:
             name,
             [str(sources / f"{name[1:]}.cpp")],
             include_dirs=[str(include), str(include / "torch" / "csrc" / "api" / "include")],
-            library_dirs=[str(folder_of_torch / "lib")],
+            library_dirs=[str(torch / "lib")],
             libraries=libraries,
             extra_compile_args=["-std=c++20", "-g0", "-fvisibility=hidden", "-Wno-invalid-offsetof"],
             language="c++",

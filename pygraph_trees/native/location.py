@@ -1,8 +1,8 @@
-"""The folder of the built modules: one for each version of Python, of torch, and of the sources.
+"""The folders of the built modules: one for each version of Python, of torch, and of the sources.
 
-Modules built from other sources, or for another torch, are in another folder and are not found. The folder is in
-torch's folder for extensions (``TORCH_EXTENSIONS_DIR``, or ``~/.cache/torch_extensions``). This file imports nothing
-from the package.
+Modules built from other sources, or for another torch, are in another folder and are not found. Modules that a wheel
+brought are in this package; those built here are in torch's folder for extensions (``TORCH_EXTENSIONS_DIR``, or
+``~/.cache/torch_extensions``). This file imports nothing from the package.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ import sys
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
+_PREBUILT = SOURCES / "prebuilt"  # only in distributions made by tools/wheels
+
+# Headers that define the layout of torch's objects. With another layout, a module would load, and then write anywhere.
+_LAYOUTS = ("c10/core", "c10/core/impl", "torch/csrc/autograd")
 
 
 def sources_hash(folder: Path = SOURCES) -> str:
@@ -36,10 +40,15 @@ def torch_version() -> str:
     if "torch" in sys.modules:
         return str(sys.modules["torch"].__version__)
     folder = torch_folder()
+    return "none" if folder is None else version_in(folder)
+
+
+def version_in(torch: Path) -> str:
+    """The version of the torch in a folder; "none" if it has none."""
     try:
-        text = "" if folder is None else (folder / "version.py").read_text(encoding="utf-8")
+        text = (torch / "version.py").read_text(encoding="utf-8")
     except OSError:
-        text = ""
+        return "none"
     found = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.M)
     return "none" if found is None else found[1]
 
@@ -51,3 +60,29 @@ def build_folder(torch_version: str) -> Path:
     base = Path(root) if root else Path(cache) / "torch_extensions"
     name = f"{sys.implementation.cache_tag}-torch{torch_version}-{sources_hash()[:16]}"
     return base.expanduser() / "pygraph_trees" / name
+
+
+def prebuilt_folder(torch: Path) -> Path:
+    """The folder in this package of modules for the torch in a folder; it need not exist.
+
+    Builds of one minor version share it, for the CPU or for CUDA, if their libraries use the same strings of C++ and
+    their objects have the same layout. Names of the files in it contain Python's ABI and the platform. Raises
+    ``OSError`` if torch's library cannot be read.
+    """
+    digest = hashlib.sha256(sources_hash().encode())
+    for folder in _LAYOUTS:
+        for path in sorted((torch / "include" / folder).glob("*.h")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    strings = "cxx11" if b"__cxx11" in (torch / "lib" / "libc10.so").read_bytes() else "cxx98"
+    minor = ".".join(version_in(torch).split(".")[:2])
+    return _PREBUILT / f"torch{minor}-{strings}-{digest.hexdigest()[:16]}"
+
+
+def prebuilt() -> Path | None:
+    """The folder of modules that a wheel brought for the installed torch; None if there are none."""
+    torch = torch_folder() if _PREBUILT.is_dir() else None
+    try:
+        folder = None if torch is None else prebuilt_folder(torch)
+    except OSError:
+        return None
+    return folder if folder is not None and folder.is_dir() else None
