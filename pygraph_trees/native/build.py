@@ -186,6 +186,8 @@ def compile_modules(folder: Path, torch: Path) -> None:
     include = torch / "include"
     sources = folder / "sources"  # a copy, since objects may be written next to them
     shutil.copytree(SOURCES, sources, ignore=lambda _, names: [n for n in names if not n.endswith((".cpp", ".h"))])
+    # A wheel's modules do not name the folders in which they were made.
+    prefixes = [f"-ffile-prefix-map={place}={name}" for place, name in ((torch, "torch"), (sources, "pygraph_trees"))]
     extensions = [
         Extension(
             name,
@@ -193,7 +195,7 @@ def compile_modules(folder: Path, torch: Path) -> None:
             include_dirs=[str(include), str(include / "torch" / "csrc" / "api" / "include")],
             library_dirs=[str(torch / "lib")],
             libraries=libraries,
-            extra_compile_args=["-std=c++20", "-g0", "-fvisibility=hidden", "-Wno-invalid-offsetof"],
+            extra_compile_args=["-std=c++20", "-g0", "-fvisibility=hidden", "-Wno-invalid-offsetof", *prefixes],
             language="c++",
         )
         # Torch has loaded these libraries before the module is imported.

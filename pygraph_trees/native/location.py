@@ -71,6 +71,7 @@ def prebuilt_folder(torch: Path) -> Path:
     """
     digest = hashlib.sha256(sources_hash().encode())
     for folder in _LAYOUTS:
+        digest.update(folder.encode())
         for path in sorted((torch / "include" / folder).glob("*.h")):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     strings = "cxx11" if b"__cxx11" in (torch / "lib" / "libc10.so").read_bytes() else "cxx98"

@@ -39,6 +39,26 @@ class TestLocation(TestCase):
             self.assertEqual({folder.parent for folder in found}, {parent / "pygraph_trees"})
             self.assertEqual(len(set(found)), 3)
 
+    def test_a_wheels_modules_fit_a_minor_version_whose_objects_have_the_same_layout(self):
+        """The version of CUDA and the patch version do not matter; headers, strings and sources do."""
+
+        def folder(version="2.13.0+cpu", strings=b"__cxx11", **headers):
+            with tempfile.TemporaryDirectory() as name:
+                for place in ("lib", "include/c10/core", "include/torch/csrc/autograd"):
+                    (Path(name) / place).mkdir(parents=True)
+                (Path(name) / "version.py").write_text(f"__version__ = '{version}'")
+                (Path(name) / "lib/libc10.so").write_bytes(b"a" + strings + b"a")
+                for place, text in headers.items():
+                    (Path(name) / "include" / place.replace("__", "/") / "a.h").write_text(text)
+                return location.prebuilt_folder(Path(name))
+
+        found = [folder(), folder("2.13.1+cu130"), folder("2.14.0"), folder(strings=b"_ZNSs")]
+        found += [folder(c10__core="1"), folder(c10__core="2"), folder(torch__csrc__autograd="1")]
+        with mock.patch.object(location, "sources_hash", lambda: "f" * 64):
+            found.append(folder())
+        self.assertEqual((len(set(found)), found[0]), (len(found) - 1, found[1]))
+        self.assertEqual({path.parent for path in found}, {location.SOURCES / "prebuilt"})
+
     def test_the_hash_covers_names_and_contents_of_sources_alone(self):
         with tempfile.TemporaryDirectory() as name:
             folder, found = Path(name), []
@@ -70,14 +90,14 @@ class TestPackaging(TestCase):
 
     def test_a_torch_that_is_not_known_is_not_installed(self):
         newest = max(fingerprint.until for rows in FINGERPRINTS.values() for fingerprint in rows)
-        self.assertIn(f"torch>=2.11,<{newest[0]}.{newest[1] + 1}", (ROOT / "setup.py").read_text())
+        self.assertIn(f'"torch>=2.11,<{newest[0]}.{newest[1] + 1}"', (ROOT / "pyproject.toml").read_text())
 
     def test_what_messages_tell_to_install_is_an_extra(self):
         """No message suggests installing this package, because it is in no index."""
-        setup = (ROOT / "setup.py").read_text()
+        metadata = (ROOT / "pyproject.toml").read_text()
         for path in (ROOT / "pygraph_trees").rglob("*.py"):
             for package in re.findall(r"pip install ([\w.-]+)", path.read_text(encoding="utf-8")):
-                self.assertIn(f'"{package}', setup, path)
+                self.assertIn(f'"{package}', metadata, path)
                 self.assertNotEqual(package, "pygraph-trees")
 
 
@@ -92,11 +112,11 @@ class TestBuild(TestCase):
             *((binding, n, None) for n in ("extension", "why_without")),
         ):
             self.enterContext(mock.patch.object(module, name, value))
-        self.compile = self.enterContext(mock.patch.object(build, "_compile", side_effect=self.compiled))
+        self.compile = self.enterContext(mock.patch.object(build, "compile_modules", side_effect=self.compiled))
         self.popen = self.enterContext(mock.patch.object(build.subprocess, "Popen"))
         self.enterContext(mock.patch.object(build.os, "setpriority"))
 
-    def compiled(self, folder):
+    def compiled(self, folder, torch):
         (folder / "out").mkdir()
         (folder / "out" / "module.so").touch()
 
@@ -110,7 +130,7 @@ class TestBuild(TestCase):
         self.compile.side_effect = build.BuildFailed(why="the compiler failed")
         self.assertRaises(build.BuildFailed, build.build)
         self.assertFalse(self.folder.exists())
-        self.assertIn("its build failed", build.status())
+        self.assertIn("its build failed: run python", build.status())  # the caller saw the output, there is no log
         build.start()
         self.popen.assert_not_called()
         self.compile.side_effect = self.compiled
