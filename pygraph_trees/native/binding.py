@@ -11,6 +11,7 @@ import importlib
 from typing import Any
 
 from . import PREBUILT, __path__
+from .location import seal
 
 why_without: str | None = None  # why the module in C++ is not used although it is built
 why_not_prebuilt: str | None = None  # why the module of the wheel is not used
@@ -21,13 +22,16 @@ def _load() -> Any:
     global why_without, why_not_prebuilt
     import torch  # noqa: F401  the module needs its libraries
 
+    prebuilt = PREBUILT if str(PREBUILT) in __path__ else None
     try:
+        if prebuilt is not None and not seal(prebuilt).exists():  # loading an incomplete file would end the process
+            raise ImportError(f"{prebuilt} was damaged")
         return importlib.import_module("pygraph_trees.native._fast_path")
     except ModuleNotFoundError:
         return None
     except ImportError as error:
-        if str(PREBUILT) in __path__:
-            __path__.remove(str(PREBUILT))
+        if prebuilt is not None:
+            __path__.remove(str(prebuilt))
             why_not_prebuilt = str(error)
             return _load()
         why_without = f"it cannot be loaded: {error}"

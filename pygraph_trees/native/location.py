@@ -21,12 +21,16 @@ _PREBUILT = SOURCES / "prebuilt"  # only in distributions made by tools/wheels
 _LAYOUTS = ("c10/core", "c10/core/impl", "torch/csrc/autograd")
 
 
-def sources_hash(folder: Path = SOURCES) -> str:
-    """SHA-256 of the C++ files in a folder, with their names: 64 hexadecimal digits."""
+def files_hash(folder: Path, *suffixes: str) -> str:
+    """SHA-256 of the files in a folder with one of these suffixes, and of their names: 64 hexadecimal digits."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".h")):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in suffixes):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def sources_hash(folder: Path = SOURCES) -> str:
+    return files_hash(folder, ".cpp", ".h")
 
 
 def torch_folder() -> Path | None:
@@ -67,16 +71,17 @@ def prebuilt_folder(torch: Path) -> Path:
 
     Builds of one minor version share it, for the CPU or for CUDA, if their libraries use the same strings of C++ and
     their objects have the same layout. Names of the files in it contain Python's ABI and the platform. Raises
-    ``OSError`` if torch's library cannot be read.
+    ``OSError`` if torch's library or headers cannot be read.
     """
-    digest = hashlib.sha256(sources_hash().encode())
-    for folder in _LAYOUTS:
-        digest.update(folder.encode())
-        for path in sorted((torch / "include" / folder).glob("*.h")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    hashes = [sources_hash(), *(files_hash(torch / "include" / folder, ".h") for folder in _LAYOUTS)]
     strings = "cxx11" if b"__cxx11" in (torch / "lib" / "libc10.so").read_bytes() else "cxx98"
     minor = ".".join(version_in(torch).split(".")[:2])
-    return _PREBUILT / f"torch{minor}-{strings}-{digest.hexdigest()[:16]}"
+    return _PREBUILT / f"torch{minor}-{strings}-{hashlib.sha256(''.join(hashes).encode()).hexdigest()[:16]}"
+
+
+def seal(folder: Path) -> Path:
+    """The empty file next to a wheel's modules that is named after their hash. Without it, they are incomplete."""
+    return folder / f"{files_hash(folder, '.so')}.sha256"
 
 
 def prebuilt() -> Path | None:

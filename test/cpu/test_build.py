@@ -44,7 +44,7 @@ class TestLocation(TestCase):
 
         def folder(version="2.13.0+cpu", strings=b"__cxx11", **headers):
             with tempfile.TemporaryDirectory() as name:
-                for place in ("lib", "include/c10/core", "include/torch/csrc/autograd"):
+                for place in ("lib", "include/c10/core/impl", "include/torch/csrc/autograd"):
                     (Path(name) / place).mkdir(parents=True)
                 (Path(name) / "version.py").write_text(f"__version__ = '{version}'")
                 (Path(name) / "lib/libc10.so").write_bytes(b"a" + strings + b"a")
