@@ -25,7 +25,7 @@ def _load() -> Any:
     prebuilt = PREBUILT if str(PREBUILT) in __path__ else None
     try:
         if prebuilt is not None and not seal(prebuilt).exists():  # loading an incomplete file would end the process
-            raise ImportError(f"{prebuilt} was damaged")
+            raise ImportError(f"{prebuilt} is damaged: install the wheel again")
         return importlib.import_module("pygraph_trees.native._fast_path")
     except ModuleNotFoundError:
         return None

@@ -43,7 +43,9 @@ def is_built() -> bool:
 
 
 def is_running() -> bool:
-    """Whether a process is building now."""
+    """Whether a process is building now, or this one has just started it."""
+    if _process is not None and _process.poll() is None:
+        return True
     if not _LOCK.exists():
         return False
     from filelock import FileLock, Timeout
