@@ -110,7 +110,7 @@ class _Versions(argparse.Action):
         native = inductor_patches.why_unsupported(torch_version())
         if native is None:
             with contextlib.suppress(ImportError, OSError):  # torch cannot be imported
-                build.uses_prebuilt()
+                build.loaded_prebuilt()
             native = build.status()
         print(f"pygraph_trees {__version__}, torch {torch_version()}, native: {native}")
         parser.exit()

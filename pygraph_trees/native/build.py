@@ -65,19 +65,17 @@ def has_failed() -> bool:
 def build() -> Path:
     """Compiles both modules if they are missing, in about half a minute, and returns their folder.
 
-    They are not missing if a wheel brought modules that can be loaded, which imports torch.
-
-    Raises :class:`BuildFailed` if another process is building, if there is no torch, compiler or setuptools, or if the
-    compiler fails; its output goes to standard output and standard error.
+    A wheel's modules will do if they can be loaded. Raises :class:`BuildFailed` if another process is building, if
+    there is no torch, compiler or setuptools, or if the compiler fails; its output goes to standard output and standard
+    error.
     """
     if is_built():
         return FOLDER
     torch = torch_folder()
     if torch is None:
         raise BuildFailed(why="there is no torch: pip install torch")
-    if uses_prebuilt():
-        assert PREBUILT is not None
-        return PREBUILT
+    if (prebuilt := loaded_prebuilt()) is not None:
+        return prebuilt
     from filelock import FileLock, Timeout  # torch requires it
 
     try:
@@ -98,13 +96,13 @@ def build() -> Path:
     return FOLDER
 
 
-def uses_prebuilt() -> bool:
-    """Whether a wheel brought modules that this process uses. Imports torch, if there are some: loading them tells."""
+def loaded_prebuilt() -> Path | None:
+    """The folder of a wheel's modules if this process uses them. Imports torch if there are some: loading tells."""
     if PREBUILT is None:
-        return False
+        return None
     from . import binding
 
-    return binding.extension is not None and binding.why_not_prebuilt is None
+    return PREBUILT if binding.extension is not None and binding.why_not_prebuilt is None else None
 
 
 def prevent() -> None:
@@ -139,9 +137,8 @@ def status() -> str:
     why = why_missing()
     text = "yes" if why is None else f"no (replays are slower, outputs are not kept), because {why}"
     binding = sys.modules.get("pygraph_trees.native.binding")
-    if binding is None or binding.why_not_prebuilt is None:
-        return text
-    return f"{text}; the wheel's cannot be loaded: {binding.why_not_prebuilt}"
+    why = getattr(binding, "why_not_prebuilt", None)
+    return text if why is None else f"{text}; the wheel's cannot be loaded: {why}"
 
 
 def announce() -> None:

@@ -21,16 +21,12 @@ _PREBUILT = SOURCES / "prebuilt"  # only in distributions made by tools/wheels
 _LAYOUTS = ("c10/core", "c10/core/impl", "torch/csrc/autograd")
 
 
-def files_hash(folder: Path, *suffixes: str) -> str:
-    """SHA-256 of the files in a folder with one of these suffixes, and of their names: 64 hexadecimal digits."""
+def files_hash(folder: Path = SOURCES, *suffixes: str) -> str:
+    """SHA-256 of a folder's C++ files, or of those with other suffixes, and of their names: 64 hexadecimal digits."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in suffixes):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in (suffixes or (".cpp", ".h"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
-
-
-def sources_hash(folder: Path = SOURCES) -> str:
-    return files_hash(folder, ".cpp", ".h")
 
 
 def torch_folder() -> Path | None:
@@ -62,7 +58,7 @@ def build_folder(torch_version: str) -> Path:
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     base = Path(root) if root else Path(cache) / "torch_extensions"
-    name = f"{sys.implementation.cache_tag}-torch{torch_version}-{sources_hash()[:16]}"
+    name = f"{sys.implementation.cache_tag}-torch{torch_version}-{files_hash()[:16]}"
     return base.expanduser() / "pygraph_trees" / name
 
 
@@ -70,10 +66,9 @@ def prebuilt_folder(torch: Path) -> Path:
     """The folder in this package of modules for the torch in a folder; it need not exist.
 
     Builds of one minor version share it, for the CPU or for CUDA, if their libraries use the same strings of C++ and
-    their objects have the same layout. Names of the files in it contain Python's ABI and the platform. Raises
-    ``OSError`` if torch's library or headers cannot be read.
+    their objects have the same layout. Raises ``OSError`` if torch's library or headers cannot be read.
     """
-    hashes = [sources_hash(), *(files_hash(torch / "include" / folder, ".h") for folder in _LAYOUTS)]
+    hashes = [files_hash(), *(files_hash(torch / "include" / folder, ".h") for folder in _LAYOUTS)]
     strings = "cxx11" if b"__cxx11" in (torch / "lib" / "libc10.so").read_bytes() else "cxx98"
     minor = ".".join(version_in(torch).split(".")[:2])
     return _PREBUILT / f"torch{minor}-{strings}-{hashlib.sha256(''.join(hashes).encode()).hexdigest()[:16]}"

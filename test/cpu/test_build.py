@@ -36,7 +36,7 @@ class TestLocation(TestCase):
                 for name in {"TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"} - environment.keys():
                     os.environ.pop(name, None)
                 found = [location.build_folder(version) for version in ("2.13.0+cpu", "2.13.0+cu130")]
-                with mock.patch.object(location, "sources_hash", lambda: "f" * 64):
+                with mock.patch.object(location, "files_hash", lambda: "f" * 64):
                     found.append(location.build_folder("2.13.0+cpu"))
             self.assertEqual({folder.parent for folder in found}, {parent / "pygraph_trees"})
             self.assertEqual(len(set(found)), 3)
@@ -56,7 +56,7 @@ class TestLocation(TestCase):
 
         found = [folder(), folder("2.13.1+cu130"), folder("2.14.0"), folder(strings=b"_ZNSs")]
         found += [folder(c10__core="1"), folder(c10__core="2"), folder(torch__csrc__autograd="1")]
-        with mock.patch.object(location, "sources_hash", lambda: "f" * 64):
+        with mock.patch.object(location.files_hash, "__defaults__", (Path(__file__).parent,)):  # other sources
             found.append(folder())
         self.assertEqual((len(set(found)), found[0]), (len(found) - 1, found[1]))
         self.assertEqual({path.parent for path in found}, {location.SOURCES / "prebuilt"})
@@ -66,9 +66,9 @@ class TestLocation(TestCase):
             folder, found = Path(name), []
             for file, content in (("a.cpp", "1"), ("a.cpp", "2"), ("b.h", ""), ("c.cpp", ""), ("note.md", "")):
                 (folder / file).write_text(content)
-                found.append(location.sources_hash(folder))
+                found.append(location.files_hash(folder))
             (folder / "b.h").rename(folder / "d.h")
-            found.append(location.sources_hash(folder))
+            found.append(location.files_hash(folder))
         self.assertEqual((len(set(found)), found[3]), (5, found[4]))
 
 
