@@ -34,6 +34,7 @@ _RAISES = {"RAISE_VARARGS", "RERAISE"}
 _NOT_OF_PROGRAM = {"torch", "triton", "cuda", "pygraph_trees", "inductor_patches"}  # packages
 _NO_MEMORY = 2  # CUDA's number of the error
 _ASKS_LATE = checks_deaths_after_copies()
+_REPLAY = torch.cuda.CUDAGraph.replay.__code__
 
 
 class HeldForTooLong(PygraphError, RuntimeError):
@@ -255,6 +256,8 @@ def is_of_program(error: Exception) -> bool:
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
+        if trace.tb_frame.f_code is _REPLAY:  # a hook on a replay, which may be launched by now; since torch 2.14
+            return True
         trace = trace.tb_next
     if trace is None or isinstance(error, PygraphError):
         return False
