@@ -144,6 +144,12 @@ def has_dirty_keys() -> bool:
     return hasattr(config, "_get_dict_dirty_keys_var")
 
 
+def graph_policy(config: Any) -> Any:
+    """The program's policy for making CUDA graphs; None without."""
+    # Since 2.13.
+    return getattr(config, "cudagraph_policy", None)
+
+
 def has_plugins(autotuner: Any) -> bool:
     """Whether an autotuner has plugins, which take part in its launches."""
     # Since 2.12.

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from pygraph_trees.compat import graph_policy
 from pygraph_trees.reasons import Reason, Why
 
 from . import partitions
@@ -106,7 +107,8 @@ def put_to_use(artifact: Any, graph_kwargs: Any, *, wanted: bool, dropped: str |
     log = _log_of(artifact, graph_kwargs)
     with journal.compiling(log):
         yield
-    log.dropped = dropped or (_why_dropped(artifact) if log.functions == 0 else None)
+    is_wrapped = bool(graph_kwargs["cudagraphs"])
+    log.dropped = dropped or (_why_dropped(artifact, is_wrapped=is_wrapped) if log.functions == 0 else None)
     journal.add_graph(log)
 
 
@@ -139,10 +141,15 @@ def _code(source: str) -> str | None:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if source else None
 
 
-def _why_dropped(artifact: Any) -> str:
+def _why_dropped(artifact: Any, *, is_wrapped: bool) -> str:
+    from torch._inductor import config
+
+    has_policy = graph_policy(config) is not None
+    if has_policy and is_wrapped:
+        return Reason.POLICY_WRAPS()
     if artifact.disabled_cudagraphs_reason:
         return str(artifact.disabled_cudagraphs_reason)
     info = artifact.cudagraph_info
     if info is not None and info.cudagraph_fail_reasons:
         return ", ".join(info.cudagraph_fail_reasons)
-    return Reason.NO_PART()
+    return Reason.POLICY_REFUSES() if has_policy else Reason.NO_PART()

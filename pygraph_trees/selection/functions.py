@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 from torch._guards import TracingContext
 
+from pygraph_trees.compat import graph_policy
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.naming import BACKWARD, INFERENCE
 from pygraph_trees.settings import NATIVE, Settings, allocator_backend
@@ -31,11 +32,17 @@ if TYPE_CHECKING:
 # From a program to its newest trial. No lock: a finalizer may come under it and wait for a backward in another thread,
 # which is compiled there and comes here.
 _trials: WeakValueDictionary[str, Trial] = WeakValueDictionary()
-_compiling = threading.local()  # its `without_graphs`: although the program asks for them
+_compiling = threading.local()  # its `without_graphs`: although the program asks for them; `override`: of the program
+_OVERRIDE = "cudagraph_annotation"  # in the `meta` of a program that calls `override_cudagraphs`, since torch 2.13
+_UNPLACED = {"triton.pygraph_placement": "off"}
 
 
 def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """``compile_fx``, which compiles without CUDA graphs if the flags say "never"."""
+    """``compile_fx``, which compiles without CUDA graphs if the flags say "never".
+
+    Graphs that the program's own policy wraps, or for which it overrides CUDA graphs to be off, are compiled without
+    placement: nothing is staged for recordings that are not ours.
+    """
     from torch._inductor import config
 
     signature = inspect.signature(upstream)
@@ -44,21 +51,92 @@ def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def compile_fx(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        given = call.arguments["config_patches"] or {}
+        given, meta = call.arguments["config_patches"] or {}, getattr(call.arguments["model_"], "meta", {})
+        override = meta.get(_OVERRIDE)
         # Since torch 2.15, other names may be options of a device, which are not in this configuration.
         with config.patch({name: value for name, value in given.items() if name.startswith("triton.")}):
-            is_left_out = config.triton.cudagraphs and why_not_graphed(Settings.current()) is not None
-        if not is_left_out:
-            return upstream(*args, **kwargs)
+            is_asked, settings = _are_asked_for(override), Settings.current()
+        if not is_asked or why_not_graphed(settings) is None:
+            if is_asked and settings.placement != "off" and has_own_policy():
+                call.arguments["config_patches"] = {**given, **_UNPLACED}
+            if override is not None:  # a backward is compiled later than its forward
+                call.arguments["inner_compile"] = _unplaced_without_graphs(call.arguments["inner_compile"], override)
+            with _overriding(override):
+                return upstream(*call.args, **call.kwargs)
         # The result is that of torch.compile without CUDA graphs, in the same caches. Partitions, and moves of
         # constructors and numbers to the GPU, would change output devices and the places where the program waits.
         call.arguments["config_patches"] = {**given, "triton.cudagraphs": False}
         # A backward is compiled later than its forward.
         call.arguments["inner_compile"] = compiling_without_graphs()(call.arguments["inner_compile"])
-        with compiling_without_graphs():
-            return upstream(*call.args, **call.kwargs)
+        meta.pop(_OVERRIDE, None)  # it would turn them on again, and is part of the caches' keys
+        try:
+            with compiling_without_graphs():
+                return upstream(*call.args, **call.kwargs)
+        finally:
+            if override is not None:
+                meta[_OVERRIDE] = override
 
     return compile_fx
+
+
+@contextlib.contextmanager
+def _overriding(override: Any) -> Iterator[None]:
+    before, _compiling.override = _override(), override
+    try:
+        yield
+    finally:
+        _compiling.override = before
+
+
+def _override() -> Any:
+    """What the program that this thread compiles asked for with ``override_cudagraphs``: ``fwd`` and ``bwd``."""
+    return getattr(_compiling, "override", None)
+
+
+def _unplaced_without_graphs(upstream: Callable[..., Any], override: Any) -> Callable[..., Any]:
+    from torch._inductor import config
+
+    @functools.wraps(upstream)
+    def inner_compile(*args: Any, **kwargs: Any) -> Any:
+        placement = contextlib.nullcontext() if kwargs.get("cudagraphs") else config.patch(_UNPLACED)
+        with placement, _overriding(override):
+            return upstream(*args, **kwargs)
+
+    return inner_compile
+
+
+def _are_asked_for(override: Any) -> bool:
+    from torch._inductor import config
+
+    return bool(config.triton.cudagraphs if override is None or override.fwd is None else override.fwd)
+
+
+def are_graphs_asked_for() -> bool:
+    """Whether the program that is being compiled asks for CUDA graphs: by configuration, or overriding that."""
+    return _are_asked_for(_override())
+
+
+def why_overridden(*, is_backward: bool) -> Why | None:
+    """Says that the program turned off the CUDA graphs of the graph that is being installed; None if it did not."""
+    from torch._inductor import config
+
+    override = _override()
+    if override is None or not (config.triton.cudagraphs or override.fwd):
+        return None
+    is_off = override.fwd is False or (is_backward and override.bwd is False)
+    return Reason.OVERRIDDEN() if is_off else None
+
+
+def has_own_policy() -> bool:
+    """Whether the program has a policy that makes CUDA graphs in its own way, not as torch does."""
+    from torch._inductor import config, cudagraph_utils
+
+    policy = graph_policy(config)
+    if policy is None:
+        return False
+    upstream = cudagraph_utils.CUDAGraphPolicy
+    names = ("cudagraphify", "wrap_output")
+    return any(getattr(getattr(policy, name), "__func__", None) is not getattr(upstream, name) for name in names)
 
 
 @contextlib.contextmanager

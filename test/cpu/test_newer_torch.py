@@ -6,13 +6,26 @@ import contextlib
 import functools
 import unittest
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from recordings_on_cpu import SIZE, Function, OnCpuTestCase
+from torch._dynamo.utils import counters
+from torch._inductor import config, cudagraph_trees, cudagraph_utils, output_code
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.utils import BoxedBool, fresh_cache
 from torch.cuda import graphs
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+import pygraph_trees
+from pygraph_trees.reasons import Reason
+from pygraph_trees.report.summary import clear
+from pygraph_trees.selection import functions
+from pygraph_trees.settings import Settings
+from pygraph_trees.trees.hooks import backward_edges
+from pygraph_trees.trees.hooks.compiled_graph import putting_to_use
 
 _Graph: Any = torch.cuda.CUDAGraph
 _UPSTREAM = _Graph.__mro__[1]  # in C++, or a dummy if torch was built without CUDA
@@ -128,6 +141,162 @@ class TestHooksOnReplays(OnCpuTestCase):
             self.assertRaisesRegex(AssertionError, "called un-graphed"),
         ):
             self.function.call(3.0, fast=False)
+
+
+def product(x: Any, w: Any) -> Any:
+    """Needs no kernel, which would take seconds to compile."""
+    return x @ w @ w
+
+
+class _CompilingTestCase(TestCase):
+    """Each compiled graph is treated as one of a GPU, and is not graphed unless a policy does that."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.seen: list[tuple[bool, str]] = []  # of each graph: whether it is compiled for CUDA graphs; placement
+        self.addCleanup(torch._dynamo.reset)
+        upstream = CompiledFxGraph.__init__
+
+        def init(graph: Any, *args: Any, **kwargs: Any) -> None:
+            upstream(graph, *args, **kwargs)
+            graph.device_types, graph.device_idxs = (type(graph.device_types)([item]) for item in ("cuda", 0))
+            self.seen.append((config.triton.cudagraphs, Settings.current().placement))
+
+        self.enterContext(mock.patch.object(CompiledFxGraph, "__init__", init))
+        self.enterContext(mock.patch.object(cudagraph_utils, "check_multiple_devices_or_any_cpu_nodes", lambda _: None))
+        self.enterContext(mock.patch.object(cudagraph_trees, "get_manager"))
+
+    def compile(self, fn: Any = product, *, training: bool = True, cached: bool = False, **options: Any) -> None:
+        """Compiles, calls and differentiates ``fn`` with graphs, unless ``options`` says otherwise."""
+        torch._dynamo.reset()
+        clear()
+        counters.clear()
+        self.seen.clear()
+        x, w = torch.rand(3, 3), torch.rand(3, 3, requires_grad=training)
+        options = {f"triton.{name}": value for name, value in ({"cudagraphs": True} | options).items() if value}
+        caches = contextlib.nullcontext() if cached else config.patch(force_disable_caches=True)
+        with caches:
+            out = torch.compile(fn, options=options)(x, w)
+            self.assertEqual(out, product(x, w))
+            if training:
+                self.assertEqual(*(torch.autograd.grad(o.sum(), w) for o in (out, product(x, w))))
+
+    def reported(self) -> list[str | None]:
+        return [graph.dropped for graph in pygraph_trees.report().graphs]
+
+
+@unittest.skipUnless(hasattr(torch._dynamo, "override_cudagraphs"), "torch has no override_cudagraphs")
+class TestOverrides(_CompilingTestCase):
+    def test_graphs_that_are_turned_off_are_compiled_without_placement(self) -> None:
+        """Whatever the configuration says. Without CUDA graphs, torch compiles as the configuration says."""
+        full, off = (True, "full"), (True, "off")
+        with mock.patch.object(output_code, "cudagraph_partition_post_compile"):  # as if they had partitions
+            for asked, fwd, bwd, seen, reported in (
+                (True, False, None, [off, off], [True, True]),
+                (True, None, False, [full, off], [False, True]),
+                (False, True, None, [full, full], [False, False]),
+                (False, True, False, [full, (False, "off")], [False, True]),
+                (False, False, None, [(False, "off")] * 2, []),
+            ):
+                with self.subTest(asked=asked, fwd=fwd, bwd=bwd):
+                    self.compile(torch._dynamo.override_cudagraphs(fwd, bwd)(product), cudagraphs=asked)
+                    self.assertEqual(self.seen, seen)
+                    self.assertEqual([why == Reason.OVERRIDDEN() for why in self.reported()], reported)
+
+    def test_never_wins(self) -> None:
+        """A program that turns CUDA graphs on is compiled as torch compiles it without, and shares its artifacts."""
+        with torch._functorch.config.patch(enable_autograd_cache=True):
+            for fwd, cudagraphs in ((True, True), (True, False), (None, True)):
+                for training in (False, True):
+                    with fresh_cache():
+                        override, how = torch._dynamo.override_cudagraphs, {"training": training, "cached": True}
+                        options = {"cudagraphs": cudagraphs, "pygraph_selective": "never"}
+                        self.compile(override(fwd, fwd)(product), **how, **options)
+                        self.assertEqual(self.seen, [(False, "off")] * (1 + training))
+                        self.assertEqual(self.reported(), [Reason.NEVER()] * (1 + training))
+                        self.assertFalse(functions.are_graphs_left_out())
+                        self.compile(override()(product), cudagraphs=False, **how)
+                        self.assertEqual((self.seen, counters["aot_autograd"]["autograd_cache_hit"]), ([], 1))
+
+    def test_entries_are_short_where_graphs_are_turned_on(self) -> None:
+        for fwd in (True, False):
+            with mock.patch.object(backward_edges, "mark") as mark:
+                self.compile(torch._dynamo.override_cudagraphs(fwd)(product), cudagraphs=not fwd)
+            self.assertEqual(mark.called, fwd and backward_edges.binding.extension is not None)
+
+    def test_a_backward_that_is_turned_off_ends_the_wait_for_it(self) -> None:
+        """Otherwise no step would begin after a graphed forward. It also holds for a backward from torch's cache."""
+        override = SimpleNamespace(fwd=True, bwd=False)
+        for from_cache in (False, True):
+            artifact = SimpleNamespace(current_callable=len, device_types=(), disabled_cudagraphs_reason=None)
+            index = SimpleNamespace(value=0)
+            given = {"cudagraphs": BoxedBool(from_cache), "is_backward": True, "boxed_forward_device_index": index}
+            with functions._overriding(override):
+                putting_to_use(mock.Mock())(artifact, (), None, given)
+            with mock.patch.object(cudagraph_trees, "get_manager") as manager:
+                self.assertEqual((artifact.current_callable([1, 2]), bool(given["cudagraphs"])), (2, False))
+            manager.return_value.set_to_running_backward.assert_called_once_with()
+
+
+@unittest.skipUnless(hasattr(config, "cudagraph_policy"), "torch has no policies")
+class TestPolicies(_CompilingTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        calls: list[list[Any]] = []
+
+        class Own(cudagraph_utils.CUDAGraphPolicy):
+            def cudagraphify(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+                return lambda inputs: calls.append([model]) or model(inputs)
+
+        class Around(cudagraph_utils.CUDAGraphPolicy):
+            def should_wrap(self, compiled_graph: Any) -> bool:
+                return False
+
+            def wrap_output(self, output_code: Any) -> Any:
+                calls.append([output_code])
+                return output_code
+
+        class No(cudagraph_utils.CUDAGraphPolicy):
+            def should_wrap(self, compiled_graph: Any) -> bool:
+                return False
+
+        self.calls, self.kinds = calls, (Own, Around, No)
+
+    def compile_with(self, policy: Any, **options: Any) -> None:
+        self.calls.clear()
+        with config.patch(cudagraph_policy=policy()):
+            self.compile(**options)
+
+    def test_what_a_policy_of_the_program_wraps_is_left_to_it(self) -> None:
+        """Nothing is placed, and each call goes through what the policy made."""
+        own, around, refusing = self.kinds
+        for policy, placement, reason in (
+            (own, "off", Reason.POLICY_WRAPS),
+            (around, "off", Reason.POLICY_REFUSES),
+            (refusing, "full", Reason.POLICY_REFUSES),
+        ):
+            self.compile_with(policy)
+            self.assertEqual(self.seen, [(True, placement)] * 2)
+            graphs = 2 if policy is own else 1  # a backward is reported only if CUDA graphs are still wanted
+            self.assertEqual(self.reported(), [reason()] * graphs)
+            self.assertEqual(len(self.calls), 0 if policy is refusing else 2)
+
+    def test_never_asks_no_policy(self) -> None:
+        for policy in self.kinds:
+            self.compile_with(policy, pygraph_selective="never", training=False)
+            self.assertEqual((self.seen, self.reported()), ([(False, "off")], [Reason.NEVER()]))
+            if policy is self.kinds[0]:
+                self.assertEqual(self.calls, [])
+
+    def test_torchs_own_policy_makes_graphs_of_ours(self) -> None:
+        """It wraps the whole graph, and its first call adds it to the trees."""
+        with (
+            mock.patch.object(cudagraph_trees, "cudagraphify_impl", lambda model, *args, **kwargs: model),
+            mock.patch("torch.cuda.is_initialized", return_value=False),
+        ):
+            self.compile_with(cudagraph_utils.CUDAGraphPolicy, pygraph_selective="always")
+        self.assertEqual((self.seen, self.reported()), ([(True, "full")] * 2, [None, None]))
+        self.assertEqual([function.mode for function in pygraph_trees.report().functions], ["forward", "backward"])
 
 
 if __name__ == "__main__":

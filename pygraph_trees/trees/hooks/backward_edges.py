@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionMeta
 
 from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason, Why
-from pygraph_trees.selection.functions import are_graphs_left_out
+from pygraph_trees.selection.functions import are_graphs_asked_for, are_graphs_left_out
 from pygraph_trees.settings import Settings
 
 _difference: str | None = None  # what the check of torch's engine found
@@ -76,9 +76,7 @@ def mark(backward: type) -> None:
 
 
 def _is_wanted() -> bool:
-    from torch._inductor import config
-
-    return Settings.current().entry == "short" and (config.triton.cudagraphs or are_graphs_left_out())
+    return Settings.current().entry == "short" and (are_graphs_asked_for() or are_graphs_left_out())
 
 
 @functools.cache  # torch has the function under two names, and may copy one to the other

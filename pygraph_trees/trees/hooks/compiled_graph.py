@@ -18,7 +18,7 @@ from torch.autograd import profiler
 from pygraph_trees.native import binding
 from pygraph_trees.report import compiled
 from pygraph_trees.report.naming import BACKWARD
-from pygraph_trees.selection.functions import are_graphs_left_out, why_not_graphed
+from pygraph_trees.selection.functions import are_graphs_left_out, has_own_policy, why_not_graphed, why_overridden
 from pygraph_trees.settings import Settings
 
 from ..functions.function import loaded_with
@@ -52,8 +52,11 @@ def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
         wanted = bool(graph_kwargs["cudagraphs"]) or are_graphs_left_out()
         settings = Settings.current()
         reason = why_not_graphed(settings) if wanted else None
-        if wanted and reason is None and settings.indirection != "off":
+        is_ours = settings.indirection != "off" and not has_own_policy()
+        if wanted and reason is None and is_ours:
             reason = compiled.why_not_replayed(self)
+        if reason is None and (reason := why_overridden(is_backward=graph_kwargs["is_backward"])) is not None:
+            wanted = True  # torch's cache may return a backward for which it forgets this
         if reason is not None:
             BoxedBool.disable(graph_kwargs["cudagraphs"])
         with compiled.put_to_use(self, graph_kwargs, wanted=wanted, dropped=reason):
@@ -61,7 +64,7 @@ def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
         index = graph_kwargs.get("boxed_forward_device_index")
         if reason is not None and graph_kwargs["is_backward"] and index is not None and index.value is not None:
             self.current_callable = as_upstream_has_it(self.current_callable, BACKWARD, index.value)
-        if graph_kwargs["cudagraphs"] and settings.indirection != "off":
+        if graph_kwargs["cudagraphs"] and is_ours:
             self.current_callable = shortened(self.current_callable) or self.current_callable
         else:
             saved_tensors.leave(self)
