@@ -1,7 +1,7 @@
 """The patches that change torch; no other code changes it.
 
 :func:`install` applies the patches, feature by feature, :func:`install_when_loaded` does so once torch's compiler is
-imported, and :func:`uninstall` restores torch. If a patch of a feature does not fit the installed torch, none of that
+imported or a compiled program is loaded, and :func:`uninstall` restores torch. If a patch of a feature does not fit the installed torch, none of that
 feature's patches is applied, and one warning says so. With ``PYGRAPH_DISABLE=1`` none is applied. Importing this
 package changes nothing and needs neither torch nor ``pygraph_trees``.
 """
@@ -13,7 +13,7 @@ import importlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,8 @@ _executed: set[str] = set()  # modules of the compiler whose code has run, thoug
 _LOGS = "torch._logging._registrations"
 _FLAGS = "torch._inductor.config"
 _COMPILER = ("torch._inductor.compile_fx", "torch._inductor.cudagraph_trees")
+_LOADING = "torch._functorch._aot_autograd.aot_autograd_result"
+_first_load: list[Callable[[], None]] = []  # undoes the patch of what puts a program that was compiled earlier to use
 
 
 def patches(feature: str) -> tuple[Patch, ...]:
@@ -77,6 +79,7 @@ def install_when_loaded() -> None:
     if not disabled():
         actions[_FLAGS] = _install_flags
         actions |= {name: functools.partial(_install_after, name) for name in _COMPILER}
+        actions[_LOADING] = _install_at_first_load
     _hook.watch(actions)
 
 
@@ -105,12 +108,36 @@ def _install_after(module: str) -> None:
         install()
 
 
+def _install_at_first_load() -> None:
+    """Lets a program that another process compiled apply the patches: it is put to use without the compiler's import.
+
+    The import of this module is too early, since it may be part of the compiler's.
+    """
+    from .patch import Rebind
+
+    def installing(upstream: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(upstream)
+        def wrap_post_compile(self: object, *args: object, **kwargs: object) -> object:
+            with _lock:
+                _take_off(_first_load)
+            install()
+            found: Callable[..., object] = type(self).wrap_post_compile  # type: ignore[attr-defined]
+            return found(self, *args, **kwargs)
+
+        return wrap_post_compile
+
+    with _lock:
+        if "trees" not in _mismatches:  # else the patches were already tried
+            name = "GenericAOTAutogradResult.wrap_post_compile"
+            _first_load.append(Rebind("trees", "", _LOADING, name, installing).apply())
+
+
 def _is_there() -> bool:
     """Whether no module of the compiler is partially imported."""
     return all(name in _executed or name not in sys.modules or is_loaded(name) for name in _COMPILER)
 
 
-def _install(features: Iterable[str]) -> None:
+def _install(features: Collection[str]) -> None:
     global _busy
     with _lock:
         # Importing the replacements may import watched modules, whose actions call this function again.
@@ -118,6 +145,8 @@ def _install(features: Iterable[str]) -> None:
             return
         _busy = True
         try:
+            if "trees" in features:
+                _take_off(_first_load)
             for feature in features:
                 if feature not in _undo:
                     _put_on(feature)
@@ -176,6 +205,7 @@ def uninstall() -> tuple[Status, ...]:
     """Undoes all patches in reverse order; programs that are already compiled and recorded keep working."""
     with _lock:
         _hook.stop()
+        _take_off(_first_load)
         for feature in reversed(FEATURES):
             _take_off(_undo.pop(feature, []))
         return status()

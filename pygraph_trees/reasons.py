@@ -43,6 +43,7 @@ class Reason(Enum):
     LOSES_WRITES = "mutates an input that is in the graph pool and is not an output of this step"
     REBINDS = "it replaces the memory of an input, which a replay would not repeat"
     NO_PART = "no part of it can be graphed"
+    SMALL = "it has fewer kernels than triton.cudagraph_min_partition_size"
     OVERRIDDEN = "the program turned its CUDA graphs off with override_cudagraphs"
     POLICY_WRAPS = "cudagraph_policy makes its CUDA graphs"
     POLICY_REFUSES = "cudagraph_policy makes no CUDA graph of it by itself"

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pygraph_trees.reasons import Reason
+
 from .naming import FRAME, source_line
 from .records import Cause, Partition, PartitionInput
 
@@ -65,9 +67,12 @@ def _kinds(node: BaseSchedulerNode) -> Iterator[str]:
 
 
 def _causes(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode]) -> tuple[Cause, ...]:
-    reasons = ((scheduler.should_partition(node), node) for node in nodes if any(_kinds(node)))
-    causes = dict.fromkeys(Cause(str(reason), *_operation(node)) for reason, node in reasons if reason)
-    return tuple(causes)[:_MOST_CAUSES]
+    counted = [node for node in nodes if any(_kinds(node))]
+    reasons = ((scheduler.should_partition(node), node) for node in counted)
+    causes = tuple(dict.fromkeys(Cause(str(reason), *_operation(node)) for reason, node in reasons if reason))
+    if not causes and counted:  # since torch 2.13
+        return (Cause(str(Reason.SMALL()), *_operation(counted[0])),)
+    return causes[:_MOST_CAUSES]
 
 
 def _operation(node: BaseSchedulerNode) -> tuple[str, str | None]:

@@ -54,8 +54,9 @@ def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
         given, meta = call.arguments["config_patches"] or {}, getattr(call.arguments["model_"], "meta", {})
         override = meta.get(_OVERRIDE)
         # Since torch 2.15, other names may be options of a device, which are not in this configuration.
-        with config.patch({name: value for name, value in given.items() if name.startswith("triton.")}):
-            is_asked, settings = _are_asked_for(override), Settings.current()
+        patch = {name: value for name, value in given.items() if name.startswith("triton.")}
+        with config.patch(patch), _overriding(override):
+            is_asked, settings = are_graphs_asked_for(), Settings.current()
         if not is_asked or why_not_graphed(settings) is None:
             if is_asked and settings.placement != "off" and has_own_policy():
                 call.arguments["config_patches"] = {**given, **_UNPLACED}
@@ -105,15 +106,12 @@ def _unplaced_without_graphs(upstream: Callable[..., Any], override: Any) -> Cal
     return inner_compile
 
 
-def _are_asked_for(override: Any) -> bool:
-    from torch._inductor import config
-
-    return bool(config.triton.cudagraphs if override is None or override.fwd is None else override.fwd)
-
-
 def are_graphs_asked_for() -> bool:
     """Whether the program that is being compiled asks for CUDA graphs: by configuration, or overriding that."""
-    return _are_asked_for(_override())
+    from torch._inductor import config
+
+    override = _override()
+    return bool(config.triton.cudagraphs if override is None or override.fwd is None else override.fwd)
 
 
 def why_overridden(*, is_backward: bool) -> Why | None:

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import tempfile
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from new_process import python
 from recordings_on_cpu import SIZE, Function, OnCpuTestCase
 from torch._dynamo.utils import counters
+from torch._higher_order_ops.invoke_subgraph import get_invoke_subgraph_compile_options
 from torch._inductor import config, cudagraph_trees, cudagraph_utils, output_code
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.utils import BoxedBool, fresh_cache
 from torch.cuda import graphs
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+import inductor_patches
 import pygraph_trees
+from pygraph_trees.fake_gpu import lower
 from pygraph_trees.reasons import Reason
+from pygraph_trees.report.compiled import partitions_of
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import functions
 from pygraph_trees.settings import Settings
@@ -45,6 +53,7 @@ class _Hooked(Function):
     def _record(self, *args: Any) -> Any:
         made = super()._record(*args)
         made.graph = _Graph.__new__(_Graph)  # the constructor needs a GPU
+        made.graph.launch = self._fill
         made.native = made._native(in_python=False)
         return made
 
@@ -52,30 +61,16 @@ class _Hooked(Function):
         return lambda graph: self.events.append(event)
 
 
-@contextlib.contextmanager
-def _launching(function: list[_Hooked]) -> Iterator[None]:
-    replaced = {"replay": lambda graph: function[0]._fill(), "_has_graph_exec": True}
-    if _UPSTREAM.__module__ == "torch._utils":
-        replaced["__new__"] = lambda cls, *_: object.__new__(cls)
-    with contextlib.ExitStack() as stack:
-        for name, value in replaced.items():
-            stack.enter_context(mock.patch.object(_UPSTREAM, name, value, create=True))
-        yield
-
-
 @unittest.skipUnless(hasattr(graphs, "register_graph_replay_start_hook"), "torch has no hooks on replays")
 class TestHooksOnReplays(OnCpuTestCase):
     def setUp(self) -> None:
         super().setUp()
-        held: list[_Hooked] = []
-        self.enterContext(_launching(held))
-
-        class Made(_Hooked):
-            def __init__(self) -> None:
-                held.append(self)
-                super().__init__()
-
-        self.function = Made()
+        replaced = {"replay": lambda graph: graph.launch(), "_has_graph_exec": True}
+        if _UPSTREAM.__module__ == "torch._utils":
+            replaced["__new__"] = lambda cls, *_: object.__new__(cls)
+        for name, value in replaced.items():
+            self.enterContext(mock.patch.object(_UPSTREAM, name, value, create=True))
+        self.function = _Hooked()
         self.graph: Any = self.function.recording.graph
 
     def check(self, events: str, *, fast: bool, value: float = 3.0) -> None:
@@ -297,6 +292,110 @@ class TestPolicies(_CompilingTestCase):
             self.compile_with(cudagraph_utils.CUDAGraphPolicy, pygraph_selective="always")
         self.assertEqual((self.seen, self.reported()), ([(True, "full")] * 2, [None, None]))
         self.assertEqual([function.mode for function in pygraph_trees.report().functions], ["forward", "backward"])
+
+
+def _partitioned(x: Any, w: Any) -> Any:
+    a, b = torch.topk(x @ w, 8)[0] @ w, torch.topk(x.sin() @ w, 8)[0] @ w
+    return torch.topk(a, 8)[0] @ w, b.relu() @ w
+
+
+def _in_regions(**how: Any) -> Callable[[Any, Any], Any]:
+    region = torch.compiler.nested_compile_region(lambda x, w: torch.topk((x @ w).relu(), 8)[0] @ w, **how)
+    return lambda x, w: region(torch.topk(region(x, w), 8)[0], w)
+
+
+@unittest.skipUnless(hasattr(config.triton, "cudagraph_min_partition_size"), "torch has no such settings")
+class TestPartitions(TestCase):
+    """A sort is kept outside of CUDA graphs."""
+
+    def lowered(self, fn: Any) -> Any:
+        inputs = [torch.empty(8, 8, device="meta") for _ in range(2)]
+        with config.patch(custom_should_partition_ops=["aten::topk"]):
+            (graph,) = lower(fn, inputs)
+        return graph.graph
+
+    def test_settings_and_regions_give_as_many_partitions_as_with_torch_alone(self) -> None:
+        plain, regions = [True, False, True, False, True], [_in_regions()]
+        options = get_invoke_subgraph_compile_options({"max_autotune": False})
+        with contextlib.suppress(RuntimeError):  # up to 2.13, options are only for torch's tests
+            regions.append(_in_regions(options=options))
+        for fn, name, value, expected in (
+            (_partitioned, "cudagraph_min_partition_size", 0, plain),
+            (_partitioned, "cudagraph_min_partition_size", 3, [True, False, True, False, False]),
+            (_partitioned, "cudagraph_partition_memory_budget", 0.01, [*plain, False, True]),
+            *((region, "cudagraph_min_partition_size", 0, [True, False, True]) for region in regions),
+        ):
+            with self.subTest(name=name, value=value), config.patch({f"triton.{name}": value}):
+                graph = self.lowered(fn)
+                found = partitions_of(graph.scheduler)
+                self.assertEqual([partition.graphed for partition in found], expected)
+                self.assertTrue(all(partition.causes for partition in found if not partition.graphed))
+                inductor_patches.uninstall()
+                self.addCleanup(inductor_patches.install)
+                self.assertEqual(len(self.lowered(fn).partition_maps), len(graph.partition_maps))
+                inductor_patches.install()
+
+
+_BEGIN = """
+import json, sys
+from pathlib import Path
+import torch
+import pygraph_trees
+from torch._inductor import config
+
+torch._dynamo.config.enable_aot_compile = True
+folder, x = Path(sys.argv[1]), torch.arange(9.0).view(3, 3)
+
+def product(x):
+    return x @ x @ x
+"""
+_SAVING = """
+import torch._inductor.compile_fx
+from torch._inductor.output_code import CompiledFxGraph
+upstream = CompiledFxGraph.__init__
+
+def init(graph, *args, **kwargs):
+    upstream(graph, *args, **kwargs)
+    graph.device_types = type(graph.device_types)(["cuda"])
+
+CompiledFxGraph.__init__ = init
+made = torch.compile(product, fullgraph=True, mode="reduce-overhead")
+made.aot_compile(((x,), {})).save_compiled_function(folder / "program")
+torch._dynamo.reset()
+made(x)
+(folder / "caches").write_bytes(torch.compiler.save_cache_artifacts()[0])
+"""
+_LOADING = """
+config.triton.cudagraphs, config.triton.pygraph_selective = True, sys.argv[2]
+with open(folder / "program", "rb") as file:
+    loaded = torch.compiler.load_compiled_function(file)
+assert torch.equal(loaded(x), product(x))
+torch.compiler.load_cache_artifacts((folder / "caches").read_bytes())
+assert torch.equal(torch.compile(product, fullgraph=True, mode="reduce-overhead")(x), product(x))
+from torch._dynamo.utils import counters
+print(json.dumps([counters["aot_autograd"]["autograd_cache_hit"], [g.dropped for g in pygraph_trees.report().graphs]]))
+"""
+
+
+@unittest.skipUnless(hasattr(torch.compiler, "load_compiled_function"), "torch cannot save compiled functions")
+class TestSavedPrograms(TestCase):
+    def test_flags_are_those_of_the_process_that_loads(self) -> None:
+        """Although it has not imported the compiler when it loads a program."""
+        with tempfile.TemporaryDirectory() as folder:
+
+            def run(code: str, *arguments: str) -> Any:
+                caches = Path(folder, *arguments, "inductor")
+                variables = {"TORCHINDUCTOR_CACHE_DIR": str(caches), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+                done = python("-c", _BEGIN + code, folder, *arguments, **variables)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                return json.loads(done.stdout.splitlines()[-1]) if arguments else None
+
+            run(_SAVING)
+            # Under "never", the second program is compiled without CUDA graphs, so the caches have nothing for it.
+            hits, reasons = run(_LOADING, "always")
+            self.assertEqual((hits, len(reasons)), (1, 2))
+            self.assertNotIn(Reason.NEVER(), reasons)
+            self.assertEqual(run(_LOADING, "never"), [0, [Reason.NEVER()]])
 
 
 if __name__ == "__main__":
