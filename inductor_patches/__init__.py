@@ -1,9 +1,9 @@
 """The patches that change torch; no other code changes it.
 
 :func:`install` applies the patches, feature by feature, :func:`install_when_loaded` does so once torch's compiler is
-imported or a compiled program is loaded, and :func:`uninstall` restores torch. If a patch of a feature does not fit the installed torch, none of that
-feature's patches is applied, and one warning says so. With ``PYGRAPH_DISABLE=1`` none is applied. Importing this
-package changes nothing and needs neither torch nor ``pygraph_trees``.
+imported or a compiled program is loaded, and :func:`uninstall` restores torch. If a patch of a feature does not fit the
+installed torch, none of that feature's patches is applied, and one warning says so. With ``PYGRAPH_DISABLE=1`` none is
+applied. Importing this package changes nothing and needs neither torch nor ``pygraph_trees``.
 """
 
 from __future__ import annotations
