@@ -193,10 +193,12 @@ class TestOverrides(_CompilingTestCase):
                 (False, True, False, [full, (False, "off")], [False, True]),
                 (False, False, None, [(False, "off")] * 2, []),
             ):
-                with self.subTest(asked=asked, fwd=fwd, bwd=bwd):
+                with self.subTest(asked=asked, fwd=fwd, bwd=bwd), mock.patch.object(backward_edges, "mark") as mark:
                     self.compile(torch._dynamo.override_cudagraphs(fwd, bwd)(product), cudagraphs=asked)
                     self.assertEqual(self.seen, seen)
                     self.assertEqual([why == Reason.OVERRIDDEN() for why in self.reported()], reported)
+                    is_short = backward_edges.binding.extension is not None and (asked if fwd is None else fwd)
+                    self.assertEqual(mark.called, is_short)
 
     def test_never_wins(self) -> None:
         """A program that turns CUDA graphs on is compiled as torch compiles it without, and shares its artifacts."""
@@ -212,12 +214,6 @@ class TestOverrides(_CompilingTestCase):
                         self.assertFalse(functions.are_graphs_left_out())
                         self.compile(override()(product), cudagraphs=False, **how)
                         self.assertEqual((self.seen, counters["aot_autograd"]["autograd_cache_hit"]), ([], 1))
-
-    def test_entries_are_short_where_graphs_are_turned_on(self) -> None:
-        for fwd in (True, False):
-            with mock.patch.object(backward_edges, "mark") as mark:
-                self.compile(torch._dynamo.override_cudagraphs(fwd)(product), cudagraphs=not fwd)
-            self.assertEqual(mark.called, fwd and backward_edges.binding.extension is not None)
 
     def test_a_backward_that_is_turned_off_ends_the_wait_for_it(self) -> None:
         """Otherwise no step would begin after a graphed forward. It also holds for a backward from torch's cache."""
@@ -235,53 +231,32 @@ class TestOverrides(_CompilingTestCase):
 
 @unittest.skipUnless(hasattr(config, "cudagraph_policy"), "torch has no policies")
 class TestPolicies(_CompilingTestCase):
-    def setUp(self) -> None:
-        super().setUp()
-        calls: list[list[Any]] = []
-
-        class Own(cudagraph_utils.CUDAGraphPolicy):
-            def cudagraphify(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-                return lambda inputs: calls.append([model]) or model(inputs)
-
-        class Around(cudagraph_utils.CUDAGraphPolicy):
-            def should_wrap(self, compiled_graph: Any) -> bool:
-                return False
-
-            def wrap_output(self, output_code: Any) -> Any:
-                calls.append([output_code])
-                return output_code
-
-        class No(cudagraph_utils.CUDAGraphPolicy):
-            def should_wrap(self, compiled_graph: Any) -> bool:
-                return False
-
-        self.calls, self.kinds = calls, (Own, Around, No)
-
-    def compile_with(self, policy: Any, **options: Any) -> None:
-        self.calls.clear()
+    def compile_with(self, policy: type, **options: Any) -> None:
         with config.patch(cudagraph_policy=policy()):
             self.compile(**options)
 
     def test_what_a_policy_of_the_program_wraps_is_left_to_it(self) -> None:
-        """Nothing is placed, and each call goes through what the policy made."""
-        own, around, refusing = self.kinds
-        for policy, placement, reason in (
-            (own, "off", Reason.POLICY_WRAPS),
-            (around, "off", Reason.POLICY_REFUSES),
-            (refusing, "full", Reason.POLICY_REFUSES),
-        ):
-            self.compile_with(policy)
-            self.assertEqual(self.seen, [(True, placement)] * 2)
-            graphs = 2 if policy is own else 1  # a backward is reported only if CUDA graphs are still wanted
-            self.assertEqual(self.reported(), [reason()] * graphs)
-            self.assertEqual(len(self.calls), 0 if policy is refusing else 2)
+        """Nothing is placed, and each call goes through what the policy made. Under "never", no policy is asked."""
+        calls: list[Any] = []
 
-    def test_never_asks_no_policy(self) -> None:
-        for policy in self.kinds:
+        def wrap(policy: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            return lambda inputs: calls.append(model) or model(inputs)
+
+        refuse = {"should_wrap": lambda policy, graph: False}
+        around = {"wrap_output": lambda policy, code: calls.append(code) or code}
+        for methods, placement, reasons, called in (
+            ({"cudagraphify": wrap}, "off", [Reason.POLICY_WRAPS()] * 2, 2),
+            # A backward is reported only if its forward has left CUDA graphs on.
+            (refuse | around, "off", [Reason.POLICY_REFUSES()], 2),
+            (refuse, "full", [Reason.POLICY_REFUSES()], 0),
+        ):
+            policy = type("Policy", (cudagraph_utils.CUDAGraphPolicy,), methods)
+            calls.clear()
+            self.compile_with(policy)
+            self.assertEqual((self.seen, self.reported()), ([(True, placement)] * 2, reasons))
+            self.assertEqual(len(calls), called)
             self.compile_with(policy, pygraph_selective="never", training=False)
             self.assertEqual((self.seen, self.reported()), ([(False, "off")], [Reason.NEVER()]))
-            if policy is self.kinds[0]:
-                self.assertEqual(self.calls, [])
 
     def test_torchs_own_policy_makes_graphs_of_ours(self) -> None:
         """It wraps the whole graph, and its first call adds it to the trees."""

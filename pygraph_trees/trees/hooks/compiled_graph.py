@@ -55,8 +55,9 @@ def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
         is_ours = settings.indirection != "off" and not has_own_policy()
         if wanted and reason is None and is_ours:
             reason = compiled.why_not_replayed(self)
-        if reason is None and (reason := why_overridden(is_backward=graph_kwargs["is_backward"])) is not None:
-            wanted = True  # torch's cache may return a backward for which it forgets this
+        if reason is None and settings.indirection != "off":
+            reason = why_overridden(is_backward=graph_kwargs["is_backward"])
+            wanted = wanted or reason is not None  # torch forgets a backward's override if it comes from its cache
         if reason is not None:
             BoxedBool.disable(graph_kwargs["cudagraphs"])
         with compiled.put_to_use(self, graph_kwargs, wanted=wanted, dropped=reason):
