@@ -113,7 +113,7 @@ def _install_at_first_load() -> None:
 
     The import of this module is too early, since it may be part of the compiler's.
     """
-    from .patch import Rebind
+    from .patch import IfThere
 
     def installing(upstream: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(upstream)
@@ -129,7 +129,7 @@ def _install_at_first_load() -> None:
     with _lock:
         if "trees" not in _mismatches:  # else the patches were already tried
             name = "GenericAOTAutogradResult.wrap_post_compile"
-            _first_load.append(Rebind("trees", "", _LOADING, name, installing).apply())
+            _first_load.append(IfThere("trees", "", _LOADING, name, installing).apply())
 
 
 def _is_there() -> bool:

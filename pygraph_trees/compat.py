@@ -146,7 +146,7 @@ def has_dirty_keys() -> bool:
 
 def graph_policy(config: Any) -> Any:
     """The program's policy for making CUDA graphs; None without."""
-    # Since 2.13.
+    # Since 2.12.
     return getattr(config, "cudagraph_policy", None)
 
 

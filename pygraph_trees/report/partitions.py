@@ -70,7 +70,7 @@ def _causes(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode]) -> tuple[C
     counted = [node for node in nodes if any(_kinds(node))]
     reasons = ((scheduler.should_partition(node), node) for node in counted)
     causes = tuple(dict.fromkeys(Cause(str(reason), *_operation(node)) for reason, node in reasons if reason))
-    if not causes and counted:  # since torch 2.13
+    if not causes and counted:  # since torch 2.12
         return (Cause(str(Reason.SMALL()), *_operation(counted[0])),)
     return causes[:_MOST_CAUSES]
 

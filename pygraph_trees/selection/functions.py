@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # which is compiled there and comes here.
 _trials: WeakValueDictionary[str, Trial] = WeakValueDictionary()
 _compiling = threading.local()  # its `without_graphs`: although the program asks for them; `override`: of the program
-_OVERRIDE = "cudagraph_annotation"  # in the `meta` of a program that calls `override_cudagraphs`, since torch 2.13
+_OVERRIDE = "cudagraph_annotation"  # in the `meta` of a program that calls `override_cudagraphs`, since torch 2.12
 _UNPLACED = {"triton.pygraph_placement": "off"}
 
 

@@ -1,4 +1,4 @@
-"""Hooks on replays, overrides and policies of CUDA graphs, which torch has since 2.13 or 2.14."""
+"""Hooks on replays, overrides and policies of CUDA graphs, which torch has since 2.12 or 2.14."""
 
 from __future__ import annotations
 
