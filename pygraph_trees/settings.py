@@ -124,10 +124,11 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="pygraph_branches",
-        values=("off", "report"),
+        values=("off", "report", "always"),
         default="off",
-        changes_artifacts=False,
-        help="`report`: what independent kernels would gain, in the report.",
+        changes_artifacts=False,  # "always" changes an option of Inductor that is in its keys
+        help="Independent kernels of a graph: one after another (`off`), with a report of what they would gain side by "
+        "side (`report`), or side by side (`always`, experimental).",
     ),
 )
 

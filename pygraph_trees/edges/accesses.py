@@ -94,17 +94,17 @@ class _Reader:
         if not {NodeKind.MEM_ALLOC, NodeKind.MEM_FREE}.isdisjoint(kinds):
             raise NoBranches(why=Reason.ALLOCATES())
         if operation is None or not operation.known:
-            return Unit(nodes, barrier=True)
+            return Unit(nodes, barrier=True, lane=0 if operation is None else operation.lane)
         found = dict.fromkeys(operation.declared)
         try:
             for node, kind in zip(nodes, kinds, strict=True):
                 found |= dict.fromkeys(self._of_node(node, kind, operation))
         except (DriverError, _Unknown):
-            return Unit(nodes, barrier=True)
+            return Unit(nodes, barrier=True, lane=operation.lane)
         on_inputs = [access for access in found if self._inputs.overlap(access.start, access.end)]
         if on_inputs:
             found[Access(*_ANY_INPUT, any(access.write for access in on_inputs))] = None
-        return Unit(nodes, tuple(found))
+        return Unit(nodes, tuple(found), lane=operation.lane)
 
     def _of_node(self, node: int, kind: NodeKind, operation: Operation) -> Iterator[Access]:
         if kind is NodeKind.KERNEL:

@@ -1,8 +1,9 @@
-"""Reports what a recording would gain from branches, and changes nothing.
+"""Notes what a recording would gain from branches, and gives its graph the edges.
 
 :func:`noting` wraps a capture. At its end, while the graph still captures, it notes the order that memory requires of
-the operations, as :class:`~pygraph_trees.report.records.Branches`, or why the graph keeps its chain. It never raises by
-itself.
+the operations, as :class:`~pygraph_trees.report.records.Branches`, or why the graph keeps its chain. With lanes, it
+also chooses the edges, which :meth:`Branching.replace` puts into the graph. By themselves, they only raise
+:class:`GraphLost`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,11 +25,12 @@ from pygraph_trees.report.log import RecordingLog
 from pygraph_trees.report.records import Branches
 
 from .accesses import NoBranches, units_of
-from .lanes import predicted
+from .lanes import BYTES_PER_US, lane_edges, predicted, time_us
 from .operations import Operations, span_of
-from .order import Pair, reduced
+from .order import Edges, Pair, reduced
 from .regions import Regions
-from .rewriting import Chain, NotReplaced
+from .rewriting import Chain, GraphLost, NotReplaced
+from .streams import Streams
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
@@ -34,8 +38,35 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pygraph_trees.edges")
 
 LANES = (2, 4)
-FLOOR_US = 2.5  # of an operation, however few bytes it takes
-BYTES_PER_US = 2.5e6  # of the GPU's memory
+# Tests turn this off: operations are captured on lanes, and their order is the chain.
+SIDE_BY_SIDE = True
+
+
+class Branching:
+    """The edges that a graph gets in place of the captured ones, if any."""
+
+    def __init__(self, log: RecordingLog) -> None:
+        self._log = log
+        self._chain: Chain | None = None
+        self._edges = Edges(())
+
+    def chosen(self, chain: Chain, edges: Edges) -> None:
+        self._chain, self._edges = chain, edges
+
+    def replace(self, graph: int) -> None:
+        """Gives them to the graph, which is captured and not yet instantiated."""
+        chain, self._chain = self._chain, None
+        if chain is None:
+            return
+        try:
+            if chain.graph != graph:
+                raise NotReplaced(why="the graph is not the one that was captured")
+            chain.replace(self._edges)
+        except GraphLost:
+            raise
+        except Exception as error:  # the graph has its captured edges
+            _log.warning("the operations of a recording run one after another", exc_info=True)
+            self._log.branches, self._log.why_no_branches = None, Reason.NO_CHAIN(why=error)
 
 
 @contextlib.contextmanager
@@ -47,26 +78,35 @@ def noting(
     allocated: Callable[[], int],
     tensors: Iterable[torch.Tensor],
     inputs: Iterable[torch.Tensor],
-) -> Iterator[None]:
+    streams: Streams | None = None,
+    watching: Callable[[Callable[[torch.Tensor], None]], AbstractContextManager[None]] | None = None,
+) -> Iterator[Branching]:
     """Inside, the operations that the current stream captures are noted.
 
     Args:
         allocated: tells how many blocks torch's allocator has given out so far.
         tensors: those that are alive when the capture begins.
         inputs: those among them that another call may pass elsewhere, where they may overlap others.
+        streams: to capture on, so that the graph gets other edges.
+        watching: a scope in which generated code tells what it allocates; needed with ``streams``.
     """
+    branching = Branching(log)
     if not available():
         log.why_no_branches = Reason.UNWATCHED()
-        yield
+        yield branching
         return
     stream = current_stream()
     elsewhere = Regions(filter(None, map(span_of, inputs)))
-    operations = Operations(driver, stream, current_stream, allocated, tensors)
-    with tap.scope(operations.launch), operations:
-        yield
+    operations = Operations(driver, stream, current_stream, allocated, tensors, streams)
+    watched = nullcontext() if watching is None else watching(operations.allocated)
+    with tap.scope(operations.launch), watched, operations:
+        yield branching
     try:
         with driver.without_disturbing_captures():
-            log.branches = _measured(driver, dependencies, stream, operations, elsewhere)
+            chain, times_us, log.branches = _measured(driver, dependencies, stream, operations, elsewhere, streams)
+        if log.branches.lanes > 1:
+            in_order = Edges(tuple(pairwise(range(len(chain.units)))))
+            branching.chosen(chain, lane_edges(chain.units, chain.needs, times_us) if SIDE_BY_SIDE else in_order)
     except (NoBranches, NotReplaced) as error:
         why = error.fields["why"]
         log.why_no_branches = why if isinstance(why, Why) else Reason.NO_CHAIN(why=why)
@@ -78,9 +118,14 @@ def noting(
 
 
 def _measured(
-    driver: Driver, dependencies: Dependencies, stream: int, operations: Operations, inputs: Regions
-) -> Branches:
-    """The branches of a graph that a stream captures."""
+    driver: Driver,
+    dependencies: Dependencies,
+    stream: int,
+    operations: Operations,
+    inputs: Regions,
+    streams: Streams | None,
+) -> tuple[Chain, list[float], Branches]:
+    """The units of a graph that a stream captures, their times, and the facts for the report."""
     graph = driver.capturing_graph(stream)
     if graph is None or operations.why_not is not None:
         raise NoBranches(why=operations.why_not or Reason.NOT_CAPTURED())
@@ -91,17 +136,19 @@ def _measured(
     taken = [0] * len(chain.units)  # bytes; units may have been joined
     for unit, count in zip(units, nbytes, strict=True):
         taken[number[unit.nodes[0]]] += count
-    times_us = [max(FLOOR_US, count / BYTES_PER_US) for count in taken]
+    times_us = list(map(time_us, taken))
     pairs = reduced(chain.needs)
     in_any_order_us = sum(taken) / BYTES_PER_US  # operations side by side share the memory's bandwidth
-    return Branches(
+    found = Branches(
         operations=len(chain.units),
         barriers=sum(unit.barrier for unit in chain.units),
         edges=len(pairs),
         depth=_depth(len(chain.units), pairs),
         chain_us=sum(times_us),
         lanes_us={lanes: max(in_any_order_us, predicted(pairs, lanes, times_us)) for lanes in LANES},
+        lanes=1 if streams is None else streams.used,
     )
+    return chain, times_us, found
 
 
 def _depth(count: int, pairs: Sequence[Pair]) -> int:

@@ -1,18 +1,49 @@
 """Lanes: sequences of units that run side by side.
 
-A unit's lane is chosen before the capture. :func:`schedule` gives every lane an order and predicts the time;
-:func:`lane_edges` adds that order to the one that memory requires, so that a graph needs no more streams than lanes.
+:class:`Choice` gives units their lanes, in the captured order. :func:`schedule` gives every lane an order and predicts
+the time; :func:`lane_edges` adds that order to the one that memory requires, so that a graph needs no more streams than
+lanes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from .order import Edges, Pair, reduced
 from .units import Unit
 
 HOP_US = 1.5  # from the end of a unit to the start of one in another lane
+FLOOR_US = 2.5  # of a unit, however few bytes it takes
+BYTES_PER_US = 2.5e6  # of the GPU's memory
+
+
+def time_us(nbytes: int) -> float:
+    """The predicted time of a unit whose tensors have so many bytes."""
+    return max(FLOOR_US, nbytes / BYTES_PER_US)
+
+
+class Choice:
+    """Gives each unit, in the captured order, the lane on which it can start first."""
+
+    def __init__(self, count: int) -> None:
+        self.lanes: list[int] = []  # by unit
+        self._ends: list[float] = []
+        self._free = [0.0] * count  # by lane: when its last unit has ended
+
+    def start(self, lane: int, ahead: Iterable[int]) -> float:
+        """When a unit can start on a lane, after others that it must follow."""
+        return max(self._free[lane], *(self._ends[one] + HOP_US * (self.lanes[one] != lane) for one in ahead), 0.0)
+
+    def best(self, ahead: Iterable[int]) -> int:
+        ahead = list(ahead)
+        return min(range(len(self._free)), key=lambda lane: (self.start(lane, ahead), -self._free[lane]))
+
+    def put(self, lane: int, ahead: Iterable[int], time_us: float) -> None:
+        """Adds the next unit."""
+        self._free[lane] = end = self.start(lane, ahead) + time_us
+        self._ends.append(end)
+        self.lanes.append(lane)
 
 
 def schedule(pairs: Sequence[Pair], lanes: Sequence[int], times_us: Sequence[float]) -> tuple[list[int], float]:
@@ -70,15 +101,10 @@ def predicted(pairs: Sequence[Pair], count: int, times_us: Sequence[float]) -> f
     ahead: list[list[int]] = [[] for _ in times_us]
     for earlier, later in pairs:
         ahead[later].append(earlier)
-    free, ends, lanes = [0.0] * count, [0.0] * len(times_us), [0] * len(times_us)
-    for unit, time_us in enumerate(times_us):
-        starts = [
-            max([free[lane], *(ends[one] + HOP_US * (lanes[one] != lane) for one in ahead[unit])])
-            for lane in range(count)
-        ]
-        lanes[unit] = lane = min(range(count), key=lambda lane: (starts[lane], -free[lane]))
-        free[lane] = ends[unit] = starts[lane] + time_us
-    return min(schedule(pairs, lanes, times_us)[1], sum(times_us))
+    choice = Choice(count)
+    for unit, time in enumerate(times_us):
+        choice.put(choice.best(ahead[unit]), ahead[unit], time)
+    return min(schedule(pairs, choice.lanes, times_us)[1], sum(times_us))
 
 
 def lane_edges(units: Sequence[Unit], needs: Sequence[int], times_us: Sequence[float]) -> Edges:

@@ -2,8 +2,8 @@
 
 Calls of operators and launches of Inductor's Triton kernels are noted, with the capture's last nodes before and after
 each. An operator reads its tensors, and writes those that its schema marks and those that it returns. A Triton kernel
-writes all of its tensors, except ``in_ptr`` arguments that it does not mutate. Calls and graph do not change. An
-operation that may do more is not :attr:`~Operation.known`.
+writes all of its tensors, except ``in_ptr`` arguments that it does not mutate. An operation that may do more is not
+:attr:`~Operation.known`. Calls do not change, except that :mod:`.streams` may run them on the streams of lanes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from pygraph_trees.indirection.table.variant_launchers import parameters, sole_l
 from pygraph_trees.reasons import Reason, Why
 
 from .regions import Range, Regions
+from .streams import Given, Streams
 from .units import Access
 
 _LIBRARIES = ("aten", "pygraph_trees")  # namespaces of operators whose schemas are believed
 # Operators that write to arguments that their schemas do not mark, or read addresses in device memory.
 _NOT_BELIEVED = re.compile(r"batch_norm|rnn|lstm|gru|grouped")
-
-Given = list[tuple[torch.Tensor, bool]]  # tensors, and whether they are written
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,7 @@ class Operation:
     declared: tuple[Access, ...]  # whole storages
     alive: Regions  # storages that are alive after it, and where no temporary of its own can have been
     nbytes: int  # of its tensors
+    lane: int = 0
 
 
 class Operations(TorchDispatchMode):
@@ -58,25 +58,29 @@ class Operations(TorchDispatchMode):
         current_stream: Callable[[], int],
         allocated: Callable[[], int],
         tensors: Iterable[torch.Tensor],
+        streams: Streams | None = None,
     ) -> None:
         """
         Args:
             allocated: tells how many blocks torch's allocator has given out so far.
             tensors: those that are alive when the capture begins.
+            streams: those of the lanes; None to leave all operations on the one stream.
         """
         super().__init__()
+        self._streams = streams
         self.found: list[Operation] = []
         self.why_not: Why | None = None  # why they are not all of the capture's operations
         self._driver, self._stream, self._current_stream, self._allocated = driver, stream, current_stream, allocated
         self._storages: dict[int, StorageWeakRef] = {}  # that were seen
         self._is_inside = False  # another operation, which accounts for what it calls
+        self._latest: tuple[int, ...] = ()  # the last nodes after an operation
         self._accesses([(tensor, False) for tensor in tensors])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         known = getattr(func, "namespace", None) in _LIBRARIES and not _NOT_BELIEVED.search(str(func))
         given = _tensors_of(func, args, kwargs)
-        return self._note(lambda: func(*args, **kwargs), given, known, self._current_stream())
+        return self._note(lambda _: func(*args, **kwargs), given, known, self._current_stream())
 
     def launch(self, run: Callable[..., Any], autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Launches a Triton kernel, as :meth:`.launches.Tap.scope` asks."""
@@ -87,16 +91,28 @@ class Operations(TorchDispatchMode):
             if isinstance(value, torch.Tensor)
         ]
         known = bool(names) and not autotuner.custom_kernel
-        return self._note(lambda: run(autotuner, *args, **kwargs), given, known, kwargs["stream"])
 
-    def _note(self, call: Callable[[], Any], given: Given, known: bool, stream: int) -> Any:
+        def call(stream: int) -> Any:
+            return run(autotuner, *args, **{**kwargs, "stream": stream})
+
+        return self._note(call, given, known, kwargs["stream"])
+
+    def _note(self, call: Callable[[int], Any], given: Given, known: bool, stream: int) -> Any:
+        """Notes a call, which is given the stream to launch on."""
         if self._is_inside:
-            return call()
+            return call(stream)
+        before = self._last()
+        streams = self._streams if stream == self._stream and self.why_not is None else None
+        lane = 0
+        if streams is not None:
+            if before != self._latest:
+                streams.may_be_used()  # by nodes outside of all operations
+            lane = streams.choose(given, known=known)  # may move memory that nothing has used
         declared = self._accesses(given)
-        before, alive, allocated = self._last(), self._alive(), self._allocated()
+        alive, allocated = self._alive(), self._allocated()
         self._is_inside = True
         try:
-            result = call()
+            result = call(stream) if streams is None else streams.run(lane, call)
         finally:
             self._is_inside = False
         allocated = self._allocated() - allocated
@@ -106,14 +122,21 @@ class Operations(TorchDispatchMode):
         results = {(access.start, access.end) for access in returned} - alive
         if allocated == len(results):  # it had no temporary, whose place a result could have taken
             alive |= results
-        after = self._last()
+        self._latest = after = self._last()
         if stream != self._stream:
             self.why_not = self.why_not or Reason.OTHER_STREAMS()
         if after != before:
             sizes = {id(tensor): tensor.numel() * tensor.element_size() for tensor, _ in [*given, *made]}
             kept = Regions(alive & self._alive())
-            self.found.append(Operation(before, after, known, tuple(declared), kept, sum(sizes.values())))
+            self.found.append(Operation(before, after, known, tuple(declared), kept, sum(sizes.values()), lane))
+            if streams is not None:
+                streams.captured(lane, [*given, *made], sum(sizes.values()))
         return result
+
+    def allocated(self, tensor: torch.Tensor) -> None:
+        """Notes a tensor that generated code has allocated, if no operation of the capture has used it yet."""
+        if self._streams is not None and not self._is_inside:
+            self._streams.allocated(tensor)
 
     def _last(self) -> tuple[int, ...]:
         """The nodes that the next node of the capture follows."""

@@ -34,7 +34,8 @@ class Chain:
 
         Raises :class:`NotReplaced` if the units have other nodes, or do not run one after another.
         """
-        self._calls, self._graph, self._captured = calls, graph, calls.read(graph)
+        self.graph = graph
+        self._calls, self._captured = calls, calls.read(graph)
         given = Counter(node for unit in units for node in unit.nodes)
         if given != Counter(nodes):
             raise NotReplaced(why=f"its {len(nodes)} nodes are not those of {len(units)} units")
@@ -58,7 +59,7 @@ class Chain:
                 for before in self._tails[earlier]
                 for after in self._heads[later]
             )
-            found = self._calls.read(self._graph)
+            found = self._calls.read(self.graph)
             if self._inside(found) != self._inside(self._captured):
                 raise NotReplaced(why="edges inside a unit have changed")
             if early := missing(self.needs, self._pairs(found)):
@@ -73,16 +74,16 @@ class Chain:
         """Gives the graph its captured edges again. Raises :class:`GraphLost` if that fails."""
         try:
             self._exchange(filter(self._is_between, self._captured))
-            if set(self._calls.read(self._graph)) == set(self._captured):
+            if set(self._calls.read(self.graph)) == set(self._captured):
                 return
         except DriverError as error:
             raise GraphLost(why=f"{why}; then {error}") from error
         raise GraphLost(why=f"{why}; then other edges were read than were captured")
 
     def _exchange(self, edges: Iterable[Edge]) -> None:
-        present = self._calls.read(self._graph)
-        self._calls.remove(self._graph, list(filter(self._is_between, present)))
-        self._calls.add(self._graph, list(edges))
+        present = self._calls.read(self.graph)
+        self._calls.remove(self.graph, list(filter(self._is_between, present)))
+        self._calls.add(self.graph, list(edges))
 
     def _is_between(self, edge: Edge) -> bool:
         return self._unit[edge.before] != self._unit[edge.after]

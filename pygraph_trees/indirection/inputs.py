@@ -148,6 +148,7 @@ class LiveInputs:
         reads: Iterable[tuple[int, HostRead]] = (),
         copied: Iterable[int] = (),
         surroundings: Callable[[], Surroundings] = Surroundings,
+        finished: Callable[[Any], Any] = lambda graph: graph,
     ) -> None:
         """Reads a captured graph, chooses routes, instantiates it and gives it the addresses of its own call.
 
@@ -156,6 +157,7 @@ class LiveInputs:
             copied: the addresses at which the copies captured for these inputs begin.
             surroundings: the other values that a launch reads and writes. It is called if a kernel may hide
                 addresses; then the graph is launched, and all that it changes is restored.
+            finished: is given the graph, and returns it, after such launches and before it gets its addresses.
         """
         returned = {index for index, _ in self.outputs.values()}
         if self._staged is not None:
@@ -174,7 +176,7 @@ class LiveInputs:
                 found, decisions = self._read(graph, returned)  # nodes can be used for one instantiation
                 for position, why in failing.items():
                     decisions[position] = Decision(Route.COPY, why)
-            self._arrange(graph, found, decisions)
+            self._arrange(finished(graph), found, decisions)
         except (DriverError, PatchFailed) as error:
             # Nothing was launched, or everything is restored. Another instantiation holds the placeholder addresses.
             decisions = self._all_copied(Reason.NOT_GIVEN(error=str(error)))

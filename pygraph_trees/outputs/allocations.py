@@ -140,6 +140,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 class _Running(threading.local):
     allocations: Allocations | None = None
+    note: Callable[[torch.Tensor], None] | None = None
 
 
 _running = _Running()
@@ -158,8 +159,13 @@ def generated_by_inductor(model: Any) -> bool:
 
 
 @contextlib.contextmanager
-def watching(model: Any, allocations: Allocations | None) -> Iterator[None]:
-    """Wraps one run of ``model`` in this thread. If ``allocations`` is None, nothing is watched or replaced."""
+def watching(
+    model: Any, allocations: Allocations | None, note: Callable[[torch.Tensor], None] | None = None
+) -> Iterator[None]:
+    """Wraps one run of ``model`` in this thread. If ``allocations`` is None, nothing is watched or replaced.
+
+    ``note`` is given each tensor that torch allocates for generated code, also in a run that is wrapped again.
+    """
     names = _globals_of(model)
     if names is None:
         yield
@@ -169,11 +175,12 @@ def watching(model: Any, allocations: Allocations | None) -> Iterator[None]:
         watched[0] += 1
         if watched[0] == 1:
             names[_NAME] = functools.partial(_allocate, watched[1])
-    before, _running.allocations = _running.allocations, allocations
+    before, _running.allocations = (_running.allocations, _running.note), allocations
+    _running.note = note or _running.note
     try:
         yield
     finally:
-        _running.allocations = before
+        _running.allocations, _running.note = before
         with _lock:
             watched[0] -= 1
             if watched[0] == 0:
@@ -182,10 +189,18 @@ def watching(model: Any, allocations: Allocations | None) -> Iterator[None]:
 
 
 def _allocate(upstream: Callable[..., torch.Tensor], size: Any, stride: Any, dtype: torch.dtype) -> Any:
-    allocations = _running.allocations
-    if allocations is None:  # only another thread watches
+    allocations, note = _running.allocations, _running.note
+    if note is not None:
+        upstream = functools.partial(_noted, upstream, note)
+    if allocations is None:  # only another thread watches, or a note is all that is wanted
         return upstream(size, stride, dtype)
     return allocations.allocate(upstream, size, stride, dtype)
+
+
+def _noted(upstream: Callable[..., torch.Tensor], note: Callable[[torch.Tensor], None], *args: Any) -> torch.Tensor:
+    made = upstream(*args)
+    note(made)
+    return made
 
 
 def _globals_of(model: Any) -> dict[str, Any] | None:

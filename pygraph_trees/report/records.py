@@ -134,6 +134,7 @@ class Branches:
     depth: int  # operations on the longest path
     chain_us: float  # predicted time of the chain
     lanes_us: dict[int, float]  # by number of lanes: predicted time
+    lanes: int = 1  # of the graph, whose operations run side by side if there are more
 
 
 @dataclass(frozen=True, slots=True)

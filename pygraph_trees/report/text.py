@@ -196,13 +196,14 @@ def _slow(function: FunctionRecord) -> Iterator[str]:
 
 
 def branches(recording: RecordingRecord) -> Iterator[str]:
-    """What branches would gain, if that was asked for."""
+    """What branches gain or would gain, if that was asked for."""
     found = recording.branches
     if found is not None:
         yield (
             f"branches: {counted(found.operations, 'operation')}, {found.depth} deep, "
             f"{counted(found.barriers, 'barrier')}, {counted(found.edges, 'edge')}; predicted {found.chain_us:.0f} us, "
             + ", ".join(f"on {lanes} lanes {us:.0f}" for lanes, us in found.lanes_us.items())
+            + (f"; captured on {found.lanes}" if found.lanes > 1 else "")
         )
     elif recording.why_no_branches:
         yield f"no branches, because {recording.why_no_branches}"

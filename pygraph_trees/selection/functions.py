@@ -59,7 +59,11 @@ def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
             is_asked, settings = are_graphs_asked_for(), Settings.current()
         if not is_asked or why_not_graphed(settings) is None:
             if is_asked and settings.placement != "off" and has_own_policy():
-                call.arguments["config_patches"] = {**given, **_UNPLACED}
+                given = {**given, **_UNPLACED}
+            if is_asked and settings.branches == "always" and config.allow_buffer_reuse:
+                # A buffer that is used again orders operations. The allocator uses memory again, for each lane.
+                given = {**given, "allow_buffer_reuse": False}
+            call.arguments["config_patches"] = given or call.arguments["config_patches"]
             if override is not None:  # a backward is compiled later than its forward
                 call.arguments["inner_compile"] = _unplaced_without_graphs(call.arguments["inner_compile"], override)
             with _overriding(override):

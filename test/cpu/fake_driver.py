@@ -207,9 +207,7 @@ class FakeApi(FakeEdges, FakeMemory):
         self._functions: dict[tuple[int, bool], Kernel] = {}  # by handle, whether it is a CUfunction
         self._execs: dict[int, dict[int, bytes | dict[str, int]]] = {}
         self._reserved_sides: dict[tuple[int, int], list[bool]] = {}  # of copies and fills, by graph and node
-        self._streams: dict[int, tuple[CUstreamCaptureStatus, int]] = {}
         self._modules: dict[int, str] = {}  # PTX by handle
-        self._captured_last: dict[int, list[int]] = {}  # nodes by stream
         self._host: dict[int, tuple[ctypes.Array, bool]] = {}  # by address: memory, whether it is pinned
         self.allocations: list[tuple[int, int]] = []  # address and bytes, known only as the range around an address
         self.cooperative: set[int] = set()  # kernel nodes
@@ -322,6 +320,14 @@ class FakeApi(FakeEdges, FakeMemory):
         self._captured_last[stream] = [node]
 
     # Streams and graphs
+
+    def wait(self, stream: int, other: int) -> None:
+        """A stream waits for an event of another one, and so joins its capture."""
+        if self._streams[other][1]:
+            assert self._streams[stream][1] in (0, self._streams[other][1]), "it captures another graph"
+            self._streams[stream] = self._streams[other]
+            last = self._captured_last.setdefault(stream, [])
+            last += [node for node in self._captured_last.get(other, ()) if node not in last]
 
     def cuThreadExchangeStreamCaptureMode(self, mode: CUstreamCaptureMode):
         assert isinstance(mode, CUstreamCaptureMode), mode

@@ -19,6 +19,8 @@ class FakeEdges(FakeCalls):
         super().__init__()
         self._graphs: dict[int, list[int]] = {}
         self._edges: dict[int, dict[tuple[int, int], int]] = {}
+        self._streams: dict[int, tuple[Any, int]] = {}  # status and graph
+        self._captured_last: dict[int, list[int]] = {}  # nodes by stream
         self.changed_before_failure = 0
         self.misadds: str | None = None
 
@@ -32,6 +34,13 @@ class FakeEdges(FakeCalls):
         for before, after, data in edges:
             assert {before, after} <= nodes, f"{before:#x} or {after:#x} is in another graph"
             self.edges(graph)[before, after] = data
+
+    def cuStreamUpdateCaptureDependencies_v2(self, stream: Any, nodes: Any, data: Any, count: Any, flags: Any) -> int:
+        assert data is None and len(nodes) == count.value and flags.value == 1
+        if (code := self._enter("cuStreamUpdateCaptureDependencies_v2")) == 0:
+            assert self._streams[stream.value][1], "the stream captures nothing"
+            self._captured_last[stream.value] = list(nodes)
+        return code
 
     def cuGraphGetEdges_v2(self, graph: Any, before: Any, after: Any, data: Any, count: Any) -> int:
         edges = [(*nodes, kind) for nodes, kind in reversed(self.edges(graph.value).items())]

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.cuda.edges import Dependencies
-from pygraph_trees.edges import accesses, branches
+from pygraph_trees.edges import accesses, branches, lanes
 from pygraph_trees.edges.branches import noting
 from pygraph_trees.edges.operations import Operations, span_of
 from pygraph_trees.edges.order import Edges, reduced
@@ -426,7 +426,7 @@ class TestReport(BranchesTestCase):
         log = self.noted(run)
         found = log.branches
         self.assertEqual((found.operations, found.barriers, found.edges, found.depth), (8, 0, 6, 4))
-        self.assertEqual((found.chain_us, found.lanes_us), (8 * branches.FLOOR_US, dict.fromkeys((2, 4), 10.0)))
+        self.assertEqual((found.chain_us, found.lanes_us), (8 * lanes.FLOOR_US, dict.fromkeys((2, 4), 10.0)))
         function = FunctionLog("f", "0/0", "inference", 1, {}, recordings=[log])
         line = "branches: 8 operations, 4 deep, 0 barriers, 6 edges; predicted 20 us, on 2 lanes 10, on 4 lanes 10"
         self.assertIn(line, [*function_notes(function.record())])
@@ -546,7 +546,8 @@ class TestReport(BranchesTestCase):
         tensors = [torch.zeros(1) for _ in range(4)]
         with mock.patch.multiple("pygraph_trees.trees.recordings.captured_graph", **patches):
             branches_noted(self.node(own=SimpleNamespace(takes=3)), generated, [*tensors[:3], tensors[3]])
-        *_, given, elsewhere = seen[0]
+        *_, given, elsewhere, streams, watching = seen[0]
+        self.assertEqual((streams, watching), (None, None))
         self.assertEqual(
             ([*map(id, given)], [*map(id, elsewhere)]), ([*map(id, tensors)], [id(tensors[0]), id(tensors[2])])
         )

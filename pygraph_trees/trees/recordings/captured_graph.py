@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +17,14 @@ import torch
 from pygraph_trees import compat
 from pygraph_trees.cuda.availability import why_unusable
 from pygraph_trees.cuda.driver import driver
-from pygraph_trees.cuda.edges import dependencies
+from pygraph_trees.cuda.edges import Dependencies, dependencies
 from pygraph_trees.cuda.extent import extent
-from pygraph_trees.edges.branches import noting
+from pygraph_trees.edges.branches import LANES, Branching, noting
+from pygraph_trees.edges.streams import Streams
 from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection.hidden_addresses import Surroundings
 from pygraph_trees.indirection.live_input import bytes_at
-from pygraph_trees.outputs.allocations import generated_by_inductor
+from pygraph_trees.outputs.allocations import generated_by_inductor, watching
 from pygraph_trees.reasons import Reason
 
 if TYPE_CHECKING:
@@ -54,8 +56,13 @@ def captured_nodes() -> Counter[NodeKind]:
         return Counter()
 
 
-def branches_noted(node: Any, model: Any, inputs: Sequence[Any]) -> AbstractContextManager[None]:
-    """Wraps the capture of a recording, whose log gets the facts about branches; ``model`` is the compiled code."""
+def branches_noted(
+    node: Any, model: Any, inputs: Sequence[Any], *, side_by_side: bool = False
+) -> AbstractContextManager[Branching | None]:
+    """Wraps the capture of a recording, whose log gets the facts about branches; ``model`` is the compiled code.
+
+    ``side_by_side``: the capture uses lanes, and its graph may get other edges before it is instantiated.
+    """
     node.log.branches = node.log.why_no_branches = None  # an earlier attempt may have set them
     api, calls, live = driver(), dependencies(), node._live
     if live is not None and live.has_table:
@@ -69,8 +76,23 @@ def branches_noted(node: Any, model: Any, inputs: Sequence[Any]) -> AbstractCont
         managed, takes = set(node.cudagraph_managed_idxs), len(inputs) if node.own is None else node.own.takes
         tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
         elsewhere = [value for i, value in tensors.items() if i < takes and i not in managed]
-        return noting(node.log, api, calls, _current_stream, _allocated, tensors.values(), elsewhere)
+        streams = None
+        if side_by_side and live is not None:  # otherwise torch instantiates the graph when the capture ends
+            try:
+                streams = Streams(api, calls, [torch.cuda.current_stream(), *_lanes(calls, node.device)])
+            except DriverError as error:
+                node.log.why_no_branches = Reason.UNREAD(error=str(error))
+                return nullcontext()
+        watched = None if streams is None else partial(watching, model, None)
+        return noting(node.log, api, calls, _current_stream, _allocated, tensors.values(), elsewhere, streams, watched)
     return nullcontext()
+
+
+@cache
+def _lanes(calls: Dependencies, device: int) -> list[torch.cuda.ExternalStream]:
+    """The streams of a device's lanes besides the first one: all captures use the same, and nothing else does."""
+    with torch.cuda.device(device):
+        return [torch.cuda.ExternalStream(calls.make_stream(), device=device) for _ in range(max(LANES) - 1)]
 
 
 def _current_stream() -> int:

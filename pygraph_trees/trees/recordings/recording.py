@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.host_reads import HostRead
+    from pygraph_trees.edges.branches import Branching
 
 _IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # called twice per input
 
@@ -239,9 +240,10 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
                 nullcontext() if live is None else live.captured(),
                 nullcontext() if progress is None else progress.capturing(),
                 observed(block, copy) as staged,
-                self._branches_noted(model_inputs),
+                self._branches_noted(model_inputs) as branching,
             ):
                 outputs = staged.with_own_memory(as_they_read(model(model_inputs)))
+            branchings.append(branching)
             reads.extend(staged.reads)
             copied.extend(staged.copied)
             if live is None:
@@ -252,6 +254,13 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
 
         reads: list[tuple[int, HostRead]] = []
         copied: list[int] = []
+        branchings: list[Branching | None] = []
+
+        def with_branches(graph: Any) -> Any:
+            for branching in filter(None, branchings):
+                branching.replace(int(graph.raw_cuda_graph()))
+            return graph
+
         outputs = super()._record(on_placeholder_tensors, inputs)
         if self.graph is not None:
             # Torch sets the offset of random numbers on the capture's stream, and for a replay on the current stream.
@@ -259,17 +268,18 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         if live is not None:
             with torch.cuda.device(self.device):
                 live.set_up(
-                    self.graph, reads, copied, lambda: surroundings(self, outputs, live, self._copied_indices())
+                    *(self.graph, reads, copied, lambda: surroundings(self, outputs, live, self._copied_indices())),
+                    with_branches,
                 )
             self._count_nodes(live.kinds)
         return outputs
 
-    def _branches_noted(self, inputs: list[Any]) -> AbstractContextManager[None]:
-        """Wraps the capture, if the report has to tell about branches."""
+    def _branches_noted(self, inputs: list[Any]) -> AbstractContextManager[Branching | None]:
+        """Wraps the capture, if branches are wanted or the report has to tell about them."""
         model = self.wrapped_function.model
         if self.graph is None or not isinstance(model, FunctionModel) or model.settings.branches == "off":
             return nullcontext()
-        return branches_noted(self, model.model, inputs)
+        return branches_noted(self, model.model, inputs, side_by_side=model.settings.branches == "always")
 
     def _add_first_outputs(self, outputs: Any, static_input_persistent_storage_ptrs: dict[int, Any]) -> None:
         live = self._live

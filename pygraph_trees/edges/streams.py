@@ -1,0 +1,129 @@
+"""Captures operations on the streams of lanes, one after another: each lane has memory and workspaces of its own.
+
+The captured order stays the chain: an operation follows the one before, on whatever lane that was, and the capture's
+own stream, which is lane 0, then follows the operation. Torch's allocator and the libraries keep memory by stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pygraph_trees.errors import DriverError
+
+from .lanes import Choice, time_us
+
+if TYPE_CHECKING:
+    from pygraph_trees.cuda.driver import Driver
+    from pygraph_trees.cuda.edges import Dependencies
+
+Given = list[tuple[torch.Tensor, bool]]  # tensors, and whether they are written
+
+
+class Streams:
+    """The streams of one capture's lanes, and which operation goes where."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        dependencies: Dependencies,
+        lanes: Sequence[Any],
+        current: Callable[[Any], contextlib.AbstractContextManager[Any]] = torch.cuda.stream,
+    ) -> None:
+        """
+        Args:
+            lanes: torch's streams; the first one captures, the others join it when they are first used.
+            current: makes a stream the current one.
+        """
+        self._driver, self._dependencies, self._lanes, self._current = driver, dependencies, lanes, current
+        self._choice = Choice(len(lanes))
+        self._unused: dict[int, StorageWeakRef] = {}  # memory of generated code that no operation has seen
+        # By storage: the operation that last wrote to it, and those that have read it since.
+        self._writer: dict[int, int] = {}
+        self._readers: dict[int, list[int]] = {}
+
+    @property
+    def used(self) -> int:
+        """The number of lanes with operations."""
+        return len({*self._choice.lanes})
+
+    def allocated(self, tensor: torch.Tensor) -> None:
+        """Notes a tensor that generated code has allocated: for which operation is not known yet."""
+        storage = tensor.untyped_storage()
+        self._unused[storage._cdata] = StorageWeakRef(storage)
+
+    def may_be_used(self) -> None:
+        """All that was allocated so far may have been used."""
+        self._unused.clear()
+
+    def choose(self, given: Given, *, known: bool) -> int:
+        """The lane of an operation, from which the memory then comes that the operation is the first to use.
+
+        An operation that may do anything stays on the capture's stream, since it may use other streams.
+        """
+        lane = self._choice.best(self._ahead(given)) if known else 0
+        for tensor, _ in given:
+            storage = _storage_of(tensor)
+            unused = None if storage is None else self._unused.pop(storage._cdata, None)
+            if storage is not None and unused is not None and not unused.expired() and lane:
+                nbytes = storage.nbytes()
+                storage.resize_(0)  # it holds nothing yet
+                with self._current(self._lanes[lane]):
+                    storage.resize_(nbytes)
+        return lane
+
+    def run(self, lane: int, call: Callable[[int], Any]) -> Any:
+        """Runs an operation on a lane, after all that is captured so far and before all that comes."""
+        main, other = self._lanes[0], self._lanes[lane]
+        if not lane:
+            return call(main.cuda_stream)
+        other.wait_stream(main)
+        self._follow(other, main)  # and no longer the lane's last operation
+        try:
+            with self._current(other):
+                result = call(other.cuda_stream)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error counts; the capture may be over
+                main.wait_stream(other)
+            raise
+        main.wait_stream(other)
+        self._follow(main, other)
+        return result
+
+    def captured(self, lane: int, given: Given, nbytes: int) -> None:
+        """Notes an operation that has captured nodes, with its results; ``nbytes``: of its tensors."""
+        number = len(self._choice.lanes)
+        self._choice.put(lane, self._ahead(given), time_us(nbytes))
+        for tensor, write in given:
+            if (storage := _storage_of(tensor)) is None:
+                continue
+            if write:
+                self._writer[storage._cdata] = number
+                self._readers[storage._cdata] = []
+            else:
+                self._readers.setdefault(storage._cdata, []).append(number)
+
+    def _ahead(self, given: Given) -> set[int]:
+        """The operations that one follows because of its tensors, not because memory is used again."""
+        found: set[int] = set()
+        for tensor, write in given:
+            if (storage := _storage_of(tensor)) is not None:
+                found.update([self._writer[storage._cdata]] if storage._cdata in self._writer else ())
+                found.update(self._readers.get(storage._cdata, ()) if write else ())
+        return found
+
+    def _follow(self, stream: Any, other: Any) -> None:
+        """A stream that waits for another one follows it only; without this, there are edges that are not needed."""
+        with contextlib.suppress(DriverError):
+            self._dependencies.follow(stream.cuda_stream, self._driver.captured_last(other.cuda_stream))
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a sparse tensor
+        return None

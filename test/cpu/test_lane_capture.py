@@ -1,0 +1,373 @@
+"""Captures on lanes: the captured order is a chain of the operations, memory that generated code allocates comes from
+the lane that uses it, and the edges that the graph gets change no value. Whatever fails, the graph keeps its chain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from fake_driver import FakeApi
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_branches import BranchesTestCase, Captured, FakeAutotuner, custom, ops
+from torch.testing._internal.common_utils import run_tests
+
+from pygraph_trees.edges import branches
+from pygraph_trees.edges.branches import noting
+from pygraph_trees.edges.streams import Streams
+from pygraph_trees.outputs import allocations
+from pygraph_trees.reasons import Reason
+from pygraph_trees.report.log import FunctionLog, RecordingLog
+from pygraph_trees.report.text import function_notes
+from pygraph_trees.settings import Settings
+from pygraph_trees.trees.functions.function import FunctionModel
+from pygraph_trees.trees.recordings import captured_graph, recording
+
+FOLLOW = "cuStreamUpdateCaptureDependencies_v2"
+
+
+class FakeStream:
+    def __init__(self, api: FakeApi, stream: int) -> None:
+        self._api, self.cuda_stream = api, stream
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._api.wait(self.cuda_stream, other.cuda_stream)
+
+
+class OnLanes(Captured):
+    """A capture whose current stream may be a lane's. Memory that is moved is noted with its stream."""
+
+    def __init__(self, lanes: int = 4) -> None:
+        super().__init__()
+        self.main = self.stream
+        self.lanes = [FakeStream(self.api, self.api.make_stream() if lane else self.main) for lane in range(lanes)]
+        self.streams = Streams(self.driver, self.dependencies, self.lanes, self.current)
+        self.on: dict[int, int] = {}  # by node: its stream
+        self.moved: list[int] = []  # by move: the stream
+        self.stray = False
+
+    @contextlib.contextmanager
+    def current(self, stream):
+        before, self.stream = self.stream, stream.cuda_stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def kernel(self, *args, **kwargs):
+        node = super().kernel(*args, **kwargs)
+        self.on[node] = self.stream
+        return node
+
+    def made(self) -> torch.Tensor:
+        """What generated code allocates, with memory that can be moved."""
+        tensor = torch.empty(8, dtype=torch.uint8)
+        self.allocate(tensor)
+        return tensor
+
+    @contextlib.contextmanager
+    def watching(self, note):
+        self.allocate = note
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage, nbytes):
+            if nbytes:
+                self.moved.append(self.stream)
+            return resize(storage, nbytes)
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resized):
+            yield
+
+    @contextlib.contextmanager
+    def noted(self, *tensors, log=None):
+        """Yields the edges to come, once the capture has begun."""
+        log = log or RecordingLog()
+        with (
+            self,
+            noting(
+                *(log, self.driver, self.dependencies, lambda: self.stream, lambda: self.allocated, tensors, ()),
+                streams=self.streams,
+                watching=self.watching,
+            ) as branching,
+        ):
+            yield branching
+
+    def lanes_used(self) -> int:
+        return len({*self.on.values()})
+
+    def edges(self) -> set[tuple[int, int]]:
+        return {*self.api.edges(self.graph)}
+
+    def chain(self) -> set[tuple[int, int]]:
+        return {*itertools.pairwise(self.driver.nodes(self.graph))}
+
+    def launch(self, *args):
+        FakeAutotuner(self).run(*args, 8, stream=self.main)
+
+
+class TestLaneCapture(BranchesTestCase):
+    def side_by_side(self, captured, count=3, length=3):
+        """Chains of operations that share their input, each with memory of generated code."""
+        source = captured.tensor()
+        log = RecordingLog()
+        with captured.noted(source, log=log) as branching:
+            ends = [source] * count
+            for _, at in itertools.product(range(length), range(count)):
+                out = captured.made()
+                ops.cat.out([ends[at]], out=out)
+                ends[at] = out
+            self.assertEqual(captured.stream, captured.main)
+        return log, branching, ends
+
+    def test_the_captured_order_is_a_chain(self):
+        captured = OnLanes()
+        log, branching, ends = self.side_by_side(captured)
+        self.assertEqual((captured.lanes_used(), log.branches.lanes), (3, 3))
+        self.assertEqual(captured.edges(), captured.chain())
+        with mock.patch.object(branches, "SIDE_BY_SIDE", False):
+            branching.replace(captured.graph)
+        self.assertEqual(captured.edges(), captured.chain())
+        self.assertEqual(len(ends), 3)
+
+    def test_each_chain_has_a_lane_and_memory_of_it(self):
+        captured = OnLanes()
+        _, branching, ends = self.side_by_side(captured)
+        streams = [captured.on[node] for node in captured.driver.nodes(captured.graph)]
+        self.assertEqual(streams, streams[:3] * 3)
+        self.assertEqual(captured.moved, [stream for stream in streams if stream != captured.main])
+        branching.replace(captured.graph)
+        nodes = captured.driver.nodes(captured.graph)
+        self.assertEqual(captured.edges(), {*zip(nodes, nodes[3:], strict=False)})
+        self.assertTrue(captured.is_right(range(8)))
+        self.assertEqual(len(ends), 3)
+
+    def test_one_chain_stays_on_its_stream(self):
+        captured = OnLanes()
+        log, branching, _ = self.side_by_side(captured, count=1)
+        self.assertEqual((captured.lanes_used(), log.branches.lanes, captured.moved), (1, 1, []))
+        before = [*captured.api.calls]
+        branching.replace(captured.graph)
+        self.assertEqual(captured.api.calls, before)
+        self.assertNotIn(FOLLOW, before)
+
+    def test_a_chain_with_more_edges_is_reduced(self):
+        """The driver refuses to leave out an edge while it captures."""
+        with mock.patch.object(branches, "SIDE_BY_SIDE", False):
+            captured = OnLanes()
+            captured.api.lack(FOLLOW)
+            log, branching, ends = self.side_by_side(captured)
+        self.assertGreater(captured.edges(), captured.chain())
+        branching.replace(captured.graph)
+        self.assertEqual((captured.edges(), log.why_no_branches, len(ends)), (captured.chain(), None, 3))
+
+    def test_a_failure_leaves_the_captured_edges(self):
+        for fails, graph in (("cuGraphRemoveDependencies_v2", 0), ("cuGraphAddDependencies_v2", 0), ("", 1)):
+            captured = OnLanes()
+            log, branching, ends = self.side_by_side(captured)
+            if fails:
+                captured.api.fail(fails)
+            with self.assertLogs("pygraph_trees.edges"):
+                branching.replace(captured.graph + graph)
+            self.assertEqual((log.branches, log.why_no_branches.reason), (None, Reason.NO_CHAIN))
+            self.assertEqual((captured.edges(), len(ends)), (captured.chain(), 3))
+
+    def test_memory_that_may_be_used_is_not_moved(self):
+        captured = OnLanes()
+        source = captured.tensor()
+        with captured.noted(source):
+            captured.made()
+            one, other, third = captured.made(), captured.made(), captured.made()
+            address = other.data_ptr()
+            ops.cat.out([source], out=one)
+            captured.kernel([source], [other])  # outside of all operations
+            ops.cat.out([source], out=other)
+            self.assertEqual((captured.moved, other.data_ptr()), ([], address))
+            fourth = captured.made()
+            ops.cat.out([source], out=fourth)
+            self.assertEqual(len(captured.moved), 1)
+            ops.cat.out([source], out=third)  # allocated before the node
+            ops.cat.out([source], out=fourth)  # no longer the first use
+        self.assertEqual(len(captured.moved), 1)
+        self.assertEqual(captured.edges(), captured.chain())
+
+    def test_memory_that_an_operation_allocates_inside_is_not_moved(self):
+        captured = OnLanes()
+        source, held = captured.tensor(), []
+        captured.work = lambda read, written, name: (held.append(captured.made()), captured.kernel(read, written))
+        with captured.noted(source):
+            ops.cat.out([source], out=captured.made())
+            del captured.work
+            for _ in range(3):
+                ops.cat.out([source], out=held[0])
+        self.assertEqual(captured.moved, [])
+
+    def test_what_may_do_anything_stays_on_the_captures_stream(self):
+        captured = OnLanes()
+        a, b, c, d = (captured.tensor() for _ in range(4))
+        with captured.noted(a, b, c, d):
+            ops.cat.out([a], out=b)
+            custom([a], [c])
+            ops.cat.out([a], out=d)
+        self.assertEqual([stream == captured.main for stream in captured.on.values()][1], True)
+        self.assertEqual(captured.edges(), captured.chain())
+
+    def test_another_stream_leaves_lanes_alone(self):
+        captured = OnLanes()
+        a, b, c, d = (captured.tensor() for _ in range(4))
+        other, log = FakeStream(captured.api, captured.api.make_stream()), RecordingLog()
+        with captured.noted(a, b, c, d, log=log):
+            ops.cat.out([a], out=b)
+            ops.cat.out([a], out=c)
+            other.wait_stream(captured.lanes[0])
+            with captured.current(other):
+                ops.cat.out([a], out=d)
+            captured.lanes[0].wait_stream(other)
+            ops.cat.out([a], out=d)
+        main = captured.main
+        self.assertEqual([*captured.on.values()], [main, captured.lanes[1].cuda_stream, other.cuda_stream, main])
+        self.assertEqual((log.branches, log.why_no_branches.reason), (None, Reason.OTHER_STREAMS))
+        self.assertLessEqual(captured.chain(), captured.edges())
+
+    def test_an_error_of_the_program_joins_the_lane(self):
+        captured = OnLanes()
+        source = captured.tensor()
+
+        def fail(read, written, name):
+            captured.kernel(read, written)
+            raise KeyError
+
+        with self.assertRaises(KeyError), captured.noted(source):
+            ops.cat.out([source], out=captured.made())
+            captured.work = fail
+            ops.cat.out([source], out=captured.made())
+        nodes = captured.driver.nodes(captured.graph)
+        self.assertIn(nodes[-1], captured.driver.captured_last(captured.main))
+        self.assertEqual(captured.stream, captured.main)
+
+    @settings(max_examples=150, deadline=None)
+    @given(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["new", "new", "out", "add", "triton", "return", "custom", "outside"]),
+                *(st.integers(0, 5) for _ in range(3)),  # tensors, by number
+                st.integers(0, 2),  # bytes of temporaries, in units
+                st.booleans(),  # whether a tensor dies afterwards
+            ),
+            min_size=2,
+            max_size=14,
+        ),
+        st.integers(1, 4),
+        st.booleans(),
+    )
+    def test_no_interleaving_changes_what_a_kernel_reads(self, program, lanes, prunes):
+        captured = OnLanes(lanes)
+        if not prunes:
+            captured.api.lack(FOLLOW)
+        alive = [captured.tensor() for _ in range(3)]
+        held, log = [], RecordingLog()
+        with captured.noted(*alive, log=log) as branching:
+            for kind, *numbers, temporary, dies in program:
+                one, other, out = (alive[number % len(alive)] for number in numbers)
+                captured.temporary = 8 * temporary
+                if kind == "new":
+                    made = captured.made()
+                    ops.cat.out([one, other], out=made)
+                    alive.append(made)
+                elif kind == "return" and captured.free(8) is not None:
+                    alive.append(ops.cat.default([one, other]))
+                elif kind == "out":
+                    ops.cat.out([one, other], out=out)
+                elif kind == "add":
+                    one.add_(other)
+                elif kind == "custom":
+                    custom([one], [other])
+                elif kind == "outside":
+                    captured.kernel([one], [other], hidden=True)
+                else:
+                    captured.launch(one, other, out)
+                if dies and len(alive) > 3:
+                    held.append(alive.pop(3))  # addresses of the process must not be used again, unseen
+        self.assertIsNone(log.why_no_branches)
+        (self.assertEqual if prunes else self.assertLessEqual)(captured.chain(), captured.edges())
+        self.assertTrue(captured.is_right(range(2)))
+        branching.replace(captured.graph)
+        self.assertIsNone(log.why_no_branches)
+        self.assertTrue(captured.is_right(range(6)))
+
+    def test_the_report_tells_the_lanes(self):
+        log, _, _ = self.side_by_side(OnLanes())
+        function = FunctionLog("f", "0/0", "inference", 1, {}, recordings=[log])
+        self.assertIn("; captured on 3", "\n".join(function_notes(function.record())))
+
+
+class TestRecording(BranchesTestCase):
+    def test_only_always_and_a_kept_graph_have_lanes(self):
+        seen = []
+        patches = {
+            **{"driver": lambda: 1, "_lanes": lambda calls, device: [2]},
+            **{"dependencies": lambda: 3, "noting": lambda *args: seen.append(args[-2:])},
+        }
+        generated = SimpleNamespace(__globals__={"empty_strided_cuda": len})
+        live = SimpleNamespace(has_table=False)
+        with (
+            mock.patch.multiple(captured_graph, **patches),
+            mock.patch.object(torch.cuda, "current_stream", lambda *args: 0),
+        ):
+            for flag, kept in (("report", live), ("always", None), ("always", live)):
+                model = FunctionModel(
+                    generated,
+                    Settings("off", "auto", "always", branches=flag),
+                    FunctionLog("f", None, "inference", 1, {}),
+                )
+                known = {"graph": object(), "own": None, "cudagraph_managed_idxs": [], "device": 0}
+                node = SimpleNamespace(
+                    wrapped_function=SimpleNamespace(model=model), log=RecordingLog(), _live=kept, **known
+                )
+                recording.Recording._branches_noted(node, [torch.zeros(1)])
+        self.assertEqual([streams is not None for streams, _ in seen], [False, False, True])
+        self.assertEqual(seen[2][0]._lanes, [0, 2])
+
+    def test_generated_code_tells_what_it_allocates(self):
+        names = {"empty_strided_cuda": torch.empty_strided}
+        model = SimpleNamespace(__globals__=names)
+        own, found = torch.empty(4), []
+        given = allocations.Allocations({allocations.Block((0,), 1): own})
+        with allocations.watching(model, None, found.append):
+            first = names["empty_strided_cuda"]((4,), (1,), torch.float32)
+            with allocations.watching(model, given):
+                second, third = (names["empty_strided_cuda"]((4,), (1,), torch.float32) for _ in range(2))
+        self.assertEqual([*map(id, found)], [id(first), id(second)])
+        self.assertEqual(third.data_ptr(), own.data_ptr())  # own memory stays where it is
+        self.assertIs(names["empty_strided_cuda"], torch.empty_strided)
+
+
+class TestOptions(BranchesTestCase):
+    def test_always_compiles_without_inductors_reuse_of_buffers(self):
+        from torch._inductor import config
+
+        seen = []
+
+        def compile_with(flag, mode="reduce-overhead"):
+            torch._dynamo.reset()
+            real = torch._inductor.compile_fx.compile_fx_inner
+
+            def inner(*args, **kwargs):
+                seen.append(config.allow_buffer_reuse)
+                return real(*args, **kwargs)
+
+            with config.patch({"triton.pygraph_branches": flag, "triton.cudagraphs": mode is not None}):
+                backend = torch._inductor.compile_fx.compile_fx
+                torch.compile(lambda x: x + 1, backend=lambda gm, x: backend(gm, x, inner_compile=inner))(torch.ones(2))
+
+        for flag, mode in (("off", "on"), ("report", "on"), ("always", "on"), ("always", None)):
+            compile_with(flag, mode)
+        self.assertEqual(seen, [True, True, False, True])
+        self.assertTrue(config.allow_buffer_reuse)
+
+
+if __name__ == "__main__":
+    run_tests()
