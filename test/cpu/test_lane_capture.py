@@ -14,7 +14,9 @@ from fake_driver import FakeApi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_branches import BranchesTestCase, Captured, FakeAutotuner, custom, ops
+from torch._inductor import compile_fx, config
 from torch.testing._internal.common_utils import run_tests
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pygraph_trees.edges import branches
 from pygraph_trees.edges.branches import noting
@@ -23,6 +25,7 @@ from pygraph_trees.outputs import allocations
 from pygraph_trees.reasons import Reason
 from pygraph_trees.report.log import FunctionLog, RecordingLog
 from pygraph_trees.report.text import function_notes
+from pygraph_trees.selection.functions import leaving_graphs_out
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions.function import FunctionModel
 from pygraph_trees.trees.recordings import captured_graph, recording
@@ -48,7 +51,7 @@ class OnLanes(Captured):
         self.streams = Streams(self.driver, self.dependencies, self.lanes, self.current)
         self.on: dict[int, int] = {}  # by node: its stream
         self.moved: list[int] = []  # by move: the stream
-        self.stray = False
+        self.held: list[torch.Tensor] = []
 
     @contextlib.contextmanager
     def current(self, stream):
@@ -65,7 +68,9 @@ class OnLanes(Captured):
 
     def made(self) -> torch.Tensor:
         """What generated code allocates, with memory that can be moved."""
-        tensor = torch.empty(8, dtype=torch.uint8)
+        with _disable_current_modes():  # it calls no operator
+            tensor = torch.empty(8, dtype=torch.uint8)
+        self.held.append(tensor)  # addresses of the process must not be used again, unseen
         self.allocate(tensor)
         return tensor
 
@@ -125,11 +130,11 @@ class TestLaneCapture(BranchesTestCase):
 
     def test_the_captured_order_is_a_chain(self):
         captured = OnLanes()
-        log, branching, ends = self.side_by_side(captured)
+        with mock.patch.object(branches, "SIDE_BY_SIDE", False):
+            log, branching, ends = self.side_by_side(captured)
         self.assertEqual((captured.lanes_used(), log.branches.lanes), (3, 3))
         self.assertEqual(captured.edges(), captured.chain())
-        with mock.patch.object(branches, "SIDE_BY_SIDE", False):
-            branching.replace(captured.graph)
+        branching.replace(captured.graph)
         self.assertEqual(captured.edges(), captured.chain())
         self.assertEqual(len(ends), 3)
 
@@ -158,7 +163,7 @@ class TestLaneCapture(BranchesTestCase):
         """The driver refuses to leave out an edge while it captures."""
         with mock.patch.object(branches, "SIDE_BY_SIDE", False):
             captured = OnLanes()
-            captured.api.lack(FOLLOW)
+            captured.api.lack(FOLLOW, "bindings")
             log, branching, ends = self.side_by_side(captured)
         self.assertGreater(captured.edges(), captured.chain())
         branching.replace(captured.graph)
@@ -266,9 +271,9 @@ class TestLaneCapture(BranchesTestCase):
     def test_no_interleaving_changes_what_a_kernel_reads(self, program, lanes, prunes):
         captured = OnLanes(lanes)
         if not prunes:
-            captured.api.lack(FOLLOW)
+            captured.api.lack(FOLLOW, "bindings")
         alive = [captured.tensor() for _ in range(3)]
-        held, log = [], RecordingLog()
+        log = RecordingLog()
         with captured.noted(*alive, log=log) as branching:
             for kind, *numbers, temporary, dies in program:
                 one, other, out = (alive[number % len(alive)] for number in numbers)
@@ -290,7 +295,7 @@ class TestLaneCapture(BranchesTestCase):
                 else:
                     captured.launch(one, other, out)
                 if dies and len(alive) > 3:
-                    held.append(alive.pop(3))  # addresses of the process must not be used again, unseen
+                    del alive[3]
         self.assertIsNone(log.why_no_branches)
         (self.assertEqual if prunes else self.assertLessEqual)(captured.chain(), captured.edges())
         self.assertTrue(captured.is_right(range(2)))
@@ -332,7 +337,10 @@ class TestRecording(BranchesTestCase):
         self.assertEqual(seen[2][0]._lanes, [0, 2])
 
     def test_generated_code_tells_what_it_allocates(self):
-        names = {"empty_strided_cuda": torch.empty_strided}
+        def upstream(size, stride, dtype):
+            return torch.empty_strided(size, stride, dtype=dtype)
+
+        names = {"empty_strided_cuda": upstream}
         model = SimpleNamespace(__globals__=names)
         own, found = torch.empty(4), []
         given = allocations.Allocations({allocations.Block((0,), 1): own})
@@ -342,30 +350,45 @@ class TestRecording(BranchesTestCase):
                 second, third = (names["empty_strided_cuda"]((4,), (1,), torch.float32) for _ in range(2))
         self.assertEqual([*map(id, found)], [id(first), id(second)])
         self.assertEqual(third.data_ptr(), own.data_ptr())  # own memory stays where it is
-        self.assertIs(names["empty_strided_cuda"], torch.empty_strided)
+        self.assertIs(names["empty_strided_cuda"], upstream)
 
 
 class TestOptions(BranchesTestCase):
     def test_always_compiles_without_inductors_reuse_of_buffers(self):
-        from torch._inductor import config
-
         seen = []
 
-        def compile_with(flag, mode="reduce-overhead"):
-            torch._dynamo.reset()
-            real = torch._inductor.compile_fx.compile_fx_inner
+        def upstream(model_, example_inputs_, inner_compile=None, config_patches=None):
+            seen.append(config_patches)
 
-            def inner(*args, **kwargs):
-                seen.append(config.allow_buffer_reuse)
-                return real(*args, **kwargs)
+        wrapped = leaving_graphs_out(upstream)
+        for patches, expected in (
+            ({}, None),
+            ({"triton.pygraph_branches": "report"}, None),
+            ({"triton.pygraph_branches": "always"}, {"allow_buffer_reuse": False}),
+            ({"triton.pygraph_branches": "always", "triton.cudagraphs": False}, None),
+            ({"triton.pygraph_branches": "always", "allow_buffer_reuse": False}, None),
+        ):
+            with config.patch({"triton.cudagraphs": True, "triton.pygraph_selective": "always"} | patches):
+                wrapped(None, [])
+            self.assertEqual(seen.pop(), expected, patches)
+        with config.patch({"triton.pygraph_selective": "always"}):
+            wrapped(None, [], config_patches={"triton.cudagraphs": True, "triton.pygraph_branches": "always"})
+        self.assertIs(seen.pop()["allow_buffer_reuse"], False)
 
-            with config.patch({"triton.pygraph_branches": flag, "triton.cudagraphs": mode is not None}):
-                backend = torch._inductor.compile_fx.compile_fx
-                torch.compile(lambda x: x + 1, backend=lambda gm, x: backend(gm, x, inner_compile=inner))(torch.ones(2))
+    def test_the_option_reaches_inductor(self):
+        seen = []
 
-        for flag, mode in (("off", "on"), ("report", "on"), ("always", "on"), ("always", None)):
-            compile_with(flag, mode)
-        self.assertEqual(seen, [True, True, False, True])
+        def inner(gm, *args, **kwargs):
+            seen.append((config.allow_buffer_reuse, config.triton.pygraph_branches))
+            return gm.forward
+
+        def backend(gm, inputs):
+            given = {"triton.cudagraphs": True, "triton.pygraph_branches": "always"}
+            return compile_fx.compile_fx(gm, inputs, inner_compile=inner, config_patches=given)
+
+        with torch.no_grad(), config.patch({"triton.pygraph_selective": "always"}):
+            torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+        self.assertEqual(seen, [(False, "always")])
         self.assertTrue(config.allow_buffer_reuse)
 
 
