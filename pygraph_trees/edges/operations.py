@@ -78,9 +78,12 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = getattr(func, "namespace", None) in _LIBRARIES and not _NOT_BELIEVED.search(str(func))
+        library = getattr(func, "namespace", None)
+        known = library in _LIBRARIES and not _NOT_BELIEVED.search(str(func))
         given = _tensors_of(func, args, kwargs)
-        return self._note(lambda _: func(*args, **kwargs), given, known, self._current_stream())
+        # Operators of this package keep copies by stream, so they stay on one.
+        may_move = known and library == "aten"
+        return self._note(lambda _: func(*args, **kwargs), given, known, self._current_stream(), may_move=may_move)
 
     def launch(self, run: Callable[..., Any], autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Launches a Triton kernel, as :meth:`.launches.Tap.scope` asks."""
@@ -95,10 +98,10 @@ class Operations(TorchDispatchMode):
         def call(stream: int) -> Any:
             return run(autotuner, *args, **{**kwargs, "stream": stream})
 
-        return self._note(call, given, known, kwargs["stream"])
+        return self._note(call, given, known, kwargs["stream"], may_move=known)
 
-    def _note(self, call: Callable[[int], Any], given: Given, known: bool, stream: int) -> Any:
-        """Notes a call, which is given the stream to launch on."""
+    def _note(self, call: Callable[[int], Any], given: Given, known: bool, stream: int, *, may_move: bool) -> Any:
+        """Notes a call, which is given the stream to launch on: this one, or a lane's if it may move there."""
         if self._is_inside:
             return call(stream)
         before = self._last()
@@ -107,7 +110,7 @@ class Operations(TorchDispatchMode):
         if streams is not None:
             if before != self._latest:
                 streams.may_be_used()  # by nodes outside of all operations
-            lane = streams.choose(given, known=known)  # may move memory that nothing has used
+            lane = streams.choose(given, may_move=may_move)  # may move memory that nothing has used
         declared = self._accesses(given)
         alive, allocated = self._alive(), self._allocated()
         self._is_inside = True

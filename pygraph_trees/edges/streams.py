@@ -60,12 +60,16 @@ class Streams:
         """All that was allocated so far may have been used."""
         self._unused.clear()
 
-    def choose(self, given: Given, *, known: bool) -> int:
-        """The lane of an operation, from which the memory then comes that the operation is the first to use.
+    def choose(self, given: Given, *, may_move: bool) -> int:
+        """The lane of the next operation, from which the memory then comes that the operation is the first to use.
 
-        An operation that may do anything stays on the capture's stream, since it may use other streams.
+        An operation that may do anything must stay on the capture's stream, since it may use other streams.
         """
-        lane = self._choice.best(self._ahead(given)) if known else 0
+        lane = self._choice.best(self._ahead(given)) if may_move else 0
+        if lane:
+            main, other = self._lanes[0], self._lanes[lane]
+            other.wait_stream(main)  # joins the capture first, since only then memory is the graph pool's
+            self._follow(other, main)  # and no longer the lane's last operation
         for tensor, _ in given:
             storage = _storage_of(tensor)
             unused = None if storage is None else self._unused.pop(storage._cdata, None)
@@ -77,12 +81,10 @@ class Streams:
         return lane
 
     def run(self, lane: int, call: Callable[[int], Any]) -> Any:
-        """Runs an operation on a lane, after all that is captured so far and before all that comes."""
+        """Runs an operation on its chosen lane, after all that is captured so far and before all that comes."""
         main, other = self._lanes[0], self._lanes[lane]
         if not lane:
             return call(main.cuda_stream)
-        other.wait_stream(main)
-        self._follow(other, main)  # and no longer the lane's last operation
         try:
             with self._current(other):
                 result = call(other.cuda_stream)

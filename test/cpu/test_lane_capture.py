@@ -81,6 +81,7 @@ class OnLanes(Captured):
 
         def resized(storage, nbytes):
             if nbytes:
+                assert self.api._streams[self.stream][1] == self.graph, "the lane has not joined the capture"
                 self.moved.append(self.stream)
             return resize(storage, nbytes)
 
