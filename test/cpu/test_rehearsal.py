@@ -245,7 +245,12 @@ class TestRehearsal(LiveInputsTestCase):
         graph.numbers = numbers
         generators = [] if numbers is None else [numbers]
         before = [t.clone() for t in (*inputs, *kept)]
-        live.set_up(graph, surroundings=lambda: Surroundings(self.out, kept, written, generators))
+
+        def finished(given: Running) -> Running:
+            self.finished_at = given.launches, given.instances
+            return given
+
+        live.set_up(graph, (), (), lambda: Surroundings(self.out, kept, written, generators), finished)
         self.assertEqual([*inputs, *kept], before)
         return live, graph
 
@@ -269,6 +274,7 @@ class TestRehearsal(LiveInputsTestCase):
         for name, launches in ((KNOWN, 0), ("plain", 3)):
             live, graph = self.rehearse(lambda a, o, name=name: [self.kernel(name, a[0], o[0])], a)
             self.assertEqual((self.routes(live), graph.launches, graph.instances), ({0: None}, launches, 1 + launches))
+            self.assertEqual(self.finished_at, (launches, launches))  # other edges come after the test launches
             self.assertEqual(self.api.leaks(), [])
             self.check_calls(live, graph, [a], lambda a: [a + 1])
             self.assertFalse(live.copies_some)
