@@ -513,15 +513,11 @@ class TestReport(BranchesTestCase):
         known = {"graph": object(), "own": None, "cudagraph_managed_idxs": [1], "log": RecordingLog(), "_live": None}
         return SimpleNamespace(wrapped_function=SimpleNamespace(model=model), **known | more)
 
-    def test_off_costs_nothing(self):
-        """Neither the driver nor the launches are asked, and no mode is entered."""
-        stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
-        with mock.patch.object(recording, "branches_noted", side_effect=AssertionError):
-            for node in (self.node("off"), self.node(graph=None)):
-                with recording.Recording._branches_noted(node, [torch.zeros(1)]):
-                    self.assertEqual(stack(), [])
-            with self.assertRaises(AssertionError):
-                recording.Recording._branches_noted(self.node(), [])
+    def test_the_flag_concerns_graphs(self):
+        """``test_lane_capture.py`` has what it does."""
+        nodes = (self.node("off"), self.node(graph=None), self.node(), self.node("always"))
+        flags = [recording.Recording._branches_flag(node) for node in nodes]
+        self.assertEqual(flags, ["off", "off", "report", "always"])
         self.assertEqual(Settings.current().branches, "off")
 
     def test_a_recording_without_branches_says_why(self):

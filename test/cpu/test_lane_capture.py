@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
@@ -311,31 +312,72 @@ class TestLaneCapture(BranchesTestCase):
 
 
 class TestRecording(BranchesTestCase):
-    def test_only_always_and_a_kept_graph_have_lanes(self):
+    def node(self, flag, graph="torch's"):
+        model = FunctionModel(
+            SimpleNamespace(__globals__={"empty_strided_cuda": len}),
+            Settings("off", "auto", "always", branches=flag),
+            FunctionLog("f", None, "inference", 1, {}),
+        )
+        node = recording.Recording.__new__(recording.Recording)
+        node.__dict__.update(
+            **{"graph": graph, "wrapped_function": SimpleNamespace(model=model), "log": RecordingLog(), "device": 0},
+            **{"_live": None, "own": None, "cudagraph_managed_idxs": [], "stream": None},
+        )
+        return node
+
+    def test_only_always_has_lanes(self):
         seen = []
         patches = {
             **{"driver": lambda: 1, "_lanes": lambda calls, device: [2]},
             **{"dependencies": lambda: 3, "noting": lambda *args: seen.append(args[-2:])},
         }
-        generated = SimpleNamespace(__globals__={"empty_strided_cuda": len})
-        live = SimpleNamespace(has_table=False)
         with (
             mock.patch.multiple(captured_graph, **patches),
             mock.patch.object(torch.cuda, "current_stream", lambda *args: 0),
         ):
-            for flag, kept in (("report", live), ("always", None), ("always", live)):
-                model = FunctionModel(
-                    generated,
-                    Settings("off", "auto", "always", branches=flag),
-                    FunctionLog("f", None, "inference", 1, {}),
-                )
-                known = {"graph": object(), "own": None, "cudagraph_managed_idxs": [], "device": 0}
-                node = SimpleNamespace(
-                    wrapped_function=SimpleNamespace(model=model), log=RecordingLog(), _live=kept, **known
-                )
-                recording.Recording._branches_noted(node, [torch.zeros(1)])
-        self.assertEqual([streams is not None for streams, _ in seen], [False, False, True])
-        self.assertEqual(seen[2][0]._lanes, [0, 2])
+            for flag in ("report", "always"):
+                self.node(flag)._branches_noted([torch.zeros(1)], flag)
+        (none, *_), (streams, watching) = seen
+        self.assertIsNone(none)
+        self.assertEqual(streams._lanes, [0, 2])
+        self.assertIsNotNone(watching)
+
+    def test_a_graph_gets_its_edges_before_it_is_instantiated(self):
+        """And with the flag off, nothing is asked and torch's graph is used."""
+        for flag, expected in (
+            ("off", ["capture"]),
+            ("report", ["capture", "noted"]),
+            ("always", ["capture", "noted", "edges of 7", "instantiate"]),
+        ):
+            steps = []
+
+            @contextlib.contextmanager
+            def noted(*args, side_by_side, steps=steps):
+                yield SimpleNamespace(replace=lambda graph: side_by_side and steps.append(f"edges of {graph}"))
+                steps.append("noted")
+
+            def capture(node, model, inputs, steps=steps):
+                steps.append("capture")
+                self.assertEqual(torch.utils._python_dispatch._get_current_dispatch_mode_stack(), [])
+                return model(inputs)
+
+            kept = SimpleNamespace(
+                raw_cuda_graph=lambda: 7, instantiate=lambda steps=steps: steps.append("instantiate")
+            )
+            patches = {
+                **{"kept_graph": lambda inputs, kept=kept: kept, "branches_noted": noted},
+                **{"captured_nodes": Counter, "progress_of": lambda model: None},
+            }
+            node = self.node(flag)
+            with (
+                mock.patch.multiple(recording, **patches),
+                mock.patch.object(recording.Upstream, "_record", capture),
+                mock.patch.object(torch.cuda, "current_stream", mock.MagicMock()),
+                mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
+            ):
+                node._record(lambda inputs: [], [])
+            self.assertEqual(steps, expected)
+            self.assertIs(node.graph, kept if flag == "always" else "torch's")
 
     def test_generated_code_tells_what_it_allocates(self):
         def upstream(size, stride, dtype):

@@ -61,7 +61,7 @@ def branches_noted(
 ) -> AbstractContextManager[Branching | None]:
     """Wraps the capture of a recording, whose log gets the facts about branches; ``model`` is the compiled code.
 
-    ``side_by_side``: the capture uses lanes, and its graph may get other edges before it is instantiated.
+    ``side_by_side``: the capture uses lanes, and its graph must get the edges before it is instantiated.
     """
     node.log.branches = node.log.why_no_branches = None  # an earlier attempt may have set them
     api, calls, live = driver(), dependencies(), node._live
@@ -77,7 +77,7 @@ def branches_noted(
         tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
         elsewhere = [value for i, value in tensors.items() if i < takes and i not in managed]
         streams = None
-        if side_by_side and live is not None:  # otherwise torch instantiates the graph when the capture ends
+        if side_by_side:
             try:
                 streams = Streams(api, calls, [torch.cuda.current_stream(), *_lanes(calls, node.device)])
             except DriverError as error:

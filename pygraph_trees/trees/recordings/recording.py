@@ -228,7 +228,8 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
 
     def _record(self, model: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         live = self._live if self.graph is not None else None
-        if live is not None:
+        flag = self._branches_flag()
+        if live is not None or flag == "always":
             self.graph = kept_graph(inputs)
 
         def on_placeholder_tensors(model_inputs: list[Any]) -> Any:
@@ -240,7 +241,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
                 nullcontext() if live is None else live.captured(),
                 nullcontext() if progress is None else progress.capturing(),
                 observed(block, copy) as staged,
-                self._branches_noted(model_inputs) as branching,
+                nullcontext() if flag == "off" else self._branches_noted(model_inputs, flag) as branching,
             ):
                 outputs = staged.with_own_memory(as_they_read(model(model_inputs)))
             branchings.append(branching)
@@ -272,14 +273,21 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
                     with_branches,
                 )
             self._count_nodes(live.kinds)
+        elif flag == "always":
+            with torch.cuda.device(self.device):
+                with_branches(self.graph).instantiate()
         return outputs
 
-    def _branches_noted(self, inputs: list[Any]) -> AbstractContextManager[Branching | None]:
-        """Wraps the capture, if branches are wanted or the report has to tell about them."""
+    def _branches_flag(self) -> str:
+        """``pygraph_branches``, as far as it concerns this recording."""
         model = self.wrapped_function.model
-        if self.graph is None or not isinstance(model, FunctionModel) or model.settings.branches == "off":
-            return nullcontext()
-        return branches_noted(self, model.model, inputs, side_by_side=model.settings.branches == "always")
+        if self.graph is None or not isinstance(model, FunctionModel) or compat.is_kernel_free(self.wrapped_function):
+            return "off"
+        return model.settings.branches
+
+    def _branches_noted(self, inputs: list[Any], flag: str) -> AbstractContextManager[Branching | None]:
+        """Wraps the capture, if branches are wanted or the report has to tell about them."""
+        return branches_noted(self, self.wrapped_function.model.model, inputs, side_by_side=flag == "always")
 
     def _add_first_outputs(self, outputs: Any, static_input_persistent_storage_ptrs: dict[int, Any]) -> None:
         live = self._live

@@ -1,0 +1,436 @@
+"""Branches of real captures. For the report: every node is in one unit, kernels without an order only share addresses
+that both only read, graphs have the same nodes as without the report, and values are eager's. What is independent
+depends on the memory that the allocator gives, so depths are compared only where data decides.
+
+On lanes: values and gradients have the bits of graphs without branches, with the chain's edges and with other ones, and
+with random delays before random operations, so that a missing edge shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from typing import ClassVar
+from unittest import mock
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from parity import both_sides, clean, requires_cuda
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+import pygraph_trees
+from pygraph_trees.cuda.driver import driver
+from pygraph_trees.cuda.graph_nodes import NodeKind
+from pygraph_trees.edges import branches
+from pygraph_trees.edges.order import reduced
+from pygraph_trees.edges.streams import Streams
+from pygraph_trees.report.summary import clear
+
+FLAG = "triton.pygraph_branches"
+DEVICE = "cuda"
+
+
+@torch.library.custom_op("branches_report_test::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def whole(*shape, dtype=torch.float32):
+    """Small whole numbers, whose sums and products are exact in any order."""
+    return torch.randint(-2, 3, shape, device=DEVICE).to(dtype)
+
+
+class Looked(branches.Chain):
+    """A chain that remembers what it was made of, and the device addresses that each kernel holds."""
+
+    seen: ClassVar[list[Looked]] = []
+
+    def __init__(self, calls, graph, nodes, units):
+        super().__init__(calls, graph, nodes, units)
+        api = driver()
+        device = int(api.api.CUmemorytype.CU_MEMORYTYPE_DEVICE)
+        self.nodes, self.in_graph = nodes, api.nodes(graph)
+        self.words = {}
+        for node in nodes:
+            if api.node_kind(node) is NodeKind.KERNEL:
+                block = api.kernel_node(node).words()
+                found = {int.from_bytes(block[at : at + 8], "little") for at in range(0, len(block), 8)}
+                self.words[node] = {word for word in found if word and api.memory_type(word) == device}
+        self.seen.append(self)
+
+    def replace(self, edges):
+        """After this, the edges between units must be these, and no others."""
+        super().replace(edges)
+        between = [edge for edge in self._calls.read(self.graph) if self._is_between(edge)]
+        assert {*self._pairs(between)} == {*edges.pairs}, "there are other edges"
+        assert len(between) == sum(len(self._tails[a]) * len(self._heads[b]) for a, b in edges.pairs)
+        self.replaced = edges.pairs
+
+    replaced: tuple[tuple[int, int], ...] | None = None
+
+    def before(self):
+        """By unit, the units that it follows, by any path."""
+        found = [set() for _ in self.units]
+        for earlier, later in reduced(self.needs):
+            found[later] |= found[earlier] | {earlier}
+        return found
+
+
+class BranchesTestCase(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        if driver() is None:
+            self.skipTest("needs cuda.bindings")
+        torch.manual_seed(0)
+        Looked.seen.clear()
+        self.enterContext(mock.patch.object(branches, "Chain", Looked))
+        self.enterContext(torch._inductor.config.patch(both_sides()))
+        self.enterContext(torch._functorch.config.patch(enable_autograd_cache=False))
+        self.addCleanup(clean)
+
+
+@requires_cuda
+class TestBranchesReport(BranchesTestCase):
+    def recordings(self, fn, make, flag):
+        """The recordings of a function, whose values in each call are eager's."""
+        clean()
+        clear()
+        with torch._inductor.config.patch({FLAG: flag}):
+            compiled = torch.compile(fn, mode="reduce-overhead")
+            for _ in range(4):
+                given = make()
+                copies = [t.clone() for t in given]
+                torch.compiler.cudagraph_mark_step_begin()
+                with torch.no_grad():
+                    self.assertEqual(compiled(*given), fn(*copies), rtol=0, atol=0)
+                self.assertEqual(given, copies)  # what it mutates
+        found = [r for f in pygraph_trees.report().functions for r in f.recordings]
+        self.assertGreater(len(found), 0)
+        self.assertGreater(sum(r.replays for r in found), 0)
+        return found
+
+    def check(self, fn, make):
+        """The only recording's branches, and its chain, after all that must hold."""
+        plain = self.recordings(fn, make, "off")
+        self.assertEqual([(r.branches, r.why_no_branches) for r in plain], [(None)] * len(plain))
+        self.assertEqual(Looked.seen, [])
+        (found,), (without,) = self.recordings(fn, make, "report"), plain
+        self.assertEqual((found.kernels, found.other_nodes), (without.kernels, without.other_nodes))
+        self.assertIsNone(found.why_no_branches)
+        (chain,) = Looked.seen
+        self.check_order(chain)
+        told = found.branches
+        self.assertEqual(told.operations, len(chain.units))
+        self.assertEqual(told.barriers, sum(unit.barrier for unit in chain.units))
+        self.assertIn(told.depth, range(1, told.operations + 1))
+        self.assertTrue(all(us <= told.chain_us for us in told.lanes_us.values()), told)
+        self.assertIn(f"branches: {told.operations} operation", str(pygraph_trees.report()))
+        return told, chain
+
+    def check_order(self, chain):
+        self.assertEqual(Counter(chain.nodes), Counter(chain.in_graph))
+        self.assertEqual(Counter(chain.nodes), Counter(node for unit in chain.units for node in unit.nodes))
+        before = chain.before()
+        for one, other in itertools.combinations(range(len(chain.units)), 2):
+            if one in before[other]:
+                continue
+            first, second = chain.units[one], chain.units[other]
+            self.assertFalse(first.barrier or second.barrier)
+            for a, b in itertools.product(first.accesses, second.accesses):
+                self.assertFalse((a.write or b.write) and a.start < b.end and b.start < a.end, (a, b))
+            held = [set().union(*(chain.words.get(node, set()) for node in u.nodes)) for u in (first, second)]
+            for word in held[0] & held[1]:
+                for unit in (first, second):
+                    at = [a for a in unit.accesses if a.start <= word < a.end]
+                    self.assertTrue(at and not any(a.write for a in at), f"{word:#x} is in {at}")
+
+    def test_mlps_side_by_side(self):
+        weights = [[whole(64, 64) for _ in range(3)] for _ in range(4)]
+
+        def fn(x):
+            found = []
+            for layers in weights:
+                y = x
+                for weight in layers:
+                    y = (y @ weight).clamp(-4, 4)
+                found.append(y)
+            return torch.stack(found)
+
+        told, _ = self.check(fn, lambda: [whole(32, 64)])
+        self.assertGreaterEqual(told.operations, 12)
+
+    def test_a_chain_is_as_deep_as_it_is_long(self):
+        weights = [whole(64, 64) for _ in range(4)]
+
+        def fn(x):
+            for weight in weights:
+                x = (x @ weight).clamp(-4, 4)
+            return x
+
+        told, _ = self.check(fn, lambda: [whole(32, 64)])
+        self.assertEqual(told.depth, told.operations)
+
+    def test_a_custom_operator_is_a_barrier(self):
+        def fn(x, y):
+            return doubled(x @ y), y.cumsum(0)
+
+        told, _ = self.check(fn, lambda: [whole(64, 64), whole(64, 64)])
+        self.assertGreaterEqual(told.barriers, 1)
+
+    def test_atomic_additions_to_one_buffer(self):
+        def fn(index, values, others):
+            out = values.new_zeros(128)
+            out.index_put_((index,), values, accumulate=True)
+            out.index_put_((index,), others, accumulate=True)
+            return out
+
+        index = torch.randint(0, 128, (4096,), device=DEVICE)
+        self.check(fn, lambda: [index.clone(), whole(4096), whole(4096)])
+
+    def test_matmuls_that_split_k_share_a_workspace(self):
+        def fn(a, b, c, d):
+            return a @ b, c @ d
+
+        shapes = [(64, 1 << 14), (1 << 14, 64)] * 2
+        self.check(fn, lambda: [whole(*shape, dtype=torch.float16).sign() for shape in shapes])
+
+    def test_an_input_that_is_written_to(self):
+        def fn(cache, x, y):
+            cache.add_(x)
+            return y.cumsum(0), (y @ y).sum()
+
+        self.check(fn, lambda: [whole(64, 64), whole(64, 64), whole(64, 64)])
+
+    def test_random_numbers_stay_in_order(self):
+        def fn(x):
+            return torch.nn.functional.dropout(x, 0.0), torch.rand_like(x) * 0
+
+        self.check(fn, lambda: [whole(64, 64)])
+
+
+def perceptron(sizes):
+    layers = [whole(a, b) for a, b in itertools.pairwise(sizes)]
+
+    def run(x):
+        for weight in layers:
+            x = (x @ weight).clamp(-4, 4)
+        return x
+
+    return run
+
+
+def mlps(compiled):
+    nets = [perceptron((64, 64, 64, 64)) for _ in range(6)]
+    fn = compiled(lambda x: torch.stack([net(x) for net in nets]))
+    return lambda: [fn(whole(32, 64))]
+
+
+def chain(compiled):
+    net = perceptron((64,) * 8)
+    fn = compiled(net)
+    return lambda: [fn(whole(32, 64))]
+
+
+def bags(compiled):
+    """Sums of embeddings, and a network for dense features, as in DLRM."""
+    tables = [whole(1000, 32) for _ in range(8)]
+    net = perceptron((16, 64, 32))
+
+    def fn(dense, index):
+        found = [
+            torch.nn.functional.embedding_bag(i, table, mode="sum") for i, table in zip(index, tables, strict=True)
+        ]
+        x = torch.stack([net(dense), *found], 1)
+        return (x @ x.mT).flatten(1), x.sum(1)
+
+    fn = compiled(fn)
+    return lambda: [*fn(whole(128, 16), torch.randint(0, 1000, (8, 128, 5), device=DEVICE))]
+
+
+def critics(compiled):
+    """An update of twin critics: gradients, and a step of an optimizer between two graphs."""
+    Linear, ReLU = torch.nn.Linear, torch.nn.ReLU
+    nets = [torch.nn.Sequential(Linear(64, 64), ReLU(), Linear(64, 64), ReLU(), Linear(64, 1)) for _ in range(2)]
+    nets = torch.nn.ModuleList(nets).to(DEVICE)
+    optimizer = torch.optim.SGD(nets.parameters(), lr=1e-3)
+
+    def loss(x, target):
+        return sum((net(x) - target).square().mean() for net in nets)
+
+    fn = compiled(loss)
+
+    def step():
+        found = fn(torch.randn(32, 64, device=DEVICE), torch.randn(32, 1, device=DEVICE))
+        found.backward()
+        gradients = [p.grad.clone() for p in nets.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        return [found.detach(), *gradients, *(p.detach() for p in nets.parameters())]
+
+    return step
+
+
+def dropouts(compiled):
+    net = perceptron((64, 64, 64))
+
+    def fn(x, y):
+        one = torch.nn.functional.dropout(net(x), 0.5)
+        other = net(y) + torch.rand_like(y)
+        return one, other, torch.randn(16, device=DEVICE)
+
+    fn = compiled(fn)
+    return lambda: [*fn(whole(32, 64), whole(32, 64))]
+
+
+def in_place(compiled):
+    caches = [whole(64, 64) for _ in range(3)]
+
+    def fn(x, a, b, c):
+        for cache in (a, b, c):
+            cache.mul_(0.5).add_(x @ x)
+        return a.sum(), (x @ x).cumsum(0), torch.stack([a, b, c]).cumsum(0)
+
+    fn = compiled(fn)
+    return lambda: [*fn(whole(64, 64), *caches), *caches]
+
+
+def split_matmuls(compiled):
+    """Matmuls that split k keep sums in a workspace, which each lane must have for itself."""
+    fn = compiled(lambda a, b, c, d: (a @ b, c @ d))
+    shapes = [(64, 1 << 14), (1 << 14, 64)] * 2
+    return lambda: [*fn(*(whole(*shape, dtype=torch.float16).sign() for shape in shapes))]
+
+
+def two_graphs(compiled):
+    """The second function's recording follows the first one's, in the same pool, while outputs of it are alive."""
+    nets = [perceptron((64, 64, 64)) for _ in range(4)]
+    first = compiled(lambda x: [net(x) for net in nets])
+    second = compiled(lambda xs: torch.stack([net(x) for net, x in zip(nets, xs, strict=True)]))
+
+    def step():
+        found = first(whole(32, 64))
+        return [second(found), *found]
+
+    return step
+
+
+def delayed(cycles):
+    """``Streams.run`` with a spin kernel of so many cycles, if any, in front of each operation."""
+    run = Streams.run
+
+    def delayed_run(streams, lane, call):
+        def after_delay(stream):
+            if count := cycles():
+                torch.cuda._sleep(count)
+            return call(stream)
+
+        return run(streams, lane, after_delay)
+
+    return delayed_run
+
+
+PROGRAMS = (mlps, chain, bags, critics, dropouts, in_place, split_matmuls, two_graphs)
+BY_DATA = (mlps, bags, critics)  # with operations that data leaves side by side
+
+
+@requires_cuda
+class TestSideBySide(BranchesTestCase):
+    def values(self, program, flag, calls=8, keep=False):
+        """What each call gives; ``keep``: the outputs themselves, read when all calls are over."""
+        clean()
+        clear()
+        Looked.seen.clear()
+        torch.manual_seed(0)
+        found = []
+        with torch._inductor.config.patch({FLAG: flag}):
+            step = program(lambda fn: torch.compile(fn, mode="reduce-overhead"))
+            for _ in range(calls):
+                if not keep:
+                    torch.compiler.cudagraph_mark_step_begin()
+                with torch.set_grad_enabled(program is critics):
+                    given = step()
+                found.append(given if keep else [t.clone() for t in given])
+            torch.cuda.synchronize()
+            found = [[t.clone() for t in given] for given in found]
+        self.recordings = [r for f in pygraph_trees.report().functions for r in f.recordings]
+        self.assertGreater(sum(r.replays for r in self.recordings), 0)
+        return found
+
+    def check(self, program, expected, **more):
+        found = self.values(program, "always", **more)
+        self.assertEqual(found, expected, rtol=0, atol=0)
+        self.assertEqual([r.why_no_branches for r in self.recordings], [None] * len(self.recordings))
+        lanes = [r.branches.lanes for r in self.recordings]
+        if program in BY_DATA:
+            self.assertGreater(max(lanes), 1)
+        if program is chain:
+            self.assertEqual(lanes, [1] * len(lanes))
+        replaced = [looked for looked in Looked.seen if looked.replaced is not None]
+        self.assertEqual(len(replaced), sum(count > 1 for count in lanes))
+        return replaced
+
+    def test_values_on_lanes_in_the_captured_order(self):
+        for program in PROGRAMS:
+            with self.subTest(program.__name__):
+                expected = self.values(program, "off")
+                self.assertEqual(Looked.seen, [])
+                with mock.patch.object(branches, "SIDE_BY_SIDE", False):
+                    for looked in self.check(program, expected):
+                        self.assertEqual({*looked.replaced}, {*itertools.pairwise(range(len(looked.units)))})
+
+    def test_values_side_by_side(self):
+        for program in PROGRAMS:
+            with self.subTest(program.__name__):
+                replaced = self.check(program, self.values(program, "off"))
+                if program in BY_DATA:
+                    chains = [{*itertools.pairwise(range(len(looked.units)))} for looked in replaced]
+                    self.assertTrue(
+                        any({*looked.replaced} != found for looked, found in zip(replaced, chains, strict=True))
+                    )
+
+    def test_values_with_delays(self):
+        """Spin kernels of up to 50 us are part of a random half of the operations."""
+        chance = random.Random(0)
+        spins = delayed(lambda: chance.random() < 0.5 and chance.randrange(100_000))
+        for program in PROGRAMS:
+            expected = self.values(program, "off")
+            for seed in range(5):
+                with self.subTest(program.__name__, seed=seed), mock.patch.object(Streams, "run", spins):
+                    self.check(program, expected)
+
+    def test_outputs_that_are_kept(self):
+        for program in (mlps, bags, two_graphs):
+            with self.subTest(program.__name__):
+                self.check(program, self.values(program, "off", keep=True), keep=True)
+
+    def test_the_captured_order_is_a_chain_without_changes(self):
+        """No edge has to be removed: streams that wait for a lane follow its last operation only."""
+        self.values(mlps, "always")
+        (looked,) = [looked for looked in Looked.seen if looked.replaced is not None]
+        between = [edge for edge in looked._captured if looked._is_between(edge)]
+        tails, heads = looked._tails, looked._heads
+        self.assertEqual(len(between), sum(len(a) * len(b) for a, b in zip(tails, heads[1:], strict=False)))
+
+    def test_each_lane_has_memory_of_its_own(self):
+        self.values(mlps, "always")
+        pools = {}
+        for segment in torch.cuda.memory_snapshot():
+            pools.setdefault(segment["segment_pool_id"], set()).add(segment["stream"])
+        self.assertGreater(max(len(streams) for pool, streams in pools.items() if tuple(pool) != (0, 0)), 1)
+
+    def test_a_spin_kernel_is_no_barrier(self):
+        """Otherwise, delays would show nothing."""
+        with mock.patch.object(Streams, "run", delayed(lambda: 1000)):
+            self.values(mlps, "always")
+        self.assertEqual([r.branches.barriers for r in self.recordings], [0])
+
+
+if __name__ == "__main__":
+    run_tests()
