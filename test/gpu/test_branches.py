@@ -344,13 +344,14 @@ BY_DATA = (mlps, bags, critics)  # with operations that data leaves side by side
 class TestSideBySide(BranchesTestCase):
     def values(self, program, flag, calls=8, keep=False):
         """What each call gives; ``keep``: the outputs themselves, read when all calls are over."""
+        self.step = None
         clean()
         clear()
         Looked.seen.clear()
         torch.manual_seed(0)
         found = []
         with torch._inductor.config.patch({FLAG: flag}):
-            step = program(lambda fn: torch.compile(fn, mode="reduce-overhead"))
+            self.step = step = program(lambda fn: torch.compile(fn, mode="reduce-overhead"))
             for _ in range(calls):
                 if not keep:
                     torch.compiler.cudagraph_mark_step_begin()
