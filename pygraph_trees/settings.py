@@ -127,8 +127,8 @@ FLAGS: tuple[Flag, ...] = (
         values=("off", "report", "always"),
         default="off",
         changes_artifacts=False,  # "always" changes an option of Inductor that is in its keys
-        help="Independent kernels of a graph: one after another (`off`), with a report of what they would gain side by "
-        "side (`report`), or side by side (`always`, experimental).",
+        help="Whether independent kernels of a graph run side by side (`always`: experimental). `report`: what they "
+        "would gain.",
     ),
 )
 
