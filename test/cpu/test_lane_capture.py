@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from captured_operations import BranchesTestCase, Captured, FakeAutotuner, custom, ops
 from fake_driver import FakeApi
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_branches import BranchesTestCase, Captured, FakeAutotuner, custom, ops
 from torch._inductor import compile_fx, config
 from torch.testing._internal.common_utils import run_tests
 from torch.utils._python_dispatch import _disable_current_modes
