@@ -61,4 +61,4 @@ def checks() -> Iterator[tuple[str, str, str | None]]:
         yield f"patches {status.feature}", status.state, None if status.state == "on" else why
     why = "torch is not patched" if unsupported else build.why_missing()
     problem = f"replays are slower and outputs are not kept, because {why}"
-    yield "native parts", str(FOLDER), None if why is None else problem
+    yield "native parts", str(build.loaded_prebuilt() or FOLDER), None if why is None else problem
