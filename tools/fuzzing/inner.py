@@ -95,20 +95,19 @@ class Inner:
     """
 
     def __init__(self, targets: Mapping[str, Target], device: torch.device, *, backward: bool) -> None:
-        self._targets = targets
-        self._device = device
-        self._backward = backward
+        self._targets, self._device, self._backward = targets, device, backward
         self._ready: dict[str, list[Ready]] = {}
+        self._used: list[Ready] = []  # this step's: other streams may still read their memory
         self._seen: list[Inside] = []
         self._error: InnerError | None = None
         self._busy = False
         self._garbage_calls: str | None = None
         self._thread: int | None = None  # in which finalizers may call; None outside of a step
-        self._made = 0
-        self._finalized = 0  # objects of this step
+        self._made = self._finalized = 0  # objects: all, and those of this step
 
     def prepare(self, call: int) -> None:
         """Prepares inputs for a step's calls from inside, and runs eager on them."""
+        self._used.clear()
         for name, target in self._targets.items():
             seeds = [_FIRST_SEED + call * MOST + i for i in range(MOST)]
             self._ready[name] = [made_ready(target, seed, self._device, self._backward) for seed in seeds]
@@ -164,6 +163,7 @@ class Inner:
         if not self._ready.get(name):
             return
         ready = self._ready[name].pop()
+        self._used.append(ready)
         self._busy = True
         try:
             with torch.enable_grad():  # a backward's hook has it off, which would compile again
