@@ -11,7 +11,7 @@ import functools
 import gc
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -201,10 +201,16 @@ class Comparison:
             "pool_bytes": graphs.pool_nbytes(managers),
             "peak_bytes": self._peak_nbytes(run),
         }
-        with graphs.watch_replays(managers) as replays:
-            work = profile_call(lambda: run.call(next(run.feed)), self._wait)
+        watched: Mapping[Any, int] = {}  # of the last call
+
+        def call() -> None:
+            nonlocal watched
+            with graphs.watch_replays(managers) as watched:
+                run.call(next(run.feed))
+
+        work = profile_call(call, self._wait)
         if work is not None:
-            figures, launches = work._asdict(), tuple(graphs.launched(replays))
+            figures, launches = work._asdict(), tuple(graphs.launched(watched))
             is_each_known = figures.pop("graph_launches") == len(launches)
             run.figures |= figures | {"launches": launches if is_each_known else ()}
 

@@ -1,6 +1,6 @@
 """The parts of a comparison's page besides the report: each way's figures, bars, and a timeline of one call.
 
-:func:`sections` takes measurements and returns sections of HTML. Drawings are inline SVG. Times are in µs or ms, as
+:func:`sections` takes measurements and returns sections of HTML. The timeline is inline SVG. Times are in µs or ms, as
 labelled, and bars begin at 0. A missing figure is left out.
 """
 

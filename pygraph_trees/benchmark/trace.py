@@ -1,6 +1,6 @@
 """Reads what ran on the GPU during one call from a profiler's trace.
 
-:func:`profile_call` runs a call once under ``torch.profiler`` and passes the Chrome trace to :func:`read_trace`, a pure
+:func:`profile_call` runs a call under ``torch.profiler`` and passes the Chrome trace to :func:`read_trace`, a pure
 function. A kernel is *graphed* if its record names a graph node, or if its correlation id is a graph launch's. If no
 profiler is available or it fails, the result is None and the figures are missing.
 """
@@ -113,17 +113,23 @@ def _joined(spans: Iterable[Span], most_us: float, *, across_launches: bool = Tr
 
 
 def profile_call(call: Callable[[], object], wait: Callable[[], None]) -> GpuWork | None:
-    """The GPU work of one call; None if it cannot be observed."""
+    """The GPU work of a call, which is made twice: the first one has work of the profiler's own. None if that fails."""
     if not torch.cuda.is_available():
         return None
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             wait()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-                call()
-                wait()
-            profiler.export_chrome_trace(str(path))
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA],
+                schedule=torch.profiler.schedule(wait=0, warmup=1, active=1),
+                on_trace_ready=lambda made: made.export_chrome_trace(str(path)),
+                acc_events=True,
+            ) as profiler:
+                for _ in range(2):
+                    call()
+                    wait()
+                    profiler.step()
             work = read_trace(json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False))
     except Exception as error:
         log.warning("no GPU profile: %s", error)
