@@ -15,7 +15,7 @@ from shutil import which
 import inductor_patches
 from pygraph_trees import settings
 from pygraph_trees.cuda.availability import why_unusable
-from pygraph_trees.native import FOLDER, build
+from pygraph_trees.native import FOLDER, PREBUILT, build
 from pygraph_trees.native.location import torch_version
 from pygraph_trees.selection.profiles import Profiles
 from pygraph_trees.version import triton_version
@@ -27,10 +27,10 @@ TO_DO = {"disabled": "unset PYGRAPH_DISABLE", "off": "call pygraph_trees.install
 
 
 def checks() -> Iterator[tuple[str, str, str | None]]:
-    c = os.environ.get("CC") or next(filter(which, ("gcc", "clang", "cc")), "gcc")  # as Triton looks for it
-    cpp = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++"
+    c = os.environ.get("CC", "").strip() or next(filter(which, ("gcc", "clang", "cc")), "gcc")  # as Triton looks for it
+    cpp = os.environ.get("CXX", "").strip() or sysconfig.get_config_var("CXX") or "g++"
     for name, variable, program in (("C compiler", "CC", c.split()[0]), ("C++ compiler", "CXX", cpp.split()[0])):
-        is_enough = which(program) or (variable == "CXX" and build.is_built())
+        is_enough = which(program) or (variable == "CXX" and (build.is_built() or PREBUILT is not None))
         yield name, which(program) or "none", None if is_enough else f"install {program}, or set {variable}"
     header = Path(sysconfig.get_path("include"), "Python.h")
     yield "headers", str(header), None if header.exists() else "it is not there; install python3-dev"
@@ -44,6 +44,8 @@ def checks() -> Iterator[tuple[str, str, str | None]]:
     yield "torch", version, "pip install torch" if version == "none" else unsupported
     try:
         import torch
+
+        from pygraph_trees.native import binding
     except Exception as error:
         yield "import of torch", "failed", f"{type(error).__name__}: {error}"
         return
@@ -60,5 +62,7 @@ def checks() -> Iterator[tuple[str, str, str | None]]:
         why = "see torch" if unsupported else "; ".join([*status.mismatches, TO_DO.get(status.state, "")])
         yield f"patches {status.feature}", status.state, None if status.state == "on" else why
     why = "torch is not patched" if unsupported else build.why_missing()
-    problem = f"replays are slower and outputs are not kept, because {why}"
-    yield "native parts", str(build.loaded_prebuilt() or FOLDER), None if why is None else problem
+    wrong = None if why is None else f"replays are slower and outputs are not kept, because {why}"
+    if binding.why_not_prebuilt is not None:
+        wrong = f"{wrong or 'a build is used'}; the wheel's cannot be loaded: {binding.why_not_prebuilt}"
+    yield "native parts", str(build.loaded_prebuilt() or FOLDER), wrong

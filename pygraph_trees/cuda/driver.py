@@ -391,6 +391,7 @@ def _found() -> Driver | None:
     except ImportError:
         return None
     try:
+        importlib.import_module("pygraph_trees.native.binding")  # passes over a wheel's modules that are damaged
         reader = importlib.import_module("pygraph_trees.native._graph_nodes")
     except ImportError:
         reader = None

@@ -29,6 +29,7 @@ from .streams import Given, Streams
 from .units import Access
 
 _LIBRARIES = ("aten", "pygraph_trees")  # namespaces of operators whose schemas are believed
+_PLAIN = (torch.Tensor, int, float, str, type(None))  # arguments of kernels
 # Operators that write to arguments that their schemas do not mark, or read addresses in device memory.
 _NOT_BELIEVED = re.compile(r"batch_norm|rnn|lstm|gru|grouped")
 
@@ -93,7 +94,8 @@ class Operations(TorchDispatchMode):
             for name, value in itertools.zip_longest(names, args, fillvalue="")
             if isinstance(value, torch.Tensor)
         ]
-        known = bool(names) and not autotuner.custom_kernel
+        # A descriptor, for example, has an address, but is no tensor.
+        known = bool(names) and not autotuner.custom_kernel and all(isinstance(value, _PLAIN) for value in args)
 
         def call(stream: int) -> Any:
             return run(autotuner, *args, **{**kwargs, "stream": stream})
@@ -118,6 +120,8 @@ class Operations(TorchDispatchMode):
             result = call(stream) if streams is None else streams.run(lane, call)
         finally:
             self._is_inside = False
+            if streams is not None and not known:
+                streams.may_be_used()  # through something that is no tensor, such as a descriptor
         allocated = self._allocated() - allocated
         made = [(leaf, True) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         returned = self._accesses(made)

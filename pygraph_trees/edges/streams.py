@@ -70,15 +70,24 @@ class Streams:
             main, other = self._lanes[0], self._lanes[lane]
             other.wait_stream(main)  # joins the capture first, since only then memory is the graph pool's
             self._follow(other, main)  # and no longer the lane's last operation
-        for tensor, _ in given:
-            storage = _storage_of(tensor)
-            unused = None if storage is None else self._unused.pop(storage._cdata, None)
-            if storage is not None and unused is not None and not unused.expired() and lane:
-                nbytes = storage.nbytes()
-                storage.resize_(0)  # it holds nothing yet
-                with self._current(self._lanes[lane]):
-                    storage.resize_(nbytes)
+        try:
+            for tensor, _ in given:
+                self._move(tensor, lane)
+        except BaseException:  # no memory is free; the capture must end without the lane
+            with contextlib.suppress(Exception):
+                self._lanes[0].wait_stream(self._lanes[lane])
+            raise
         return lane
+
+    def _move(self, tensor: torch.Tensor, lane: int) -> None:
+        """Allocates a tensor's memory again, on a lane, if nothing can have used it."""
+        storage = _storage_of(tensor)
+        unused = None if storage is None else self._unused.pop(storage._cdata, None)
+        if storage is not None and unused is not None and not unused.expired() and lane:
+            nbytes = storage.nbytes()
+            storage.resize_(0)  # it holds nothing yet
+            with self._current(self._lanes[lane]):
+                storage.resize_(nbytes)
 
     def run(self, lane: int, call: Callable[[int], Any]) -> Any:
         """Runs an operation on its chosen lane, after all that is captured so far and before all that comes."""

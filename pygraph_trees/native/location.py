@@ -18,7 +18,7 @@ SOURCES = Path(__file__).resolve().parent
 _PREBUILT = SOURCES / "prebuilt"  # only in distributions made by tools/wheels
 
 # Headers that define the layout of torch's objects. With another layout, a module would load, and then write anywhere.
-_LAYOUTS = ("c10/core", "c10/core/impl", "torch/csrc/autograd")
+_LAYOUTS = ("ATen/core", "c10/core", "c10/core/impl", "c10/util", "torch/csrc", "torch/csrc/autograd")
 
 
 def files_hash(folder: Path = SOURCES, *suffixes: str) -> str:

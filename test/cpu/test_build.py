@@ -46,8 +46,8 @@ class TestLocation(TestCase):
 
         def folder(version="2.13.0+cpu", strings=b"__cxx11", **headers):
             with tempfile.TemporaryDirectory() as name:
-                for place in ("lib", "include/c10/core/impl", "include/torch/csrc/autograd"):
-                    (Path(name) / place).mkdir(parents=True)
+                for place in ("lib", *(f"include/{folder}" for folder in location._LAYOUTS)):
+                    (Path(name) / place).mkdir(parents=True, exist_ok=True)
                 (Path(name) / "version.py").write_text(f"__version__ = '{version}'")
                 (Path(name) / "lib/libc10.so").write_bytes(b"a" + strings + b"a")
                 for place, text in headers.items():
@@ -55,7 +55,12 @@ class TestLocation(TestCase):
                 return location.prebuilt_folder(Path(name))
 
         found = [folder(), folder("2.13.1+cu130"), folder("2.14.0"), folder(strings=b"_ZNSs")]
-        found += [folder(c10__core="1"), folder(c10__core="2"), folder(torch__csrc__autograd="1")]
+        found += [
+            folder(c10__core="1"),
+            folder(c10__core="2"),
+            folder(torch__csrc__autograd="1"),
+            folder(c10__util="1"),
+        ]
         with mock.patch.object(location.files_hash, "__defaults__", (Path(__file__).parent,)):  # other sources
             found.append(folder())
         self.assertEqual((len(set(found)), found[0]), (len(found) - 1, found[1]))

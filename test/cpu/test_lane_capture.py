@@ -5,6 +5,7 @@ the lane that uses it, and the edges that the graph gets change no value. Whatev
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import Counter
 from types import SimpleNamespace
@@ -211,6 +212,37 @@ class TestLaneCapture(BranchesTestCase):
             for _ in range(3):
                 ops.cat.out([source], out=held[0])
         self.assertEqual(captured.moved, [])
+
+    def written(self, captured, source, hidden, *_):
+        captured.kernel([source], [hidden])
+
+    def test_memory_that_an_unknown_operation_may_have_written_is_not_moved(self):
+        """It may be given the memory as something that is no tensor, such as a descriptor."""
+        for unknown in ("operator", "kernel"):
+            captured = OnLanes()
+            source, other = captured.tensor(), captured.tensor()
+            with captured.noted(source, other):
+                hidden = captured.made()
+                address = hidden.data_ptr()
+                captured.work = functools.partial(self.written, captured, source, hidden)
+                if unknown == "operator":
+                    custom([source], [other])
+                else:
+                    captured.launch(source, source, object())
+                del captured.work
+                for _ in range(3):
+                    ops.cat.out([source, hidden], out=captured.made())
+            self.assertEqual(hidden.data_ptr(), address)
+
+    def test_a_lane_is_joined_although_it_has_no_memory(self):
+        captured = OnLanes()
+        source = captured.tensor()
+        with captured.noted(source), self.assertRaises(torch.OutOfMemoryError):
+            ops.cat.out([source], out=captured.made())
+            full = mock.Mock(side_effect=[None, torch.OutOfMemoryError])
+            with mock.patch.object(torch.UntypedStorage, "resize_", full):
+                ops.cat.out([source], out=captured.made())
+        self.assertEqual(captured.edges(), captured.chain())
 
     def test_what_may_do_anything_stays_on_the_captures_stream(self):
         captured = OnLanes()
