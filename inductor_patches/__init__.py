@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import sys
 import threading
 import warnings
@@ -118,9 +119,16 @@ def _install_at_first_load() -> None:
     def installing(upstream: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(upstream)
         def wrap_post_compile(self: object, *args: object, **kwargs: object) -> object:
+            from torch._inductor import config
+
+            if not config.triton.cudagraphs:
+                return upstream(self, *args, **kwargs)
             with _lock:
                 _take_off(_first_load)
-            install()
+            try:
+                install()
+            except Exception:  # of the compiler's import, which torch alone does not need here
+                logging.getLogger("pygraph_trees").warning("torch could not be patched", exc_info=True)
             found: Callable[..., object] = type(self).wrap_post_compile  # type: ignore[attr-defined]
             return found(self, *args, **kwargs)
 

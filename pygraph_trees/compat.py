@@ -144,6 +144,14 @@ def has_dirty_keys() -> bool:
     return hasattr(config, "_get_dict_dirty_keys_var")
 
 
+def has_replay_hooks() -> bool:
+    """Whether a graph calls hooks of the program when it is replayed."""
+    # Since 2.14.
+    import torch
+
+    return hasattr(torch.cuda.CUDAGraph, "register_replay_start_hook")
+
+
 def graph_policy(config: Any) -> Any:
     """The program's policy for making CUDA graphs; None without."""
     # Since 2.12.

@@ -84,7 +84,7 @@ FLAGS: tuple[Flag, ...] = (
         default="auto",
         changes_artifacts=True,  # nothing is staged without it
         help="How replays get inputs: their addresses, in the parameters of kernels (`patch`) or in a table that "
-        "kernels read (`table`), or copies, as in torch (`off`).",
+        "kernels read (`table`), whichever suits (`auto`), or copies, as in torch (`off`).",
     ),
     Flag(
         name="pygraph_verify",

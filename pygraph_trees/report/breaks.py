@@ -66,10 +66,13 @@ def _record(kind: str, text: str, line: str | None, count: int) -> GraphBreak:
     # A break while another one is handled is appended; the first one is the cause.
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [kind]
     why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), None)
-    hint = next((line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")), None)
+    others = [i for i, line in enumerate(lines) if line.startswith("Explanation: ")][1:]
+    own = lines[: others[0]] if others else lines
+    hint = next((line.removeprefix("Hint: ") for line in own if line.startswith("Hint: ")), None)
     # An error of the compiler came where the graph ended; its text has the line of the operation.
     of_operation = source_line(text.partition("Original traceback:")[2].partition("\n\n")[0])
     advice = _PRINT if "operator `print`" in (why or "") else _ADVICE.get(lines[0], hint)
     if kind == "graph break in loop":
-        advice = f"{advice}; since it is in a loop, none of its function is compiled"
+        parts = (advice or "").rstrip("."), "since it is in a loop, none of its function is compiled"
+        advice = "; ".join(filter(None, parts))
     return GraphBreak(lines[0] if why is None else f"{lines[0]}: {why}", of_operation or line, count, advice)

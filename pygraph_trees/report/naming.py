@@ -7,6 +7,7 @@ compilation; otherwise the id and the program's name are None. No code looks any
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from types import CodeType
 from typing import Any
@@ -46,10 +47,13 @@ def program_name() -> str | None:
 
 def program_line() -> str | None:
     """Where the function that Dynamo traces begins, or continues after a graph break: ``model.py:31 in forward``."""
+    import torch
+
     code, module = _traced()
     if code is None:
         return None
-    if module is not None and "fn" in code.co_freevars:  # torch's function around one of its own modules
+    is_torchs = code.co_filename.startswith(os.path.dirname(torch.__file__) + os.sep)
+    if module is not None and is_torchs and "fn" in code.co_freevars:  # around one of torch's own modules
         code = getattr(inspect.unwrap(type(module).forward), "__code__", code)
     resumed = _RESUMED.match(code.co_name)
     return _place(code.co_filename, resumed["line"] if resumed else code.co_firstlineno, code.co_name)

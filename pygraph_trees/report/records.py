@@ -239,7 +239,7 @@ class FeatureState:
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """How often work of the host around compiled functions was done in C++, and how often by torch's own code."""
+    """How often work of the host around calls was done in C++, and how often by torch's own code."""
 
     at_once: int = 0
     by_torch: dict[str, int] = field(default_factory=dict)  # by reason
@@ -257,7 +257,7 @@ class Environment:
     native: str = "yes"  # whether the parts in C++ are used: "yes", or "no", what is lacking, and the reason
     backwards: HostWork = HostWork()  # accumulated gradients
     forwards: HostWork = HostWork()  # saved tensors for their backwards
-    arguments: HostWork = HostWork()  # of autograd functions, which may be dead wrappers of functorch
+    arguments: HostWork = HostWork()  # of all autograd functions, checked for dead wrappers of functorch
 
 
 @dataclass(frozen=True, slots=True)

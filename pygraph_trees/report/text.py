@@ -102,8 +102,8 @@ def environment_lines(environment: Environment) -> list[str]:
             for (state, reason), names in others.items()
         ),
         *_host_work("gradients accumulated at once in {}", "backward", environment.backwards),
-        *_host_work("tensors saved for a backward at once in {}", "forward", environment.forwards),
-        *_host_work("arguments found free of functorch's wrappers at once in {}", "call", environment.arguments),
+        *_host_work("tensors saved for backwards checked in C++ in {}", "forward", environment.forwards),
+        *_host_work("arguments of autograd functions checked in C++ in {}", "call", environment.arguments),
     ]
 
 

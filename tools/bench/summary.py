@@ -257,7 +257,7 @@ def _costs(summary: Summary) -> str:
         ratios = {name: ours / theirs for name, (ours, theirs) in pairs.items() if ours and theirs}
         worst = max(ratios, key=ratios.__getitem__)
         parts.append(f"{what} {_times(statistics.median(ratios.values()))}, at most {_times(ratios[worst])} ({worst})")
-    return f"The price, as a multiple of reduce-overhead's, in the median: {'; '.join(parts)}."
+    return f"Costs, relative to reduce-overhead (median): {'; '.join(parts)}."
 
 
 def plot(summary: Summary) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from pygraph_trees.compat import checks_deaths_after_copies
+from pygraph_trees.compat import checks_deaths_after_copies, has_replay_hooks
 from pygraph_trees.errors import PygraphError, Reported
 from pygraph_trees.indirection.live_input import memory_at, tensor_in
 from pygraph_trees.reasons import Reason, Why
@@ -26,6 +26,7 @@ from ..pools.capture_lock import DeviceBusy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from types import FrameType
 
 _log = logging.getLogger("pygraph_trees.trees")
 
@@ -34,7 +35,7 @@ _RAISES = {"RAISE_VARARGS", "RERAISE"}
 _NOT_OF_PROGRAM = {"torch", "triton", "cuda", "pygraph_trees", "inductor_patches"}  # packages
 _NO_MEMORY = 2  # CUDA's number of the error
 _ASKS_LATE = checks_deaths_after_copies()
-_REPLAY = torch.cuda.CUDAGraph.replay.__code__
+_HAS_HOOKS = has_replay_hooks()
 
 
 class HeldForTooLong(PygraphError, RuntimeError):
@@ -254,18 +255,24 @@ def is_of_program(error: Exception) -> bool:
 
     If torch cannot capture, its own code raises, or C++.
     """
-    trace = error.__traceback__
+    trace, is_in_replay = error.__traceback__, False
     while trace is not None and trace.tb_next is not None:
-        if trace.tb_frame.f_code is _REPLAY:  # a hook on a replay, which may be launched by now; since torch 2.14
-            return True
+        if _HAS_HOOKS and trace.tb_frame.f_code.co_name == "replay":
+            is_in_replay |= trace.tb_frame.f_globals is vars(torch.cuda.graphs)
         trace = trace.tb_next
+        if is_in_replay and _may_be_programs(trace.tb_frame):
+            return True  # a hook on a replay, which may be launched by now
     if trace is None or isinstance(error, PygraphError):
         return False
     frame, at = trace.tb_frame, trace.tb_lasti
-    if str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_OF_PROGRAM:
+    if not _may_be_programs(frame):
         return False
     found = next((step for step in dis.get_instructions(frame.f_code) if step.offset == at), None)
     return found is not None and found.opname in _RAISES
+
+
+def _may_be_programs(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_OF_PROGRAM
 
 
 def _kept(value: Any, is_in_pool: Callable[[int], bool]) -> Any:
