@@ -166,7 +166,7 @@ class _Reader:
         return self._allocations[address]
 
     def _waits_for_all_blocks(self, handle: int) -> bool:
-        """Whether all blocks of a kernel must run at once, which they may not beside another such kernel."""
+        """Whether all blocks of a kernel must be resident together; two such kernels side by side could deadlock."""
         attribute = self._driver.api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         (value,) = self._driver.call("cuGraphKernelNodeGetAttribute", handle, attribute)
         return bool(value.cooperative)

@@ -125,7 +125,7 @@ def why_missing() -> str | None:
     if is_running():
         return "it is being built; the next process uses it"
     if has_failed():
-        see = f"see {LOG}, then " if LOG.exists() else ""  # other builds told the caller
+        see = f"see {LOG}, then " if LOG.exists() else ""  # a build in the foreground writes none
         return f"its build failed: {see}run python -m pygraph_trees build"
     if _is_prevented:
         return "PYGRAPH_BUILD is off, and it is not built: run python -m pygraph_trees build"

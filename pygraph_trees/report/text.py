@@ -108,7 +108,7 @@ def environment_lines(environment: Environment) -> list[str]:
 
 
 def _host_work(what: str, unit: str, work: HostWork) -> Iterator[str]:
-    """Who did it, if anybody; the most frequent reasons first."""
+    """A line on how often C++ did the work, and how often torch, most frequent reasons first; none without work."""
     others = sorted(work.by_torch.items(), key=lambda item: -item[1])
     if work.at_once or others:
         reasons = "".join(f"; {count:,} by torch: {why}" for why, count in others)

@@ -64,7 +64,8 @@ def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
                 # A buffer that is used again orders operations. The allocator uses memory again, for each lane.
                 given = {**given, "allow_buffer_reuse": False}
             call.arguments["config_patches"] = given or call.arguments["config_patches"]
-            if override is not None:  # a backward is compiled later than its forward
+            # A backward is compiled later than its forward. With options, `compile_fx` calls itself.
+            if override is not None and _override() is not override:
                 call.arguments["inner_compile"] = _unplaced_without_graphs(call.arguments["inner_compile"], override)
             with _overriding(override):
                 return upstream(*call.args, **call.kwargs)

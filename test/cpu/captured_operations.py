@@ -6,6 +6,7 @@ Tensors are in a small pool on the CPU. Operators and launches capture kernels, 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from unittest import mock
 
 import torch
@@ -130,6 +131,24 @@ class Captured(TorchDispatchMode):
     def is_right(self, seeds: range) -> bool:
         right = serial(self.effects)
         return all(interleaved(self.effects, self.api.edges(self.graph), seed) == right for seed in seeds)
+
+
+def operate(captured: Captured, kind: str, alive: list[torch.Tensor], numbers: Sequence[int]) -> bool:
+    """Captures one operation of a random program on some of the tensors; returns whether the kind is one of these."""
+    one, other, out = (alive[number % len(alive)] for number in numbers)
+    if kind == "return" and captured.free(8) is not None:
+        alive.append(ops.cat.default([one, other]))
+    elif kind == "out":
+        ops.cat.out([one, other], out=out)
+    elif kind == "add":
+        one.add_(other)
+    elif kind == "custom":
+        custom([one], [other])
+    elif kind == "outside":
+        captured.kernel([one], [other], hidden=True)
+    else:
+        return False
+    return True
 
 
 class FakeAutotuner:

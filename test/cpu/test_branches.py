@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from captured_operations import ATEN, UNKNOWN, BranchesTestCase, Captured, FakeAutotuner, custom, ops
+from captured_operations import ATEN, UNKNOWN, BranchesTestCase, Captured, FakeAutotuner, custom, operate, ops
 from fake_edges import PROGRAMMATIC
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,20 +56,10 @@ class TestAccesses(BranchesTestCase):
             for kind, *numbers, temporary, kernels, dies in program:
                 one, other, out = (alive[number % len(alive)] for number in numbers)
                 captured.temporary, captured.kernels, captured.name = 8 * temporary, kernels, ATEN
-                if kind == "return" and captured.free(8) is not None:
-                    alive.append(ops.cat.default([one, other]))
-                elif kind == "out":
-                    ops.cat.out([one, other], out=out)
-                elif kind == "add":
-                    one.add_(other)
-                elif kind == "custom":
-                    custom([one], [other])
-                elif kind == "unknown":
+                if kind == "unknown":
                     captured.name = UNKNOWN
                     one.add_(other)
-                elif kind == "outside":
-                    captured.kernel([one], [other], hidden=True)
-                else:
+                elif not operate(captured, kind, alive, numbers):
                     mutated = ["in_ptr1"] if kind == "mutate" else []
                     FakeAutotuner(captured, mutated).run(one, other, out, 8, stream=captured.stream)
                 del one, other, out

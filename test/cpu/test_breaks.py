@@ -1,4 +1,4 @@
-"""Graph breaks and compiled functions are told with the line of the program, and each break with advice."""
+"""The report shows the line of each graph break and compiled function, and advice for each break."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from captured_operations import BranchesTestCase, Captured, FakeAutotuner, custom, ops
+from captured_operations import BranchesTestCase, Captured, FakeAutotuner, custom, operate, ops
 from fake_driver import FakeApi
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -316,17 +316,7 @@ class TestLaneCapture(BranchesTestCase):
                     made = captured.made()
                     ops.cat.out([one, other], out=made)
                     alive.append(made)
-                elif kind == "return" and captured.free(8) is not None:
-                    alive.append(ops.cat.default([one, other]))
-                elif kind == "out":
-                    ops.cat.out([one, other], out=out)
-                elif kind == "add":
-                    one.add_(other)
-                elif kind == "custom":
-                    custom([one], [other])
-                elif kind == "outside":
-                    captured.kernel([one], [other], hidden=True)
-                else:
+                elif not operate(captured, kind, alive, numbers):
                     captured.launch(one, other, out)
                 if dies and len(alive) > 3:
                     del alive[3]
