@@ -52,9 +52,12 @@ def program_line() -> str | None:
     code, module = _traced()
     if code is None:
         return None
-    is_torchs = code.co_filename.startswith(os.path.dirname(torch.__file__) + os.sep)
-    if module is not None and is_torchs and "fn" in code.co_freevars:  # around one of torch's own modules
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", code)
+    if module is not None:
+        forward = type(module).forward
+        is_torchs = code.co_filename.startswith(os.path.dirname(torch.__file__) + os.sep)
+        # Torch calls its own modules in a function around them, and other packages decorate the method.
+        if (is_torchs and "fn" in code.co_freevars) or getattr(forward, "__code__", None) is code:
+            code = getattr(inspect.unwrap(forward), "__code__", code)
     resumed = _RESUMED.match(code.co_name)
     return _place(code.co_filename, resumed["line"] if resumed else code.co_firstlineno, code.co_name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import json
@@ -37,6 +38,20 @@ def looping(x):
         x = x * 2
         print("seen")
     return x
+
+
+def decorated(forward):
+    @functools.wraps(forward)
+    def wrapper(self, x):
+        return forward(self, x)
+
+    return wrapper
+
+
+class Decorated(torch.nn.Module):
+    @decorated
+    def forward(self, x):
+        return x + 1
 
 
 class Broken(torch.nn.Module):
@@ -123,12 +138,13 @@ class TestBreaks(TestCase):
             logs.append(_log_of(artifact, {"is_backward": False}))
             return gm
 
-        for fn in (Broken(), torch.nn.Linear(4, 4)):
+        for fn in (Broken(), torch.nn.Linear(4, 4), Decorated()):
             self.of(fn, backend)
         first = inspect.getsourcelines(Broken.forward)[1]
         places = [f"{__file__}:{first + line} in forward" for line in (0, 2)]
         self.assertEqual([log.record().source for log in logs[:2]], places)
         self.assertRegex(logs[2].source, r"torch/nn/modules/linear\.py:\d+ in forward$")
+        self.assertEqual(logs[3].source, f"{__file__}:{inspect.getsourcelines(Decorated.forward)[1]} in forward")
         journal.add_graph(logs[0])
         with mock.patch("pygraph_trees.report.compiled.compile_id", return_value=logs[0].compile_id):
             self.assertEqual(_log_of(artifact, {"is_backward": True}).source, places[0])
