@@ -42,6 +42,7 @@ def choose(
     *,
     stage: bool = False,
     tabled: Collection[int] = (),
+    overwritten: Collection[int] = (),
     own: Mapping[int, bool] = MappingProxyType({}),
 ) -> tuple[LiveInputs | None, dict[int, Why]]:
     """The inputs that can be recorded at placeholder addresses; for each other candidate, why it is copied.
@@ -52,6 +53,7 @@ def choose(
         stage: whether copies in the graph read inputs on the CPU, so that these may be staged.
         managed: inputs that may be in the graph pool, because they are alive while the function is recorded.
         tabled: inputs that get a slot in a table if they are at placeholder addresses.
+        overwritten: inputs that do not count as mutated, but in whose memory a launch may leave something else.
         own: own memory of outputs, by index, and whether only our own copies write to it, so that no other kernel can
             hide the address.
 
@@ -73,6 +75,7 @@ def choose(
         at_placeholder = Operand(
             *(index, value, Place.PLACEHOLDER),
             mutated=index in mutated,
+            overwritten=index in overwritten,
             managed=index in managed,
             tabled=index in tabled,
             own=own.get(index),

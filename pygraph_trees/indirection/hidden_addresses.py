@@ -80,7 +80,7 @@ class Rehearsal:
         """
         self._items, self._count, self._given = items, count, given
         self._surroundings, self._launch, self._own = surroundings, launch, own
-        written = [given(item.index) for item in items[:count] if item.mutated]
+        written = [given(item.index) for item in items[:count] if item.mutated or item.overwritten]
         self._poison = Poison([_elements_of(t) for t in (*surroundings.kept, *written)], surroundings.generators)
         self.put_back = self._poison.put_back  # restores everything that the launches have changed
 
@@ -127,7 +127,7 @@ class Rehearsal:
         sum may be too small to change a large number, or to be missed in the input.
         """
         item = self._items[position]
-        is_changed = item.mutated and position not in self._own
+        is_changed = (item.mutated or item.overwritten) and position not in self._own
         return item.placeholder_tensor.dtype in _NUMBERS and not is_changed
 
     def _prepare(self) -> None:
@@ -146,7 +146,7 @@ class Rehearsal:
         written = [
             self._given(item.index) if position in moved else item.placeholder_tensor
             for position, item in enumerate(self._items)
-            if item.mutated
+            if item.mutated or item.overwritten
         ]
         return [*self._surroundings.outputs, *self._surroundings.written, *written]
 

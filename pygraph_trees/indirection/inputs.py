@@ -87,6 +87,7 @@ class LiveInputs:
             min(self.storages, default=0),
             max((item.recorded - item.lead + item.nbytes for item in self.items), default=0),
         )
+        self._overwritten = {item.index for item in self.items if item.overwritten}
         self._own = {position: o.own for position, o in enumerate(at_placeholders) if o.own is not None}
         self._held = [Decision(Route.COPY, operand.why_copied) for operand in held]
         self.decisions: dict[int, Decision] = {}  # by index, once set up
@@ -254,11 +255,8 @@ class LiveInputs:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _slots(self, found: Scan) -> Slots:
-        if self._table is None:
-            return NO_SLOTS
-        return self._table.found(
-            self._driver, found, [item.recorded for item in self.items[: len(self._placeholders.placeholders)]]
-        )
+        recorded = [item.recorded for item in self.items[: len(self._placeholders.placeholders)]]
+        return NO_SLOTS if self._table is None else self._table.found(self._driver, found, recorded)
 
     @property
     def staged_copies(self) -> tuple[torch.Tensor | None, Callable[[torch.Tensor, torch.Tensor], None] | None]:
@@ -388,8 +386,10 @@ class LiveInputs:
         base, temporary = self._given[index], self.addresses.temporary
         copied = self._copied.get(index)
         is_copied = copied is not None or index in temporary
-        if is_copied and (self._pool.holds(base.data_ptr()) or not may_be_seen(base, view)):
-            # The graph may overwrite the input's own memory, and the next call overwrites the placeholder tensor's.
+        if is_copied and (
+            self._pool.holds(base.data_ptr()) or not may_be_seen(base, view) or index in self._overwritten
+        ):
+            # The output is in the copy, or the graph may overwrite the input. The next call overwrites the placeholder.
             if copied is not None and index not in temporary:
                 temporary[index] = copy_at(copied.placeholder_tensor, copied.recorded % 512)
             base = temporary[index]

@@ -44,6 +44,7 @@ class Item:
     recorded: int  # address of the placeholder tensor's first element
     mutated: bool
     managed: bool
+    overwritten: bool = False  # a launch leaves something else in its memory, maybe an output
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Operand:
     tensor: torch.Tensor  # of the call that is recorded
     place: Place
     mutated: bool = False
+    overwritten: bool = False
     managed: bool = False  # an output of an earlier recording whose address was found to change
     tabled: bool = False  # it gets a slot in a table
     own: bool | None = None  # for own memory: whether only our own copies write to it, so that no kernel hides it
@@ -62,7 +64,8 @@ class Operand:
     def at_placeholder(self, span: Span, start: int, device: torch.device) -> Item:
         """``start``: the address of the placeholder."""
         made = placeholder_tensor(start, span, self.tensor, device)
-        return Item(self.index, span.lead, span.nbytes, made, start + span.lead, self.mutated, self.managed)
+        recorded = start + span.lead
+        return Item(*(self.index, span.lead, span.nbytes, made, recorded, self.mutated, self.managed, self.overwritten))
 
     def in_memory(self) -> Item:
         """A mutated input that is copied; its copy includes gaps between rows: views of the input may be there."""

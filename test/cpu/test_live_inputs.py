@@ -636,6 +636,21 @@ class TestOutputs(LiveInputsTestCase):
             self.assertEqual((whole, view), (before, before.flatten()[8:16:2]))
             self.assertEqual(view.data_ptr(), whole.data_ptr() + 32)
 
+    def test_an_output_on_an_input_that_is_overwritten_is_where_the_launch_wrote(self):
+        for nodes in (self.one_kernel(), self.first_unheld):  # patched, and copied
+            live, _ = self.choose(at(0), at(0), overwritten=[0])
+            live.outputs[0] = (0, None)
+            live.set_up(self.capture(nodes, live))
+            live.finish()
+            for offset in (0, 4):
+                self.begin(live, given := at(offset), at(0))
+                copies = live.addresses.temporary, live._copied.get(0)
+                written = given if not any(copies) else copies[0].get(0, copies[1] and copies[1].placeholder_tensor)
+                written.fill_(7)
+                self.assertEqual(live.output(0, None), torch.full((4, 8), 7.0))
+                self.assertEqual(bool((given == 7).all()), written is given)
+                live.finish()
+
     def test_a_view_in_another_dtype_is_of_a_copy_if_the_input_has_no_such_elements(self):
         """Un-graphed, a misaligned or negated input is copied before it is seen as complex numbers."""
         for nodes in (self.one_kernel(), self.first_unheld):  # patched, and copied

@@ -336,6 +336,23 @@ class TestRehearsal(LiveInputsTestCase):
             live.finish()
             self.assertEqual((a, self.out[0]), expected)
 
+    def test_an_input_whose_memory_is_used_again_is_put_back(self):
+        """A donated buffer is changed by each launch, so the first call needs what it held before the check."""
+
+        def nodes(a, o):
+            return [self.kernel("in_place", a[0]), self.kernel("plain", a[1], o[0])]
+
+        def hiding(a, o):
+            return [self.kernel("in_place", a[0]), self.kernel("halves", o[0], *split(a[1]))]
+
+        for made, added in ((nodes, 1), (hiding, 2)):
+            a, b = some(), some()
+            live, graph = self.rehearse(made, a, b, overwritten=[0])
+            expected = a + 1, b + added
+            graph.replay()
+            self.assertEqual((live.output(0, None), self.out[0]), expected)
+            live.finish()
+
     def test_the_check_leaves_random_numbers_as_they_are(self):
         """Each launch draws the same numbers, and the generator ends at its original offset."""
 
@@ -493,7 +510,9 @@ class TestSurroundings(TestCase):
             mock.patch.object(torch.cuda, "default_generators", [None]),
         ):
             found = captured_graph.surroundings(node, (), live, [2])
+            donated = captured_graph.surroundings(node, (), live, [], [2])
         self.assertEqual(found.kept, [storage[3:6], storage[6:], copied])
+        self.assertEqual((donated.kept, donated.written), (found.kept, found.written))
         self.assertEqual([t.data_ptr() for t in found.written], [storage[3:].data_ptr()])
 
 

@@ -19,6 +19,7 @@ from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.naming import BACKWARD
 
 from ..functions.containment import forget_frames, passes
+from ..functions.function import FunctionModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 class Attempts:
     """The state of one recording while it is made."""
 
-    __slots__ = ("_function", "_kept", "_left_table", "model", "moving", "refused", "why_copied")
+    __slots__ = ("_function", "_kept", "_left_table", "model", "moving", "overwritten", "refused", "why_copied")
 
     def __init__(self, function: Any, inputs: list[Any]) -> None:
         """``function``: upstream's ``WrappedFunction``; ``inputs``: the inputs of the recorded call."""
@@ -43,6 +44,11 @@ class Attempts:
         # Managed inputs whose addresses changed; they are live inputs of this recording.
         self.moving = {index: inputs[index] for index in getattr(model, "moving", ())}
         self.why_copied: dict[int, Why] = {}
+        # Inputs that do not count as mutated, but in whose memory a launch may leave something else.
+        self.overwritten: frozenset[int] = frozenset()
+        if isinstance(model, FunctionModel):
+            own = getattr(function, "own", None)
+            self.overwritten = model.overwritten(len(inputs) if own is None else own.takes)
 
     def until_one_works(self, attempt: Callable[[], None], inputs: list[Any]) -> None:
         """Makes attempts until one works or nothing else can be tried; each attempt is given all ``inputs``."""
@@ -108,6 +114,7 @@ class Attempts:
             managed,
             stage=model.settings.placement != "off",
             tabled=taken_by_variants(model) if may_use else (),
+            overwritten=self.overwritten,
             own=own,
         )
         if live is None:

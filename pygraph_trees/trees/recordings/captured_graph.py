@@ -103,12 +103,15 @@ def _allocated() -> int:
     return int(torch.cuda.memory_stats_as_nested_dict()["allocation"]["all"]["allocated"])
 
 
-def surroundings(node: Any, outputs: Sequence[Any], live: LiveInputs, copied: Collection[int]) -> Surroundings:
+def surroundings(
+    node: Any, outputs: Sequence[Any], live: LiveInputs, copied: Collection[int], overwritten: Collection[int] = ()
+) -> Surroundings:
     """The tensors that a launch reads and writes besides the live inputs; the captured outputs must still exist.
 
     Args:
         node: the recording; only upstream's attributes are read.
         copied: the indices of the inputs that upstream copies.
+        overwritten: those of inputs that do not count as mutated, but in whose memory a launch may leave other values.
     """
     mutated, own = set(node.wrapped_function.mutated_input_idxs), {item.index for item in live.items}
 
@@ -121,7 +124,7 @@ def surroundings(node: Any, outputs: Sequence[Any], live: LiveInputs, copied: Co
     generators = [value for value in node.reconstructed_inputs if isinstance(value, torch.Generator)]
     return Surroundings(
         outputs=[o for i, o in enumerate(outputs) if i not in live.outputs and is_cuda(o) and _is_plain(o)],
-        kept=tensors(in_pool | mutated),
+        kept=tensors(in_pool | mutated | set(overwritten)),
         written=tensors(mutated),
         generators=[torch.cuda.default_generators[node.device], *generators],
     )

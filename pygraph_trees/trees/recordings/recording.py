@@ -42,11 +42,12 @@ from .records import describe, describe_outputs
 from .replaying import Replayed, native_replay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.host_reads import HostRead
     from pygraph_trees.edges.branches import Branching
+    from pygraph_trees.indirection.hidden_addresses import Surroundings
 
 _IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # called twice per input
 
@@ -269,7 +270,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         if live is not None:
             with torch.cuda.device(self.device):
                 live.set_up(
-                    *(self.graph, reads, copied, lambda: surroundings(self, outputs, live, self._copied_indices())),
+                    *(self.graph, reads, copied, functools.partial(self._surroundings, outputs, live)),
                     with_branches,
                 )
             self._count_nodes(live.kinds)
@@ -277,6 +278,10 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             with torch.cuda.device(self.device):
                 with_branches(self.graph).instantiate()
         return outputs
+
+    def _surroundings(self, outputs: Sequence[Any], live: LiveInputs) -> Surroundings:
+        assert self._attempts is not None
+        return surroundings(self, outputs, live, self._copied_indices(), self._attempts.overwritten)
 
     def _branches_flag(self) -> str:
         """``pygraph_branches``, as far as it concerns this recording."""
