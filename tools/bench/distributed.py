@@ -1,10 +1,11 @@
 """Measures programs on several ranks: without graphs, with upstream's, and with ours, in turns.
 
-usage: torchrun --nproc-per-node N tools/bench/distributed.py [decode | bert ...] [--rounds N] [--steps N] [--out FILE]
+usage: torchrun --nproc-per-node N tools/bench/distributed.py [decode | bert | fsdp2 ...] [--batches B,...] [--out FILE]
 
 *decode* is a Llama block that decodes one token under tensor parallelism, with two all-reduces inside; *bert* is a
-training step of BERT under DistributedDataParallel. A figure is the wall time of a block of steps, of the slowest rank,
-by its number of steps; the median over rounds. Values are compared with eager's once for each way.
+training step of BERT under DistributedDataParallel, *fsdp2* one of an encoder under FSDP2. A figure is the wall time of
+a block of steps, of the slowest rank, by its number of steps; the median over rounds. Each way's first value is
+compared with eager's, and with torch.compile's bit by bit.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _HIDDEN, _HEADS, _INNER, _CACHE = 4096, 32, 11008, 2048  # of a Llama with 7 bil
 class Block(nn.Module):
     """One rank's share of a Llama block, which decodes one token at a time."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, batch: int, device: torch.device) -> None:
         super().__init__()
         ranks, make = dist.get_world_size(), {"device": device, "dtype": torch.bfloat16, "bias": False}
         self.heads = _HEADS // ranks
@@ -51,39 +52,39 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(_HIDDEN, device=device, dtype=torch.bfloat16) for _ in range(2))
         self.query_key_value, self.out = nn.Linear(_HIDDEN, 3 * own, **make), nn.Linear(own, _HIDDEN, **make)
         self.gate_up, self.down = nn.Linear(_HIDDEN, 2 * inner, **make), nn.Linear(inner, _HIDDEN, **make)
-        shape = 1, self.heads, _CACHE, _HIDDEN // _HEADS
+        shape = batch, self.heads, _CACHE, _HIDDEN // _HEADS
         for name in ("keys", "values"):
             self.register_buffer(name, torch.zeros(shape, device=device, dtype=torch.bfloat16))
 
     def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         query, key, value = (
-            part.view(1, self.heads, 1, -1) for part in self.query_key_value(self.norms[0](x)).chunk(3, dim=-1)
+            part.view(len(x), self.heads, 1, -1) for part in self.query_key_value(self.norms[0](x)).chunk(3, dim=-1)
         )
         self.keys.index_copy_(2, position, key)
         self.values.index_copy_(2, position, value)
         visible = (torch.arange(_CACHE, device=x.device) <= position).view(1, 1, 1, _CACHE)
         seen = F.scaled_dot_product_attention(query, self.keys, self.values, attn_mask=visible)
-        x = x + functional.all_reduce(self.out(seen.reshape(1, -1)), "sum", dist.group.WORLD)
+        x = x + functional.all_reduce(self.out(seen.reshape(len(x), -1)), "sum", dist.group.WORLD)
         gate, up = self.gate_up(self.norms[1](x)).chunk(2, dim=-1)
         return x + functional.all_reduce(self.down(F.silu(gate) * up), "sum", dist.group.WORLD)
 
 
-def decode(device: torch.device) -> tuple[Program, tuple[Any, ...]]:
+def decode(batch: int, device: torch.device) -> tuple[Program, tuple[Any, ...]]:
     torch.manual_seed(dist.get_rank())
-    block = Block(device).eval()
-    x = torch.ones(1, _HIDDEN, device=device, dtype=torch.bfloat16) / 64
+    block = Block(batch, device).eval()
+    x = torch.ones(batch, _HIDDEN, device=device, dtype=torch.bfloat16) / 64
     args = x, torch.tensor([7], device=device)
     return Program(block, args, {}), args
 
 
-def bert(device: torch.device) -> tuple[Program, tuple[Any, ...]]:
+def bert(batch: int, device: torch.device) -> tuple[Program, tuple[Any, ...]]:
     from torch.nn.parallel import DistributedDataParallel
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
     config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     model = DistributedDataParallel(BertForMaskedLM(config).to(device))
-    tokens = torch.randint(config.vocab_size, (8, 128), device=device)
+    tokens = torch.randint(config.vocab_size, (batch, 128), device=device)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
@@ -92,22 +93,43 @@ def bert(device: torch.device) -> tuple[Program, tuple[Any, ...]]:
     return Program(step, (tokens,), {}, training=True, parameters=list(model.parameters())), (tokens,)
 
 
-PROGRAMS: dict[str, Callable[[torch.device], tuple[Program, tuple[Any, ...]]]] = {"decode": decode, "bert": bert}
+def fsdp2(batch: int, device: torch.device) -> tuple[Program, tuple[Any, ...]]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(768, 12, 3072, dropout=0.0, batch_first=True, device=device)
+    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    for module in (*model.layers, model):
+        fully_shard(module)
+    x = torch.rand(batch, 128, 768, device=device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        return loss
+
+    return Program(step, (x,), {}, training=True, parameters=list(model.parameters())), (x,)
 
 
-def measure(name: str, device: torch.device, rounds: int, steps: int) -> dict[str, Any]:
-    """Milliseconds per step by way, and the largest difference from eager's first value."""
-    program, args = PROGRAMS[name](device)
+PROGRAMS: dict[str, Callable[[int, torch.device], tuple[Program, tuple[Any, ...]]]] = {
+    "decode": decode,
+    "bert": bert,
+    "fsdp2": fsdp2,
+}
+
+
+def measure(name: str, batch: int, device: torch.device, rounds: int, steps: int) -> dict[str, Any]:
+    """Milliseconds per step by way, the largest difference from eager's first value, and who has torch.compile's."""
+    program, args = PROGRAMS[name](batch, device)
     ways = make_ways(program, ["eager", *WAYS])
     samples: dict[str, list[float]] = {way.name: [] for way in ways}
     apart: dict[str, float] = {}
-    wanted: torch.Tensor | None = None
+    values: dict[str, torch.Tensor] = {}
     for way in ways:
         with way.active(), torch.set_grad_enabled(program.training):
             for _ in range(_WARM):
                 found = _value(program.step(way.callable, args, {}))
-        wanted = found if wanted is None else wanted
-        apart[way.name] = float((found - wanted).abs().max())
+        values[way.name] = found
+        apart[way.name] = float((found - values["eager"]).abs().max())
     for way in schedule(ways, rounds):
         with way.active(), torch.set_grad_enabled(program.training):
             program.step(way.callable, args, {})
@@ -117,9 +139,11 @@ def measure(name: str, device: torch.device, rounds: int, steps: int) -> dict[st
             way.trees.clear()
     return {
         "program": name,
+        "batch": batch,
         "ms": {way: median(found) for way, found in samples.items()},
         "rounds_ms": samples,
         "apart": apart,
+        "as_compile": [way for way, value in values.items() if torch.equal(value, values["compile"])],
     }
 
 
@@ -157,10 +181,13 @@ def main() -> int:
     parser.add_argument(
         "names", nargs="*", type=one_of(PROGRAMS), metavar="NAME", help=f"some of {', '.join(PROGRAMS)}; default: all"
     )
+    batches = parser.add_argument("--batches", default="1,8", metavar="B,...", help="of each program (default 1,8)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=50, help="steps in a block (default 50)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where rank 0 writes JSON")
     options = parser.parse_args()
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", options.batches):
+        parser.error(f"argument {batches.option_strings[0]}: numbers separated by commas, such as 1,8")
     if "LOCAL_RANK" not in os.environ:
         parser.error("torchrun starts this: torchrun --nproc-per-node 2 tools/bench/distributed.py")
     if not has_gpu():
@@ -168,10 +195,19 @@ def main() -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
-    found = [measure(name, device, options.rounds, options.steps) for name in options.names or PROGRAMS]
+    found = [
+        measure(name, int(batch), device, options.rounds, options.steps)
+        for name in options.names or PROGRAMS
+        for batch in options.batches.split(",")
+    ]
     if dist.get_rank() == 0:
         for result in found:
-            print(result["program"], ", ".join(f"{way} {ms:.3f} ms" for way, ms in result["ms"].items()), flush=True)
+            print(
+                result["program"],
+                result["batch"],
+                ", ".join(f"{way} {ms:.3f} ms" for way, ms in result["ms"].items()),
+                flush=True,
+            )
         how = {"ranks": dist.get_world_size(), "topology": topology(), "rounds": options.rounds, "steps": options.steps}
         write_figures(options.out, found, **how)
     torch._dynamo.reset()  # NCCL waits until no graph has captured a collective
