@@ -1,0 +1,159 @@
+"""Programs in the shape of what people run: adapters that are swapped, an agent, streams, padded batches, simulations.
+
+Each runs in eager, with upstream's graphs and with ours (``parity.py``); the values that its user sees must be equal.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from indirection import Facts, IndirectionTestCase
+from parity import ParityTestCase
+from torch import nn
+from torch.testing._internal.common_utils import run_tests
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(16, 16), nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.gelu(self.base(x) + self.up(self.down(x)))
+
+
+class TestClients(ParityTestCase):
+    by_address = True
+
+    def test_compiled_regions_with_adapters_that_are_swapped(self) -> None:
+        """Of a diffusion model, only its repeated blocks are compiled; adapters are copied into place, or replaced."""
+
+        def program(ctx):
+            blocks = nn.ModuleList(Adapted() for _ in range(3)).to(ctx.device)
+            adapters = [[torch.randn_like(b.up.weight) for b in blocks] for _ in range(2)]
+            compiled = [ctx.compile(block) for block in blocks]
+            with torch.no_grad():
+                for step in range(12):
+                    if step in (4, 8):
+                        for block, adapter in zip(blocks, adapters[step == 8], strict=True):
+                            if step == 4:
+                                block.up.weight.copy_(adapter)
+                            else:
+                                block.up.weight = nn.Parameter(adapter)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    x = torch.randn(4, 16, device=ctx.device)
+                    for block in compiled:
+                        x = block(x)
+                    ctx.record(x)
+
+        self.parity(program)
+
+    def test_an_agent_whose_environment_is_on_the_cpu(self) -> None:
+        def program(ctx):
+            actor = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).to(ctx.device)
+            optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
+            act, loss_of = ctx.compile(actor), ctx.compile(lambda x, target: F.mse_loss(actor(x), target))
+            state = torch.zeros(8, 6)
+            for step in range(10):
+                torch.compiler.cudagraph_mark_step_begin()
+                with torch.no_grad():
+                    action = act(state.to(ctx.device)).cpu()
+                ctx.record(action)
+                state = state * 0.9 + F.pad(action, (0, 4)) + 0.1 * step  # the environment
+                torch.compiler.cudagraph_mark_step_begin()
+                loss = loss_of(state.to(ctx.device), -action.to(ctx.device))
+                ctx.record(loss)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        self.parity(program)
+
+    def test_a_stream_that_keeps_its_state(self) -> None:
+        """A recogniser gets chunks of sound, with the state and the last frames of the chunk before."""
+
+        def program(ctx):
+            front, cell = nn.Conv1d(4, 8, 3).to(ctx.device), nn.GRUCell(8, 8).to(ctx.device)
+
+            def recognise(chunk, state, last):
+                frames = front(torch.cat((last, chunk), -1))
+                for frame in frames.unbind(-1):
+                    state = cell(frame, state)
+                return state.softmax(-1), state, chunk[..., -2:].clone()
+
+            compiled = ctx.compile(recognise)
+            with torch.no_grad():
+                for _ in range(2):  # streams
+                    state, last = torch.zeros(2, 8, device=ctx.device), torch.zeros(2, 4, 2, device=ctx.device)
+                    for _ in range(6):
+                        torch.compiler.cudagraph_mark_step_begin()
+                        shown, state, last = compiled(torch.randn(2, 4, 5, device=ctx.device), state, last)
+                        state, last = state.clone(), last.clone()
+                        ctx.record(shown)
+
+        self.parity(program)
+
+    def test_batches_that_are_padded_to_their_longest_text(self) -> None:
+        def program(ctx):
+            embedding, head = nn.Embedding(50, 16).to(ctx.device), nn.Linear(16, 50).to(ctx.device)
+
+            def loss_of(tokens):
+                return F.cross_entropy(head(embedding(tokens).tanh()).flatten(0, 1), tokens.flatten())
+
+            compiled = ctx.compile(loss_of)
+            for length in (7, 9, 7, 12, 9, 9, 7, 12, 9, 7):
+                torch.compiler.cudagraph_mark_step_begin()
+                loss = compiled(torch.randint(50, (4, length), device=ctx.device))
+                loss.backward()
+                ctx.record(loss, head.weight.grad)
+                head.weight.grad = head.bias.grad = embedding.weight.grad = None
+
+        self.parity(program)
+
+    def test_a_simulation_that_looks_at_its_state(self) -> None:
+        def program(ctx):
+            def advance(x, v, dt):
+                force = -x - 0.1 * v + torch.roll(x, 1, 0)
+                v = v + dt * force
+                return x + dt * v, v
+
+            compiled = ctx.compile(advance)
+            x, v, dt = torch.ones(64, device=ctx.device), torch.zeros(64, device=ctx.device), torch.tensor(0.5)
+            for _ in range(12):
+                torch.compiler.cudagraph_mark_step_begin()
+                x, v = (t.clone() for t in compiled(x, v, dt))
+                if float(x.abs().max()) > 1.2:  # the step is halved, and the state is put back
+                    x, dt = x.clamp(-1, 1), dt / 2
+                ctx.record(x, v)
+
+        self.parity(program)
+
+
+class TestTemplates(IndirectionTestCase):
+    def test_matmuls_by_triton_templates(self) -> None:
+        """``max-autotune`` generates kernels for matrix products, in inference and in training."""
+        weight = torch.randn(128, 128, device=self.device, requires_grad=True)
+
+        def program(x):
+            return (x @ weight).relu() @ weight
+
+        options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON", "triton.cudagraphs": True}
+        compiled = torch.compile(program, options=options)
+        for call in range(8):
+            x = torch.randn(64, 128, device=self.device) / 8
+            torch.compiler.cudagraph_mark_step_begin()
+            with torch.set_grad_enabled(call % 2 == 1):
+                found = [way(x) for way in (compiled, program)]
+            if call % 2:
+                found += [torch.autograd.grad(out.sum(), weight)[0] for out in found[:2]]
+                self.assertEqual(found[2], found[3], rtol=1e-2, atol=1e-2, msg=f"call {call}")
+            self.assertEqual(found[0], found[1], rtol=1e-2, atol=1e-2, msg=f"call {call}")
+        facts = Facts.now()
+        self.assertEqual((facts.copied_bytes, facts.why), (0, ()), str(facts))
+        self.assertGreater(facts.replays, 4)
+
+
+if __name__ == "__main__":
+    run_tests()
