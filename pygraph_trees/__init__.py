@@ -7,6 +7,7 @@ patched. An invalid environment variable is ignored with a warning. The import n
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from .settings import FLAGS
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .benchmark.kernels import Named
     from .benchmark.outcome import Outcome
     from .benchmark.program import Program
     from .cli.explanation import Explanation
@@ -107,6 +109,17 @@ def compare(fn: Callable[..., Any], *args: Any, rounds: int = 5, **kwargs: Any) 
     return Outcome(tuple(found), report())
 
 
+def name_kernels(trace: str | os.PathLike[str]) -> Named:
+    """Names the kernels of replayed graphs in a trace that ``torch.profiler`` exported, by module, line and compile id.
+
+    Calls :func:`pygraph_trees.benchmark.kernels.name_kernels`. Returns how many kernels of graphs were named, of how
+    many.
+    """
+    from .benchmark.kernels import name_kernels as named
+
+    return named(trace)
+
+
 def _program(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     from .cli.target import program_of
 
@@ -126,4 +139,4 @@ if not TYPE_CHECKING:  # or it would have every attribute for type checkers
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["Report", "__version__", "compare", "explain", "install", "report", "uninstall", "verify"]
+__all__ = ["Report", "__version__", "compare", "explain", "install", "name_kernels", "report", "uninstall", "verify"]

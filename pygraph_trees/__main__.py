@@ -84,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         "ours:keep, ours:overwrite",
     )
     _add_files(compare, "measurements and report")
+    what = "also write a profiler's trace of one call in each way to FILE, for Perfetto, with names for graphed kernels"
+    compare.add_argument("--trace", type=_file, metavar="FILE", help=what)
     what = "exit with 1 if a way is slower than in FILE, from --json"
     compare.add_argument("--baseline", type=functools.partial(_file, is_there=True), metavar="FILE", help=what)
     what = "by which a way may be slower (default 5)"
@@ -164,7 +166,8 @@ def _check_before_torch(options: argparse.Namespace) -> None:
     from .cli import destination, target
     from .selection.profiles import NoCacheFolder, Profiles
 
-    destination.check({"--json": options.json, "--html": options.html})
+    trace = getattr(options, "trace", None)
+    destination.check({"--json": options.json, "--html": options.html, "--trace": trace})
     target.check(options.target)
     _check_torch()
     folder = Profiles.default().folder.parent
@@ -197,7 +200,7 @@ def _compare(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         if verifies:
             raise NothingVerified(why=NO_GPU)
-        for option in ("json", "html", "baseline"):
+        for option in ("json", "html", "trace", "baseline"):
             if getattr(options, option) is not None:
                 raise NeedsGpu(instead=f"it has no measurements for --{option}")
         _show("compare needs a GPU, and torch finds none here; `explain` shows what it would run.\n")
@@ -205,7 +208,7 @@ def _compare(options: argparse.Namespace) -> int:
 
     baseline = Baseline.read(options.baseline, torch.cuda.get_device_name()) if options.baseline else None
     program = target.resolve(options.target, torch.device("cuda"))
-    measurements = compare(program, ways, Effort(rounds=options.rounds), Progress())
+    measurements = compare(program, ways, Effort(rounds=options.rounds), Progress(), options.trace)
     found = Outcome(tuple(measurements), report())
     _deliver(found, options)
     has_ours = any(way.startswith("ours") for way in ways)

@@ -16,6 +16,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 ARTIFACT_CODE = (
     "inductor_patches",
     "pygraph_trees/compat.py",
+    "pygraph_trees/report/calls.py",
     "pygraph_trees/report/compiled.py",
     "pygraph_trees/report/log.py",
     "pygraph_trees/report/naming.py",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +24,11 @@ from pygraph_trees.report.text import title
 
 from . import graphs, timing
 from .differences import Snapshot, differences, snapshot
+from .kernels import name_events
 from .measurement import REGIMES, Measurement
 from .program import Program
 from .rings import InputSet, Ring
-from .trace import profile_call
+from .trace import profile_call, side_by_side
 from .ways import FORCED, WAYS, Way, make_ways, own_cache, wake_compiler
 
 Progress = Callable[[int, int, str], None]  # gets the steps done, the total and the name of the next step
@@ -59,8 +61,12 @@ class Comparison:
         ways: Sequence[str] = WAYS,
         effort: timing.Effort | None = None,
         progress: Progress | None = None,
+        *,
+        keeps_traces: bool = False,
     ) -> None:
+        """``keeps_traces``: puts a profiler's trace of each way into :attr:`traces`."""
         self.program = program
+        self._keeps_traces = keeps_traces
         self.effort = effort or timing.Effort()
         self.ways = make_ways(program, ways)
         self.ring = Ring(program, self.effort.ring)
@@ -69,6 +75,7 @@ class Comparison:
         self._wait = timing.synchroniser(program.device)
         self._on_gpu = program.device.type == "cuda"
         self._references: dict[str, Snapshot] = {}
+        self.traces: dict[str, dict[str, Any]] = {}  # by way, of the last call with fresh inputs
         self._progress = progress or (lambda done, total, text: None)
         self._done = 0
         patched = (run for run in self._runs if run.way.patched and self._on_gpu)
@@ -208,7 +215,13 @@ class Comparison:
             with graphs.watch_replays(managers) as watched:
                 run.call(next(run.feed))
 
-        work = profile_call(call, self._wait)
+        def keep(trace: dict[str, Any]) -> None:
+            if run.regime == "fresh":
+                if run.way.patched:
+                    name_events(trace["traceEvents"], journal.functions[run.functions.start : run.functions.stop])
+                self.traces[run.way.name] = trace
+
+        work = profile_call(call, self._wait, keep if self._keeps_traces else None)
         if work is not None:
             figures, launches = work._asdict(), tuple(graphs.launched(watched))
             is_each_known = figures.pop("graph_launches") == len(launches)
@@ -256,8 +269,18 @@ def _call(program: Program, way: Way) -> Callable[[InputSet], Any]:
 
 
 def compare(
-    program: Program, ways: Sequence[str] = WAYS, effort: timing.Effort | None = None, progress: Progress | None = None
+    program: Program,
+    ways: Sequence[str] = WAYS,
+    effort: timing.Effort | None = None,
+    progress: Progress | None = None,
+    trace: Path | None = None,
 ) -> list[Measurement]:
-    """Measures ``program`` in the named ways, with inputs that stay and with inputs at fresh addresses."""
-    *_, (_, found) = Comparison(program, ways, effort, progress).stages()
+    """Measures ``program`` in the named ways, with inputs that stay and with inputs at fresh addresses.
+
+    ``trace``: the file for a trace of one later call in each way, with fresh inputs, in which ours names its kernels.
+    """
+    comparison = Comparison(program, ways, effort, progress, keeps_traces=trace is not None)
+    *_, (_, found) = comparison.stages()
+    if trace is not None:
+        trace.write_text(json.dumps(side_by_side(comparison.traces)), encoding="utf-8")
     return found

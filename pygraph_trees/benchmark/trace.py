@@ -1,8 +1,9 @@
 """Reads what ran on the GPU during one call from a profiler's trace.
 
 :func:`profile_call` runs a call under ``torch.profiler`` and passes the Chrome trace to :func:`read_trace`, a pure
-function. A kernel is *graphed* if its record names a graph node, or if its correlation id is a graph launch's. If no
-profiler is available or it fails, the result is None and the figures are missing.
+function; :func:`side_by_side` makes one trace of several. A kernel is *graphed* if its record names a graph node, or if
+its correlation id is a graph launch's. If no profiler is available or it fails, the result is None and the figures are
+missing.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ def read_trace(trace: Mapping[str, Any]) -> GpuWork:
     calls = [event for event in events if event.get("cat") in _CALLS and event.get("name") not in _WAITS]
     work = [event for event in events if event.get("cat") in _WORK]
     begin = min((float(event["ts"]) for event in (*calls, *work)), default=0.0)
-    ids = [e["args"]["correlation"] for e in calls if _is_launch(e) and "correlation" in e.get("args", {})]
+    ids = [e["args"]["correlation"] for e in calls if is_launch(e) and "correlation" in e.get("args", {})]
     numbers = {correlation: number for number, correlation in enumerate(ids)}
 
     def span(lane: str, event: Mapping[str, Any]) -> Span:
         args = event.get("args", {})
         launch = numbers.get(args.get("correlation"))
         is_launched = launch is not None or bool(args.get("graph node id"))
-        graphed = is_launched if lane == "gpu" else _is_launch(event)
+        graphed = is_launched if lane == "gpu" else is_launch(event)
         launches = (launch, launch) if graphed and launch is not None else None
         return Span(lane, graphed, float(event["ts"]) - begin, float(event.get("dur", 0)), launches)
 
@@ -80,7 +81,8 @@ def read_trace(trace: Mapping[str, Any]) -> GpuWork:
     )
 
 
-def _is_launch(call: Mapping[str, Any]) -> bool:
+def is_launch(call: Mapping[str, Any]) -> bool:
+    """Whether an event is the host's launch of a graph."""
     return str(call.get("name", "")).startswith(_LAUNCHES)
 
 
@@ -112,8 +114,34 @@ def _joined(spans: Iterable[Span], most_us: float, *, across_launches: bool = Tr
     return joined
 
 
-def profile_call(call: Callable[[], object], wait: Callable[[], None]) -> GpuWork | None:
-    """The GPU work of a call, which is made twice: the first one has work of the profiler's own. None if that fails."""
+def side_by_side(traces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """One trace of several, by name: each begins at 0, and its processes have numbers and names of their own."""
+    joined: list[dict[str, Any]] = []
+    pids: dict[tuple[str, Any], int] = {}
+    for number, (name, trace) in enumerate(traces.items()):
+        events = trace.get("traceEvents", ())
+        begin = min((float(event["ts"]) for event in events if event.get("ph") == "X"), default=0.0)
+        for event in events:
+            made = event | {"pid": pids.setdefault((name, event.get("pid")), len(pids) + 1)}
+            if "ts" in event and event.get("ph") != "M":
+                made["ts"] = float(event["ts"]) - begin
+            if "id" in event:  # of an arrow
+                made["id"] = f"{number}.{event['id']}"
+            if event.get("name") == "process_name":
+                made["args"] = {"name": f"{name}: {event['args']['name']}"}
+            elif event.get("name") == "process_sort_index":
+                made["args"] = {"sort_index": made["pid"]}
+            joined.append(made)
+    return {"traceEvents": joined}
+
+
+def profile_call(
+    call: Callable[[], object], wait: Callable[[], None], keep: Callable[[dict[str, Any]], None] | None = None
+) -> GpuWork | None:
+    """The GPU work of a call, which is made twice: the first one has work of the profiler's own. None if that fails.
+
+    ``keep`` is given the Chrome trace.
+    """
     if not torch.cuda.is_available():
         return None
     try:
@@ -130,7 +158,10 @@ def profile_call(call: Callable[[], object], wait: Callable[[], None]) -> GpuWor
                     call()
                     wait()
                     profiler.step()
-            work = read_trace(json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False))
+            trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
+            work = read_trace(trace)
+            if keep is not None:
+                keep(trace)
     except Exception as error:
         log.warning("no GPU profile: %s", error)
         return None

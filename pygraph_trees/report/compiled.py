@@ -22,6 +22,7 @@ from pygraph_trees.compat import graph_policy
 from pygraph_trees.reasons import Reason, Why
 
 from . import partitions
+from .calls import Call, calls_of
 from .log import GraphLog, journal, partition_from_json
 from .naming import compile_id, mode_name, program_line, program_name
 from .records import PLACED, WHY_NOT_PLACED, Partition, Placed
@@ -75,6 +76,7 @@ def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
             "why_not_placed": gm.meta.get(WHY_NOT_PLACED),
             "code": _code(getattr(artifact, "source_code", "")),
             "rebinds_storage": rebinds_storage(gm),
+            "calls": [list(map(tuple, calls)) for calls in calls_of(getattr(artifact, "source_code", ""), gm)],
         }
         setattr(artifact, _ATTRIBUTE, known)
     except Exception:
@@ -130,6 +132,7 @@ def _log_of(artifact: Any, graph_kwargs: Any) -> GraphLog:
         log.placed = tuple(Placed(**placed) for placed in known.get("placed", ()))
         log.why_not_placed = known.get("why_not_placed")
         log.code = known.get("code")
+        log.calls = tuple(tuple(Call(*call) for call in calls) for calls in known.get("calls", ()))
     except Exception:
         _log.warning("the description of a compiled graph could not be read", exc_info=True)
     return log

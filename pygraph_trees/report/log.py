@@ -23,6 +23,7 @@ from torch._logging import trace_structured
 
 from pygraph_trees.reasons import Reason, Why
 
+from .calls import Call
 from .records import (
     SLOW_CALLS,
     Branches,
@@ -129,6 +130,12 @@ class FunctionLog:
         return f"{self.model} {self.compile_id or '-'} {self.mode} {self.partition}"
 
     @property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls of its code, in order, as far as they are known."""
+        parts = self.graph.calls if self.graph else ()
+        return parts[self.partition - 1] if self.partition <= len(parts) else ()
+
+    @property
     def newest_recording(self) -> int:
         """The largest number of a recording, -1 without any."""
         return max((recording.number for recording in self.recordings), default=-1)
@@ -226,6 +233,7 @@ class GraphLog:
     why_not_placed: str | None = None
     code: str | None = None  # a key of its generated code, the same in every process
     source: str | None = None  # where its function begins, or continues after a graph break
+    calls: tuple[tuple[Call, ...], ...] = ()  # of each function, in order
 
     def record(self) -> GraphRecord:
         return _record(GraphRecord, self)
@@ -297,6 +305,10 @@ class Journal:
 
     def add_function(self, function: FunctionLog) -> None:
         self._functions.append(function)
+
+    @property
+    def functions(self) -> list[FunctionLog]:
+        return list(self._functions)
 
     def records(self) -> tuple[tuple[GraphRecord, ...], tuple[FunctionRecord, ...]]:
         graphs, functions = list(self._graphs), list(self._functions)

@@ -22,7 +22,7 @@ from pygraph_trees.benchmark.differences import differences, snapshot
 from pygraph_trees.benchmark.program import NoLossError
 from pygraph_trees.benchmark.rings import Ring
 from pygraph_trees.benchmark.timing import is_steady, schedule, time_block
-from pygraph_trees.benchmark.trace import GpuWork, Span, read_trace
+from pygraph_trees.benchmark.trace import GpuWork, Span, read_trace, side_by_side
 from pygraph_trees.benchmark.verify import DiffersUngraphed, NothingVerified, _elsewhere, _spoil, _storages
 from pygraph_trees.benchmark.ways import (
     NotPatchedError,
@@ -158,6 +158,20 @@ class TestTrace(TestCase):
             read_trace({"traceEvents": events}), GpuWork(5, 3, 0.020, 0.028, 2, tuple(Span(*span) for span in spans))
         )
         self.assertEqual(read_trace({}), GpuWork(0, 0, 0.0, 0.0, 0))
+
+    def test_traces_side_by_side(self):
+        """Each begins at 0, in processes of its own; arrows stay within a trace."""
+
+        def trace(start):
+            name = {"ph": "M", "name": "process_name", "pid": 7, "ts": 0, "args": {"name": "python"}}
+            arrow = {"ph": "s", "name": "ac2g", "id": 5, "pid": 7, "ts": start + 1}
+            return {"traceEvents": [name, arrow, {**_event("kernel", "k", start, 2), "pid": 0}]}
+
+        found = side_by_side({"eager": trace(100), "ours": trace(900)})["traceEvents"]
+        self.assertEqual([event["pid"] for event in found], [1, 1, 2, 3, 3, 4])
+        self.assertEqual([event["ts"] for event in found], [0, 1, 0] * 2)
+        self.assertEqual([event["args"]["name"] for event in found[::3]], ["eager: python", "ours: python"])
+        self.assertNotEqual(found[1]["id"], found[4]["id"])
 
 
 class TestDifferences(TestCase):

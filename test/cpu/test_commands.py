@@ -346,7 +346,7 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
 
     def test_compare_without_a_gpu_explains_and_writes_nothing(self):
         self.enterContext(mock.patch.object(torch.cuda, "is_available", lambda: False))
-        for option in ("--json", "--html", "--baseline"):
+        for option in ("--json", "--html", "--trace", "--baseline"):
             said = f"error: compare needs a GPU, and torch finds none; it has no measurements for {option}\n"
             file = self.file if option == "--baseline" else self.json
             found = run("compare", f"{self.file}:net", option, str(file))

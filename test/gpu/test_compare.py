@@ -49,11 +49,19 @@ class TestCompare(TestCase):
         return {(m["way"], m["regime"]): m for m in data["measurements"]}, data, done
 
     def test_training(self):
-        """For a model in training mode, the backward is measured too."""
-        found, data, done = self.compare("--rounds", "1", "--ways", "upstream,ours", target="trained")
+        """For a model in training mode, the backward is measured too, and named in the trace."""
+        trace = Path(self.enterContext(tempfile.TemporaryDirectory()), "trace.json")
+        options = ("--rounds", "1", "--ways", "upstream,ours,ours:graphed", "--trace", str(trace))
+        found, data, done = self.compare(*options, target="trained")
+        events = json.loads(trace.read_text())["traceEvents"]
+        processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+        named = [event for event in events if "function" in event.get("args", {})]
+        self.assertLessEqual({processes[event["pid"]].rpartition(":")[0] for event in named}, {"ours", "ours:graphed"})
+        self.assertEqual({event["args"]["function"].split()[2] for event in named}, {"forward", "backward"})
+        self.assertIn("upstream", {name.partition(":")[0] for name in processes.values()})
         self.assertEqual({m["mode"] for m in found.values()}, {"training"})
         self.assertEqual({f["mode"] for f in data["report"]["functions"]}, {"forward", "backward"})
-        self.assertEqual(sorted({way for way, _ in found}), ["ours", "upstream"])
+        self.assertEqual(sorted({way for way, _ in found}), ["ours", "ours:graphed", "upstream"])
         self.assertIn("Outputs against eager: not compared", done.stdout)
         self.assertEqual(found["ours", "fresh"]["copied_bytes"], 0)
         self.assertRegex(done.stdout, r"ours, same inputs: \d+\.\d\dx over reduce-overhead")

@@ -5,7 +5,11 @@ Kernels, partitions, recordings, copied bytes and reasons must be those that occ
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
+import json
 import sys
+import tempfile
 import unittest
 from pathlib import Path
 
@@ -13,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import parity  # noqa: F401  (sets PYGRAPH_SELECTIVE)
 import torch
+from packages import is_torchvision_broken
 from torch._inductor import config
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -130,6 +135,54 @@ class TestCoverage(TestCase):
         self.assertEqual((function.ungraphed_calls, function.recordings), (3, ()))
         self.assertIn("mutates inputs", function.ungraphed_reason)
         self.assertEqual(a, torch.full((4,), 3.0))
+
+
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class TestKernelNames(TestCase):
+    """Nearly all kernels of BERT that a replay runs have a name in a profiler's trace, and the right one."""
+
+    @unittest.skipIf(importlib.util.find_spec("transformers") is None or is_torchvision_broken(), "needs transformers")
+    def test_bert(self):
+        from transformers import BertConfig, BertForQuestionAnswering
+
+        torch._dynamo.reset()
+        clear()
+        with torch.device(DEVICE):
+            model = BertForQuestionAnswering(BertConfig(num_hidden_layers=4)).half().eval()
+            ids = torch.randint(0, 30000, (2, 384))
+            mask = torch.ones_like(ids)
+        f = compiled(model)
+        with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+            for _ in range(4):
+                step()
+                f(ids.clone(), mask)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                for _ in range(2):
+                    step()
+                    f(ids.clone(), mask)
+                torch.cuda.synchronize()
+            file = f"{folder}/trace.json.gz"
+            profile.export_chrome_trace(file)
+            named, count = pygraph_trees.name_kernels(file)
+            events = json.loads(gzip.decompress(Path(file).read_bytes()), strict=False)["traceEvents"]
+        if not any(event.get("cat") == "kernel" for event in events):
+            self.skipTest("the profiler shows no kernels")
+        (recording,) = pygraph_trees.report().functions[0].recordings
+        self.assertEqual(count, 2 * recording.kernels)
+        unnamed = [e["name"] for e in events if e.get("cat") == "kernel" and "line" not in e["args"]]
+        self.assertGreaterEqual(named, 0.95 * count, unnamed)
+        for layer in range(4):
+            for module, kind in (
+                ("attention.self.query", "gemm|nvjet|cutlass"),
+                ("attention.self", "flash|fmha|sdpa"),
+                ("output.dense", "gemm|nvjet|cutlass"),
+                ("output.LayerNorm", "triton_"),
+            ):
+                found = [e for e in events if e.get("args", {}).get("module") == f"bert.encoder.layer.{layer}.{module}"]
+                self.assertGreaterEqual(len(found), 2, module)  # one a replay, and perhaps a reduction
+                self.assertRegex(found[0]["name"], kind)
+                self.assertRegex(found[0]["args"]["line"], r"\.py:\d+ in ")
+                self.assertRegex(found[0]["args"]["function"], r"^BertForQuestionAnswering \d+/\d+ inference$")
 
 
 if __name__ == "__main__":
