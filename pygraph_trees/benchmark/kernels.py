@@ -133,7 +133,7 @@ def _by_graph(functions: Sequence[FunctionLog]) -> dict[int, FunctionLog]:
     owners = {id(recording): function for function in functions for recording in function.recordings}
     found: dict[int, FunctionLog] = {}
     api = driver()
-    with contextlib.suppress(DriverError):
+    with contextlib.suppress(DriverError, RuntimeError):  # a graph may be gone
         for node in recordings(managers()) if api is not None else ():
             function = owners.get(id(getattr(node, "log", None)))
             if api is not None and function is not None and node.graph is not None:

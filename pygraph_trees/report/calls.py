@@ -9,6 +9,7 @@ without any work when it is recorded or replayed.
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .naming import source_line
@@ -47,9 +48,10 @@ def calls_of(source: str, gm: torch.fx.GraphModule) -> tuple[tuple[Call, ...], .
         elif called := _LAUNCH.match(line) or _OPERATOR.match(line):
             # The others were added by a pass.
             meta = next((known[name] for name in reversed(nodes) if name in known), {})
-            place = _module(meta), source_line(meta.get("stack_trace"))
-            is_launch, name = called.re is _LAUNCH, called[called.lastindex or 1]
-            calls.append(Call(kernels.get(name, name) if is_launch else None, None if is_launch else name, *place))
+            name = called[called.lastindex or 1]
+            made = (kernels.get(name, name), None) if called.re is _LAUNCH else (None, name)
+            facts = (*made, _module(meta), source_line(meta.get("stack_trace")))
+            calls.append(Call(*(fact and sys.intern(fact) for fact in facts)))  # most facts come again and again
             nodes = []
     parts = [name for name in found if name.startswith("partition_")] or ["call"]
     return tuple(tuple(found[name]) for name in parts if name in found)
