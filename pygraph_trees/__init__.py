@@ -20,7 +20,6 @@ from .settings import FLAGS
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .benchmark.kernels import Named
     from .benchmark.outcome import Outcome
     from .benchmark.program import Program
     from .cli.explanation import Explanation
@@ -109,12 +108,8 @@ def compare(fn: Callable[..., Any], *args: Any, rounds: int = 5, **kwargs: Any) 
     return Outcome(tuple(found), report())
 
 
-def name_kernels(trace: str | os.PathLike[str]) -> Named:
-    """Names the kernels of replayed graphs in a trace that ``torch.profiler`` exported, by module, line and compile id.
-
-    Calls :func:`pygraph_trees.benchmark.kernels.name_kernels`. Returns how many kernels of graphs were named, of how
-    many.
-    """
+def name_kernels(trace: str | os.PathLike[str]) -> tuple[int, int]:
+    """Names kernels of replayed graphs in a trace: :func:`pygraph_trees.benchmark.kernels.name_kernels`."""
     from .benchmark.kernels import name_kernels as named
 
     return named(trace)

@@ -13,10 +13,12 @@ import gzip
 import json
 import os
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pygraph_trees.cuda.driver import driver
 from pygraph_trees.errors import DriverError, PygraphError
@@ -52,49 +54,39 @@ class NotATrace(PygraphError, ValueError):
     template = "{path}: {problem}; expected a trace that torch.profiler exported, as .json or .json.gz"
 
 
-class Named(NamedTuple):
-    """How many kernels of graphs in a trace got a module or a line."""
-
-    named: int
-    kernels: int
-
-
-def name_kernels(trace: str | os.PathLike[str]) -> Named:
+def name_kernels(trace: str | os.PathLike[str]) -> tuple[int, int]:
     """Names the kernels of replayed graphs in a Chrome trace of this process, in the file itself.
+
+    A named kernel's ``args`` have ``module``, ``line``, ``compile id``, ``function`` and ``number in graph``, as far as
+    they are known. Kernels of functions that are no longer in the report, and of other graphs, have none.
 
     Args:
         trace: a file that ``export_chrome_trace`` of ``torch.profiler`` wrote, ``.json`` or ``.json.gz``.
 
     Returns:
-        How many kernels were named, of all that ran in CUDA graphs. A named kernel's ``args`` have ``module``,
-        ``line``, ``compile id``, ``function`` and ``number in graph``, as far as they are known. Kernels of functions
-        that are no longer in the report, of other graphs, and those that may be several calls' have none.
+        How many kernels got a module or a line, and how many ran in CUDA graphs.
 
     Raises:
         NotATrace: the file cannot be read or written, or is no such trace.
     """
     path = Path(trace)
-    is_packed = path.suffix == ".gz"
+    opened = gzip.open if path.suffix == ".gz" else open
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        content = path.read_bytes()
-        # Kernel names may hold any byte.
-        text = (gzip.decompress(content) if is_packed else content).decode(errors="replace")
-        found = json.loads(text, strict=False)
-    except (OSError, EOFError, ValueError) as error:
-        raise NotATrace(path=path, problem=getattr(error, "strerror", None) or error) from error
-    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
-        raise NotATrace(path=path, problem="it has no list of traceEvents")
-    named = name_events(found["traceEvents"], journal.functions)
-    written, beside = json.dumps(found).encode(), path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        beside.write_bytes(gzip.compress(written) if is_packed else written)
+        with opened(path, "rt", encoding="utf-8", errors="replace") as file:  # names of kernels may hold any byte
+            found = json.loads(file.read(), strict=False)
+        if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+            raise NotATrace(path=path, problem="it has no list of traceEvents")
+        named = name_events(found["traceEvents"], journal.functions)
+        with opened(beside, "wt", encoding="utf-8") as file:
+            json.dump(found, file)
         beside.replace(path)
-    except OSError as error:
-        raise NotATrace(path=path, problem=error.strerror) from error
+    except (OSError, EOFError, zlib.error, json.JSONDecodeError) as error:
+        raise NotATrace(path=path, problem=getattr(error, "strerror", None) or error) from error
     return named
 
 
-def name_events(events: Sequence[dict[str, Any]], functions: Sequence[FunctionLog]) -> Named:
+def name_events(events: Sequence[dict[str, Any]], functions: Sequence[FunctionLog]) -> tuple[int, int]:
     """Names the kernels of these functions among a trace's events."""
     by_graph, known = _by_graph(functions), dict[tuple[int, tuple[str, ...]], list[Facts]]()
     named = count = 0
@@ -107,7 +99,7 @@ def name_events(events: Sequence[dict[str, Any]], functions: Sequence[FunctionLo
             kernel["args"] |= facts | ({"number in graph": number} if facts else {})
             named += not facts.keys().isdisjoint(("module", "line"))
         count += len(kernels)
-    return Named(named, count)
+    return named, count
 
 
 def _launches(events: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -144,19 +136,16 @@ def _by_graph(functions: Sequence[FunctionLog]) -> dict[int, FunctionLog]:
 
 def _facts(names: Sequence[str], functions: Sequence[FunctionLog]) -> list[Facts]:
     """The facts about each kernel of a launch that all functions with these kernels agree on."""
-    agreed: list[Facts] | None = None
+    agreed: list[Facts] = []
     for function in functions:
-        calls = _calls_of(names, function)
-        if calls is None:
-            continue
-        of_function = {"compile id": function.compile_id, "function": called(function.record())}
-        found: list[Facts] = []
-        for call in calls:
-            facts = {} if call is None else {"module": call.module, "line": call.line} | of_function
-            found.append({key: value for key, value in facts.items() if value is not None})
-        pairs = zip(agreed, found, strict=True) if agreed is not None else zip(found, found, strict=True)
-        agreed = [dict(one.items() & other.items()) for one, other in pairs]
-    return [{} for _ in names] if agreed is None else agreed
+        calls = _calls_of(names, function) or ()
+        of_function = {"compile id": function.compile_id, "function": called(function.record())} if calls else {}
+        facts = [{} if call is None else {"module": call.module, "line": call.line} | of_function for call in calls]
+        found = [{key: value for key, value in each.items() if value is not None} for each in facts]
+        if agreed and found:
+            found = [dict(one.items() & other.items()) for one, other in zip(agreed, found, strict=True)]
+        agreed = found or agreed
+    return agreed or [{} for _ in names]
 
 
 def _calls_of(names: Sequence[str], function: FunctionLog) -> list[Call | None] | None:
@@ -170,46 +159,28 @@ def _calls_of(names: Sequence[str], function: FunctionLog) -> list[Call | None] 
     found = [i for i, name in enumerate(names) if name in kernels]
     if not wanted or [names[i] for i in found] != [calls[i].kernel for i in wanted]:
         return None
+    owners: dict[int, Call] = {at: calls[i] for i, at in zip(wanted, found, strict=True)}
     ends_in_copies = any(made.copied_bytes for log in function.recordings for made in log.record().outputs)
-    owners: list[Call | None] = [None] * len(names)
-    for i, at in zip(wanted, found, strict=True):
-        owners[at] = calls[i]
-    for (begin, end), (first, last) in zip(_gaps(wanted, len(calls)), _gaps(found, len(names)), strict=True):
+    gaps = zip(pairwise((-1, *wanted, len(calls))), pairwise((-1, *found, len(names))), strict=True)
+    for (before, after), (first, last) in gaps:
         # Kernels that give the graph its inputs are left out.
-        places = [i for i in range(first, last) if not names[i].startswith(_OURS)]
-        last_of_all = [_COPIES] if ends_in_copies and end == len(calls) else []
-        divided = _divided([names[i] for i in places], calls[begin:end], last_of_all)
-        for i, owner in zip(places, divided, strict=True):
-            owners[i] = owner
-    return owners
-
-
-def _gaps(places: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
-    """What is before, between and after these places, each as the first one and the one after the last."""
-    return zip((0, *(place + 1 for place in places)), (*places, end), strict=True)
-
-
-def _divided(names: Sequence[str], calls: Sequence[Call], others: Sequence[re.Pattern[str]]) -> list[Call | None]:
-    """The call of each kernel of libraries; None if several may have launched it. ``others`` come after the calls."""
-    kinds = "".join(next(kind for kind, pattern in _KINDS if pattern.search(name)) for name in names)
-    if max(len(names), len(calls)) <= _MOST:
-        for patterns in (map(_pattern, calls), [_ANYTHING] * len(calls)):
-            owners = _owners(kinds, [*patterns, *others])
-            if owners is not None:
-                sole = [min(each) if len(each) == 1 else len(calls) for each in owners]
-                return [calls[i] if i < len(calls) else None for i in sole]
-    return [None] * len(names)
-
-
-def _pattern(call: Call) -> re.Pattern[str]:
-    """The kernels that an operator launches, by their kinds."""
-    name = str(call.operator).removeprefix("aten.").partition(".")[0]
-    return _ATTENTION if "attention" in name else _LAUNCHED.get(name, _ANYTHING)
+        places = [i for i in range(first + 1, last) if not names[i].startswith(_OURS)]
+        between = calls[before + 1 : after]
+        kinds = "".join(next(kind for kind, pattern in _KINDS if pattern.search(names[i])) for i in places)
+        copies = [_COPIES] if ends_in_copies and after == len(calls) else []
+        names_of_calls = [str(call.operator).removeprefix("aten.").partition(".")[0] for call in between]
+        usual = [_ATTENTION if "attention" in name else _LAUNCHED.get(name, _ANYTHING) for name in names_of_calls]
+        for patterns in (usual, [_ANYTHING] * len(between)):
+            if max(len(places), len(between)) <= _MOST and (each := _owners(kinds, [*patterns, *copies])):
+                sole = ((at, *numbers) for at, numbers in zip(places, each, strict=True) if len(numbers) == 1)
+                owners |= {at: between[number] for at, number in sole if number < len(between)}
+                break
+    return [owners.get(i) for i in range(len(names))]
 
 
 def _owners(text: str, patterns: Sequence[re.Pattern[str]]) -> list[set[int]] | None:
     """For each letter, the patterns that may match it if all match the text one after another; None if they do not."""
-    begins, matches = {0}, list[set[tuple[int, int]]]()
+    begins, matches = {0}, []
     for pattern in patterns:
         matches.append({(i, j) for i in begins for j in range(i, len(text) + 1) if pattern.fullmatch(text, i, j)})
         begins = {j for _, j in matches[-1]}

@@ -61,12 +61,8 @@ class Comparison:
         ways: Sequence[str] = WAYS,
         effort: timing.Effort | None = None,
         progress: Progress | None = None,
-        *,
-        keeps_traces: bool = False,
     ) -> None:
-        """``keeps_traces``: puts a profiler's trace of each way into :attr:`traces`."""
         self.program = program
-        self._keeps_traces = keeps_traces
         self.effort = effort or timing.Effort()
         self.ways = make_ways(program, ways)
         self.ring = Ring(program, self.effort.ring)
@@ -75,7 +71,7 @@ class Comparison:
         self._wait = timing.synchroniser(program.device)
         self._on_gpu = program.device.type == "cuda"
         self._references: dict[str, Snapshot] = {}
-        self.traces: dict[str, dict[str, Any]] = {}  # by way, of the last call with fresh inputs
+        self.traces: dict[str, dict[str, Any]] = {}  # of a call with fresh inputs, by way
         self._progress = progress or (lambda done, total, text: None)
         self._done = 0
         patched = (run for run in self._runs if run.way.patched and self._on_gpu)
@@ -215,13 +211,11 @@ class Comparison:
             with graphs.watch_replays(managers) as watched:
                 run.call(next(run.feed))
 
-        def keep(trace: dict[str, Any]) -> None:
-            if run.regime == "fresh":
-                if run.way.patched:
-                    name_events(trace["traceEvents"], journal.functions[run.functions.start : run.functions.stop])
-                self.traces[run.way.name] = trace
-
-        work = profile_call(call, self._wait, keep if self._keeps_traces else None)
+        work, trace = profile_call(call, self._wait)
+        if run.regime == "fresh":
+            if run.way.patched:
+                name_events(trace["traceEvents"], journal.functions[run.functions.start : run.functions.stop])
+            self.traces[run.way.name] = trace
         if work is not None:
             figures, launches = work._asdict(), tuple(graphs.launched(watched))
             is_each_known = figures.pop("graph_launches") == len(launches)
@@ -279,7 +273,7 @@ def compare(
 
     ``trace``: the file for a trace of one later call in each way, with fresh inputs, in which ours names its kernels.
     """
-    comparison = Comparison(program, ways, effort, progress, keeps_traces=trace is not None)
+    comparison = Comparison(program, ways, effort, progress)
     *_, (_, found) = comparison.stages()
     if trace is not None:
         trace.write_text(json.dumps(side_by_side(comparison.traces)), encoding="utf-8")

@@ -118,32 +118,29 @@ def side_by_side(traces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """One trace of several, by name: each begins at 0, and its processes have numbers and names of their own."""
     joined: list[dict[str, Any]] = []
     pids: dict[tuple[str, Any], int] = {}
-    for number, (name, trace) in enumerate(traces.items()):
-        events = trace.get("traceEvents", ())
-        begin = min((float(event["ts"]) for event in events if event.get("ph") == "X"), default=0.0)
-        for event in events:
+    for name, trace in traces.items():
+        begin = min((float(event["ts"]) for event in trace["traceEvents"] if event.get("ph") == "X"), default=0.0)
+        for event in trace["traceEvents"]:
             made = event | {"pid": pids.setdefault((name, event.get("pid")), len(pids) + 1)}
-            if "ts" in event and event.get("ph") != "M":
-                made["ts"] = float(event["ts"]) - begin
-            if "id" in event:  # of an arrow
-                made["id"] = f"{number}.{event['id']}"
             if event.get("name") == "process_name":
                 made["args"] = {"name": f"{name}: {event['args']['name']}"}
-            elif event.get("name") == "process_sort_index":
-                made["args"] = {"sort_index": made["pid"]}
-            joined.append(made)
+            elif event.get("ph") != "M" and "ts" in event:
+                made["ts"] = float(event["ts"]) - begin
+            if "id" in event:  # of an arrow
+                made["id"] = f"{name} {event['id']}"
+            if event.get("name") != "process_sort_index":  # the ways follow one another
+                joined.append(made)
     return {"traceEvents": joined}
 
 
-def profile_call(
-    call: Callable[[], object], wait: Callable[[], None], keep: Callable[[dict[str, Any]], None] | None = None
-) -> GpuWork | None:
+def profile_call(call: Callable[[], object], wait: Callable[[], None]) -> tuple[GpuWork | None, dict[str, Any]]:
     """The GPU work of a call, which is made twice: the first one has work of the profiler's own. None if that fails.
 
-    ``keep`` is given the Chrome trace.
+    Also returns the Chrome trace, without events if that fails.
     """
+    nothing: dict[str, Any] = {"traceEvents": []}
     if not torch.cuda.is_available():
-        return None
+        return None, nothing
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
@@ -160,9 +157,7 @@ def profile_call(
                     profiler.step()
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
             work = read_trace(trace)
-            if keep is not None:
-                keep(trace)
     except Exception as error:
         log.warning("no GPU profile: %s", error)
-        return None
-    return work if work.kernels_total else None
+        return None, nothing
+    return (work if work.kernels_total else None), trace

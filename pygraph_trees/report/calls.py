@@ -36,7 +36,11 @@ class Call(NamedTuple):
 
 def calls_of(source: str, gm: torch.fx.GraphModule) -> tuple[tuple[Call, ...], ...]:
     """The calls of each partition that may be graphed, or of the one function of code without partitions."""
-    kernels, known = dict(_DEFINED.findall(source)), _known(gm)
+    kernels, known = dict(_DEFINED.findall(source)), dict[str, dict[str, Any]]()
+    for node in gm.graph.nodes:
+        if node.meta.get("stack_trace") or _module(node.meta):  # the others were added by a pass
+            history = node.meta.get("from_node")  # as generated code names the node
+            known.setdefault(history[0].name if history else node.name, node.meta)
     found: dict[str, list[Call]] = {}
     calls: list[Call] = []
     nodes: list[str] = []
@@ -46,7 +50,6 @@ def calls_of(source: str, gm: torch.fx.GraphModule) -> tuple[tuple[Call, ...], .
         elif named := _NODES.match(line):
             nodes = named[1].split(", ")
         elif called := _LAUNCH.match(line) or _OPERATOR.match(line):
-            # The others were added by a pass.
             meta = next((known[name] for name in reversed(nodes) if name in known), {})
             name = called[called.lastindex or 1]
             made = (kernels.get(name, name), None) if called.re is _LAUNCH else (None, name)
@@ -55,16 +58,6 @@ def calls_of(source: str, gm: torch.fx.GraphModule) -> tuple[tuple[Call, ...], .
             nodes = []
     parts = [name for name in found if name.startswith("partition_")] or ["call"]
     return tuple(tuple(found[name]) for name in parts if name in found)
-
-
-def _known(gm: torch.fx.GraphModule) -> dict[str, dict[str, Any]]:
-    """The ``meta`` of nodes with a module or a line, by the name that generated code uses for the node."""
-    found: dict[str, dict[str, Any]] = {}
-    for node in gm.graph.nodes:
-        history = node.meta.get("from_node")
-        if node.meta.get("stack_trace") or _module(node.meta):
-            found.setdefault(history[0].name if history else node.name, node.meta)
-    return found
 
 
 def _module(meta: dict[str, Any]) -> str | None:

@@ -196,20 +196,20 @@ class TestKernelNames(TestCase):
         self.assertIn("x @ x @ x", calls[0].line)
 
     def test_files_that_are_no_traces(self):
-        for content, said in (
-            (None, "No such file or directory"),
-            (b"[", "Expecting value"),
-            (b"[]", "it has no list of traceEvents"),
-            (b'{"traceEvents": 3}', "it has no list of traceEvents"),
+        packed = self.file.with_suffix(".json.gz")
+        for file, content, said in (
+            (self.file, None, "No such file or directory"),
+            (self.file, b"[", "Expecting value"),
+            (self.file, b"[]", "it has no list of traceEvents"),
+            (self.file, b'{"traceEvents": 3}', "it has no list of traceEvents"),
+            (packed, b"{}", "Not a gzipped file"),
+            (packed, gzip.compress(b"{}")[:-9], "Compressed file ended"),
+            (packed, gzip.compress(b"{}")[:10] + b"~~~~", "Error -3"),
         ):
             if content is not None:
-                self.file.write_bytes(content)
-            with self.assertRaisesRegex(NotATrace, f"trace.json: {said}.*; expected a trace that torch.profiler"):
-                pygraph_trees.name_kernels(self.file)
-        packed = self.file.with_suffix(".json.gz")
-        packed.write_bytes(b"{}")
-        with self.assertRaisesRegex(ValueError, "Not a gzipped file"):
-            pygraph_trees.name_kernels(str(packed))
+                file.write_bytes(content)
+            with self.assertRaisesRegex(NotATrace, f"{file.name}: {said}.*; expected a trace that torch.profiler"):
+                pygraph_trees.name_kernels(str(file))
 
 
 if __name__ == "__main__":
