@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import inductor_patches
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .benchmark.program import Program
     from .cli.explanation import Explanation
     from .report.summary import Report
+    from .serving.prepare import Prepared
 
 if not environment.disabled():
     environment.check((flag.environment, flag.values, flag.default) for flag in FLAGS)
@@ -60,6 +61,30 @@ def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) ->
     from pygraph_trees.benchmark.verify import verify as compare
 
     compare(fn, *args, calls=calls, **kwargs)
+
+
+def prepare(fn: Callable[..., Any], sizes: Iterable[Any], *, most_calls: int = 1000) -> Prepared:
+    """Calls a compiled program with all its sizes before traffic, until nothing is recorded or tried any more.
+
+    Later calls with these sizes compile, try and build nothing. They record only if an output begins to outlive its
+    step, at most three times a function. All sizes get graphs at once, up to 128 of a graph with dynamic shapes.
+
+    Args:
+        fn: a compiled function or module, or a function that makes a whole step: forward, backward and optimizer. It
+            really runs, with the caller's grad mode.
+        sizes: for each size a tuple of positional arguments, a dictionary of keyword arguments, or one other argument;
+            or a callable that makes them for each call. If the inputs of traffic are new tensors, so should these be.
+        most_calls: of each size.
+
+    Returns:
+        An object that prints as a table: for each size calls, replays and recordings, bytes of the graph pool, of own
+        memory of outputs, and of the GPU outside of torch's allocator (executable graphs and loaded kernels; other
+        processes count too), and why functions run un-graphed. Its ``settled`` is false if a size still changed at the
+        limit. It has ``to_json()`` and ``to_html(path)``.
+    """
+    from .serving.prepare import prepare as prepared
+
+    return prepared(fn, sizes, most_calls=most_calls)
 
 
 def explain(fn: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
@@ -134,4 +159,15 @@ if not TYPE_CHECKING:  # or it would have every attribute for type checkers
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["Report", "__version__", "compare", "explain", "install", "name_kernels", "report", "uninstall", "verify"]
+__all__ = [
+    "Report",
+    "__version__",
+    "compare",
+    "explain",
+    "install",
+    "name_kernels",
+    "prepare",
+    "report",
+    "uninstall",
+    "verify",
+]

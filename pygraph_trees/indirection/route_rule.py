@@ -108,7 +108,9 @@ class RouteChooser:
         if function is None:
             return False
         facts = _facts(function, indices, names)
-        return choice_of(function, self._sizes) is not None or choose_route(facts).reason in BY_TABLE
+        may = choice_of(function, self._sizes) is not None or choose_route(facts).reason in BY_TABLE
+        function.log.is_choosing = function.log.is_choosing or may
+        return may
 
     def go_on(self, changed: Collection[int], names: KernelNames) -> bool:
         """Chooses, or takes one step of the build; it may load a kernel or start a process, and never raises.
@@ -116,11 +118,15 @@ class RouteChooser:
         ``changed``: the indices of the inputs whose addresses change. Returns whether more steps follow.
         """
         function = self._function()
+        if function is None:
+            return False
         try:
-            return function is not None and self._go_on(function, changed, names)
+            goes_on = self._go_on(function, changed, names)
         except Exception as error:
             _log.warning("inputs are patched, because their route was not chosen: %s: %s", type(error).__name__, error)
-            return False
+            goes_on = False
+        function.log.is_choosing = goes_on
+        return goes_on
 
     def _go_on(self, function: Any, changed: Collection[int], names: KernelNames) -> bool:
         choice = choice_of(function, self._sizes)

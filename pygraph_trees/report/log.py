@@ -118,6 +118,8 @@ class FunctionLog:
     decision: str | None = None  # the measurements and the way that was taken
     route: Why | None = None  # how inputs are given since that was chosen, and why
     awaits_table: bool = False
+    is_tried: bool = False  # its trial goes on
+    is_choosing: bool = False  # replays with new addresses are counted for the choice of its route
     moved: dict[int, tuple[int, int]] = field(default_factory=dict)  # by output: how often it was moved, and bytes
     why_not_kept: Why | None = None
     slow: Sequence[Counted] = ()  # calls that took the slow path, in the order of SLOW_CALLS
@@ -139,6 +141,19 @@ class FunctionLog:
     def newest_recording(self) -> int:
         """The largest number of a recording, -1 without any."""
         return max((recording.number for recording in self.recordings), default=-1)
+
+    @property
+    def replays(self) -> int:
+        return sum(recording.replays for recording in list(self.recordings))
+
+    @property
+    def set_nodes(self) -> int:
+        return sum(recording.sets.value for recording in list(self.recordings))
+
+    @property
+    def happened(self) -> tuple[object, ...]:
+        """What changes if anything is made or decided for it, and not at replays and un-graphed calls."""
+        return len(self.recordings), self.warmups, self.trial_runs, self.decision, self.route, self.awaits_table
 
     def recorded(self, recording: RecordingLog) -> None:
         self.recordings.append(recording)

@@ -79,6 +79,7 @@ class TrialMember:
     ) -> None:
         """``graphed`` warms up, records and replays; ``ungraphed`` runs the compiled code. Both consume the inputs."""
         self.log, self._device, self.environment = log, device, environment
+        log.is_tried = True
         self.run = {Execution.GRAPHED: graphed, Execution.UNGRAPHED: ungraphed}  # makes a call that is not measured
         self._thread: int | None = None
         self.begins_steps = False  # whether a call may begin a step: one member's do
@@ -106,7 +107,7 @@ class TrialMember:
 
     def _counts(self) -> tuple[int, int]:
         """The number of replays, and of recordings and warm-ups."""
-        return sum(recording.replays for recording in self.log.recordings), len(self.log.recordings) + self.log.warmups
+        return self.log.replays, len(self.log.recordings) + self.log.warmups
 
     def add(self, call: TimedCall) -> bool:
         """Adds a call; returns whether it is measured, as all but the first of its way are."""
@@ -152,5 +153,6 @@ class TrialMember:
     def end(self, way: Execution, why: str | None) -> None:
         """Notes the way that is taken from now on, and why."""
         self.start_over()
+        self.log.is_tried = False
         self.log.decided(why, graphed=way is Execution.GRAPHED)
         self.environment.ended(way)

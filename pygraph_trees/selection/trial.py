@@ -113,6 +113,7 @@ class Trial:
         self._change(functools.partial(self._leave, member))
 
     def _leave(self, member: TrialMember) -> None:
+        member.log.is_tried = False
         self._members = [reference for reference in self._members if reference() not in (None, member)]
         if not self._members:
             self._end(Execution.GRAPHED, None)

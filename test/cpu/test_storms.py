@@ -228,9 +228,9 @@ class TestFunctions(TestCase):
             self.check(self.limited, n)
         self.assertEqual(self.graphed, list(range(storms.FIRST_SIZES)))
         self.assertIs(self.model.log.ungraphed_reason.reason, Reason.OTHER_SIZES)
-        for n in (-2, 3):
-            self.assertIs(self.model.dispatch.way, Way.UNGRAPHED)
-            self.check(self.model.dispatch.call, n)
+        self.assertIs(self.model.dispatch.way, Way.UNGRAPHED)
+        self.check(self.model.dispatch.call, -2)
+        self.assertIsNone(self.model.dispatch.call([3, torch.ones(2)]))
         self.assertIs(self.model.dispatch.way, Way.REPLAYED)
         self.assertIsNone(self.model.dispatch.call)
 

@@ -1,9 +1,9 @@
 """Builds the variants and writers for a function's table while the program runs.
 
-:func:`begin` starts a build; each :func:`go_on` takes one step. A :class:`.worker.Worker` compiles, then each step
-loads one kernel. After the last step, the function's inputs have slots, and its next recording has a table. A
-failed build is given up with one warning and not started again. A step never waits: it does nothing while another
-thread takes one, or while another function's build uses the process.
+:func:`begin` starts a build; each :func:`go_on` takes one step, :func:`finish` all that are left. A
+:class:`.worker.Worker` compiles, then each step loads one kernel. After the last step, the function's inputs have
+slots, and its next recording has a table. A failed build is given up with one warning and not started again. A step
+never waits: it does nothing while another thread takes one, or while another function's build uses the process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -60,6 +61,15 @@ def is_any_under_way() -> bool:
     while True:
         with contextlib.suppress(RuntimeError):  # another thread has just started a build
             return not all(build.is_over for build in list(_builds.values()))
+
+
+def finish(most_s: float) -> None:
+    """Takes all steps of all builds; waits at most so long for the kernels to be compiled."""
+    end = time.monotonic() + most_s
+    while is_any_under_way() and time.monotonic() < end:
+        for function in list(_builds):
+            go_on(function)
+        time.sleep(0.01)
 
 
 def give_up(function: Any) -> None:

@@ -270,7 +270,10 @@ def entered(
             elsewhere = way_elsewhere(dispatch.way is not Way.UNGRAPHED)
             if elsewhere is not None:
                 return elsewhere(inputs)
-        return (run if instead is None else instead)(inputs)
+        if instead is None:
+            return run(inputs)
+        outputs = instead(inputs)
+        return call(inputs) if outputs is None else outputs  # None: it is replayed from now on
 
     call.function, call.kept = function, kept  # type: ignore[attr-defined]
     return call

@@ -165,9 +165,10 @@ def only_sizes_that_come_again(
     why = Reason.OTHER_SIZES(graphed=FIRST_SIZES, calls=COMES_AGAIN)
 
     def instead(inputs: list[Any]) -> Any:
-        """After many un-graphed calls, makes calls without other checks, until one has sizes that are graphed."""
+        """After many un-graphed calls, makes calls without other checks; None for one with sizes that are graphed."""
         if sizes.are_graphed(tuple([inputs[index] for index in indices])):
             dispatch.go(Way.REPLAYED)
+            return None
         return ungraphed(inputs)
 
     def call(inputs: list[Any]) -> Any:
@@ -175,7 +176,7 @@ def only_sizes_that_come_again(
         aligned.decide(inputs)
         if sizes.are_graphed(tuple([inputs[index] for index in indices])):
             return run(inputs)
-        before, replayed = replayed, sum(recording.replays for recording in function.log.recordings)
+        before, replayed = replayed, function.log.replays
         if replayed != before:  # calls that C++ replayed did not come here
             sizes.refused = 1
         function.log.not_graphed(why)

@@ -17,7 +17,7 @@ from pygraph_trees.reasons import Reason, Why
 from ..pools.liveness import release_unneeded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pygraph_trees.report.log import RecordingLog
 
@@ -30,6 +30,19 @@ MOST_RECORDINGS = 16  # of a function at one place in the tree; from then on, it
 MOST_ON_PATH = 256  # the same limit for a path, and for all; making a recording takes longer the longer the path is
 MOST_DEAD = 16  # forwards without live outputs at the beginning of a path, before it must end
 MOST_ON_ENDLESS = 64  # recordings on a path, after which forwards without live outputs count wherever they are
+
+
+_graphing_new: list[None] = []  # an item for each program that is being prepared
+
+
+@contextlib.contextmanager
+def graphing_new_sizes() -> Iterator[None]:
+    """Inside, sets of integers are graphed at their first call, up to :data:`MOST_SIZES`."""
+    _graphing_new.append(None)
+    try:
+        yield
+    finally:
+        _graphing_new.pop()
 
 
 class Sizes:
@@ -47,7 +60,8 @@ class Sizes:
             self.refused = 0
             return True
         calls = waiting.pop(integers, 0) + 1
-        if len(graphed) < FIRST_SIZES or (calls >= COMES_AGAIN and len(graphed) < MOST_SIZES):
+        comes_again = calls >= COMES_AGAIN or _graphing_new
+        if len(graphed) < FIRST_SIZES or (comes_again and len(graphed) < MOST_SIZES):
             graphed.add(integers)
             self.refused = 0
             return True

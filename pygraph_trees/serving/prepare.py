@@ -1,0 +1,185 @@
+"""Calls a program with all of its sizes until nothing is compiled, recorded, tried or built any more.
+
+:func:`prepare` takes a program and its sizes, and returns a :class:`Prepared` with a row for each size. Outputs live
+until the next call ends, as in a loop. What still changes at the limit of calls is marked. Errors of the program pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pygraph_trees.indirection.route_rule import REPLAYS
+from pygraph_trees.indirection.table import builds
+from pygraph_trees.native.build import status
+from pygraph_trees.report.log import journal
+from pygraph_trees.report.markup import Section, Shown, preformatted
+from pygraph_trees.report.page import document
+from pygraph_trees.report.text import counted, nbytes, table
+from pygraph_trees.trees.managers.storms import graphing_new_sizes
+from pygraph_trees.trees.pools import pools
+
+_QUIET = 4  # calls in a row without a change, after which a size is settled
+_MOST_ROUNDS = 8
+_BUILD_S = 600.0  # limit of waiting for kernels that read a table
+_KEPT = 2  # calls whose arguments stay alive, so that new ones have other addresses
+_HEAD = ("size", "calls", "s", "replays", "un-graphed", "rec", "pool", "own", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSize:
+    """A size: what its calls made, and what a call does now."""
+
+    size: str  # "[8, 64], 3": the shapes of tensors, and other values
+    calls: int
+    seconds: float
+    settled: bool  # whether its last calls changed nothing
+    replays: int  # of graphs, in its last call
+    ungraphed: tuple[str, ...]  # for each function that its last call ran un-graphed: why
+    recordings: int
+    pool_bytes: int  # growth of the graph pools; smaller than 0 if recordings were given back
+    own_bytes: int  # growth of own memory of outputs
+    other_bytes: int  # growth of GPU memory outside of torch's allocator: executable graphs, loaded kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Shown):
+    """What :func:`prepare` found, with a row for each size."""
+
+    sizes: tuple[PreparedSize, ...]
+    native: str  # whether the parts in C++ are used, and if not, why
+
+    @property
+    def settled(self) -> bool:
+        return all(size.settled for size in self.sizes)
+
+    def to_text(self) -> str:
+        return "\n".join([table(_HEAD, [_row(size) for size in self.sizes]), *self._notes()])
+
+    def _notes(self) -> list[str]:
+        found = [f"native: {self.native}"] if self.native != "yes" else []
+        for size in self.sizes:
+            found += [f"{size.size}: un-graphed: {why}" for why in dict.fromkeys(size.ungraphed)]
+            found += [] if size.settled else [f"{size.size}: still changes after {counted(size.calls, 'call')}"]
+        return found
+
+    def _page(self) -> str:
+        section = Section("sizes", "Sizes", preformatted(self.to_text()))
+        return document("Prepared sizes", (), "", [section], asdict(self))
+
+
+def _row(size: PreparedSize) -> tuple[str, ...]:
+    amounts = (size.pool_bytes, size.own_bytes, size.other_bytes)
+    figures = (size.calls, f"{size.seconds:.1f}", size.replays, len(size.ungraphed), size.recordings)
+    return (size.size, *map(str, figures), *(f"{'-' if n < 0 else ''}{nbytes(abs(n))}" for n in amounts))
+
+
+def prepare(fn: Callable[..., Any], sizes: Iterable[Any], *, most_calls: int = 1000) -> Prepared:
+    """Calls ``fn`` with each of the ``sizes`` until nothing changes any more; see :func:`pygraph_trees.prepare`."""
+    found = [_Size(fn, entry) for entry in sizes]
+    with graphing_new_sizes():
+        for _ in range(_MOST_ROUNDS):  # a size may change what an earlier one has made
+            outputs, is_over = None, True
+            for size in found:
+                outputs, changed = size.settle(outputs, most_calls)
+                is_over = is_over and not changed
+            if is_over or any(size.calls >= most_calls for size in found):
+                break
+    return Prepared(tuple(size.record() for size in found), status())
+
+
+@dataclass(slots=True)
+class _Size:
+    fn: Callable[..., Any]
+    entry: Any
+    size: str = ""
+    calls: int = 0
+    seconds: float = 0.0
+    settled: bool = False
+    replays: int = 0
+    ungraphed: tuple[str, ...] = ()
+    recordings: int = 0
+    memory: list[int] = field(default_factory=lambda: [0, 0, 0])
+
+    def record(self) -> PreparedSize:
+        figures = (self.size, self.calls, self.seconds, self.settled, self.replays, self.ungraphed, self.recordings)
+        return PreparedSize(*figures, *self.memory)
+
+    def settle(self, outputs: Any, most_calls: int) -> tuple[Any, bool]:
+        """Makes calls; returns the last one's outputs, and whether anything was made or decided.
+
+        ``outputs``: of the call before, which die when the first call ends.
+        """
+        began, memory, made = time.perf_counter(), _memory(), _recordings()
+        kept: deque[Any] = deque(maxlen=_KEPT)
+        changed, quiet, needed = False, 0, _QUIET
+        while quiet < needed and self.calls < most_calls:
+            given, named = self._arguments()
+            kept.append((given, named))
+            before = {id(log): (log.happened, log.runs, log.replays, log.set_nodes) for log in journal.functions}
+            outputs = self.fn(*given, **named)
+            _wait()
+            self.calls += 1
+            is_quiet, needed = self._look(before)
+            quiet = quiet + 1 if is_quiet else 0
+            changed = changed or not is_quiet
+        self.settled = quiet >= needed
+        self.seconds += time.perf_counter() - began
+        self.recordings += _recordings() - made
+        self.memory = [own + now - was for own, now, was in zip(self.memory, _memory(), memory, strict=True)]
+        return outputs, changed
+
+    def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
+        made = self.entry if isinstance(self.entry, torch.Tensor) or not callable(self.entry) else self.entry()
+        self.size = self.size or ", ".join(map(_shown, pytree.tree_leaves(made))) or "-"
+        if isinstance(made, dict):
+            return (), made
+        return (made if isinstance(made, (tuple, list)) else (made,)), {}
+
+    def _look(self, before: dict[int, tuple[Any, int, int, int]]) -> tuple[bool, int]:
+        """Whether a call changed nothing, and how many such calls in a row are needed."""
+        is_quiet, needed, self.replays, ungraphed = True, _QUIET, 0, []
+        for log in journal.functions:
+            happened, runs, replays, set_nodes = before.get(id(log), (None, 0, 0, 0))
+            is_quiet = is_quiet and happened == log.happened
+            if (runs, replays) == (log.runs, log.replays):
+                continue  # it was not called
+            self.replays += log.replays - replays
+            ungraphed += [str(log.record().why_ungraphed)] if log.runs > runs else []
+            if log.awaits_table:
+                builds.finish(_BUILD_S)
+            is_quiet = is_quiet and not log.is_tried
+            if log.is_choosing and log.set_nodes > set_nodes:  # its inputs move
+                needed = 2 * REPLAYS
+        self.ungraphed = tuple(ungraphed)
+        return is_quiet, needed
+
+
+def _shown(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, torch.Tensor) else str(value)[:20]
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _recordings() -> int:
+    return sum(len(log.recordings) for log in journal.functions)
+
+
+def _memory() -> list[int]:
+    """Bytes of graph pools, of own memory of outputs, and of the current GPU outside of torch's allocator."""
+    managers = pools.managers()
+    other = 0
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        other = total - free - torch.cuda.memory_reserved()
+    own = sum(manager.output_policy.held_bytes(manager) for manager in managers)
+    return [sum(manager.pool_bytes for manager in managers), own, other]

@@ -1,0 +1,103 @@
+"""Programs that are prepared for traffic, on a GPU: nothing is recorded or tried afterwards, and values are eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from selection import SelectionTestCase
+from torch import nn
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+import pygraph_trees
+from pygraph_trees.indirection.table import builds
+from pygraph_trees.outputs.own_memory import MOST_CHANGES
+from pygraph_trees.report.log import journal
+from pygraph_trees.trees.managers import storms
+
+TRAFFIC = 20  # calls of each size
+
+
+def happened() -> list[tuple[Any, ...]]:
+    return [(*log.happened, log.is_tried, log.is_choosing) for log in journal.functions]
+
+
+def counted() -> tuple[int, int]:
+    """Recordings and un-graphed calls so far."""
+    functions = pygraph_trees.report().functions
+    return sum(len(f.recordings) for f in functions), sum(f.ungraphed_calls for f in functions)
+
+
+class TestPrepare(SelectionTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Tanh()).cuda()
+
+    def inputs(self, size: int) -> Callable[[], tuple[torch.Tensor]]:
+        return lambda: (torch.randn(size, 64, device="cuda"),)
+
+    @parametrize("dynamic", [True, False])
+    def test_traffic_of_prepared_sizes_makes_nothing(self, dynamic: bool) -> None:
+        """More sizes than the first ones with dynamic shapes; in any order, also of programs that keep outputs."""
+        sizes = range(2, 2 + storms.FIRST_SIZES + 4) if dynamic else (2, 4, 8)
+        compiled = torch.compile(self.model, mode="reduce-overhead", dynamic=dynamic)
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+            found = pygraph_trees.prepare(compiled, [self.inputs(size) for size in sizes])
+            self.assertTrue(found.settled, str(found))
+            self.assertTrue(all(size.replays and not size.ungraphed for size in found.sizes), str(found))
+            self.assertGreater(sum(size.pool_bytes + size.own_bytes for size in found.sizes), 0)
+            self.assertFalse(builds.is_any_under_way())
+            before, (recordings, ungraphed) = happened(), counted()
+            kept, wanted = [], []
+            for call in range(TRAFFIC):
+                for size in sizes[:: -1 if call % 2 else 1]:
+                    (x,) = self.inputs(size)()
+                    kept.append(compiled(x))
+                    wanted.append(self.model(x))
+            torch.testing.assert_close(kept, wanted, atol=1e-4, rtol=1e-3)
+            now = counted()
+            self.assertEqual(now[1], ungraphed)
+            self.assertLessEqual(now[0] - recordings, MOST_CHANGES * len(before))
+            if now[0] == recordings:
+                self.assertEqual(happened(), before)
+
+    def test_a_training_step_is_prepared_as_it_is(self) -> None:
+        compiled = torch.compile(self.model, mode="reduce-overhead")
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = compiled(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        found = pygraph_trees.prepare(step, [self.inputs(16)])
+        self.assertTrue(found.settled, str(found))
+        before = happened()
+        for _ in range(TRAFFIC):
+            step(*self.inputs(16)())
+        self.assertEqual(happened(), before)
+
+    def test_a_program_that_pads_to_buckets_itself(self) -> None:
+        compiled = torch.compile(self.model, mode="reduce-overhead", dynamic=False)
+
+        def padded(x: torch.Tensor) -> torch.Tensor:
+            bucket = 16 if len(x) <= 16 else 32
+            return compiled(nn.functional.pad(x, (0, 0, 0, bucket - len(x))))[: len(x)]
+
+        with torch.no_grad():
+            self.assertTrue(pygraph_trees.prepare(padded, [self.inputs(16), self.inputs(32)]).settled)
+            before, recordings = happened(), counted()
+            for size in range(1, 33):
+                (x,) = self.inputs(size)()
+                torch.testing.assert_close(padded(x), self.model(x), atol=1e-4, rtol=1e-3)
+            self.assertEqual((happened(), counted()), (before, recordings))
+
+
+instantiate_parametrized_tests(TestPrepare)
+
+if __name__ == "__main__":
+    run_tests()
