@@ -176,6 +176,16 @@ torch.cuda.CUDAGraph.capture_begin
     2.11-2.15  CUDAGraph.capture_begin(self, pool)
     2.11-2.15  graph.__enter__(self): capture_begin pool
 
+torch.cuda.memory._cuda_beginAllocateCurrentThreadToPool
+  in torch.cuda.memory
+    2.11-2.15  use_mem_pool(pool, device): _cuda_beginAllocateCurrentThreadToPool _cuda_endAllocateToPool
+                   _cuda_releasePool
+
+torch.cuda.memory._cuda_endAllocateToPool
+  in torch.cuda.memory
+    2.11-2.15  use_mem_pool(pool, device): _cuda_beginAllocateCurrentThreadToPool _cuda_endAllocateToPool
+                   _cuda_releasePool
+
 torch._dynamo.variables.optimizer._is_static_for_cudagraphs
   in torch._dynamo.variables.optimizer
     2.11-2.15  _is_static_for_cudagraphs(x): get_manager get_static_address_type current_node

@@ -55,6 +55,7 @@ _CLONES = "torch clones memory of a graph pool at once"
 _SPLITS_AS_DATA = "torch reports why it splits a graph as data"
 _NO_WRAPPER = "torch 2.15 does without the wrapper"
 _ACCUMULATES = "torch's engine accumulates many gradients in one step"
+_NESTED = "the innermost pool takes a thread's allocations, and torch tells which pools are used"
 _MOVES = "torch itself moves CPU work for the GPU, except for returned tensors"
 
 # The replacement, and what would make the patch unnecessary. The replacement is the name of a class, or of a function
@@ -138,6 +139,11 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
                 "pygraph_trees.trees.functions.captures.capture_begin",
                 "torch lets other code know when a capture begins",
             ),
+        },
+        # A pool of the program would take what is allocated for graphs.
+        "torch.cuda.memory": {
+            "_cuda_beginAllocateCurrentThreadToPool": ("pygraph_trees.trees.pools.program_pools.begins", _NESTED),
+            "_cuda_endAllocateToPool": ("pygraph_trees.trees.pools.program_pools.ends", _NESTED),
         },
     },
     "report": {

@@ -16,6 +16,8 @@ struct {
     unsigned long long asked = 0, fast = 0, in_python = 0;
 } counted; // calls that asked for a fast replay, those that got one, and those among them that Python made
 
+thread_local bool uses_program_pool = false; // allocations go to a pool of the program, and Python makes the call
+
 struct Entry {
     PyObject *function = nullptr;                         // a FunctionState
     PyObject *partitions = nullptr, *partition = nullptr; // of the code around the function, or NULL
@@ -170,9 +172,12 @@ void count_slow(const FunctionState *function, Slow why) {
         counter->value++;
 }
 
-/* Makes a fast replay. With `no`, `why` is set unless the entry for these integers has counted the call. */
+/* Makes a fast replay. With `no`, `why` is set unless another entry, or the same one again, counts the call. */
 Answer replay_fast(Entry *state, PyObject *list, Ref *result, std::optional<Slow> *why) {
     FunctionState *function = state->own();
+    *why = std::nullopt;
+    if (uses_program_pool) // Python leaves the pool and asks again
+        return Answer::no;
     *why = Slow::not_ready;
     if (!function->is_replayed)
         return Answer::no;
@@ -300,4 +305,6 @@ PyObject *entry_call(PyObject *self, PyObject *arguments, PyObject *keywords) {
 void pygraph::add_entry(py::module_ &module) {
     add_class<Entry>(module, "pygraph_trees.native._fast_path.Entry", 0,
                      {{Py_tp_call, reinterpret_cast<void *>(entry_call)}});
+    module.def("note_program_pool", [](bool is_used) { uses_program_pool = is_used; },
+               "Whether a pool of the program takes this thread's allocations; then no replay is fast.");
 }

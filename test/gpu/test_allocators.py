@@ -39,6 +39,59 @@ print(json.dumps([report.replays, sorted({str(graph.dropped) for graph in report
 """
 
 
+POOL = """
+import copy, gc, json
+import torch
+import pygraph_trees
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(m for _ in range(3) for m in (torch.nn.Linear(64, 64), torch.nn.GELU()))).cuda()
+eager = copy.deepcopy(model)
+compiled = torch.compile(model, mode="reduce-overhead")
+never = {"triton.pygraph_selective": "never", "triton.cudagraphs": True}
+ungraphed = torch.compile(lambda x: x.cos() + 1, options=never)
+kept, wanted, counts, places = [], [], [], []
+
+def step(trained):
+    x = torch.randn(16, 64, device="cuda")
+    for run, each, outputs in ((compiled, model, kept), (eager, eager, wanted)):
+        with torch.set_grad_enabled(trained):
+            y = run(x)
+        if trained:
+            y.square().mean().backward()
+            outputs += [p.grad.clone() for p in each.parameters()]
+            each.zero_grad()
+        outputs.append(y.detach())
+
+outer = torch.cuda.MemPool()
+with torch.cuda.use_mem_pool(outer):
+    step(trained=FIRST)
+for number in range(24):
+    pool = torch.cuda.MemPool()
+    if number % 3:
+        with torch.cuda.use_mem_pool(pool):
+            step(trained=FIRST)
+            spoilt = [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(8)]
+            y = ungraphed(spoilt[0])
+        addresses = [range(s["address"], s["address"] + s["total_size"]) for s in pool.snapshot()]
+        places.append(any(y.data_ptr() in segment for segment in addresses))
+        del spoilt, y
+    else:
+        step(trained=FIRST)
+    counts.append(pool.use_count())
+    del pool
+    gc.collect()
+    torch.cuda.empty_cache()
+torch.cuda.synchronize()
+del outer
+torch.testing.assert_close(kept, wanted, atol=1e-5, rtol=1e-4)
+report = pygraph_trees.report()
+print()
+recordings = sum(len(function.recordings) for function in report.functions)
+print(json.dumps([report.replays, recordings, sorted(set(counts)), all(places)]))
+"""
+
+
 class TestAllocators(IndirectionTestCase):
     def replays_and_reasons(self, settings: str) -> list[Any]:
         found: list[Any] = printed(PROGRAM, PYTORCH_CUDA_ALLOC_CONF=settings, PYGRAPH_SELECTIVE="always")
@@ -54,6 +107,16 @@ class TestAllocators(IndirectionTestCase):
         replays, reasons = self.replays_and_reasons(settings)
         self.assertGreater(replays, 30)
         self.assertEqual(reasons, ["None"])
+
+    @parametrize("trained", [False, True])
+    def test_pools_of_the_program_around_calls(self, trained: bool) -> None:
+        """Around the first call and some others, each gone afterwards: un-graphed code alone has memory in them."""
+        replays, recordings, counts, are_inside = printed(
+            POOL.replace("FIRST", str(trained)), PYGRAPH_SELECTIVE="always"
+        )
+        self.assertGreater(replays, 30 if trained else 15)
+        self.assertLess(recordings, 12)
+        self.assertEqual((counts, are_inside), ([1], True))
 
 
 instantiate_parametrized_tests(TestAllocators)

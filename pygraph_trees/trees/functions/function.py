@@ -24,6 +24,7 @@ from pygraph_trees.report.naming import BACKWARD, compile_id, mode_name, program
 from pygraph_trees.report.records import SLOW_CALLS
 from pygraph_trees.settings import Settings
 
+from ..pools import program_pools
 from .captures import is_captured
 from .containment import progress_of
 from .dispatch import Dispatch, Way
@@ -202,7 +203,7 @@ class Aligned:
         return self._run
 
     def __call__(self, inputs: list[Any]) -> Any:
-        return self.decide(inputs)(inputs)
+        return program_pools.inside(self.decide(inputs), inputs)
 
 
 def _kept_apart(
@@ -265,6 +266,9 @@ def entered(
         if is_captured():
             function.log.not_graphed(Reason.CAPTURED())
             return aligned(inputs)
+        if program_pools.are_used():
+            with program_pools.outside():
+                return call(inputs)
         aligned.decide(inputs)
         if way_elsewhere is not None:
             elsewhere = way_elsewhere(dispatch.way is not Way.UNGRAPHED)

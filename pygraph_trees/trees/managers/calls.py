@@ -19,6 +19,7 @@ from ..functions import fast_path
 from ..functions.containment import check_readable, contained, described, is_of_program, passes
 from ..functions.function import FunctionModel
 from ..functions.outputs import give_memory
+from ..pools import program_pools
 from ..pools.interrupts import deferred
 from ..recordings.kept_outputs import note_launch_of
 from .steps import Steps
@@ -139,7 +140,7 @@ class Calls(fast_path.TreeState, Steps):
         if isinstance(model, FunctionModel):
             model.log.not_graphed(why)
         give_memory(inputs)
-        outputs = model(inputs)
+        outputs = program_pools.inside(model, inputs)
         if (mode := self.id_to_mode[function_id]) in (_FORWARD, _BACKWARD):  # as upstream's run does
             self.running_forwards_with_pending_backwards = mode == _FORWARD
         return outputs
