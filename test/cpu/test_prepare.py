@@ -57,14 +57,22 @@ class TestTrials(TrialTestCase):
         self.assertEqual((first.ungraphed, second.ungraphed), ((str(Reason.FASTER()),),) * 2)
         self.assertGreater(first.calls, 3 * 2 * 5)  # three measured trials, one after the other
 
+    def test_a_function_that_waits_for_its_turn_is_decided(self):
+        trial, function = self.one()
+        trial._turn.take(holder := self.trial())
+        first, _ = self.prepared(function)
+        self.assertGreater(first.calls, 200)  # after as many requests, the holder loses the turn
+        self.assertTrue(trial.is_over and not holder.is_over)
+
     def test_a_function_that_leaves_its_trial_is_not_waited_for(self):
         trial, function = self.one()
-        trial._turn.take(self.trial())  # another trial holds the turn
+        trial._turn.take(holder := self.trial())  # which is alive at the end, too
         for _ in range(3):
             function(0)
         self.assertTrue(function.log.is_tried)
         trial.leave(function.member)
         self.assertEqual([size.calls for size in self.prepared(function)], [4, 4])
+        self.assertFalse(holder.is_over)
 
 
 class TestPrepare(TestCase):
@@ -167,8 +175,10 @@ class TestSizes(TestCase):
         return [self.call([number])[0] for number in numbers]
 
     def test_all_sizes_that_are_prepared_are_graphed_at_once(self):
-        pygraph_trees.prepare(lambda n: self.call([n]), range(storms.MOST_SIZES + 1))
+        seen = []
+        pygraph_trees.prepare(lambda n: seen.append((n, *self.call([n]))), range(storms.MOST_SIZES + 1))
         graphed = ["graphed"] * storms.MOST_SIZES
+        self.assertEqual({n for n, way in seen if way != "graphed"}, {storms.MOST_SIZES})
         self.assertEqual(self.ways(range(storms.MOST_SIZES + 2)), [*graphed, "un-graphed", "un-graphed"])
 
     def test_ungraphed_sizes_keep_the_fast_entry(self):

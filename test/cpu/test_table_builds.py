@@ -119,6 +119,16 @@ class TestBuilding(TestCase):
             self.assertEqual(table.taken_by_variants(function), frozenset())
             self.assertTrue(builds.is_over(function))
 
+    def test_all_steps_can_be_taken_at_once(self) -> None:
+        """The process that compiles is waited for, within a limit."""
+        self.begin()
+        builds.finish(0.03)
+        self.assertFalse(builds.is_over(self.function))
+        self.enterContext(mock.patch.object(FakeWorker, "done", lambda worker: {0, 1, 2}))
+        builds.finish(60.0)
+        self.assertTrue(builds.is_over(self.function))
+        self.assertEqual(self.built, [(3, 8), "c", "a"])
+
     def test_a_build_that_fails_is_over(self) -> None:
         with self.subTest("no process can be made"), self.assertLogs("pygraph_trees.indirection", "WARNING") as logs:
             self.error = OSError("of the test")
