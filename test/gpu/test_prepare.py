@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import unittest
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from new_program import printed
 from selection import SelectionTestCase
 from torch import nn
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
@@ -17,6 +20,31 @@ from pygraph_trees.report.log import journal
 from pygraph_trees.trees.managers import storms
 
 TRAFFIC = 20  # calls of each size
+
+TAILS = """
+import json, sys, time
+import torch
+import pygraph_trees
+
+torch.manual_seed(0)
+layers = [m for _ in range(12) for m in (torch.nn.Linear(1024, 1024), torch.nn.GELU())]
+model = torch.compile(torch.nn.Sequential(*layers).cuda(), mode="reduce-overhead", dynamic=False)
+sizes = [lambda n=n: (torch.randn(n, 1024, device="cuda"),) for n in (1, 8, 64)]
+took = []
+with torch.no_grad():
+    if sys.argv[1] == "ours":
+        print(pygraph_trees.prepare(model, sizes))
+    for call in range(-300, 10_000):
+        (x,) = sizes[call % 3]()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        model(x)
+        torch.cuda.synchronize()
+        took += [(time.perf_counter() - began) * 1e3] * (call >= 0 or sys.argv[1] == "ours")
+took.sort()
+print()
+print(json.dumps([took[len(took) // 2], took[int(0.999 * len(took))], took[-1]]))
+"""
 
 
 def happened() -> list[tuple[Any, ...]]:
@@ -95,6 +123,15 @@ class TestPrepare(SelectionTestCase):
                 (x,) = self.inputs(size)()
                 torch.testing.assert_close(padded(x), self.model(x), atol=1e-4, rtol=1e-3)
             self.assertEqual((happened(), counted()), (before, recordings))
+
+    @unittest.skipUnless(os.environ.get("TEST_TAILS"), "TEST_TAILS=1 measures, on a quiet host")
+    def test_no_call_after_it_is_long(self) -> None:
+        """The 99.9th percentile, and the longest of 10,000 calls against upstream's, which makes 300 calls before."""
+        median, late, longest = printed(TAILS, "ours", PYGRAPH_SELECTIVE="auto")
+        upstream = printed(TAILS, "upstream", PYGRAPH_DISABLE="1")
+        print(f"median, 99.9%, longest in ms: {median:.3f}, {late:.3f}, {longest:.3f}; upstream {upstream}")
+        self.assertLessEqual(late, 1.5 * median)
+        self.assertLessEqual(longest, upstream[-1])
 
 
 instantiate_parametrized_tests(TestPrepare)
