@@ -88,10 +88,12 @@ class TestChooser(TestCase):
         return None if found is None else found.reason
 
     def test_a_table_is_chosen_and_built_and_recorded_once(self) -> None:
-        chooser = self.made()
-        self.assertTrue(chooser.go_on(range(5), self.names))
-        self.assertEqual((self.choice, self.function.log.awaits_table), (Reason.TABLE_AWAITED, True))
+        chooser, log = self.made(), self.function.log
+        self.assertTrue(chooser.may_choose(range(6), self.names) and log.is_choosing)
+        self.assertTrue(chooser.go_on(range(5), self.names) and log.is_choosing)
+        self.assertEqual((self.choice, log.awaits_table), (Reason.TABLE_AWAITED, True))
         self.assertEqual(self.steps_of(chooser), 2)
+        self.assertFalse(log.is_choosing)
         self.assertEqual(self.reasons, [Reason.TABLE_BUILT()])
         route_rule.recorded(self.function, 0, reads_table=True)
         self.assertEqual((self.choice, self.function.log.awaits_table), (Reason.TABLE, False))
@@ -157,7 +159,8 @@ class TestChooser(TestCase):
     def test_nothing_is_counted_for_a_recording_that_no_table_can_pay_for(self) -> None:
         chooser = self.made()
         self.assertTrue(chooser.may_choose(range(6), self.names))
-        self.assertFalse(chooser.may_choose(range(3), self.names))
+        self.function.log.is_choosing = False
+        self.assertFalse(chooser.may_choose(range(3), self.names) or self.function.log.is_choosing)
         with mock.patch.object(self, "kernels", self.kernels[5:]):
             self.assertFalse(chooser.may_choose(range(6), self.names))
         with mock.patch.dict(table._readers, {self.function: {}}):

@@ -256,9 +256,22 @@ def entered(
     # Only the returned callable may hold it: it holds the graphed version, which keeps the function alive in torch.
     kept = None if choose is None else choose(function, graphed, aligned)
 
-    def call(inputs: list[Any]) -> Any:
+    def missed(inputs: list[Any], *, asks_again: bool) -> Any:
+        aligned.decide(inputs)
+        if way_elsewhere is not None:
+            elsewhere = way_elsewhere(dispatch.way is not Way.UNGRAPHED)
+            if elsewhere is not None:
+                return elsewhere(inputs)
         instead = dispatch.call
-        if instead is None and not dispatch.was_asked and fast_call is not None:
+        if instead is not None:
+            outputs = instead(inputs)
+            if outputs is not None or dispatch.call is not None:
+                return outputs
+            asks_again = True  # it has let the calls be replayed from this one on
+        return (graphed if asks_again else run)(inputs)
+
+    def call(inputs: list[Any]) -> Any:
+        if dispatch.call is None and not dispatch.was_asked and fast_call is not None:
             outputs = fast_call(inputs)
             if outputs is not None:
                 return outputs
@@ -266,18 +279,10 @@ def entered(
         if is_captured():
             function.log.not_graphed(Reason.CAPTURED())
             return aligned(inputs)
-        if program_pools.are_used():
-            with program_pools.outside():
-                return call(inputs)
-        aligned.decide(inputs)
-        if way_elsewhere is not None:
-            elsewhere = way_elsewhere(dispatch.way is not Way.UNGRAPHED)
-            if elsewhere is not None:
-                return elsewhere(inputs)
-        if instead is None:
-            return run(inputs)
-        outputs = instead(inputs)
-        return call(inputs) if outputs is None else outputs  # None: it is replayed from now on
+        if not program_pools.are_used():
+            return missed(inputs, asks_again=False)
+        with program_pools.outside():
+            return missed(inputs, asks_again=True)
 
     call.function, call.kept = function, kept  # type: ignore[attr-defined]
     return call
