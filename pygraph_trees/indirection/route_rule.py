@@ -138,7 +138,7 @@ class RouteChooser:
             return choice.reason is Reason.TABLE_AWAITED
         if choice.reason not in BY_TABLE:
             return False
-        is_built = builds.go_on(function)
+        is_built = builds.go_on(function, self._device)
         if is_built is None:
             return True
         if not is_built:

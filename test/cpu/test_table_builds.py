@@ -93,7 +93,7 @@ class TestBuilding(TestCase):
         return SimpleNamespace(slots=names)
 
     def go_on(self) -> bool | None:
-        return builds.go_on(self.function)
+        return builds.go_on(self.function, 3)
 
     def test_one_is_loaded_at_a_step(self) -> None:
         self.begin()

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -28,39 +28,49 @@ from .worker import Job, Worker, WriterJob, job_of
 _log = logging.getLogger("pygraph_trees.indirection")
 
 _lock = threading.Lock()  # a function may have recordings in several threads; no thread waits for the lock
-_builds: weakref.WeakKeyDictionary[Any, _Build] = weakref.WeakKeyDictionary()  # by function
+# By function: the steps that are left, None if the build is over.
+_builds: weakref.WeakKeyDictionary[Any, Generator[None, None, set[int]] | None] = weakref.WeakKeyDictionary()
 
 
-def begin(function: Any, device: int) -> None:
-    """Starts a build for a function that has none yet."""
-    _builds.setdefault(function, _Build(pointer_table.readers_of(function), device))
+def begin(function: Any, device: int) -> Generator[None, None, set[int]] | None:
+    """Starts a build for a function that has none yet; returns the steps that are left."""
+    return _builds.setdefault(function, _steps(pointer_table.readers_of(function), device))
 
 
-def go_on(function: Any) -> bool | None:
+def go_on(function: Any, device: int) -> bool | None:
     """Takes a step of a build. Returns None if more steps follow, else whether the function's inputs have slots."""
-    run_if_free(_lock, functools.partial(_take_step, function))
+    run_if_free(_lock, functools.partial(_take_step, function, device))
     return bool(pointer_table.taken_by_variants(function)) if is_over(function) else None
 
 
-def _take_step(function: Any) -> None:
-    build = _builds[function]
+def _take_step(function: Any, device: int) -> None:
+    steps, taken = begin(function, device), set[int]()
+    if steps is None:
+        return
     try:
-        build.go_on(function)
+        return next(steps)
+    except StopIteration as end:
+        taken = end.value
     except Exception as error:  # for example, no process can be started
         _log.warning("kernels were not compiled to read addresses from a table: %s", error)
-        build.give_up()
+    except BaseException:  # an interrupt: the next step begins again, and finds what was compiled
+        _builds.pop(function, None)
+        raise
+    if _builds.get(function) is steps:  # otherwise it was given up
+        if taken:
+            pointer_table.take(function, taken)
+        _builds[function] = None
 
 
 def is_over(function: Any) -> bool:
     """Whether the function's build has ended, with or without variants."""
-    build = _builds.get(function)
-    return build is not None and build.is_over
+    return function in _builds and _builds[function] is None
 
 
 def is_any_under_way() -> bool:
     while True:
         with contextlib.suppress(RuntimeError):  # another thread has just started a build
-            return not all(build.is_over for build in list(_builds.values()))
+            return any(steps is not None for steps in list(_builds.values()))
 
 
 def finish(most_s: float) -> None:
@@ -75,60 +85,34 @@ def finish(most_s: float) -> None:
 def give_up(function: Any) -> None:
     """Takes the function's table away, and prevents another build for it."""
     pointer_table.take_no_longer(function)
-    _builds.setdefault(function, _Build((), 0)).give_up()
+    _builds[function] = None
 
 
-class _Build:
-    """The build of one function's kernels: all are compiled together, then loaded one by one."""
+def _steps(readers: Sequence[Reader], device: int) -> Generator[None, None, set[int]]:
+    """The steps of one build: all kernels are compiled together, then loaded one by one.
 
-    def __init__(self, readers: Sequence[Reader], device: int) -> None:
-        self._readers, self._device = readers, device
-        self._worker: Worker | None = None
-        self._kernels: list[Reader | int] = []  # by number of the job: readers for variants, widths for writers
-        self._left: list[Reader | int] | None = None  # once it is known what was compiled
-        self._taken: set[int] = set()
-
-    @property
-    def is_over(self) -> bool:
-        return self._left == []
-
-    def give_up(self) -> None:
-        self._left, self._worker = [], None
-
-    def go_on(self, function: Any) -> None:
-        if self._left is None:
-            compiled = self._start() if self._worker is None else self._worker.done()
-            if compiled is not None:
-                self._left = [kernel for number, kernel in enumerate(self._kernels) if number in compiled]
-        elif self._left and self._worker is not None:
-            kernel = self._left[-1]
-            with self._worker.cache():
-                if isinstance(kernel, Reader):
-                    self._taken |= kernel.build()
-                elif pointer_table.loaded_writer(self._device, kernel) is None:
-                    self.give_up()
-                    return
-            if len(self._left) == 1 and self._taken:
-                # All at once, so that no recording has slots for a part of them.
-                pointer_table.take(function, self._taken)
-            self._left.pop()
-        if self.is_over:
-            self._worker = None
-
-    def _start(self) -> Collection[int] | None:
-        """Starts the process; returns an empty set if it has nothing to compile."""
-        if Worker.is_busy():
-            return None
-        found = {reader: job_of(reader.autotuner, reader.names) for reader in self._readers}
-        jobs: dict[Reader | int, Job | WriterJob] = {reader: job for reader, job in found.items() if job is not None}
-        if not jobs:
-            return ()
-        with contextlib.suppress(Exception):  # without a target, a writer is compiled when a table needs it
-            with torch.cuda.device(self._device):
-                target = pointer_table.current_target()
-            inputs = {index for reader in self._readers for _, index in reader.inputs}
-            most = max(pointer_table.widths_for(len(inputs)))  # inputs may get no slot
-            jobs |= {width: WriterJob(width, target) for width in pointer_table.WIDTHS if width <= most}
-        self._kernels = list(jobs)
-        self._worker = Worker.start(list(jobs.values()))
-        return None
+    Returns the inputs that variants take: all at once, so that no recording has slots for a part of them.
+    """
+    found = {reader: job_of(reader.autotuner, reader.names) for reader in readers}
+    jobs: dict[Reader | int, Job | WriterJob] = {reader: job for reader, job in found.items() if job is not None}
+    if not jobs:
+        return set()
+    with contextlib.suppress(Exception):  # without a target, a writer is compiled when a table needs it
+        with torch.cuda.device(device):
+            target = pointer_table.current_target()
+        inputs = {index for reader in readers for _, index in reader.inputs}
+        most = max(pointer_table.widths_for(len(inputs)))  # inputs may get no slot
+        jobs |= {width: WriterJob(width, target) for width in pointer_table.WIDTHS if width <= most}
+    while (worker := Worker.start(list(jobs.values()))) is None:
+        yield
+    while (compiled := worker.done()) is None:
+        yield
+    taken: set[int] = set()
+    for kernel in reversed([kernel for number, kernel in enumerate(jobs) if number in compiled]):
+        yield
+        with worker.cache():
+            if isinstance(kernel, Reader):
+                taken |= kernel.build()
+            elif pointer_table.loaded_writer(device, kernel) is None:
+                return set()
+    return taken

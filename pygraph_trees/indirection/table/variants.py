@@ -23,6 +23,7 @@ from pygraph_trees.errors import PygraphError
 from pygraph_trees.reasons import Reason, Why
 
 SLOT = "*i64"  # a slot's type in a signature
+_LANGUAGE = "_pygraph_language"  # the name of Triton's language in a variant; no kernel uses it
 
 # Names of element types in Triton's language, by their names in a signature.
 _ELEMENTS = {
@@ -79,11 +80,10 @@ def with_slots(
     if variable is not None:
         raise refusal(why=Reason.GLOBAL_VARIABLE(name=variable))
 
-    language = _unused_name("_language", tree)
     chosen = [(i, argument) for i, argument in enumerate(fn.arg_names) if argument in slots]
-    prologue = [_load(language, slot, signature[slot], attrs.get((i,))) for i, slot in chosen]
+    prologue = [_load(slot, signature[slot], attrs.get((i,))) for i, slot in chosen]
     return Variant(
-        fn=_rebuilt(fn, _text(tree, slots, prologue), language, slots),
+        fn=_rebuilt(fn, _text(tree, slots, prologue), slots),
         signature={argument: SLOT if argument in slots else ty for argument, ty in signature.items()},
         attrs={path: value for path, value in attrs.items() if fn.arg_names[path[0]] not in slots},
         slots=slots,
@@ -169,20 +169,12 @@ def _definition(fn: Any) -> ast.FunctionDef | None:
     return tree
 
 
-def _unused_name(wish: str, tree: ast.FunctionDef) -> str:
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    used |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    while wish in used:
-        wish += "_"
-    return wish
-
-
-def _load(language: str, slot: str, ty: str, attributes: Any) -> ast.stmt:
+def _load(slot: str, ty: str, attributes: Any) -> ast.stmt:
     """The statement that replaces a slot's address with the pointer in the slot, which is as aligned as is known."""
-    pointer = f"{language}.load({slot}).to({language}.pointer_type({language}.{_element(ty)}))"
+    pointer = f"{_LANGUAGE}.load({slot}).to({_LANGUAGE}.pointer_type({_LANGUAGE}.{_element(ty)}))"
     divisor = next((value for key, value in attributes or () if key == "tt.divisibility"), None)
     if divisor is not None:
-        pointer = f"{language}.multiple_of({pointer}, {divisor})"
+        pointer = f"{_LANGUAGE}.multiple_of({pointer}, {divisor})"
     return ast.parse(f"{slot} = {pointer}").body[0]
 
 
@@ -196,7 +188,7 @@ def _text(tree: ast.FunctionDef, slots: Collection[str], prologue: list[ast.stmt
     return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
 
 
-def _rebuilt(fn: Any, text: str, language: str, slots: Collection[str]) -> Any:
+def _rebuilt(fn: Any, text: str, slots: Collection[str]) -> Any:
     """The kernel with another text, as ``triton.jit`` makes it.
 
     Defaults and annotations are the original's objects: the names in their source may be gone.
@@ -212,7 +204,7 @@ def _rebuilt(fn: Any, text: str, language: str, slots: Collection[str]) -> Any:
     # triton.jit finds the source here. Without a modification time, linecache does not look for a file.
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     names = _names(original)
-    names[language] = triton.language
+    names[_LANGUAGE] = triton.language
     codes = (c for c in compile(text, path, "exec", dont_inherit=True).co_consts if isinstance(c, types.CodeType))
     code = next(c for c in codes if c.co_name == original.__name__)
     function = types.FunctionType(code, names, original.__name__, original.__defaults__)

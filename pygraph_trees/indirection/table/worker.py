@@ -113,19 +113,14 @@ class Worker:
         self._end = weakref.finalize(self, _stop, self._process, self._said)
 
     @staticmethod
-    def is_busy() -> bool:
-        """Whether a process is compiling."""
-        running = None if _newest is None else _newest()
-        return running is not None and running.done() is None
-
-    @staticmethod
     def start(jobs: Sequence[Job | WriterJob]) -> Worker | None:
         """Starts the process; returns None while another one is compiling.
 
         Raises :class:`OSError` if no process can be started. Two threads must not call it at once.
         """
         global _newest
-        if Worker.is_busy():
+        running = None if _newest is None else _newest()
+        if running is not None and running.done() is None:
             return None
         made = Worker(jobs)
         _newest = weakref.ref(made)
