@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 Version = tuple[int, int]  # major and minor number
 
-# A block for each target. A row: the torch versions, the definition with its leading parameters (without parentheses
-# none are compared), and after a colon the names that its body uses. A deeper indent continues a row.
+# A block for targets that rely on the same definitions: a module and names in it. Rows are of that module, or after
+# "in" of another one. A row: the torch versions, the definition with its leading parameters (without parentheses none
+# are compared), and after a colon the names that its body uses. A deeper indent continues a row.
 _TABLE = """
-torch._inductor.config.triton
+torch._inductor.config triton
   in torch.utils._config_module
     2.11       _ConfigEntry.__init__(self, config): env_value_default
     2.12-2.15  _ConfigEntry.__init__(self, config, name): env_value_default
@@ -24,12 +25,10 @@ torch._inductor.config.triton
     2.11-2.15  ConfigModule.save_config_portable: _cache_config_ignore_prefix
     2.11-2.15  _Config: value_type
 
-torch._TorchCompileInductorWrapper.apply_options
-  in torch
+torch _TorchCompileInductorWrapper.apply_options
     2.11-2.15  _TorchCompileInductorWrapper.apply_options(self, options): config
 
-torch._inductor.cudagraph_trees.CUDAGraphNode
-  in torch._inductor.cudagraph_trees
+torch._inductor.cudagraph_trees CUDAGraphNode
     2.11-2.15  CUDAGraphNode.__init__(self, wrapped_function, id, parent, inputs, cuda_graphs_pool, device_index,
                    stack_traces, stream): _record _allocate_and_copy_recording_inputs reconstructed_inputs expanded_dims
                    cudagraph_managed_idxs static_input_idxs non_static_input_idx static_input_data_ptrs
@@ -51,8 +50,7 @@ torch._inductor.cudagraph_trees.CUDAGraphNode
   in torch._inductor.output_code
     2.11-2.15  index_expanded_dims(t, expanded_dims)
 
-torch._inductor.cudagraph_trees.CUDAGraphTreeManager
-  in torch._inductor.cudagraph_trees
+torch._inductor.cudagraph_trees CUDAGraphTreeManager
     2.11-2.14  CUDAGraphTreeManager.__init__(self, device_index): roots ids_to_funcs current_node num_rerecord
                    non_cudagraph_managed_mutation_hint
     2.15       CUDAGraphTreeManager.__init__(self, device_index): roots ids_to_funcs current_node num_rerecord
@@ -82,19 +80,16 @@ torch._inductor.cudagraph_trees.CUDAGraphTreeManager
     2.11-2.15  TreeManagerContainer.get_tree_manager(self): CUDAGraphTreeManager
     2.11-2.15  get_obj(local, attr_name): _get_obj_in_tls
 
-torch._inductor.cudagraph_trees.TreeManagerContainer
-  in torch._inductor.cudagraph_trees
+torch._inductor.cudagraph_trees TreeManagerContainer
     2.11-2.15  TreeManagerContainer.__init__(self, device_index): tree_manager lock
     2.11-2.15  TreeManagerContainer.add_strong_reference(self, fn): lock finalize_cudagraphify_fn
     2.11-2.15  TreeManagerContainer.finalize_cudagraphify_fn(self): lock _finalize_tree_manager
     2.11-2.15  TreeManagerContainer.get_tree_manager(self): lock tree_manager CUDAGraphTreeManager
 
-torch._inductor.cudagraph_trees.get_container
-  in torch._inductor.cudagraph_trees
+torch._inductor.cudagraph_trees get_container
     2.11-2.15  get_container(device_index): tree_manager_locks TreeManagerContainer
 
-torch._inductor.cudagraph_trees.cudagraphify_impl
-  in torch._inductor.cudagraph_trees
+torch._inductor.cudagraph_trees cudagraphify_impl
     2.11-2.15  cudagraphify_impl(model, inputs, static_input_idxs): cudagraphify
   in torch._dynamo.backends.cudagraphs
     2.11-2.15  cudagraphs: cudagraphify_impl
@@ -103,31 +98,26 @@ torch._inductor.cudagraph_trees.cudagraphify_impl
   in torch._inductor.utils
     2.11-2.15  align_inputs_from_check_idxs(model, inputs_to_check, mutated_input_idxs)
 
-torch._inductor.cudagraph_trees.reset_cudagraph_trees
-  in torch._inductor.cudagraph_trees
+torch._inductor.cudagraph_trees reset_cudagraph_trees
     2.11-2.15  reset_cudagraph_trees()
 
-torch._inductor.compile_fx.cudagraphify
-  in torch._inductor.compile_fx
+torch._inductor.compile_fx cudagraphify
     2.11-2.15  cudagraphify(model, static_input_idxs): cudagraphify_impl is_backward
   in torch._inductor.output_code
     2.11-2.15  cudagraph_partition_post_compile: cudagraphify
     2.11-2.15  cudagraph_post_compile: cudagraphify
 
-torch._inductor.output_code.CompiledFxGraph.post_compile
-  in torch._inductor.output_code
+torch._inductor.output_code CompiledFxGraph.post_compile
     2.11-2.15  CompiledFxGraph.post_compile(self, example_inputs, constants, graph_kwargs): cudagraphs
                    cudagraph_partition_post_compile cudagraph_post_compile current_callable
   in torch._inductor.utils
     2.11-2.15  BoxedBool.disable
 
-torch._inductor.output_code.CompiledFxGraph.__call__
-  in torch._inductor.output_code
+torch._inductor.output_code CompiledFxGraph.__call__
     2.11-2.15  CompiledFxGraph.__call__(self, inputs): current_callable _is_profiler_enabled RECORD_GRAPH_EXECUTION
                    finish end_compile
 
-torch._functorch._aot_autograd.aot_autograd_result.GenericAOTAutogradResult.wrap_post_compile
-  in torch._functorch._aot_autograd.aot_autograd_result
+torch._functorch._aot_autograd.aot_autograd_result GenericAOTAutogradResult.wrap_post_compile
     2.11       GenericAOTAutogradResult.wrap_post_compile(self, args, aot_config, fx_config): compiled_fw post_compile
                    runtime_metadata maybe_subclass_meta
     2.12-2.15  GenericAOTAutogradResult.wrap_post_compile(self, args, aot_config, fx_config): _load_and_post_compile
@@ -135,12 +125,10 @@ torch._functorch._aot_autograd.aot_autograd_result.GenericAOTAutogradResult.wrap
     2.12-2.15  GenericAOTAutogradResult._load_and_post_compile: compiled_fw post_compile
     2.12-2.15  GenericAOTAutogradResult._apply_runtime_wrappers: runtime_metadata maybe_subclass_meta
 
-torch._dynamo.symbolic_convert.InstructionTranslatorBase.log_graph_break
-  in torch._dynamo.symbolic_convert
+torch._dynamo.symbolic_convert InstructionTranslatorBase.log_graph_break
     2.11-2.15  InstructionTranslatorBase.log_graph_break(self, code_options, reason, exc): logged real_stack
 
-torch._inductor.scheduler.Scheduler.graph_partition
-  in torch._inductor.scheduler
+torch._inductor.scheduler Scheduler.graph_partition
     2.11-2.15  Scheduler.graph_partition(self): partitions signatures should_partition
     2.11-2.15  Scheduler.should_partition(self, node)
     2.11-2.15  Scheduler._codegen_partitions(self): graph_partition
@@ -150,65 +138,50 @@ torch._inductor.scheduler.Scheduler.graph_partition
     2.11-2.15  DeviceCopy
     2.11-2.15  MultiOutput
 
-torch._inductor.output_code.CompiledFxGraph.__init__
-  in torch._inductor.output_code
+torch._inductor.output_code CompiledFxGraph.__init__
     2.11-2.15  CompiledFxGraph.__init__(self, current_callable, graph, gm, output_strides, disabled_cudagraphs_reason):
                    cudagraph_info partition_maps device_types disabled_cudagraphs_reason
 
-torch.Tensor.record_stream
+torch Tensor.record_stream
   in torch.overrides
     2.11-2.15  get_testing_overrides: record_stream
 
-torch.UntypedStorage._share_cuda_
+torch UntypedStorage._share_cuda_
   in torch.multiprocessing.reductions
     2.11-2.15  reduce_tensor(tensor): _share_cuda_
 
-torch._lazy_clone
+torch _lazy_clone Tensor._lazy_clone
   in torch.overrides
     2.11-2.15  get_ignored_functions
 
-torch.Tensor._lazy_clone
-  in torch.overrides
-    2.11-2.15  get_ignored_functions
-
-torch.cuda.CUDAGraph.capture_begin
+torch.cuda CUDAGraph.capture_begin
   in torch.cuda.graphs
     2.11-2.15  CUDAGraph.capture_begin(self, pool)
     2.11-2.15  graph.__enter__(self): capture_begin pool
 
-torch.cuda.memory._cuda_beginAllocateCurrentThreadToPool
+torch.cuda.memory _cuda_beginAllocateCurrentThreadToPool _cuda_endAllocateToPool
   in torch.cuda.memory
     2.11-2.15  use_mem_pool(pool, device): _cuda_beginAllocateCurrentThreadToPool _cuda_endAllocateToPool
                    _cuda_releasePool
 
-torch.cuda.memory._cuda_endAllocateToPool
-  in torch.cuda.memory
-    2.11-2.15  use_mem_pool(pool, device): _cuda_beginAllocateCurrentThreadToPool _cuda_endAllocateToPool
-                   _cuda_releasePool
-
-torch._dynamo.variables.optimizer._is_static_for_cudagraphs
-  in torch._dynamo.variables.optimizer
+torch._dynamo.variables.optimizer _is_static_for_cudagraphs
     2.11-2.15  _is_static_for_cudagraphs(x): get_manager get_static_address_type current_node
   in torch._dynamo.utils
     2.11-2.15  get_static_address_type(t)
 
-torch._dynamo.utils.record_pregraph_bytecode_enter
-  in torch._dynamo.utils
+torch._dynamo.utils record_pregraph_bytecode_enter
     2.11-2.15  record_pregraph_bytecode_enter(): _is_profiler_enabled
 
-torch._dynamo.utils.record_pregraph_bytecode_exit
-  in torch._dynamo.utils
+torch._dynamo.utils record_pregraph_bytecode_exit
     2.11-2.15  record_pregraph_bytecode_exit(cm): __exit__
 
-torch._functorch.utils.unwrap_dead_wrappers
-  in torch._functorch.utils
+torch._functorch.utils unwrap_dead_wrappers
     2.11-2.13  unwrap_dead_wrappers(args): unwrap_if_dead
     2.14-2.15  unwrap_dead_wrappers
   in torch.autograd.function
     2.11-2.13  Function.apply: unwrap_dead_wrappers
 
-torch._functorch._aot_autograd.runtime_wrappers.RuntimeWrapper.post_compile
-  in torch._functorch._aot_autograd.runtime_wrappers
+torch._functorch._aot_autograd.runtime_wrappers RuntimeWrapper.post_compile
     2.11-2.15  RuntimeWrapper.post_compile(self, compiled_fn, aot_config)
     2.11       AOTDispatchAutograd.post_compile: RuntimeWrapper CompiledFunction apply _aot_id
     2.12-2.15  AOTDispatchAutograd.post_compile: RuntimeWrapper build apply
@@ -216,8 +189,7 @@ torch._functorch._aot_autograd.runtime_wrappers.RuntimeWrapper.post_compile
   in torch.autograd.function
     2.11-2.15  FunctionMeta.__init__(cls, name, bases, attrs): _backward_cls
 
-torch.autograd._engine_run_backward
-  in torch.autograd
+torch.autograd _engine_run_backward
     2.11-2.15  backward(tensors, grad_tensors, retain_graph, create_graph): _engine_run_backward
                    _are_functorch_transforms_active
     2.11-2.15  grad: _engine_run_backward
@@ -230,12 +202,10 @@ torch.autograd._engine_run_backward
   in torch._dynamo.compiled_autograd
     2.11-2.15  reset: compiled_autograd_enabled in_compiled_autograd_region
 
-torch.autograd.graph._engine_run_backward
-  in torch.autograd.graph
+torch.autograd.graph _engine_run_backward
     2.11-2.15  _engine_run_backward(t_outputs): run_backward log getEffectiveLevel
 
-torch._functorch._aot_autograd.runtime_wrappers._AutogradSavedState.save_from_forward
-  in torch._functorch._aot_autograd.runtime_wrappers
+torch._functorch._aot_autograd.runtime_wrappers _AutogradSavedState.save_from_forward
     2.11       AOTDispatchAutograd.post_compile: CompiledFunction _is_view save_for_backward
     2.12-2.13  _AutogradSavedState.save_from_forward(self, ctx, fw_outs): metadata _is_view detach save_for_backward
                    tensors_saved_for_backwards_with_vc_check_slice tensors_saved_for_backwards_no_vc_check_slice
@@ -249,8 +219,7 @@ torch._functorch._aot_autograd.runtime_wrappers._AutogradSavedState.save_from_fo
   in torch._dynamo.eval_frame
     2.12-2.15  skip_code(code)
 
-torch._inductor.fx_passes.post_grad.move_constructors_to_gpu
-  in torch._inductor.fx_passes.post_grad
+torch._inductor.fx_passes.post_grad move_constructors_to_gpu
     2.11-2.15  move_constructors_to_gpu(graph): ConstructorMoverPass
     2.11-2.15  post_grad_passes(gm, is_inference): move_constructors_to_gpu
   in torch._inductor.lowering
@@ -259,16 +228,13 @@ torch._inductor.fx_passes.post_grad.move_constructors_to_gpu
   in torch._inductor.ops_handler
     2.11-2.15  OpsHandler.mul_rn(self, x, y)
 
-torch._inductor.compile_fx._recursive_post_grad_passes
-  in torch._inductor.compile_fx
+torch._inductor.compile_fx _recursive_post_grad_passes
     2.11-2.15  _recursive_post_grad_passes(gm, is_inference): _recursive_post_grad_passes post_grad_passes
 
-torch._inductor.compile_fx.compile_fx
-  in torch._inductor.compile_fx
+torch._inductor.compile_fx compile_fx
     2.11-2.15  compile_fx(model_, example_inputs_, inner_compile, config_patches): compile_fx patch
 
-torch._inductor.scheduler.Scheduler.should_partition
-  in torch._inductor.scheduler
+torch._inductor.scheduler Scheduler.should_partition
     2.11-2.15  Scheduler.should_partition(self, node): FusedSchedulerNode snodes is_gpu DeviceCopy
     2.11-2.15  FusedSchedulerNode
   in torch._inductor.ir
@@ -276,14 +242,12 @@ torch._inductor.scheduler.Scheduler.should_partition
   in torch._inductor.graph
     2.11-2.15  GraphLowering.try_get_buffer(self, buffer_name)
 
-torch._inductor.scheduler.ForeachKernelSchedulerNode.get_consumer_subnode_for
-  in torch._inductor.scheduler
+torch._inductor.scheduler ForeachKernelSchedulerNode.get_consumer_subnode_for
     2.11-2.15  ForeachKernelSchedulerNode.get_consumer_subnode_for(self, producer): get_outputs read_to_node
     2.11-2.15  FusedSchedulerNode.__init__(self, scheduler, snodes): snodes
     2.11-2.15  BaseSchedulerNode.get_outputs(self)
 
-torch._inductor.runtime.triton_heuristics.CachingAutotuner.run
-  in torch._inductor.runtime.triton_heuristics
+torch._inductor.runtime.triton_heuristics CachingAutotuner.run
     2.11-2.15  CachingAutotuner.run(self, stream, benchmark_run): launchers
     2.11-2.15  CachingAutotuner.__init__(self, fn, triton_meta, configs): triton_meta device_props inductor_meta
                    launchers triton_interpret mutated_arg_names custom_kernel
@@ -305,7 +269,9 @@ class NoFingerprint(LookupError):
 
 class MalformedRow(ValueError):
     def __init__(self, line: str) -> None:
-        super().__init__(f"expected 'VERSIONS DEFINITION(PARAMETERS): NAMES' under a target and a module, got {line!r}")
+        super().__init__(
+            f"expected 'VERSIONS DEFINITION(PARAMETERS): NAMES' under a module and names of targets, got {line!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,21 +310,24 @@ def parse_version(text: str) -> Version:
 def parse(table: str) -> dict[str, tuple[Fingerprint, ...]]:
     """The fingerprints of each target of a table."""
     rows: dict[str, list[Fingerprint]] = {}
-    target = module = ""
+    targets: list[str] = []
+    module = ""
     for line in map(str.rstrip, _CONTINUATION.sub(" ", table).splitlines()):
         if line and not line.startswith(" "):
-            target, module = line, ""
-            rows[target] = []
+            module, *names = line.split()
+            targets = [f"{module}.{name}" for name in names]
+            rows |= {target: [] for target in targets}
         elif line.startswith("  in "):
             module = line.removeprefix("  in ")
         elif line:
             found = _ROW.fullmatch(line.strip())
-            if found is None or not target or not module:
+            if found is None or not targets:
                 raise MalformedRow(line)
             since, until, name, given, uses = found.groups()
             parameters = None if given is None else tuple(given.replace(",", " ").split())
             versions = parse_version(since), parse_version(until or since)
-            rows[target].append(Fingerprint(*versions, module, name, parameters, tuple((uses or "").split())))
+            for target in targets:
+                rows[target].append(Fingerprint(*versions, module, name, parameters, tuple((uses or "").split())))
     return {target: tuple(found) for target, found in rows.items()}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from types import CodeType
 from typing import Any
 
 
@@ -33,34 +32,25 @@ def has_capture_lock() -> bool:
 def registers_generators() -> bool:
     """Whether a node registers generators with its graph, because a capture does not find them."""
     # Up to 2.13.
-    from torch._inductor import cudagraph_trees
-
-    return "register_generator_state" in _upstream_code(cudagraph_trees.CUDAGraphNode, "__init__").co_names
+    return _is_named("register_generator_state", "CUDAGraphNode", "__init__")
 
 
 def clones_live_outputs() -> bool:
     """Whether a manager may clone outputs that are alive at a new step."""
     # Since 2.14.
-    from torch._inductor import cudagraph_trees
-
-    code = _upstream_code(cudagraph_trees.CUDAGraphTreeManager, "__init__")
-    return "has_live_user_visible_output_cloning" in code.co_names
+    return _is_named("has_live_user_visible_output_cloning", "CUDAGraphTreeManager", "__init__")
 
 
 def has_skip_table() -> bool:
     """Whether ``non_cudagraph_managed_mutation_hint`` of a manager is named ``skip_cudagraph``."""
     # Since 2.15.
-    from torch._inductor import cudagraph_trees
-
-    return "skip_cudagraph" in _upstream_code(cudagraph_trees.CUDAGraphTreeManager, "__init__").co_names
+    return _is_named("skip_cudagraph", "CUDAGraphTreeManager", "__init__")
 
 
 def checks_deaths_after_copies() -> bool:
     """Whether ``run`` checks that inputs are dead after it has copied them, and not before."""
     # Since 2.15.
-    from torch._inductor import cudagraph_trees
-
-    return "expected_dead_indices_after_graph" in _upstream_code(cudagraph_trees.CUDAGraphNode, "run").co_names
+    return _is_named("expected_dead_indices_after_graph", "CUDAGraphNode", "run")
 
 
 def lists_static_tensors(node: Any) -> bool:
@@ -170,8 +160,10 @@ def is_for_any_device(autotuner: Any) -> bool:
     return autotuner.triton_meta["device"] is None
 
 
-def _upstream_code(kind: type, method: str) -> CodeType:
-    """The code of torch's own method, also while a class of ours replaces torch's."""
-    upstream = next(base for base in kind.__mro__ if not base.__module__.startswith("pygraph_trees."))
-    code: CodeType = getattr(upstream, method).__code__
-    return code
+def _is_named(name: str, kind: str, method: str) -> bool:
+    """Whether a method of one of torch's classes uses a name, also while a class of ours replaces torch's."""
+    from torch._inductor import cudagraph_trees
+
+    bases = getattr(cudagraph_trees, kind).__mro__
+    upstream = next(base for base in bases if not base.__module__.startswith("pygraph_trees."))
+    return name in getattr(upstream, method).__code__.co_names

@@ -8,7 +8,6 @@ It calls the driver's library itself: the bindings free the data of edges before
 from __future__ import annotations
 
 import ctypes
-import enum
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,11 +27,6 @@ def dependencies() -> Dependencies | None:
         return None
 
 
-class EdgeKind(enum.Enum):
-    FULL = "full"  # the later node starts when the earlier one has ended, and sees its writes
-    PROGRAMMATIC = "programmatic"  # it may start earlier, and waits by itself
-
-
 class Edge(NamedTuple):
     """An edge between two nodes, given by their handles."""
 
@@ -41,8 +35,9 @@ class Edge(NamedTuple):
     data: int = 0  # the 8 bytes of CUgraphEdgeData: ports and type; 0 is a full edge
 
     @property
-    def kind(self) -> EdgeKind:
-        return EdgeKind.PROGRAMMATIC if self.data else EdgeKind.FULL
+    def is_full(self) -> bool:
+        """Whether the later node starts when the earlier one has ended; otherwise it may start, and waits by itself."""
+        return not self.data
 
 
 class Dependencies:

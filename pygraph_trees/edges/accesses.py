@@ -39,19 +39,15 @@ class _Unknown(Exception):
 
 def units_of(
     driver: Driver, nodes: Sequence[int], edges: Iterable[Edge], operations: Sequence[Operation], inputs: Regions
-) -> tuple[list[Unit], list[int]]:
-    """The units in the captured order, and the bytes of each one's tensors; a barrier has none.
+) -> list[Unit]:
+    """The units in the captured order.
 
     Args:
         nodes: all nodes of the graph, and all its ``edges``.
         inputs: the memory of inputs that another call may pass elsewhere.
     """
     reader = _Reader(driver, inputs)
-    units, nbytes = [], []
-    for part, operation in _parts(nodes, edges, operations):
-        units.append(reader.unit(part, operation))
-        nbytes.append(operation.nbytes if operation is not None else 0)
-    return units, nbytes
+    return [reader.unit(part, operation) for part, operation in _parts(nodes, edges, operations)]
 
 
 def _parts(
@@ -93,18 +89,21 @@ class _Reader:
         kinds = [self._driver.node_kind(node) for node in nodes]
         if not {NodeKind.MEM_ALLOC, NodeKind.MEM_FREE}.isdisjoint(kinds):
             raise NoBranches(why=Reason.ALLOCATES())
-        if operation is None or not operation.known:
-            return Unit(nodes, barrier=True, lane=0 if operation is None else operation.lane)
+        if operation is None:
+            return Unit(nodes, barrier=True)
+        barrier = Unit(nodes, barrier=True, lane=operation.lane, nbytes=operation.nbytes)
+        if not operation.known:
+            return barrier
         found = dict.fromkeys(operation.declared)
         try:
             for node, kind in zip(nodes, kinds, strict=True):
                 found |= dict.fromkeys(self._of_node(node, kind, operation))
         except (DriverError, _Unknown):
-            return Unit(nodes, barrier=True, lane=operation.lane)
+            return barrier
         on_inputs = [access for access in found if self._inputs.overlap(access.start, access.end)]
         if on_inputs:
             found[Access(*_ANY_INPUT, any(access.write for access in on_inputs))] = None
-        return Unit(nodes, tuple(found), lane=operation.lane)
+        return Unit(nodes, tuple(found), lane=operation.lane, nbytes=operation.nbytes)
 
     def _of_node(self, node: int, kind: NodeKind, operation: Operation) -> Iterator[Access]:
         if kind is NodeKind.KERNEL:

@@ -27,7 +27,7 @@ from pygraph_trees.report.records import Branches
 from .accesses import NoBranches, units_of
 from .lanes import BYTES_PER_US, lane_edges, predicted, time_us
 from .operations import Operations, span_of
-from .order import Edges, Pair, reduced
+from .order import Pair, reduced
 from .regions import Regions
 from .rewriting import Chain, GraphLost, NotReplaced
 from .streams import Streams
@@ -48,9 +48,9 @@ class Branching:
     def __init__(self, log: RecordingLog) -> None:
         self._log = log
         self._chain: Chain | None = None
-        self._edges = Edges(())
+        self._edges: Sequence[Pair] = ()
 
-    def chosen(self, chain: Chain, edges: Edges) -> None:
+    def chosen(self, chain: Chain, edges: Sequence[Pair]) -> None:
         self._chain, self._edges = chain, edges
 
     def replace(self, graph: int) -> None:
@@ -105,7 +105,7 @@ def noting(
         with driver.without_disturbing_captures():
             chain, times_us, log.branches = _measured(driver, dependencies, stream, operations, elsewhere, streams)
         if log.branches.lanes > 1:
-            in_order = Edges(tuple(pairwise(range(len(chain.units)))))
+            in_order = list(pairwise(range(len(chain.units))))
             branching.chosen(chain, lane_edges(chain.units, chain.needs, times_us) if SIDE_BY_SIDE else in_order)
     except (NoBranches, NotReplaced) as error:
         why = error.fields["why"]
@@ -130,12 +130,9 @@ def _measured(
     if graph is None or operations.why_not is not None:
         raise NoBranches(why=operations.why_not or Reason.NOT_CAPTURED())
     nodes = driver.nodes(graph)
-    units, nbytes = units_of(driver, nodes, dependencies.read(graph), operations.found, inputs)
+    units = units_of(driver, nodes, dependencies.read(graph), operations.found, inputs)
     chain = Chain(dependencies, graph, nodes, units)
-    number = {node: i for i, unit in enumerate(chain.units) for node in unit.nodes}
-    taken = [0] * len(chain.units)  # bytes; units may have been joined
-    for unit, count in zip(units, nbytes, strict=True):
-        taken[number[unit.nodes[0]]] += count
+    taken = [unit.nbytes for unit in chain.units]
     times_us = list(map(time_us, taken))
     pairs = reduced(chain.needs)
     in_any_order_us = sum(taken) / BYTES_PER_US  # operations side by side share the memory's bandwidth

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from .order import Edges, Pair, reduced
+from .order import Pair, reduced
 from .units import Unit
 
 HOP_US = 1.5  # from the end of a unit to the start of one in another lane
@@ -107,7 +107,7 @@ def predicted(pairs: Sequence[Pair], count: int, times_us: Sequence[float]) -> f
     return min(schedule(pairs, choice.lanes, times_us)[1], sum(times_us))
 
 
-def lane_edges(units: Sequence[Unit], needs: Sequence[int], times_us: Sequence[float]) -> Edges:
+def lane_edges(units: Sequence[Unit], needs: Sequence[int], times_us: Sequence[float]) -> list[Pair]:
     """The fewest edges that keep the required order and run each lane's units one after another.
 
     Edges inside a lane come first, since the first successor of a node stays on its stream.
@@ -125,4 +125,4 @@ def lane_edges(units: Sequence[Unit], needs: Sequence[int], times_us: Sequence[f
             ahead[i] |= 1 << last[lanes[unit]]
         last[lanes[unit]] = i
     found = [(order[earlier], order[later]) for earlier, later in reduced(ahead)]
-    return Edges(tuple(sorted(found, key=lambda pair: lanes[pair[0]] != lanes[pair[1]])))
+    return sorted(found, key=lambda pair: lanes[pair[0]] != lanes[pair[1]])

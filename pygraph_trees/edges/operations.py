@@ -25,7 +25,7 @@ from pygraph_trees.indirection.table.variant_launchers import parameters, sole_l
 from pygraph_trees.reasons import Reason, Why
 
 from .regions import Range, Regions
-from .streams import Given, Streams
+from .streams import Given, Streams, storage_of
 from .units import Access
 
 _LIBRARIES = ("aten", "pygraph_trees")  # namespaces of operators whose schemas are believed
@@ -61,12 +61,7 @@ class Operations(TorchDispatchMode):
         tensors: Iterable[torch.Tensor],
         streams: Streams | None = None,
     ) -> None:
-        """
-        Args:
-            allocated: tells how many blocks torch's allocator has given out so far.
-            tensors: those that are alive when the capture begins.
-            streams: those of the lanes; None to leave all operations on the one stream.
-        """
+        """The arguments are those of :func:`.branches.noting`."""
         super().__init__()
         self._streams = streams
         self.found: list[Operation] = []
@@ -176,11 +171,9 @@ class Operations(TorchDispatchMode):
 
 
 def span_of(tensor: torch.Tensor) -> Range | None:
-    """The memory of a tensor's storage; None if there is none, as for a sparse tensor."""
-    try:
-        return _span(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):
-        return None
+    """The memory of a tensor's storage; None if there is none."""
+    storage = storage_of(tensor)
+    return None if storage is None else _span(storage)
 
 
 def _span(storage: torch.UntypedStorage) -> Range | None:

@@ -7,17 +7,9 @@ Units are numbered in the captured order. A set of units is an integer whose bit
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
 Pair = tuple[int, int]  # (earlier, later): the earlier unit ends before the later one starts
-
-
-@dataclass(frozen=True, slots=True)
-class Edges:
-    """Edges between units, all of them full; other kinds are inside a unit."""
-
-    pairs: tuple[Pair, ...]  # in the order in which the graph gets them
 
 
 def reduced(needs: Sequence[int]) -> list[Pair]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pygraph_trees.cuda.edges import Dependencies, Edge, EdgeKind
+from pygraph_trees.cuda.edges import Dependencies, Edge
 from pygraph_trees.errors import DriverError, PygraphError
 
 from .conflicts import conflicts
-from .order import Edges, Pair, missing
+from .order import Pair, missing
 from .units import Unit, joined
 
 
@@ -50,12 +50,12 @@ class Chain:
         if not {(i - 1, i) for i in range(1, len(self.units))} <= {*self._pairs(self._captured)}:
             raise NotReplaced(why="its units do not run one after another")
 
-    def replace(self, edges: Edges) -> None:
-        """Gives the graph these edges between units, instead of those that it has; can be called repeatedly."""
+    def replace(self, pairs: Iterable[Pair]) -> None:
+        """Gives the graph full edges between these pairs of units, in this order; can be called repeatedly."""
         try:
             self._exchange(
                 Edge(before, after)
-                for earlier, later in edges.pairs
+                for earlier, later in pairs
                 for before in self._tails[earlier]
                 for after in self._heads[later]
             )
@@ -96,6 +96,6 @@ class Chain:
         found = Counter(
             (self._unit[edge.before], self._unit[edge.after])
             for edge in edges
-            if edge.kind is EdgeKind.FULL and edge.before not in self._leads and edge.after not in self._follows
+            if edge.is_full and edge.before not in self._leads and edge.after not in self._follows
         )
         return [(a, b) for (a, b), count in found.items() if count == len(self._tails[a]) * len(self._heads[b])]

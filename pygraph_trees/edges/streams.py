@@ -81,7 +81,7 @@ class Streams:
 
     def _move(self, tensor: torch.Tensor, lane: int) -> None:
         """Allocates a tensor's memory again, on a lane, if nothing can have used it."""
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         unused = None if storage is None else self._unused.pop(storage._cdata, None)
         if storage is not None and unused is not None and not unused.expired() and lane:
             nbytes = storage.nbytes()
@@ -110,7 +110,7 @@ class Streams:
         number = len(self._choice.lanes)
         self._choice.put(lane, self._ahead(given), time_us(nbytes))
         for tensor, write in given:
-            if (storage := _storage_of(tensor)) is None:
+            if (storage := storage_of(tensor)) is None:
                 continue
             if write:
                 self._writer[storage._cdata] = number
@@ -122,7 +122,7 @@ class Streams:
         """The operations that one follows because of its tensors, not because memory is used again."""
         found: set[int] = set()
         for tensor, write in given:
-            if (storage := _storage_of(tensor)) is not None:
+            if (storage := storage_of(tensor)) is not None:
                 found.update([self._writer[storage._cdata]] if storage._cdata in self._writer else ())
                 found.update(self._readers.get(storage._cdata, ()) if write else ())
         return found
@@ -133,7 +133,8 @@ class Streams:
             self._dependencies.follow(stream.cuda_stream, self._driver.captured_last(other.cuda_stream))
 
 
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """A tensor's storage; None if there is none."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # a sparse tensor

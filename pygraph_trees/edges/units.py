@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pygraph_trees.cuda.edges import Edge, EdgeKind
+from pygraph_trees.cuda.edges import Edge
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class Unit:
     accesses: tuple[Access, ...] = ()
     barrier: bool = False  # keeps its place among all others
     lane: int = 0
+    nbytes: int = 0  # of its tensors, as far as they are known
 
 
 def joined(units: Sequence[Unit], edges: Iterable[Edge]) -> list[Unit]:
@@ -44,7 +45,7 @@ def joined(units: Sequence[Unit], edges: Iterable[Edge]) -> list[Unit]:
     number = {node: i for i, unit in enumerate(units) for node in unit.nodes}
     until = list(range(len(units)))  # by unit: the last one that it is joined with
     for edge in edges:
-        if edge.kind is not EdgeKind.FULL:
+        if not edge.is_full:
             first, last = sorted((number[edge.before], number[edge.after]))
             until[first] = max(until[first], last)
     found: list[Unit] = []
@@ -55,6 +56,7 @@ def joined(units: Sequence[Unit], edges: Iterable[Edge]) -> list[Unit]:
             parts = units[begin : i + 1]
             nodes = tuple(node for part in parts for node in part.nodes)
             accesses = tuple(access for part in parts for access in part.accesses)
-            found.append(Unit(nodes, accesses, any(part.barrier for part in parts), parts[0].lane))
+            nbytes = sum(part.nbytes for part in parts)
+            found.append(Unit(nodes, accesses, any(part.barrier for part in parts), parts[0].lane, nbytes))
             begin = end = i + 1
     return found

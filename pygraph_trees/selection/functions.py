@@ -32,9 +32,18 @@ if TYPE_CHECKING:
 # From a program to its newest trial. No lock: a finalizer may come under it and wait for a backward in another thread,
 # which is compiled there and comes here.
 _trials: WeakValueDictionary[str, Trial] = WeakValueDictionary()
-_compiling = threading.local()  # its `without_graphs`: although the program asks for them; `override`: of the program
 _OVERRIDE = "cudagraph_annotation"  # in the `meta` of a program that calls `override_cudagraphs`, since torch 2.12
 _UNPLACED = {"triton.pygraph_placement": "off"}
+
+
+class _Compiling(threading.local):
+    """The program that this thread compiles."""
+
+    without_graphs = False  # although it asks for them
+    override: Any = None  # what it asks for with ``override_cudagraphs``: ``fwd`` and ``bwd``
+
+
+_compiling = _Compiling()
 
 
 def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +64,7 @@ def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
         override = meta.get(_OVERRIDE)
         # Since torch 2.15, other names may be options of a device, which are not in this configuration.
         patch = {name: value for name, value in given.items() if name.startswith("triton.")}
-        with config.patch(patch), _overriding(override):
+        with config.patch(patch), _noting(override=override):
             is_asked, settings = are_graphs_asked_for(), Settings.current()
         if not is_asked or why_not_graphed(settings) is None:
             if is_asked and settings.placement != "off" and has_own_policy():
@@ -65,18 +74,18 @@ def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
                 given = {**given, "allow_buffer_reuse": False}
             call.arguments["config_patches"] = given or call.arguments["config_patches"]
             # A backward is compiled later than its forward. With options, `compile_fx` calls itself.
-            if override is not None and _override() is not override:
+            if override is not None and _compiling.override is not override:
                 call.arguments["inner_compile"] = _unplaced_without_graphs(call.arguments["inner_compile"], override)
-            with _overriding(override):
+            with _noting(override=override):
                 return upstream(*call.args, **call.kwargs)
         # The result is that of torch.compile without CUDA graphs, in the same caches. Partitions, and moves of
         # constructors and numbers to the GPU, would change output devices and the places where the program waits.
         call.arguments["config_patches"] = {**given, "triton.cudagraphs": False}
         # A backward is compiled later than its forward.
-        call.arguments["inner_compile"] = compiling_without_graphs()(call.arguments["inner_compile"])
+        call.arguments["inner_compile"] = _noting(without_graphs=True)(call.arguments["inner_compile"])
         meta.pop(_OVERRIDE, None)  # it would turn them on again, and is part of the caches' keys
         try:
-            with compiling_without_graphs():
+            with _noting(without_graphs=True):
                 return upstream(*call.args, **call.kwargs)
         finally:
             if override is not None:
@@ -86,17 +95,14 @@ def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _overriding(override: Any) -> Iterator[None]:
-    before, _compiling.override = _override(), override
+def _noting(**facts: Any) -> Iterator[None]:
+    """Notes facts about the program that this thread compiles inside."""
+    before = {name: getattr(_compiling, name) for name in facts}
+    vars(_compiling).update(facts)
     try:
         yield
     finally:
-        _compiling.override = before
-
-
-def _override() -> Any:
-    """What the program that this thread compiles asked for with ``override_cudagraphs``: ``fwd`` and ``bwd``."""
-    return getattr(_compiling, "override", None)
+        vars(_compiling).update(before)
 
 
 def _unplaced_without_graphs(upstream: Callable[..., Any], override: Any) -> Callable[..., Any]:
@@ -105,7 +111,7 @@ def _unplaced_without_graphs(upstream: Callable[..., Any], override: Any) -> Cal
     @functools.wraps(upstream)
     def inner_compile(*args: Any, **kwargs: Any) -> Any:
         placement = contextlib.nullcontext() if kwargs.get("cudagraphs") else config.patch(_UNPLACED)
-        with placement, _overriding(override):
+        with placement, _noting(override=override):
             return upstream(*args, **kwargs)
 
     return inner_compile
@@ -115,7 +121,7 @@ def are_graphs_asked_for() -> bool:
     """Whether the program that is being compiled asks for CUDA graphs: by configuration, or overriding that."""
     from torch._inductor import config
 
-    override = _override()
+    override = _compiling.override
     return bool(config.triton.cudagraphs if override is None or override.fwd is None else override.fwd)
 
 
@@ -123,7 +129,7 @@ def why_overridden(*, is_backward: bool) -> Why | None:
     """Says that the program turned off the CUDA graphs of the graph that is being installed; None if it did not."""
     from torch._inductor import config
 
-    override = _override()
+    override = _compiling.override
     if override is None or not (config.triton.cudagraphs or override.fwd):
         return None
     is_off = override.fwd is False or (is_backward and override.bwd is False)
@@ -142,19 +148,9 @@ def has_own_policy() -> bool:
     return any(getattr(getattr(policy, name), "__func__", None) is not getattr(upstream, name) for name in names)
 
 
-@contextlib.contextmanager
-def compiling_without_graphs() -> Iterator[None]:
-    """Marks, for this thread, all that compiles a program that asks for CUDA graphs and gets none."""
-    before, _compiling.without_graphs = are_graphs_left_out(), True
-    try:
-        yield
-    finally:
-        _compiling.without_graphs = before
-
-
 def are_graphs_left_out() -> bool:
     """Whether the graph being installed belongs to a program that asks for CUDA graphs and gets none."""
-    return getattr(_compiling, "without_graphs", False)
+    return _compiling.without_graphs
 
 
 def why_not_graphed(settings: Settings) -> Why | None:
@@ -183,7 +179,7 @@ def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path
         partition = log.partition if log.mode == INFERENCE else "all"
         matters = {**asdict(settings), "fast path": has_fast_path, "partition": partition}
         memory = Kept(graph.code, log.name, device, matters)
-    trial = Trial(memory=memory, has_fast_path=has_fast_path)
+    trial = Trial(memory=memory)
     trial.graph = graph
     if program is not None:
         _trials[program] = trial

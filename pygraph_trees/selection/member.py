@@ -136,14 +136,14 @@ class TrialMember:
         self._thread = self._thread or threading.get_ident()
         return threading.get_ident() == self._thread
 
-    def facts(self, *, has_fast_path: bool) -> Facts | None:
-        """The facts of its newest recording; None if there is none; the process may have no fast path."""
+    def facts(self) -> Facts | None:
+        """The facts of its newest recording; None if there is none."""
         if not self.log.recordings:
             return None
         last = self.log.recordings[-1]
         routes, launches = last.routes, None if last.kernels is None else last.kernels + (last.other_nodes or 0)
-        is_fast = has_fast_path and last.has_fast_path
-        return Facts(launches, routes.total() - routes["copy"], routes["copy"], last.copied_bytes, is_fast)
+        by_address = routes.total() - routes["copy"]
+        return Facts(launches, by_address, routes["copy"], last.copied_bytes, last.has_fast_path)
 
     def part(self, facts: Facts) -> Part:
         """The function's part of a comparison."""

@@ -76,9 +76,8 @@ class Trial:
 
     _turn = Turn()  # of this process
 
-    def __init__(self, *, memory: Kept | None = None, turn: Turn = _turn, has_fast_path: bool = True) -> None:
+    def __init__(self, *, memory: Kept | None = None, turn: Turn = _turn) -> None:
         self._memory, self._turn = memory, turn
-        self._has_fast_path = has_fast_path  # whether the process has one
         self.graph: object = None  # for callers that ask: the one that started the trial
         self.backward: object = None  # the backward graph
         self._lock = threading.Lock()  # for changes; nobody waits for it
@@ -164,10 +163,6 @@ class Trial:
     def _alive(self) -> list[TrialMember]:
         return [member for reference in self._members if (member := reference()) is not None]
 
-    def _facts(self, members: Sequence[TrialMember]) -> list[Facts]:
-        """The facts of the members that have a recording."""
-        return [facts for member in members if (facts := member.facts(has_fast_path=self._has_fast_path)) is not None]
-
     def _go_on(self, member: TrialMember, inputs: Sequence[object]) -> None:
         """Begins or continues a step."""
         members = self._alive()
@@ -199,7 +194,7 @@ class Trial:
         if self.phase is not Phase.RECORDING:
             self._measure(members)
             return
-        facts = self._facts(members)
+        facts = _facts(members)
         if len(facts) < len(members):
             self._steps += 1
         elif (plain := plain_way(facts)) is not None:
@@ -222,7 +217,7 @@ class Trial:
         made = {way: min(member.made(way) for member in members) for way in Execution}
         compared = None
         if all(len(calls) >= FEWEST_PAIRS for member in members for calls in member.finished.values()):
-            compared = compare([member.part(own) for member, own in zip(members, self._facts(members), strict=True)])
+            compared = compare([member.part(own) for member, own in zip(members, _facts(members), strict=True)])
         wanted = next_way(made, is_clear=compared is not None and compared.is_clear)
         if wanted is not None:
             self.way = wanted
@@ -251,6 +246,11 @@ class Trial:
             for member in self._alive():
                 stack.callback(member.end, way, why)
         _log.info("%s", why or f"{way.value}: not enough calls could be measured")
+
+
+def _facts(members: Sequence[TrialMember]) -> list[Facts]:
+    """The facts of the members that have a recording."""
+    return [facts for member in members if (facts := member.facts()) is not None]
 
 
 def _is_step_over(first: TrialMember, members: Sequence[TrialMember]) -> bool:

@@ -126,7 +126,7 @@ class Captured(TorchDispatchMode):
         edges = self.dependencies.read(self.graph)
         nodes = self.driver.nodes(self.graph)
         elsewhere = Regions(filter(None, map(span_of, inputs)))
-        return accesses.units_of(self.driver, nodes, edges, operations.found, elsewhere)[0]
+        return accesses.units_of(self.driver, nodes, edges, operations.found, elsewhere)
 
     def is_right(self, seeds: range) -> bool:
         right = serial(self.effects)

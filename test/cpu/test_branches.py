@@ -21,7 +21,7 @@ from torch.testing._internal.common_utils import run_tests
 from pygraph_trees.edges import accesses, lanes
 from pygraph_trees.edges.branches import noting
 from pygraph_trees.edges.operations import Operations, span_of
-from pygraph_trees.edges.order import Edges, reduced
+from pygraph_trees.edges.order import reduced
 from pygraph_trees.edges.rewriting import Chain
 from pygraph_trees.edges.units import Access
 from pygraph_trees.reasons import Reason
@@ -76,7 +76,7 @@ class TestAccesses(BranchesTestCase):
         nodes = captured.driver.nodes(captured.graph)
         self.assertEqual([node for unit in units for node in unit.nodes], nodes)  # each once, in order
         chain = Chain(captured.dependencies, captured.graph, nodes, units)
-        chain.replace(Edges(tuple(reduced(chain.needs))))
+        chain.replace(reduced(chain.needs))
         self.assertTrue(captured.is_right(range(6)))
 
     def test_memory_of_a_temporary_that_is_left_out_is_seen(self):
@@ -89,7 +89,7 @@ class TestAccesses(BranchesTestCase):
             with patch:
                 units = captured.units(operations)
             chain = Chain(captured.dependencies, captured.graph, captured.driver.nodes(captured.graph), units)
-            chain.replace(Edges(tuple(reduced(chain.needs))))
+            chain.replace(reduced(chain.needs))
             self.assertEqual(captured.is_right(range(100)), is_right)
             chain.restore()
 

@@ -17,10 +17,10 @@ from interleaving import interleaved, serial
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda.driver import Driver
-from pygraph_trees.cuda.edges import Dependencies, Edge, EdgeKind
+from pygraph_trees.cuda.edges import Dependencies, Edge
 from pygraph_trees.edges.conflicts import conflicts
 from pygraph_trees.edges.lanes import HOP_US, lane_edges, schedule
-from pygraph_trees.edges.order import Edges, missing, reduced
+from pygraph_trees.edges.order import missing, reduced
 from pygraph_trees.edges.rewriting import Chain, GraphLost, NotReplaced
 from pygraph_trees.edges.units import Access, Unit
 from pygraph_trees.errors import NOT_FOUND, DriverError
@@ -175,7 +175,7 @@ class TestReplacing(TestCase):
             else:
                 pairs.append(needed[at][::-1] if kind == "cycle" else needed[at])
             with self.assertRaises(KeyboardInterrupt if kind == "interrupt" else NotReplaced):
-                chain.replace(Edges(tuple(pairs)))
+                chain.replace(pairs)
             self.assertEqual(api.edges(captured.graph), captured.edges)
 
     def test_a_chain_that_cannot_be_restored_is_reported(self):
@@ -188,7 +188,7 @@ class TestReplacing(TestCase):
                 captured.api.misadds = "lost"
                 captured.api.fail(call, after)
             with self.assertRaises(GraphLost):
-                chain.replace(Edges(((0, 1),)))
+                chain.replace([(0, 1)])
 
     def test_only_a_chain_of_all_nodes_is_changed(self):
         captured = Captured([Op(writes(1)), Op(writes(2)), Op(writes(3), nodes=2, side_by_side=True)])
@@ -210,7 +210,7 @@ class TestMutations(TestCase):
             chain = captured.chain()
             captured.effects = dict(zip(captured.effects, does, strict=True))
             chain.needs = chain.needs if expected or needs is None else needs
-            chain.replace(Edges(tuple(reduced(chain.needs))))
+            chain.replace(reduced(chain.needs))
             self.assertEqual(captured.is_right(range(200)), expected)
 
     def test_an_edge_that_is_dropped_is_seen(self):
@@ -268,7 +268,7 @@ class TestDependencies(TestCase):
         edges = [Edge(2**40, 2**47 + 8), Edge(2**47 + 8, 3, PROGRAMMATIC), Edge(3, 4, 2**63)]
         dependencies.add(1, edges)
         self.assertEqual(dependencies.read(1), edges)
-        self.assertEqual([edge.kind for edge in edges], [EdgeKind.FULL] + [EdgeKind.PROGRAMMATIC] * 2)
+        self.assertEqual([edge.is_full for edge in edges], [True, False, False])
         with self.assertRaisesRegex(DriverError, f"^{REMOVE} returned 1$"):
             dependencies.remove(1, edges[:2])
         dependencies.remove(1, edges)

@@ -25,7 +25,7 @@ from inductor_patches import environment
 from pygraph_trees.code_hash import artifact_hash
 from pygraph_trees.report import compiled
 from pygraph_trees.report.summary import clear
-from pygraph_trees.selection.functions import are_graphs_left_out, compiling_without_graphs, why_not_graphed
+from pygraph_trees.selection.functions import _noting, are_graphs_left_out, why_not_graphed
 from pygraph_trees.settings import FLAGS, InvalidFlag, Settings, UnknownFlag
 from pygraph_trees.trees.hooks.compiled_graph import putting_to_use
 
@@ -384,7 +384,7 @@ class TestNever(TestCase):
         with config.patch({"triton.pygraph_selective": "never"}):
             post_compile(artifact, (), None, kwargs)
             self.assertEqual(pygraph_trees.report().graphs, ())  # this program asks for no CUDA graphs
-            with compiling_without_graphs():
+            with _noting(without_graphs=True):
                 post_compile(artifact, (), None, kwargs)
         artifact.pygraph_coverage = {"rebinds_storage": True}
         for indirection in ("auto", "off"):

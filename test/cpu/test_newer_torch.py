@@ -222,7 +222,7 @@ class TestOverrides(_CompilingTestCase):
             artifact = SimpleNamespace(current_callable=len, device_types=(), disabled_cudagraphs_reason=None)
             index = SimpleNamespace(value=0)
             given = {"cudagraphs": BoxedBool(from_cache), "is_backward": True, "boxed_forward_device_index": index}
-            with functions._overriding(override):
+            with functions._noting(override=override):
                 putting_to_use(mock.Mock())(artifact, (), None, given)
             with mock.patch.object(cudagraph_trees, "get_manager") as manager:
                 self.assertEqual((artifact.current_callable([1, 2]), bool(given["cudagraphs"])), (2, False))

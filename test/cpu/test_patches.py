@@ -261,8 +261,7 @@ class TestFingerprints(TestCase):
     """The table of what patches rely on."""
 
     TABLE = """
-torch.a.f
-  in torch.a
+torch.a f
     2.11       f(x): old
     2.12-2.14  f(x,
                    y): new and
@@ -295,9 +294,9 @@ torch.a.f
 
     def test_text_that_is_no_row_is_refused(self):
         for line in ("    f(x): old", "    2.11  f(x", "    2.11-  f", "    2.11  f: a, b"):
-            table = f"torch.a.f\n  in torch.a\n{line}"
+            table = f"torch.a f\n{line}"
             self.assertRaisesRegex(MalformedRow, "expected 'VERSIONS", parse, table)
-        for table in ("torch.a.f\n    2.11  f", "    2.11  f"):
+        for table in ("torch.a\n    2.11  f", "    2.11  f"):
             self.assertRaises(MalformedRow, parse, table)
 
 

@@ -24,7 +24,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.report.log import Count, FunctionLog, GraphLog, RecordingLog, journal
+from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.report.naming import compile_id
 from pygraph_trees.selection import functions as selection
 from pygraph_trees.selection import member as members
@@ -101,7 +101,8 @@ class Function(Environment):
             self.log.warmups += 1
             self.world.work(1e4, 1e3)
         elif number == 2:
-            self.log.recordings.append(RecordingLog(number=0, kernels=self.kernels, other_nodes=0, counter=Count(1)))
+            self.log.recordings.append(RecordingLog(0, kernels=self.kernels, other_nodes=0, has_fast_path=False))
+            self.log.recordings[-1].counter.value = 1
             self.world.work(1e5, 1e3)
         else:
             self.log.recordings[-1].counter.value += 1
@@ -131,7 +132,7 @@ class TrialTestCase(TestCase):
     def trial(self, found=None):
         """A trial whose memory has ``found``. Replays are on the slow path, so that few kernels leave a doubt."""
         self.memory = mock.Mock(find=mock.Mock(return_value=found))
-        return Trial(turn=self.turn, has_fast_path=False, memory=self.memory)
+        return Trial(turn=self.turn, memory=self.memory)
 
     def one(self, **function):
         """A trial and its only function."""
@@ -465,7 +466,8 @@ class TestTrial(TrialTestCase):
     def test_a_call_that_records_again_is_not_measured(self):
         _, function = self.one()
         self.steps(8, function)
-        before, again = self.measured(function, Execution.GRAPHED), RecordingLog(number=1, kernels=4, other_nodes=0)
+        before = self.measured(function, Execution.GRAPHED)
+        again = RecordingLog(1, kernels=4, other_nodes=0, has_fast_path=False)
         with mock.patch.object(self.world, "work", lambda *times: function.log.recordings.append(again)):
             self.steps(1, function)
         self.assertEqual((function.calls[-1], self.measured(function, Execution.GRAPHED)), ("g", before))

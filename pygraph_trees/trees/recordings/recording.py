@@ -22,7 +22,7 @@ from pygraph_trees.errors import PygraphError
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.route_rule import recorded
 from pygraph_trees.indirection.routes import Route, is_none_copied
-from pygraph_trees.native.binding import new_counter
+from pygraph_trees.native import binding
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.log import RecordingLog
@@ -77,7 +77,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
     def __init__(
         self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any
     ) -> None:
-        self.log = RecordingLog(number=id.id, parent=None if parent is None else parent.id.id, counter=new_counter())
+        self.log = RecordingLog(id.id, None if parent is None else parent.id.id, counter=binding.new_counter())
         self.own, self._takes = getattr(wrapped_function, "own", None), len(inputs)
         model = wrapped_function.model
         self._gives_addresses = isinstance(model, FunctionModel) and model.settings.indirection != "off"
@@ -97,7 +97,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             and not self._has_moving
             and not _is_debugged()
         )
-        self.log.has_fast_path = self.has_fast_path
+        self.log.has_fast_path = self.has_fast_path and binding.extension is not None
         self.log.inputs = tuple(describe(self, self._live, self._copied_indices(), attempts.why_copied))
         self.log.outputs = tuple(describe_outputs(self, self._live, self.own))
         if isinstance(wrapped_function.model, FunctionModel):
