@@ -60,15 +60,6 @@ def _entry(flag: Flag) -> Any:
     return entry
 
 
-def _from_environment(flag: Flag) -> Any:
-    """The flag's entry, with the value that the environment gives it."""
-    entry = _entry(flag)
-    wanted = environment.value_of(flag.environment, flag.values, flag.default)
-    if wanted is not None:
-        entry.env_value_default = wanted
-    return entry
-
-
 def _attribute_entry(flag: Flag, unset: object) -> type:
     from torch.utils import _config_module
 
@@ -142,8 +133,11 @@ class Flags(Patch):
 
         known = _version()
         version = Flag("pygraph_version", (known,), known, changes_artifacts=True, help="")
-        entries = {_PREFIX + flag.name: _from_environment(flag) for flag in FLAGS}
-        entries[_PREFIX + version.name] = _entry(version)
+        entries = {_PREFIX + flag.name: _entry(flag) for flag in (*FLAGS, version)}
+        for flag in FLAGS:
+            wanted = environment.value_of(flag.environment, flag.values, flag.default)
+            if wanted is not None:
+                entries[_PREFIX + flag.name].env_value_default = wanted
         ignored = [_PREFIX + flag.name for flag in FLAGS if not flag.changes_artifacts]
         config._config.update(entries)
         for held in _ignored_prefix_lists(config):

@@ -50,10 +50,14 @@ def check(flags: Iterable[tuple[str, Sequence[str], str | int]]) -> None:
     Args:
         flags: variables with their values and their defaults.
     """
-    known = list(flags)
-    for variable, values, default in known:
+    names = {name.removeprefix(PREFIX): name for name in (DISABLE, BUILD, *_OTHERS)}
+    for variable, values, default in flags:
         value_of(variable, values, default)
-    _warn_of_unknown(variable for variable, _, _ in known)
+        names[variable.removeprefix(PREFIX)] = variable
+    for variable, value in sorted(os.environ.items()):
+        if variable.startswith(PREFIX) and variable not in names.values():
+            near = difflib.get_close_matches(variable.removeprefix(PREFIX), names, n=1)
+            _warn(VariableIgnored, variable, value, f" Did you mean {names[near[0]]}?" if near else "")
 
 
 def value_of(variable: str, values: Sequence[str], default: str | int) -> str | int | None:
@@ -91,15 +95,6 @@ def choice(variable: str, values: Sequence[str], instead: str) -> str | None:
     hint = f" Did you mean {near[0]!r}?" if near else ""
     _warn(ValueIgnored, variable, value, hint, allowed=", ".join(map(repr, words)), instead=instead)
     return None
-
-
-def _warn_of_unknown(known: Iterable[str]) -> None:
-    """Warns of each ``PYGRAPH_`` variable that is neither in ``known`` nor named in this module."""
-    names = {name.removeprefix(PREFIX): name for name in (DISABLE, BUILD, *known, *_OTHERS)}
-    for variable, value in sorted(os.environ.items()):
-        if variable.startswith(PREFIX) and variable not in names.values():
-            near = difflib.get_close_matches(variable.removeprefix(PREFIX), names, n=1)
-            _warn(VariableIgnored, variable, value, f" Did you mean {names[near[0]]}?" if near else "")
 
 
 def _warn(kind: type[PatchWarning], variable: str, value: str, hint: str, **fields: str) -> None:

@@ -58,8 +58,8 @@ _ACCUMULATES = "torch's engine accumulates many gradients in one step"
 _NESTED = "the innermost pool takes a thread's allocations, and torch tells which pools are used"
 _MOVES = "torch itself moves CPU work for the GPU, except for returned tensors"
 
-# The replacement, and what would make the patch unnecessary. The replacement is the name, in ``pygraph_trees``, of a
-# class, or of a function that takes upstream's object and returns the one to use instead; or the function itself.
+# The replacement, and what would make the patch unnecessary. The replacement is the name of a class, or of a function
+# that takes upstream's object and returns the one to use instead; or the function itself.
 _Row = tuple[str | Callable[[Any], Any], str]
 
 # By feature, module of torch and name in the module; the patches of a feature are applied in this order.
@@ -67,40 +67,44 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
     "flags": {
         # Flags in `options=` are checked before Inductor applies any option, so a wrong value raises in
         # `torch.compile` and not at the function's first call.
-        "torch": {"_TorchCompileInductorWrapper.apply_options": ("settings.checking_options", _CONFIG_ENTRIES)},
+        "torch": {
+            "_TorchCompileInductorWrapper.apply_options": ("pygraph_trees.settings.checking_options", _CONFIG_ENTRIES),
+        },
     },
     "trees": {
         # Upstream looks all names up in the module when it uses them, so rebinding them there is enough. Thread-local
         # state, the rules of liveness and pools, and additions of a torch version stay upstream's.
         "torch._inductor.cudagraph_trees": {
-            "CUDAGraphNode": ("trees.recordings.recording.Recording", _DROP_IN),
-            "CUDAGraphTreeManager": ("trees.managers.manager.Manager", _DROP_IN),
+            "CUDAGraphNode": ("pygraph_trees.trees.recordings.recording.Recording", _DROP_IN),
+            "CUDAGraphTreeManager": ("pygraph_trees.trees.managers.manager.Manager", _DROP_IN),
             "TreeManagerContainer": (
-                "trees.hooks.manager_container.ManagerContainer",
+                "pygraph_trees.trees.hooks.manager_container.ManagerContainer",
                 "when the locks of containers are reentrant, or are not held while a manager is made",
             ),
             "get_container": (
-                "trees.hooks.manager_container.get_container",
+                "pygraph_trees.trees.hooks.manager_container.get_container",
                 "when the locks of containers are reentrant",
             ),
-            "cudagraphify_impl": ("trees.hooks.entry_points.cudagraphify_impl", _DROP_IN),
+            "cudagraphify_impl": ("pygraph_trees.trees.hooks.entry_points.cudagraphify_impl", _DROP_IN),
             "reset_cudagraph_trees": (
-                "trees.hooks.entry_points.reset_cudagraph_trees",
+                "pygraph_trees.trees.hooks.entry_points.reset_cudagraph_trees",
                 "never: memory of recordings that are gone is given back there",
             ),
         },
         # Every whole graph and every partition goes through this function.
-        "torch._inductor.compile_fx": {"cudagraphify": ("trees.hooks.entry_points.cudagraphify", _DROP_IN)},
+        "torch._inductor.compile_fx": {
+            "cudagraphify": ("pygraph_trees.trees.hooks.entry_points.cudagraphify", _DROP_IN),
+        },
         # When a compiled graph is installed, it is decided whether it is graphed. A call tries the fast path first.
         "torch._inductor.output_code": {
-            "CompiledFxGraph.post_compile": ("trees.hooks.compiled_graph.putting_to_use", _DROP_IN),
-            "CompiledFxGraph.__call__": ("trees.hooks.compiled_graph.calling", _DROP_IN),
+            "CompiledFxGraph.post_compile": ("pygraph_trees.trees.hooks.compiled_graph.putting_to_use", _DROP_IN),
+            "CompiledFxGraph.__call__": ("pygraph_trees.trees.hooks.compiled_graph.calling", _DROP_IN),
         },
         # A compilation leaves AOTAutograd's metadata in the tracing context. For a program that comes from
         # AOTAutograd's cache, only the cache's entry has it; it is kept while the program's graphs are installed.
         "torch._functorch._aot_autograd.aot_autograd_result": {
             "GenericAOTAutogradResult.wrap_post_compile": (
-                "trees.hooks.compiled_graph.loading",
+                "pygraph_trees.trees.hooks.compiled_graph.loading",
                 "the tracing context tells the same of a program that comes from the cache",
             ),
         },
@@ -108,7 +112,7 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
         # un-graphed. If none is open, the replacement decides from the tensor alone whether a gradient is static.
         "torch._dynamo.variables.optimizer": {
             "_is_static_for_cudagraphs": (
-                "trees.hooks.entry_points.is_static_for_cudagraphs",
+                "pygraph_trees.trees.hooks.entry_points.is_static_for_cudagraphs",
                 "torch does not assert that a recording is open",
             ),
         },
@@ -118,21 +122,21 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
         # Outputs leave the pool before another process or a lazy clone shares their memory.
         "torch": {
             "Tensor.record_stream": (
-                "trees.hooks.entry_points.record_stream",
+                "pygraph_trees.trees.hooks.entry_points.record_stream",
                 "torch tells which streams use a storage",
             ),
             "UntypedStorage._share_cuda_": (
-                "trees.hooks.entry_points.outside_of_pools",
+                "pygraph_trees.trees.hooks.entry_points.outside_of_pools",
                 "torch shares no memory of a graph pool",
             ),
-            "_lazy_clone": ("trees.hooks.entry_points.outside_of_pools", _CLONES),
-            "Tensor._lazy_clone": ("trees.hooks.entry_points.outside_of_pools", _CLONES),
+            "_lazy_clone": ("pygraph_trees.trees.hooks.entry_points.outside_of_pools", _CLONES),
+            "Tensor._lazy_clone": ("pygraph_trees.trees.hooks.entry_points.outside_of_pools", _CLONES),
         },
         # A graph that the program captures may read outputs of recordings, and holds their addresses: outputs in the
         # graph pool, which later steps overwrite, are moved out before the capture begins.
         "torch.cuda": {
             "CUDAGraph.capture_begin": (
-                "trees.functions.captures.capture_begin",
+                "pygraph_trees.trees.functions.captures.capture_begin",
                 "torch lets other code know when a capture begins",
             ),
         },
@@ -145,57 +149,61 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
     "report": {
         # A graph break is noted with its line; torch's counters have only its kind.
         "torch._dynamo.symbolic_convert": {
-            "InstructionTranslatorBase.log_graph_break": ("report.breaks.noting", _SPLITS_AS_DATA),
+            "InstructionTranslatorBase.log_graph_break": ("pygraph_trees.report.breaks.noting", _SPLITS_AS_DATA),
         },
         # The partitions of a graph are described.
         "torch._inductor.scheduler": {
-            "Scheduler.graph_partition": ("report.compiled.describing_partitions", _SPLITS_AS_DATA),
+            "Scheduler.graph_partition": ("pygraph_trees.report.compiled.describing_partitions", _SPLITS_AS_DATA),
         },
         # A new graph is described, and its saved tensors are noted.
-        "torch._inductor.output_code": {"CompiledFxGraph.__init__": (_describing_and_noting, _SPLITS_AS_DATA)},
+        "torch._inductor.output_code": {
+            "CompiledFxGraph.__init__": (_describing_and_noting, _SPLITS_AS_DATA),
+        },
     },
     "calls": {
         # The profiler's marks around the code that gathers a compiled function's inputs. Each call makes them, even if
         # no profiler runs; the replacements then do nothing. Torch 2.15 no longer wraps them in
         # `torch._dynamo.disable`, so they stay upstream's there.
         "torch._dynamo.utils": {
-            "record_pregraph_bytecode_enter": ("trees.hooks.call_marks.enter", _NO_WRAPPER),
-            "record_pregraph_bytecode_exit": ("trees.hooks.call_marks.exit", _NO_WRAPPER),
+            "record_pregraph_bytecode_enter": ("pygraph_trees.trees.hooks.call_marks.enter", _NO_WRAPPER),
+            "record_pregraph_bytecode_exit": ("pygraph_trees.trees.hooks.call_marks.exit", _NO_WRAPPER),
         },
         # Torch searches the arguments of each autograd function, and so all parameters of a compiled training step.
         "torch._functorch.utils": {
             "unwrap_dead_wrappers": (
-                "trees.hooks.dead_wrappers.unwrapping",
+                "pygraph_trees.trees.hooks.dead_wrappers.unwrapping",
                 "torch 2.14 searches in C++, and its function stays there",
             ),
         },
         # What is shorter at run time is decided for each function while it is compiled.
         "torch._functorch._aot_autograd.runtime_wrappers": {
-            "RuntimeWrapper.post_compile": ("trees.hooks.backward_edges.marking", _ACCUMULATES),
+            "RuntimeWrapper.post_compile": ("pygraph_trees.trees.hooks.backward_edges.marking", _ACCUMULATES),
         },
     },
     "placement": {
         # The passes look the name up in the module when they run. Placement gets upstream's pass, and runs it if
         # placement itself does nothing.
-        "torch._inductor.fx_passes.post_grad": {"move_constructors_to_gpu": (_placing, _MOVES)},
+        "torch._inductor.fx_passes.post_grad": {
+            "move_constructors_to_gpu": (_placing, _MOVES),
+        },
         # Nested passes over graphs are counted, so placement recognizes a graph inside another one. `compile_fx`
         # compiles without CUDA graphs if the flags say so.
         "torch._inductor.compile_fx": {
-            "_recursive_post_grad_passes": ("placement.counting_depth", _MOVES),
+            "_recursive_post_grad_passes": ("pygraph_trees.placement.counting_depth", _MOVES),
             "compile_fx": (
-                "selection.functions.leaving_graphs_out",
+                "pygraph_trees.selection.functions.leaving_graphs_out",
                 "never: torch has no flag that takes CUDA graphs from a program that asks for them",
             ),
         },
         # Kernels that read values of the CPU are kept out of CUDA graphs.
         "torch._inductor.scheduler": {
             "Scheduler.should_partition": (
-                "placement.scheduled.keeping_outside",
+                "pygraph_trees.placement.scheduled.keeping_outside",
                 "torch keeps what reads values of the CPU out of CUDA graphs",
             ),
             # The parts of a foreach kernel run in no order, so none may read what another one computes.
             "ForeachKernelSchedulerNode.get_consumer_subnode_for": (
-                "placement.scheduled.keeping_producers_outside",
+                "pygraph_trees.placement.scheduled.keeping_producers_outside",
                 "torch does not fuse a producer into a foreach kernel that reads it in several parts",
             ),
         },
@@ -207,13 +215,7 @@ _EDGES = "pygraph_trees.trees.hooks.backward_edges"
 PATCHES: tuple[Patch, ...] = (
     Flags(feature="flags", removable=_CONFIG_ENTRIES),
     *(
-        Rebind(
-            feature,
-            removable,
-            module,
-            name,
-            made_by(f"pygraph_trees.{replace}") if isinstance(replace, str) else replace,
-        )
+        Rebind(feature, removable, module, name, made_by(replace) if isinstance(replace, str) else replace)
         for feature, modules in _REBOUND.items()
         for module, names in modules.items()
         for name, (replace, removable) in names.items()

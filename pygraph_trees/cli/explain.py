@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import inductor_patches
 from pygraph_trees.errors import PygraphError
-from pygraph_trees.fake_gpu import ValueNeededError, absent_gpu, lower
+from pygraph_trees.fake_gpu import LoweredGraph, ValueNeededError, absent_gpu, lower
 from pygraph_trees.fake_gpu.architectures import architecture_of
 from pygraph_trees.fake_gpu.tracing import modules_of
 from pygraph_trees.reasons import Reason
@@ -36,7 +36,6 @@ from .target import OnCpuError
 
 if TYPE_CHECKING:
     from pygraph_trees.benchmark.program import Program
-    from pygraph_trees.fake_gpu import LoweredGraph
 
 
 class PatchesOffError(PygraphError):

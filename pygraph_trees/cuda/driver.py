@@ -41,6 +41,9 @@ _NEEDED = {
 }
 
 
+KERNEL_SETTER, CONTEXT_GETTER = "cuGraphExecKernelNodeSetParams_v2", "cuCtxGetCurrent"  # in the driver's library
+
+
 class SetRefused(DriverError):
     """The driver refused a node; carries its position among the nodes to set."""
 
@@ -56,11 +59,7 @@ class Driver:
         self._library = library
         names = {kind: f"CU_GRAPH_NODE_TYPE_{kind.name}" for kind in NodeKind if kind is not NodeKind.OTHER}
         self._kinds = {int(getattr(api.CUgraphNodeType, name)): kind for kind, name in names.items()}
-        self.success = api.CUresult.CUDA_SUCCESS
-        # By device: the properties of its memory, the access to it, and the granularity of sizes.
-        self._memories: dict[int, Any] = {}
-        self._accesses: dict[int, Any] = {}
-        self._granularities: dict[int, int] = {}
+        self._accesses: dict[int, Any] = {}  # to the memory of each device
         self._loaded: dict[tuple[int, str], int] = {}  # functions of kernels, by device and name
 
     def find(self, name: str) -> Any:
@@ -178,7 +177,7 @@ class Driver:
         It can be called repeatedly and sets the nodes in order. If it raises :class:`SetRefused`, the graph holds the
         new parameters of the nodes before the refused one.
         """
-        if self.kernel_setter() is None:
+        if self.address_of(KERNEL_SETTER) is None:
             return None
         set_kernels, library, handle = self.reader.set_kernels, self._library, int(exec_)
         packed = struct.pack(
@@ -194,15 +193,8 @@ class Driver:
 
         return set_all
 
-    def kernel_setter(self) -> int | None:
-        """Address of the driver's setter for a kernel node; None if it or the native parts are missing."""
-        return self._address_of("cuGraphExecKernelNodeSetParams_v2")
-
-    def context_getter(self) -> int | None:
-        """Address of the driver's getter for the current context; None if it or the native parts are missing."""
-        return self._address_of("cuCtxGetCurrent")
-
-    def _address_of(self, name: str) -> int | None:
+    def address_of(self, name: str) -> int | None:
+        """Address of a function of the driver's library; None if it or the native parts are missing."""
         if self.reader is None:
             return None
         try:
@@ -214,21 +206,17 @@ class Driver:
         (code,) = self.call("cuGraphNodeGetType", node)
         return self._kinds.get(int(code), NodeKind.OTHER)
 
-    def child_graph(self, node: int) -> int:
-        (graph,) = self.call("cuGraphChildGraphNodeGetGraph", node)
-        return int(graph)
-
     def count_nodes(self, graph: int) -> Counter[NodeKind]:
         """The number of nodes of each kind in a graph, child graphs included."""
-        return Counter(self._all_kinds(graph))
-
-    def _all_kinds(self, graph: int) -> Iterator[NodeKind]:
-        for node in self.nodes(graph):
-            kind = self.node_kind(node)
-            if kind is NodeKind.GRAPH:
-                yield from self._all_kinds(self.child_graph(node))
-            else:
-                yield kind
+        counts, todo = Counter[NodeKind](), [graph]
+        while todo:
+            for node in self.nodes(todo.pop()):
+                kind = self.node_kind(node)
+                if kind is NodeKind.GRAPH:
+                    todo.append(int(self.call("cuGraphChildGraphNodeGetGraph", node)[0]))
+                else:
+                    counts[kind] += 1
+        return counts
 
     def kernel_node(self, node: int, layouts: Layouts | None = None, found: KernelHits | None = None) -> KernelNode:
         """Reads a kernel node; raises :class:`DriverError` also if the layout of the kernel's parameters is unknown.
@@ -259,11 +247,9 @@ class Driver:
 
     def granularity(self, device: int) -> int:
         """The unit of sizes and addresses of mapped memory, in bytes."""
-        if device not in self._granularities:
-            minimum = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-            (nbytes,) = self.call("cuMemGetAllocationGranularity", self._memory_on(device), minimum)
-            self._granularities[device] = int(nbytes)
-        return self._granularities[device]
+        minimum = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        (nbytes,) = self.call("cuMemGetAllocationGranularity", self._memory_on(device), minimum)
+        return int(nbytes)
 
     def reserve(self, nbytes: int) -> int:
         """Reserves a range of addresses without memory, placed by the driver; returns its start."""
@@ -316,14 +302,10 @@ class Driver:
         _ignore()(_OnStack())
 
     def _memory_on(self, device: int) -> Any:
-        properties = self._memories.get(device)
-        if properties is None:
-            api = self.api
-            properties = api.CUmemAllocationProp()
-            properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-            properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-            properties.location.id = device
-            self._memories[device] = properties
+        properties = self.api.CUmemAllocationProp()
+        properties.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = self.api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = device
         return properties
 
     def memory_type(self, address: int) -> int:
@@ -346,7 +328,7 @@ class Driver:
         try:
             for index in itertools.count():
                 code, *place = ask(handle, index)
-                if code is not self.success and code != 0:
+                if code != 0:
                     break
                 places.append((place[0], place[1]))
         except RuntimeError as error:

@@ -14,7 +14,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from pygraph_trees.errors import NOT_FOUND, DriverError, refused
+from pygraph_trees.errors import DriverError
 
 _END, _BUFFER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_END, CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
 
@@ -57,20 +57,6 @@ class Layout:
         """Whether the 8 bytes at an offset span several parameters."""
         return any(offset < begin < offset + 8 for begin, _ in self._places)
 
-    @functools.cached_property
-    def _runs(self) -> list[tuple[int, int, list[int]]]:
-        """Parameters without gaps in between: size of the gap before, first index, offset of each from the first."""
-        runs: list[tuple[int, int, list[int]]] = []
-        end = 0
-        for i, (offset, nbytes) in enumerate(self._places):
-            if offset > end or not runs:
-                runs.append((offset - end, i, [0]))
-            else:
-                _, first, ahead = runs[-1]
-                ahead.append(offset - self._places[first][0])
-            end = offset + nbytes
-        return runs
-
     def pointers_into(self, start: int) -> ctypes.Array[ctypes.c_uint64]:
         """The addresses of the parameters of a block."""
         return self._pointers(*[start + offset for offset, _ in self._places])
@@ -80,20 +66,11 @@ class Layout:
         return self._pointers.from_buffer_copy(ctypes.string_at(given, 8 * len(self)))
 
     def read(self, given: int) -> bytes:
-        """The block that the pointers at an address describe, with zeros in its gaps; usually one piece of memory."""
-        pointers = self._pointers.from_address(given)[:]
-        sizes = [nbytes for _, nbytes in self._places]
-        parts = []
-        for gap, first, ahead in self._runs:
-            last = first + len(ahead) - 1
-            begin = pointers[first]
-            if gap:
-                parts.append(bytes(gap))
-            if [pointer - begin for pointer in pointers[first : last + 1]] == ahead:
-                parts.append(ctypes.string_at(begin, ahead[-1] + sizes[last]))
-            else:
-                parts += map(ctypes.string_at, pointers[first : last + 1], sizes[first : last + 1])
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        """The block that the pointers at an address describe, with zeros in its gaps."""
+        block = bytearray(self.nbytes)
+        for (offset, nbytes), pointer in zip(self._places, self._pointers.from_address(given), strict=True):
+            block[offset : offset + nbytes] = ctypes.string_at(pointer, nbytes)
+        return bytes(block)
 
 
 Layouts = dict[tuple[int, int], Layout]  # by a kernel's handles
@@ -124,7 +101,6 @@ class Calls(Protocol):
     """What nodes ask of :class:`~pygraph_trees.cuda.driver.Driver`."""
 
     api: Any  # the module of the bindings
-    success: Any
 
     def find(self, name: str) -> Any: ...
 
@@ -165,21 +141,16 @@ class GraphNode:
     def bind(self, exec_: int, context: Any) -> None:
         """Binds :meth:`set` to an instantiated graph of the node's graph, once, in the context of its device."""
         api = self._driver.api
-        self._function = self._driver.find(self._set)
+        self._driver.find(self._set)  # raises if it is missing
         contexts = (context,) if self._in_context else ()
         self._args = (api.CUgraphExec(exec_), api.CUgraphNode(self.handle), self._params, *contexts)
 
     def set(self) -> None:
         """Writes the current parameters to the bound graph; launches already queued keep theirs.
 
-        Takes 0.2 µs plus the driver's own time. If it raises :class:`DriverError`, the graph is unchanged.
+        If it raises :class:`DriverError`, the graph is unchanged.
         """
-        try:
-            code = self._function(*self._args)[0]
-        except RuntimeError as error:
-            raise DriverError(call=self._set, code=NOT_FOUND) from error
-        if code is not self._driver.success and code != 0:
-            raise refused(self._set, code)
+        self._driver.call(self._set, *self._args)
 
 
 class KernelNode(GraphNode):
@@ -201,7 +172,6 @@ class KernelNode(GraphNode):
         self._exec = 0  # the bound graph
         self.function, self.kernel = int(self._params.func), int(self._params.kern)  # one of them is 0
         self._layout: Layout | None = None  # None if the parameters are passed as one block
-        self._block: ctypes.Array[ctypes.c_char] | None = None  # our writable copy, made on demand
         self._pointers: ctypes.Array[ctypes.c_uint64] | None = None  # ours, once the struct points to it
         self._taken: list[int] = []  # parameters read from a table
         # The struct points to the node's memory, which is only read here.
@@ -214,7 +184,7 @@ class KernelNode(GraphNode):
         entries = {given[0]: given[1], given[2]: given[3]}
         if entries.keys() != {_BUFFER, _SIZE}:
             raise DriverError(call=self._get, code="unknown launch parameters")
-        return ctypes.string_at(entries[_BUFFER], _word(entries[_SIZE]))
+        return ctypes.string_at(entries[_BUFFER], ctypes.c_uint64.from_address(entries[_SIZE]).value)
 
     def _read_plain(self, layouts: Layouts, block: bytes | None) -> bytes:
         self._given = given = int(self._params.kernelParams)
@@ -235,27 +205,22 @@ class KernelNode(GraphNode):
         """Address of the struct that :meth:`set` gives to the driver; fixed while the node lives."""
         return int(self._structs[0].getPtr())
 
-    @property
+    @functools.cached_property
     def block(self) -> ctypes.Array[ctypes.c_char]:
-        """The parameters that :meth:`set` writes."""
-        return self._own()
-
-    def _own(self) -> ctypes.Array[ctypes.c_char]:
-        """A copy of the parameters, to which the struct points from now on. Most nodes need none."""
-        if self._block is None:
-            self._block = _aligned_block(self._recorded)
-            start = ctypes.addressof(self._block)
-            if self._layout is None:
-                self._nbytes = ctypes.c_size_t(self.nbytes)
-                pairs = (_BUFFER, start, _SIZE, ctypes.addressof(self._nbytes), _END)
-                self._point_to((ctypes.c_uint64 * 5)(*pairs))
-            elif len(self._layout):
-                pointers = self._layout.pointers_into(start)
-                if self._pointers is not None:
-                    for parameter in self._taken:
-                        pointers[parameter] = self._pointers[parameter]
-                self._point_to(pointers)
-        return self._block
+        """The parameters that :meth:`set` writes: a copy, to which the struct points from now on."""
+        self._block = block = _aligned_block(self._recorded)  # an interrupt may come before the property is cached
+        start = ctypes.addressof(block)
+        if self._layout is None:
+            self._nbytes = ctypes.c_size_t(self.nbytes)
+            pairs = (_BUFFER, start, _SIZE, ctypes.addressof(self._nbytes), _END)
+            self._point_to((ctypes.c_uint64 * 5)(*pairs))
+        elif len(self._layout):
+            pointers = self._layout.pointers_into(start)
+            if self._pointers is not None:
+                for parameter in self._taken:
+                    pointers[parameter] = self._pointers[parameter]
+            self._point_to(pointers)
+        return block
 
     def _point_to(self, pointers: ctypes.Array[ctypes.c_uint64]) -> ctypes.Array[ctypes.c_uint64]:
         self._pointers = pointers
@@ -319,10 +284,6 @@ class KernelNode(GraphNode):
         self._taken.append(parameter)
         self._table = table  # keeps the table alive, which the struct does not
         return True
-
-
-def _word(address: int) -> int:
-    return ctypes.c_uint64.from_address(address).value
 
 
 def _aligned_block(content: bytes) -> ctypes.Array[ctypes.c_char]:

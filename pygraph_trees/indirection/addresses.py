@@ -17,31 +17,16 @@ import torch
 from pygraph_trees.cuda.extent import extent
 from pygraph_trees.reasons import Reason, Why
 
-from .live_input import copy_at
-from .patching import PatchFailed
-from .route_rule import LEAST_CHANGES, REPLAYS
+from .live_input import Item, copy_at
+from .patching import Patches, PatchFailed
+from .route_rule import LEAST_CHANGES, REPLAYS, KernelNames, RouteChooser
 from .routes import fits
 
 if TYPE_CHECKING:
-    from .live_input import Item
-    from .patching import Patches
     from .pool import PoolRanges
-    from .route_rule import KernelNames, RouteChooser
     from .staged_inputs import StagedInputs
 
 _MOST_FITTING = 256  # addresses remembered for one input: more than an allocator uses in turn
-
-
-def _nothing_stays(tensor: torch.Tensor) -> bool:
-    return False
-
-
-def _no_names() -> None:
-    return None
-
-
-def _is_signed(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 class Addresses:
@@ -76,9 +61,9 @@ class Addresses:
         self._staged, self._first, self._numbers = staged, first, dict(zip(numbers, items, strict=True))
         self._copied_back = tuple(copied_back)
         # An address does not tell if an input is conjugated or negated.
-        given = [item for item in items if item.index not in own]  # own memory is neither
-        self._complex = tuple(item.index for item in given if item.placeholder_tensor.is_complex())
-        signed = (item.index for item in given if _is_signed(item.placeholder_tensor))
+        given = {i.index: i.placeholder_tensor for i in items if i.index not in own}  # own memory is neither
+        self._complex = tuple(index for index, tensor in given.items() if tensor.is_complex())
+        signed = (index for index, tensor in given.items() if tensor.is_floating_point() or tensor.is_complex())
         self._tangents = tuple(signed) if is_of_backward else ()
         has_managed = any(item.managed for item in items)
         self._seen: list[int] = []  # of the inputs of the latest call
@@ -90,7 +75,7 @@ class Addresses:
         self._is_preparing = False
         self.chooser: RouteChooser | None = None  # until the route is chosen and used
         # A weak reference: the method holds the live inputs, which hold this object.
-        self._kernels_holding: Callable[[], KernelNames | None] = _no_names
+        self._kernels_holding: Callable[[], KernelNames | None] = lambda: None
         self.temporary: dict[int, torch.Tensor] = {}  # by index: copies for the call that was prepared
         self.refused: dict[int, Why] = {}  # by index: inputs whose address the driver refused at a replay
         self.extra_copies = self.extra_copied_bytes = 0  # so far, of inputs that did not fit a patch
@@ -107,11 +92,6 @@ class Addresses:
     def sets(self) -> Any:
         """Counts the nodes that were set."""
         return self._patches.sets
-
-    @property
-    def set_calls(self) -> int:
-        """Nodes that were set so far."""
-        return self._patches.set_calls
 
     def point(self, inputs: Any) -> None:
         """Gives the graph the addresses of the first call's inputs."""
@@ -131,7 +111,7 @@ class Addresses:
         if names is not None and chooser.go_on(changed, names):
             counts.countdown = REPLAYS
         else:
-            self.chooser, self._kernels_holding, counts.countdown = None, _no_names, 0
+            self.chooser, self._kernels_holding, counts.countdown = None, lambda: None, 0
 
     def reaches(self, address: int) -> bool:
         """Whether an address is in the memory that was an input at the latest call, copies not counted."""
@@ -145,7 +125,7 @@ class Addresses:
         self,
         inputs: Sequence[Any],
         seen: list[int] | None = None,
-        stays: Callable[[torch.Tensor], bool] = _nothing_stays,
+        stays: Callable[[torch.Tensor], bool] = lambda tensor: False,
     ) -> Why | None:
         """Makes the graph hold the addresses of ``inputs``, or returns why this recording cannot take them.
 

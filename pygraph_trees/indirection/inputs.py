@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pygraph_trees.cuda.graph_nodes import KernelNode
+from pygraph_trees.cuda.graph_nodes import KernelNode, NodeKind
 from pygraph_trees.errors import DriverError
 from pygraph_trees.reasons import Reason, Why
 
@@ -33,7 +33,6 @@ from .table.pointer_table import table_for
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
-    from pygraph_trees.cuda.graph_nodes import NodeKind
     from pygraph_trees.cuda.host_reads import HostRead
 
     from .pool import PoolRanges
@@ -82,11 +81,6 @@ class LiveInputs:
         self.storages = {
             item.placeholder_tensor.untyped_storage().data_ptr(): item for item in self.items
         }  # by address of the placeholder tensor's storage
-        # The first and the last address of all placeholder tensors.
-        self._extent = (
-            min(self.storages, default=0),
-            max((item.recorded - item.lead + item.nbytes for item in self.items), default=0),
-        )
         self._overwritten = {item.index for item in self.items if item.overwritten}
         self._own = {position: o.own for position, o in enumerate(at_placeholders) if o.own is not None}
         self._held = [Decision(Route.COPY, operand.why_copied) for operand in held]
@@ -134,10 +128,7 @@ class LiveInputs:
 
     def item_under(self, tensor: torch.Tensor) -> Item | None:
         """The input whose placeholder tensor shares a storage with ``tensor``."""
-        first, last = self._extent
-        if first <= tensor.data_ptr() <= last or not tensor.numel():  # a tensor without elements has address 0
-            return self.storages.get(tensor.untyped_storage().data_ptr())
-        return None
+        return self.storages.get(tensor.untyped_storage().data_ptr())
 
     def given(self, index: int) -> torch.Tensor:
         """This call's tensor for an input's index."""
@@ -207,7 +198,7 @@ class LiveInputs:
     @property
     def _sources(self) -> list[tuple[int, int]]:
         """Address and size in bytes of the memory that each staged copy reads."""
-        return [] if self._staged is None else self._staged.sources
+        return [] if self._staged is None else self._staged.staging.recorded
 
     def _arrange(self, graph: Any, found: Scan, decisions: Sequence[Decision]) -> None:
         """Instantiates the graph with the addresses of the inputs that are given by address."""
@@ -261,7 +252,7 @@ class LiveInputs:
     @property
     def staged_copies(self) -> tuple[torch.Tensor | None, Callable[[torch.Tensor, torch.Tensor], None] | None]:
         """The staged inputs' memory that one copy may take to the GPU, and what captures a copy in place of torch."""
-        return (None, None) if self._staged is None else (self._staged.together, self._staged.capture)
+        return (None, None) if self._staged is None else (self._staged.staging.together, self._staged.capture)
 
     def _all_copied(self, why: Why) -> list[Decision]:
         return [Decision(Route.COPY, why) for _ in self._placeholders.placeholders]

@@ -13,25 +13,19 @@ import functools
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from pygraph_trees.cuda.copy_nodes import CopyNode, MemcpyNode
-from pygraph_trees.cuda.driver import SetRefused
+from pygraph_trees.cuda.driver import CONTEXT_GETTER, KERNEL_SETTER, Driver, SetRefused
 from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode
 from pygraph_trees.cuda.value_kernel import BYTES
 from pygraph_trees.errors import DriverError, PygraphError
 from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason
 
-from .relocations import BY_VALUE, HOST_SOURCE, SOURCE
-
-if TYPE_CHECKING:
-    from pygraph_trees.cuda.driver import Driver
-
-    from .relocations import Relocation
-
+from .relocations import BY_VALUE, HOST_SOURCE, SOURCE, Relocation
 
 _MOST_CHANGES = 64  # sets of inputs that change together
 
@@ -138,7 +132,7 @@ class Patches:
         self._setters = {number: scan_nodes[number].set for number in used}
         self._kernels = kernels
         self._set_at_once = functools.partial(driver.set_kernels, exec_)
-        self._exec, self._setter, self._context_getter = int(exec_), driver.kernel_setter, driver.context_getter
+        self._exec, self._address_of = int(exec_), driver.address_of
         self._context, self._go_back_to = context, driver.enter
         self._enter = functools.partial(driver.enter, context)
         self._changes: dict[tuple[int, ...], _Change] = {}  # by the positions that change: usually the same ones
@@ -173,11 +167,6 @@ class Patches:
         """Whether the driver refused an address on the fast path, and then refused to restore the others."""
         return self._native is not None and self._native.is_stuck
 
-    @property
-    def set_calls(self) -> int:
-        """The nodes set so far by changes that succeeded."""
-        return self.sets.value
-
     def native(
         self,
         pool_changes: Any,
@@ -199,7 +188,7 @@ class Patches:
         if binding.extension is None:
             return None
         change = self._change(tuple(range(len(self._inputs))))
-        setter, context_getter = self._setter(), self._context_getter()
+        setter, context_getter = map(self._address_of, (KERNEL_SETTER, CONTEXT_GETTER))
         can_set = change.kernels and not change.others and setter and context_getter and self._context is not None
         if values and not can_set:
             return None

@@ -19,18 +19,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pygraph_trees.cuda.graph_nodes import NodeKind
+from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode, Layouts, NodeKind, Search
 from pygraph_trees.errors import DriverError
 from pygraph_trees.reasons import Reason, Why
 
 from .known_kernels import is_known
-from .placeholder import stands_out
+from .placeholder import Placeholders, stands_out
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
-    from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode, Layouts, Search
 
-    from .placeholder import Placeholders
 
 _WITHOUT_INPUTS = (
     *(NodeKind.EMPTY, NodeKind.WAIT_EVENT, NodeKind.EVENT_RECORD),

@@ -46,16 +46,11 @@ class StagedInputs:
     def __init__(self, driver: Driver, tensors: Mapping[int, torch.Tensor], device: int) -> None:
         self.indices = list(tensors)
         self._device = device
-        self._staging = staging_for(driver, device, list(tensors.values()))
-        self._values = self._staging if isinstance(self._staging, StagedValues) else None
-        self.items: tuple[Item, ...] = tuple(map(in_staging_buffer, self.indices, self._staging.placeholder_tensors))
+        self.staging = staging_for(driver, device, list(tensors.values()))
+        self._values = self.staging if isinstance(self.staging, StagedValues) else None
+        self.items: tuple[Item, ...] = tuple(map(in_staging_buffer, self.indices, self.staging.placeholder_tensors))
         self._reads: dict[int, HostRead] = {}  # by number
         self.put_indices: tuple[int, ...] = ()  # of the inputs that the instantiated graph copies
-
-    @property
-    def sources(self) -> list[tuple[int, int]]:
-        """Address and size in bytes of the memory that each captured copy reads."""
-        return list(self._staging.recorded)
 
     @property
     def has_buffers(self) -> bool:
@@ -77,11 +72,6 @@ class StagedInputs:
         """By input that nodes hold: its index, where it is put, and whether it must be waited for if it is pinned."""
         places = [] if self._values is None else self._values.places
         return [(index, *place) for index, place in zip(self.put_indices, places, strict=False)]
-
-    @property
-    def together(self) -> torch.Tensor | None:
-        """The memory that a single copy in the graph may take to the GPU."""
-        return self._staging.together
 
     def note_reads(self, reads: Iterable[tuple[int, HostRead]]) -> None:
         """``reads``: addresses in staging buffers, and when the program reads there.
@@ -107,7 +97,7 @@ class StagedInputs:
             returned: indices of inputs that the function returns.
             copied: the addresses at which the captured copies begin.
         """
-        recorded = self._staging.recorded
+        recorded = self.staging.recorded
         staged = [relocation for relocation in found.relocations if relocation.input >= first]
         if not self.has_buffers and any(relocation.offset != BY_VALUE for relocation in staged):
             raise NotStaged(index=self.indices[0])  # a launch would read the block
@@ -123,7 +113,7 @@ class StagedInputs:
     def _read_by(self, found: Scan, first: int) -> list[int]:
         """The numbers of the inputs that were staged during the capture and that a node of the graph copies."""
         copied = {relocation.input - first for relocation in found.relocations}
-        return [n for n in range(len(self.indices)) if n in self._reads and self._staging.source_of(n) in copied]
+        return [n for n in range(len(self.indices)) if n in self._reads and self.staging.source_of(n) in copied]
 
     def take(self, found: Scan | None, first: int) -> dict[int, int]:
         """Prepares replays of the instantiated graph.
@@ -139,11 +129,11 @@ class StagedInputs:
         if found is None and not self.has_buffers:
             raise NotStaged(index=self.indices[0])
         numbers = list(range(len(self.indices))) if found is None else self._read_by(found, first)
-        sources = [] if found is None else sorted({self._staging.source_of(number) for number in numbers})
+        sources = [] if found is None else sorted({self.staging.source_of(number) for number in numbers})
         self.put_indices = tuple(self.indices[number] for number in numbers)
-        self._staging.take(numbers, self._reads, sources)
-        self._staging.is_fixed = found is None
-        recorded = self._staging.recorded
+        self.staging.take(numbers, self._reads, sources)
+        self.staging.is_fixed = found is None
+        recorded = self.staging.recorded
         return {first + source: recorded[source][0] for source in sources}
 
     def put(self, inputs: Any) -> tuple[Sequence[int], Sequence[int]]:
@@ -151,15 +141,15 @@ class StagedInputs:
 
         Both are empty if the buffers are fixed.
         """
-        buffers = self._staging.put([inputs[index] for index in self.put_indices])
-        return ((), ()) if self._staging.is_fixed else (buffers, self._staging.in_place)
+        buffers = self.staging.put([inputs[index] for index in self.put_indices])
+        return ((), ()) if self.staging.is_fixed else (buffers, self.staging.in_place)
 
     def launched(self) -> None:
         """Notes that the graph was launched on the current stream."""
         if self.put_indices:
-            self._staging.launched(torch.cuda.current_stream(self._device))
+            self.staging.launched(torch.cuda.current_stream(self._device))
 
     def indices_at(self, source: int) -> list[int]:
         """The inputs that are staged in the same memory."""
-        numbers = self._staging.sources[source].numbers
+        numbers = self.staging.sources[source].numbers
         return [self.indices[n] for n in numbers if self.indices[n] in self.put_indices]

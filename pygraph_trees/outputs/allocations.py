@@ -97,7 +97,7 @@ class Allocations:
             is_same = all(outputs[number].untyped_storage().data_ptr() == storage.data_ptr() for number in numbers)
             if not is_same or storage.nbytes() != to.nbytes():
                 continue
-            pairs.append((_bytes_of(to), _bytes_of(storage)))
+            pairs.append((bytes_of(to), bytes_of(storage)))
             for view in views:
                 found[view.number] = tensor_in(to, view)
         if not pairs:
@@ -134,7 +134,8 @@ def tensor_in(storage: torch.UntypedStorage, view: View) -> torch.Tensor:
     return made.set_(storage, view.offset, view.size, view.stride)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The memory of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._inductor.cudagraph_utils import PlaceholderInfo, WrappedFunction
@@ -33,22 +33,6 @@ class OwnFunction(WrappedFunction):
     """Upstream's record of a function, with the function's own memory."""
 
     own: OwnMemory | None = None
-
-
-class RecordsAgain(Protocol):
-    """Gives back recordings of functions, which are then recorded again."""
-
-    def record_again(self, function_id: Any, why: Why, newest: int) -> None: ...
-
-
-class Manages(Protocol):
-    """The manager whose functions have own memory."""
-
-    ids_to_funcs: Any
-    device_index: int
-
-    @property
-    def reclaiming(self) -> RecordsAgain: ...
 
 
 class OutputPolicy:
@@ -72,7 +56,7 @@ class OutputPolicy:
         return bool(self._changing)
 
     @contextlib.contextmanager
-    def call(self, manager: Manages, function_id: Any, inputs: list[Any]) -> Iterator[None]:
+    def call(self, manager: Any, function_id: Any, inputs: list[Any]) -> Iterator[None]:
         """Wraps a call of the manager, and appends own memory to its inputs."""
         while self._changing:
             self._change(manager, *self._changing.pop(), Reason.OUTPUTS_OUTLIVE())
@@ -89,14 +73,14 @@ class OutputPolicy:
             plan.call.blocks = ()
             own.native.finish()
 
-    def _taken(self, manager: Manages, own: OwnMemory) -> list[torch.Tensor]:
+    def _taken(self, manager: Any, own: OwnMemory) -> list[torch.Tensor]:
         try:
             return own.native.take()
         except torch.OutOfMemoryError:
             self.release(manager)
             return own.native.take()
 
-    def release(self, manager: Manages, model: Any = None) -> None:
+    def release(self, manager: Any, model: Any = None) -> None:
         """Frees own memory that the program does not use: of all functions, or of those with this compiled code."""
         for function in list(manager.ids_to_funcs.values()):
             own = getattr(function, "own", None)
@@ -104,7 +88,7 @@ class OutputPolicy:
                 own.native.release()
 
     @contextlib.contextmanager
-    def watched(self, manager: Manages, function_id: Any, inputs: list[Any]) -> Iterator[_Found]:
+    def watched(self, manager: Any, function_id: Any, inputs: list[Any]) -> Iterator[_Found]:
         """Wraps a warm-up of a function whose outputs may get own memory.
 
         Yields a function that must be called afterwards, with the outputs and a function that tells whether the graph
@@ -141,7 +125,7 @@ class OutputPolicy:
         """Whether a warm-up of the function was watched."""
         return function_id in self._storages
 
-    def recorded(self, manager: Manages, node: Any, pool_bytes: int) -> None:
+    def recorded(self, manager: Any, node: Any, pool_bytes: int) -> None:
         """Finds another way for outputs that a new recording cannot write to own memory, and limits the kept memory.
 
         An output of generated code is copied from then on; one that is copied already stays in the graph pool.
@@ -171,12 +155,12 @@ class OutputPolicy:
             native.hold(native is kept[0] or pool_bytes >= native.nbytes)
             pool_bytes -= 0 if native is kept[0] else native.nbytes
 
-    def held_bytes(self, manager: Manages) -> int:
+    def held_bytes(self, manager: Any) -> int:
         """Bytes of own memory that are kept from call to call."""
         owned = (getattr(function, "own", None) for function in manager.ids_to_funcs.values())
         return sum(own.native.held_bytes for own in owned if own is not None)
 
-    def moved(self, manager: Manages, models: Sequence[Any]) -> None:
+    def moved(self, manager: Any, models: Sequence[Any]) -> None:
         """Lets outputs on a path get own memory from the next call on, if one of them has outlived two steps.
 
         The call that is under way has its inputs already, and may be one of the same function.
@@ -200,7 +184,7 @@ class OutputPolicy:
         if self._changing:
             self._candidates.clear()
 
-    def _wanted(self, manager: Manages, model: Any, times: int, *, with_seen: bool = False) -> set[int]:
+    def _wanted(self, manager: Any, model: Any, times: int, *, with_seen: bool = False) -> set[int]:
         """The outputs without own memory that outlived so many steps and can get it.
 
         ``with_seen``: also all that the program sees.
@@ -218,11 +202,11 @@ class OutputPolicy:
         never = set().union(*plan.refused)
         return (numbers & possible) - has - never
 
-    def _ids(self, manager: Manages, model: Any) -> list[Any]:
+    def _ids(self, manager: Any, model: Any) -> list[Any]:
         """The ids of a function that was warmed up: one, or one for each set of its integers."""
         return [id_ for id_ in self._storages if manager.ids_to_funcs[id_].model is model]
 
-    def _change(self, manager: Manages, model: Any, wanted: Iterable[int], why: Why) -> None:
+    def _change(self, manager: Any, model: Any, wanted: Iterable[int], why: Why) -> None:
         plan: OwnOutputs = model.outputs
         ids = self._ids(manager, model)
         plan.blocks = plan.blocks_of(self._storages[ids[0]], wanted)
@@ -232,7 +216,7 @@ class OutputPolicy:
             self._give_memory(manager, function_id)
             manager.reclaiming.record_again(function_id, why, model.log.newest_recording)
 
-    def _give_memory(self, manager: Manages, function_id: Any) -> None:
+    def _give_memory(self, manager: Any, function_id: Any) -> None:
         """Gives a function an input for each of its blocks, from its next call on."""
         wrapped, storages = manager.ids_to_funcs[function_id], self._storages[function_id]
         model = wrapped.model

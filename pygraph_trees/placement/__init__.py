@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,6 @@ from .moves import place
 from .plan import Placed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import fx
 
 __all__ = ["Placed", "counting_depth", "place", "place_for_graphs", "placing"]

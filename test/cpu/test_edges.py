@@ -119,7 +119,7 @@ class TestReplacing(TestCase):
         chain.replace(edges)
         self.assertTrue(captured.is_right(range(8)))
         self.check_nodes(captured, chain.units)
-        self.check_pairs(edges.pairs, [unit.lane for unit in chain.units])
+        self.check_pairs(edges, [unit.lane for unit in chain.units])
         chain.restore()
         self.assertEqual(captured.api.edges(captured.graph), captured.edges)
 
@@ -243,7 +243,7 @@ class TestOrder(TestCase):
         units = [Unit((1,), op.accesses, op.barrier, op.lane) for op in ops]
         lanes, needs, ends = [unit.lane for unit in units], conflicts(units), {}
         order, us = schedule(reduced(needs), lanes, times[: len(units)])
-        pairs = lane_edges(units, needs, times[: len(units)]).pairs
+        pairs = lane_edges(units, needs, times[: len(units)])
         for unit in order:
             ahead = [ends[a] + HOP_US * (lanes[a] != lanes[unit]) for a, later in pairs if later == unit]
             ends[unit] = times[unit] + max(ahead, default=0.0)

@@ -68,7 +68,7 @@ def _imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
             given = node.args if is_call else node.elts if isinstance(node, ast.Tuple) else []
             name = given[0] if given else None
             if isinstance(name, ast.Constant) and isinstance(name.value, str) and (is_call or "." in name.value):
-                yield node.lineno, name.value if is_call else f"pygraph_trees.{name.value}"
+                yield node.lineno, name.value
 
 
 def _module(name: str, modules: Mapping[str, str]) -> str | None:

@@ -11,7 +11,7 @@ from fake_driver import CUresult, FakeApi
 from fake_native import Launch, library, native_over
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.cuda.driver import Driver
+from pygraph_trees.cuda.driver import CONTEXT_GETTER, KERNEL_SETTER, Driver
 from pygraph_trees.cuda.graph_nodes import NodeKind
 from pygraph_trees.errors import DriverError
 
@@ -85,7 +85,7 @@ class TestSetKernels(TestCase):
 
         for native in ((), (_graph_nodes, "no such library"), (_graph_nodes, "libc.so.6")):
             driver = Driver(FakeApi(), *native)
-            found = driver.set_kernels(0x77, ()), driver.kernel_setter(), driver.context_getter()
+            found = driver.set_kernels(0x77, ()), *map(driver.address_of, (KERNEL_SETTER, CONTEXT_GETTER))
             self.assertEqual(found, (None, None, None))
         self.assertRaises(RuntimeError, self.set_kernels, "", 0x77, self.packed)  # the process itself
 

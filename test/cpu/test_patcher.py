@@ -85,12 +85,12 @@ class TestPatcher(PatcherTestCase):
 
     def test_addresses_that_fitted_are_set_without_python(self):
         live, graph, sets = self.recorded(kernels=3)
-        set_calls = live.addresses.set_calls
+        set_calls = live.addresses.sets.value
         for inputs in (sets[1], sets[0], [sets[0][0], sets[1][1]], [sets[0][0], sets[1][1]]):
             self.assertTrue(self.replay(live, *inputs))
             self.assertEqual(self.holds(graph, inputs), [True] * 3)
             self.assertTrue(all(map(live.addresses.reaches, addresses(inputs))))
-        self.assertEqual(live.addresses.set_calls - set_calls, 9)
+        self.assertEqual(live.addresses.sets.value - set_calls, 9)
         self.assertEqual(self.api.calls, [KERNEL] * 9)  # the last call changes nothing
         self.assertFalse(live.addresses.reaches(sets[1][0].data_ptr()))
 

@@ -196,7 +196,7 @@ class Patching:
             self.assertEqual(called, due)
             self.assertEqual(count, due.total())
             now, total = new, total + count
-            self.assertEqual((patches.addresses, patches.set_calls, patches.broken), (new, total, False))
+            self.assertEqual((patches.addresses, patches.sets.value, patches.broken), (new, total, False))
 
     @EXAMPLES
     @given(GRAPHS, PATCHED, STEPS, CALLS, st.integers(0, 6))

@@ -99,7 +99,7 @@ class ValuesTestCase(StagingTestCase):
 
     def values(self, live, written, *like):
         """The values of tensors like these in the bytes that the first kernel writes."""
-        begin = live._staged._staging._recorded.data_ptr()
+        begin = live._staged.staging._recorded.data_ptr()
         found = []
         for item, tensor in zip(live.items[-len(like) :], like, strict=True):
             memory = bytearray(written[0][item.recorded - begin :][: item.nbytes])
@@ -284,7 +284,7 @@ class TestInCpp(TestInPython):
                 (output,) = entry([value])
                 self.assertIs(output, value)
                 self.assertEqual(words(self.launched(graph)[0]), [call])
-        self.assertEqual(live.addresses.set_calls, 4)
+        self.assertEqual(live.addresses.sets.value, 4)
 
     def test_python_writes_what_is_laid_out_differently(self):
         """Then C++ launches, and the next plain value is written in C++ again."""

@@ -66,13 +66,13 @@ class Looked(branches.Chain):
                 self.words[node] = {word for word in found if word and api.memory_type(word) == device}
         self.seen.append(self)
 
-    def replace(self, edges):
+    def replace(self, pairs):
         """After this, the edges between units must be these, and no others."""
-        super().replace(edges)
+        super().replace(pairs)
         between = [edge for edge in self._calls.read(self.graph) if self._is_between(edge)]
-        assert {*self._pairs(between)} == {*edges.pairs}, "there are other edges"
-        assert len(between) == sum(len(self._tails[a]) * len(self._heads[b]) for a, b in edges.pairs)
-        self.replaced = edges.pairs
+        assert {*self._pairs(between)} == {*pairs}, "there are other edges"
+        assert len(between) == sum(len(self._tails[a]) * len(self._heads[b]) for a, b in pairs)
+        self.replaced = tuple(pairs)
 
     replaced: tuple[tuple[int, int], ...] | None = None
 

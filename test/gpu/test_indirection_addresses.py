@@ -70,7 +70,7 @@ def recorded_addresses():
 
 def nodes_set(made):
     """How many nodes have been set so far, by whichever path."""
-    return sum(addresses.set_calls for addresses in made)
+    return sum(addresses.sets.value for addresses in made)
 
 
 def with_parameters(model, names):

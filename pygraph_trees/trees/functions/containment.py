@@ -1,4 +1,4 @@
-"""Contains errors of the graph trees: such a call runs un-graphed, or returns what its graph has computed.
+"""TreeManager errors of the graph trees: such a call runs un-graphed, or returns what its graph has computed.
 
 :class:`Progress` notes how far a call has come and keeps what a second run needs. :func:`contained` makes a call and is
 the only place that decides what follows from an error. Errors of the program pass through: those that its Python code
@@ -13,7 +13,9 @@ import enum
 import logging
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,10 +25,6 @@ from pygraph_trees.indirection.live_input import memory_at, tensor_in
 from pygraph_trees.reasons import Reason, Why
 
 from ..pools.capture_lock import DeviceBusy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from types import FrameType
 
 _log = logging.getLogger("pygraph_trees.trees")
 
@@ -122,29 +120,42 @@ class Progress:
         self.stage, self.node, self.outputs = Stage.COMPUTED, node, outputs
 
 
-class Function(Protocol):
-    """The compiled code of a function."""
+class TreeManager(Protocol):
+    """A manager, for files that it imports."""
 
-    log: Any
-    calls: dict[int, Progress]  # on the slow path, by thread
-    failures: int  # contained errors
-    why_ungraphed: Why | None
-    keeps_inputs: bool
-
-
-class Contains(Protocol):
-    """The manager whose calls are contained."""
-
+    cuda_graphs_thread_pool: Any
     current_node: Any
+    graph: Any
+    id_to_compile_id: Any
+    id_to_mode: Any
     ids_to_funcs: Any
+    output_policy: Any
+    path_state: Any
+    roots: Any
+    stream: Any
+    warmed_up_functions: Any
+    why_start_over: Why | None
 
-    def run_ungraphed(self, inputs: list[Any], function_id: Any, why: Why) -> Any: ...
+    @property
+    def ends_steps(self) -> bool: ...
 
-    def is_in_pool(self, address: int) -> bool: ...
+    def clear_current_path_state_and_set_to_none(self) -> None: ...
 
     def failed(self, error: Exception, function_id: Any = None) -> None: ...
 
+    def give_back(self) -> None: ...
+
+    def is_graphed(self, function_id: Any, node_id: Any) -> bool: ...
+
+    def is_in_pool(self, address: int) -> bool: ...
+
     def keep_inputs(self, function_id: Any, why: Why) -> None: ...
+
+    def move_last_outputs(self) -> None: ...
+
+    def run_ungraphed(self, inputs: list[Any], function_id: Any, why: Why) -> Any: ...
+
+    def try_end_curr_execution(self) -> None: ...
 
 
 def progress_of(model: Any) -> Progress | None:
@@ -174,14 +185,14 @@ def in_place(metadata: dict[str, Any]) -> torch.Tensor:
     return tensor_in(storage, *layout)
 
 
-def contained(manager: Contains, run: Callable[[], Any], inputs: list[Any], function_id: Any) -> Any:
+def contained(manager: TreeManager, run: Callable[[], Any], inputs: list[Any], function_id: Any) -> Any:
     """Makes a call in Python with ``run`` and returns its outputs, whatever the trees raise.
 
     What a call leaves depends on its stage. Nothing was launched before ``COMPUTED``, and the memory of inputs in the
     pool is not used again before the next call, so the code may run; an operator in Python that was captured runs a
     second time. Later, the outputs are those of the code, or copies of what the recording has written.
     """
-    model: Function = manager.ids_to_funcs[function_id].model
+    model: Any = manager.ids_to_funcs[function_id].model
     thread, progress = threading.get_ident(), Progress(inputs, manager.is_in_pool)
     model.calls[thread] = progress
     try:
@@ -201,7 +212,7 @@ def contained(manager: Contains, run: Callable[[], Any], inputs: list[Any], func
         del failure, progress  # the error's traceback refers to this frame, which would keep the inputs alive
 
 
-def _after(error: Exception, manager: Contains, progress: Progress, function_id: Any, model: Function) -> Any:
+def _after(error: Exception, manager: TreeManager, progress: Progress, function_id: Any, model: Any) -> Any:
     was_captured, is_held = progress.stage is Stage.CAPTURING, _is_held(error, manager, progress)
     forget_frames(error)  # they hold memory of the pool that no recording accounts for
     if progress.stage is Stage.COMPUTED:
@@ -224,7 +235,7 @@ def _after(error: Exception, manager: Contains, progress: Progress, function_id:
     return outputs
 
 
-def note_failure(model: Function, error: Exception) -> None:
+def note_failure(model: Any, error: Exception) -> None:
     """Notes a contained error of a function; after the second one, the function runs un-graphed."""
     why = described(error)
     _log.info("%s: %s", model.log.name, why, exc_info=error)
@@ -234,7 +245,7 @@ def note_failure(model: Function, error: Exception) -> None:
         model.why_ungraphed = why
 
 
-def _is_held(error: Exception, manager: Contains, progress: Progress) -> bool:
+def _is_held(error: Exception, manager: TreeManager, progress: Progress) -> bool:
     """Whether a replay was refused because an input is held that died while it was recorded."""
     if isinstance(error, HeldForTooLong):
         return True

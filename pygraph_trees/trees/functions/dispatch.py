@@ -10,18 +10,15 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pygraph_trees.compat import has_trees_per_thread
 from pygraph_trees.native import binding
 
 from .fast_path import FunctionState, Replayer, entry
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    Call = Callable[[list[Any]], Any]
-
+Call = Callable[[list[Any]], Any]
 
 PER_THREAD = has_trees_per_thread()
 _known: weakref.WeakSet[Dispatch] = weakref.WeakSet()

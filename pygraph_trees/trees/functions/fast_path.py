@@ -7,7 +7,8 @@ writes directly. Without the native parts, no replay is fast, and upstream's cod
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch._dynamo.mutation_guard import GenerationTracker
 from torch._inductor import cudagraph_trees
@@ -17,11 +18,8 @@ from pygraph_trees.native import binding
 
 from . import native_names
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    FastCall = Callable[[list[Any]], Any]
-    View = tuple[int, tuple[int, ...], tuple[int, ...], int]  # number, sizes, strides, offset
+FastCall = Callable[[list[Any]], Any]
+View = tuple[int, tuple[int, ...], tuple[int, ...], int]  # number, sizes, strides, offset
 
 _MODE = cudagraph_trees.CompilationMode
 MAY_CLONE = clones_live_outputs()

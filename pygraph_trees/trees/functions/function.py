@@ -8,7 +8,8 @@ first, or goes another way if the function's :class:`~.dispatch.Dispatch` says s
 from __future__ import annotations
 
 import contextlib
-import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -26,38 +27,30 @@ from pygraph_trees.settings import Settings
 
 from ..pools import program_pools
 from .captures import is_captured
-from .containment import progress_of
+from .containment import Progress, progress_of
 from .dispatch import Dispatch, Way
 from .fast_path import entry
 from .generated_code import overwritten_inputs
 from .outputs import as_it_reads, give_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-
     from pygraph_trees.selection.trial import Trial
-
-    from .containment import Progress
 
 
 _COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}  # of torch.ops
 
 
-class _Loaded(threading.local):
-    meta: Any = None
-
-
-_loaded = _Loaded()
+_loaded: ContextVar[Any] = ContextVar("pygraph_loaded", default=None)  # metadata of the program that a thread loads
 
 
 @contextlib.contextmanager
 def loaded_with(meta: Any) -> Iterator[None]:
     """Inside, this thread puts a program from a cache to use; ``meta`` is AOTAutograd's metadata of its forward."""
-    before, _loaded.meta = _loaded.meta, meta
+    token = _loaded.set(meta)
     try:
         yield
     finally:
-        _loaded.meta = before
+        _loaded.reset(token)
 
 
 def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
@@ -70,7 +63,7 @@ def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
     if is_inference or (is_backward and binding.extension is None):
         return None
     context = TracingContext.try_get()
-    meta = _loaded.meta
+    meta = _loaded.get()
     if meta is None and context is not None:
         meta = context.fw_metadata
     if meta is None or any(

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.reasons import Reason
@@ -25,8 +26,6 @@ from .dispatch import PER_THREAD, forget_replayers
 from .threads import Thread, mark
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from pygraph_trees.report.log import FunctionLog
 
     Call = Callable[[list[Any]], Any]

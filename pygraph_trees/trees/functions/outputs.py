@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,6 @@ import torch
 from pygraph_trees.cuda.extent import flat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
-
     from pygraph_trees.indirection.inputs import LiveInputs
 
 

@@ -13,6 +13,7 @@ import ctypes
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,6 @@ from torch._inductor import config
 from pygraph_trees.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pygraph_trees.report.log import FunctionLog
 
     Call = Callable[[list[Any]], Any]

@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.native import binding
-from pygraph_trees.reasons import Reason
+from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.naming import BACKWARD, FORWARD
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.functions import trial_of
 from pygraph_trees.selection.member import CudaDevice, Environment, TrialMember
 
 from ..functions.dispatch import Way
-from ..functions.function import Aligned
+from ..functions.function import Aligned, FunctionModel
 from ..managers.manager import Manager
 from ..managers.storms import COMES_AGAIN, FIRST_SIZES, REFUSED, Sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from pygraph_trees.reasons import Why
     from pygraph_trees.selection.trial import Trial
-
-    from ..functions.function import FunctionModel
 
     Run = Callable[[list[Any]], Any]
 

@@ -15,21 +15,17 @@ import operator
 import textwrap
 import tokenize
 from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pygraph_trees.report.naming import BACKWARD
 
-from ..functions.fast_path import entry
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from ..functions.fast_path import View
+from ..functions.fast_path import View, entry
 
 _VIEW = "reinterpret_tensor"  # takes a tensor, sizes, strides and an offset
 _GIVEN = "partition0_args"

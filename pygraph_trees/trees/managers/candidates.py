@@ -11,20 +11,16 @@ import functools
 import itertools
 import operator
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.native import binding
 
+from ..functions.containment import TreeManager
 from ..pools.liveness import release_unneeded
 from ..recordings.recording import Recording
-from .reclaiming import Reclaimed
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pygraph_trees.outputs.policy import OutputPolicy
 
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 
@@ -79,25 +75,6 @@ def candidate_filter(facts: Sequence[tuple[Sequence[tuple[int, int]], Any]]) -> 
     return binding.extension.CandidateFilter(count=count, held=outputs, places=inputs)
 
 
-class Searched(Reclaimed, Protocol):
-    """The manager whose recordings are searched."""
-
-    warmed_up_functions: Any
-    id_to_mode: Any
-    id_to_compile_id: Any
-    output_policy: OutputPolicy
-    why_start_over: str | None
-
-    def failed(self, error: Exception) -> None: ...
-
-    def give_back(self) -> None: ...
-
-    @property
-    def ends_steps(self) -> bool: ...
-
-    def is_graphed(self, function_id: Any, node_id: Any) -> bool: ...
-
-
 class Search:
     """The candidates of one manager's functions; each search is given the manager, which is not kept."""
 
@@ -108,7 +85,7 @@ class Search:
         # roots that are valid after any recording when a step begins are also stored with the key True.
         self.known: dict[Any, dict[Any, Any]] = {}
 
-    def find(self, manager: Searched, function_id: Any, begins: bool) -> Any:
+    def find(self, manager: TreeManager, function_id: Any, begins: bool) -> Any:
         """Searches for a function's recordings in the places where upstream does, which may end the open path.
 
         None if upstream might do anything except replay a recording that has a fast path, or after an error.
@@ -119,7 +96,7 @@ class Search:
             manager.failed(error)
             return None
 
-    def _find(self, manager: Searched, function_id: Any, begins: bool) -> Any:
+    def _find(self, manager: TreeManager, function_id: Any, begins: bool) -> Any:
         if (
             function_id not in manager.warmed_up_functions
             or manager.output_policy.changes_next

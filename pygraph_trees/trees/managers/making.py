@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,6 @@ from .storms import MOST_ON_PATH, why_stopped
 from .verification import Verification
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pygraph_trees.indirection.table.pointer_table import Warmups
     from pygraph_trees.report.log import FunctionLog
 

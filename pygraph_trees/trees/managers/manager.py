@@ -250,12 +250,8 @@ class Manager(Making):
             return
         super()._update_non_cudagraph_managed_mutation(function_id, inputs)
         function = self._log_of(function_id)
-        if function is not None and self._is_skipped(function_id):
+        if function is not None and self._skip_table()[self._get_node_id()].get(function_id):
             function.not_graphed(Reason.MUTATES())
-
-    def _is_skipped(self, function_id: Any) -> bool:
-        """Whether upstream runs the function un-graphed at the current position."""
-        return bool(self._skip_table()[self._get_node_id()].get(function_id))
 
     def _skip_table(self) -> Any:
         return getattr(self, _SKIP_TABLE)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch._inductor import cudagraph_trees
@@ -18,8 +19,6 @@ from ..recordings.kept_outputs import keeps_outputs, move_alive
 from .storms import is_endless
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager

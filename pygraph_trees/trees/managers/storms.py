@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.reasons import Reason, Why
@@ -17,8 +18,6 @@ from pygraph_trees.reasons import Reason, Why
 from ..pools.liveness import release_unneeded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from pygraph_trees.report.log import RecordingLog
 
 FIRST_SIZES = 16  # graphed at once

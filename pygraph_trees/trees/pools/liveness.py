@@ -12,28 +12,10 @@ import functools
 import itertools
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-
-class HoldsOutputs(Protocol):
-    """The attributes of a recording that concern its outputs."""
-
-    cached_tensor_outputs: Any
-    cached_addresses: Sequence[int]
-    outputs_metadata: Any
-    outputs_weakrefs: Any
-    path_weakrefs: Any
-    cuda_graphs_pool: Any
-
-    @property
-    def _path_from_root(self) -> Iterator[Any]: ...
-
-    def remove_node_cached_tensors(self) -> None: ...
 
 
 class OlderOutputs:
@@ -88,12 +70,10 @@ class Deaths:
 
 # The recordings that have outputs, the newest last, by graph pool. One manager uses a pool, and one thread at a time
 # calls it.
-_by_pool: weakref.WeakValueDictionary[Any, weakref.WeakKeyDictionary[HoldsOutputs, None]] = (
-    weakref.WeakValueDictionary()
-)
+_by_pool: weakref.WeakValueDictionary[Any, weakref.WeakKeyDictionary[Any, None]] = weakref.WeakValueDictionary()
 
 
-def register(recording: HoldsOutputs) -> object:
+def register(recording: Any) -> object:
     """Adds a recording to those of its pool, as long as it holds the returned object.
 
     Upstream's references to cached outputs regard an output as dead if only its storage is held and, before torch 2.15,
@@ -124,7 +104,7 @@ def release_unneeded(pool: Any) -> bool:
     return found
 
 
-def deaths(recording: HoldsOutputs, indices: list[tuple[int, int]]) -> Deaths | None:
+def deaths(recording: Any, indices: list[tuple[int, int]]) -> Deaths | None:
     """The check of whether outputs on the path to a recording (depth, number) are dead; None without outputs."""
     path = list(recording._path_from_root) if indices else []
     places = [
@@ -161,7 +141,7 @@ def _has_weak_references(output: torch.Tensor) -> bool:
     return bool(weakref.getweakrefcount(output) or weakref.getweakrefcount(output.untyped_storage()))
 
 
-def _release_autograd(recording: HoldsOutputs) -> bool:
+def _release_autograd(recording: Any) -> bool:
     outputs, found = recording.cached_tensor_outputs, False
     for i in range(len(outputs)):
         # The output must have no name here: only the references of the list and of the argument may count.

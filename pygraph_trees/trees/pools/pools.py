@@ -54,9 +54,5 @@ def holds(manager: Any, storage: torch.UntypedStorage) -> bool:
 @functools.cache
 def ranges_of(device: int, pool: tuple[int, int]) -> PoolRanges:
     """The ranges of a pool; a handle is never given out twice in a process."""
-    return PoolRanges(lambda: _segments(device, pool))
-
-
-def _segments(device: int, pool: tuple[int, int]) -> list[dict[str, Any]]:
-    snapshot = torch.cuda.memory_snapshot(pool, include_traces=False)
-    return [segment for segment in snapshot if segment["device"] == device]
+    snapshot = functools.partial(torch.cuda.memory_snapshot, pool, include_traces=False)
+    return PoolRanges(lambda: (segment for segment in snapshot() if segment["device"] == device))

@@ -7,6 +7,7 @@ inputs cannot be kept. Inputs that were refused are also copied in later recordi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,6 @@ from ..functions.containment import forget_frames, passes
 from ..functions.function import FunctionModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.indirection.pool import PoolRanges
 

@@ -8,6 +8,7 @@ writes besides the live inputs, for test launches of graphs whose kernels may hi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,6 @@ from pygraph_trees.outputs.allocations import generated_by_inductor, watching
 from pygraph_trees.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
     from pygraph_trees.cuda.graph_nodes import NodeKind
     from pygraph_trees.indirection.inputs import LiveInputs
 

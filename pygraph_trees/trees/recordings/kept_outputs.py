@@ -8,23 +8,22 @@ replay. Without the native parts, nothing moves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._inductor.cudagraph_trees import StorageWeakRefWrapper
 
 from pygraph_trees.cuda.extent import copy_bits
 from pygraph_trees.native import binding
+from pygraph_trees.outputs.allocations import bytes_of
 from pygraph_trees.reasons import Reason, Why
 
 from ..functions.function import FunctionModel
 from ..pools.capture_lock import wait
 from ..pools.liveness import release_unneeded
 from ..pools.pools import streams_that_use
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _CUDA = 1  # c10's number of the type of device
 
@@ -74,7 +73,7 @@ def move_alive(node: Any, only: torch.UntypedStorage | None = None) -> None:
         for storage, held_by in alive:
             # Once freed, memory is reused after the queued work of the stream on which it was allocated.
             with torch.inference_mode(False), torch.no_grad(), _on_stream_of(held_by[0][0], storage.device):
-                before = _bytes_of(storage)
+                before = bytes_of(storage)
                 copies.append(torch.empty_like(before))
                 copy_bits(copies[-1:], [before])
                 for stream in streams_that_use(node.cuda_graphs_pool, storage):
@@ -116,11 +115,7 @@ def _on_stream_of(node: Any, device: torch.device) -> AbstractContextManager[Any
 
 def _exchange(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchanges the memory of two storages of the same size."""
-    binding.extension.exchange_memory(_bytes_of(storage), _bytes_of(other))
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    binding.extension.exchange_memory(bytes_of(storage), bytes_of(other))
 
 
 def _forget(places: Sequence[tuple[Any, int]], gone: torch.UntypedStorage) -> None:

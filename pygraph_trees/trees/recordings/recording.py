@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,6 @@ from .records import describe, describe_outputs
 from .replaying import Replayed, native_replay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.host_reads import HostRead
     from pygraph_trees.edges.branches import Branching

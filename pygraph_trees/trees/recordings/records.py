@@ -7,6 +7,7 @@ not. In the bytes that each replay copies, elements that a dimension of stride 0
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,6 @@ from pygraph_trees.indirection.routes import Route
 from pygraph_trees.report.records import IN_POOL, ON_INPUT, OWN_MEMORY
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
-
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.outputs.own_memory import OwnMemory
     from pygraph_trees.reasons import Why

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,6 @@ from ..pools.liveness import Deaths
 from .cached_outputs import CachedOutputs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.outputs.own_memory import OwnMemory
     from pygraph_trees.report.log import RecordingLog

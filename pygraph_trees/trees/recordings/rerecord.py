@@ -7,37 +7,29 @@ change the inputs if it succeeds, so it is not called twice.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pygraph_trees.reasons import Reason
+from pygraph_trees.reasons import Reason, Why
+
+from ..functions.containment import TreeManager
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pygraph_trees.reasons import Why
     from pygraph_trees.report.log import FunctionLog
 
 _MOST_NAMES = 4
 
 
-class Tree(Protocol):
-    """The attributes of a manager that give its position among its recordings."""
-
-    current_node: Any
-    roots: Any
-    ids_to_funcs: Any
-
-
-def siblings_of(tree: Tree, function_id: Any) -> Sequence[Any]:
+def siblings_of(tree: TreeManager, function_id: Any) -> Sequence[Any]:
     """The recordings of a function at the current position, the newest last."""
     node = tree.current_node
     found: Sequence[Any] = (tree.roots if node is None else node.children).get(function_id, ())
     return found
 
 
-def why_recorded(tree: Tree, inputs: list[Any], function_id: Any, function: FunctionLog) -> Why:
+def why_recorded(tree: TreeManager, inputs: list[Any], function_id: Any, function: FunctionLog) -> Why:
     """A first call, the inputs that moved since the newest recording here, or the recording before it."""
     node, siblings = tree.current_node, siblings_of(tree, function_id)
     if siblings:
