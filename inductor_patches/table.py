@@ -13,13 +13,6 @@ from .config import Flags
 from .patch import IfThere, OnDemand, Patch, Rebind, made_by
 
 
-def _describing_and_noting(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.report.compiled import describing
-    from pygraph_trees.trees.hooks.saved_tensors import noting
-
-    return noting(describing(upstream))
-
-
 def _placing(upstream: Callable[..., Any]) -> Callable[..., Any]:
     from pygraph_trees.placement import placing
 
@@ -157,7 +150,7 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
         },
         # A new graph is described, and its saved tensors are noted.
         "torch._inductor.output_code": {
-            "CompiledFxGraph.__init__": (_describing_and_noting, _SPLITS_AS_DATA),
+            "CompiledFxGraph.__init__": ("pygraph_trees.trees.hooks.saved_tensors.describing", _SPLITS_AS_DATA),
         },
     },
     "calls": {

@@ -142,6 +142,13 @@ def allocator_backend() -> str:
     return NATIVE if backend is None else str(backend())
 
 
+def is_upstream_debugged() -> bool:
+    """Whether upstream's options let it check, wait or warm up at each call."""
+    from torch._inductor.config import triton
+
+    return triton.fast_path_cudagraph_asserts or triton.force_cudagraph_sync or triton.force_cudagraphs_warmup
+
+
 def checking_options(upstream: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.compile``'s handling of options, which refuses a flag before Inductor has applied half of them."""
     flags = {f"triton.{flag.name}": flag for flag in FLAGS}

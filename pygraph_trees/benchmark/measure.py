@@ -248,13 +248,9 @@ class Comparison:
             return found.failed(run.error)
         medians: dict[str, Any] = {name: statistics.median(values) for name, values in samples.items()}
         ring = 1 if run.regime == "same" else len(self.ring)
-        return replace(found, ring=ring, routes=routes_of(run.functions), **medians, **run.figures)
-
-
-def routes_of(functions: range) -> list[str]:
-    """The choices made for functions in the report: ``model 0/0, inference: table: ...``."""
-    known = journal.records()[1][functions.start : functions.stop]
-    return [f"{title(found)}, {found.mode}: {found.route}" for found in known if found.route is not None]
+        functions = journal.records()[1][run.functions.start : run.functions.stop]
+        routes = [f"{title(f)}, {f.mode}: {f.route}" for f in functions if f.route is not None]
+        return replace(found, ring=ring, routes=routes, **medians, **run.figures)
 
 
 def _call(program: Program, way: Way) -> Callable[[InputSet], Any]:

@@ -69,7 +69,7 @@ class Addresses:
         self._seen: list[int] = []  # of the inputs of the latest call
         # By position: addresses that fit, and the addresses that the graph gets. Valid for one state of the pool.
         self._fitting: tuple[dict[int, int], ...] = tuple({} for _ in items)
-        self._pool_seen = pool.changes
+        self._pool_seen = pool.counter.value
         self._given = patches.addresses[: len(items)]  # the addresses that the graph gets next
         self._again = has_managed  # whether the latest call's addresses must be found again at the next call
         self._is_preparing = False
@@ -139,7 +139,7 @@ class Addresses:
         for index in self._tangents:
             if inputs[index].is_neg():
                 return Reason.IS_VIEW()
-        same_pool = self._pool.changes == self._pool_seen
+        same_pool = self._pool.counter.value == self._pool_seen
         if not puts and same_pool and self.native is not None and self.native.is_settled(seen):
             return None
         if self._patches.broken:
@@ -215,10 +215,10 @@ class Addresses:
             self._go_on_choosing(self.chooser)
 
     def _find_all(self, seen: list[int], inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool]) -> Why | None:
-        if self._pool.changes != self._pool_seen:
+        if self._pool.counter.value != self._pool_seen:
             for fitting in self._fitting:
                 fitting.clear()
-            self._pool_seen = self._pool.changes
+            self._pool_seen = self._pool.counter.value
             if self.native is not None:
                 self.native.forget()
         addresses = [fitting.get(address) for fitting, address in zip(self._fitting, seen, strict=True)]

@@ -76,6 +76,7 @@ class LiveInputs:
         except BaseException:
             give_back(self._placeholders.close)
             raise
+        self.has_placeholders, self.has_table, self.has_staged = bool(items), bool(self._table), bool(self._staged)
         # An input with a placeholder has the same position as the placeholder.
         self.items = (*items, *held_items, *(() if self._staged is None else self._staged.items))
         self.storages = {
@@ -103,18 +104,6 @@ class LiveInputs:
         return self._addresses
 
     # -- recording
-
-    @property
-    def has_placeholders(self) -> bool:
-        return bool(self._placeholders.placeholders)
-
-    @property
-    def has_table(self) -> bool:
-        return self._table is not None
-
-    @property
-    def has_staged(self) -> bool:
-        return self._staged is not None
 
     @property
     def in_place(self) -> list[int]:

@@ -29,11 +29,6 @@ class PoolRanges:
         self._ends: list[int] = []
         self.counter = new_counter()  # of possible changes, which C++ reads too
 
-    @property
-    def changes(self) -> int:
-        """How often the pool may have changed."""
-        return self.counter.value
-
     def forget(self) -> None:
         """Drops the snapshot, because the pool may have changed."""
         self._starts = None

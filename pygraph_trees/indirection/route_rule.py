@@ -12,7 +12,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from pygraph_trees.reasons import Reason, Why
@@ -35,20 +34,13 @@ KernelNames = Callable[[Collection[int]], Iterable[str | None]]  # of the nodes 
 BY_TABLE = (Reason.TABLE_AWAITED, Reason.TABLE)
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts about one recording's replays."""
-
-    kernels: int = 0  # nodes of kernels with variants that hold inputs whose addresses change
-    inputs: int = 0  # inputs whose addresses change and that a table could hold
-
-
-def choose_route(facts: Facts) -> Why:
-    if facts.inputs < LEAST_INPUTS:
-        return Reason.FEW_INPUTS(inputs=facts.inputs, least=LEAST_INPUTS)
-    if facts.kernels < LEAST_KERNELS:
-        return Reason.FEW_KERNELS(kernels=facts.kernels, least=LEAST_KERNELS)
-    return Reason.TABLE_AWAITED(**asdict(facts))
+def choose_route(kernels: int, inputs: int) -> Why:
+    """Chooses by the inputs whose addresses change and that a table could hold, and the kernels that could read it."""
+    if inputs < LEAST_INPUTS:
+        return Reason.FEW_INPUTS(inputs=inputs, least=LEAST_INPUTS)
+    if kernels < LEAST_KERNELS:
+        return Reason.FEW_KERNELS(kernels=kernels, least=LEAST_KERNELS)
+    return Reason.TABLE_AWAITED(kernels=kernels, inputs=inputs)
 
 
 # By function and its sizes.
@@ -107,8 +99,8 @@ class RouteChooser:
         function = self._function()
         if function is None:
             return False
-        facts = _facts(function, indices, names)
-        may = choice_of(function, self._sizes) is not None or choose_route(facts).reason in BY_TABLE
+        choice = choose_route(*_counts(function, indices, names))
+        may = choice_of(function, self._sizes) is not None or choice.reason in BY_TABLE
         function.log.is_choosing = function.log.is_choosing or may
         return may
 
@@ -131,7 +123,7 @@ class RouteChooser:
     def _go_on(self, function: Any, changed: Collection[int], names: KernelNames) -> bool:
         choice = choice_of(function, self._sizes)
         if choice is None:
-            choice = choose_route(_facts(function, changed, names))
+            choice = choose_route(*_counts(function, changed, names))
             take_choice(function, self._sizes, choice)
             if choice.reason is Reason.TABLE_AWAITED:
                 builds.begin(function, self._device)
@@ -167,9 +159,9 @@ def chooser_for(function: Any, sizes: Hashable, device: int) -> RouteChooser | N
     return RouteChooser(function, sizes, device)
 
 
-def _facts(function: Any, indices: Collection[int], names: KernelNames) -> Facts:
+def _counts(function: Any, indices: Collection[int], names: KernelNames) -> tuple[int, int]:
     """How many kernels could read some of these inputs in a table, and how many of the inputs they could read."""
     readers = readers_of(function)
     readable = {index for reader in readers for _, index in reader.inputs}.intersection(indices)
     kernels = {reader.kernel for reader in readers}
-    return Facts(sum(name in kernels for name in names(readable)), len(readable))
+    return sum(name in kernels for name in names(readable)), len(readable)

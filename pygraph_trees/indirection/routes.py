@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,10 +49,6 @@ class Slots:
 
     writers: frozenset[int]  # nodes that write the table
     read: frozenset[int]  # placeholders whose address a kernel reads in the table
-
-
-def is_none_copied(decisions: Iterable[Decision]) -> bool:
-    return all(decision.route is not Route.COPY for decision in decisions)
 
 
 _PATCH = Decision(Route.PATCH, None)

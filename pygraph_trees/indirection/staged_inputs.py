@@ -8,7 +8,7 @@ raised if an input cannot be staged.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,25 +47,15 @@ class StagedInputs:
         self.indices = list(tensors)
         self._device = device
         self.staging = staging_for(driver, device, list(tensors.values()))
-        self._values = self.staging if isinstance(self.staging, StagedValues) else None
+        self._values = values = self.staging if isinstance(self.staging, StagedValues) else None
+        self.has_buffers = values is None  # whether launches read the inputs in buffers, not in nodes
+        # The captured nodes that hold inputs by value, and the address from which each copies its bytes.
+        self.nodes: Mapping[int, int] = {} if values is None else values.nodes
+        # Captures a node that holds the second tensor and writes it to the first; None if a copy node must.
+        self.capture = None if values is None else values.capture
         self.items: tuple[Item, ...] = tuple(map(in_staging_buffer, self.indices, self.staging.placeholder_tensors))
         self._reads: dict[int, HostRead] = {}  # by number
         self.put_indices: tuple[int, ...] = ()  # of the inputs that the instantiated graph copies
-
-    @property
-    def has_buffers(self) -> bool:
-        """Whether launches read the inputs in buffers, not in nodes."""
-        return self._values is None
-
-    @property
-    def nodes(self) -> Mapping[int, int]:
-        """The captured nodes that hold inputs by value, and the address from which each copies its bytes."""
-        return {} if self._values is None else self._values.nodes
-
-    @property
-    def capture(self) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
-        """Captures a node that holds the second tensor and writes it to the first; None if a copy node must."""
-        return None if self._values is None else self._values.capture
 
     @property
     def values(self) -> list[tuple[int, torch.Tensor, bool]]:

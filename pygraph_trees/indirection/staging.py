@@ -102,6 +102,11 @@ class Staging:
         self._most = max(2, min(MOST_BUFFERS, _MOST_NBYTES // max(1, self._nbytes)))
         block = self._block(self._nbytes)
         self._recorded = block
+        first, begin = self.sources[0], block.data_ptr()
+        # The bytes of the recorded buffer that one copy takes; None if no two inputs can share a copy.
+        self.together = block[: first.nbytes] if len(first.numbers) > 1 else None
+        # Recorded address, and size in bytes, of each source.
+        self.recorded = [(begin + source.start, source.nbytes) for source in self.sources]
         self.placeholder_tensors = [place.within(block) for place in self._places]  # for the recording
         self._next = _Buffer(block, self.placeholder_tensors)  # used like all other buffers later
         self._buffers = [self._next]
@@ -114,18 +119,6 @@ class Staging:
 
     def _block(self, nbytes: int) -> torch.Tensor:
         return pinned_bytes(nbytes)
-
-    @property
-    def together(self) -> torch.Tensor | None:
-        """The bytes of the recorded buffer that one copy takes; None if no two inputs can share a copy."""
-        first = self.sources[0]
-        return self._recorded[: first.nbytes] if len(first.numbers) > 1 else None
-
-    @property
-    def recorded(self) -> list[tuple[int, int]]:
-        """Recorded address, and size in bytes, of each source."""
-        begin = self._recorded.data_ptr()
-        return [(begin + source.start, source.nbytes) for source in self.sources]
 
     def source_of(self, number: int) -> int:
         """The position of an input's source among the sources."""

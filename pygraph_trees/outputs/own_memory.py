@@ -91,6 +91,9 @@ class OwnMemory:
             holds: whether blocks are kept from call to call at first. Later, that depends on how long outputs live.
         """
         self.blocks, self.takes = tuple(blocks), takes
+        # By index of each block among the inputs, whether only a copy at the end of the graph writes to it.
+        self.inputs = {index: block.allocation is None for index, block in enumerate(blocks, takes)}
+        self.outputs = {number: block for block in blocks for number in block.outputs}
         by_outputs = {storage.block.outputs: storage for storage in storages}
         self.native = binding.extension.OwnMemory(
             like=torch.empty(0, device=device),
@@ -115,16 +118,6 @@ class OwnMemory:
     def output(self, index: int, view: tuple[Any, ...] | None) -> torch.Tensor:
         """A new tensor for an output of this call; ``index`` and ``view`` are as in ``LiveInputs.outputs``."""
         return self.native.alias(index - self.takes, view)
-
-    @property
-    def inputs(self) -> dict[int, bool]:
-        """By index of each block among the inputs, whether only a copy at the end of the graph writes to it."""
-        return {index: block.allocation is None for index, block in enumerate(self.blocks, self.takes)}
-
-    @property
-    def outputs(self) -> dict[int, Block]:
-        """The block of each output."""
-        return {number: block for block in self.blocks for number in block.outputs}
 
 
 def _described(storage: Storage, block: Block, is_backward: bool, holds: bool) -> tuple[Any, ...]:

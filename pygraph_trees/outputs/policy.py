@@ -82,10 +82,13 @@ class OutputPolicy:
 
     def release(self, manager: Any, model: Any = None) -> None:
         """Frees own memory that the program does not use: of all functions, or of those with this compiled code."""
-        for function in list(manager.ids_to_funcs.values()):
-            own = getattr(function, "own", None)
-            if own is not None and (model is None or function.model is model):
-                own.native.release()
+        for native in self._natives(manager, model):
+            native.release()
+
+    def _natives(self, manager: Any, model: Any = None) -> list[Any]:
+        """The own memory of all functions in C++, or of those with this compiled code."""
+        functions = [f for f in list(manager.ids_to_funcs.values()) if model is None or f.model is model]
+        return [own.native for f in functions if (own := getattr(f, "own", None)) is not None]
 
     @contextlib.contextmanager
     def watched(self, manager: Any, function_id: Any, inputs: list[Any]) -> Iterator[_Found]:
@@ -149,16 +152,14 @@ class OutputPolicy:
             plan.copied.update(block.outputs for block in refused if block.allocation is not None)
             plan.refused.update(block.outputs for block in refused if block.allocation is None)
             self._change(manager, node.wrapped_function.model, (), Reason.OUTPUT_REFUSED())
-        kept = [found.own.native for found in manager.ids_to_funcs.values() if getattr(found, "own", None) is not None]
-        kept.sort(key=lambda native: native.used, reverse=True)
+        kept = sorted(self._natives(manager), key=lambda native: native.used, reverse=True)
         for native in kept:
             native.hold(native is kept[0] or pool_bytes >= native.nbytes)
             pool_bytes -= 0 if native is kept[0] else native.nbytes
 
     def held_bytes(self, manager: Any) -> int:
         """Bytes of own memory that are kept from call to call."""
-        owned = (getattr(function, "own", None) for function in manager.ids_to_funcs.values())
-        return sum(own.native.held_bytes for own in owned if own is not None)
+        return sum(native.held_bytes for native in self._natives(manager))
 
     def moved(self, manager: Any, models: Sequence[Any]) -> None:
         """Lets outputs on a path get own memory from the next call on, if one of them has outlived two steps.

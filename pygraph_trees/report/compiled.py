@@ -47,17 +47,6 @@ def describing_partitions(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return graph_partition
 
 
-def describing(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """``CompiledFxGraph.__init__``, and :func:`attach`."""
-
-    @functools.wraps(upstream)
-    def __init__(self: Any, current_callable: Any, graph: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
-        upstream(self, current_callable, graph, gm, *args, **kwargs)
-        attach(self, graph, gm)
-
-    return __init__
-
-
 def partitions_of(scheduler: Any) -> tuple[Partition, ...]:
     """The partitions that :func:`describing_partitions` stored on a scheduler; without any, the whole graph as one."""
     found: tuple[Partition, ...] | None = getattr(scheduler, _ATTRIBUTE, None)

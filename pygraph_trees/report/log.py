@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
@@ -43,8 +43,6 @@ _log = logging.getLogger("pygraph_trees.report")
 
 R = TypeVar("R", FunctionRecord, GraphRecord, RecordingRecord)
 
-_COPIED_BYTES, _ROUTE = ([f.name for f in fields(InputRecord)].index(name) for name in ("copied_bytes", "route"))
-
 
 class Counted(Protocol):
     value: int
@@ -60,8 +58,8 @@ class RecordingLog:
     number: int = -1
     parent: int | None = None
     reason: str = ""
-    inputs: tuple[tuple[Any, ...], ...] = ()  # the fields of one :class:`InputRecord` each, which is made on demand
-    outputs: tuple[tuple[Any, ...], ...] = ()  # the fields of one :class:`OutputRecord` each
+    inputs: tuple[InputRecord, ...] = ()
+    outputs: tuple[OutputRecord, ...] = ()
     kernels: int | None = None
     other_nodes: int | None = None
     record_s: float = 0.0
@@ -82,21 +80,15 @@ class RecordingLog:
     @property
     def copied_bytes(self) -> int:
         """Bytes that each replay copies."""
-        return sum(given[_COPIED_BYTES] for given in self.inputs)
+        return sum(given.copied_bytes for given in self.inputs)
 
     @property
     def routes(self) -> Counter[str]:
         """The number of live inputs with each route."""
-        return Counter(given[_ROUTE] for given in self.inputs if len(given) > _ROUTE and given[_ROUTE] is not None)
+        return Counter(given.route for given in self.inputs if given.route is not None)
 
     def record(self) -> RecordingRecord:
-        return _record(
-            RecordingRecord,
-            self,
-            inputs=tuple(InputRecord(*given) for given in self.inputs),
-            outputs=tuple(OutputRecord(*made) for made in self.outputs),
-            set_nodes=self.sets.value,
-        )
+        return _record(RecordingRecord, self, set_nodes=self.sets.value)
 
 
 @dataclass(slots=True)
@@ -171,7 +163,7 @@ class FunctionLog:
             _log.info("%s: recording %d: branches: %s", self.name, recording.number, found)
         _trace("pygraph_function", self)
         for given in recording.inputs if _log.isEnabledFor(logging.DEBUG) else ():
-            _log.debug("%s: recording %d: input %s", self.name, recording.number, InputRecord(*given))
+            _log.debug("%s: recording %d: input %s", self.name, recording.number, given)
 
     def output_moved(self, number: int, nbytes: int) -> None:
         """Notes that an output outlived its step and was moved out of the graph pool."""
@@ -277,6 +269,9 @@ def _trace(name: str, log: FunctionLog | GraphLog) -> None:
         _log.warning("%s is not in torch's structured trace: %s: %s", name, type(error).__name__, error)
 
 
+_compiling: ContextVar[GraphLog | None] = ContextVar("pygraph_compiling", default=None)
+
+
 class Journal:
     """The logs of the process, in the order of compilation. Thread-safe.
 
@@ -287,22 +282,20 @@ class Journal:
     def __init__(self) -> None:
         self._graphs: list[GraphLog] = []
         self._functions: list[FunctionLog] = []
-        self._compiling = threading.local()
 
     @contextmanager
     def compiling(self, graph: GraphLog) -> Iterator[None]:
         """Functions that are added inside belong to ``graph``."""
-        outer = self.graph
-        self._compiling.graph = graph
+        token = _compiling.set(graph)
         try:
             yield
         finally:
-            self._compiling.graph = outer
+            _compiling.reset(token)
 
     @property
     def graph(self) -> GraphLog | None:
         """The graph that this thread compiles."""
-        return getattr(self._compiling, "graph", None)
+        return _compiling.get()
 
     def graph_of(self, compile_id: str | None) -> GraphLog | None:
         """The newest graph with a compile id; a backward, compiled later, has its forward's."""

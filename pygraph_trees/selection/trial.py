@@ -24,6 +24,7 @@ from torch.autograd import profiler
 
 from pygraph_trees.locks import run_if_free
 from pygraph_trees.report.naming import BACKWARD, FORWARD
+from pygraph_trees.settings import is_upstream_debugged
 
 from .decision import FEWEST_PAIRS, Comparison, Execution, Facts, compare, decide, next_way, plain_text, plain_way
 
@@ -263,12 +264,9 @@ def _is_step_over(first: TrialMember, members: Sequence[TrialMember]) -> bool:
 
 def _is_disturbed() -> bool:
     """Whether a profiler, a debugger, a blocking launch mode or a check at each call slows down calls."""
-    from torch._inductor import config
-
-    checks = ("fast_path_cudagraph_asserts", "force_cudagraph_sync", "force_cudagraphs_warmup")
     return (
         bool(profiler._is_profiler_enabled)
         or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
         or (sys.gettrace() or sys.getprofile()) is not None
-        or any(getattr(config.triton, name, False) for name in checks)
+        or is_upstream_debugged()
     )

@@ -24,6 +24,7 @@ from pygraph_trees.report.records import (
     Environment,
     FeatureState,
     HostWork,
+    InputRecord,
     OutputRecord,
     Partition,
     PartitionInput,
@@ -63,7 +64,7 @@ INPUTS = (
 
 def recording(number, reason="first call", replays=0, inputs=INPUTS, **fields):
     given = {"kernels": 12, "other_nodes": 1, "record_s": 0.25, "counter": Count(replays), **fields}
-    return RecordingLog(number=number, reason=reason, inputs=inputs, **given)
+    return RecordingLog(number, reason=reason, inputs=tuple(InputRecord(*of) for of in inputs), **given)
 
 
 def lines(word, *functions):
@@ -120,12 +121,12 @@ class TestOutputs(TestCase):
         moved = "outlived its step: moved out of the graph pool"
         for number in (2, 2, 0):
             log.output_moved(number, 4096)
-        log.recorded(RecordingLog(number=0, reason="first call", outputs=((0, "pool", 4096), (2, "own", 4096))))
+        log.recorded(RecordingLog(0, outputs=(OutputRecord(0, "pool", 4096), OutputRecord(2, "own", 4096))))
         often = f"{where} 2 {moved} 2 times, 8.2 kB, in memory of its own since"
         seldom = f"{where} 0 {moved} 1 time, 4.1 kB"
         self.assertEqual(lines("outliv", log), [often, seldom])
         log.output_moved(7, 4096)  # of a warm-up
-        log.recordings[-1].outputs += ((7, "own", 4096),)
+        log.recordings[-1].outputs += (OutputRecord(7, "own", 4096),)
         self.assertEqual(lines("outliv", log), [often, seldom])
         for number in (5, 6):
             log.output_moved(number, 1024)
@@ -145,13 +146,11 @@ class TestOutputs(TestCase):
         live.kernels_holding = lambda indices: ["triton", "gemm"] if indices == [4] else []
         own = SimpleNamespace(takes=4, outputs={0: Block((0,), 2)})
         found = list(describe_outputs(node, live, own))
-        self.assertEqual(found, [(0, "own", 16, 2, 0), (1, "input", 8), (2, "pool", 16), (4, "input", 12)])
+        wanted = [(0, "own", 16, 2), (1, "input", 8), (2, "pool", 16), (4, "input", 12)]
+        self.assertEqual(found, [OutputRecord(*of) for of in wanted])
         own.outputs = {0: Block((0,), None)}  # a library's
-        self.assertEqual(next(describe_outputs(node, live, own)), (0, "own", 16, 2, 16))
-        self.assertEqual(list(describe_outputs(node, None, None)), [(1, "input", 8), (2, "pool", 16)])
-        log = function()
-        log.recorded(RecordingLog(number=0, reason="first call", outputs=tuple(found)))
-        self.assertEqual(log.record().recordings[0].outputs[0], OutputRecord(0, "own", 16, nodes=2))
+        self.assertEqual(next(describe_outputs(node, live, own)), OutputRecord(0, "own", 16, 2, 16))
+        self.assertEqual(list(describe_outputs(node, None, None)), found[1:3])
 
 
 class TestCopies(TestCase):

@@ -11,7 +11,7 @@ from test_launches import FakeAutotuner
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.indirection import route_rule
-from pygraph_trees.indirection.route_rule import Facts, RouteChooser, choose_route, chooser_for
+from pygraph_trees.indirection.route_rule import RouteChooser, choose_route, chooser_for
 from pygraph_trees.indirection.table import builds
 from pygraph_trees.indirection.table import pointer_table as table
 from pygraph_trees.indirection.table.pointer_table import Reader
@@ -27,11 +27,11 @@ class Function:
 class TestRule(TestCase):
     def test_a_table_needs_16_kernels_and_4_inputs(self) -> None:
         for facts, text in (
-            (Facts(16, 4), ", until a table for 16 kernels that read 4 inputs is built"),
-            (Facts(15, 4), ": 15 kernels could read inputs from a table, fewer than 16"),
-            (Facts(16, 3), ": 3 inputs that a table could hold have changing addresses, fewer than 4"),
+            ((16, 4), ", until a table for 16 kernels that read 4 inputs is built"),
+            ((15, 4), ": 15 kernels could read inputs from a table, fewer than 16"),
+            ((16, 3), ": 3 inputs that a table could hold have changing addresses, fewer than 4"),
         ):
-            self.assertEqual(str(choose_route(facts)), f"by address{text}")
+            self.assertEqual(str(choose_route(*facts)), f"by address{text}")
 
 
 class TestChooser(TestCase):

@@ -26,6 +26,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.report.naming import compile_id
+from pygraph_trees.report.records import InputRecord
 from pygraph_trees.selection import functions as selection
 from pygraph_trees.selection import member as members
 from pygraph_trees.selection import trial as trials
@@ -169,7 +170,7 @@ class TestPlain(TrialTestCase):
             function.why_not_tried = lambda why_not=why_not: why_not
             self.steps(2, function)
             if nbytes:
-                copied = (0, "x", "live", "cuda:0", nbytes, nbytes, False, "copy", "of the test")
+                copied = InputRecord(0, "x", "live", "cuda:0", nbytes, nbytes, False, "copy", "of the test")
                 function.log.recordings[-1].inputs = (copied,)
             self.steps(5, function)
             self.assertEqual((trial.is_over, function.went, trial.compared), (True, [way], None))

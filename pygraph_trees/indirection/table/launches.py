@@ -11,6 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,11 +22,7 @@ Run = Callable[..., Any]
 Launch = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # upstream's method, autotuner, arguments
 
 
-class _Here(threading.local):
-    launch: Launch | None = None  # of this thread
-
-
-_here = _Here()
+_launch: ContextVar[Launch | None] = ContextVar("pygraph_launch", default=None)  # of this thread
 
 
 class Tap:
@@ -56,11 +53,11 @@ class Tap:
         """Inside this scope, ``launch`` makes the launches of this thread."""
         self._change(1)
         try:
-            before, _here.launch = _here.launch, launch
+            token = _launch.set(launch)
             try:
                 yield
             finally:
-                _here.launch = before
+                _launch.reset(token)
         finally:
             self._change(-1)
 
@@ -89,7 +86,7 @@ def watched(upstream: Run) -> Run:
 
     @functools.wraps(upstream)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        launch = _here.launch
+        launch = _launch.get()
         if launch is None or kwargs.get("benchmark_run"):
             return upstream(self, *args, **kwargs)
         return launch(upstream, self, args, kwargs)

@@ -39,12 +39,6 @@ def _end_step(manager: Any) -> None:
     _log.warning("outputs that a graph of the program may read could not be kept: %s", why)
 
 
-def _is_of_this_thread(manager: Any) -> bool:
-    if PER_THREAD:
-        return manager.thread in (None, threading.get_ident())
-    return not is_used_elsewhere(manager.device_index)
-
-
 def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
     """Also ends the open paths of the thread as a new step does, which moves their outputs.
 
@@ -56,7 +50,8 @@ def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
         pool = args[0] if args else kwargs.get("pool")
         if pool not in pools.OWNED and not is_by_torch():
             for manager in pools.managers():
-                if _is_of_this_thread(manager):
+                thread, device = manager.thread, manager.device_index
+                if thread in (None, threading.get_ident()) if PER_THREAD else not is_used_elsewhere(device):
                     _end_step(manager)
         upstream(self, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""TreeManager errors of the graph trees: such a call runs un-graphed, or returns what its graph has computed.
+"""Contains errors of the graph trees: such a call runs un-graphed, or returns what its graph has computed.
 
 :class:`Progress` notes how far a call has come and keeps what a second run needs. :func:`contained` makes a call and is
 the only place that decides what follows from an error. Errors of the program pass through: those that its Python code
@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -120,44 +120,6 @@ class Progress:
         self.stage, self.node, self.outputs = Stage.COMPUTED, node, outputs
 
 
-class TreeManager(Protocol):
-    """A manager, for files that it imports."""
-
-    cuda_graphs_thread_pool: Any
-    current_node: Any
-    graph: Any
-    id_to_compile_id: Any
-    id_to_mode: Any
-    ids_to_funcs: Any
-    output_policy: Any
-    path_state: Any
-    roots: Any
-    stream: Any
-    warmed_up_functions: Any
-    why_start_over: Why | None
-
-    @property
-    def ends_steps(self) -> bool: ...
-
-    def clear_current_path_state_and_set_to_none(self) -> None: ...
-
-    def failed(self, error: Exception, function_id: Any = None) -> None: ...
-
-    def give_back(self) -> None: ...
-
-    def is_graphed(self, function_id: Any, node_id: Any) -> bool: ...
-
-    def is_in_pool(self, address: int) -> bool: ...
-
-    def keep_inputs(self, function_id: Any, why: Why) -> None: ...
-
-    def move_last_outputs(self) -> None: ...
-
-    def run_ungraphed(self, inputs: list[Any], function_id: Any, why: Why) -> Any: ...
-
-    def try_end_curr_execution(self) -> None: ...
-
-
 def progress_of(model: Any) -> Progress | None:
     """The call of a function on the slow path that this thread makes; None if there is none."""
     calls: dict[int, Progress] | None = getattr(model, "calls", None)
@@ -185,7 +147,7 @@ def in_place(metadata: dict[str, Any]) -> torch.Tensor:
     return tensor_in(storage, *layout)
 
 
-def contained(manager: TreeManager, run: Callable[[], Any], inputs: list[Any], function_id: Any) -> Any:
+def contained(manager: Any, run: Callable[[], Any], inputs: list[Any], function_id: Any) -> Any:
     """Makes a call in Python with ``run`` and returns its outputs, whatever the trees raise.
 
     What a call leaves depends on its stage. Nothing was launched before ``COMPUTED``, and the memory of inputs in the
@@ -212,7 +174,7 @@ def contained(manager: TreeManager, run: Callable[[], Any], inputs: list[Any], f
         del failure, progress  # the error's traceback refers to this frame, which would keep the inputs alive
 
 
-def _after(error: Exception, manager: TreeManager, progress: Progress, function_id: Any, model: Any) -> Any:
+def _after(error: Exception, manager: Any, progress: Progress, function_id: Any, model: Any) -> Any:
     was_captured, is_held = progress.stage is Stage.CAPTURING, _is_held(error, manager, progress)
     forget_frames(error)  # they hold memory of the pool that no recording accounts for
     if progress.stage is Stage.COMPUTED:
@@ -245,7 +207,7 @@ def note_failure(model: Any, error: Exception) -> None:
         model.why_ungraphed = why
 
 
-def _is_held(error: Exception, manager: TreeManager, progress: Progress) -> bool:
+def _is_held(error: Exception, manager: Any, progress: Progress) -> bool:
     """Whether a replay was refused because an input is held that died while it was recorded."""
     if isinstance(error, HeldForTooLong):
         return True

@@ -73,12 +73,7 @@ def as_it_reads(value: Any) -> Any:
 def _view_of(output: torch.Tensor, placeholder_tensor: torch.Tensor) -> tuple[Any, ...]:
     """Sizes, strides, offset from the input's first element, and dtype."""
     ahead = output.data_ptr() - placeholder_tensor.data_ptr() if output.numel() else 0
-    offset = (
-        ahead // output.element_size()
-        if output.dtype != placeholder_tensor.dtype
-        else ahead // placeholder_tensor.element_size()
-    )
-    return tuple(output.shape), tuple(output.stride()), offset, output.dtype
+    return tuple(output.shape), tuple(output.stride()), ahead // output.element_size(), output.dtype
 
 
 def give_memory(values: list[Any], indices: Iterable[int] | None = None) -> None:

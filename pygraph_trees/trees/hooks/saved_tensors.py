@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pygraph_trees.compat import has_size_hint
+from pygraph_trees.report import compiled
 
 _log = logging.getLogger("pygraph_trees.trees")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -56,13 +57,14 @@ def attach(artifact: Any, graph: Any) -> None:
         _log.warning("the inputs of a compiled backward could not be described", exc_info=True)
 
 
-def noting(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """``CompiledFxGraph.__init__`` that also calls :func:`attach` if the graph is compiled for CUDA graphs."""
+def describing(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``CompiledFxGraph.__init__``; then describes the graph, and calls :func:`attach` if it asks for CUDA graphs."""
     from torch._inductor import config
 
     @functools.wraps(upstream)
-    def __init__(self: Any, current_callable: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
-        upstream(self, current_callable, graph, *args, **kwargs)
+    def __init__(self: Any, current_callable: Any, graph: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
+        upstream(self, current_callable, graph, gm, *args, **kwargs)
+        compiled.attach(self, graph, gm)
         if config.triton.cudagraphs:
             attach(self, graph)
 

@@ -25,7 +25,6 @@ from ..recordings.kept_outputs import note_launch_of
 from .steps import Steps
 
 if TYPE_CHECKING:
-    from pygraph_trees.indirection.pool import PoolRanges
     from pygraph_trees.outputs.policy import OutputPolicy
 
     from .reclaiming import Reclaiming
@@ -42,10 +41,6 @@ class Calls(fast_path.TreeState, Steps):
     output_policy: OutputPolicy
     why_start_over: Why | None = None  # why all recordings are dropped at the next call
     _candidates: dict[Any, Any]
-
-    @property
-    def _pool(self) -> PoolRanges:
-        raise NotImplementedError
 
     def run(self, new_inputs: list[Any], function_id: Any) -> Any:
         if self.has_turn(new_inputs):  # upstream begins again, at a root

@@ -18,7 +18,6 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.native import binding
 
-from ..functions.containment import TreeManager
 from ..pools.liveness import release_unneeded
 from ..recordings.recording import Recording
 
@@ -85,7 +84,7 @@ class Search:
         # roots that are valid after any recording when a step begins are also stored with the key True.
         self.known: dict[Any, dict[Any, Any]] = {}
 
-    def find(self, manager: TreeManager, function_id: Any, begins: bool) -> Any:
+    def find(self, manager: Any, function_id: Any, begins: bool) -> Any:
         """Searches for a function's recordings in the places where upstream does, which may end the open path.
 
         None if upstream might do anything except replay a recording that has a fast path, or after an error.
@@ -96,7 +95,7 @@ class Search:
             manager.failed(error)
             return None
 
-    def _find(self, manager: TreeManager, function_id: Any, begins: bool) -> Any:
+    def _find(self, manager: Any, function_id: Any, begins: bool) -> Any:
         if (
             function_id not in manager.warmed_up_functions
             or manager.output_policy.changes_next

@@ -212,10 +212,7 @@ def gathered_addresses() -> frozenset[int]:
     Each time they are at any free address. Dynamo takes them for static inputs, but a recording would fit only as long
     as the allocator happens to return the same address, so they are live from the first recording on.
     """
-    return frozenset(tensor.data_ptr() for tensor in _gathered())
-
-
-def _gathered() -> Iterator[torch.Tensor]:
+    addresses: set[int] = set()
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
     for reference in list(states.values()):
         state = reference()
@@ -224,4 +221,5 @@ def _gathered() -> Iterator[torch.Tensor]:
         for parameter in [one for group in groups if group is not None for one in group.fsdp_params]:
             found = getattr(parameter, "_unsharded_param", None)  # missing before the first gathering
             inner = tensors_with_memory(getattr(found, "_local_tensor", found))  # of a DTensor
-            yield from (tensor for tensor in inner if tensor.untyped_storage().nbytes())
+            addresses.update(tensor.data_ptr() for tensor in inner if tensor.untyped_storage().nbytes())
+    return frozenset(addresses)

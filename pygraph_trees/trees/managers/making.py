@@ -46,9 +46,7 @@ _BACKWARD = cudagraph_trees.CompilationMode.BACKWARD
 class Making(Calls):
     """The part of a manager that warms functions up and records them."""
 
-    device_index: int
     path_state: Any
-    id_to_mode: Any
     _warmups: Warmups
     _moves: Moves
 

@@ -70,11 +70,6 @@ _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 class Manager(Making):
     """The recordings of one device and one thread."""
 
-    cuda_graphs_thread_pool: Any
-    current_node: Any
-    path_state: Any
-    keeps_outputs: bool  # whether a function was added whose outputs must be kept; C++ reads it
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         search = Search()
         self._candidates, self._find = search.known, search.find  # a fast replay reads them

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,6 @@ from torch._inductor import cudagraph_trees
 from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.reasons import Reason, Why
 
-from ..functions.containment import TreeManager
 from ..pools import pools
 from ..pools.collector import paused
 
@@ -69,7 +68,7 @@ class Reclaiming:
         self._left: list[Any] | None = None  # references to outputs of recordings given back; None if none was
         self._is_unknown = False  # whether an output that is not among them may be alive
 
-    def forget(self, manager: TreeManager, model: FunctionModel, *, later: bool) -> None:
+    def forget(self, manager: Any, model: FunctionModel, *, later: bool) -> None:
         """Gives back a function's recordings, and those that follow them, as soon as no path is open.
 
         ``later``: a call may be using them, so a later call gives them back.
@@ -100,7 +99,7 @@ class Reclaiming:
         """Why a function is recorded again, returned once; None if it is not."""
         return self._again.pop(function_id, None) or self._dropped.pop(function_id, None)
 
-    def limit(self, manager: TreeManager, nbytes: int, limit: int) -> bool:
+    def limit(self, manager: Any, nbytes: int, limit: int) -> bool:
         """Drops all recordings, as soon as no path is open, if ``nbytes`` is more than ``limit``; tells if so.
 
         Memory of outputs that are alive stays, so the pool may not shrink. After that, nothing is dropped until
@@ -120,7 +119,7 @@ class Reclaiming:
         self._candidates.clear()
         return True
 
-    def give_back(self, manager: TreeManager) -> None:
+    def give_back(self, manager: Any) -> None:
         """Gives back the recordings of forgotten functions, unless a path is open."""
         if manager.current_node is not None or manager.roots is None or torch.cuda.is_current_stream_capturing():
             return
@@ -145,7 +144,8 @@ class Reclaiming:
             gone += itertools.chain.from_iterable(node.children.values())
             node.remove_node_cached_tensors()  # the program may still hold one
             assert self._left is not None
-            self._left += [held for held in (*_older_outputs(node), *node.outputs_weakrefs) if held is not None]
+            held = (*getattr(node, "older_outputs", ()), *node.outputs_weakrefs)
+            self._left += [output for output in held if output is not None]
             self._is_unknown |= _makes_new_outputs(node)
             node.graph = node.native = None
             del node
@@ -153,7 +153,7 @@ class Reclaiming:
             release_retired()
         self.give_pool_back(manager)
 
-    def give_pool_back(self, manager: TreeManager) -> bool:
+    def give_pool_back(self, manager: Any) -> bool:
         """Gives back the graph pool if recordings were given back and it is empty; returns whether it did.
 
         The pool is not empty while an output is or may be alive. If each replay makes new output tensors, only the
@@ -174,7 +174,7 @@ class Reclaiming:
             return False
         return self._leave_pool(manager)
 
-    def start_over(self, manager: TreeManager, why: Why) -> None:
+    def start_over(self, manager: Any, why: Why) -> None:
         """Drops all recordings and leaves the graph pool, in which unknown memory may be in use.
 
         Outputs that are alive are moved if that is possible, and the pool stays as long as one is alive.
@@ -204,13 +204,13 @@ class Reclaiming:
             release_pools()
             torch.cuda.empty_cache()
 
-    def keep_pool(self, manager: TreeManager) -> None:
+    def keep_pool(self, manager: Any) -> None:
         """Keeps the graph pool of a manager that ends until its last step's outputs are dead."""
         release_pools()
         path = [] if manager.current_node is None else manager.current_node._path_from_root
         _in_use.append((manager.graph, [held for node in path for held in node.outputs_weakrefs if held is not None]))
 
-    def _leave_pool(self, manager: TreeManager) -> bool:
+    def _leave_pool(self, manager: Any) -> bool:
         """Gives the manager a new pool; returns whether there is one."""
         release_pools()
         # Torch keeps a pool as long as a graph uses it, even the empty graph that its manager begins with.
@@ -238,7 +238,7 @@ def release_pools() -> None:
     _in_use[:] = [(graph, outputs) for graph, outputs in _in_use if not all(output.expired() for output in outputs)]
 
 
-def _end_path(manager: TreeManager) -> None:
+def _end_path(manager: Any) -> None:
     """Ends an open path if the program holds no output of it."""
     if manager.path_state is _STATE.EXECUTION:
         manager.try_end_curr_execution()
@@ -248,12 +248,6 @@ def _end_path(manager: TreeManager) -> None:
         and manager.current_node.all_outputs_are_dead()
     ):
         manager.clear_current_path_state_and_set_to_none()
-
-
-def _older_outputs(node: Any) -> Sequence[Any]:
-    """A recording's ``older_outputs``; empty for upstream's own recordings, which were made before the patches."""
-    found: Sequence[Any] = getattr(node, "older_outputs", ())
-    return found
 
 
 def _makes_new_outputs(node: Any) -> bool:

@@ -29,8 +29,6 @@ _STATE = cudagraph_trees.ExecutionState
 class Steps(Upstream):
     """The part of a manager that tells whether a step begins, which ends the last step's path."""
 
-    current_node: Any
-    cuda_graphs_thread_pool: Any
     keeps_outputs: bool  # whether a function was added whose outputs must be kept
     _begins_step: bool | None = None  # the answer of can_start_new_generation while a path may end
     asides = 0  # turns that were not for a graphed call
@@ -138,10 +136,6 @@ class Steps(Upstream):
             self.try_end_curr_recording(None)
         elif self.path_state is _STATE.WARMUP:
             self.try_end_curr_warmup(None)
-
-    def failed(self, error: Exception) -> None:
-        """Drops all recordings at the next call."""
-        raise NotImplementedError
 
     def by_one_answer(self, *calls: Callable[[], None]) -> None:
         """Makes calls that all get the same answer to whether a step begins, whatever other threads do.

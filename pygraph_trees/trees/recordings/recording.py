@@ -22,12 +22,13 @@ from pygraph_trees.cuda.graph_nodes import NodeKind
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.route_rule import recorded
-from pygraph_trees.indirection.routes import Route, is_none_copied
+from pygraph_trees.indirection.routes import Route
 from pygraph_trees.native import binding
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.log import RecordingLog
 from pygraph_trees.report.naming import BACKWARD, FORWARD
+from pygraph_trees.settings import is_upstream_debugged
 
 from ..functions.containment import Stage, place_of, progress_of
 from ..functions.function import FunctionModel
@@ -94,7 +95,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             self._gives_addresses
             and self.rerecord_if_static_inputs_change
             and not self._has_moving
-            and not _is_debugged()
+            and not is_upstream_debugged()
         )
         self.log.has_fast_path = self.has_fast_path and binding.extension is not None
         self.log.inputs = tuple(describe(self, self._live, self._copied_indices(), attempts.why_copied))
@@ -102,7 +103,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         if isinstance(wrapped_function.model, FunctionModel):
             decisions = {} if self._live is None else self._live.decisions
             reads_table = any(decision.route is Route.TABLE for decision in decisions.values())
-            wrapped_function.model.copies_nothing = is_none_copied(decisions.values())
+            wrapped_function.model.copies_nothing = all(d.route is not Route.COPY for d in decisions.values())
             if decisions:
                 recorded(wrapped_function.model, wrapped_function.id, reads_table=reads_table)
         if self._live is not None:
@@ -317,9 +318,3 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         if counts:
             self.log.kernels = counts[NodeKind.KERNEL]
             self.log.other_nodes = counts.total() - counts[NodeKind.KERNEL] - counts[NodeKind.EMPTY]
-
-
-def _is_debugged() -> bool:
-    """Whether upstream's options let it check, wait or warm up at each call."""
-    options = torch._inductor.config.triton
-    return options.fast_path_cudagraph_asserts or options.force_cudagraph_sync or options.force_cudagraphs_warmup

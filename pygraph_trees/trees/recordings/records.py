@@ -1,8 +1,8 @@
 """Describes the inputs and outputs of a recording that was just made, for the report.
 
-:func:`describe` yields the fields of an :class:`~pygraph_trees.report.records.InputRecord` for each input, tensor or
-not. In the bytes that each replay copies, elements that a dimension of stride 0 repeats count once.
-:func:`describe_outputs` tells where each replay writes the outputs: to own memory, to the graph pool, or to an input.
+:func:`describe` yields an :class:`~pygraph_trees.report.records.InputRecord` for each input, tensor or not. In the
+bytes that each replay copies, elements that a dimension of stride 0 repeats count once. :func:`describe_outputs` tells
+where each replay writes the outputs: to own memory, to the graph pool, or to an input.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch._inductor.output_code import index_expanded_dims
 
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.report.records import IN_POOL, ON_INPUT, OWN_MEMORY
+from pygraph_trees.report.records import IN_POOL, ON_INPUT, OWN_MEMORY, InputRecord, OutputRecord
 
 if TYPE_CHECKING:
     from pygraph_trees.indirection.inputs import LiveInputs
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 def describe(
     node: Any, live: LiveInputs | None, copied: Collection[int], why_copied: Mapping[int, Why]
-) -> Iterator[tuple[Any, ...]]:
-    """Yields the fields of each input's record.
+) -> Iterator[InputRecord]:
+    """Yields each input's record.
 
     Args:
         node: the recording; only upstream's attributes are read.
@@ -44,7 +44,7 @@ def describe(
         name = placeholders[index].name if index < len(placeholders) else None
         value = placeholder_tensors.get(index, value)
         if not isinstance(value, torch.Tensor):
-            yield index, name, "value", None, 0, 0, index in mutated
+            yield InputRecord(index, name, "value", None, 0, 0, index in mutated)
             continue
         kind = "managed" if index in managed else "static" if index in static else "live"
         kind = "output" if index >= first_output else kind
@@ -55,7 +55,7 @@ def describe(
         else:
             is_copied, why = index in copied, why_copied.get(index)
         device = value.device
-        yield (
+        yield InputRecord(
             *(index, name, kind, devices.get(device) or devices.setdefault(device, str(device))),
             _nbytes(value),
             _nbytes(index_expanded_dims(value, node.expanded_dims[index])) if is_copied else 0,
@@ -65,8 +65,8 @@ def describe(
         )
 
 
-def describe_outputs(node: Any, live: LiveInputs | None, own: OwnMemory | None) -> Iterator[tuple[Any, ...]]:
-    """Yields the fields of an :class:`~pygraph_trees.report.records.OutputRecord` for each output that is a tensor.
+def describe_outputs(node: Any, live: LiveInputs | None, own: OwnMemory | None) -> Iterator[OutputRecord]:
+    """Yields an :class:`~pygraph_trees.report.records.OutputRecord` for each output that is a tensor.
 
     For own memory, the record also has the number of nodes that hold its address, and the bytes that the graph copies
     there.
@@ -83,12 +83,12 @@ def describe_outputs(node: Any, live: LiveInputs | None, own: OwnMemory | None) 
         if number in on_live and live is not None:
             index, _ = on_live[number]
             if own is None or index < own.takes:
-                yield number, ON_INPUT, sizes[index]
+                yield OutputRecord(number, ON_INPUT, sizes[index])
                 continue
             copied = sizes[index] if blocks[number].allocation is None else 0
-            yield number, OWN_MEMORY, sizes[index], len(live.kernels_holding([index])), copied
+            yield OutputRecord(number, OWN_MEMORY, sizes[index], len(live.kernels_holding([index])), copied)
         elif isinstance(made_of, dict):
-            yield number, ON_INPUT if alias is None else IN_POOL, made_of["nbytes"]
+            yield OutputRecord(number, ON_INPUT if alias is None else IN_POOL, made_of["nbytes"])
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -14,22 +14,20 @@ import torch
 
 from pygraph_trees.reasons import Reason, Why
 
-from ..functions.containment import TreeManager
-
 if TYPE_CHECKING:
     from pygraph_trees.report.log import FunctionLog
 
 _MOST_NAMES = 4
 
 
-def siblings_of(tree: TreeManager, function_id: Any) -> Sequence[Any]:
+def siblings_of(tree: Any, function_id: Any) -> Sequence[Any]:
     """The recordings of a function at the current position, the newest last."""
     node = tree.current_node
     found: Sequence[Any] = (tree.roots if node is None else node.children).get(function_id, ())
     return found
 
 
-def why_recorded(tree: TreeManager, inputs: list[Any], function_id: Any, function: FunctionLog) -> Why:
+def why_recorded(tree: Any, inputs: list[Any], function_id: Any, function: FunctionLog) -> Why:
     """A first call, the inputs that moved since the newest recording here, or the recording before it."""
     node, siblings = tree.current_node, siblings_of(tree, function_id)
     if siblings:
