@@ -132,7 +132,7 @@ class Flags(Patch):
         from pygraph_trees.settings import FLAGS, Flag
 
         known = _version()
-        version = Flag("pygraph_version", (known,), known, changes_artifacts=True, help="")
+        version = Flag("pygraph_version", (known,), changes_artifacts=True, help="")
         entries = {_PREFIX + flag.name: _entry(flag) for flag in (*FLAGS, version)}
         for flag in FLAGS:
             wanted = environment.value_of(flag.environment, flag.values, flag.default)

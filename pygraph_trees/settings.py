@@ -33,14 +33,17 @@ class UnknownFlag(PygraphError):
 @dataclass(frozen=True, slots=True)
 class Flag:
     name: str  # in torch._inductor.config.triton
-    values: tuple[str, ...]  # none: it takes a number, 0 or more
-    default: str | int
+    values: tuple[str, ...]  # the default first; none: it takes a number, 0 or more
     changes_artifacts: bool  # whether it belongs in the FX and AOTAutograd cache keys
     help: str  # one sentence for each value, as in the README
 
     @property
     def environment(self) -> str:
         return self.name.upper()
+
+    @property
+    def default(self) -> str | int:
+        return self.values[0] if self.values else 0
 
     @property
     def is_switch(self) -> bool:
@@ -73,7 +76,6 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         name="pygraph_placement",
         values=("full", "exact", "off"),
-        default="full",
         changes_artifacts=True,
         help="Values that the CPU computes for the GPU. `exact`: computed there, or once, if the bits are the same. "
         "`full`: also single-precision math on inputs, which the GPU rounds otherwise. `off`: as in torch.",
@@ -81,7 +83,6 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         name="pygraph_indirection",
         values=("auto", "patch", "table", "off"),
-        default="auto",
         changes_artifacts=True,  # nothing is staged without it
         help="How replays get inputs: their addresses, in the parameters of kernels (`patch`) or in a table that "
         "kernels read (`table`), whichever suits (`auto`), or copies, as in torch (`off`).",
@@ -89,14 +90,12 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         name="pygraph_verify",
         values=("off", "on"),
-        default="off",
         changes_artifacts=False,
         help="`on`: compares each recording with un-graphed code, with inputs elsewhere; a difference raises.",
     ),
     Flag(
         name="pygraph_selective",
         values=("auto", "always", "never"),
-        default="auto",
         changes_artifacts=False,  # "never" compiles the graph with triton.cudagraphs off, which does
         help="Which functions are graphed: those that are faster so (`auto`), all that can be, as in torch "
         "(`always`), or none (`never`).",
@@ -104,28 +103,24 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         name="pygraph_outputs",
         values=("keep", "upstream"),
-        default="keep",
         changes_artifacts=False,
         help="Outputs of earlier steps: they stay valid (`keep`), or are overwritten, as in torch (`upstream`).",
     ),
     Flag(
         name="pygraph_pool_bytes",
         values=(),
-        default=0,
         changes_artifacts=False,
         help="Bytes of the graph pool above which all recordings are dropped. `0`: no limit.",
     ),
     Flag(
         name="pygraph_entry",
-        values=("off", "short"),
-        default="short",
+        values=("short", "off"),
         changes_artifacts=False,
         help="Host work in training. `short`: less. `off`: as in torch.",
     ),
     Flag(
         name="pygraph_branches",
         values=("off", "report", "always"),
-        default="off",
         changes_artifacts=False,  # "always" changes an option of Inductor that is in its keys
         help="Whether independent kernels of a graph run side by side (`always`: experimental). `report`: what they "
         "would gain.",

@@ -8,21 +8,17 @@ without a GPU. README.md says how.
 
 from __future__ import annotations
 
-from .architectures import ARCHITECTURES, DeviceProperties, UnknownArchitectureError
-from .device_guard import NoDeviceGuardError
-from .lowering import LoweredGraph, UnknownSizeError
+from .architectures import ARCHITECTURES, UnknownArchitectureError
+from .lowering import LoweredGraph
 from .presence import OtherArchitectureError, absent_gpu
 from .tracing import NothingToLowerError, ValueNeededError, lower
 
 __all__ = [
     "ARCHITECTURES",
-    "DeviceProperties",
     "LoweredGraph",
-    "NoDeviceGuardError",
     "NothingToLowerError",
     "OtherArchitectureError",
     "UnknownArchitectureError",
-    "UnknownSizeError",
     "ValueNeededError",
     "absent_gpu",
     "lower",

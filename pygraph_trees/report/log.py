@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch._guards import CompileId
 from torch._logging import trace_structured
@@ -44,12 +44,10 @@ _log = logging.getLogger("pygraph_trees.report")
 R = TypeVar("R", FunctionRecord, GraphRecord, RecordingRecord)
 
 
-class Counted(Protocol):
-    value: int
-
-
 @dataclass(slots=True)
 class Count:
+    """A counter; C++ has its own class for those that it shares."""
+
     value: int = 0
 
 
@@ -64,12 +62,12 @@ class RecordingLog:
     other_nodes: int | None = None
     record_s: float = 0.0
     pool_bytes: int = 0
-    counter: Counted = field(default_factory=Count)  # of replays
+    counter: Any = field(default_factory=Count)  # of replays
     extra_copies: int = 0
     extra_copied_bytes: int = 0
     has_fast_path: bool = True  # whether C++ may replay it
     was_interrupted: bool = False  # whether the call that made it raised, as an interrupt does
-    sets: Counted = field(default_factory=Count)  # of nodes that replays gave other addresses
+    sets: Any = field(default_factory=Count)  # of nodes that replays gave other addresses
     branches: Branches | None = None
     why_no_branches: Why | None = None
 
@@ -114,9 +112,9 @@ class FunctionLog:
     is_choosing: bool = False  # replays with new addresses are counted for the choice of its route
     moved: dict[int, tuple[int, int]] = field(default_factory=dict)  # by output: how often it was moved, and bytes
     why_not_kept: Why | None = None
-    slow: Sequence[Counted] = ()  # calls that took the slow path, in the order of SLOW_CALLS
-    blocks_allocated: Counted = field(default_factory=Count)
-    blocks_given_away: Counted = field(default_factory=Count)
+    slow: Sequence[Any] = ()  # calls that took the slow path, in the order of SLOW_CALLS
+    blocks_allocated: Any = field(default_factory=Count)
+    blocks_given_away: Any = field(default_factory=Count)
     traced_reasons: set[str] = field(default_factory=set)  # once each: two reasons may alternate from call to call
 
     @property

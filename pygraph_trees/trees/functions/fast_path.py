@@ -65,13 +65,9 @@ class _TreeState:
     turns: int  # how often a call asked for the turn
 
 
-class _FunctionState:
-    __slots__ = ()
-
-
 native_names.check()
 TreeState: Any = _TreeState if binding.extension is None else binding.extension.TreeState
-FunctionState: Any = _FunctionState if binding.extension is None else binding.extension.FunctionState
+FunctionState: Any = object if binding.extension is None else binding.extension.FunctionState
 Replayer: Any = None if binding.extension is None else binding.extension.Replayer  # of one thread
 
 

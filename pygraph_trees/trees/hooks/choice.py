@@ -6,9 +6,8 @@ Inductor runs graphs without CUDA graphs: misaligned inputs are copied first, an
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from pygraph_trees.selection.member import CudaDevice, Environment, TrialMember
 
 from ..functions.dispatch import Way
 from ..functions.function import Aligned, FunctionModel
-from ..managers.manager import Manager
+from ..managers.manager import Manager, recordings_in
 from ..managers.storms import COMES_AGAIN, FIRST_SIZES, REFUSED, Sizes
 
 if TYPE_CHECKING:
@@ -186,18 +185,9 @@ def only_sizes_that_come_again(
     return call
 
 
-def _recordings(children: Mapping[Any, Sequence[Any]]) -> Iterator[Any]:
-    """The recordings in a part of the tree."""
-    todo = [children]
-    while todo:
-        for node in itertools.chain.from_iterable(todo.pop().values()):
-            yield node
-            todo.append(node.children)
-
-
 def _of(manager: Manager, model: FunctionModel) -> list[Any]:
     """The recordings of a function."""
-    return [node for node in _recordings(manager.roots or {}) if node.wrapped_function.model is model]
+    return [node for node in recordings_in(manager.roots or {}) if node.wrapped_function.model is model]
 
 
 def _shares_trial(node: Any, model: FunctionModel) -> bool:
@@ -210,7 +200,7 @@ def recordings_below(manager: Manager, model: FunctionModel) -> int:
     If the function runs un-graphed, other recordings precede them, so they are made again. In a step that calls the
     function many times, most follow the first call.
     """
-    counts = (sum(not _shares_trial(node, model) for node in _recordings(own.children)) for own in _of(manager, model))
+    counts = (sum(not _shares_trial(n, model) for n in recordings_in(own.children)) for own in _of(manager, model))
     return max(counts, default=0)
 
 

@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,11 +177,8 @@ class Manager(Making):
         self._candidates.clear()
         self.reclaiming.clear()
         self.output_policy.release(self)
-        todo = list(itertools.chain.from_iterable((self.roots or {}).values()))
-        while todo:  # ``native`` holds the graph too
-            node = todo.pop()
-            todo += itertools.chain.from_iterable(node.children.values())
-            node.native = None
+        for node in recordings_in(self.roots or {}):
+            node.native = None  # it holds the graph too
         super().shutdown()
         with paused():  # a finalizer could wait for the lock
             release_retired()
@@ -250,3 +248,12 @@ class Manager(Making):
 
     def _skip_table(self) -> Any:
         return getattr(self, _SKIP_TABLE)
+
+
+def recordings_in(children: Mapping[Any, Sequence[Any]]) -> Iterator[Any]:
+    """The recordings in a part of the tree."""
+    todo = [children]
+    while todo:
+        for node in itertools.chain.from_iterable(todo.pop().values()):
+            yield node
+            todo.append(node.children)
