@@ -46,8 +46,6 @@ R = TypeVar("R", FunctionRecord, GraphRecord, RecordingRecord)
 
 @dataclass(slots=True)
 class Count:
-    """A counter; C++ has its own class for those that it shares."""
-
     value: int = 0
 
 

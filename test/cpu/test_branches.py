@@ -347,7 +347,7 @@ class TestReport(BranchesTestCase):
             Settings("off", "auto", "always", branches=branches),
             FunctionLog("f", None, "inference", 1, {}),
         )
-        known = {"graph": object(), "own": None, "cudagraph_managed_idxs": [1], "log": RecordingLog(), "_live": None}
+        known = {"graph": object(), "own": None, "cudagraph_managed_idxs": [1], "log": RecordingLog(), "live": None}
         return SimpleNamespace(wrapped_function=SimpleNamespace(model=model), **known | more)
 
     def test_the_flag_concerns_graphs(self):
@@ -363,7 +363,7 @@ class TestReport(BranchesTestCase):
 
         generated = type(generated)(generated.__code__, {"empty_strided_cuda": torch.empty_strided})
         for node, model, reason in (
-            (self.node(_live=SimpleNamespace(has_table=True)), generated, Reason.READS_TABLE),
+            (self.node(live=SimpleNamespace(has_table=True)), generated, Reason.READS_TABLE),
             (self.node(), abs, Reason.NOT_GENERATED),
             (self.node(), generated, Reason.NO_DRIVER),
         ):

@@ -108,7 +108,7 @@ class TestFlags(TestCase):
         with config.patch({name: "off"}):
             self.assertEqual(Settings.current().entry, "off")
         self.assertEqual(self.seen_while_compiling({name: "off"})[1].entry, "off")
-        message = "^pygraph_entry must be one of 'off', 'short'; got 'shrt'. Did you mean 'short'\\?$"
+        message = "^pygraph_entry must be one of 'short', 'off'; got 'shrt'. Did you mean 'short'\\?$"
         with self.assertRaisesRegex(InvalidFlag, message):
             torch.compile(lambda x: x, options={name: "shrt"})
 

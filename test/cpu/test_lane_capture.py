@@ -343,7 +343,7 @@ class TestRecording(BranchesTestCase):
         node = recording.Recording.__new__(recording.Recording)
         node.__dict__.update(
             **{"graph": graph, "wrapped_function": SimpleNamespace(model=model), "log": RecordingLog(), "device": 0},
-            **{"_live": None, "own": None, "cudagraph_managed_idxs": [], "stream": None},
+            **{"live": None, "own": None, "cudagraph_managed_idxs": [], "stream": None},
         )
         return node
 

@@ -287,7 +287,7 @@ class TestSlots(LiveInputsTestCase):
         live = SimpleNamespace(items=(), has_staged=False, staged_copies=(None, None), kinds=Counter())
         live.captured, live.set_up = done.captured, done.set_up
         node = recording.Recording.__new__(recording.Recording)
-        node._live, node.graph, node.device, node.stream = live, "upstream's", 0, "of captures"
+        node.live, node.graph, node.device, node.stream = live, "upstream's", 0, "of captures"
         node.wrapped_function = SimpleNamespace(model=None)
         with (
             mock.patch.object(torch.cuda, "current_stream", lambda device: done),

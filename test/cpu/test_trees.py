@@ -734,8 +734,8 @@ class TestManager(TestCase):
     def test_inputs_of_a_forward_are_live_in_its_backward(self):
         saved, weight, managed, tangent = (torch.ones(4) for _ in range(4))
         reached = {saved.data_ptr(), managed.data_ptr(), tangent.data_ptr()}
-        forward = self.node(_live=SimpleNamespace(addresses=SimpleNamespace(reaches=reached.__contains__)))
-        later = self.node(_live=None, _parent=lambda: forward)
+        forward = self.node(live=SimpleNamespace(addresses=SimpleNamespace(reaches=reached.__contains__)))
+        later = self.node(live=None, _parent=lambda: forward)
         inputs = [saved, weight, managed, 7, tangent]
         modes = cudagraph_trees.CompilationMode
         self.enterContext(mock.patch.object(Given, "is_written_in_place", lambda given, index: False))
@@ -769,11 +769,11 @@ class TestManager(TestCase):
         live = SimpleNamespace(is_copied=False, drop=mock.Mock())
         for given in (None, live):
             with self.assertRaisesRegex(RuntimeError, "step 0/0: an input that died .* is still held"):
-                self.replayed(_live=given).check_what_died()
+                self.replayed(live=given).check_what_died()
         live.drop.assert_called_once_with()
         for deaths_after in (None, SimpleNamespace(ask=lambda: True)):
             self.replayed(deaths_after=deaths_after).check_what_died()
-        recording = self.replayed(_live=live, run=lambda inputs: ["upstream's way"])
+        recording = self.replayed(live=live, run=lambda inputs: ["upstream's way"])
         with mock.patch.object(fast_path, "CHECKS_LATE", True):
             self.assertRaises(HeldForTooLong, recording.replay, ["there"])
             live.is_copied = True

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,7 +21,11 @@ Run = Callable[..., Any]
 Launch = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # upstream's method, autotuner, arguments
 
 
-_launch: ContextVar[Launch | None] = ContextVar("pygraph_launch", default=None)  # of this thread
+class _Here(threading.local):
+    launch: Launch | None = None  # of this thread
+
+
+_here = _Here()
 
 
 class Tap:
@@ -53,11 +56,11 @@ class Tap:
         """Inside this scope, ``launch`` makes the launches of this thread."""
         self._change(1)
         try:
-            token = _launch.set(launch)
+            before, _here.launch = _here.launch, launch
             try:
                 yield
             finally:
-                _launch.reset(token)
+                _here.launch = before
         finally:
             self._change(-1)
 
@@ -86,7 +89,7 @@ def watched(upstream: Run) -> Run:
 
     @functools.wraps(upstream)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        launch = _launch.get()
+        launch = _here.launch
         if launch is None or kwargs.get("benchmark_run"):
             return upstream(self, *args, **kwargs)
         return launch(upstream, self, args, kwargs)

@@ -63,7 +63,7 @@ def branches_noted(
     ``side_by_side``: the capture uses lanes, and its graph must get the edges before it is instantiated.
     """
     node.log.branches = node.log.why_no_branches = None  # an earlier attempt may have set them
-    api, calls, live = driver(), dependencies(), node._live
+    api, calls, live = driver(), dependencies(), node.live
     if live is not None and live.has_table:
         node.log.why_no_branches = Reason.READS_TABLE()
     elif not generated_by_inductor(model):

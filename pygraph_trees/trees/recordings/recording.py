@@ -89,7 +89,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         attempts.until_one_works(functools.partial(self._make, attempts, record, parent), inputs)
         held.clear()
         self._attempts = None
-        self._has_moving = self._live is not None and any(item.managed for item in self._live.items)
+        self._has_moving = self.live is not None and any(item.managed for item in self.live.items)
         self._prepare_checks()
         self.has_fast_path = (
             self._gives_addresses
@@ -98,18 +98,18 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             and not is_upstream_debugged()
         )
         self.log.has_fast_path = self.has_fast_path and binding.extension is not None
-        self.log.inputs = tuple(describe(self, self._live, self._copied_indices(), attempts.why_copied))
-        self.log.outputs = tuple(describe_outputs(self, self._live, self.own))
+        self.log.inputs = tuple(describe(self, self.live, self._copied_indices(), attempts.why_copied))
+        self.log.outputs = tuple(describe_outputs(self, self.live, self.own))
         if isinstance(wrapped_function.model, FunctionModel):
-            decisions = {} if self._live is None else self._live.decisions
+            decisions = {} if self.live is None else self.live.decisions
             reads_table = any(decision.route is Route.TABLE for decision in decisions.values())
             wrapped_function.model.copies_nothing = all(d.route is not Route.COPY for d in decisions.values())
             if decisions:
                 recorded(wrapped_function.model, wrapped_function.id, reads_table=reads_table)
-        if self._live is not None:
-            self.log.sets = self._live.addresses.sets
+        if self.live is not None:
+            self.log.sets = self.live.addresses.sets
         self.copies = self.log.copied_bytes > 0
-        copies_some = self.copies or (self._live is not None and self._live.copies_some)
+        copies_some = self.copies or (self.live is not None and self.live.copies_some)
         if self.has_fast_path:
             self.native = self._native(in_python=copies_some or compat.is_kernel_free(wrapped_function))
 
@@ -151,16 +151,16 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             attempts.launched()
             if progress is not None:
                 progress.launched()
-            if self._live is not None:
-                self._finish_first_call(self._live)
+            if self.live is not None:
+                self._finish_first_call(self.live)
             if progress is not None:
                 progress.launched(outputs=self.recording_outputs)
         except BaseException as error:
             self.recording_outputs = None  # they are in the pool, where the next attempt allows no other memory
-            live = self._live
+            live = self.live
             if live is not None:
                 live.release()
-                self._live = None
+                self.live = None
                 attempts.failed(live, error)
             raise
 
@@ -176,7 +176,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             attempts.why_copied = dict.fromkeys(copied, api)
         elif not compat.is_kernel_free(self.wrapped_function):
             pool = ranges_of(self.device, self.cuda_graphs_pool)
-            self._live = attempts.choose_live(
+            self.live = attempts.choose_live(
                 *(api, self.device, inputs, copied, pool, self._managed_and_moving(attempts)),
                 may_be_kept=self._may_be_kept(inputs),
                 own={} if self.own is None else self.own.inputs,
@@ -228,7 +228,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         return not self.cudagraph_managed_idxs and not any(is_cuda(v) and pool.holds(v.data_ptr()) for v in inputs)
 
     def _record(self, model: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
-        live = self._live if self.graph is not None else None
+        live = self.live if self.graph is not None else None
         flag = self._branches_flag()
         if live is not None or flag == "always":
             self.graph = kept_graph(inputs)
@@ -295,7 +295,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         return branches_noted(self, self.wrapped_function.model.model, inputs, side_by_side=flag == "always")
 
     def _add_first_outputs(self, outputs: Any, static_input_persistent_storage_ptrs: dict[int, Any]) -> None:
-        live = self._live
+        live = self.live
         # Upstream neither frees nor checks outputs on a persistent input. It only checks that the input is alive, and
         # placeholder tensors are.
         placeholders = {} if live is None else dict.fromkeys(live.storages, lambda: True)

@@ -49,7 +49,7 @@ class Replayed(CachedOutputs):
     deaths_after: Deaths | None
     unfit: Why | None = None  # why the last ``check_invariants`` could not give it the inputs of a call
     _has_moving = False  # whether a managed input is given by address
-    _live: LiveInputs | None = None
+    live: LiveInputs | None = None  # those that were recorded at placeholder addresses
     _takes: int  # how many inputs a call has without own memory
     copies = False  # whether a replay copies an input
     own: OwnMemory | None = None  # own memory of its outputs; the blocks are its last inputs
@@ -69,7 +69,7 @@ class Replayed(CachedOutputs):
             return _MISMATCH, lambda: self.unfit
         if self.deaths_before is not None and not self.deaths_before.ask():
             return _ALIVE_BEFORE
-        live = self._live
+        live = self.live
         if live is not None:
             why = self._why_not_alive(live, inputs) if self._has_moving else None
             if why is None:
@@ -107,8 +107,8 @@ class Replayed(CachedOutputs):
     def check_what_died(self) -> None:
         """Raises :class:`HeldForTooLong` if an input that died while recording is still held."""
         if self.deaths_after is not None and not self.deaths_after.ask():
-            if self._live is not None:
-                self._live.drop()
+            if self.live is not None:
+                self.live.drop()
             raise HeldForTooLong(function=self.wrapped_function.model.log.name)
 
     def replay(self, inputs: list[Any]) -> Any:
@@ -128,7 +128,7 @@ class Replayed(CachedOutputs):
     def _replay(self, inputs: list[Any]) -> Any:
         if (progress := progress_of(self.wrapped_function.model)) is not None:
             progress.released(self.lent)  # by C++
-        live = self._live
+        live = self.live
         if self.copies or (live is not None and live.is_copied):
             return self.run(inputs)
         if fast_path.CHECKS_LATE:
@@ -152,12 +152,12 @@ class Replayed(CachedOutputs):
     def _hold(self) -> None:
         """Holds the inputs that this recording takes or copies, for a call that ends before the launch."""
         if (progress := progress_of(self.wrapped_function.model)) is not None:
-            items = () if self._live is None else self._live.items
+            items = () if self.live is None else self.live.items
             progress.hold([*self._copied_indices(), *(item.index for item in items)])
 
     def run(self, new_inputs: list[Any]) -> Any:
         self._hold()
-        live = self._live
+        live = self.live
         if live is None:
             return super().run(new_inputs)
         addresses = live.addresses
@@ -173,11 +173,6 @@ class Replayed(CachedOutputs):
         finally:
             live.finish()
 
-    @property
-    def live(self) -> LiveInputs | None:
-        """The live inputs that were recorded at placeholder addresses."""
-        return self._live
-
     def replay_for_verification(self) -> None:
         """Only launches the graph; no call is counted."""
         super().run_graph()
@@ -186,7 +181,7 @@ class Replayed(CachedOutputs):
         self.log.counter.value += 1
         super().run_graph()
         if (progress := progress_of(self.wrapped_function.model)) is not None:
-            progress.launched(None if self._live is not None and self._live.outputs else self)
+            progress.launched(None if self.live is not None and self.live.outputs else self)
 
     def copied_outputs(self) -> list[Any]:
         """Copies of the outputs that the last launch has written, except those on live inputs.
@@ -215,7 +210,7 @@ class Replayed(CachedOutputs):
 
     def reconstruct_outputs(self) -> Any:
         outputs = self.own_outputs()
-        live = self._live
+        live = self.live
         if live is not None:
             self._put_given(outputs, live)
         return outputs
