@@ -24,7 +24,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
+from pygraph_trees.report.log import Count, FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.report.naming import compile_id
 from pygraph_trees.report.records import InputRecord
 from pygraph_trees.selection import functions as selection
@@ -102,8 +102,7 @@ class Function(Environment):
             self.log.warmups += 1
             self.world.work(1e4, 1e3)
         elif number == 2:
-            self.log.recordings.append(RecordingLog(0, kernels=self.kernels, other_nodes=0, has_fast_path=False))
-            self.log.recordings[-1].counter.value = 1
+            self.log.recordings.append(RecordingLog(0, kernels=self.kernels, counter=Count(1), has_fast_path=False))
             self.world.work(1e5, 1e3)
         else:
             self.log.recordings[-1].counter.value += 1
