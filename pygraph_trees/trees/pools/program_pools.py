@@ -74,7 +74,10 @@ def outside() -> Iterator[None]:
 
 def inside(run: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
     """Runs code whose memory comes from the pools that the thread has left for the call, if any."""
-    found, _left.pools = _left.pools, ()
+    found = _left.pools
+    if not found:
+        return run(inputs)
+    _left.pools = ()
     try:
         _begin(found)
         return run(inputs)
