@@ -48,7 +48,7 @@ SLOWEST: tuple[str, ...] = (
     "test_flags",
     "test_saved_tensors",
     "test_examples_cpu",
-    "test_torch_logs",
+    "test_structured_traces",
 )
 PRELOADED = ("torch", "torch._inductor.compile_fx", "torch.testing._internal.common_utils")
 KINDS = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")

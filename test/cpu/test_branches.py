@@ -7,7 +7,6 @@ between the tensors, and the executor knows what each kernel really does.
 
 from __future__ import annotations
 
-import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import run_tests
 
-from pygraph_trees.edges import accesses, lanes
+from pygraph_trees.edges import lanes
 from pygraph_trees.edges.branches import noting
 from pygraph_trees.edges.operations import Operations, span_of
 from pygraph_trees.edges.order import reduced
@@ -78,20 +77,6 @@ class TestAccesses(BranchesTestCase):
         chain = Chain(captured.dependencies, captured.graph, nodes, units)
         chain.replace(reduced(chain.needs))
         self.assertTrue(captured.is_right(range(6)))
-
-    def test_memory_of_a_temporary_that_is_left_out_is_seen(self):
-        """An operation frees its temporary, and its result takes that place; so does a later tensor."""
-        program = [("return", 0, 0, 0, 2, 1, True), ("return", 1, 1, 1, 2, 1, True), ("return", 1, 1, 1, 2, 1, True)]
-        captured, operations, _ = self.run_program(program)
-        gap = accesses._Reader._gap
-        tight = mock.patch.object(accesses._Reader, "_gap", lambda *args: gap(*args) and (args[1], args[1] + 1))
-        for patch, is_right in ((contextlib.nullcontext(), True), (tight, False)):
-            with patch:
-                units = captured.units(operations)
-            chain = Chain(captured.dependencies, captured.graph, captured.driver.nodes(captured.graph), units)
-            chain.replace(reduced(chain.needs))
-            self.assertEqual(captured.is_right(range(100)), is_right)
-            chain.restore()
 
     def units_after(self, run, *tensors, inputs=(), captured=None):
         captured = captured or Captured()

@@ -201,32 +201,6 @@ class TestReplacing(TestCase):
             captured.chain()
 
 
-class TestMutations(TestCase):
-    """The executor sees wrong values with edges that follow from wrong declarations, and none with right ones."""
-
-    def check(self, does, declared, needs=None):
-        for accesses, expected in ((does, True), (declared, False)):
-            captured = Captured([Op(one) for one in accesses])
-            chain = captured.chain()
-            captured.effects = dict(zip(captured.effects, does, strict=True))
-            chain.needs = chain.needs if expected or needs is None else needs
-            chain.replace(reduced(chain.needs))
-            self.assertEqual(captured.is_right(range(200)), expected)
-
-    def test_an_edge_that_is_dropped_is_seen(self):
-        for does in ([writes(1), reads(1)], [reads(1), writes(1)], [writes(1), writes(1)]):
-            self.check(does, does, needs=[0, 0])
-
-    def test_a_write_that_is_not_declared_is_seen(self):
-        self.check([writes(1), reads(1), writes(2, 1), reads(2)], [writes(1), reads(1), writes(2), reads(2)])
-
-    def test_a_workspace_that_is_not_declared_is_seen(self):
-        self.check([reads(9) + writes(9, 1), reads(9) + writes(9, 2)], [writes(1), writes(2)])
-
-    def test_inputs_that_overlap_are_seen(self):
-        self.check([(Access(1, 4, True),), (Access(3, 6, False),)], [(Access(1, 4, True),), (Access(13, 16, False),)])
-
-
 class TestOrder(TestCase):
     @EXAMPLES
     @given(programs)

@@ -1,17 +1,23 @@
-"""errors.py: errors and warnings reach the process that waits for the one that raised them."""
+"""Errors, warnings and reasons: they reach the process that waits for the one that raised them; each reason is used and
+has its own text, and functions that say why name one."""
 
 from __future__ import annotations
 
+import ast
 import copy
+import json
 import pickle
+import string
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from inductor_patches.patch import TorchUnknown
 from pygraph_trees.cli.target import TargetFormError
 from pygraph_trees.errors import PygraphWarning
+from pygraph_trees.reasons import Reason
 from pygraph_trees.settings import FLAGS, InvalidFlag
 
 
@@ -32,6 +38,41 @@ class TestErrors(TestCase):
             for made in (copy.copy(found), pickle.loads(pickle.dumps(found))):
                 self.assertEqual((type(made), str(made)), (type(found), str(found)))
         self.assertEqual(pickle.loads(pickle.dumps(invalid)).fields, invalid.fields)
+
+
+PACKAGE = Path(__file__).resolve().parents[2] / "pygraph_trees"
+ROOMS = ("indirection", "outputs", "placement", "selection", "trees")
+
+
+class TestReasons(TestCase):
+    def test_each_is_used_and_says_something_else(self):
+        code = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if path.stem != "reasons")
+        self.assertEqual([name for name in Reason.__members__ if f"Reason.{name}" not in code], [])
+        self.assertEqual([name for name, member in Reason.__members__.items() if name != member.name], [])
+
+    def test_it_is_text_and_tells_its_reason_and_facts(self):
+        for reason in Reason:
+            facts = {name: f"<{name}>" for _, name, *_ in string.Formatter().parse(reason.value) if name}
+            why = reason(**facts)
+            self.assertEqual((why.reason, why.facts, isinstance(why, str)), (reason, facts, True))
+            self.assertTrue(all(fact in why for fact in facts.values()), why)
+            for copied in (copy.deepcopy(why), pickle.loads(pickle.dumps(why)), json.loads(json.dumps(why))):
+                self.assertEqual((type(copied), copied), (str, str(why)))
+        with self.assertRaises(KeyError):
+            Reason.TABLE(kernels=1)
+
+    def test_functions_that_say_why_return_no_text_of_their_own(self):
+        files = [path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")]
+        functions = [node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+        saying = [f for f in functions if isinstance(f, ast.FunctionDef) and f.name.lstrip("_").startswith("why")]
+        self.assertGreater(len(saying), 10)
+        for function in saying:
+            returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
+            returned += [
+                part for value in returned if isinstance(value, ast.IfExp) for part in (value.body, value.orelse)
+            ]
+            texts = [value for value in returned if isinstance(value, (ast.JoinedStr, ast.Constant))]
+            self.assertEqual([ast.unparse(text) for text in texts if ast.unparse(text) != "None"], [], function.name)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,9 @@ from pygraph_trees.outputs import allocations
 from pygraph_trees.reasons import Reason
 from pygraph_trees.report.log import FunctionLog, RecordingLog
 from pygraph_trees.report.text import function_notes
-from pygraph_trees.selection.functions import leaving_graphs_out
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions.function import FunctionModel
-from pygraph_trees.trees.recordings import captured_graph, recording
+from pygraph_trees.trees.recordings import recording
 
 FOLLOW = "cuStreamUpdateCaptureDependencies_v2"
 
@@ -130,16 +129,6 @@ class TestLaneCapture(BranchesTestCase):
                 ends[at] = out
             self.assertEqual(captured.stream, captured.main)
         return log, branching, ends
-
-    def test_the_captured_order_is_a_chain(self):
-        captured = OnLanes()
-        with mock.patch.object(branches, "SIDE_BY_SIDE", False):
-            log, branching, ends = self.side_by_side(captured)
-        self.assertEqual((captured.lanes_used(), log.branches.lanes), (3, 3))
-        self.assertEqual(captured.edges(), captured.chain())
-        branching.replace(captured.graph)
-        self.assertEqual(captured.edges(), captured.chain())
-        self.assertEqual(len(ends), 3)
 
     def test_each_chain_has_a_lane_and_memory_of_it(self):
         captured = OnLanes()
@@ -347,34 +336,18 @@ class TestRecording(BranchesTestCase):
         )
         return node
 
-    def test_only_always_has_lanes(self):
-        seen = []
-        patches = {
-            **{"driver": lambda: 1, "_lanes": lambda calls, device: [2]},
-            **{"dependencies": lambda: 3, "noting": lambda *args: seen.append(args[-2:])},
-        }
-        with (
-            mock.patch.multiple(captured_graph, **patches),
-            mock.patch.object(torch.cuda, "current_stream", lambda *args: 0),
-        ):
-            for flag in ("report", "always"):
-                self.node(flag)._branches_noted([torch.zeros(1)], flag)
-        (none, *_), (streams, watching) = seen
-        self.assertIsNone(none)
-        self.assertEqual(streams._lanes, [0, 2])
-        self.assertIsNotNone(watching)
-
     def test_a_graph_gets_its_edges_before_it_is_instantiated(self):
         """And with the flag off, nothing is asked and torch's graph is used."""
         for flag, expected in (
             ("off", ["capture"]),
             ("report", ["capture", "noted"]),
-            ("always", ["capture", "noted", "edges of 7", "instantiate"]),
+            ("always", ["capture", "lanes", "noted", "edges of 7", "instantiate"]),
         ):
             steps = []
 
             @contextlib.contextmanager
             def noted(*args, side_by_side, steps=steps):
+                steps += ["lanes"] * side_by_side
                 yield SimpleNamespace(replace=lambda graph: side_by_side and steps.append(f"edges of {graph}"))
                 steps.append("noted")
 
@@ -420,41 +393,28 @@ class TestRecording(BranchesTestCase):
 
 class TestOptions(BranchesTestCase):
     def test_always_compiles_without_inductors_reuse_of_buffers(self):
-        seen = []
-
-        def upstream(model_, example_inputs_, inner_compile=None, config_patches=None):
-            seen.append(config_patches)
-
-        wrapped = leaving_graphs_out(upstream)
-        for patches, expected in (
-            ({}, None),
-            ({"triton.pygraph_branches": "report"}, None),
-            ({"triton.pygraph_branches": "always"}, {"allow_buffer_reuse": False}),
-            ({"triton.pygraph_branches": "always", "triton.cudagraphs": False}, None),
-            ({"triton.pygraph_branches": "always", "allow_buffer_reuse": False}, None),
-        ):
-            with config.patch({"triton.cudagraphs": True, "triton.pygraph_selective": "always"} | patches):
-                wrapped(None, [])
-            self.assertEqual(seen.pop(), expected, patches)
-        with config.patch({"triton.pygraph_selective": "always"}):
-            wrapped(None, [], config_patches={"triton.cudagraphs": True, "triton.pygraph_branches": "always"})
-        self.assertIs(seen.pop()["allow_buffer_reuse"], False)
-
-    def test_the_option_reaches_inductor(self):
-        seen = []
-
         def inner(gm, *args, **kwargs):
-            seen.append((config.allow_buffer_reuse, config.triton.pygraph_branches))
+            seen.append(config.allow_buffer_reuse)
             return gm.forward
 
-        def backend(gm, inputs):
-            given = {"triton.cudagraphs": True, "triton.pygraph_branches": "always"}
-            return compile_fx.compile_fx(gm, inputs, inner_compile=inner, config_patches=given)
-
-        with torch.no_grad(), config.patch({"triton.pygraph_selective": "always"}):
-            torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-        self.assertEqual(seen, [(False, "always")])
-        self.assertTrue(config.allow_buffer_reuse)
+        always, before = {"triton.pygraph_branches": "always"}, config.allow_buffer_reuse
+        graphed = {"triton.cudagraphs": True, "triton.pygraph_selective": "always"}
+        for flags, options, expected in (
+            ({}, {}, before),
+            ({"triton.pygraph_branches": "report"}, {}, before),
+            (always, {}, False),
+            (always, {"triton.cudagraphs": False}, before),
+            ({"triton.cudagraphs": False}, always | {"triton.cudagraphs": True}, False),
+        ):
+            seen = []
+            torch._dynamo.reset()
+            backend = functools.partial(compile_fx.compile_fx, inner_compile=inner, config_patches=options)
+            with (
+                torch.no_grad(),
+                config.patch(graphed | flags),
+            ):
+                torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+            self.assertEqual((seen, config.allow_buffer_reuse), ([expected], before), (flags, options))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""The native part: all tests of the search in Python also hold for the search in C++."""
+"""The parts in C++: whether they are used, what replaces them, and what they read of torch."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
+import unittest
+from unittest import mock
 
 import test_patching
 import test_relocations
+import torch
 from fake_driver import CUresult, FakeApi
 from fake_native import Launch, library, native_over
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -14,6 +17,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.cuda.driver import CONTEXT_GETTER, KERNEL_SETTER, Driver
 from pygraph_trees.cuda.graph_nodes import NodeKind
 from pygraph_trees.errors import DriverError
+from pygraph_trees.native import binding, build
+from pygraph_trees.trees.functions import native_names
 
 
 class _Native:
@@ -146,6 +151,55 @@ class TestSearch(TestCase):
 
     def test_without_it_nothing_is_searched(self):
         self.assertIsNone(Driver(self.api).search(self.api.make_graph("EMPTY"), 0, 1))
+
+
+@unittest.skipIf(binding.extension is None, "not built for this torch")
+class TestArguments(TestCase):
+    def test_what_is_no_counter_is_refused(self):
+        new, like = binding.extension.Counter, torch.empty(0)
+        numbers = dict.fromkeys(("exec", "set", "get_context", "context", "count"), 0)
+        lists = {name: [] for name in ("held", "own", "words", "nodes", "holders", "values")}
+        for wrong in (None, 3, binding.Counter()):
+            for counters in ((wrong, new()), (new(), wrong)):
+                with self.assertRaises(TypeError):
+                    given = dict(zip(("pool_changes", "sets"), counters, strict=True))
+                    binding.extension.Addresses(owner=None, **given, **numbers, **lists)
+                with self.assertRaises(TypeError):
+                    given = dict(zip(("allocated", "given_away"), counters, strict=True))
+                    binding.extension.OwnMemory(like=like, blocks=[], **given)
+
+
+@unittest.skipIf(binding.extension is None, "not built for this torch")
+class TestNames(TestCase):
+    def test_the_installed_torch_has_every_name(self):
+        self.assertGreater(len(binding.extension.NAMES), 5)
+        self.assertEqual(native_names.missing(), [])
+        extension = binding.extension
+        with self.assertNoLogs("pygraph_trees.native"):
+            native_names.check()
+        self.assertIs(binding.extension, extension)
+
+    def test_a_missing_name_turns_the_module_off_and_is_in_the_status(self):
+        native = binding.extension
+        for owner, name in (("manager", "turn"), ("graph", "replay"), ("debug", "RECORD")):
+            with (
+                mock.patch.object(native, "NAMES", [*native.NAMES, f"{owner}.{name}_by_another_name"]),
+                mock.patch.object(binding, "extension", native),
+                mock.patch.object(binding, "why_without", None),
+            ):
+                native_names.check()
+                self.assertIsNone(binding.extension)
+                self.assertIn(f"{owner}.{name}_by_another_name", build.status())
+
+    def test_renamed_state_of_upstream_turns_the_module_off(self):
+        """Otherwise upstream would set attributes that no replay reads."""
+        with (
+            mock.patch.object(native_names, "_STATE", (*native_names._STATE, "by_another_name")),
+            mock.patch.object(binding, "extension", binding.extension),
+            mock.patch.object(binding, "why_without", None),
+        ):
+            native_names.check()
+            self.assertIn("manager.by_another_name", build.status())
 
 
 if __name__ == "__main__":

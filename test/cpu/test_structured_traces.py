@@ -1,4 +1,5 @@
-"""Artifacts in torch's structured trace: when a graph or a function writes one, and its content."""
+"""Artifacts in torch's structured trace: when a graph or a function writes one, and its content. Logs that ``TORCH_LOGS``
+asks for: "+pygraph" works if the package is imported first, and the package's name in any order."""
 
 from __future__ import annotations
 
@@ -100,6 +101,33 @@ class TestStructuredTraces(TestCase):
         self.assertEqual(len(first), 1)
         payload = [line[1:] for line in itertools.takewhile(lambda line: line.startswith("\t"), lines[first[0] + 1 :])]
         self.assertEqual(json.loads("\n".join(payload))["ungraphed_reason"], "no node reads it")
+
+
+SAY = "import logging; log = logging.getLogger('pygraph_trees.report'); log.info('an info'); log.debug('a debug')"
+
+
+class TestTorchLogs(TestCase):
+    def test_a_name_works_if_its_owner_is_imported_first(self):
+        """The short name also works next to other names, and the variable stays unchanged. Logs are off by default."""
+        for first, then, logs, info, debug in (
+            ("pygraph_trees", "torch", "+pygraph", True, True),
+            ("pygraph_trees", "torch", "pygraph", True, False),
+            ("pygraph_trees", "torch", "+pygraph, graph_breaks", True, True),
+            ("torch", "pygraph_trees", "+pygraph_trees", True, True),
+            ("pygraph_trees", "torch", "recompiles", False, False),
+        ):
+            code = f"import {first}, {then}, os; print(os.environ['TORCH_LOGS'])\n{SAY}"
+            done = python("-c", code, TORCH_LOGS=logs)
+            self.assertEqual((done.returncode, done.stdout.strip()), (0, logs), done.stderr)
+            self.assertEqual(("an info" in done.stderr, "a debug" in done.stderr), (info, debug), done.stderr)
+
+    def test_entry_point_installs_nothing(self):
+        code = (
+            "import sys, torch\nfrom inductor_patches import register\n"
+            "register(); register(); print('pygraph_trees' in sys.modules)"
+        )
+        done = python("-c", code, TORCH_LOGS="recompiles")
+        self.assertEqual(done.stdout.strip(), "False", done.stderr)
 
 
 if __name__ == "__main__":
