@@ -7,7 +7,6 @@ memory pool, and which outputs share a block of the pool, but no addresses.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -17,42 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputFacts:
-    """One output of a recording; ``kind`` tells where its storage at a replay comes from."""
+class Facts(dict[str, Any]):
+    """Facts by name, which are attributes too."""
 
-    kind: str  # "new", "prior (depth, output)", "with output n", "static", "none" or "int n"
-    size: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    storage_offset: int = 0
-    dtype: str = ""
-    nbytes: int = 0
-    block: int = -1  # outputs with the same number share an address
-    unaliased: bool = False
-    cached: bool = False
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
 
 
-@dataclasses.dataclass(frozen=True)
-class NodeFacts:
+class NodeFacts(Facts):
     """One recording and its successors."""
-
-    function: int
-    graph: int
-    static_inputs: tuple[int, ...]  # parameters, similar tensors, and managed inputs
-    persistent_inputs: tuple[int, ...]  # static and not managed
-    managed_inputs: tuple[int, ...]
-    copied_inputs: tuple[int, ...]
-    mutated_inputs: tuple[int, ...]
-    constants: int
-    managed_refs: tuple[Any, ...]
-    preserved_inputs: tuple[bool, ...]
-    expanded_dims: tuple[tuple[int, ...], ...]
-    outputs: tuple[OutputFacts, ...]
-    liveness_before: tuple[tuple[bool, ...], ...]
-    liveness_after: tuple[tuple[bool, ...], ...]
-    dead_before: tuple[tuple[int, int], ...]
-    stack_traces: tuple[str | None, ...]
-    children: tuple[NodeFacts, ...]
 
     def walk(self) -> Iterator[NodeFacts]:
         yield self
@@ -65,31 +39,8 @@ class NodeFacts:
         return (self.function, tuple(child.shape for child in self.children))
 
 
-@dataclasses.dataclass(frozen=True)
-class TreeFacts:
+class TreeFacts(Facts):
     """A manager with all its recordings."""
-
-    roots: tuple[NodeFacts, ...]
-    functions: int
-    modes: tuple[str, ...]
-    warmed_up: tuple[int, ...]
-    warned: tuple[int, ...]
-    warned_mutation: tuple[int, ...]
-    mutation_hints: tuple[Any, ...]  # (node, function, True) for a function that runs un-graphed
-    rerecorded: tuple[Any, ...]  # (node, function, count)
-    fail_count: int  # recordings made because no existing one fitted
-    checkpoint_count: int
-    graph_counter: str
-    warmup_counter: str
-    current: str | None  # class of node and its number
-    state: str
-    mode: str | None
-    pending_backwards: bool
-    generation_lag: int
-    live_functions: int
-    pool_bytes: int
-    pool_active_bytes: int
-    pool_active_blocks: int
 
     @property
     def nodes(self) -> list[NodeFacts]:
@@ -141,8 +92,10 @@ def tree_facts(manager: Any, container: Any) -> TreeFacts:
         warmed_up=tuple(sorted(function.id for function in manager.warmed_up_functions)),
         warned=tuple(sorted(function.id for function in manager.warned_functions)),
         warned_mutation=tuple(sorted(function.id for function in manager.warned_mutation)),
+        # (node, function, True) for a function that runs un-graphed
         mutation_hints=_by_node(_mutation_hints(manager)),
         rerecorded=_by_node(_without_zeros(manager.num_rerecord)),
+        # Recordings that were made because no existing one fitted.
         fail_count=manager.debug_fail_counter,
         checkpoint_count=manager.debug_checkpointing_counter,
         graph_counter=repr(manager.graph_counter),
@@ -203,6 +156,7 @@ def _node(node: Any, number_of: Any) -> NodeFacts:
         function=function.id.id,
         graph=node.id.id,
         static_inputs=tuple(sorted(node.static_input_idxs)),
+        # Static and not managed.
         persistent_inputs=tuple(node.non_managed_static_input_idxs),
         managed_inputs=tuple(node.cudagraph_managed_idxs),
         copied_inputs=tuple(node.non_static_input_idx),
@@ -220,30 +174,28 @@ def _node(node: Any, number_of: Any) -> NodeFacts:
     )
 
 
-def _output(node: Any, index: int, number_of: Any) -> OutputFacts:
+def _output(node: Any, index: int, number_of: Any) -> Facts:
+    """One output of a recording; ``kind`` tells where its storage at a replay comes from."""
     metadata = node.outputs_metadata[index]
     if not isinstance(metadata, dict):
-        return OutputFacts("none" if metadata is None else f"int {metadata}")
+        return Facts(kind="none" if metadata is None else f"int {metadata}")
     static = node.static_output_tensors[index] is not None
-    alias = node.output_storage_alias[index]
-    aliased = getattr(alias, "index", None)
+    aliased = getattr(node.output_storage_alias[index], "index", None)
     if static:
         kind = "static"
     elif isinstance(aliased, tuple):
-        kind = f"prior {aliased}"
-    elif aliased is not None:
-        kind = f"with output {aliased}"
+        kind = f"prior {aliased}"  # (depth, output)
     else:
-        kind = "new"
+        kind = "new" if aliased is None else f"with output {aliased}"
     cached = node.cached_tensor_outputs
-    return OutputFacts(
+    return Facts(
         kind=kind,
         size=tuple(metadata["size"]),
         stride=tuple(metadata["stride"]),
         storage_offset=metadata["storage_offset"],
         dtype=str(metadata["dtype"]),
         nbytes=metadata["nbytes"],
-        block=-1 if static else number_of(metadata["data_ptr"]),
+        block=-1 if static else number_of(metadata["data_ptr"]),  # outputs with the same number share an address
         unaliased=node.unaliased_in_all_paths[index],
         cached=bool(cached) and cached[index] is not None,
     )
