@@ -1,4 +1,4 @@
-"""The native part on the fake driver: the fake's answers go into a C library, which the native part calls.
+"""The native part on the fake driver: it calls a C library, which asks the fake.
 
 :func:`native_over` gives a :class:`FakeApi` a module with the interface of ``pygraph_trees.native._graph_nodes``, so
 that the tests of the code in Python also test the code in C++. It skips the test if the extension is not built or the
@@ -22,8 +22,18 @@ from typing import Any
 from fake_driver import CUDA_KERNEL_NODE_PARAMS as FakeParams
 from fake_driver import CUgraphExec, CUgraphNode, CUresult, FakeApi
 
-_SETTER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-_GETTER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_SETTER = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, _POINTER, _POINTER)
+_GETTER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_POINTER))
+_INFO = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, _SIZE, ctypes.POINTER(_SIZE), ctypes.POINTER(_SIZE))
+_KINDS = {  # by call of the library
+    "cuGraphGetNodes": ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, ctypes.POINTER(_POINTER), ctypes.POINTER(_SIZE)),
+    "cuGraphNodeGetType": ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, ctypes.POINTER(ctypes.c_int)),
+    "cuGraphKernelNodeGetParams_v2": ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, _POINTER),
+    "cuFuncGetParamInfo": _INFO,
+    "cuKernelGetParamInfo": _INFO,
+    "cuGraphExecKernelNodeSetParams_v2": _SETTER,
+}
 _SOURCE = Path(__file__).with_name("fake_libcuda.c")
 
 
@@ -66,21 +76,76 @@ def _struct_at(address: int) -> FakeParams:
         return FakeParams(found.function or 0, found.kernel or 0, found.parameters or 0, found.extra or 0)
 
 
+def asking(**answers: Any) -> list[BaseException]:
+    """From now on, calls of the library ask these functions; returns a list that gets their errors.
+
+    C has no exceptions: a call that raises returns an error code.
+    """
+    path, raised = library(), list[BaseException]()
+    if path is None:
+        raise unittest.SkipTest("there is no C compiler")
+    fake = ctypes.CDLL(str(path))
+    for name, answer in answers.items():
+
+        def ask(*given: Any, answer: Any = answer) -> int:
+            try:
+                return int(answer(*given))
+            except BaseException as error:
+                raised.append(error)
+                return int(CUresult.CUDA_ERROR_UNKNOWN)
+
+        _asked[name] = _KINDS[name](ask)
+        _POINTER.in_dll(fake, f"ask_{name}").value = ctypes.cast(_asked[name], _POINTER).value
+    return raised
+
+
+_asked: dict[str, Any] = {}  # functions that C calls
+
+
 def native_over(api: FakeApi) -> Any:
     try:
         from pygraph_trees.native import _graph_nodes
     except ImportError:
         raise unittest.SkipTest("the native part was not built") from None
-    path = library()
-    if path is None:
-        raise unittest.SkipTest("there is no C compiler")
-    fake = ctypes.CDLL(str(path))
-    for name, count in (("fake_node", 8), ("fake_kernel", 3), ("fake_parameter", 2)):
-        getattr(fake, name).argtypes = [ctypes.c_void_p] * count
+    asking()  # skips the test without a compiler
+
+    def nodes(graph: int, found: Any, count: Any) -> int:
+        code, handles, number = api.cuGraphGetNodes(graph, count[0] if found else 0)
+        for position, handle in enumerate(handles or ()):
+            found[position] = int(handle)
+        count[0] = number or 0
+        return code
+
+    def kind(node: int, found: Any) -> int:
+        code, of = api.cuGraphNodeGetType(node)
+        found[0] = int(of or 0)
+        return code
+
+    def parameters(node: int, address: int) -> int:
+        code, params = api.cuGraphKernelNodeGetParams(node)
+        if not code:
+            ctypes.memset(address, 0x5A, ctypes.sizeof(Launch))
+            found = Launch.from_address(address)
+            found.function, found.kernel = int(params.func), int(params.kern)
+            found.parameters, found.extra = int(params.kernelParams), int(params.extra)
+        return code
+
+    def info(ask: Any, handle: int, index: int, offset: Any, nbytes: Any) -> int:
+        code, *place = ask(handle, index)
+        if not code:
+            offset[0], nbytes[0] = place
+        return code
+
+    answers = {"cuGraphGetNodes": nodes, "cuGraphNodeGetType": kind, "cuGraphKernelNodeGetParams_v2": parameters}
+    for name in ("cuFuncGetParamInfo", "cuKernelGetParamInfo"):
+        answers[name] = functools.partial(info, getattr(api, name))
 
     def search(_: str, graph: int, low: int, high: int) -> Any:
-        _fill(fake, api, graph)
-        return _graph_nodes.search(str(path), graph, low, high)
+        raised = asking(**answers)
+        found = _graph_nodes.search(str(library()), graph, low, high)
+        if raised:
+            raise raised[0]
+        return found
 
     def set_kernels(_: str, exec_: int, nodes: bytes) -> tuple[int, int] | None:
         for position, (node, address) in enumerate(struct.iter_unpack("QQ", nodes)):
@@ -110,39 +175,3 @@ def native_over(api: FakeApi) -> Any:
         set_kernels=set_kernels,
         address_of=lambda _, name: ctypes.cast(calls[name], ctypes.c_void_p).value,
     )
-
-
-def _fill(fake: ctypes.CDLL, api: FakeApi, graph: int) -> None:
-    code, _, count = api.cuGraphGetNodes(graph, 0)
-    nodes = []
-    if not code and count:
-        code, nodes, _ = api.cuGraphGetNodes(graph, count)
-    fake.fake_reset(int(code))
-    known: set[tuple[int, int]] = set()
-    for node in nodes or ():
-        type_code, kind = api.cuGraphNodeGetType(node)
-        if type_code or int(kind) != 0:
-            fake.fake_node(int(node), int(type_code), 0 if kind is None else int(kind), 0, 0, 0, 0, 0)
-            continue
-        code, params = api.cuGraphKernelNodeGetParams(int(node))
-        if code:
-            fake.fake_node(int(node), 0, 0, int(code), 0, 0, 0, 0)
-            continue
-        handles = int(params.func), int(params.kern)
-        fake.fake_node(int(node), 0, 0, 0, *handles, int(params.kernelParams), int(params.extra))
-        if handles not in known and not int(params.extra):
-            known.add(handles)
-            _fill_kernel(fake, api, *handles)
-
-
-def _fill_kernel(fake: ctypes.CDLL, api: FakeApi, function: int, kernel: int) -> None:
-    ask = api.cuFuncGetParamInfo if function else api.cuKernelGetParamInfo
-    answers: list[tuple[int, int]] = []
-    while True:
-        code, *place = ask(function or kernel, len(answers))
-        if code:
-            break
-        answers.append((place[0], place[1]))
-    fake.fake_kernel(function or kernel, int(bool(function)), int(CUresult(code)))
-    for offset, nbytes in answers:
-        fake.fake_parameter(offset, nbytes)

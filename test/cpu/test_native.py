@@ -11,7 +11,7 @@ import test_patching
 import test_relocations
 import torch
 from fake_driver import CUresult, FakeApi
-from fake_native import Launch, library, native_over
+from fake_native import Launch, asking, library, native_over
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda.driver import CONTEXT_GETTER, KERNEL_SETTER, Driver
@@ -46,44 +46,37 @@ class TestPatching(test_patching.Patching, TestCase):
 
 
 class TestSetKernels(TestCase):
-    """The call in C++, on a fake library that reports its arguments."""
+    """The call in C++, on a library that asks this test."""
 
     def setUp(self):
         super().setUp()
         native_over(FakeApi())  # skips the test if there is no native part
         from pygraph_trees.native import _graph_nodes
 
-        self.library = str(library())
-        self.fake = ctypes.CDLL(self.library)
-        self.fake.fake_refuse.argtypes = [ctypes.c_size_t, ctypes.c_int]
-        self.fake.fake_set.restype = ctypes.c_size_t
+        self.library, self.found, self.refuses = str(library()), [], {}
+        asking(cuGraphExecKernelNodeSetParams_v2=self.set_kernel)
         self.set_kernels = _graph_nodes.set_kernels
         self.structs = [Launch(shared=100 + n) for n in range(4)]
         pairs = [struct.pack("QQ", 0x9000 + n, ctypes.addressof(s)) for n, s in enumerate(self.structs)]
         self.packed = b"".join(pairs)
 
-    def found(self):
-        exec_, node, shared = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint()
-        references = [ctypes.byref(value) for value in (exec_, node, shared)]
-        count = self.fake.fake_set(ctypes.c_size_t(1 << 20), *references)
-        result = []
-        for index in range(count):
-            self.fake.fake_set(ctypes.c_size_t(index), *references)
-            result.append((exec_.value, node.value, shared.value))
-        return result
+    def set_kernel(self, exec_, node, address):
+        if code := self.refuses.get(len(self.found), 0):
+            return code
+        self.found.append((exec_, node, Launch.from_address(address).shared))
+        return 0
 
     def test_each_in_order(self):
-        self.fake.fake_refuse(0, 0)
         self.assertIsNone(self.set_kernels(self.library, 0x77, self.packed))
-        self.assertEqual(self.found(), [(0x77, 0x9000 + n, 100 + n) for n in range(4)])
+        self.assertEqual(self.found, [(0x77, 0x9000 + n, 100 + n) for n in range(4)])
         self.structs[1].shared = 7
         self.assertIsNone(self.set_kernels(self.library, 0x88, self.packed[16:32]))
-        self.assertEqual(self.found()[4:], [(0x88, 0x9001, 7)])
+        self.assertEqual(self.found[4:], [(0x88, 0x9001, 7)])
 
     def test_a_refusal_ends_it(self):
-        self.fake.fake_refuse(2, 701)
+        self.refuses[2] = 701
         self.assertEqual(self.set_kernels(self.library, 0x77, self.packed), (2, 701))
-        self.assertEqual(len(self.found()), 2)
+        self.assertEqual(len(self.found), 2)
 
     def test_a_driver_without_the_call(self):
         from pygraph_trees.native import _graph_nodes
