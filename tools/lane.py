@@ -47,7 +47,6 @@ SLOWEST: tuple[str, ...] = (
     "test_fake_gpu",
     "test_flags",
     "test_saved_tensors",
-    "test_examples_cpu",
     "test_structured_traces",
 )
 PRELOADED = ("torch", "torch._inductor.compile_fx", "torch.testing._internal.common_utils")

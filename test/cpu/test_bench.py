@@ -1,10 +1,11 @@
-"""The benchmark: its workloads, processes, command line, and the scripts that measure one thing. Needs no GPU."""
+"""The benchmark and the examples: workloads, processes, command lines, and scripts that measure one thing."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -17,9 +18,10 @@ import torch
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tools"), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "examples"), str(Path(__file__).resolve().parent)]
 
 import captured
+import works_with
 from bench import causes, choices, command_line, graph_host, many, routes
 from bench import summary as pages
 from bench import training_loops as loops
@@ -203,6 +205,38 @@ class TestSummary(TestCase):
         self.assertEqual((folder / pages.PLOT).read_text(encoding="utf-8"), pages.plot(found))
         self.assertEqual(readme, pages.with_table(readme, pages.short_table(found, training)))
         self.assertLessEqual({*causes.DIFFERENT, *causes.NOT_MEASURED, *causes.UNTIMED}, {*WORKLOADS})
+
+
+class TestWorksWith(TestCase):
+    def test_a_program_without_a_gpu(self):
+        """Its values are the same in each run, so they can be compared."""
+        first, second = (works_with.run("scaler", "cpu") for _ in range(2))
+        self.assertEqual((len(first["values"]), first["replays"]), (works_with.STEPS, 0))
+        self.assertTrue(works_with.agree(first["values"], second["values"]))
+
+        for ours, upstreams in (([1, 2], [1, 3]), ([1.0], [1.01]), ([], []), ([1.0], [1.0, 1.0]), ([math.nan], [1.0])):
+            self.assertFalse(works_with.agree(ours, upstreams), (ours, upstreams))
+
+    def test_against_upstream(self):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", TORCH_COMPILE_DISABLE="1"):
+            out = Path(folder) / "found.json"
+            options = ("scaler", "--device", "cpu", "--against-upstream", "--json", str(out))
+            status, printed, said = captured.run(works_with.main, *options)
+            self.assertEqual(status, 0, said)
+            found = json.loads(out.read_text())
+        self.assertEqual((found["same"], found["ours"]), ({"scaler": True}, found["upstream"]))
+        self.assertIn("scaler     the same; 0 replays", printed)
+
+    def test_bad_options(self):
+        for options, says in (
+            ([], "there is no GPU that torch can use; with --device cpu"),
+            (["trane"], "there is no program trane; there are generate, trainer"),
+            (["--upstream", "--against-upstream"], "not allowed with argument"),
+        ):
+            with mock.patch.object(torch.cuda, "is_available", lambda: False):
+                status, _, said = captured.run(works_with.main, *options)
+            self.assertEqual(status, 2)
+            self.assertIn(says, said)
 
 
 if __name__ == "__main__":

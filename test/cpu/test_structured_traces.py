@@ -1,5 +1,5 @@
-"""Artifacts in torch's structured trace: when a graph or a function writes one, and its content. Logs that ``TORCH_LOGS``
-asks for: "+pygraph" works if the package is imported first, and the package's name in any order."""
+"""Artifacts in torch's structured trace: when a graph or a function writes one, and its content. In ``TORCH_LOGS``,
+"pygraph" works if the package is imported first, and the package's own name in any order."""
 
 from __future__ import annotations
 

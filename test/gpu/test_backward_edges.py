@@ -1,4 +1,4 @@
-"""Compiled functions that accumulate their gradients themselves, on a GPU: streams, kept gradients, and libraries.
+"""Compiled functions that accumulate their gradients themselves, on a GPU: streams, kept gradients, and a library.
 
 Eager is the oracle, or the same program with ``pygraph_entry="off"``; each test also asserts how often it was done.
 """
@@ -12,16 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from indirection import ROOT, IndirectionTestCase, KeptTestCase
 from new_program import printed
-from packages import is_nccl_a_stub, is_torchvision_broken
+from packages import is_torchvision_broken
 from torch import nn
 from torch._inductor import config
-from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.reasons import Reason
 from pygraph_trees.trees.hooks import backward_edges
 
 ENTRY = "triton.pygraph_entry"
@@ -40,8 +38,6 @@ print(json.dumps([works_with.run(sys.argv[1], "cuda")["values"], backward_edges.
 
 
 class Block(nn.Module):
-    """A module that is not torch's, which Dynamo would not compile after a graph break in a parallel wrapper."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
@@ -50,22 +46,6 @@ class Block(nn.Module):
         for layer in self.layers:
             x = layer(x).relu()
         return x
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def counted() -> tuple[int, dict[Reason, int]]:
-    taken, others = backward_edges.counts()
-    return taken, {why.reason: count for why, count in others.items()}
 
 
 def gradients_of(model: nn.Module) -> list[torch.Tensor | None]:
@@ -85,7 +65,7 @@ class TestGradients(KeptTestCase):
         model = Block().to(self.device)
         call = self.graphed(model)
         held: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        before = counted()[0]
+        before = backward_edges.counts()[0]
         for batch in batches(self.device):
             model.zero_grad()
             call(batch).square().mean().backward()
@@ -95,13 +75,13 @@ class TestGradients(KeptTestCase):
         self.assertEqual(len({gradient.data_ptr() for found, _ in held for gradient in found}), CALLS * 12)
         for found, values in held:
             self.assertEqual(found, values, atol=0, rtol=0)
-        self.assertEqual(counted()[0] - before, CALLS)
+        self.assertEqual(backward_edges.counts()[0] - before, CALLS)
 
     def test_a_gradient_that_a_hook_keeps_is_not_changed_with_the_parameters(self) -> None:
         """The hook is put on once the backward has begun."""
         model = Block().to(self.device)
         call, weight = self.graphed(model), model.layers[3].weight
-        before = counted()[0]
+        before = backward_edges.counts()[0]
         for batch in batches(self.device):
             model.zero_grad()
             seen: list[torch.Tensor] = []
@@ -115,7 +95,7 @@ class TestGradients(KeptTestCase):
             self.assertEqual(weight.grad, wanted, atol=0, rtol=0)
             weight.grad.mul_(100)
             self.assertEqual(gradient, wanted, atol=0, rtol=0)
-        self.assertEqual(counted()[0] - before, CALLS)
+        self.assertEqual(backward_edges.counts()[0] - before, CALLS)
 
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")
@@ -138,9 +118,9 @@ class TestStreams(KeptTestCase):
         """The engine lets the caller's stream wait for the streams of leaves, and must learn of this one."""
         model = Block().to(self.device)
         eager, stream = copy.deepcopy(model), torch.cuda.Stream()
-        before = counted()[0]
+        before = backward_edges.counts()[0]
         found = self.steps(model, self.graphed(model), stream)
-        self.assertEqual(counted()[0] - before, CALLS)
+        self.assertEqual(backward_edges.counts()[0] - before, CALLS)
         self.assertEqual(found, self.steps(eager, eager, stream), atol=1e-5, rtol=1e-4)
 
     def test_existing_gradients_on_another_stream(self) -> None:
@@ -169,13 +149,13 @@ class TestStreams(KeptTestCase):
         model = Mixed()
         model.layers.to(self.device)
         eager, call = copy.deepcopy(model), self.graphed(model)
-        before = counted()[0]
+        before = backward_edges.counts()[0]
         for batch in batches(self.device):
             for way, run in ((model, call), (eager, eager)):
                 way.zero_grad()
                 run(batch).square().mean().backward()
             self.assertEqual(gradients_of(model), gradients_of(eager), atol=1e-5, rtol=1e-4)
-        self.assertEqual(counted()[0] - before, CALLS)
+        self.assertEqual(backward_edges.counts()[0] - before, CALLS)
 
     def test_a_peak_no_higher_than_the_engines(self) -> None:
         """Saved tensors are released before gradients are added, as the engine does."""
@@ -193,54 +173,6 @@ class TestStreams(KeptTestCase):
         self.assertLessEqual(peaks["short"], peaks["off"] * 1.01)
 
 
-@unittest.skipIf(binding.extension is None, "not built for this torch")
-class TestParallel(IndirectionTestCase):
-    """Wrappers for several ranks, on one."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        if is_nccl_a_stub():
-            self.skipTest("NCCL does not work with this torch")
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        self.addCleanup(dist.destroy_process_group)
-
-    def train(self, call: Callable[..., torch.Tensor], model: nn.Module) -> list[torch.Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in batches(self.device):
-            call(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
-
-    def test_data_parallel_is_left_to_the_engine(self) -> None:
-        model, eager = Blocks().to(self.device), Blocks().to(self.device)
-        eager.load_state_dict(model.state_dict())
-        taken, others = counted()
-        found = self.train(self.graphed(nn.parallel.DistributedDataParallel(model, device_ids=[0])), model)
-        after, others_after = counted()
-        self.assertEqual(found, self.train(eager, eager), atol=1e-5, rtol=1e-4)
-        self.assertEqual(after, taken)
-        hooked = Reason.PARAMETER_HOOKED
-        self.assertGreaterEqual(others_after.get(hooked, 0) - others.get(hooked, 0), CALLS)
-
-    @parametrize("is_inside", [False, True])
-    def test_fully_sharded(self, is_inside: bool) -> None:
-        """Compiled blocks have whole parameters, which are plain tensors."""
-        from torch.distributed.fsdp import fully_shard
-
-        model, eager = Blocks().to(self.device), Blocks().to(self.device)
-        eager.load_state_dict(model.state_dict())
-        if is_inside:
-            for block in model.blocks:
-                block.compile(mode="reduce-overhead")
-        for part in (*model.blocks, model):
-            fully_shard(part)
-        before = counted()
-        found = self.train(model if is_inside else self.graphed(model), model)
-        self.assertEqual(found, self.train(eager, eager), atol=1e-5, rtol=1e-4)
-        self.assertNotEqual(counted(), before)
-
-
 def _has(*packages: str) -> bool:
     return all(importlib.util.find_spec(package) is not None for package in packages) and not is_torchvision_broken()
 
@@ -256,24 +188,11 @@ class TestLibraries(IndirectionTestCase):
         self.assertTrue(taken >= least if entry == "short" else taken == 0, taken)
         return values
 
-    def same(self, name: str, least: int) -> None:
-        off, short = (self.losses(name, entry, least) for entry in ("off", "short"))
-        self.assertEqual(short, off, atol=1e-5, rtol=1e-4)
-
     @unittest.skipUnless(_has("transformers", "accelerate"), "needs transformers and accelerate")
     def test_trainer(self) -> None:
-        self.same("trainer", 10)
+        off, short = (self.losses("trainer", entry, 10) for entry in ("off", "short"))
+        self.assertEqual(short, off, atol=1e-5, rtol=1e-4)
 
-    @unittest.skipUnless(_has("lightning"), "needs lightning")
-    def test_lightning(self) -> None:
-        self.same("lightning", 0)  # its module has too few parameters
-
-    def test_scaler(self) -> None:
-        self.same("scaler", 0)
-
-
-for _case in (TestStreams, TestParallel):
-    instantiate_parametrized_tests(_case)
 
 if __name__ == "__main__":
     run_tests()
