@@ -78,15 +78,6 @@ class TestLoops(BackwardTest):
 
         self.compare(program, taken=6)
 
-    def test_an_earlier_loss_is_alive_at_the_next_forward(self):
-        def program(model, call):
-            for _ in range(3):
-                loss = F.cross_entropy(call(WORDS), LABELS)
-                model.zero_grad()
-                loss.backward()
-
-        self.compare(program, taken=3)
-
     def test_several_compiled_functions(self):
         def first_frozen(model, call):
             model.layers[0].requires_grad_(False)

@@ -102,16 +102,6 @@ class TestFlags(TestCase):
                 torch.compile(lambda x: x, options={"triton.pygraph_verify": wrong})
         self.assertEqual(Settings.current().verify, "off")
 
-    def test_entry(self):
-        name = "triton.pygraph_entry"
-        self.assertEqual(Settings.current().entry, "short")
-        with config.patch({name: "off"}):
-            self.assertEqual(Settings.current().entry, "off")
-        self.assertEqual(self.seen_while_compiling({name: "off"})[1].entry, "off")
-        message = "^pygraph_entry must be one of 'short', 'off'; got 'shrt'. Did you mean 'short'\\?$"
-        with self.assertRaisesRegex(InvalidFlag, message):
-            torch.compile(lambda x: x, options={name: "shrt"})
-
     def seen_while_compiling(self, options):
         """Whether CUDA graphs are on, and the settings, while a function is compiled; checks that it works."""
         seen = []

@@ -310,12 +310,6 @@ class TestAddresses(LiveInputsTestCase):
         a = at(0)
         self.assertEqual(self.call(live, graph, a, at(0))[:2], [[a.data_ptr(), live.items[1].recorded]] * 2)
 
-    def test_placeholder_tensors_are_as_aligned_as_the_inputs(self):
-        residues = [0, 16, 132, 508]
-        live, _ = self.choose(*map(at, residues))
-        self.assertEqual([item.placeholder_tensor.data_ptr() % 512 for item in live.items], residues)
-        self.assertEqual([item.placeholder_tensor.data_ptr() for item in live.items], [i.recorded for i in live.items])
-
     def test_a_view_is_recorded_with_its_storage_or_without(self):
         storage = torch.rand(1 << 12)
         for whole in (1 << 20, 0):
