@@ -222,19 +222,6 @@ class TestPage(TestCase):
         self.assertNotIn("because", one)
         self.assertEqual(three, "part 3, graphed: 1 triton")
 
-    def test_figures(self):
-        """A bar's line shows the spread of the rounds."""
-        failed = measurement("compile", latency_ms=None, error=EVIL)
-        ours = measurement("ours", latency_ms=0.5, samples={"latency_ms": (0.25, 0.5, 0.75)})
-        (figures,) = sections([measurement("upstream", latency_ms=2.0), ours, failed])
-        bars = [(a["class"], a["style"]) for tag, a in self.elements(figures.body) if tag == "i"]
-        spread = ("spread", "left:12.50%;width:25.00%")
-        self.assertEqual(bars, [("rest", "width:100.00%"), ("in", "width:25.00%"), spread])
-        for wanted in ("torch.compile, same inputs, failed", "0.500 ms, 4.00x"):
-            self.assertIn(wanted, figures.body)
-        (nothing,) = sections([failed])
-        self.assertIn("Nothing was measured", nothing.body)
-
 
 if __name__ == "__main__":
     run_tests()

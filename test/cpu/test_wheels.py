@@ -113,14 +113,12 @@ class TestWheel(TestCase):
         self.assertRegex(self.told, rf"MB, for torch {minor}\n")
         self.assertRegex(self.told, r"without 2\.1\d.*built at first use")
 
-    def test_it_is_used_without_a_compiler(self):
+    def test_it_is_used_without_a_compiler_and_before_the_cache(self):
         self.assertNative("yes")
         self.assertEqual(self.run_installed("pygraph-trees", "build"), (0, f"built in {self.prebuilt}\n"))
         self.assertModulesIn(self.prebuilt)
         self.assertEqual(list(self.cache.iterdir()), [])
-
-    def test_it_comes_before_the_cache(self):
-        self.fill_cache()
+        self.fill_cache()  # the wheel's come first
         self.assertModulesIn(self.prebuilt)
 
     def test_modules_that_cannot_be_loaded_are_passed_over_and_named(self):
