@@ -1,7 +1,7 @@
-"""Random graphs that mix CPU and GPU: rewritten and original graphs agree, interpreted and compiled.
+"""Random graphs and realistic programs that mix CPU and GPU.
 
-Values, devices, types and strides must be equal, and so must sharing of memory. A minimum of the graphs must have moved
-something.
+Rewritten and original graphs agree, interpreted and compiled: values, devices, types, strides and sharing of memory. A
+minimum of the graphs must have moved something. Each realistic program is in one CUDA graph, but for one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from indirection import Facts, IndirectionTestCase, reset
 from mixed_programs import GPU, programs, run_steps, traced
+from packages import is_torchvision_broken
+from placement import CALLS_EACH
+from real_programs import REAL, noise_schedule, tokens
 from torch import fx
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
+import pygraph_trees
 from pygraph_trees.placement import place
 
 ANY = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -83,6 +87,29 @@ class TestRandomPlacement(IndirectionTestCase):
             if sum(map(bool, replays)) > 3:
                 return
         self.fail(f"replays of {len(replays)} programs: {replays}")
+
+
+class TestRealPrograms(IndirectionTestCase):
+    @parametrize("build", REAL, name_fn=lambda build: build.__name__)
+    def test_one_graph(self, build):
+        if build is tokens and is_torchvision_broken():
+            self.skipTest("transformers imports torchvision, which was built for another torch")
+        program, inputs = build(self.device, small=True)
+        graphed = torch.compile(program, mode="reduce-overhead")
+        with torch.backends.cudnn.flags(allow_tf32=False):  # otherwise another layout gives another result
+            for call in range(CALLS_EACH):
+                # CPU inputs change at each call.
+                given_ = [t.flip(0).clone() if t.device.type == "cpu" and call % 2 else t.clone() for t in inputs]
+                torch.compiler.cudagraph_mark_step_begin()
+                self.assertEqual(graphed(*given_), program(*given_), atol=1e-4, rtol=1e-4)
+        (graph,) = pygraph_trees.report().graphs
+        self.assertEqual(sum(p.graphed for p in graph.partitions), 1)
+        self.assertEqual(len(graph.partitions), 2 if build is noise_schedule else 1)
+        self.assertEqual(pygraph_trees.report().breaks, ())
+        self.assertGraphed(Facts.now(), CALLS_EACH)
+
+
+instantiate_parametrized_tests(TestRealPrograms)
 
 
 if __name__ == "__main__":
