@@ -8,11 +8,15 @@ import inspect
 import io
 import itertools
 import json
+import logging
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,7 +24,6 @@ from new_process import python
 from torch._inductor import compile_fx  # noqa: F401  the patches go on with it
 from torch._logging._internal import trace_log
 from torch.testing._internal.common_utils import TestCase, run_tests
-from traced import artifacts, listening
 
 import pygraph_trees
 from pygraph_trees.report import breaks, summary
@@ -29,6 +32,41 @@ from pygraph_trees.report.log import FunctionLog, GraphLog, Journal, RecordingLo
 from pygraph_trees.report.records import Partition
 
 SETTINGS = {"placement": "full", "indirection": "auto"}
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    name: str
+    metadata: dict[str, Any]
+    content: dict[str, Any]
+
+
+@contextlib.contextmanager
+def artifacts() -> Iterator[list[Artifact]]:
+    """This package's artifacts in torch's structured trace that are written inside the context."""
+    found: list[Artifact] = []
+
+    def emit(record: Any) -> None:
+        what = record.metadata.get("artifact", {})
+        if what.get("name", "").startswith("pygraph_"):
+            assert what["encoding"] == "json", what
+            found.append(Artifact(what["name"], record.metadata, json.loads(record.payload)))
+
+    with listening(emit):
+        yield found
+
+
+@contextlib.contextmanager
+def listening(emit: Any) -> Iterator[None]:
+    """Passes all records to ``emit``."""
+    handler = logging.Handler()
+    handler.emit = emit  # type: ignore[method-assign]
+    trace_log = logging.getLogger("torch.__trace")
+    trace_log.addHandler(handler)
+    try:
+        yield
+    finally:
+        trace_log.removeHandler(handler)
 
 
 def write(log):

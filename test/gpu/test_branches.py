@@ -153,36 +153,16 @@ class TestBranchesReport(BranchesTestCase):
                     self.assertTrue(at and not any(a.write for a in at), f"{word:#x} is in {at}")
 
     def test_mlps_side_by_side(self):
-        weights = [[whole(64, 64) for _ in range(3)] for _ in range(4)]
-
-        def fn(x):
-            found = []
-            for layers in weights:
-                y = x
-                for weight in layers:
-                    y = (y @ weight).clamp(-4, 4)
-                found.append(y)
-            return torch.stack(found)
-
-        told, _ = self.check(fn, lambda: [whole(32, 64)])
+        nets = [perceptron((64,) * 4) for _ in range(4)]
+        told, _ = self.check(lambda x: torch.stack([net(x) for net in nets]), lambda: [whole(32, 64)])
         self.assertGreaterEqual(told.operations, 12)
 
     def test_a_chain_is_as_deep_as_it_is_long(self):
-        weights = [whole(64, 64) for _ in range(4)]
-
-        def fn(x):
-            for weight in weights:
-                x = (x @ weight).clamp(-4, 4)
-            return x
-
-        told, _ = self.check(fn, lambda: [whole(32, 64)])
+        told, _ = self.check(perceptron((64,) * 5), lambda: [whole(32, 64)])
         self.assertEqual(told.depth, told.operations)
 
     def test_a_custom_operator_is_a_barrier(self):
-        def fn(x, y):
-            return doubled(x @ y), y.cumsum(0)
-
-        told, _ = self.check(fn, lambda: [whole(64, 64), whole(64, 64)])
+        told, _ = self.check(lambda x, y: (doubled(x @ y), y.cumsum(0)), lambda: [whole(64, 64), whole(64, 64)])
         self.assertGreaterEqual(told.barriers, 1)
 
     def test_atomic_additions_to_one_buffer(self):
@@ -196,11 +176,9 @@ class TestBranchesReport(BranchesTestCase):
         self.check(fn, lambda: [index.clone(), whole(4096), whole(4096)])
 
     def test_matmuls_that_split_k_share_a_workspace(self):
-        def fn(a, b, c, d):
-            return a @ b, c @ d
-
         shapes = [(64, 1 << 14), (1 << 14, 64)] * 2
-        self.check(fn, lambda: [whole(*shape, dtype=torch.float16).sign() for shape in shapes])
+        half = torch.float16
+        self.check(lambda a, b, c, d: (a @ b, c @ d), lambda: [whole(*shape, dtype=half).sign() for shape in shapes])
 
     def test_an_input_that_is_written_to(self):
         def fn(cache, x, y):
@@ -210,10 +188,7 @@ class TestBranchesReport(BranchesTestCase):
         self.check(fn, lambda: [whole(64, 64), whole(64, 64), whole(64, 64)])
 
     def test_random_numbers_stay_in_order(self):
-        def fn(x):
-            return torch.nn.functional.dropout(x, 0.0), torch.rand_like(x) * 0
-
-        self.check(fn, lambda: [whole(64, 64)])
+        self.check(lambda x: (torch.nn.functional.dropout(x, 0.0), torch.rand_like(x) * 0), lambda: [whole(64, 64)])
 
 
 def perceptron(sizes):
