@@ -68,31 +68,17 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class TensorNote:
-    """A snapshot of a tensor."""
+    """A snapshot of a tensor; the ``facts`` are compared, among them a hash of the elements' bytes."""
 
-    value: torch.Tensor  # on the host, not part of the comparison by fields
-    dtype: str
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    storage_offset: int
-    device: str
-    requires_grad: bool
-    grad_fn: str | None
-    digest: str  # of the elements' bytes
+    value: torch.Tensor  # on the host
+    facts: dict[str, Any]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorNote:
-        return cls(
-            value=tensor.detach().cpu().clone(),
-            dtype=str(tensor.dtype),
-            size=tuple(tensor.size()),
-            stride=tuple(tensor.stride()),
-            storage_offset=tensor.storage_offset(),
-            device=tensor.device.type,
-            requires_grad=tensor.requires_grad,
-            grad_fn=None if tensor.grad_fn is None else type(tensor.grad_fn).__name__,
-            digest=hashlib.sha256(bits(tensor)).hexdigest()[:16],
-        )
+        facts: dict[str, Any] = {name: getattr(tensor, name) for name in ("dtype", "shape", "requires_grad")}
+        facts |= {"stride": tensor.stride(), "storage_offset": tensor.storage_offset(), "device": tensor.device.type}
+        facts |= {"grad_fn": type(tensor.grad_fn).__name__, "bits": hashlib.sha256(bits(tensor)).hexdigest()[:16]}
+        return cls(tensor.detach().cpu().clone(), facts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,8 +251,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _same(expected: Any, actual: Any) -> bool:
     if isinstance(expected, TensorNote) and isinstance(actual, TensorNote):
-        names = [field.name for field in dataclasses.fields(TensorNote) if field.name != "value"]
-        return all(getattr(expected, name) == getattr(actual, name) for name in names)
+        return expected.facts == actual.facts
     return type(expected) is type(actual) and bool(expected == actual)
 
 
