@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from indirection import Facts, IndirectionTestCase
 from parity import ParityTestCase
 from torch import nn
 from torch.testing._internal.common_utils import run_tests
@@ -97,7 +96,7 @@ class TestClients(ParityTestCase):
 
     def test_batches_that_are_padded_to_their_longest_text(self) -> None:
         def program(ctx):
-            embedding, head = nn.Embedding(50, 16).to(ctx.device), nn.Linear(16, 50).to(ctx.device)
+            embedding, head = nn.Embedding(64, 16).to(ctx.device), nn.Linear(16, 64).to(ctx.device)
 
             def loss_of(tokens):
                 return F.cross_entropy(head(embedding(tokens).tanh()).flatten(0, 1), tokens.flatten())
@@ -105,7 +104,7 @@ class TestClients(ParityTestCase):
             compiled = ctx.compile(loss_of)
             for length in (7, 9, 7, 12, 9, 9, 7, 12, 9, 7):
                 torch.compiler.cudagraph_mark_step_begin()
-                loss = compiled(torch.randint(50, (4, length), device=ctx.device))
+                loss = compiled(torch.randint(64, (4, length), device=ctx.device))
                 loss.backward()
                 ctx.record(loss, head.weight.grad)
                 head.weight.grad = head.bias.grad = embedding.weight.grad = None
@@ -129,30 +128,6 @@ class TestClients(ParityTestCase):
                 ctx.record(x, v)
 
         self.parity(program)
-
-
-class TestTemplates(IndirectionTestCase):
-    def test_matmuls_by_triton_templates(self) -> None:
-        """``max-autotune`` generates kernels for matrix products, in inference and in training."""
-        weight = torch.randn(128, 128, device=self.device, requires_grad=True)
-
-        def program(x):
-            return (x @ weight).relu() @ weight
-
-        options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON", "triton.cudagraphs": True}
-        compiled = torch.compile(program, options=options)
-        for call in range(8):
-            x = torch.randn(64, 128, device=self.device) / 8
-            torch.compiler.cudagraph_mark_step_begin()
-            with torch.set_grad_enabled(call % 2 == 1):
-                found = [way(x) for way in (compiled, program)]
-            if call % 2:
-                found += [torch.autograd.grad(out.sum(), weight)[0] for out in found[:2]]
-                self.assertEqual(found[2], found[3], rtol=1e-2, atol=1e-2, msg=f"call {call}")
-            self.assertEqual(found[0], found[1], rtol=1e-2, atol=1e-2, msg=f"call {call}")
-        facts = Facts.now()
-        self.assertEqual((facts.copied_bytes, facts.why), (0, ()), str(facts))
-        self.assertGreater(facts.replays, 4)
 
 
 if __name__ == "__main__":

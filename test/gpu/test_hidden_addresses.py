@@ -193,17 +193,12 @@ class TestHiddenAddresses(IndirectionTestCase):
         facts = Facts.now()
         self.assertEqual((facts.copied_bytes, facts.why), (0, ()), str(facts))
 
-    @parametrize("offset", [0, 1])
     @parametrize("hooked", [2, 8])
-    def test_a_backward_that_overwrites_a_saved_tensor(self, offset, hooked):
+    def test_a_backward_that_overwrites_a_saved_tensor(self, hooked):
         """Inductor puts the gradient of ``scale`` where the product was, which each test launch then changes."""
 
         def program(x, w, scale, image, kernel):
             return (x @ w) * scale, F.conv2d(image, kernel, padding=1)
-
-        def moved(saved):
-            room = torch.empty(saved.numel() + offset, dtype=saved.dtype, device=saved.device)
-            return room.as_strided(saved.shape, saved.stride(), offset).copy_(saved)
 
         ways, shapes = compiled(program), ((32, 64), (64, 32), (32, 32), (2, 64, 8, 8), (64, 64, 3, 3))
         for call in range(8):
@@ -211,7 +206,9 @@ class TestHiddenAddresses(IndirectionTestCase):
             found = []
             for way in (ways.graphed, ways.plain):
                 torch.compiler.cudagraph_mark_step_begin()
-                with torch.autograd.graph.saved_tensors_hooks(lambda t: t, moved if call < hooked else lambda t: t):
+                with torch.autograd.graph.saved_tensors_hooks(
+                    lambda t: t, torch.clone if call < hooked else lambda t: t
+                ):
                     outputs = way(*given)
                 found.append(torch.autograd.grad([o.sum() for o in outputs], given))
             self.assertEqual(*found, rtol=1e-3, atol=1e-3, msg=f"call {call}")

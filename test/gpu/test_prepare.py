@@ -15,7 +15,6 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import pygraph_trees
 from pygraph_trees.indirection.table import builds
-from pygraph_trees.outputs.own_memory import MOST_CHANGES
 from pygraph_trees.report.log import journal
 from pygraph_trees.trees.managers import storms
 
@@ -68,7 +67,7 @@ class TestPrepare(SelectionTestCase):
 
     @parametrize("dynamic", [True, False])
     def test_traffic_of_prepared_sizes_makes_nothing(self, dynamic: bool) -> None:
-        """More sizes than the first ones with dynamic shapes; in any order, also of programs that keep outputs."""
+        """More sizes than the first ones with dynamic shapes, in any order."""
         sizes = range(2, 2 + storms.FIRST_SIZES + 4) if dynamic else (2, 4, 8)
         compiled = torch.compile(self.model, mode="reduce-overhead", dynamic=dynamic)
         with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
@@ -77,19 +76,12 @@ class TestPrepare(SelectionTestCase):
             self.assertTrue(all(size.replays and not size.ungraphed for size in found.sizes), str(found))
             self.assertGreater(sum(size.pool_bytes + size.own_bytes for size in found.sizes), 0)
             self.assertFalse(builds.is_any_under_way())
-            before, (recordings, ungraphed) = happened(), counted()
-            kept, wanted = [], []
+            before = happened(), counted()
             for call in range(TRAFFIC):
                 for size in sizes[:: -1 if call % 2 else 1]:
                     (x,) = self.inputs(size)()
-                    kept.append(compiled(x))
-                    wanted.append(self.model(x))
-            torch.testing.assert_close(kept, wanted, atol=1e-4, rtol=1e-3)
-            now = counted()
-            self.assertEqual(now[1], ungraphed)
-            self.assertLessEqual(now[0] - recordings, MOST_CHANGES * len(before))
-            if now[0] == recordings:
-                self.assertEqual(happened(), before)
+                    torch.testing.assert_close(compiled(x), self.model(x), atol=1e-4, rtol=1e-3)
+            self.assertEqual((happened(), counted()), before)
 
     def test_a_training_step_is_prepared_as_it_is(self) -> None:
         compiled = torch.compile(self.model, mode="reduce-overhead")

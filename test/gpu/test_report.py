@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import re
 import sys
 import tempfile
 import unittest
@@ -171,8 +172,8 @@ class TestKernelNames(TestCase):
         for module, kind in wanted.items():
             for layer in range(4):
                 found = [e for e in kernels if e["args"].get("module") == f"bert.encoder.layer.{layer}.{module}"]
-                self.assertGreaterEqual(len(found), 2, module)
-                self.assertRegex(found[0]["name"], kind)
+                names = [event["name"] for event in found]
+                self.assertTrue(any(re.search(kind, name) for name in names), f"{module}: {names}")
                 self.assertRegex(found[0]["args"]["function"], r"^BertForQuestionAnswering \d+/\d+ inference$")
 
 
