@@ -160,7 +160,7 @@ def _calls_of(names: Sequence[str], function: FunctionLog) -> list[Call | None] 
     if not wanted or [names[i] for i in found] != [calls[i].kernel for i in wanted]:
         return None
     owners: dict[int, Call] = {at: calls[i] for i, at in zip(wanted, found, strict=True)}
-    ends_in_copies = any(made.copied_bytes for log in function.recordings for made in log.record().outputs)
+    ends_in_copies = any(made.copied_bytes for log in function.recordings for made in log.outputs)
     gaps = zip(pairwise((-1, *wanted, len(calls))), pairwise((-1, *found, len(names))), strict=True)
     for (before, after), (first, last) in gaps:
         # Kernels that give the graph its inputs are left out.

@@ -23,7 +23,7 @@ from pygraph_trees.fake_gpu import lower
 from pygraph_trees.report import compiled
 from pygraph_trees.report.calls import Call, calls_of
 from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
-from pygraph_trees.report.records import OWN_MEMORY
+from pygraph_trees.report.records import OWN_MEMORY, OutputRecord
 from pygraph_trees.report.summary import clear
 
 # Library kernels as the profiler names them on an H100.
@@ -156,7 +156,7 @@ class TestKernelNames(TestCase):
         for names in ((t,), (t, t, "triton_poi_fused_1"), (MATMUL,)):  # other graphs
             events = launch(*names)
             self.assertEqual(name_events(events, [function(first, last), function(mm)]), (0, len(names)))
-        copied = RecordingLog(outputs=((0, OWN_MEMORY, 8, 1, 8),))
+        copied = RecordingLog(outputs=(OutputRecord(0, OWN_MEMORY, 8, 1, 8),))
         for recordings, wanted in (([], "sort"), ([copied], None)):  # the last kernel may be a copy
             events = launch(t, SORT, FILL)
             name_events(events, [function(first, sort, recordings=recordings)])
