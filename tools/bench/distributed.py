@@ -1,6 +1,6 @@
 """Measures programs on several ranks: without graphs, with upstream's, and with ours, in turns.
 
-usage: torchrun --nproc-per-node N tools/bench/distributed.py [decode | bert | fsdp2 ...] [--batches B,...] [--out FILE]
+usage: torchrun --nproc-per-node N tools/bench/distributed.py [decode | bert | fsdp2 ...] [--batch B] [--out FILE]
 
 *decode* is a Llama block that decodes one token under tensor parallelism, with two all-reduces inside; *bert* is a
 training step of BERT under DistributedDataParallel, *fsdp2* one of an encoder under FSDP2. A figure is the wall time of
@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -167,27 +165,16 @@ def _block(step: Callable[[], object], device: torch.device, steps: int) -> floa
     return float(took)
 
 
-def topology() -> str:
-    """The connections between GPUs, as ``nvidia-smi`` prints them."""
-    try:
-        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).partition("\n\n")[0]  # it underlines the heading
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument(
         "names", nargs="*", type=one_of(PROGRAMS), metavar="NAME", help=f"some of {', '.join(PROGRAMS)}; default: all"
     )
-    batches = parser.add_argument("--batches", default="1,8", metavar="B,...", help="of each program (default 1,8)")
+    parser.add_argument("--batch", type=int, action="append", help="of each program; may be repeated (default 1 and 8)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=50, help="steps in a block (default 50)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where rank 0 writes JSON")
     options = parser.parse_args()
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", options.batches):
-        parser.error(f"argument {batches.option_strings[0]}: numbers separated by commas, such as 1,8")
     if "LOCAL_RANK" not in os.environ:
         parser.error("torchrun starts this: torchrun --nproc-per-node 2 tools/bench/distributed.py")
     if not has_gpu():
@@ -196,9 +183,9 @@ def main() -> int:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
     found = [
-        measure(name, int(batch), device, options.rounds, options.steps)
+        measure(name, batch, device, options.rounds, options.steps)
         for name in options.names or PROGRAMS
-        for batch in options.batches.split(",")
+        for batch in options.batch or (1, 8)
     ]
     if dist.get_rank() == 0:
         for result in found:
@@ -208,7 +195,7 @@ def main() -> int:
                 ", ".join(f"{way} {ms:.3f} ms" for way, ms in result["ms"].items()),
                 flush=True,
             )
-        how = {"ranks": dist.get_world_size(), "topology": topology(), "rounds": options.rounds, "steps": options.steps}
+        how = {"ranks": dist.get_world_size(), "rounds": options.rounds, "steps": options.steps}
         write_figures(options.out, found, **how)
     torch._dynamo.reset()  # NCCL waits until no graph has captured a collective
     gc.collect()
