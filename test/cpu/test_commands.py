@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -152,7 +151,7 @@ class TestTarget(Folder):
             ("net", "import torch.nosuch as net", "there is no module torch.nosuch"),
             (
                 "net",
-                "import sys; sys.exit(0); net = 1",
+                "import sys; net = sys.exit(0)",
                 r"it calls sys.exit\(0\); do this under if __name__ == '__main__'",
             ),
             ("net", "def net(:", "program.py:1 is not valid Python: invalid syntax"),
@@ -162,26 +161,20 @@ class TestTarget(Folder):
                 line = rf"^error: target 'program.py:{function}': {problem} \(--traceback shows where\)$"
                 self.assertRegex(self.error_of(function, text), line)
 
-    def test_a_target_that_asks_for_a_gpu(self):
-        """The message names the program's line."""
-        self.file.write_text("import torch\ndef net(): return torch.ones(2).cuda(), ()\n")
-        found = self.in_a_process("explain", f"{self.file}:net")
-        said = (
-            f"error: target '{self.file}:net': it uses a GPU at {self.file}:2 in net, and torch finds none; add a "
-            "parameter `device` to the function, and build for it (--traceback shows where)\n"
-        )
-        self.assertEqual(found, (2, "", said))
-
     def test_what_is_not_there_is_told_before_torch_is_imported(self):
-        made = self.file.with_name("made.py")
+        """A target that asks for a GPU is told its line, after the import."""
+        made, asks = (self.file.with_name(name) for name in ("made.py", "asks.py"))
         made.write_text("globals()['net'] = lambda: (abs, (1,))\n")
+        asks.write_text("import torch\ndef net(): return torch.ones(2).cuda(), ()\n")
         code = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {MAIN}"
-        for text, problem in (
-            (f"{self.file}:nett", f"{self.file} has no function 'nett'; did you mean 'net'?"),
-            ("nowhere.py:net", "there is no file nowhere.py"),
+        to_do = "add a parameter `device` to the function, and build for it (--traceback shows where)"
+        for text, is_imported, problem in (
+            (f"{self.file}:nett", False, f"{self.file} has no function 'nett'; did you mean 'net'?"),
+            ("nowhere.py:net", False, "there is no file nowhere.py"),
+            (f"{asks}:net", True, f"it uses a GPU at {asks}:2 in net, and torch finds none; {to_do}"),
         ):
             found = self.in_a_process("explain", text, options=("-c", code))
-            self.assertEqual(found, (2, "False\n", f"error: target {text!r}: {problem}\n"))
+            self.assertEqual(found, (2, f"{is_imported}\n", f"error: target {text!r}: {problem}\n"))
         target.check(f"{made}:net")  # its function is made while it runs
 
     def test_what_is_trained(self):
@@ -238,11 +231,6 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
 
     def told(self, fn, *inputs, **how):
         return " ".join(str(pygraph_trees.explain(fn, *inputs, **how)).split())
-
-    def test_what_comes_after_a_value_cannot_be_told(self):
-        found = self.told(lambda x: x.sin() if (x * 2).sum() > 0 else x.cos(), torch.ones(4, 4, device="meta"))
-        self.assertRegex(found, r": 1 graph .*The rest is unknown: .* reads the value of a tensor")
-        self.assertIn("1 function graphed", found)
 
     def test_a_training_step(self):
         """The forward and the backward of a plain training loop are explained."""
@@ -439,7 +427,19 @@ class TestDoctor(Folder):
         self.assertEqual(out, f"pygraph_trees {pygraph_trees.__version__}, torch 2.99.0, native: {why}\n")
 
 
+REPORT_ENVIRONMENT = Environment("9", "2", None, "a GPU", ())
+
+
 class TestCompare(Folder):
+    """The GPU is absent: ``compare`` calls and times a program on the CPU, in ways that are plain callables."""
+
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(torch.cuda, "is_available", lambda: True))
+        self.enterContext(mock.patch.object(torch.cuda, "get_device_name", lambda: "a GPU"))
+        environment = mock.patch("pygraph_trees.report.summary._environment", lambda *_: REPORT_ENVIRONMENT)
+        self.enterContext(environment)
+
     def test_verdicts(self):
         latencies = {"eager": 4.0, "compile": 2.0, "upstream": 3.0, "ours": 1.5}
         found = [Measurement("W", "inference", 1, way, "same", latency_ms=ms) for way, ms in latencies.items()]
@@ -447,15 +447,11 @@ class TestCompare(Folder):
         for measured, lines in ((found, [line]), ([*found[:3], found[3].failed("it broke")], []), (found[3:], [])):
             self.assertEqual(verdicts(measured), lines)
 
-    def compared(self, *options, way="ours", latency_ms=2.0, gpu="a GPU"):
+    def compared(self, *options, way="ours", latency_ms=2.0):
+        """``compare`` with these options, which measures this latency."""
         found = [Measurement("W", "inference", 1, way, "same", latency_ms=latency_ms)]
-        with (
-            mock.patch.object(torch.cuda, "is_available", lambda: True),
-            mock.patch.object(torch.cuda, "get_device_name", lambda: gpu),
-            mock.patch.object(target, "resolve"),
-            mock.patch("pygraph_trees.benchmark.compare", return_value=found) as self.measured,
-            mock.patch("pygraph_trees.report.summary._environment", lambda *_: replace(REPORT_ENVIRONMENT, gpu=gpu)),
-        ):
+        measures = mock.patch("pygraph_trees.benchmark.compare", return_value=found)
+        with mock.patch.object(target, "resolve"), measures as self.measured:
             return run("compare", "X", *options)
 
     def test_a_baseline(self):
@@ -468,16 +464,19 @@ class TestCompare(Folder):
             self.assertEqual((status, line in out), (expected, expected == 1), err)
 
     def test_what_is_no_baseline(self):
-        problems = (("{", "Expecting property name"), ("[]", "is not a baseline"), ("{}", "it has no measurements"))
-        for text, why in problems:
+        self.compared("--json", str(self.json))
+        good = self.json.read_text()
+        for text, why in (
+            ("{", "Expecting property name"),
+            ("[]", "is not a baseline"),
+            ("{}", "it has no measurements"),
+            (good.replace('"a GPU"', '"another"'), "was measured on another, and this is a GPU"),
+        ):
             self.json.write_text(text)
             status, _, err = self.compared("--baseline", str(self.json))
             self.assertEqual((status, self.measured.called), (2, False))  # before anything is measured
             self.assertRegex(err, f"error: .*{why}")
-        self.compared("--json", str(self.json))
-        status, _, err = self.compared("--baseline", str(self.json), gpu="another")
-        self.assertEqual((status, "was measured on a GPU, and this is another" in err), (2, True), err)
-        self.json.write_text(self.json.read_text().replace('"W"', '"another"'))
+        self.json.write_text(good.replace('"W"', '"another"'))
         self.assertIn("it has no measurement of this program", self.compared("--baseline", str(self.json))[2])
 
     def test_nothing_graphed_is_nothing_verified(self):
@@ -489,24 +488,13 @@ class TestCompare(Folder):
             self.assertEqual((status, "nothing was verified" in err), (expected, expected == 2), err)
             self.assertIn("pygraph_trees 9", text)
 
-
-REPORT_ENVIRONMENT = Environment("9", "2", None, None, ())
-
-
-class TestComparePage(Folder):
-    """``compare --html``: programs are called and timed, on the CPU and with ways that are plain callables."""
-
     def compare(self, *options, ours=torch.sin):
         callables = {"eager": torch.sin, "upstream": torch.sin, "ours": ours}
         ways = [Way(name, fn, patched=False, trees=None) for name, fn in callables.items()]
         effort = Effort(1, 0.0, (2, 2), settle_calls=1, warm_calls=(5, 8), ring=2, fresh_caches=False)
-        with (
-            mock.patch.object(torch.cuda, "is_available", lambda: True),
-            mock.patch("pygraph_trees.benchmark.measure.make_ways", lambda program, names: ways),
-            mock.patch("pygraph_trees.benchmark.measure.wake_compiler"),
-            mock.patch("pygraph_trees.benchmark.Effort", lambda rounds: effort),
-            mock.patch("pygraph_trees.report.summary._environment", lambda *_: REPORT_ENVIRONMENT),
-        ):
+        replaced = {"make_ways": lambda program, names: ways, "wake_compiler": mock.DEFAULT}
+        measure = mock.patch.multiple("pygraph_trees.benchmark.measure", **replaced)
+        with measure, mock.patch("pygraph_trees.benchmark.Effort", lambda rounds: effort):
             return run("compare", f"{self.file}:plain", "--html", str(self.html), *options)
 
     def test_a_page_and_the_same_in_json(self):
