@@ -24,16 +24,14 @@ class TestProgramPools(TestCase):
     def setUp(self):
         super().setUp()
         self.active, self.users = [], Counter()  # pools in torch's order
-        names = ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool")
-        for name, function in zip(names, (self.begin, self.end, self.release), strict=True):
-            self.enterContext(mock.patch.object(torch._C, name, function, create=True))
-            self.enterContext(mock.patch.object(torch.cuda.memory, name, function))
-        for name, replace in (
-            ("_cuda_beginAllocateCurrentThreadToPool", program_pools.begins),
-            ("_cuda_endAllocateToPool", program_pools.ends),
+        memory, begins, ends = torch.cuda.memory, program_pools.begins(self.begin), program_pools.ends(self.end)
+        for name, function, patched in (
+            ("_cuda_beginAllocateCurrentThreadToPool", self.begin, begins),
+            ("_cuda_endAllocateToPool", self.end, ends),
+            ("_cuda_releasePool", self.release, self.release),
         ):
-            patched = replace(getattr(torch.cuda.memory, name))
-            self.enterContext(mock.patch.object(torch.cuda.memory, name, patched))
+            self.enterContext(mock.patch.object(torch._C, name, function, create=True))
+            self.enterContext(mock.patch.object(memory, name, patched))
 
     def begin(self, device, pool):
         self.users[pool] += 1
@@ -50,13 +48,14 @@ class TestProgramPools(TestCase):
 
     def function(self):
         self.seen = []  # the pools in use, at each run
-        function = inference(
-            lambda inputs: (self.seen.append(("code", *self.active)), double(inputs))[1], indirection="auto"
-        )
+
+        def runs(kind):
+            return lambda inputs: (self.seen.append((kind, *self.active)), double(inputs))[1]
+
+        function = inference(runs("code"), indirection="auto")
         aligned = Aligned(function, (), ())
-        run = lambda inputs: (self.seen.append(("graph", *self.active)), double(inputs))[1]  # noqa: E731
         self.enterContext(mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *_: []))
-        return function, aligned, entered(function, run, aligned)
+        return function, aligned, entered(function, runs("graph"), aligned)
 
     def test_graphs_are_made_outside_and_code_runs_inside(self):
         """Pools are used again in their order, with as many users, also after an error."""
@@ -80,13 +79,11 @@ class TestProgramPools(TestCase):
             self.seen.append(("C++", *self.active))
             return [8]
 
-        manager = replaying(replay)
-        replay_with(function.dispatch, manager, 7)
+        replay_with(function.dispatch, replaying(replay), 7)
         with self.use(1):
             self.assertEqual(call([1]), [8])
             self.seen.append(self.active.copy())
-            leaves = mock.patch.object(program_pools, "outside", side_effect=AssertionError)
-            with leaves:
+            with mock.patch.object(program_pools, "outside", side_effect=AssertionError):
                 other = threading.Thread(target=call, args=([1],))
                 other.start()
                 other.join()
