@@ -62,6 +62,8 @@ def number(): return 3
 def bare(): return torch.sin, torch.ones(4)
 def on_cpu(): return Net().eval(), (torch.ones(8, SIZE),), {"scale": torch.ones(SIZE)}
 def needs(a, device): return torch.sin, (a,)
+def raises(device): return (lambda x: inner(x)), (torch.ones(4, 3, device=device),)
+def inner(x): return torch.nn.functional.linear(x, torch.ones(5, 5, device=x.device))
 def broken(device): raise ZeroDivisionError("mine")
 """
 
@@ -127,25 +129,11 @@ class TestTarget(Folder):
             explains = "(model, args, kwargs, loss)), or a workload" in str(caught.exception)
             self.assertEqual(explains, not problem.endswith("$"))  # a name that is proposed is all that it needs
 
-    def error_of(self, function="net", text=None):
-        """The line that is printed for a target that raises; checks that --traceback shows a traceback."""
-        if text is not None:
-            self.file.write_text(text)
-        status, out, line = run("explain", f"{self.file}:{function}")
-        self.assertEqual((status, out), (2, ""))
-        status, _, traced = run("explain", "--traceback", f"{self.file}:{function}")
-        self.assertEqual((status, "Traceback (most recent call last)" in traced), (2, True))
-        return line.splitlines()[-1].replace(str(self.file), "program.py")  # after the progress
-
     def test_an_error_of_the_target_is_one_line(self):
-        raises = (
-            "import torch\n"
-            "def net(device): return (lambda x: inner(x)), (torch.ones(4, 3, device=device),)\n"
-            "def inner(x):\n    return torch.nn.functional.linear(x, torch.ones(5, 5, device=x.device))\n"
-        )
+        """With --traceback, it also shows a traceback."""
         missing = "it needs the package a_package, which is not installed: pip install a_package"
         for function, text, problem in (
-            ("broken", None, r"ZeroDivisionError: mine \(program.py:28 in broken\)"),
+            ("broken", None, r"ZeroDivisionError: mine \(program.py:30 in broken\)"),
             ("on_cpu", None, "all inputs are on the CPU, .* on the GPU; add a parameter `device` to the function, .*"),
             ("net", "import a_package.inside as net", missing),
             ("net", "import torch.nosuch as net", "there is no module torch.nosuch"),
@@ -155,11 +143,17 @@ class TestTarget(Folder):
                 r"it calls sys.exit\(0\); do this under if __name__ == '__main__'",
             ),
             ("net", "def net(:", "program.py:1 is not valid Python: invalid syntax"),
-            ("net", raises, r"RuntimeError: a and b must have same reduction dim.* \(program.py:4 in inner\)"),
+            ("raises", None, r"RuntimeError: a and b must have same reduction dim.* \(program.py:29 in inner\)"),
         ):
             with self.subTest(function=function, text=text):
-                line = rf"^error: target 'program.py:{function}': {problem} \(--traceback shows where\)$"
-                self.assertRegex(self.error_of(function, text), line)
+                self.file.write_text(text or PROGRAM)
+                status, out, err = run("explain", f"{self.file}:{function}")
+                line = err.splitlines()[-1].replace(str(self.file), "program.py")  # after the progress
+                said = rf"^error: target 'program.py:{function}': {problem} \(--traceback shows where\)$"
+                self.assertRegex(line, said)
+                traced = run("explain", "--traceback", f"{self.file}:{function}")
+                self.assertEqual((status, out, traced[0]), (2, "", 2))
+                self.assertIn("Traceback (most recent call last)", traced[2])
 
     def test_what_is_not_there_is_told_before_torch_is_imported(self):
         """A target that asks for a GPU is told its line, after the import."""
@@ -198,8 +192,12 @@ class TestTarget(Folder):
 class TestExplain(Folder):
     def test_partitions_causes_and_inputs(self):
         with mock.patch("pygraph_trees.cli.explanation.WIDTH", 400):  # no wrapping, which depends on the folder's name
-            status, out, err = run("explain", f"{self.file}:net")
-        self.assertEqual(status, 0, err)
+            status, out, err = run("explain", f"{self.file}:net", "--json", str(self.json), "--html", str(self.html))
+        self.assertEqual((status, "lowering net for sm_90" in err), (0, True), err)
+        data = json.loads(self.json.read_text())
+        self.assertEqual((data["program"], data["unplaced"], len(data["graphs"])), ("net", [3, 2], 1))
+        self.assertEqual(self.data(), data)
+        self.assertIn("because of cpu ops", self.html.read_text())
         text = out.replace(str(self.file), "program.py").replace(torch.__version__, "2")
         text = re.sub(r"\[\d+/\d+\]", "[0/0]", text)
         self.assertExpectedInline(
@@ -246,16 +244,19 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         self.assertEqual(([graph.mode for graph in found.graphs], net.weight.grad), (["forward", "backward"], None))
 
     def test_graph_breaks(self):
+        """The program is unknown from a branch on a value on."""
+
         def printing(x):
             y = x.sin()
             print("from inside")
-            return y.cos()
+            return y if (y * 2).sum() > 0 else y.cos()
 
-        x = torch.ones(4, 4, device="meta")
         with contextlib.redirect_stdout(io.StringIO()):
-            found = pygraph_trees.explain(printing, x)
-        self.assertEqual(([b.count for b in found.breaks], len(found.graphs)), ([1], 2))
-        self.assertRegex(str(found), r"1 graph break:\n  1x: .*print")
+            found = pygraph_trees.explain(printing, torch.ones(4, 4, device="meta"))
+        self.assertEqual(([b.count for b in found.breaks], len(found.graphs)), ([1, 1], 2))
+        self.assertRegex(str(found), r"2 graph breaks:\n  1x: .*print")
+        unknown = "(?s)The rest is unknown: printing reads the value of a tensor .*2 functions graphed"
+        self.assertRegex(str(found), unknown)
 
     def test_in_python(self):
         found = pygraph_trees.explain(torch.nn.Linear(4, 4).eval(), torch.ones(2, 4, device="meta"), arch="sm_80")
@@ -307,15 +308,6 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
                 arguments, options = (command, f"{self.file}:net"), ("-c", code)
                 found = self.in_a_process(*arguments, options=options, TORCHINDUCTOR_CACHE_DIR=str(place))
                 self.assertEqual(found, (2, "", f"error: {problem}\n"))
-
-    def test_files(self):
-        status, _, err = run("explain", f"{self.file}:net", "--json", str(self.json), "--html", str(self.html))
-        self.assertEqual(status, 0, err)
-        self.assertIn("lowering net for sm_90", err)
-        data = json.loads(self.json.read_text())
-        self.assertEqual((data["program"], data["unplaced"], len(data["graphs"])), ("net", [3, 2], 1))
-        self.assertEqual(self.data(), data)
-        self.assertIn("because of cpu ops", self.html.read_text())
 
     def test_settings_of_inductor(self):
         never = r"Net .*: not graphed, .*: pygraph_selective is 'never'"

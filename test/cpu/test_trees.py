@@ -100,18 +100,16 @@ class TestFunction(TestCase):
     def test_generated_code_that_calls_one_is_not_verified(self):
         """All ranks must go the same way."""
         for call, has_collective in (
-            ("torch.ops._c10d_functional.all_reduce_.default(args[0], 'sum', '0')", True),
-            ("torch.ops.symm_mem.one_shot_all_reduce.default(args[0], 'sum', '0')", True),
-            ("torch.ops.aten.add.Tensor(args[0], 1)", False),
+            (lambda args: torch.ops._c10d_functional.all_reduce_.default(args[0], "sum", "0"), True),
+            (lambda args: torch.ops.symm_mem.one_shot_all_reduce.default(args[0], "sum", "0"), True),
+            (lambda args: torch.ops.aten.add.Tensor(args[0], 1), False),
         ):
-            scope = {"torch": torch}
-            exec(f"def call(args):\n    return {call}", scope)
-            model = inference(scope["call"], verify="on")
-            function, inputs = SimpleNamespace(model=model), [torch.ones(2)]
-            given = SimpleNamespace(function=function, inputs=inputs, is_managed=lambda t: False)
+            model = inference(call, verify="on")
+            given = SimpleNamespace(function=SimpleNamespace(model=model), inputs=[torch.ones(2)])
+            given.is_managed = lambda tensor: False
             with self.assertLogs("pygraph_trees.trees", "INFO") if has_collective else contextlib.nullcontext():
                 verification = Manager._verification(SimpleNamespace(), given)
-            self.assertEqual((model.log.has_collective, verification is None), (has_collective, has_collective), call)
+            self.assertEqual((model.log.has_collective, verification is None), (has_collective, has_collective))
         self.assertFalse(inference(len).log.has_collective)
 
     def test_conjugated_and_negated_outputs_are_resolved(self):
@@ -139,10 +137,9 @@ class TestPutToUse(TestCase):
 
     def artifact(self, **fields):
         partition = {"graphed": True, "kernels": {"triton": 2}, "causes": [], "inputs": [], "outputs": []}
-        base = {"device_types": {"cuda"}, "disabled_cudagraphs_reason": None, "cudagraph_info": None}
-        base |= {"fx_kwargs": {"is_inference": True, "is_backward": False}}
-        base |= {"pygraph_coverage": {"model": "Net", "partitions": [partition]}}
-        return SimpleNamespace(**(base | fields))
+        fields = {"pygraph_coverage": {"model": "Net", "partitions": [partition]}} | fields
+        fields = {"fx_kwargs": {"is_inference": True, "is_backward": False}, "cudagraph_info": None} | fields
+        return SimpleNamespace(**{"device_types": {"cuda"}, "disabled_cudagraphs_reason": None} | fields)
 
     def put(self, artifact, functions=1, **options):
         clear()
