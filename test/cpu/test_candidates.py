@@ -153,14 +153,9 @@ class TestCandidates(TestCase):
         """Upstream gave up there after too many recordings, or because of an input; or it must warm up or record."""
         states = cudagraph_trees.ExecutionState
 
-        def never_recorded(number, node):
-            self.wrapped[number].model.dispatch.may_be_replayed_by(self.manager, number + 1)
-
-        def too_often(number, node):
-            self.manager.exceed_rerecord_limit = lambda node_id, function_id: node_id is None
-
-        def own_memory_from_now_on(number, node):
-            self.manager.output_policy, self.manager.current_node = Plain(changes_next=True), None
+        def put(**facts):
+            for fact in facts.items():
+                setattr(self.manager, *fact)
 
         def own_memory_once_the_path_ends(number, node):
             policy, end = Plain(changes_next=False), self.manager.try_end_curr_execution
@@ -168,15 +163,17 @@ class TestCandidates(TestCase):
             self.manager.try_end_curr_execution = lambda: (end(), setattr(policy, "changes_next", True))
 
         changes = {
-            "it was never recorded": never_recorded,
-            "another function is warmed up": lambda *_: setattr(self.manager, "path_state", states.WARMUP),
-            "another function is recorded": lambda *_: setattr(self.manager, "path_state", states.RECORDING),
-            "it is to be warmed up again": lambda *_: setattr(self.manager, "warmed_up_functions", set()),
-            "the manager is shut down": lambda *_: setattr(self.manager, "graph", None),
+            "it was never recorded": lambda number, _: self.wrapped[number].model.dispatch.may_be_replayed_by(
+                self.manager, number + 1
+            ),
+            "another function is warmed up": lambda *_: put(path_state=states.WARMUP),
+            "another function is recorded": lambda *_: put(path_state=states.RECORDING),
+            "it is to be warmed up again": lambda *_: put(warmed_up_functions=set()),
+            "the manager is shut down": lambda *_: put(graph=None),
             "it is not graphed after the node": lambda number, node: self.skips(number, node),
             "it is not graphed at the roots": lambda number, _: self.skips(number, None),
-            "it was recorded too often": too_often,
-            "outputs are given own memory": own_memory_from_now_on,
+            "it was recorded too often": lambda *_: put(exceed_rerecord_limit=lambda node_id, _: node_id is None),
+            "outputs are given own memory": lambda *_: put(output_policy=Plain(changes_next=True), current_node=None),
             "outputs are found that are given own memory": own_memory_once_the_path_ends,
             "upstream's own recording is asked first": lambda number, _: self.roots[number].insert(0, object()),
             "only upstream can check it": lambda number, node: setattr(node, "native", None),
@@ -212,8 +209,7 @@ class TestCandidates(TestCase):
     @contextlib.contextmanager
     def looked_for(self, count):
         """Asserts how often candidates are searched, unless ``count`` is None."""
-        manager = self.manager
-        with mock.patch.object(manager, "_find", wraps=manager._find) as found:
+        with mock.patch.object(self.manager, "_find", wraps=self.manager._find) as found:
             yield
         self.assertEqual(found.call_count, found.call_count if count is None else count)
 
@@ -320,20 +316,13 @@ class TestCandidates(TestCase):
         nodes.append(self.recording(number, nodes[0]))
         manager = self.manager
 
-        def upstream():
-            with mock.patch.object(Upstream, "_run", lambda *_: ["upstream's"]):
-                manager._run([], number)
-
         def forget():
             manager.reclaiming.record_again(number, "of the test", 0)
             manager.reclaiming.forgotten.clear()  # as if none were left to be given back
 
-        def end():
-            with mock.patch.object(Upstream, "shutdown", lambda _: None):
-                manager.shutdown()
-
-        for what in (upstream, forget, end):
-            with self.subTest(what=what.__name__):
+        self.enterContext(mock.patch.multiple(Upstream, _run=lambda *_: ["upstream's"], shutdown=lambda _: None))
+        for what in (lambda: manager._run([], number), forget, manager.shutdown):
+            with self.subTest(what=what):
                 for count in (2, None, 0):
                     with self.looked_for(count):
                         self.check_step(*((call, node) for node in nodes))
@@ -388,10 +377,6 @@ class Outputs:
 def some_tensors():
     kinds = [torch.zeros(3), torch.nn.Parameter(torch.zeros(2)), torch.zeros(0), torch.zeros(8)[3:]]
     return [kinds[i % 4] if i % 3 else torch.zeros(5) for i in range(COUNT)]
-
-
-def references_to(items):
-    return [sys.getrefcount(item) for item in items]
 
 
 class TestDeaths(TestCase):
@@ -469,7 +454,7 @@ class TestCandidateFilter(TestCase):
     def test_references(self):
         x, lists = [torch.zeros(1)], [[torch.zeros(1)] for _ in range(3)]
         for is_cycle in (False, True):
-            before = references_to([*x, *lists])
+            before = [*map(sys.getrefcount, [*x, *lists])]
             find = candidate_filter([([(0, 7)], Deaths([(cached, [None], 0, 0)], fail)) for cached in lists])
             self.assertEqual([find(0, x) for _ in range(9)], [0] * 9)
             if is_cycle:
@@ -478,7 +463,7 @@ class TestCandidateFilter(TestCase):
                 del lists[0], before[1]
             del find
             gc.collect()
-            self.assertEqual(references_to([*x, *lists]), before)
+            self.assertEqual([*map(sys.getrefcount, [*x, *lists])], before)
         self.assertIsNone(gone())
 
 
