@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import itertools
@@ -63,20 +62,14 @@ class StagingTestCase(LiveInputsTestCase):
         self.queue = Queue()
         self.blocks = []  # that were allocated
         self.waited = mock.Mock()  # waits for a stream
+        stream = lambda device: SimpleNamespace(cuda_stream=self.stream, synchronize=self.waited)  # noqa: E731
         for target, name, value in (
             (staging, "pinned_bytes", self.pinned_bytes),
             (torch.cuda, "Event", lambda: Event(self.queue)),
-            (
-                torch.cuda,
-                "current_stream",
-                lambda device: SimpleNamespace(cuda_stream=self.stream, synchronize=self.waited),
-            ),
-            (staging, "value_kernel", self.value_kernel),
+            (torch.cuda, "current_stream", stream),
+            (staging, "value_kernel", lambda *_: None),  # inputs are copied from pinned memory
         ):
             self.enterContext(mock.patch.object(target, name, value))
-
-    def value_kernel(self, *_):
-        """There is none: inputs are copied from pinned memory."""
 
     def pinned_bytes(self, nbytes):
         self.blocks.append(torch.full((nbytes,), 0xA5, dtype=torch.uint8))
@@ -283,10 +276,10 @@ class TestOneBlock(StagingTestCase):
     def test_placeholder_tensors_have_storages_of_their_own(self):
         """A recording identifies them by their storages; each holds the block."""
         placeholder_tensors = Staging(numbers(0)).placeholder_tensors
-        storages = {
-            (value.untyped_storage().data_ptr(), value.untyped_storage().nbytes()) for value in placeholder_tensors
+        found = {
+            (memory.data_ptr(), memory.nbytes()) for memory in map(torch.Tensor.untyped_storage, placeholder_tensors)
         }
-        self.assertEqual((len(storages), {nbytes for _, nbytes in storages}), (NUMBERS, {4}))
+        self.assertEqual((len(found), {nbytes for _, nbytes in found}), (NUMBERS, {4}))
         block = weakref.ref(self.blocks.pop())
         gc.collect()
         self.assertIsNotNone(block())
@@ -453,6 +446,12 @@ class TestUngraphed(TestCase):
         for host in (torch.complex(torch.rand(4), torch.rand(4)).conj(), torch._neg_view(torch.rand(4))):
             self.assertEqual(self.copies(host, HostRead.IN_ORDER), [(False, True)])  # it is resolved
 
+    def test_pinned_memory_is_on_the_cpu_whatever_the_default_device_is(self):
+        """``torch.set_default_device("cuda")`` gives ``torch.empty`` a device if the caller gives none."""
+        with mock.patch.object(torch, "empty") as made:
+            staging.pinned_bytes(64)
+        self.assertEqual(made.call_args.kwargs["device"], "cpu")
+
 
 class TestLiveInputs(StagingTestCase):
     def record(self, nodes, *inputs, returned=(), unread=()):
@@ -565,34 +564,34 @@ class TestLiveInputs(StagingTestCase):
         self.assertEqual(kernel, [1, 2, other.data_ptr()])
         self.assertEqual([read_at(source, s), read_at(source + 64, s)], [torch.tensor(3.0), torch.tensor(6.0)])
 
-    def test_an_input_is_not_staged_unless_it_is_read_through_a_copy_of_its_memory(self):
-        """A common copy also includes an input that is read by other means; later launches would read its old value."""
-        first = lambda addresses: self.copies(addresses[:1])  # noqa: E731
-        for index, record in (
-            (1, lambda: self.record(first, torch.zeros(4), torch.zeros(4), unread=[1])),
-            (17, lambda: self.record_numbers(unread=[17])),
-            (48, lambda: self.record_numbers(torch.zeros(100_000))),  # it was gathered on the CPU
-        ):
-            with self.assertRaisesRegex(NotStaged, f"input {index} is on the CPU"):
-                record()
+    def test_an_input_is_not_staged_unless_it_is_read_through_copies_of_its_memory_that_are_found(self):
+        """A common copy also includes an input that is read by other means; later launches would read its old value.
 
-    def test_an_input_is_not_staged_if_one_of_its_copies_is_not_found(self):
-        """A copy that the driver does not describe would always read the same values, even if another one is found."""
-        for unread, away, why in (
-            (None, 0, None),
-            (0, 0, "input 0 is on the CPU"),
-            (1, 0, "input 5 is on the CPU"),
-            (None, 1, ""),  # memory that belongs to no buffer
-        ):
+        A copy that the driver does not describe would always read the same values, even if another one is found.
+        """
+        first = lambda addresses: self.copies(addresses[:1])  # noqa: E731
+
+        def copied_twice(undescribed, away=0):
             live = self.chosen(*numbers(0))
             second = live.items[5].recorded
-            nodes = [self.common(), self.api.make_memcpy(second, TARGET + 8192, 4, "HOST")]
-            graph = self.capture(lambda _: nodes, live)  # noqa: B023
-            if unread is not None:
-                self.api.fail("cuGraphMemcpyNodeGetParams", unread, CUresult.CUDA_ERROR_INVALID_VALUE)
-            refused = contextlib.nullcontext() if why is None else self.assertRaisesRegex(NotStaged, why)
-            with refused:
-                live.set_up(graph, self.reads(live), [self.blocks[-1].data_ptr(), second - away])
+            graph = self.capture(
+                lambda _: [self.common(), self.api.make_memcpy(second, TARGET + 8192, 4, "HOST")], live
+            )
+            if undescribed is not None:
+                self.api.fail("cuGraphMemcpyNodeGetParams", undescribed, CUresult.CUDA_ERROR_INVALID_VALUE)
+            live.set_up(graph, self.reads(live), [self.blocks[-1].data_ptr(), second - away])
+
+        copied_twice(None)
+        for why, record in (
+            ("input 1 is on the CPU", lambda: self.record(first, torch.zeros(4), torch.zeros(4), unread=[1])),
+            ("input 17 is on the CPU", lambda: self.record_numbers(unread=[17])),
+            ("input 48 is on the CPU", lambda: self.record_numbers(torch.zeros(100_000))),  # gathered on the CPU
+            ("input 0 is on the CPU", lambda: copied_twice(0)),
+            ("input 5 is on the CPU", lambda: copied_twice(1)),
+            ("", lambda: copied_twice(None, away=1)),  # memory that belongs to no buffer
+        ):
+            with self.assertRaisesRegex(NotStaged, why):
+                record()
 
     def test_inputs_of_one_copy_are_refused_together(self):
         self.live, graph = self.record_numbers()
@@ -614,14 +613,6 @@ class TestLiveInputs(StagingTestCase):
             self.queue.queued += 1
             self.assertEqual(self.read(self.call(live, graph, torch.full((4,), float(call)))), [[float(call)] * 4])
         self.assertEqual(self.queue.waits, 2)
-
-
-class TestPinnedMemory(TestCase):
-    def test_it_is_on_the_cpu_whatever_the_default_device_is(self):
-        """``torch.set_default_device("cuda")`` gives ``torch.empty`` a device if the caller gives none."""
-        with mock.patch.object(torch, "empty") as made:
-            staging.pinned_bytes(64)
-        self.assertEqual(made.call_args.kwargs["device"], "cpu")
 
 
 if __name__ == "__main__":
