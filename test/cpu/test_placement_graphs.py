@@ -59,19 +59,13 @@ class TestPlacement(TestCase):
         real = [x.clone() for x, _ in inputs]
         wanted = OnCpu(before).run(*[x.clone() for x in real])
         found = OnCpu(after).run(*[x.clone() for x in real])
-        self.assertEqual(len(found), len(wanted))
-        for one, other in zip(found, wanted, strict=True):
+        results = (module.graph.output_node().args[0] for module in (after, before))
+        for one, other, *nodes in zip(found, wanted, *results, strict=True):
             self.assertEqual(one, other, rtol=0, atol=0, exact_dtype=True)
             self.assertEqual(one.stride(), other.stride())
-        for one, other in zip(after.graph.output_node().args[0], before.graph.output_node().args[0], strict=True):
-            for what in ("device", "dtype", "shape"):
-                self.assertEqual(getattr(one.meta["val"], what), getattr(other.meta["val"], what))
-            self.assertEqual(one.meta["val"].stride(), other.meta["val"].stride())
-        memory = [t.untyped_storage().data_ptr() for t in found]
-        self.assertEqual(
-            [memory.index(m) for m in memory],
-            [[t.untyped_storage().data_ptr() for t in wanted].index(t.untyped_storage().data_ptr()) for t in wanted],
-        )
+            self.assertEqual(*((v.device, v.dtype, v.shape, v.stride()) for v in (node.meta["val"] for node in nodes)))
+        memory, expected = ([t.untyped_storage().data_ptr() for t in values] for values in (found, wanted))
+        self.assertEqual([memory.index(m) for m in memory], [expected.index(m) for m in expected])
         return after, placed
 
     def test_a_large_input_is_read_at_the_call_if_only_a_view_is_copied_without_waiting(self):
@@ -93,24 +87,17 @@ class TestPlacement(TestCase):
 
         check()
 
-    def test_single_precision_math_on_inputs_moves(self):
-        for name, function in {**EQUAL, **NEAR}.items():
+    def test_single_precision_math_on_inputs_moves_unless_results_may_be_further_apart(self):
+        for name, function in {**EQUAL, **NEAR, **STAYS}.items():
             with self.subTest(name):
-                module, placed = self.placed_function(function)
+                program = lambda v, x: torch.ops.prims.device_put(function(v), GPU)  # noqa: B023, E731
+                module, placed = self.placed_program(program, torch.zeros(COUNT), torch.zeros(1))
+                if name in STAYS:
+                    self.assertTrue(any("input" not in stay.why for stay in placed.stays), placed.stays)
+                    continue
                 self.assertTrue(all(stay.how is How.STAGED and "input" in stay.why for stay in placed.stays))
                 found = OnCpu(module).run(numbers(), torch.zeros(1))
                 self.assertEqual(found, function(numbers()), rtol=0, atol=0, exact_dtype=True)
-
-    def test_what_may_be_further_apart_stays(self):
-        for name, function in STAYS.items():
-            with self.subTest(name):
-                _, placed = self.placed_function(function)
-                self.assertTrue(any("input" not in stay.why for stay in placed.stays), placed.stays)
-
-    def placed_function(self, function):
-        """Returns the rewritten graph of a function of a CPU tensor whose result goes to the GPU."""
-        program = lambda v, x: torch.ops.prims.device_put(function(v), GPU)  # noqa: E731
-        return self.placed_program(program, torch.zeros(COUNT), torch.zeros(1))
 
     def placed_program(self, program, on_cpu, on_gpu):
         with absent_gpu("sm_90"):
@@ -283,13 +270,9 @@ class TestLowered(TestCase):
 
     def test_narrow_integers_that_go_to_the_cpu_and_back(self):
         """In the CPU's memory, which has their type, they wrap; in a kernel that kept them, they would not."""
-        for function, moves in (
-            (lambda x: torch.arange(300, device="cuda").to(torch.uint8), False),
-            (lambda x: torch.arange(300, device="cuda").to(torch.int16), False),
-            (lambda x: torch.arange(300, device="cuda").to(torch.int32), True),
-            (lambda x: torch.arange(300, device="cuda").to(torch.bool), True),
-            (lambda x: x > 0, True),
-        ):
+        types = (torch.uint8, False), (torch.int16, False), (torch.int32, True), (torch.bool, True), (None, True)
+        for dtype, moves in types:
+            function = lambda x: x > 0 if dtype is None else torch.arange(300, device="cuda").to(dtype)  # noqa: B023, E731
             graph, _ = self.full(lambda x: x * function(x).cpu().cuda(), size=300)  # noqa: B023
             self.assertEqual(not any(map(is_on_cpu, graph.gm.graph.nodes)), moves)
 
@@ -339,55 +322,47 @@ class TestLowered(TestCase):
                 self.assertNotIn("cpp_fused", graph.source_code)
 
     def test_when_a_program_reads_it(self):
-        for function, read in (
-            (lambda v: v.to("cuda"), HostRead.IN_ORDER),
-            (lambda v: v.to("cuda", non_blocking=True), HostRead.LATER),
-            (lambda v: v.to("cuda", non_blocking=True) + v.to("cuda"), HostRead.IN_ORDER),
-            (lambda v: (v * 2).to("cuda", non_blocking=True), HostRead.AT_ONCE),
-            (lambda v: v[0], HostRead.AT_ONCE),
-            (lambda v: v.view(8, 8).to("cuda", non_blocking=True).view(-1), HostRead.LATER),
-            (lambda v: v.view(8, 8).to("cuda").view(-1), HostRead.IN_ORDER),
-            (lambda v: v[:32].to("cuda", non_blocking=True).repeat(2), HostRead.LATER),
-            (lambda v: v[:32].to("cuda", non_blocking=True).repeat(2) + v[0], HostRead.IN_ORDER),
-            (lambda v: torch.zeros(64, device="cuda").copy_(v), HostRead.IN_ORDER),
-            # The program waits for another copy, and so for this one too.
-            (lambda v: v.to("cuda", non_blocking=True) + torch.arange(64).flip(0).to("cuda"), HostRead.IN_ORDER),
-        ):
-            graph, found = self.full(lambda x, v: x * function(v), torch.rand(64))  # noqa: B023
-            self.assertEqual((found, staged(graph).args[2]), ((1, 0), read))
-
-    def test_when_a_program_that_waits_reads_it(self):
         """The program waits for what it takes from the GPU, and reads the tensor on the CPU after that."""
+        product = lambda function: lambda x, v: x * function(v)  # noqa: E731
         beside = lambda function: lambda x, v: (x * v.to("cuda", non_blocking=True), function(x))  # noqa: E731
-        values, waits = torch.rand(64), HostRead.IN_ORDER
-        for program, value, read in (
-            (beside(lambda x: x.cpu()), values, waits),
-            (beside(lambda x: x.cpu().to("cuda", non_blocking=True)), values, waits),
-            (beside(lambda x: torch.empty(64).copy_(x)), values, waits),
-            (beside(lambda x: torch.zeros(4, 64).index_copy_(0, ONE, x[None].cpu())), values, waits),
-            (beside(lambda x: torch.zeros(4, 64).select_scatter(x.cpu(), 0, 1)), values, waits),
-            (beside(lambda x: x.nonzero().sum()), values, waits),
-            (beside(lambda x: torch.cond(x[0] > 0, torch.sin, torch.cos, (x,))), values, waits),
-            (beside(lambda x: (x[x.long()], x.sort()[1])), values, HostRead.LATER),
-            (lambda x, v: x * (v * x.cpu()).to("cuda", non_blocking=True), values, waits),
-            (written_to_a_row, values, waits),
-            (written_to, values, waits),
-            (lambda x, v: torch.where(x > 0, v, x), torch.tensor(2.0), waits),
-            (lambda x, i: x[i], torch.arange(64), waits),
+        waits, one = HostRead.IN_ORDER, (1, 0)
+        for program, read, partitions, *value in (
+            (product(lambda v: v.to("cuda")), waits, one),
+            (product(lambda v: v.to("cuda", non_blocking=True)), HostRead.LATER, one),
+            (product(lambda v: v.to("cuda", non_blocking=True) + v.to("cuda")), waits, one),
+            (product(lambda v: (v * 2).to("cuda", non_blocking=True)), HostRead.AT_ONCE, one),
+            (product(lambda v: v[0]), HostRead.AT_ONCE, one),
+            (product(lambda v: v.view(8, 8).to("cuda", non_blocking=True).view(-1)), HostRead.LATER, one),
+            (product(lambda v: v.view(8, 8).to("cuda").view(-1)), waits, one),
+            (product(lambda v: v[:32].to("cuda", non_blocking=True).repeat(2)), HostRead.LATER, one),
+            (product(lambda v: v[:32].to("cuda", non_blocking=True).repeat(2) + v[0]), waits, one),
+            (product(lambda v: torch.zeros(64, device="cuda").copy_(v)), waits, one),
+            # The program waits for another copy, and so for this one too.
+            (product(lambda v: v.to("cuda", non_blocking=True) + torch.arange(64).flip(0).to("cuda")), waits, one),
+            (beside(lambda x: x.cpu()), waits, None),
+            (beside(lambda x: x.cpu().to("cuda", non_blocking=True)), waits, None),
+            (beside(lambda x: torch.empty(64).copy_(x)), waits, None),
+            (beside(lambda x: torch.zeros(4, 64).index_copy_(0, ONE, x[None].cpu())), waits, None),
+            (beside(lambda x: torch.zeros(4, 64).select_scatter(x.cpu(), 0, 1)), waits, None),
+            (beside(lambda x: x.nonzero().sum()), waits, None),
+            (beside(lambda x: torch.cond(x[0] > 0, torch.sin, torch.cos, (x,))), waits, None),
+            (beside(lambda x: (x[x.long()], x.sort()[1])), HostRead.LATER, None),
+            (lambda x, v: x * (v * x.cpu()).to("cuda", non_blocking=True), waits, None),
+            (written_to_a_row, waits, None),
+            (written_to, waits, None),
+            (lambda x, v: torch.where(x > 0, v, x), waits, None, torch.tensor(2.0)),
+            (lambda x, i: x[i], waits, None, torch.arange(64)),
         ):
             with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-                graph, _ = self.full(program, value)
+                graph, found = self.full(program, *(value or [torch.rand(64)]))
             with self.subTest(program=calls(graph, "aten")):
-                self.assertEqual(staged(graph).args[2], read)
+                self.assertEqual((staged(graph).args[2], found), (read, partitions or found))
 
     def test_symbolic_sizes(self):
         """A view of an input without gaps needs no work on the CPU, whatever its size."""
         value = torch.rand(128, 256)
-        for given_, wanted in (
-            (value, (1, 0)),
-            (value[:, ::1].t().t(), (1, 0)),
-            (torch.rand(128, 512)[:, :256], (1, 1)),
-        ):
+        gaps = torch.rand(128, 512)[:, :256]
+        for given_, wanted in ((value, (1, 0)), (value[:, ::1].t().t(), (1, 0)), (gaps, (1, 1))):
             with torch._dynamo.config.patch(assume_static_by_default=False):
                 graph, found = self.full(lambda x, v: x * v[3].to("cuda"), given_, size=256)
             shapes = [node.meta["val"] for node in graph.gm.graph.find_nodes(op="placeholder")]
@@ -401,9 +376,8 @@ class TestLowered(TestCase):
             return x * written.to("cuda")
 
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-            graph, _ = self.full(program, torch.rand(64), torch.rand(64) > 0.5)
-        self.assertIsNone(graph.gm.meta[WHY_NOT_PLACED])
-        self.assertEqual([record.how for record in graph.gm.meta[PLACED]], ["staged"])
+            found = self.records(program, torch.rand(64), torch.rand(64) > 0.5)
+        self.assertEqual([how for how, *_ in found], ["staged"])
 
     def test_nothing_is_staged_in_branches_and_loops(self):
         """A copy inside them has no node in the graph that could be given an address."""
@@ -463,6 +437,7 @@ class TestLowered(TestCase):
     def records(self, program, *inputs):
         """For each CPU value that the GPU needs: what became of it, why, and the line of the program."""
         graph, _ = self.full(program, *inputs)
+        self.assertIsNone(graph.gm.meta[WHY_NOT_PLACED])
         lines = [(record.source or "").partition(": ")[::2] for record in graph.gm.meta[PLACED]]
         self.assertTrue(all(place.startswith(__file__) for place, _ in lines if place), lines)
         return [(r.how, r.why, line) for r, (_, line) in zip(graph.gm.meta[PLACED], lines, strict=True)]
@@ -529,12 +504,8 @@ class TestLowered(TestCase):
             return (x / scale.to(x.dtype)).softmax(-1)
 
         half = torch.empty(64, 64, device="meta", dtype=torch.bfloat16)
-        for program, x in (
-            (lambda x: x.sin() @ x, half),
-            (lambda x: torch.arange(64, device="cuda") + x, half),
-            (scaled, half),
-        ):
-            codes = [self.partitions(program, (x,), how)[0].source_code for how in ("off", "full")]
+        for program in (lambda x: x.sin() @ x, lambda x: torch.arange(64, device="cuda") + x, scaled):
+            codes = [self.partitions(program, (half,), how)[0].source_code for how in ("off", "full")]
             without_comments = ["\n".join(line for line in code.splitlines() if line[:1] != "#") for code in codes]
             self.assertEqual(*without_comments)
 
