@@ -85,12 +85,10 @@ class Running(Graph):
         """The memory at an address, as numbers of the type of the input there, or as floats."""
         for item in self._live.items:
             begin = item.recorded - item.lead
-            if (
-                isinstance(item.placeholder_tensor, PlaceholderTensor)
-                and begin <= address < item.recorded + item.nbytes
-            ):
+            tensor = item.placeholder_tensor
+            if isinstance(tensor, PlaceholderTensor) and begin <= address < item.recorded + item.nbytes:
                 assert self._api.is_mapped(address), f"nothing is mapped at {address:#x}"
-                tensor = item.placeholder_tensor.as_subclass(torch.Tensor)
+                tensor = tensor.as_subclass(torch.Tensor)
                 return tensor.as_strided((COUNT,), (1,), (address - begin) // tensor.element_size())
         for item in self._live.items:
             given = self._live.given(item.index)
@@ -281,12 +279,8 @@ class TestRehearsal(LiveInputsTestCase):
 
     def test_only_the_input_that_is_hidden_is_copied(self):
         inputs = [some(), some(), some()]
-
-        def nodes(a, o):
-            read = [self.kernel("plain", a[i], o[i]) for i in range(3)]
-            return [*read, self.kernel("xored", a[1] ^ KEY, o[3])]
-
-        live, graph = self.rehearse(nodes, *inputs)
+        plain = lambda a, o: [self.kernel("plain", a[i], o[i]) for i in range(3)]  # noqa: E731
+        live, graph = self.rehearse(lambda a, o: [*plain(a, o), self.kernel("xored", a[1] ^ KEY, o[3])], *inputs)
         why = self.routes(live)
         self.assertRegex(why.pop(1), "plain or xored may hide its address")
         self.assertEqual(why, {0: None, 2: None})
@@ -296,10 +290,7 @@ class TestRehearsal(LiveInputsTestCase):
 
     def test_hidden_inputs_of_any_type_and_content_are_found(self):
         """Inputs are integers and masks of any width with equal elements, zeros, or NaNs."""
-
-        def nodes(a, o):
-            return [self.kernel("plain", a[0], o[0]), *[self.kernel("halves", o[1], *split(a[0]))] * hides]
-
+        both = lambda a, o: [self.kernel("plain", a[0], o[0]), self.kernel("halves", o[1], *split(a[0]))]  # noqa: E731
         for content, hides in itertools.product(
             (
                 torch.arange(COUNT),
@@ -317,51 +308,40 @@ class TestRehearsal(LiveInputsTestCase):
         ):
             with self.subTest(content.dtype, first=content[0], hides=hides):
                 a = at(content)
-                live, graph = self.rehearse(nodes, a)
+                live, graph = self.rehearse(lambda *to: both(*to)[: 1 + hides], a)  # noqa: B023
                 self.assertRegex(str(self.routes(live)[0]), "halves may hide" if hides else "^None$")
                 self.check_calls(live, graph, [a], lambda a: [a.double() + 1, a.double() + 2][: 1 + hides])  # noqa: B023
 
-    def test_a_mutated_input_is_written_in_place_unless_its_address_is_hidden(self):
-        def nodes(a, o):
-            if hides:
-                return [self.kernel("written", a[0] ^ KEY, a[1]), self.kernel(KNOWN, a[0], o[0])]
-            return [self.kernel("in_place", a[0]), self.kernel("plain", a[1], o[0])]
+    def test_inputs_that_are_written_end_as_after_one_launch(self):
+        """A mutated input is written in place unless its address is hidden.
 
-        for hides in (False, True):
+        A donated buffer is changed by each launch, so the first call needs what it held before the check.
+        """
+        in_place = lambda a, o: [self.kernel("in_place", a[0]), self.kernel("plain", a[1], o[0])]  # noqa: E731
+        written = lambda a, o: [self.kernel("written", a[0] ^ KEY, a[1]), self.kernel(KNOWN, a[0], o[0])]  # noqa: E731
+        other = lambda a, o: [self.kernel("in_place", a[0]), self.kernel("halves", o[0], *split(a[1]))]  # noqa: E731
+        for nodes, how, hidden, expected in (
+            (in_place, "mutated", {}, lambda a, b: (a + 1, b + 1)),
+            (written, "mutated", {0: "written may hide its address"}, lambda a, b: (b + 4, b + 5)),
+            (in_place, "overwritten", {}, lambda a, b: (a + 1, b + 1)),
+            (other, "overwritten", {1: "no node holds its address"}, lambda a, b: (a + 1, b + 2)),
+        ):
             a, b = some(), some()
-            live, graph = self.rehearse(nodes, a, b, mutated=[0])
-            self.assertRegex(str(self.routes(live)[0]), "written may hide its address" if hides else "^None$")
-            expected = (b + 4, b + 5) if hides else (a + 1, b + 1)
+            live, graph = self.rehearse(nodes, a, b, **{how: [0]})
+            for index, why in self.routes(live).items():
+                self.assertRegex(str(why), hidden.get(index, "^None$"))
+            wanted = expected(a.clone(), b)
             graph.replay()
+            result = live.output(0, None) if how == "overwritten" else a
             live.finish()
-            self.assertEqual((a, self.out[0]), expected)
-
-    def test_an_input_whose_memory_is_used_again_is_put_back(self):
-        """A donated buffer is changed by each launch, so the first call needs what it held before the check."""
-
-        def nodes(a, o):
-            return [self.kernel("in_place", a[0]), self.kernel("plain", a[1], o[0])]
-
-        def hiding(a, o):
-            return [self.kernel("in_place", a[0]), self.kernel("halves", o[0], *split(a[1]))]
-
-        for made, added in ((nodes, 1), (hiding, 2)):
-            a, b = some(), some()
-            live, graph = self.rehearse(made, a, b, overwritten=[0])
-            expected = a + 1, b + added
-            graph.replay()
-            self.assertEqual((live.output(0, None), self.out[0]), expected)
-            live.finish()
+            self.assertEqual((result, self.out[0]), wanted)
 
     def test_the_check_leaves_random_numbers_as_they_are(self):
         """Each launch draws the same numbers, and the generator ends at its original offset."""
-
-        def nodes(a, o):
-            return [self.kernel("drawn", a[0], o[0]), *[self.kernel("halves", o[1], *split(a[0]))] * hides]
-
+        both = lambda a, o: [self.kernel("drawn", a[0], o[0]), self.kernel("halves", o[1], *split(a[0]))]  # noqa: E731
         for hides in (False, True):
             numbers, a = Numbers(), some()
-            live, graph = self.rehearse(nodes, a, numbers=numbers)
+            live, graph = self.rehearse(lambda *to: both(*to)[: 1 + hides], a, numbers=numbers)  # noqa: B023
             self.assertEqual((self.routes(live)[0] is not None, numbers.offset), (hides, 4))
             graph.replay()
             self.assertEqual((self.out[0], numbers.offset), (a + 4, 8))
@@ -389,13 +369,9 @@ class TestRehearsal(LiveInputsTestCase):
 
     def test_a_hidden_address_is_found_although_equal_launches_differ(self):
         """A kernel may drop what is not a number, and large numbers of one sign."""
-
-        def nodes(a, o):
-            noisy = [self.kernel("rounded", a[1], o[0]), self.kernel(KNOWN, a[0], o[1])]
-            return [*noisy, self.kernel(name, a[0] ^ KEY, o[2])]
-
+        noisy = lambda a, o: [self.kernel("rounded", a[1], o[0]), self.kernel(KNOWN, a[0], o[1])]  # noqa: E731
         for name, a in (("xored", some()), ("dropping", some()), ("dropping", at(-torch.rand(COUNT)))):
-            live, graph = self.rehearse(nodes, a, some())
+            live, graph = self.rehearse(lambda a, o: [*noisy(a, o), self.kernel(name, a[0] ^ KEY, o[2])], a, some())  # noqa: B023
             why = self.routes(live)
             self.assertRegex(str(why[0]), f"rounded or {name} may hide its address: the results change")
             self.assertIsNone(why[1])
@@ -406,22 +382,17 @@ class TestRehearsal(LiveInputsTestCase):
         a, pool, static = some(), torch.rand(COUNT), torch.rand(COUNT)
 
         def nodes(a, o):
-            return [
-                self.kernel("overwritten", a[0], pool.data_ptr(), o[0]),
-                self.kernel("in_place", static.data_ptr()),
-                self.kernel(KNOWN, static.data_ptr(), o[1]),
-            ]
-
-        def hiding(a, o):
-            # A static input that is written otherwise tells of a hidden address.
-            return [self.kernel(KNOWN, a[0], o[0]), self.kernel("xored", a[0] ^ KEY, static.data_ptr())]
+            first = [self.kernel("overwritten", a[0], pool.data_ptr(), o[0])]
+            return [*first, self.kernel("in_place", static.data_ptr()), self.kernel(KNOWN, static.data_ptr(), o[1])]
 
         expected = a + pool, static + 2
         live, graph = self.rehearse(nodes, a, kept=[pool, static], written=[static])
         self.assertEqual(self.routes(live), {0: None})
         graph.replay()
         self.assertEqual((self.out[0], self.out[1]), expected)
-        live, _ = self.rehearse(hiding, a, kept=[static], written=[static])
+        # A static input that is written otherwise tells of a hidden address.
+        hides = lambda a, o: [self.kernel(KNOWN, a[0], o[0]), self.kernel("xored", a[0] ^ KEY, static.data_ptr())]  # noqa: E731
+        live, _ = self.rehearse(hides, a, kept=[static], written=[static])
         self.assertRegex(self.routes(live)[0], "xored may hide")
 
     def test_between_the_elements_of_a_view_nothing_is_put_back(self):
@@ -439,10 +410,8 @@ class TestRehearsal(LiveInputsTestCase):
             mock.patch.object(torch.distributed, "get_world_size", lambda: 2),
         ):
             live, graph = self.rehearse(lambda a, o: [self.kernel("plain", a[0], o[0])], some())
-        self.assertEqual(
-            (self.routes(live), graph.launches),
-            ({0: "plain, which may wait for other processes, may hide its address"}, 0),
-        )
+        why = "plain, which may wait for other processes, may hide its address"
+        self.assertEqual((self.routes(live), graph.launches), ({0: why}, 0))
 
     def test_inputs_are_copied_without_memory_for_the_check(self):
         for target in ("Poison", "Expected"):
