@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from fake_trees import replay_with, replaying
-from test_trial import TrialTestCase
+from test_trial import HEAVY, TrialTestCase
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
@@ -49,7 +49,7 @@ class TestTrials(TrialTestCase):
 
     def test_no_recording_and_no_trial_comes_after_it(self):
         """Whatever is decided, and if other functions of a step wait for their turn to be measured."""
-        functions = [self.one()[1], self.one(**self.HEAVY)[1], *self.pair()[1:]]
+        functions = [self.one()[1], self.one(**HEAVY)[1], *self.pair()[1:]]
         first, second = self.prepared(*functions)
         self.assertEqual([len(f.log.recordings) for f in functions], [1, 1, 1, 1])
         self.assertEqual((first.recordings, second.recordings, second.replays), (4, 0, 3))

@@ -67,9 +67,12 @@ class StagingTestCase(LiveInputsTestCase):
             (staging, "pinned_bytes", self.pinned_bytes),
             (torch.cuda, "Event", lambda: Event(self.queue)),
             (torch.cuda, "current_stream", stream),
-            (staging, "value_kernel", lambda *_: None),  # inputs are copied from pinned memory
+            (staging, "value_kernel", self.value_kernel),
         ):
             self.enterContext(mock.patch.object(target, name, value))
+
+    def value_kernel(self, *_):
+        """There is none: inputs are copied from pinned memory."""
 
     def pinned_bytes(self, nbytes):
         self.blocks.append(torch.full((nbytes,), 0xA5, dtype=torch.uint8))
