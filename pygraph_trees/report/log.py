@@ -140,7 +140,7 @@ class FunctionLog:
 
     @property
     def happened(self) -> tuple[object, ...]:
-        """What changes if anything is made or decided for it, and not at replays and un-graphed calls."""
+        """Facts that change when something is made or decided for it, but not at a replay or an un-graphed call."""
         return len(self.recordings), self.warmups, self.trial_runs, self.decision, self.route, self.awaits_table
 
     def recorded(self, recording: RecordingLog) -> None:

@@ -157,7 +157,7 @@ class TestSettling(TestCase):
         return count
 
     def test_calls_end_when_a_route_can_be_chosen(self) -> None:
-        """Inputs that move at some calls take more calls, and long calls end after some seconds."""
+        """Inputs that move in some calls need more calls; if calls are long, they end after some seconds."""
         for route in (None, "by address: few kernels"):
             self.assertEqual([self.calls(share) for share in (1.0, 0.5, 0.0)], [CALLS, 2 * CALLS, CALLS])
             self.assertEqual(self.calls(each_s=0.5), 6)

@@ -244,7 +244,7 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         self.assertEqual(([graph.mode for graph in found.graphs], net.weight.grad), (["forward", "backward"], None))
 
     def test_graph_breaks(self):
-        """The program is unknown from a branch on a value on."""
+        """After a branch on a value, the rest of the program is unknown."""
 
         def printing(x):
             y = x.sin()

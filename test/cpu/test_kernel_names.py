@@ -122,7 +122,7 @@ class TestKernelNames(TestCase):
             self.assertEqual(next(made.module for made in backward if operator in str(made.operator)), wanted)
 
     def test_kernels_between_two_triton_kernels(self):
-        """They are divided among the calls by kind; what may be several calls' stays unnamed."""
+        """They are divided among the calls by kind; one that several calls may have launched stays unnamed."""
         first, last, t = call("triton_poi_fused_0", "first"), call("triton_poi_fused_1", "last"), "triton_poi_fused_0"
         named = {"mm": "mm", "addmm": "addmm", "sort": "aten.sort", "op": "my.op"}
         mm, addmm, sort, other = (call(operator, module) for module, operator in named.items())

@@ -156,7 +156,7 @@ class TestPrepare(TestCase):
 
 
 class TestSizes(TestCase):
-    """Functions of integers, of which only some sets are graphed."""
+    """Functions with dynamic shapes, for which only some sizes have graphs."""
 
     def setUp(self):
         super().setUp()

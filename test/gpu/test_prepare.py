@@ -67,7 +67,7 @@ class TestPrepare(SelectionTestCase):
 
     @parametrize("dynamic", [True, False])
     def test_traffic_of_prepared_sizes_makes_nothing(self, dynamic: bool) -> None:
-        """More sizes than the first ones with dynamic shapes, in any order."""
+        """With dynamic shapes, there are more sizes than get graphs at once; calls come in any order."""
         sizes = range(2, 2 + storms.FIRST_SIZES + 4) if dynamic else (2, 4, 8)
         compiled = torch.compile(self.model, mode="reduce-overhead", dynamic=dynamic)
         with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):

@@ -142,7 +142,7 @@ class TestCoverage(TestCase):
 class TestKernelNames(TestCase):
     @unittest.skipIf(importlib.util.find_spec("transformers") is None or is_torchvision_broken(), "needs transformers")
     def test_bert(self):
-        """Nearly all kernels that replays of BERT run are named in a profiler's trace, and rightly."""
+        """At least 95% of the kernels in BERT's replays are named in a profiler's trace, with the right module."""
         from transformers import BertConfig, BertForQuestionAnswering
 
         torch._dynamo.reset()

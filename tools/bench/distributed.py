@@ -116,7 +116,7 @@ PROGRAMS: dict[str, Callable[[int, torch.device], tuple[Program, tuple[Any, ...]
 
 
 def measure(name: str, batch: int, device: torch.device, rounds: int, steps: int) -> dict[str, Any]:
-    """Milliseconds per step by way, the largest difference from eager's first value, and who has torch.compile's."""
+    """By way: milliseconds per step, the largest difference from eager, and whether it has torch.compile's bits."""
     program, args = PROGRAMS[name](batch, device)
     ways = make_ways(program, ["eager", *WAYS])
     samples: dict[str, list[float]] = {way.name: [] for way in ways}

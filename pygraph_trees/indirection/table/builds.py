@@ -74,7 +74,7 @@ def is_any_under_way() -> bool:
 
 
 def finish(most_s: float) -> None:
-    """Takes all steps of all builds; waits at most so long for the kernels to be compiled."""
+    """Takes all steps of all builds; waits at most ``most_s`` seconds for the kernels to be compiled."""
     end = time.monotonic() + most_s
     while is_any_under_way() and time.monotonic() < end:
         for function in list(_builds):

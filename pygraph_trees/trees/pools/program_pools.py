@@ -42,7 +42,7 @@ def begins(upstream: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
 
 
 def ends(upstream: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
-    """Also notes that a pool no longer does."""
+    """Also notes that a pool no longer takes the thread's allocations."""
 
     @functools.wraps(upstream)
     def end(device: int, pool: Any) -> None:
