@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from bench.figures import has_gpu, one_of, write_figures
 from pygraph_trees.benchmark import Program
@@ -108,11 +109,8 @@ def fsdp2(batch: int, device: torch.device) -> tuple[Program, tuple[Any, ...]]:
     return Program(step, (x,), {}, training=True, parameters=list(model.parameters())), (x,)
 
 
-PROGRAMS: dict[str, Callable[[int, torch.device], tuple[Program, tuple[Any, ...]]]] = {
-    "decode": decode,
-    "bert": bert,
-    "fsdp2": fsdp2,
-}
+_Make = Callable[[int, torch.device], tuple[Program, tuple[Any, ...]]]
+PROGRAMS: dict[str, _Make] = {"decode": decode, "bert": bert, "fsdp2": fsdp2}
 
 
 def measure(name: str, batch: int, device: torch.device, rounds: int, steps: int) -> dict[str, Any]:
@@ -147,10 +145,7 @@ def measure(name: str, batch: int, device: torch.device, rounds: int, steps: int
 
 def _value(outputs: Any) -> torch.Tensor:
     """A copy of the first output."""
-    first: Any = outputs
-    while not isinstance(first, torch.Tensor):
-        first = next(iter(first.values())) if isinstance(first, dict) else first[0]
-    return first.detach().float().clone()
+    return next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)).detach().float().clone()
 
 
 def _block(step: Callable[[], object], device: torch.device, steps: int) -> float:
