@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.host_reads import HostRead
 
+    from .collectives import Collectives
     from .pool import PoolRanges
     from .route_rule import RouteChooser
 
@@ -95,6 +96,7 @@ class LiveInputs:
         self._copied = CopiedInputs()
         self.chooser: RouteChooser | None = None  # passed on by ``set_up``
         self.is_of_backward = False  # whether inputs may be tangents; assigned before ``set_up``
+        self.collectives: Collectives | None = None  # of the capture, if any; assigned before ``set_up``
         self.outputs: dict[int, tuple[int, tuple[Any, ...] | None]] = {}  # by output: its input, and the view of it
 
     @property
@@ -180,7 +182,12 @@ class LiveInputs:
         """Scans the captured graph, and decides the routes."""
         passed = {position for position, item in enumerate(self.items) if item.index in returned}
         nodes = {} if self._staged is None else self._staged.nodes
-        found = scan(self._driver, int(graph.raw_cuda_graph()), self._placeholders, self._sources, nodes)
+        known = () if self.collectives is None else self.collectives.nodes
+        found = scan(self._driver, int(graph.raw_cuda_graph()), self._placeholders, self._sources, nodes, known)
+        shared = () if self.collectives is None else self.collectives.storages
+        for position, item in enumerate(self.items[: len(self._placeholders.placeholders)] if shared else ()):
+            if item.placeholder_tensor.untyped_storage().data_ptr() in shared:
+                found.refused[position] = Reason.READ_BY_COLLECTIVE()
         copied_to = [position for position, is_copied in self._own.items() if is_copied]
         return found, decide(found, len(self._placeholders.placeholders), passed, self._slots(found), copied_to)
 

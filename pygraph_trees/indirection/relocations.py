@@ -78,14 +78,16 @@ def scan(
     placeholders: Placeholders,
     staged: Sequence[tuple[int, int]] = (),
     by_value: Mapping[int, int] = MappingProxyType({}),
+    hide_nothing: Collection[int] = (),
 ) -> Scan:
     """Finds the relocations of a captured graph. Raises :class:`DriverError` if the graph's nodes cannot be listed.
 
     Args:
         staged: address and size in bytes of each memory of staged inputs; one copy may take several inputs from it.
         by_value: the kernel nodes that hold staged bytes by value, and the address from which each copies them.
+        hide_nothing: nodes of collectives whose tensors are known.
     """
-    reader = _Reader(driver, placeholders, staged, by_value)
+    reader = _Reader(driver, placeholders, staged, by_value, hide_nothing)
     found = driver.search(graph, placeholders.low, placeholders.high)
     if found is not None:
         reader.take(found)
@@ -104,10 +106,11 @@ class _Reader:
         placeholders: Placeholders,
         staged: Sequence[tuple[int, int]],
         by_value: Mapping[int, int],
+        hide_nothing: Collection[int],
     ) -> None:
         self._driver = driver
         self._placeholders = placeholders
-        self._staged, self._by_value = staged, by_value
+        self._staged, self._by_value, self._hide_nothing = staged, by_value, hide_nothing
         self._nodes: dict[int, GraphNode] = {}  # by position
         self._relocations: list[tuple[int, int, int, int]] = []  # position, offset, input, addend
         self._refused: dict[int, Why] = {}
@@ -123,9 +126,9 @@ class _Reader:
             NodeKind.MEMSET: (self._memset, "a fill that cannot be read"),
             # These nodes take events, and memory that belongs to the graph.
             **dict.fromkeys(_WITHOUT_INPUTS, (lambda position, handle: None, "")),
-            NodeKind.HOST: (lambda position, handle: self._hide("a host node"), ""),
-            NodeKind.GRAPH: (lambda position, handle: self._hide("a child graph"), ""),
-            NodeKind.OTHER: (lambda position, handle: self._hide("a node that cannot be read"), ""),
+            NodeKind.HOST: (lambda position, handle: self._hide("a host node", handle), ""),
+            NodeKind.GRAPH: (lambda position, handle: self._hide("a child graph", handle), ""),
+            NodeKind.OTHER: (lambda position, handle: self._hide("a node that cannot be read", handle), ""),
         }
 
     def read(self, position: int, kind: NodeKind, handle: int) -> None:
@@ -142,6 +145,8 @@ class _Reader:
             self._staged_at(position, node, BY_VALUE, self._by_value[handle])
             return
         collective = self._look_at_name(node.function, node.kernel)
+        if collective:
+            self._hide("a collective", handle)
         for offset, address in _words(bytearray(node.words()), self._placeholders):
             self._word(position, node, collective, offset, address)
 
@@ -187,9 +192,10 @@ class _Reader:
                 self.read(position, kind, handle)
         if kernels:
             self._kinds[NodeKind.KERNEL] += kernels
-        for kernel in search.kernels:
-            self._look_at_name(*kernel)
+        collectives = [kernel for kernel in search.kernels if self._look_at_name(*kernel)]
         self._layouts |= search.layouts
+        if collectives:
+            self._find_collectives(search)
         for hits in search.found:
             try:
                 if hits.words is None:
@@ -201,6 +207,18 @@ class _Reader:
             collective = self._look_at_name(hits.function, hits.kernel)
             for offset, address in hits.words:
                 self._word(hits.position, node, collective, offset, address)
+
+    def _find_collectives(self, search: Search) -> None:
+        """Looks for collectives among all kernels but those of known tensors."""
+        for handle, kind in search.nodes:
+            if kind is NodeKind.KERNEL and handle not in self._hide_nothing:
+                try:
+                    node = self._driver.kernel_node(handle, self._layouts)
+                except DriverError:
+                    self._hide(self._readers[NodeKind.KERNEL][1])
+                    continue
+                if self._collectives.get((node.function, node.kernel)):
+                    self._hide("a collective")
 
     def _word(self, position: int, node: KernelNode, collective: bool, offset: int, address: int) -> None:
         if not node.may_be_address(offset):
@@ -246,11 +264,13 @@ class _Reader:
         if found is not None:
             self._refused.setdefault(found, why)
 
-    def _hide(self, what: str) -> None:
-        self._opaque = self._opaque or what
+    def _hide(self, what: str, handle: int | None = None) -> None:
+        """Notes what may hide addresses; if it is a node of known tensors, it hides none."""
+        if handle is None or handle not in self._hide_nothing:
+            self._opaque = self._opaque or what
 
     def _look_at_name(self, function: int, kernel: int) -> bool:
-        """Whether a kernel is a collective. A collective, or a kernel without a name, may hide addresses.
+        """Whether a kernel is a collective. One without a name may be anything, and hide addresses.
 
         Notes unknown kernels. The driver is asked once for each kernel, not once for each node.
         """
@@ -260,9 +280,7 @@ class _Reader:
             self._collectives[key] = name is not None and _COLLECTIVE.match(name) is not None
             if name is None:
                 self._hide("a kernel whose name cannot be told")
-            elif self._collectives[key]:
-                self._hide("a collective")
-            elif not is_known(name):
+            elif not self._collectives[key] and not is_known(name):
                 self._unknown[name] = None
         return self._collectives[key]
 

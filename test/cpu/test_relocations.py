@@ -6,8 +6,11 @@ import ctypes
 import itertools
 import mmap
 import struct
+from collections.abc import Collection
 from unittest import mock
 
+import torch
+import torch.distributed as dist
 from fake_driver import KNOWN, FakeApi
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,8 +19,11 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection import relocations
+from pygraph_trees.indirection.collectives import Collectives
 from pygraph_trees.indirection.placeholder import Extent, Placeholders
 from pygraph_trees.indirection.relocations import Scan, scan
+
+calls = torch.ops._c10d_functional
 
 NBYTES = (4096, 100, 3 << 20)  # two small placeholders, which share a page, and a large one
 PLAIN = 0x7F00_0000_0000  # an address of no placeholder
@@ -46,8 +52,8 @@ class RelocationsTestCase(TestCase):
         self.placeholders = Placeholders(self.driver, 0, extents)
         return [placeholder.start for placeholder in self.placeholders.placeholders]
 
-    def scan(self, *nodes: str | int) -> Scan:
-        return scan(self.driver, self.api.make_graph(*nodes), self.placeholders)
+    def scan(self, *nodes: str | int, hide_nothing: Collection[int] = ()) -> Scan:
+        return scan(self.driver, self.api.make_graph(*nodes), self.placeholders, hide_nothing=hide_nothing)
 
     def assertFound(self, found: Scan, *relocations: tuple[int, ...], refused=(), opaque=None):
         """``relocations``: handle of the node, offset, input, addend; ``refused``: inputs, or a reason for each."""
@@ -138,6 +144,21 @@ class TestKernels(RelocationsTestCase):
             kernel = self.api.make_kernel([self.a], name=name)
             self.assertFound(self.scan(kernel), (kernel, 0, 0, 0))
 
+    def test_a_collective_of_known_tensors_hides_nothing(self):
+        """Nor does a host node that it adds; another collective does, or another host node."""
+        for words, known, opaque in ((PLAIN, True, None), (self.a, True, None), (PLAIN, False, "a collective")):
+            first, other = (self.api.make_kernel([word], name="ncclDevKernel_Sum") for word in (words, PLAIN))
+            kernel = self.api.make_kernel([self.b])
+            found = self.scan(first, kernel, other, hide_nothing=[first, other] if known else [first])
+            refused = {0: "a collective reads it"} if words == self.a else {}
+            self.assertFound(found, (kernel, 0, 1, 0), refused=refused, opaque=opaque)
+        kernel = self.api.make_kernel([self.b])
+        graph = self.api.make_graph("HOST", kernel, "HOST")
+        first, _, last = self.driver.nodes(graph)
+        for hide_nothing, opaque in (([first, last], None), ([first], "a host node")):
+            found = scan(self.driver, graph, self.placeholders, hide_nothing=hide_nothing)
+            self.assertFound(found, (kernel, 0, 1, 0), opaque=opaque)
+
 
 class TestCopiesAndFills(RelocationsTestCase):
     def test_both_sides_of_a_copy(self):
@@ -153,6 +174,46 @@ class TestCopiesAndFills(RelocationsTestCase):
             self.assertFound(self.scan(copy), opaque="a copy of rows or arrays")
         rows, others = (self.api.make_memset(at, 16, rows=4, pitch=64) for at in (self.b, PLAIN))
         self.assertFound(self.scan(rows, others), refused={1: "a fill of several rows writes to it"})
+
+
+class TestCollectives(TestCase):
+    """Operators for collectives, with a driver whose graph grows by a node at each of them, and by one elsewhere."""
+
+    def setUp(self):
+        super().setUp()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+        self.group = dist.group.WORLD.group_name
+        self.graph: list[int] | None = []
+
+    def capturing_graph(self, stream: int) -> int | None:
+        if self.graph is None:
+            raise DriverError(call="cuStreamGetCaptureInfo", code="unknown")
+        return stream
+
+    def nodes(self, graph: int) -> list[int]:
+        """Each time that it is asked, there is another one."""
+        assert self.graph is not None
+        self.graph.append(len(self.graph))
+        return list(self.graph)
+
+    def test_their_nodes_and_tensors(self):
+        summed, gathered, other = torch.ones(8), torch.ones(4), torch.ones(2)
+        with Collectives(self, 7) as found:
+            reduced = calls.all_reduce_(summed[2:], "sum", self.group)
+            other.add(self.graph.append(10) or 1)  # another operation
+            result = calls.all_gather_into_tensor_coalesced([gathered], 1, self.group)[0]
+            calls.wait_tensor(result)
+            calls.wait_tensor(reduced)
+        storages = {tensor.untyped_storage().data_ptr() for tensor in (summed, gathered, result)}
+        self.assertEqual((found.nodes, found.storages), ({1, 4, 6, 8}, storages))
+
+    def test_a_driver_that_does_not_tell(self):
+        """The values are right, and no node is known."""
+        with Collectives(self, 7) as found:
+            self.graph = None
+            self.assertEqual(calls.wait_tensor(calls.all_reduce(torch.ones(8), "sum", self.group)).sum(), 8)
+        self.assertEqual((found.nodes, len(found.storages) > 0), (set(), True))
 
 
 class TestHostArrays(RelocationsTestCase):

@@ -165,6 +165,23 @@ def collective_inside(device: torch.device) -> None:
 
 
 @program
+def collective_of_an_input(device: torch.device) -> None:
+    """It is copied, since the collective holds its address; other inputs, and what they are computed to, are not."""
+    from torch.distributed import _functional_collectives as functional
+
+    def fn(x: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        whole = functional.all_gather_tensor(shard, 0, dist.group.WORLD)
+        return x[: len(whole)] * whole + functional.all_reduce(x.sum(), "sum", dist.group.WORLD)
+
+    call = graphed(fn)
+    with torch.no_grad():
+        for step, batch in enumerate(batches(device)):
+            shard = torch.full((2, WIDTH), 1.0 + step + dist.get_rank(), device=device)
+            close(call(batch, shard), fn(batch, shard), f"step {step}")
+            after_step()
+
+
+@program
 def collective_between(device: torch.device) -> None:
     """A collective reads a graph's output on another stream, while the current stream goes on."""
     call = graphed(lambda x: (x * 2).sin())

@@ -133,10 +133,15 @@ def measure(name: str, batch: int, device: torch.device, rounds: int, steps: int
     for way in ways:
         if way.trees is not None:
             way.trees.clear()
+    torch._dynamo.reset()  # Dynamo limits the compilations of a function; NCCL waits until no graph has a collective
+    gc.collect()
+    ms = {way: median(found) for way, found in samples.items()}
+    if dist.get_rank() == 0:
+        print(name, batch, ", ".join(f"{way} {value:.3f} ms" for way, value in ms.items()), flush=True)
     return {
         "program": name,
         "batch": batch,
-        "ms": {way: median(found) for way, found in samples.items()},
+        "ms": ms,
         "rounds_ms": samples,
         "apart": apart,
         "as_compile": [way for way, value in values.items() if torch.equal(value, values["compile"])],
@@ -183,17 +188,8 @@ def main() -> int:
         for batch in options.batch or (1, 8)
     ]
     if dist.get_rank() == 0:
-        for result in found:
-            print(
-                result["program"],
-                result["batch"],
-                ", ".join(f"{way} {ms:.3f} ms" for way, ms in result["ms"].items()),
-                flush=True,
-            )
         how = {"ranks": dist.get_world_size(), "rounds": options.rounds, "steps": options.steps}
         write_figures(options.out, found, **how)
-    torch._dynamo.reset()  # NCCL waits until no graph has captured a collective
-    gc.collect()
     dist.destroy_process_group()
     return 0
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._guards import TracingContext
 
+from pygraph_trees.indirection.collectives import NAMESPACES
 from pygraph_trees.native import binding
 from pygraph_trees.outputs.allocations import is_watching, watching
 from pygraph_trees.outputs.own_memory import OwnOutputs
@@ -35,9 +36,6 @@ from .outputs import as_it_reads, give_memory
 
 if TYPE_CHECKING:
     from pygraph_trees.selection.trial import Trial
-
-
-_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}  # of torch.ops
 
 
 _loaded: ContextVar[Any] = ContextVar("pygraph_loaded", default=None)  # metadata of the program that a thread loads
@@ -158,7 +156,7 @@ class FunctionModel:
             partition=1,
             settings=asdict(settings),
             graph=graph,
-            has_collective=not _COLLECTIVES.isdisjoint(_names_in(model)),
+            has_collective=not NAMESPACES.isdisjoint(_names_in(model)),
         )
         if graph is not None:
             graph.functions += 1

@@ -18,8 +18,10 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees import compat
 from pygraph_trees.cuda.availability import usable_driver, why_unusable
+from pygraph_trees.cuda.driver import driver
 from pygraph_trees.cuda.graph_nodes import NodeKind
 from pygraph_trees.errors import PygraphError
+from pygraph_trees.indirection.collectives import Collectives
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.route_rule import recorded
 from pygraph_trees.indirection.routes import Route
@@ -242,6 +244,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
                 nullcontext() if live is None else live.captured(),
                 nullcontext() if progress is None else progress.capturing(),
                 observed(block, copy) as staged,
+                nullcontext() if live is None else self._collectives_noted(live),
                 nullcontext() if flag == "off" else self._branches_noted(model_inputs, flag) as branching,
             ):
                 outputs = staged.with_own_memory(as_they_read(model(model_inputs)))
@@ -278,6 +281,14 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             with torch.cuda.device(self.device):
                 with_branches(self.graph).instantiate()
         return outputs
+
+    def _collectives_noted(self, live: LiveInputs) -> AbstractContextManager[Any]:
+        """Wraps the capture of a function that calls collectives."""
+        model, api = self.wrapped_function.model, driver()
+        if api is not None and isinstance(model, FunctionModel) and model.log.has_collective:
+            live.collectives = Collectives(api, torch.cuda.current_stream().cuda_stream)
+            return live.collectives
+        return nullcontext()
 
     def _surroundings(self, outputs: Sequence[Any], live: LiveInputs) -> Surroundings:
         assert self._attempts is not None
