@@ -6,9 +6,14 @@ only the announced bytes may be copied.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from unittest import mock
+
 import torch
 import torch.nn.functional as F
 from indirection import ByTable, IndirectionTestCase, Program, by_name, named, tensor
+from parity import BOTH_SIDES
+from torch._dynamo.utils import counters
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 MATMUL = [
@@ -46,6 +51,11 @@ HOPPER = [
 ]
 
 
+def small_integers(given: Mapping[str, torch.Tensor]) -> None:
+    for value in given.values():
+        value.mul_(2).round_()
+
+
 class TestIndirectionMatmul(IndirectionTestCase):
     verify = "on"
 
@@ -58,6 +68,18 @@ class TestIndirectionMatmul(IndirectionTestCase):
         if torch.cuda.get_device_capability() < (9, 0):
             self.skipTest("needs compute capability 9.0")
         self.check(program)
+
+    @parametrize("backward", [False, True])
+    def test_templates_of_triton(self, backward):
+        """Those of ``mode="max-autotune"``; the two ways may choose other ones, but these sums are exact."""
+        inputs = tensor(128, 64), tensor(64, 256), tensor(256)
+        program = Program(
+            "template", lambda x, w, b: (x @ w + b).relu() @ w.mT, inputs, settle=small_integers, backward=backward
+        )
+        options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON", "test_configs.max_mm_configs": 2}
+        with mock.patch.dict(BOTH_SIDES, deterministic=False), torch._inductor.config.patch(options):
+            self.check(program)
+        self.assertGreater(counters["inductor"]["select_algorithm_autotune"], 0)
 
 
 class TestMatmulByTable(ByTable):
