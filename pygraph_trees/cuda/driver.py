@@ -3,7 +3,7 @@
 :class:`Driver` has one method per call: handles and addresses are integers, sizes are bytes. It accepts any module with
 the bindings' interface, for example a fake. A failed call raises :class:`DriverError` with the names of the call and
 the code; the code is :data:`NOT_FOUND` if the bindings or the installed driver lack the call. :func:`driver` returns
-the process's driver, or None without ``cuda.bindings``. README.md describes the native parts, which are optional.
+the process's driver, or None without ``cuda.bindings``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import functools
 import gc
 import importlib
 import itertools
-import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from pygraph_trees.errors import NOT_FOUND, DriverError, InvalidValue, refused
 
 from .copy_nodes import MemcpyNode, MemsetNode
-from .graph_nodes import KernelHits, KernelNode, Layout, Layouts, NodeKind, Search
+from .graph_nodes import KernelNode, Layout, Layouts, NodeKind
 
 # The calls that indirection makes, by the driver version that each needs: the version that the bindings 12.8 to 13.5
 # pass to cuGetProcAddress. The bindings define functions that the installed driver lacks, so a name in them proves
@@ -44,18 +43,13 @@ _NEEDED = {
 KERNEL_SETTER, CONTEXT_GETTER = "cuGraphExecKernelNodeSetParams_v2", "cuCtxGetCurrent"  # in the driver's library
 
 
-class SetRefused(DriverError):
-    """The driver refused a node; carries its position among the nodes to set."""
-
-
 class Driver:
     """The driver's calls, through a module with the interface of ``cuda.bindings.driver``."""
 
-    def __init__(self, api: Any, reader: Any = None, library: str = "libcuda.so.1") -> None:
-        """``reader`` is the module written in C++, which calls the driver's library itself."""
+    def __init__(self, api: Any, library: str | None = None) -> None:
+        """``library``: the name of the library that ``api`` calls, which C++ calls too."""
         self.api = api
         self.is_there = True  # whether the bindings find the driver's library
-        self.reader = reader
         self._library = library
         names = {kind: f"CU_GRAPH_NODE_TYPE_{kind.name}" for kind in NodeKind if kind is not NodeKind.OTHER}
         self._kinds = {int(getattr(api.CUgraphNodeType, name)): kind for kind, name in names.items()}
@@ -140,66 +134,13 @@ class Driver:
         nodes, _ = self.call("cuGraphGetNodes", graph, count)
         return [int(node) for node in nodes]
 
-    def search(self, graph: int, low: int, high: int) -> Search | None:
-        """Words in [low, high) among all kernels' parameters, at multiples of 4; None without the native parts."""
-        if self.reader is None:
-            return None
-        try:
-            nodes, kernels, found = self.reader.search(self._library, graph, low, high)
-        except RuntimeError as error:
-            call, number = error.args
-            raise DriverError(call=call, code=NOT_FOUND) if number < 0 else refused(call, self._code(number)) from error
-        except OSError as error:
-            raise DriverError(call=self._library, code=NOT_FOUND) from error
-        kinds = self._kinds
-        layouts: Layouts = {}
-        for function, kernel, places in kernels:
-            if places is not None:
-                with contextlib.suppress(ValueError):  # :meth:`kernel_node` reports it
-                    layouts[function, kernel] = Layout(places)
-        return Search(
-            [(handle, kinds.get(code, NodeKind.OTHER)) for handle, code in nodes],
-            [(function, kernel) for function, kernel, _ in kernels],
-            list(map(KernelHits._make, found)),
-            layouts,
-        )
-
-    def _code(self, number: int) -> Any:
-        """The code of a call that was made without the bindings, as the bindings' type if they know it."""
-        try:
-            return self.api.CUresult(number)
-        except ValueError:
-            return number
-
-    def set_kernels(self, exec_: int, nodes: Sequence[KernelNode]) -> Callable[[], None] | None:
-        """A function that sets all these nodes, already bound, in an instantiated graph; None without the native parts.
-
-        It can be called repeatedly and sets the nodes in order. If it raises :class:`SetRefused`, the graph holds the
-        new parameters of the nodes before the refused one.
-        """
-        if self.address_of(KERNEL_SETTER) is None:
-            return None
-        set_kernels, library, handle = self.reader.set_kernels, self._library, int(exec_)
-        packed = struct.pack(
-            f"{2 * len(nodes)}Q", *(number for node in nodes for number in (node.handle, node.address))
-        )
-
-        def set_all() -> None:
-            refusal = set_kernels(library, handle, packed)
-            if refusal is not None:
-                position, number = refusal
-                code = self._code(number)
-                raise SetRefused(call=KernelNode.set_call, code=getattr(code, "name", str(code)), position=position)
-
-        return set_all
-
     def address_of(self, name: str) -> int | None:
-        """Address of a function of the driver's library; None if it or the native parts are missing."""
-        if self.reader is None:
+        """Address of a function of the driver's library; None if it or the library is missing."""
+        if self._library is None:
             return None
         try:
-            return int(self.reader.address_of(self._library, name))
-        except (RuntimeError, OSError):
+            return ctypes.cast(getattr(ctypes.CDLL(self._library), name), ctypes.c_void_p).value
+        except (OSError, AttributeError):
             return None
 
     def node_kind(self, node: int) -> NodeKind:
@@ -218,17 +159,12 @@ class Driver:
                     counts[kind] += 1
         return counts
 
-    def kernel_node(self, node: int, layouts: Layouts | None = None, found: KernelHits | None = None) -> KernelNode:
+    def kernel_node(self, node: int, layouts: Layouts | None = None) -> KernelNode:
         """Reads a kernel node; raises :class:`DriverError` also if the layout of the kernel's parameters is unknown.
 
-        Args:
-            layouts: layouts read earlier, of kernels whose module is still loaded.
-            found: a search's findings in the node, which is then not read again.
+        ``layouts``: those read earlier, of kernels whose module is still loaded.
         """
-        layouts = {} if layouts is None else layouts
-        if found is None or found.block is None or found.launch is None:
-            return KernelNode(self, node, layouts)
-        return KernelNode(self, node, layouts, (found.block, found.launch))
+        return KernelNode(self, node, {} if layouts is None else layouts)
 
     def memcpy_node(self, node: int) -> MemcpyNode:
         return MemcpyNode(self, node)
@@ -372,11 +308,6 @@ def _found() -> Driver | None:
         api = importlib.import_module("cuda.bindings.driver")
     except ImportError:
         return None
-    try:
-        importlib.import_module("pygraph_trees.native.binding")  # passes over a wheel's modules that are damaged
-        reader = importlib.import_module("pygraph_trees.native._graph_nodes")
-    except ImportError:
-        reader = None
-    made = Driver(api, reader)
+    made = Driver(api, "libcuda.so.1")
     made.is_there = made.version() > 0  # without the library, the bindings would search for it at each call
     return made

@@ -11,8 +11,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pygraph_trees.errors import DriverError
 
@@ -76,27 +75,6 @@ class Layout:
 Layouts = dict[tuple[int, int], Layout]  # by a kernel's handles
 
 
-class KernelHits(NamedTuple):
-    """A kernel node that contains words in the searched range."""
-
-    position: int  # in the graph
-    function: int  # the kernel's handles, one of them 0
-    kernel: int
-    block: bytes | None  # the parameters; None, as the next two, if they cannot be read
-    words: list[tuple[int, int]] | None  # offset in the parameters, and value
-    launch: bytes | None  # the node's CUDA_KERNEL_NODE_PARAMS
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """What the kernels of a graph contain of a range of addresses."""
-
-    nodes: list[tuple[int, NodeKind]]  # handle and kind of all nodes, in the graph's order
-    kernels: list[tuple[int, int]]  # handles of each kernel, once
-    found: list[KernelHits]
-    layouts: Layouts  # of kernels in ``found``
-
-
 class Calls(Protocol):
     """What nodes ask of :class:`~pygraph_trees.cuda.driver.Driver`."""
 
@@ -109,20 +87,6 @@ class Calls(Protocol):
     def layout(self, function: int, kernel: int) -> Layout: ...
 
     def memory_type(self, address: int) -> int: ...
-
-
-class _Launch(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2, unchanged since CUDA 12.0, with the bindings' field names."""
-
-    _fields_ = (
-        ("func", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY")),
-        *((name, ctypes.c_uint32) for name in ("blockDimZ", "sharedMemBytes")),
-        *((name, ctypes.c_uint64) for name in ("kernelParams", "extra", "kern", "ctx")),
-    )
-
-    def getPtr(self) -> int:
-        return ctypes.addressof(self)
 
 
 class GraphNode:
@@ -158,25 +122,17 @@ class KernelNode(GraphNode):
 
     kind = NodeKind.KERNEL
     _get, _set = "cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"
-    set_call: ClassVar[str] = _set
     _in_context = False
     nbytes: int  # of the parameters, at the offsets that the kernel sees
 
-    def __init__(self, driver: Calls, handle: int, layouts: Layouts, found: tuple[bytes, bytes] | None = None) -> None:
-        """``found`` holds the parameters and the struct, if they were read already."""
-        if found is None:
-            super().__init__(driver, handle)
-        else:
-            self.handle, self._driver, self._params = handle, driver, _Launch.from_buffer_copy(found[1])
-        self._structs = [self._params]  # our copy, if any, and the bindings' struct once it is needed
-        self._exec = 0  # the bound graph
+    def __init__(self, driver: Calls, handle: int, layouts: Layouts) -> None:
+        super().__init__(driver, handle)
         self.function, self.kernel = int(self._params.func), int(self._params.kern)  # one of them is 0
         self._layout: Layout | None = None  # None if the parameters are passed as one block
         self._pointers: ctypes.Array[ctypes.c_uint64] | None = None  # ours, once the struct points to it
         self._taken: list[int] = []  # parameters read from a table
         # The struct points to the node's memory, which is only read here.
-        block = None if found is None else found[0]
-        self._recorded = self._read_packed() if self._params.extra else self._read_plain(layouts, block)
+        self._recorded = self._read_packed() if self._params.extra else self._read_plain(layouts)
         self.nbytes = len(self._recorded)
 
     def _read_packed(self) -> bytes:
@@ -186,7 +142,7 @@ class KernelNode(GraphNode):
             raise DriverError(call=self._get, code="unknown launch parameters")
         return ctypes.string_at(entries[_BUFFER], ctypes.c_uint64.from_address(entries[_SIZE]).value)
 
-    def _read_plain(self, layouts: Layouts, block: bytes | None) -> bytes:
+    def _read_plain(self, layouts: Layouts) -> bytes:
         self._given = given = int(self._params.kernelParams)
         key = self.function, self.kernel
         layout = layouts.get(key)
@@ -196,14 +152,12 @@ class KernelNode(GraphNode):
         if bool(given) != bool(count):  # an unknown handle looks like one without parameters
             raise DriverError(call=self._get, code="parameters of unknown layout")
         self._layout = layout
-        if block is not None:
-            return block
         return layout.read(given) if count else b""
 
     @property
     def address(self) -> int:
         """Address of the struct that :meth:`set` gives to the driver; fixed while the node lives."""
-        return int(self._structs[0].getPtr())
+        return int(self._params.getPtr())
 
     @functools.cached_property
     def block(self) -> ctypes.Array[ctypes.c_char]:
@@ -224,24 +178,8 @@ class KernelNode(GraphNode):
 
     def _point_to(self, pointers: ctypes.Array[ctypes.c_uint64]) -> ctypes.Array[ctypes.c_uint64]:
         self._pointers = pointers
-        for struct in self._structs:
-            setattr(struct, "extra" if self._layout is None else "kernelParams", ctypes.addressof(pointers))
+        setattr(self._params, "extra" if self._layout is None else "kernelParams", ctypes.addressof(pointers))
         return pointers
-
-    def bind(self, exec_: int, context: Any) -> None:
-        if not isinstance(self._params, _Launch):
-            super().bind(exec_, context)
-        self._exec = exec_
-
-    def set(self) -> None:
-        if isinstance(self._params, _Launch):
-            # Usually all kernels are set together, which works with any struct.
-            (self._params,) = self._driver.call(self._get, self.handle)
-            self._structs.append(self._params)
-            if self._pointers is not None:
-                self._point_to(self._pointers)
-            super().bind(self._exec, None)
-        super().set()
 
     def may_be_address(self, offset: int) -> bool:
         """Whether the 8 bytes at an offset may be one parameter, or part of one."""

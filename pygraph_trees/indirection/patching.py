@@ -9,16 +9,14 @@ true, every later ``apply`` raises :class:`HalfPatched`, and the graph must not 
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 
 from pygraph_trees.cuda.copy_nodes import CopyNode, MemcpyNode
-from pygraph_trees.cuda.driver import CONTEXT_GETTER, KERNEL_SETTER, Driver, SetRefused
+from pygraph_trees.cuda.driver import CONTEXT_GETTER, KERNEL_SETTER, Driver
 from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode
 from pygraph_trees.cuda.value_kernel import BYTES
 from pygraph_trees.errors import DriverError, PygraphError
@@ -26,8 +24,6 @@ from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason
 
 from .relocations import BY_VALUE, HOST_SOURCE, SOURCE, Relocation
-
-_MOST_CHANGES = 64  # sets of inputs that change together
 
 
 class PatchFailed(PygraphError):
@@ -59,16 +55,6 @@ class _Field:
     @value.setter
     def value(self, address: Any) -> None:
         setattr(self._node, self._name, address)
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """The nodes that are set when certain inputs change."""
-
-    count: int
-    set_kernels: Callable[[], None] | None  # sets ``kernels`` at once
-    kernels: tuple[int, ...]  # positions in the scan
-    others: tuple[int, ...]  # set one by one
 
 
 class Patches:
@@ -115,40 +101,20 @@ class Patches:
         self._words: list[list[tuple[Word, int]]] = [[] for _ in inputs]
         self._nodes: list[set[int]] = [set() for _ in inputs]
         self._always: set[int] = set()
-        kernels: dict[int, KernelNode] = {}
         for number, offset, position, addend, entry in own:
             node = scan_nodes[number]
             self._nodes[position].add(number)
             if isinstance(node, KernelNode):
-                kernels[number] = node
                 if offset != BY_VALUE and node.take_from(offset, self._table, entry):
                     continue
             elif offset != HOST_SOURCE:  # a staging buffer keeps its address; the program's own memory is in ``forced``
                 self._always.add(number)
             self._words[position].append((_word(node, offset), addend))
-        used = set().union(*self._nodes)
-        for number in used:
-            scan_nodes[number].bind(exec_, context)
-        self._setters = {number: scan_nodes[number].set for number in used}
-        self._kernels = kernels
-        self._set_at_once = functools.partial(driver.set_kernels, exec_)
-        self._exec, self._address_of = int(exec_), driver.address_of
-        self._context, self._go_back_to = context, driver.enter
-        self._enter = functools.partial(driver.enter, context)
-        self._changes: dict[tuple[int, ...], _Change] = {}  # by the positions that change: usually the same ones
+        self._used = {number: scan_nodes[number] for number in sorted(set().union(*self._nodes))}
+        for node in self._used.values():
+            node.bind(exec_, context)
+        self._driver, self._exec, self._context = driver, int(exec_), context
         self._write(range(len(inputs)), recorded)
-
-    def _change(self, changed: tuple[int, ...]) -> _Change:
-        """How the nodes for these positions are set: kernels in one call if possible, other nodes one by one."""
-        if changed not in self._changes:
-            if len(self._changes) == _MOST_CHANGES:
-                self._changes.clear()
-            nodes = self._always.union(*(self._nodes[position] for position in changed))
-            kernels = tuple(number for number in self._kernels if number in nodes)
-            set_kernels = self._set_at_once(tuple(self._kernels[number] for number in kernels)) if kernels else None
-            others = [number for number in nodes if set_kernels is None or number not in self._kernels]
-            self._changes[changed] = _Change(len(nodes), set_kernels, kernels, tuple(others))
-        return self._changes[changed]
 
     @property
     def addresses(self) -> list[int]:
@@ -187,9 +153,10 @@ class Patches:
         """
         if binding.extension is None:
             return None
-        change = self._change(tuple(range(len(self._inputs))))
-        setter, context_getter = map(self._address_of, (KERNEL_SETTER, CONTEXT_GETTER))
-        can_set = change.kernels and not change.others and setter and context_getter and self._context is not None
+        kernels = {number: node for number, node in self._used.items() if isinstance(node, KernelNode)}
+        setter, context_getter = map(self._driver.address_of, (KERNEL_SETTER, CONTEXT_GETTER))
+        has_calls = setter and context_getter and self._context is not None
+        can_set = has_calls and 0 < len(kernels) == len(self._used)
         if values and not can_set:
             return None
         words: list[tuple[int, int, int]] = []
@@ -200,8 +167,8 @@ class Patches:
             words += [(table + 8 * number, *entry) for number, entry in enumerate(self._entries)]
             for position, found in enumerate(self._words):
                 words += [(ctypes.addressof(cast("ctypes.c_uint64", word)), position, addend) for word, addend in found]
-            numbers = {node: number for number, node in enumerate(change.kernels)}
-            nodes += [self._kernels[node] for node in change.kernels]
+            numbers = {node: number for number, node in enumerate(kernels)}
+            nodes += kernels.values()
             holders += [(position, numbers[node]) for position, held in enumerate(self._nodes) for node in sorted(held)]
         self._native = binding.extension.Addresses(
             owner=(self._table, nodes, self._words),
@@ -244,32 +211,28 @@ class Patches:
         if not changed and not self._always:
             return 0
         self._is_broken = True  # until all is done: an interrupt may come anywhere
-        change = self._change(changed)
+        nodes = self._always.union(*(self._nodes[position] for position in changed))
         self._write(changed, addresses)
-        self._set(addresses, change)
+        self._set(addresses, nodes)
         self._addresses[:] = addresses
         if self._native is not None:
             self._native.hold(self._addresses)
-        self.sets.value += change.count
+        self.sets.value += len(nodes)
         self._is_broken = False
-        return change.count
+        return len(nodes)
 
-    def _set(self, addresses: Sequence[int], change: _Change) -> None:
+    def _set(self, addresses: Sequence[int], nodes: Iterable[int]) -> None:
         node, before = -1, None
         try:
-            before = None if self._context is None else self._enter()
-            if change.set_kernels is not None:
-                change.set_kernels()
-            for node in change.others:
-                self._setters[node]()
+            before = None if self._context is None else self._driver.enter(self._context)
+            for node in nodes:
+                self._used[node].set()
         except DriverError as error:
-            if isinstance(error, SetRefused):
-                node = change.kernels[error.fields["position"]]
             index = self._input_of(node, addresses)
             raise PatchFailed(index=index, call=error.fields["call"], code=error.fields["code"]) from error
         finally:
             if before is not None:
-                self._go_back_to(before)
+                self._driver.enter(before)
 
     def _write(self, changed: Iterable[int], addresses: Sequence[int]) -> None:
         self._pack(self._table, 0, *(addresses[position] + addend for position, addend in self._entries))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode, Layouts, NodeKind, Search
+from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode, Layouts, NodeKind
 from pygraph_trees.errors import DriverError
 from pygraph_trees.reasons import Reason, Why
 
@@ -88,10 +88,6 @@ def scan(
         hide_nothing: nodes of collectives whose tensors are known.
     """
     reader = _Reader(driver, placeholders, staged, by_value, hide_nothing)
-    found = driver.search(graph, placeholders.low, placeholders.high)
-    if found is not None:
-        reader.take(found)
-        return reader.result()
     for position, handle in enumerate(driver.nodes(graph)):
         reader.read(position, driver.node_kind(handle), handle)
     return reader.result()
@@ -147,7 +143,7 @@ class _Reader:
         collective = self._look_at_name(node.function, node.kernel)
         if collective:
             self._hide("a collective", handle)
-        for offset, address in _words(bytearray(node.words()), self._placeholders):
+        for offset, address in _words(node.words(), self._placeholders):
             self._word(position, node, collective, offset, address)
 
     def _memcpy(self, position: int, handle: int) -> None:
@@ -181,44 +177,6 @@ class _Reader:
             self._refuse(found, Reason.FILLED_IN_ROWS())
         elif found is not None:
             self._relocation(position, node, 0, found, node.target)
-
-    def take(self, search: Search) -> None:
-        """Takes the findings in all kernels at once; the other nodes are read one by one."""
-        kernels = 0
-        for position, (handle, kind) in enumerate(search.nodes):
-            if kind is NodeKind.KERNEL and handle not in self._by_value:
-                kernels += 1
-            else:
-                self.read(position, kind, handle)
-        if kernels:
-            self._kinds[NodeKind.KERNEL] += kernels
-        collectives = [kernel for kernel in search.kernels if self._look_at_name(*kernel)]
-        self._layouts |= search.layouts
-        if collectives:
-            self._find_collectives(search)
-        for hits in search.found:
-            try:
-                if hits.words is None:
-                    raise DriverError(call="search", code="parameters of unknown layout")
-                node = self._driver.kernel_node(search.nodes[hits.position][0], self._layouts, hits)
-            except DriverError:
-                self._hide(self._readers[NodeKind.KERNEL][1])
-                continue
-            collective = self._look_at_name(hits.function, hits.kernel)
-            for offset, address in hits.words:
-                self._word(hits.position, node, collective, offset, address)
-
-    def _find_collectives(self, search: Search) -> None:
-        """Looks for collectives among all kernels but those of known tensors."""
-        for handle, kind in search.nodes:
-            if kind is NodeKind.KERNEL and handle not in self._hide_nothing:
-                try:
-                    node = self._driver.kernel_node(handle, self._layouts)
-                except DriverError:
-                    self._hide(self._readers[NodeKind.KERNEL][1])
-                    continue
-                if self._collectives.get((node.function, node.kernel)):
-                    self._hide("a collective")
 
     def _word(self, position: int, node: KernelNode, collective: bool, offset: int, address: int) -> None:
         if not node.may_be_address(offset):
@@ -285,15 +243,13 @@ class _Reader:
         return self._collectives[key]
 
 
-def _words(data: bytearray, placeholders: Placeholders) -> list[tuple[int, int]]:
+def _words(data: bytes, placeholders: Placeholders) -> list[tuple[int, int]]:
     """Offset and value of each word among the placeholders, at all multiples of 4 bytes, by offset."""
+    low, high = placeholders.low, placeholders.high
     found: list[tuple[int, int]] = []
     for begin in (0, 4):
-        count = (len(data) - begin) // 8
-        if count > 0:
-            words = torch.frombuffer(data, dtype=torch.int64, offset=begin, count=count)
-            hits = ((words >= placeholders.low) & (words < placeholders.high)).nonzero().flatten()
-            found += zip((hits * 8 + begin).tolist(), words[hits].tolist(), strict=True)
+        words = memoryview(data)[begin : begin + (len(data) - begin) // 8 * 8].cast("Q")
+        found += [(begin + 8 * i, word) for i, word in enumerate(words) if low <= word < high]
     return sorted(found)
 
 
@@ -338,4 +294,7 @@ def _host_words(start: int, nbytes: int, target: int, placeholders: Placeholders
             wanted = min(_HOST_CHUNK + 8, nbytes - begin)  # a word may run over the end of a chunk
             data = bytearray(lead + wanted)
             _read_host(memory.fileno(), memoryview(data)[lead:], start + begin)
-            yield from (word for _, word in _words(data, placeholders))
+            for offset in (0, 4):
+                if (count := (len(data) - offset) // 8) > 0:
+                    words = torch.frombuffer(data, dtype=torch.int64, offset=offset, count=count)
+                    yield from words[(words >= placeholders.low) & (words < placeholders.high)].tolist()

@@ -1,8 +1,8 @@
-"""The modules in C++: the fast path of a replay, questions about many tensors, and the reader of graph nodes.
+"""The module in C++, ``_fast_path``: the fast path of a replay, and questions about many tensors.
 
-``_fast_path`` and ``_graph_nodes`` are imported from this package if a wheel brought them for the torch in use, and
-otherwise from the folder that ``python -m pygraph_trees build`` makes. If they are missing, Python does the same, more
-slowly, and :func:`.build.why_missing` returns the reason.
+It is imported from this package if a wheel brought it for the torch in use, and otherwise from the folder that
+``python -m pygraph_trees build`` makes. Without it, replays take the slow path, and :func:`.build.why_missing` returns
+the reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds the modules in C++ for the installed torch: ``python -m pygraph_trees build``.
+"""Builds the module in C++ for the installed torch: ``python -m pygraph_trees build``.
 
 :func:`build` compiles into a temporary folder and moves it into place, so the folder is complete or missing. A file
 lock keeps two processes from building at once. :func:`start` builds in a detached process of low priority, whose output
@@ -63,9 +63,9 @@ def has_failed() -> bool:
 
 
 def build() -> Path:
-    """Compiles both modules if they are missing, in about half a minute, and returns their folder.
+    """Compiles the module if it is missing, in about half a minute, and returns its folder.
 
-    A wheel's modules will do if they can be loaded. Raises :class:`BuildFailed` if another process is building, if
+    A wheel's module will do if it can be loaded. Raises :class:`BuildFailed` if another process is building, if
     there is no torch, compiler or setuptools, or if the compiler fails; its output goes to standard output and standard
     error.
     """
@@ -83,7 +83,7 @@ def build() -> Path:
         with FileLock(_LOCK, timeout=0), tempfile.TemporaryDirectory(dir=FOLDER.parent, prefix="building-") as made:
             if not is_built():
                 try:
-                    compile_modules(Path(made), torch)
+                    compile_module(Path(made), torch)
                 except BuildFailed:
                     _FAILED.touch()
                     raise
@@ -174,8 +174,8 @@ def start() -> None:
         os.setpriority(os.PRIO_PROCESS, _process.pid, _LOWEST_PRIORITY)
 
 
-def compile_modules(folder: Path, torch: Path) -> None:
-    """Compiles both modules for the torch in a folder into the subfolder ``out``; raises :class:`BuildFailed`."""
+def compile_module(folder: Path, torch: Path) -> None:
+    """Compiles the module for the torch in a folder into the subfolder ``out``; raises :class:`BuildFailed`."""
     try:
         from setuptools import Distribution, Extension
         from setuptools.command.build_ext import build_ext
@@ -185,24 +185,19 @@ def compile_modules(folder: Path, torch: Path) -> None:
     include = torch / "include"
     sources = folder / "sources"  # a copy, since objects may be written next to them
     shutil.copytree(SOURCES, sources, ignore=lambda _, names: [n for n in names if not n.endswith((".cpp", ".h"))])
-    # A wheel's modules do not name the folders in which they were made.
+    # A wheel's module does not name the folders in which it was made.
     prefixes = [f"-ffile-prefix-map={place}={name}" for place, name in ((torch, "torch"), (sources, "pygraph_trees"))]
-    extensions = [
-        Extension(
-            name,
-            [str(sources / f"{name[1:]}.cpp")],
-            include_dirs=[str(include), str(include / "torch" / "csrc" / "api" / "include")],
-            library_dirs=[str(torch / "lib")],
-            libraries=libraries,
-            extra_compile_args=["-std=c++20", "-g0", "-fvisibility=hidden", "-Wno-invalid-offsetof", *prefixes],
-            language="c++",
-        )
-        # Torch has loaded these libraries before the module is imported.
-        for name, libraries in (("_graph_nodes", []), ("_fast_path", ["torch_python", "torch_cpu", "c10"]))
-    ]
-    command = build_ext(Distribution({"name": "pygraph_trees_native", "ext_modules": extensions}))
+    extension = Extension(
+        "_fast_path",
+        [str(sources / "fast_path.cpp")],
+        include_dirs=[str(include), str(include / "torch" / "csrc" / "api" / "include")],
+        library_dirs=[str(torch / "lib")],
+        libraries=["torch_python", "torch_cpu", "c10"],  # torch has loaded them before the module is imported
+        extra_compile_args=["-std=c++20", "-g0", "-fvisibility=hidden", "-Wno-invalid-offsetof", *prefixes],
+        language="c++",
+    )
+    command = build_ext(Distribution({"name": "pygraph_trees_native", "ext_modules": [extension]}))
     command.build_lib, command.build_temp = str(folder / "out"), str(folder / "objects")
-    command.parallel = len(extensions)
     try:
         command.ensure_finalized()
         command.run()

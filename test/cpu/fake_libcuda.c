@@ -1,24 +1,7 @@
-/* A driver library. What native/graph_nodes.cpp calls asks functions that fake_native.py sets; edges are kept here. */
+/* A driver library that keeps edges, and functions that leave data on the stack. */
 
 #include <stddef.h>
 #include <string.h>
-
-#define ASK(name, parameters, arguments)                                                                               \
-    int(*ask_##name) parameters;                                                                                       \
-    int name parameters { return ask_##name arguments; }
-
-ASK(cuGraphGetNodes, (void *graph, void **found, size_t *count), (graph, found, count))
-ASK(cuGraphNodeGetType, (void *node, int *type), (node, type))
-ASK(cuGraphKernelNodeGetParams_v2, (void *node, void *parameters), (node, parameters))
-ASK(cuFuncGetParamInfo, (void *function, size_t index, size_t *offset, size_t *nbytes),
-    (function, index, offset, nbytes))
-ASK(cuKernelGetParamInfo, (void *kernel, size_t index, size_t *offset, size_t *nbytes), (kernel, index, offset, nbytes))
-ASK(cuGraphExecKernelNodeSetParams_v2, (void *exec, void *node, const void *parameters), (exec, node, parameters))
-
-int cuCtxGetCurrent(void **context) {
-    *context = context;
-    return 0;
-}
 
 /* The edges of the only graph: nodes and CUgraphEdgeData, which is two ports, a type and 5 bytes that must be 0. */
 typedef struct {

@@ -129,7 +129,7 @@ class TestBuild(TestCase):
             *((binding, n, None) for n in ("extension", "why_without")),
         ):
             self.enterContext(mock.patch.object(module, name, value))
-        self.compile = self.enterContext(mock.patch.object(build, "compile_modules", side_effect=self.compiled))
+        self.compile = self.enterContext(mock.patch.object(build, "compile_module", side_effect=self.compiled))
         self.popen = self.enterContext(mock.patch.object(build.subprocess, "Popen"))
         self.popen.return_value.poll.return_value = None  # it runs
         self.enterContext(mock.patch.object(build.os, "setpriority"))
@@ -217,8 +217,8 @@ class TestProcess(TestCase):
 
 
 MODULES = """
-from pygraph_trees.native import binding, _graph_nodes
-print(binding.extension.__file__, _graph_nodes.__file__)"""
+from pygraph_trees.native import binding
+print(binding.extension.__file__)"""
 
 
 def tool():
@@ -257,7 +257,7 @@ class TestWheel(TestCase):
             stack.enter_context(mock.patch.dict(os.environ))
             stack.enter_context(contextlib.redirect_stdout(out))
             if not os.environ.get("TEST_WHEELS"):
-                stack.enter_context(mock.patch.object(wheels.build, "compile_modules", copied))
+                stack.enter_context(mock.patch.object(wheels.build, "compile_module", copied))
             status = wheels.main(["--out", str(cls.folder), str(location.torch_folder())])
         assert status == 0, out.getvalue()
         (wheel,) = cls.folder.glob("*.whl")

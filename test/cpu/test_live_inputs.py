@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 from fake_driver import CUresult, FakeApi
-from fake_native import native_over
+from fake_native import addresses_over
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -151,7 +151,9 @@ class LiveInputsTestCase(TestCase):
         retired._retired.clear()
         _rooms.clear()
         self.api = FakeApi()
-        self.driver = Driver(self.api, native_over(self.api) if self.native else None)
+        self.driver = Driver(self.api)
+        if self.native:
+            self.driver.address_of = addresses_over(self.api)
         self.segments: list[dict[str, int]] = []
         self.snapshots = 0
         self.pool = PoolRanges(self._snapshot)

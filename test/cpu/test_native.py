@@ -3,89 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 import unittest
 from unittest import mock
 
-import test_patching
-import test_relocations
 import torch
-from fake_driver import CUresult, FakeApi
-from fake_native import Launch, asking, library, native_over
+from fake_driver import FakeApi
+from fake_native import library
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.cuda.driver import CONTEXT_GETTER, KERNEL_SETTER, Driver
-from pygraph_trees.cuda.graph_nodes import NodeKind
-from pygraph_trees.errors import DriverError
+from pygraph_trees.cuda.driver import KERNEL_SETTER, Driver
 from pygraph_trees.native import binding, build
 from pygraph_trees.trees.functions import native_names
-
-
-class _Native:
-    def make_driver(self, api: FakeApi) -> Driver:
-        return Driver(api, native_over(api))
-
-
-class TestKernels(_Native, test_relocations.TestKernels): ...
-
-
-class TestHostArrays(_Native, test_relocations.TestHostArrays): ...
-
-
-class TestOtherNodes(_Native, test_relocations.TestOtherNodes): ...
-
-
-class TestFailures(_Native, test_relocations.TestFailures): ...
-
-
-class TestAllAtOnce(_Native, test_relocations.TestAllAtOnce): ...
-
-
-class TestPatching(test_patching.Patching, TestCase):
-    native = True
-
-
-class TestSetKernels(TestCase):
-    """The call in C++, on a library that asks this test."""
-
-    def setUp(self):
-        super().setUp()
-        native_over(FakeApi())  # skips the test if there is no native part
-        from pygraph_trees.native import _graph_nodes
-
-        self.library, self.found, self.refuses = str(library()), [], {}
-        asking(cuGraphExecKernelNodeSetParams_v2=self.set_kernel)
-        self.set_kernels = _graph_nodes.set_kernels
-        self.structs = [Launch(shared=100 + n) for n in range(4)]
-        pairs = [struct.pack("QQ", 0x9000 + n, ctypes.addressof(s)) for n, s in enumerate(self.structs)]
-        self.packed = b"".join(pairs)
-
-    def set_kernel(self, exec_, node, address):
-        if code := self.refuses.get(len(self.found), 0):
-            return code
-        self.found.append((exec_, node, Launch.from_address(address).shared))
-        return 0
-
-    def test_each_in_order(self):
-        self.assertIsNone(self.set_kernels(self.library, 0x77, self.packed))
-        self.assertEqual(self.found, [(0x77, 0x9000 + n, 100 + n) for n in range(4)])
-        self.structs[1].shared = 7
-        self.assertIsNone(self.set_kernels(self.library, 0x88, self.packed[16:32]))
-        self.assertEqual(self.found[4:], [(0x88, 0x9001, 7)])
-
-    def test_a_refusal_ends_it(self):
-        self.refuses[2] = 701
-        self.assertEqual(self.set_kernels(self.library, 0x77, self.packed), (2, 701))
-        self.assertEqual(len(self.found), 2)
-
-    def test_a_driver_without_the_call(self):
-        from pygraph_trees.native import _graph_nodes
-
-        for native in ((), (_graph_nodes, "no such library"), (_graph_nodes, "libc.so.6")):
-            driver = Driver(FakeApi(), *native)
-            found = driver.set_kernels(0x77, ()), *map(driver.address_of, (KERNEL_SETTER, CONTEXT_GETTER))
-            self.assertEqual(found, (None, None, None))
-        self.assertRaises(RuntimeError, self.set_kernels, "", 0x77, self.packed)  # the process itself
 
 
 class TestOverwriteStack(TestCase):
@@ -102,48 +30,11 @@ class TestOverwriteStack(TestCase):
         self.assertEqual(fake.fake_left(inverted), 0)
 
 
-class TestSearch(TestCase):
-    def setUp(self):
-        super().setUp()
-        self.api = FakeApi()
-        self.driver = Driver(self.api, native_over(self.api))
-
-    def test_what_it_returns(self):
-        first, second = self.api.make_kernel([0x7000, 5, 0x7008], func=False), self.api.make_kernel([1])
-        graph = self.api.make_graph(first, "EMPTY", second)
-        found = self.driver.search(graph, 0x7000, 0x8000)
-        kinds = [NodeKind.KERNEL, NodeKind.EMPTY, NodeKind.KERNEL]
-        self.assertEqual(found.nodes, list(zip(self.driver.nodes(graph), kinds, strict=True)))
-        self.assertEqual(found.kernels, [self.api._nodes[node].functions() for node in (first, second)])
-        self.assertEqual(len(found.found), 1)
-        (hits,) = found.found
-        self.assertEqual((hits.position, (hits.function, hits.kernel)), (0, found.kernels[0]))
-        self.assertEqual(hits.words, [(0, 0x7000), (16, 0x7008)])
-
-    def test_many_nodes_of_few_kernels(self):
-        kernel = self.api.make_kernel([0x7000, b"abc", 0x7008, b"x" * 300])
-        nodes = [self.api._add(self.api._nodes[kernel]) for _ in range(200)]
-        found = self.driver.search(self.api.make_graph(kernel, *nodes), 0x7000, 0x8000)
-        self.assertEqual(len(found.kernels), 1)
-        self.assertEqual([hits.words for hits in found.found], [[(0, 0x7000), (16, 0x7008)]] * 201)
-
-    def test_a_graph_that_cannot_be_listed(self):
-        graph = self.api.make_graph("EMPTY")
-        for code, said in ((CUresult.CUDA_ERROR_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"), (12345, "12345")):
-            self.api.fail("cuGraphGetNodes", code=code)
-            with self.assertRaisesRegex(DriverError, f"^cuGraphGetNodes returned {said}$"):
-                self.driver.search(graph, 0, 1)
-
-    def test_libraries_that_lack_calls(self):
-        from pygraph_trees.native import _graph_nodes
-
-        for name in ("no such library", "libc.so.6"):
-            driver = Driver(self.api, _graph_nodes, name)
-            with self.assertRaises(DriverError):
-                driver.search(self.api.make_graph("EMPTY"), 0, 1)
-
-    def test_without_it_nothing_is_searched(self):
-        self.assertIsNone(Driver(self.api).search(self.api.make_graph("EMPTY"), 0, 1))
+class TestAddressOf(TestCase):
+    def test_a_library_without_the_call(self):
+        for name in (None, "no such library", "libc.so.6"):
+            self.assertIsNone(Driver(FakeApi(), name).address_of(KERNEL_SETTER))
+        self.assertGreater(Driver(FakeApi(), "libc.so.6").address_of("getpid"), 0)
 
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")

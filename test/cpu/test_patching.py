@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 from fake_driver import CUresult, FakeApi
-from fake_native import native_over
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -83,9 +82,9 @@ def memset(target: Held) -> NodeSpec:
 class Setup:
     """An instantiated graph of such nodes, and the patches of some of its inputs."""
 
-    def __init__(self, specs: list[NodeSpec], inputs: list[int], order=sorted, lacking=(), native=False) -> None:
+    def __init__(self, specs: list[NodeSpec], inputs: list[int], order=sorted, lacking=()) -> None:
         self.api = FakeApi()
-        self.driver = Driver(self.api, native_over(self.api) if native else None)
+        self.driver = Driver(self.api)
         for call, where in lacking:
             self.api.lack(call, where)
         self.specs, self.inputs = specs, inputs
@@ -106,10 +105,6 @@ class Setup:
             if held.input is not None
         ]
         made = [makers[specs[i].kind](self.handles[i]) for i in nodes]
-        everywhere = driver.search(self.graph, 0, (1 << 64) - 1)  # None without the native part
-        for hits in everywhere.found if everywhere else ():
-            if hits.position in nodes:
-                made[nodes.index(hits.position)] = driver.kernel_node(self.handles[hits.position], found=hits)
         self.api.calls.clear()
         return made, order(relocations, key=lambda relocation: (relocation.node, relocation.offset))
 
@@ -163,24 +158,15 @@ PATCHED = st.permutations(range(len(PLACEHOLDERS))).flatmap(
 ADDRESSES = st.sampled_from([*PLACEHOLDERS[:2], 0x7F12_3456_7800, 0x7F12_3456_7A00, 2**57 - 2**22])
 STEPS = st.lists(st.lists(ADDRESSES, min_size=6, max_size=6), max_size=5)
 CALLS = st.sampled_from(sorted(SET_CALLS.values()))
-# Tests of the search in Python are inherited by those of the search in C++.
-EXAMPLES = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+EXAMPLES = settings(max_examples=80, deadline=None)
 
 
-class Patching:
-    """Checks for kernels that are set one by one and for kernels that are set at once."""
-
-    native = False
-
-    def setup(self, *args, **options) -> Setup:
-        return Setup(*args, native=self.native, **options)
-
+class TestPatching(TestCase):
     @EXAMPLES
     @given(GRAPHS, PATCHED, STEPS, st.randoms(use_true_random=False))
     def test_graph_holds_what_it_is_given(self, specs, inputs, steps, random):
-        setup = self.setup(specs, inputs, order=lambda relocations, key: random.sample(relocations, len(relocations)))
+        setup = Setup(specs, inputs, order=lambda relocations, key: random.sample(relocations, len(relocations)))
         patches, now, total = setup.patches, [PLACEHOLDERS[i] for i in inputs], 0
-        unread = sum(spec.kind == "kernel" for spec in specs) if self.native else 0
         self.assertEqual(setup.held(), setup.expected(now))
         for step in steps:
             new = step[: len(inputs)]
@@ -190,10 +176,7 @@ class Patching:
             count = patches.apply(lent)
             lent.clear()
             self.assertEqual(setup.held(), setup.expected(new))
-            called = Counter(setup.api.calls)
-            unread -= called.pop("cuGraphKernelNodeGetParams", 0)  # by kernels of a search, when first set alone
-            self.assertGreaterEqual(unread, 0)
-            self.assertEqual(called, due)
+            self.assertEqual(Counter(setup.api.calls), due)
             self.assertEqual(count, due.total())
             now, total = new, total + count
             self.assertEqual((patches.addresses, patches.sets.value, patches.broken), (new, total, False))
@@ -201,7 +184,7 @@ class Patching:
     @EXAMPLES
     @given(GRAPHS, PATCHED, STEPS, CALLS, st.integers(0, 6))
     def test_any_set_call_may_fail(self, specs, inputs, steps, call, after):
-        setup = self.setup(specs, inputs)
+        setup = Setup(specs, inputs)
         patches, now = setup.patches, [PLACEHOLDERS[i] for i in inputs]
         setup.api.fail(call, after)
         for step in steps:
@@ -226,7 +209,7 @@ class Patching:
         self.assertFalse(patches.broken)
 
     def test_other_memory_at_an_address_is_set_again(self):
-        setup = self.setup([kernel(Held(0, 0)), kernel(Held(1, 0)), kernel(Held(0, 8), Held(1, 0))], [0, 1])
+        setup = Setup([kernel(Held(0, 0)), kernel(Held(1, 0)), kernel(Held(0, 8), Held(1, 0))], [0, 1])
         addresses = [0x7000_0000_0000, 0x7000_0001_0000]
         setup.patches.apply(addresses)
         self.assertEqual([setup.patches.apply(addresses, forced) for forced in ((), [0], [0, 1])], [0, 2, 3])
@@ -235,7 +218,7 @@ class Patching:
         specs, inputs = [kernel(Held(5, 0)), memcpy(Held(4, 0), Held(2, 0)), memset(Held(3, 0))], [2, 3, 4, 5]
         cases = ("kernel", 5, 5), ("memcpy", 4, 4), ("memcpy", 2, 2), ("memset", 5, 3), ("memset", 3, 3)
         for kind, changed, index in cases:
-            setup = self.setup(specs, inputs)
+            setup = Setup(specs, inputs)
             setup.api.fail(SET_CALLS[kind], code=CUresult.CUDA_ERROR_OUT_OF_MEMORY)
             message = f"^{SET_CALLS[kind]} refused an address of input {index}: CUDA_ERROR_OUT_OF_MEMORY$"
             with self.assertRaisesRegex(PatchFailed, message) as raised:
@@ -244,7 +227,7 @@ class Patching:
             self.assertIsInstance(raised.exception.__cause__, DriverError)
 
     def test_an_interrupt_half_way_breaks_the_patches(self):
-        setup = self.setup([kernel(Held(0, 0)), kernel(Held(0, 8)), kernel(Held(0, 16))], [0])
+        setup = Setup([kernel(Held(0, 0)), kernel(Held(0, 8)), kernel(Held(0, 16))], [0])
         setup.api.fail(SET_CALLS["kernel"], 1, raises=KeyboardInterrupt())
         with self.assertRaises(KeyboardInterrupt):
             setup.patches.apply([0x7F00_0000_0000])
@@ -253,8 +236,6 @@ class Patching:
         with self.assertRaises(HalfPatched):
             setup.patches.apply([PLACEHOLDERS[0]])
 
-
-class TestPatching(Patching, TestCase):
     def test_an_absent_call_is_an_error_only_if_it_is_needed(self):
         for kind, node in (("kernel", kernel(Held(0, 0))), ("memset", memset(Held(0, 0)))):
             with self.assertRaisesRegex(DriverError, f"^{SET_CALLS[kind]} returned NOT_FOUND$"):

@@ -37,9 +37,6 @@ def little(*words: int) -> bytes:
 
 
 class RelocationsTestCase(TestCase):
-    def make_driver(self, api: FakeApi) -> Driver:
-        return Driver(api)
-
     def setUp(self):
         super().setUp()
         self.a, self.b, self.c = self.place(*(Extent(nbytes, 64 * i) for i, nbytes in enumerate(NBYTES)))
@@ -48,7 +45,7 @@ class RelocationsTestCase(TestCase):
         """Starts again with other placeholders; returns where they begin."""
         self.api = FakeApi()
         vars(self.api).update(memory)
-        self.driver = self.make_driver(self.api)
+        self.driver = Driver(self.api)
         self.placeholders = Placeholders(self.driver, 0, extents)
         return [placeholder.start for placeholder in self.placeholders.placeholders]
 
