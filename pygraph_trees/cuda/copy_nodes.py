@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from .graph_nodes import Calls, GraphNode, NodeKind
+from .graph_nodes import GraphNode, NodeKind
 
 
 class CopyNode(GraphNode):
@@ -34,7 +34,7 @@ class MemcpyNode(CopyNode):
     plain: bool  # one row and no offsets: the copies that the driver lets us change
     nbytes: int
 
-    def __init__(self, driver: Calls, handle: int) -> None:
+    def __init__(self, driver: Any, handle: int) -> None:
         super().__init__(driver, handle)
         params, types = self._params, driver.api.CUmemorytype
         host, device = int(types.CU_MEMORYTYPE_HOST), int(types.CU_MEMORYTYPE_DEVICE)
@@ -92,7 +92,7 @@ class MemsetNode(CopyNode):
     plain: bool  # one row
     nbytes: int  # from the first byte to the last, gaps between rows included
 
-    def __init__(self, driver: Calls, handle: int) -> None:
+    def __init__(self, driver: Any, handle: int) -> None:
         super().__init__(driver, handle)
         params = self._params
         rows = max(1, int(params.height))

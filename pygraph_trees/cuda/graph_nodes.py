@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from pygraph_trees.errors import DriverError
 
@@ -75,20 +75,6 @@ class Layout:
 Layouts = dict[tuple[int, int], Layout]  # by a kernel's handles
 
 
-class Calls(Protocol):
-    """What nodes ask of :class:`~pygraph_trees.cuda.driver.Driver`."""
-
-    api: Any  # the module of the bindings
-
-    def find(self, name: str) -> Any: ...
-
-    def call(self, name: str, *args: Any) -> tuple[Any, ...]: ...
-
-    def layout(self, function: int, kernel: int) -> Layout: ...
-
-    def memory_type(self, address: int) -> int: ...
-
-
 class GraphNode:
     """A node of a captured graph, with its parameters for one instantiated graph."""
 
@@ -97,7 +83,8 @@ class GraphNode:
     _set: ClassVar[str]
     _in_context: ClassVar[bool] = True  # whether the setter takes the context
 
-    def __init__(self, driver: Calls, handle: int) -> None:
+    def __init__(self, driver: Any, handle: int) -> None:
+        """``driver``: a :class:`~pygraph_trees.cuda.driver.Driver`, which makes nodes."""
         self.handle = handle
         self._driver = driver
         (self._params,) = driver.call(self._get, handle)
@@ -125,7 +112,7 @@ class KernelNode(GraphNode):
     _in_context = False
     nbytes: int  # of the parameters, at the offsets that the kernel sees
 
-    def __init__(self, driver: Calls, handle: int, layouts: Layouts) -> None:
+    def __init__(self, driver: Any, handle: int, layouts: Layouts) -> None:
         super().__init__(driver, handle)
         self.function, self.kernel = int(self._params.func), int(self._params.kern)  # one of them is 0
         self._layout: Layout | None = None  # None if the parameters are passed as one block
@@ -204,7 +191,7 @@ class KernelNode(GraphNode):
         """
         if self._layout is None or parameter >= len(self._layout):
             raise ValueError(f"the kernel has no parameter {parameter} of its own")
-        pointers = self._pointers or self._point_to(self._layout.pointers_at(self._given))
+        pointers = self._pointers or self._point_to(self._layout.pointers_at(self._given))  # the rest as recorded
         self._taken.append(parameter)
         return ctypes.c_uint64.from_buffer(pointers, 8 * parameter)
 
@@ -213,13 +200,10 @@ class KernelNode(GraphNode):
 
         Returns False, and changes nothing, if no separate parameter of 8 bytes is at that offset.
         """
-        layout = self._layout
-        parameter = None if layout is None else layout.words.get(offset)
-        if layout is None or parameter is None:
+        parameter = None if self._layout is None else self._layout.words.get(offset)
+        if parameter is None:
             return False
-        pointers = self._pointers or self._point_to(layout.pointers_at(self._given))  # the rest as recorded
-        pointers[parameter] = ctypes.addressof(table) + 8 * index
-        self._taken.append(parameter)
+        self.pointer(parameter).value = ctypes.addressof(table) + 8 * index
         self._table = table  # keeps the table alive, which the struct does not
         return True
 

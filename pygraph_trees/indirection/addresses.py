@@ -1,16 +1,15 @@
 """The addresses that an instantiated graph holds for its live inputs, and those that each replay makes it hold.
 
 :meth:`Addresses.prepare` gives the graph the addresses of a call before anything of the call is consumed, or returns
-the reason if it cannot. Addresses that fitted once are remembered while the graph pool stays the same. With the native
-parts, :attr:`Addresses.native` holds the same facts for the fast path. This module patches for the slow path and
-reports to the fast one.
+the reason if it cannot. With the native parts, :attr:`Addresses.native` remembers addresses that fitted once, for the
+fast path, while the graph pool stays the same. This module patches for the slow path and reports to the fast one.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,8 +24,6 @@ from .routes import fits
 if TYPE_CHECKING:
     from .pool import PoolRanges
     from .staged_inputs import StagedInputs
-
-_MOST_FITTING = 256  # addresses remembered for one input: more than an allocator uses in turn
 
 
 class Addresses:
@@ -58,6 +55,7 @@ class Addresses:
         own: Collection[int] = (),
     ) -> None:
         self._patches, self._items, self._aligned, self._pool = patches, tuple(items), tuple(aligned), pool
+        self.sets = patches.sets  # counts the nodes that were set
         self._staged, self._first, self._numbers = staged, first, dict(zip(numbers, items, strict=True))
         self._copied_back = tuple(copied_back)
         # An address does not tell if an input is conjugated or negated.
@@ -67,8 +65,6 @@ class Addresses:
         self._tangents = tuple(signed) if is_of_backward else ()
         has_managed = any(item.managed for item in items)
         self._seen: list[int] = []  # of the inputs of the latest call
-        # By position: addresses that fit, and the addresses that the graph gets. Valid for one state of the pool.
-        self._fitting: tuple[dict[int, int], ...] = tuple({} for _ in items)
         self._pool_seen = pool.counter.value
         self._given = patches.addresses[: len(items)]  # the addresses that the graph gets next
         self._again = has_managed  # whether the latest call's addresses must be found again at the next call
@@ -83,15 +79,10 @@ class Addresses:
         # Whether addresses that fitted once fit again, and a graph that holds them needs nothing more, except values
         # that its nodes hold.
         has_buffers = staged is not None and staged.has_buffers
-        settles = not (self._copied_back or self._complex or has_managed or patches.sets_always or has_buffers)
+        settles = not (self._copied_back or self._complex or has_managed or patches.always or has_buffers)
         has_native = settles and (items or values)
         own_positions = [position for position, item in enumerate(items) if item.index in own and not item.lead]
         self.native: Any = patches.native(pool.counter, len(self._items), values, own_positions) if has_native else None
-
-    @property
-    def sets(self) -> Any:
-        """Counts the nodes that were set."""
-        return self._patches.sets
 
     def point(self, inputs: Any) -> None:
         """Gives the graph the addresses of the first call's inputs."""
@@ -216,20 +207,17 @@ class Addresses:
 
     def _find_all(self, seen: list[int], inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool]) -> Why | None:
         if self._pool.counter.value != self._pool_seen:
-            for fitting in self._fitting:
-                fitting.clear()
             self._pool_seen = self._pool.counter.value
             if self.native is not None:
                 self.native.forget()
-        addresses = [fitting.get(address) for fitting, address in zip(self._fitting, seen, strict=True)]
+        given: list[int] = []
         temporary: dict[int, torch.Tensor] = {}
-        for position, address in enumerate(addresses):
-            if address is None:
-                found = self._find(position, seen[position], inputs, temporary, stays)
-                if isinstance(found, Why):
-                    return found
-                addresses[position] = found
-        self._given = cast("list[int]", addresses)
+        for position, address in enumerate(seen):
+            found = self._find(position, address, inputs, temporary, stays)
+            if isinstance(found, Why):
+                return found
+            given.append(found)
+        self._given = given
         # Whether an input in the pool stays must be asked at each call.
         self.temporary, self._again = temporary, bool(temporary) or any(item.managed for item in self._items)
         return None
@@ -258,10 +246,6 @@ class Addresses:
             self.extra_copies += 1
             self.extra_copied_bytes += extent(copy) * copy.element_size()
             return copy.data_ptr() - item.lead
-        fitting = self._fitting[position]
-        if len(fitting) == _MOST_FITTING:
-            fitting.clear()
-        fitting[address] = address - item.lead
         if self.native is not None:
             self.native.accept(position, address, address - item.lead)
         return address - item.lead

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from pygraph_trees.cuda.extent import contents, extent, flat
+from pygraph_trees.cuda.extent import contents, flat
 from pygraph_trees.reasons import Reason, Why
 
-from .live_input import Item, bytes_at
+from .live_input import Item, bytes_at, memory_of
 from .poison import Poison
 
 _MOST_ALONE = 8  # inputs that are tried one by one, each for an instantiation and two launches
@@ -172,7 +172,7 @@ def _elements_of(tensor: torch.Tensor) -> torch.Tensor:
 
     Memory between the elements of a view belongs to other tensors, which may be written to meanwhile.
     """
-    memory = bytes_at(tensor.data_ptr(), extent(tensor) * tensor.element_size(), tensor.device).view(tensor.dtype)
+    memory = memory_of(tensor).view(tensor.dtype)
     overlaps = torch._debug_has_internal_overlap(tensor) == 1
     return memory if overlaps else memory.as_strided(tensor.shape, tensor.stride())
 

@@ -157,6 +157,11 @@ def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(memory_at(address, nbytes, device), 0, (nbytes,), (1,))
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes from a tensor's first to its last element, without a reference to it."""
+    return bytes_at(tensor.data_ptr(), extent(tensor) * tensor.element_size(), tensor.device)
+
+
 def placeholder_tensor(start: int, span: Span, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor like ``tensor`` in memory at an address, which it does not own."""
     storage = memory_at(start, span.nbytes, device)

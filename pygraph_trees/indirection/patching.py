@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
@@ -34,14 +34,8 @@ class HalfPatched(PatchFailed):
     template = "an earlier change of addresses failed half-way; the graph must be recorded again"
 
 
-class Word(Protocol):
-    """Where an address is written; a ``ctypes.c_uint64`` in a kernel's parameters is one."""
-
-    value: Any
-
-
 class _Field:
-    """A word that is an attribute of a node."""
+    """A word that is an attribute of a node; a word in a kernel's parameters is a ``ctypes.c_uint64``."""
 
     __slots__ = ("_name", "_node")
 
@@ -76,11 +70,8 @@ class Patches:
             inputs: the placeholders to patch.
             recorded: the addresses that ``exec_`` holds, by position in ``inputs``.
 
-        Raises :class:`DriverError` if a call is missing, :class:`ValueError` if an input is given twice or without an
-        address.
+        Raises :class:`DriverError` if a call is missing.
         """
-        if not len(set(inputs)) == len(inputs) == len(recorded):
-            raise ValueError(f"each input once, and an address for each: got {inputs!r} at {recorded!r}")
         self._addresses = list(recorded)
         self._is_broken = False
         self.sets = binding.new_counter()  # nodes set so far by changes that succeeded
@@ -98,9 +89,9 @@ class Patches:
         self._table = (ctypes.c_uint64 * len(self._entries))()
         self._pack = struct.Struct(f"{len(self._entries)}Q").pack_into
         # By position in inputs: the other words that hold its address, with the addend, and the nodes that hold it.
-        self._words: list[list[tuple[Word, int]]] = [[] for _ in inputs]
+        self._words: list[list[tuple[Any, int]]] = [[] for _ in inputs]
         self._nodes: list[set[int]] = [set() for _ in inputs]
-        self._always: set[int] = set()
+        self.always: set[int] = set()  # nodes that are set even if nothing changed
         for number, offset, position, addend, entry in own:
             node = scan_nodes[number]
             self._nodes[position].add(number)
@@ -108,7 +99,7 @@ class Patches:
                 if offset != BY_VALUE and node.take_from(offset, self._table, entry):
                     continue
             elif offset != HOST_SOURCE:  # a staging buffer keeps its address; the program's own memory is in ``forced``
-                self._always.add(number)
+                self.always.add(number)
             self._words[position].append((_word(node, offset), addend))
         self._used = {number: scan_nodes[number] for number in sorted(set().union(*self._nodes))}
         for node in self._used.values():
@@ -166,7 +157,7 @@ class Patches:
             table = ctypes.addressof(self._table)
             words += [(table + 8 * number, *entry) for number, entry in enumerate(self._entries)]
             for position, found in enumerate(self._words):
-                words += [(ctypes.addressof(cast("ctypes.c_uint64", word)), position, addend) for word, addend in found]
+                words += [(ctypes.addressof(word), position, addend) for word, addend in found]
             numbers = {node: number for number, node in enumerate(kernels)}
             nodes += kernels.values()
             holders += [(position, numbers[node]) for position, held in enumerate(self._nodes) for node in sorted(held)]
@@ -188,30 +179,23 @@ class Patches:
         )
         return self._native
 
-    @property
-    def sets_always(self) -> bool:
-        """Whether there are nodes that are set even if nothing changed."""
-        return bool(self._always)
-
     def apply(self, addresses: Sequence[int], forced: Collection[int] = ()) -> int:
         """Makes the graph hold ``addresses``, by position in ``inputs``; returns how many nodes were set.
 
         Args:
             forced: positions that are set even if the address is unchanged: other memory may have the same address.
 
-        Raises :class:`PatchFailed` if the driver refuses, which leaves the graph broken; :class:`ValueError` if there
-        is not one address for each input.
+        Raises :class:`PatchFailed` if the driver refuses, which leaves the graph broken.
         """
         if self.broken:
             raise HalfPatched
         held = self.addresses
-        if len(addresses) != len(held):
-            raise ValueError(f"{len(held)} addresses, not {len(addresses)}")
-        changed = tuple(p for p, at in enumerate(addresses) if at != held[p] or p in forced)
-        if not changed and not self._always:
+        pairs = zip(addresses, held, strict=True)
+        changed = [p for p, (new, old) in enumerate(pairs) if new != old or p in forced]
+        if not changed and not self.always:
             return 0
         self._is_broken = True  # until all is done: an interrupt may come anywhere
-        nodes = self._always.union(*(self._nodes[position] for position in changed))
+        nodes = self.always.union(*(self._nodes[position] for position in changed))
         self._write(changed, addresses)
         self._set(addresses, nodes)
         self._addresses[:] = addresses
@@ -255,7 +239,7 @@ class CapturedCopies:
 
     def __init__(self, scan_nodes: Sequence[GraphNode], relocations: Sequence[Relocation]) -> None:
         # Node, placeholder, the word that holds its address, addend.
-        self._words: list[tuple[CopyNode, int, Word, int]] = []
+        self._words: list[tuple[CopyNode, int, Any, int]] = []
         for relocation in relocations:
             node = scan_nodes[relocation.node]
             if isinstance(node, CopyNode):
@@ -286,7 +270,7 @@ class CapturedCopies:
         return list(dict.fromkeys(node for node, _, _ in written))
 
 
-def _word(node: GraphNode, offset: int) -> Word:
+def _word(node: GraphNode, offset: int) -> Any:
     """The word of a node at a relocation's offset (see ``Relocation.offset``)."""
     if isinstance(node, KernelNode):
         return node.pointer(BYTES) if offset == BY_VALUE else node.word(offset)

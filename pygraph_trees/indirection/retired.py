@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pygraph_trees.indirection")
 
 _MOST_STREAMS = 64
-
-
-class Memory(Protocol):
-    def close(self) -> None:
-        """Gives the memory back; after an interrupt, the next call continues."""
 
 
 class LastLaunches:
@@ -66,7 +61,7 @@ class LastLaunches:
 class _Retired:
     driver: Driver
     device: int
-    memory: Memory
+    memory: Any  # its ``close`` gives it back; after an interrupt, the next call continues
     launches: LastLaunches | None
 
     def close_if_idle(self) -> bool:
@@ -87,7 +82,7 @@ class _Retired:
 _retired: deque[_Retired] = deque()
 
 
-def retire(driver: Driver, device: int, memory: Memory, launches: LastLaunches | None = None) -> None:
+def retire(driver: Driver, device: int, memory: Any, launches: LastLaunches | None = None) -> None:
     """Gives memory back as soon as that needs no waiting. May be called anywhere.
 
     Args:

@@ -74,7 +74,7 @@ Addresses::Addresses(const py::kwargs &all)
 void Addresses::accept(size_t position, uint64_t address, uint64_t address_given) {
     if (position >= accepted.size())
         throw py::index_error("there is no such input");
-    if (accepted[position].size() >= MOST_ACCEPTED)
+    if (accepted[position].size() >= MOST_ACCEPTED && !accepted[position].contains(address))
         accepted[position].clear();
     accepted[position][address] = address_given;
 }

@@ -32,20 +32,20 @@ _KEPT = 2  # calls whose arguments stay alive, so that new ones have other addre
 _HEAD = ("size", "calls", "s", "replays", "un-graphed", "rec", "pool", "own", "other")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PreparedSize:
     """A size: what its calls made, and what a call does now."""
 
-    size: str  # "[8, 64], 3": the shapes of tensors, and other values
-    calls: int
-    seconds: float
-    settled: bool  # whether its last calls changed nothing
-    replays: int  # of graphs, in its last call
-    ungraphed: tuple[str, ...]  # for each function that its last call ran un-graphed: why
-    recordings: int
-    pool_bytes: int  # growth of the graph pools; smaller than 0 if recordings were given back
-    own_bytes: int  # growth of own memory of outputs
-    other_bytes: int  # growth of GPU memory outside of torch's allocator: executable graphs, loaded kernels
+    size: str = ""  # "[8, 64], 3": the shapes of tensors, and other values
+    calls: int = 0
+    seconds: float = 0.0
+    settled: bool = False  # whether its last calls changed nothing
+    replays: int = 0  # of graphs, in its last call
+    ungraphed: tuple[str, ...] = ()  # for each function that its last call ran un-graphed: why
+    recordings: int = 0
+    pool_bytes: int = 0  # growth of the graph pools; smaller than 0 if recordings were given back
+    own_bytes: int = 0  # growth of own memory of outputs
+    other_bytes: int = 0  # growth of GPU memory outside of torch's allocator: executable graphs, loaded kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,75 +89,66 @@ def prepare(fn: Callable[..., Any], sizes: Iterable[Any], *, most_calls: int = 1
             for size in found:
                 outputs, changed = size.settle(outputs, most_calls)
                 is_over = is_over and not changed
-            if is_over or any(size.calls >= most_calls for size in found):
+            if is_over or any(size.record.calls >= most_calls for size in found):
                 break
-    return Prepared(tuple(size.record() for size in found), status())
+    return Prepared(tuple(size.record for size in found), status())
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Size:
     fn: Callable[..., Any]
     entry: Any
-    size: str = ""
-    calls: int = 0
-    seconds: float = 0.0
-    settled: bool = False
-    replays: int = 0
-    ungraphed: tuple[str, ...] = ()
-    recordings: int = 0
-    memory: list[int] = field(default_factory=lambda: [0, 0, 0])
-
-    def record(self) -> PreparedSize:
-        figures = (self.size, self.calls, self.seconds, self.settled, self.replays, self.ungraphed, self.recordings)
-        return PreparedSize(*figures, *self.memory)
+    record: PreparedSize = field(default_factory=PreparedSize)
 
     def settle(self, outputs: Any, most_calls: int) -> tuple[Any, bool]:
         """Makes calls; returns the last one's outputs, and whether anything was made or decided.
 
         ``outputs``: of the call before, which die when the first call ends.
         """
-        began, memory, made = time.perf_counter(), _memory(), _recordings()
+        record, began, memory, made = self.record, time.perf_counter(), _memory(), _recordings()
         kept: deque[Any] = deque(maxlen=_KEPT)
         changed, quiet, needed = False, 0, _QUIET
-        while quiet < needed and self.calls < most_calls:
+        while quiet < needed and record.calls < most_calls:
             given, named = self._arguments()
             kept.append((given, named))
             before = {id(log): (log.happened, log.runs, log.replays, log.set_nodes) for log in journal.functions}
             outputs = self.fn(*given, **named)
             _wait()
-            self.calls += 1
+            record.calls += 1
             is_quiet, needed = self._look(before)
             quiet = quiet + 1 if is_quiet else 0
             changed = changed or not is_quiet
-        self.settled = quiet >= needed
-        self.seconds += time.perf_counter() - began
-        self.recordings += _recordings() - made
-        self.memory = [own + now - was for own, now, was in zip(self.memory, _memory(), memory, strict=True)]
+        record.settled = quiet >= needed
+        record.seconds += time.perf_counter() - began
+        record.recordings += _recordings() - made
+        pool, own, other = (now - was for now, was in zip(_memory(), memory, strict=True))
+        record.pool_bytes, record.own_bytes = record.pool_bytes + pool, record.own_bytes + own
+        record.other_bytes += other
         return outputs, changed
 
     def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
         made = self.entry if isinstance(self.entry, torch.Tensor) or not callable(self.entry) else self.entry()
-        self.size = self.size or ", ".join(map(_shown, pytree.tree_leaves(made))) or "-"
+        self.record.size = self.record.size or ", ".join(map(_shown, pytree.tree_leaves(made))) or "-"
         if isinstance(made, dict):
             return (), made
         return (made if isinstance(made, (tuple, list)) else (made,)), {}
 
     def _look(self, before: dict[int, tuple[Any, int, int, int]]) -> tuple[bool, int]:
         """Whether a call changed nothing, and how many such calls in a row are needed."""
-        is_quiet, needed, self.replays, ungraphed = True, _QUIET, 0, []
+        is_quiet, needed, self.record.replays, ungraphed = True, _QUIET, 0, []
         for log in journal.functions:
             happened, runs, replays, set_nodes = before.get(id(log), (None, 0, 0, 0))
             is_quiet = is_quiet and happened == log.happened
             if (runs, replays) == (log.runs, log.replays):
                 continue  # it was not called
-            self.replays += log.replays - replays
+            self.record.replays += log.replays - replays
             ungraphed += [str(log.record().why_ungraphed)] if log.runs > runs else []
             if log.awaits_table:
                 builds.finish(_BUILD_S)
             is_quiet = is_quiet and not log.is_tried
             if log.is_choosing and log.set_nodes > set_nodes:  # its inputs move
                 needed = 2 * REPLAYS
-        self.ungraphed = tuple(ungraphed)
+        self.record.ungraphed = tuple(ungraphed)
         return is_quiet, needed
 
 

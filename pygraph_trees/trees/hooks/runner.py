@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import operator
 import textwrap
 import tokenize
 from collections import Counter, defaultdict
@@ -61,15 +60,14 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
         is_backward = function.log.mode == BACKWARD
         code, function.as_returned, own = _with_views_inside(code, names, function.first_inside, renewed=is_backward)
     is_in_order = code.given == list(range(code.count))
-    keep, give = _several(code.kept), _several(code.given)
     finish = _finish(code, names, own)
 
     def run(inputs: list[Any]) -> Any:
-        kept = keep(inputs)
+        kept = [inputs[index] for index in code.kept]
         if not is_in_order:
-            inputs[:] = give(inputs)
+            inputs[:] = [inputs[index] for index in code.given]
         outputs = runner.partitions[0](inputs)
-        return outputs if finish is None else finish.make(outputs, kept)
+        return outputs if finish is None else finish.make(*outputs, *kept)
 
     if sorted(code.given) == list(range(code.count)):
         run.fast_call = _fast_call(runner, code, finish, names.get(_VIEW))  # type: ignore[attr-defined]
@@ -80,13 +78,6 @@ def _source(code: CodeType) -> str:
     """The source of a function, from its file; ``inspect.getsource`` would keep the lines of the whole file."""
     lines = Path(code.co_filename).read_text(encoding="utf-8").splitlines(keepends=True)
     return "".join(inspect.getblock(lines[code.co_firstlineno - 1 :]))
-
-
-def _several(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Returns a function that gives the items at these indices."""
-    if len(indices) > 1:
-        return operator.itemgetter(*indices)
-    return lambda items: [items[index] for index in indices]
 
 
 def _fast_call(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> Callable[[list[Any]], Any] | None:
@@ -131,7 +122,7 @@ def _with_views_inside(
         returned.append(value if name not in inside else _name(value) if is_given else _seen_so(value))
     given = [inside.get(name, ast.Name(name)) for name in code.outputs]
     finish = _finish(replace(code, returned=given, kept=[], kept_names=[]), names)
-    as_returned = None if finish is None else lambda outputs: finish.make(outputs, ())
+    as_returned = None if finish is None else lambda outputs: finish.make(*outputs)
     return replace(code, returned=returned), as_returned, set(inside) if renewed else set()
 
 
@@ -156,7 +147,7 @@ def _seen_so(value: ast.expr) -> ast.expr:
 class _Finish:
     """Makes the returned values from the partition's outputs and the kept inputs."""
 
-    make: Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
+    make: Callable[..., tuple[Any, ...]]
     # What ``make`` does, as arguments of :func:`.fast_path.entry`.
     picks: list[int]
     constants: list[Any]
@@ -168,27 +159,15 @@ def _finish(code: _Code, names: dict[str, Any], own: Collection[str] = ()) -> _F
     """None if the outputs are returned unchanged. ``own``: the outputs that already have the layout of their views."""
     if [ast.unparse(value) for value in code.returned] == code.outputs:
         return None
-    # A training step returns hundreds of values, so all are picked at once from one row: outputs, kept inputs, views,
-    # constants.
     tensors = code.outputs + code.kept_names
     views = [value for value in code.returned if isinstance(value, ast.Call)]
     constants = [value.value for value in code.returned if isinstance(value, ast.Constant)]
     numbers = {ast.Call: itertools.count(len(tensors)), ast.Constant: itertools.count(len(tensors) + len(views))}
     picks = [tensors.index(v.id) if isinstance(v, ast.Name) else next(numbers[type(v)]) for v in code.returned]
-    pick = _several(picks)
-    if not views:
-        return _Finish(lambda outputs, kept: tuple(pick([*outputs, *kept, *constants])), picks, constants, [], [])
-    seen = list(dict.fromkeys(map(_name_in, views)))
-    source = f"lambda {', '.join(seen)}: [{', '.join(map(ast.unparse, views))}]"
-    make = eval(compile(source, "<views that a graph returns>", "eval"), names)
-    pick_seen = _several([tensors.index(name) for name in seen])
-
-    def with_views(outputs: Sequence[Any], kept: Sequence[Any]) -> tuple[Any, ...]:
-        given = [*outputs, *kept]
-        return tuple(pick([*given, *make(*pick_seen(given)), *constants]))
-
-    found = [_view(value, tensors) for value in views]
-    return _Finish(with_views, picks, constants, found, [i for i, v in enumerate(views) if _name_in(v) in own])
+    source = f"lambda {', '.join(tensors)}: ({''.join(f'{ast.unparse(value)}, ' for value in code.returned)})"
+    make = eval(compile(source, "<what a graph returns>", "eval"), names)
+    own_views = [i for i, value in enumerate(views) if _name_in(value) in own]
+    return _Finish(make, picks, constants, [_view(value, tensors) for value in views], own_views)
 
 
 def _view(call: ast.Call, tensors: list[str]) -> View:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pygraph_trees.cuda.extent import contents, extent, flat
+from pygraph_trees.cuda.extent import contents, flat
 from pygraph_trees.errors import Reported
-from pygraph_trees.indirection.live_input import bytes_at, copy_at
+from pygraph_trees.indirection.live_input import bytes_at, copy_at, memory_of, span_of
 from pygraph_trees.indirection.poison import Poison
 from pygraph_trees.report.naming import source_line
 
@@ -28,30 +27,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pygraph_trees.verification")
 
-_WHOLE_STORAGE = 64 << 20  # a storage of at most this many bytes is copied as a whole, even for a small view
-
 
 class VerificationFailed(Reported):
     template = (
         "{function}: a replay with its inputs at other addresses gives another {what} than the function un-graphed "
         "({detail}). At fault: {inputs}. Set pygraph_indirection='off' to go on, and please report this"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The memory from a tensor's first to its last element, without a reference to it."""
-
-    address: int
-    nbytes: int
-    device: torch.device
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Place:
-        return _Place(tensor.data_ptr(), extent(tensor) * tensor.element_size(), tensor.device)
-
-    def memory(self) -> torch.Tensor:
-        return bytes_at(self.address, self.nbytes, self.device)
 
 
 class Verification:
@@ -62,7 +43,7 @@ class Verification:
         if any(isinstance(value, torch.Tensor) and value.is_cpu and value.is_pinned() for value in inputs):
             torch.cuda.synchronize()  # the GPU may still write pinned inputs
         self._before = _copies(inputs)
-        self._places = {i: _Place.of(value) for i, value in enumerate(inputs) if _is_plain(value)}
+        self._places = {i: memory_of(value) for i, value in enumerate(inputs) if _is_plain(value)}  # without references
         self._given = {i: inputs[i] for i in kept if i in self._places}
 
     def check(self, recording: Replayed, outputs: Sequence[Any], name: str) -> None:
@@ -71,9 +52,9 @@ class Verification:
         if live is None:
             return
         given = [value for value in self._before if isinstance(value, torch.Generator)]
-        touched = [*self._places.values(), *(_Place.of(output) for output in outputs if _is_plain(output))]
+        touched = [*self._places.values(), *(memory_of(output) for output in outputs if _is_plain(output))]
         generators = [*torch.cuda.default_generators, torch.default_generator, *given]
-        self._poison = poison = Poison([place.memory() for place in touched], generators)
+        self._poison = poison = Poison(touched, generators)
         wanted_inputs, wanted = self._ungraphed(recording)
         if poison.has_drawn:
             poison.put_back()
@@ -102,9 +83,7 @@ class Verification:
             at_fault = ", ".join(_described(recording, i) for i in alone) or "no single input"
             raise VerificationFailed(function=name, what=wrong[0], detail=wrong[1], inputs=at_fault)
         finally:
-            addresses.prepare(
-                [self._given.get(i, value) for i, value in enumerate(self._before)]
-            )  # the call's addresses
+            addresses.prepare([self._given.get(i, value) for i, value in enumerate(self._before)])  # as at the call
             live.drop()
             addresses.extra_copies, addresses.extra_copied_bytes = copied_so_far
             poison.put_back()
@@ -130,12 +109,11 @@ class Verification:
         stands = {item.index for item in live.items}
         given = _copies(self._before)
         for i in moved:
-            content = _Place.of(self._before[i]).memory()
-            self._poison.fill(self._places[i].memory(), content, self._before[i].dtype)
+            self._poison.fill(self._places[i], memory_of(self._before[i]), self._before[i].dtype)
         # After the poisoning, because inputs that stay may share memory with moved ones.
         for i, place in self._places.items():
             if i not in moved:
-                place.memory().copy_(_Place.of(self._before[i]).memory())
+                place.copy_(memory_of(self._before[i]))
                 if i in stands:
                     given[i] = self._given.get(i, given[i])
         for i in recording.static_input_idxs:
@@ -188,14 +166,12 @@ def _copy(value: Any, blocks: dict[tuple[int, int], torch.Tensor]) -> Any:
         # Compiled code asserts strides, and ``clone`` keeps only those without gaps and overlaps.
         is_strided = value.layout is torch.strided and value.numel() > 0
         return flat(value).clone().as_strided(value.shape, value.stride(), 0) if is_strided else value.detach().clone()
-    place, storage = _Place.of(value), value.untyped_storage()
-    key = place.address, place.nbytes
-    if storage.nbytes() <= max(_WHOLE_STORAGE, 4 * place.nbytes):
-        key = storage.data_ptr(), storage.nbytes()
+    span = span_of(value)
+    key = value.data_ptr() - span.lead, span.nbytes
     if key not in blocks:
         blocks[key] = _block(*key, value.device)
     elements = blocks[key].view(value.dtype)
-    ahead = (place.address - key[0]) // value.element_size()
+    ahead = span.lead // value.element_size()
     return elements.as_strided(value.shape, value.stride(), elements.storage_offset() + ahead)
 
 
