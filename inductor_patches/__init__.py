@@ -220,7 +220,6 @@ def uninstall() -> tuple[Status, ...]:
 
 
 def status() -> tuple[Status, ...]:
-    """The state of each feature, in the order of application."""
     with _lock:
         return tuple(_status(feature) for feature in FEATURES)
 

@@ -294,7 +294,6 @@ _CONTINUATION = re.compile(r"\n {5,}")
 
 
 def fingerprints_of(target: str) -> tuple[Fingerprint, ...]:
-    """The fingerprints of the patch of ``target``."""
     try:
         return FINGERPRINTS[target]
     except KeyError:
@@ -308,7 +307,6 @@ def parse_version(text: str) -> Version:
 
 
 def parse(table: str) -> dict[str, tuple[Fingerprint, ...]]:
-    """The fingerprints of each target of a table."""
     rows: dict[str, list[Fingerprint]] = {}
     targets: list[str] = []
     module = ""

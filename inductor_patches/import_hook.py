@@ -34,7 +34,6 @@ class ImportHook(importlib.abc.MetaPathFinder):
                 self._run(name)
 
     def waits_for(self, name: str) -> bool:
-        """Whether the action of a module is still to run."""
         return name in self._waiting
 
     def stop(self) -> None:

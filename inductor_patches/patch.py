@@ -108,7 +108,6 @@ class Patch(ABC):
 
     @property
     def versions(self) -> str:
-        """The torch versions for which the patch was written."""
         found = fingerprints_of(self.target)
         return f"{_dotted(min(row.since for row in found))} to {_dotted(max(row.until for row in found))}"
 

@@ -40,7 +40,6 @@ class NeedsTorch(PygraphError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carries out one command; returns the exit status."""
     options = _parser().parse_args(argv)
     try:
         return options.command(options)
@@ -153,7 +152,6 @@ def _show(text: object) -> None:
 
 
 def _deliver(found: Shown, options: argparse.Namespace) -> None:
-    """Prints a result, and writes the files that the options name."""
     _show(found)
     if options.json:
         options.json.write_text(found.to_json() + "\n", encoding="utf-8")

@@ -285,7 +285,6 @@ class _OnStack(ctypes.Structure):
 
 @functools.cache
 def _ignore() -> Any:
-    """A C function that ignores its argument."""
     function = ctypes.CDLL(None).getpid
     function.argtypes = [_OnStack]
     return function

@@ -49,7 +49,6 @@ class Layout:
         self._pointers: type[ctypes.Array[ctypes.c_uint64]] = ctypes.c_uint64 * len(places)
 
     def __len__(self) -> int:
-        """The number of parameters."""
         return len(self._places)
 
     def divides(self, offset: int) -> bool:
@@ -57,7 +56,6 @@ class Layout:
         return any(offset < begin < offset + 8 for begin, _ in self._places)
 
     def pointers_into(self, start: int) -> ctypes.Array[ctypes.c_uint64]:
-        """The addresses of the parameters of a block."""
         return self._pointers(*[start + offset for offset, _ in self._places])
 
     def pointers_at(self, given: int) -> ctypes.Array[ctypes.c_uint64]:

@@ -74,7 +74,6 @@ def _unset_fake_and_on_cpu() -> Iterator[None]:
 
 
 def constants_off_gpu() -> contextlib.AbstractContextManager[None]:
-    """Inside, tracing and compiling compute no constant on the GPU."""
     return replaced(
         [
             (proxy_tensor, "unset_fake_temporarily", _unset_fake_and_on_cpu),

@@ -96,7 +96,6 @@ def _attention(
 
 @contextlib.contextmanager
 def chosen_attention() -> Iterator[None]:
-    """Inside, tracing decomposes attention on CUDA tensors by the rules of this module."""
     op = _aten.scaled_dot_product_attention.default
     before = op.py_kernels.get(_KEY)
     op._dispatch_cache.clear()
@@ -127,6 +126,5 @@ def _memory_format(upstream: Callable[..., Any], input: Tensor, weight: Tensor, 
 
 
 def convolutions_by_cudnn() -> contextlib.AbstractContextManager[None]:
-    """Inside, fake CUDA convolutions have the memory format that cuDNN gives them."""
     names = ("_select_conv_backend", _select_backend), ("_conv_determine_backend_memory_format", _memory_format)
     return replaced([(torch._C, name, partial(answer, getattr(torch._C, name))) for name, answer in names])

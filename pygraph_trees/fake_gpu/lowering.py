@@ -106,7 +106,6 @@ def _number_of(output: torch.fx.Node) -> torch.Tensor | None:
 
 
 def _gives_the_same(node: torch.fx.Node) -> bool:
-    """Whether the node is a CPU operator that gives the same each time."""
     target, value = node.target, node.meta.get("val")
     return (
         isinstance(target, torch._ops.OpOverload)

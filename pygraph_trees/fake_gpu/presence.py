@@ -191,7 +191,6 @@ _exit = contextlib.ExitStack()
 
 
 def is_absent() -> bool:
-    """Whether a GPU is faked now."""
     return bool(_entered)
 
 

@@ -14,7 +14,6 @@ from unittest import mock
 
 @contextlib.contextmanager
 def replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Sets the attributes, and restores the very objects from before, in reverse order."""
     with contextlib.ExitStack() as restoring:
         for owner, name, new in replacements:
             restoring.enter_context(mock.patch.object(owner, name, new, create=True))

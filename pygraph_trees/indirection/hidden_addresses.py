@@ -131,7 +131,6 @@ class Rehearsal:
         return item.placeholder_tensor.dtype in _NUMBERS and not is_changed
 
     def _prepare(self) -> None:
-        """Restores memory and copies the inputs to their placeholder tensors."""
         self.put_back()
         for position, item in enumerate(self._items):
             given = self._given(item.index)
@@ -186,7 +185,6 @@ def _whole(item: Item, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def listed(names: Sequence[str]) -> str:
-    """A few names of kernels, as a phrase."""
     shown = [name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}..." for name in names]
     more = [f"{len(shown) - _MOST_NAMED} more"] if len(shown) > _MOST_NAMED else []
     return " or ".join(shown[:_MOST_NAMED] + more)
@@ -207,7 +205,6 @@ class Expected:
 
     @property
     def is_exact(self) -> bool:
-        """Whether all launches gave the same bits."""
         return self._highest is self._lowest
 
     def widen(self, results: Sequence[torch.Tensor]) -> None:

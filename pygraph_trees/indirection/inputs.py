@@ -105,8 +105,6 @@ class LiveInputs:
         assert self._addresses is not None
         return self._addresses
 
-    # -- recording
-
     @property
     def in_place(self) -> list[int]:
         """The indices of the inputs that are not staged."""
@@ -122,7 +120,6 @@ class LiveInputs:
         return self.storages.get(tensor.untyped_storage().data_ptr())
 
     def given(self, index: int) -> torch.Tensor:
-        """This call's tensor for an input's index."""
         return self._given[index]
 
     def set_up(
@@ -316,8 +313,6 @@ class LiveInputs:
         else:
             give_back(self._placeholders.close)
 
-    # -- replaying
-
     @property
     def copies_some(self) -> bool:
         """Whether an input is copied at each call."""
@@ -349,7 +344,6 @@ class LiveInputs:
         self._given = given
 
     def copy_in(self) -> None:
-        """Copies, before the launch, the inputs that are copied at each call."""
         self._copied.copy_in(self._given)
 
     def finish(self) -> None:
@@ -364,7 +358,6 @@ class LiveInputs:
         self.drop()
 
     def drop(self) -> None:
-        """Releases the inputs of a call that is over or is not launched."""
         self.addresses.drop()
         self._given = ()
 

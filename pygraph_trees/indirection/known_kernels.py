@@ -55,5 +55,4 @@ _KNOWN = re.compile("|".join(_FAMILIES))
 
 @functools.lru_cache(maxsize=4096)
 def is_known(name: str) -> bool:
-    """Whether the kernel of this name hides no address."""
     return _KNOWN.match(name) is not None

@@ -96,7 +96,6 @@ class CopiedInputs:
         return self._items.get(index)
 
     def copy_in(self, given: Given) -> None:
-        """Before the launch."""
         if self._items:
             self.launches.begin()
         for item in self._items.values():
@@ -134,7 +133,6 @@ def span_of(tensor: torch.Tensor) -> Span:
 
 
 def tensor_in(storage: torch.UntypedStorage, size: Any, stride: Any, dtype: torch.dtype, offset: int) -> torch.Tensor:
-    """A tensor in a storage, with the given size, strides and offset."""
     metadata = {
         "nbytes": storage.nbytes(),
         "data_ptr": storage.data_ptr(),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -168,18 +169,14 @@ class Placeholders:
                 with contextlib.suppress(DriverError):
                     self.close()
                 raise
-        bounds = sorted(
-            (placeholder.low, placeholder.high, index) for index, placeholder in enumerate(self.placeholders)
-        )
-        self._lows = [low for low, _, _ in bounds]
-        self._highs = [high for _, high, _ in bounds]
-        self._sorted = [index for _, _, index in bounds]
-        self.low, self.high = (self._lows[0], self._highs[-1]) if bounds else (0, 0)
+        self._bounds = sorted((held.low, held.high, index) for index, held in enumerate(self.placeholders))
+        self.low, self.high = (self._bounds[0][0], self._bounds[-1][1]) if self._bounds else (0, 0)
 
     def find(self, address: int) -> int | None:
         """The index of the placeholder whose [low, high) holds an address, guards included."""
-        position = bisect.bisect_right(self._lows, address) - 1
-        return self._sorted[position] if position >= 0 and address < self._highs[position] else None
+        position = bisect.bisect_right(self._bounds, address, key=operator.itemgetter(0)) - 1
+        _, high, index = self._bounds[position] if position >= 0 else (0, 0, 0)
+        return index if address < high else None
 
     def materialise(self, index: int) -> None:
         """Gives a placeholder its own memory until ``close``, for kernels that hide its address.
@@ -319,9 +316,7 @@ def _lay_out(extents: Sequence[Extent], granularity: int, frontier: int, budget:
     piece = _round_up(max(least, min(most, budget, MAX_PIECE_NBYTES)), granularity)
     shared = min(piece, MAX_PIECE_NBYTES)
     units.sort(key=lambda unit: (_needed(unit) > shared, -_needed(unit)))
-    placeholders: dict[int, Placeholder] = {}
-    places: dict[int, tuple[int, int]] = {}
-    block_of: dict[int, int] = {}
+    found_at: dict[int, tuple[Placeholder, tuple[int, int], int]] = {}  # placeholder, unit, number of the block
     blocks: list[tuple[int, int]] = []
     free: list[tuple[int, int, int]] = []  # of each shared block: its first free address, bytes left, number
     end = _round_up(frontier, granularity)
@@ -343,18 +338,9 @@ def _lay_out(extents: Sequence[Extent], granularity: int, frontier: int, budget:
             end = low + nbytes + 2 * unit.guard
         place = low + unit.guard, unit.nbytes
         for index, (start, nbytes, first, last) in unit.members:
-            placeholders[index] = Placeholder(low + start, nbytes, low + first, low + last)
-            places[index] = place
-            block_of[index] = block
-    order = range(len(extents))
-    return _AddressLayout(
-        high=end,
-        piece=piece,
-        placeholders=tuple(placeholders[index] for index in order),
-        units=tuple(places[index] for index in order),
-        block_of=tuple(block_of[index] for index in order),
-        blocks=tuple(blocks),
-    )
+            found_at[index] = Placeholder(low + start, nbytes, low + first, low + last), place, block
+    placeholders, places, block_of = zip(*(found_at[index] for index in range(len(extents))), strict=True)
+    return _AddressLayout(end, piece, placeholders, places, block_of, tuple(blocks))
 
 
 def _small_placeholder(extent: Extent, low: int) -> Placeholder:

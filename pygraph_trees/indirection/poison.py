@@ -33,11 +33,9 @@ class Poison:
 
     @property
     def has_drawn(self) -> bool:
-        """Whether random numbers were drawn."""
         return any(_state(generator) != state for generator, state in self._states)
 
     def put_back(self) -> None:
-        """Restores all memory and generators."""
         self._fills = []
         for tensor, content in self._saved:
             tensor.copy_(content)

@@ -40,7 +40,6 @@ class PoolRanges:
         return position >= 0 and address < self._ends[position]
 
     def nbytes(self) -> int:
-        """Bytes that the pool has reserved."""
         starts = self._starts if self._starts is not None else self._look()
         return sum(self._ends) - sum(starts)
 

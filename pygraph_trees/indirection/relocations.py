@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode, Layouts, NodeKind
+from pygraph_trees.cuda.graph_nodes import GraphNode, Layouts, NodeKind
 from pygraph_trees.errors import DriverError
 from pygraph_trees.reasons import Reason, Why
 
@@ -140,11 +140,19 @@ class _Reader:
         if handle in self._by_value:
             self._staged_at(position, node, BY_VALUE, self._by_value[handle])
             return
-        collective = self._look_at_name(node.function, node.kernel)
-        if collective:
+        is_collective = self._look_at_name(node.function, node.kernel)
+        if is_collective:
             self._hide("a collective", handle)
         for offset, address in _words(node.words(), self._placeholders):
-            self._word(position, node, collective, offset, address)
+            found = self._input_at(address) if node.may_be_address(offset) else None
+            if found is None:
+                continue
+            if is_collective:
+                self._refuse(found, Reason.READ_BY_COLLECTIVE())
+            elif offset % 8 or offset + 8 > node.nbytes or not (stands_out(address) or node.is_word(offset)):
+                self._refuse(found, Reason.AMBIGUOUS())
+            else:
+                self._relocation(position, node, offset, found, address)
 
     def _memcpy(self, position: int, handle: int) -> None:
         node = self._driver.memcpy_node(handle)
@@ -177,19 +185,6 @@ class _Reader:
             self._refuse(found, Reason.FILLED_IN_ROWS())
         elif found is not None:
             self._relocation(position, node, 0, found, node.target)
-
-    def _word(self, position: int, node: KernelNode, collective: bool, offset: int, address: int) -> None:
-        if not node.may_be_address(offset):
-            return
-        found = self._input_at(address)
-        if found is None:
-            return
-        if collective:
-            self._refuse(found, Reason.READ_BY_COLLECTIVE())
-        elif offset % 8 or offset + 8 > node.nbytes or not (stands_out(address) or node.is_word(offset)):
-            self._refuse(found, Reason.AMBIGUOUS())
-        else:
-            self._relocation(position, node, offset, found, address)
 
     def result(self) -> Scan:
         order = sorted(self._nodes)

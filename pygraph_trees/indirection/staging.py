@@ -345,6 +345,5 @@ def _wait_for(buffers: list[_Buffer]) -> None:
 
 
 def pinned_bytes(nbytes: int) -> torch.Tensor:
-    """Pinned memory of the CPU."""
     with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)

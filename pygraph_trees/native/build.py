@@ -58,7 +58,6 @@ def is_running() -> bool:
 
 
 def has_failed() -> bool:
-    """Whether the latest build failed."""
     return _FAILED.exists() and not is_built()
 
 

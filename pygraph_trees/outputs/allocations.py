@@ -129,13 +129,11 @@ class Allocations:
 
 
 def tensor_in(storage: torch.UntypedStorage, view: View) -> torch.Tensor:
-    """A tensor in a storage."""
     made = torch.empty(0, dtype=view.dtype, device=storage.device)
     return made.set_(storage, view.offset, view.size, view.stride)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The memory of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
@@ -150,7 +148,6 @@ _watched: dict[int, list[Any]] = {}  # by id of a module's globals: how many wat
 
 
 def is_watching() -> bool:
-    """Whether this thread runs generated code whose allocations are watched."""
     return _running.allocations is not None
 
 

@@ -125,7 +125,6 @@ class OutputPolicy:
             plan.call.watch = None
 
     def knows(self, function_id: Any) -> bool:
-        """Whether a warm-up of the function was watched."""
         return function_id in self._storages
 
     def recorded(self, manager: Any, node: Any, pool_bytes: int) -> None:
@@ -158,7 +157,6 @@ class OutputPolicy:
             pool_bytes -= 0 if native is kept[0] else native.nbytes
 
     def held_bytes(self, manager: Any) -> int:
-        """Bytes of own memory that are kept from call to call."""
         return sum(native.held_bytes for native in self._natives(manager))
 
     def moved(self, manager: Any, models: Sequence[Any]) -> None:

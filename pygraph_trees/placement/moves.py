@@ -167,7 +167,6 @@ class _Rewriting:
         return self._stored(there, node) if counts and computes else there
 
     def _folded(self, node: fx.Node) -> fx.Node:
-        """Makes the value that was computed a constant of the graph."""
         value = node.meta["val"]
         there = self._constant(self._plan.folding.held(node, self._mode), node)
         if value.is_complex():

@@ -48,7 +48,6 @@ def reached(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> li
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors in the node's value."""
     return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
 
 
@@ -118,7 +117,6 @@ def held_tensor(node: fx.Node) -> torch.Tensor | None:
 
 
 def is_copy_between_devices(node: fx.Node) -> bool:
-    """Whether the node copies a tensor to another device."""
     source = node.args[0] if node.op == "call_function" and node.target in _COPIES and node.args else None
     devices = {device_of(source), device_of(node)} if isinstance(source, fx.Node) else set()
     return len(devices) == 2 and None not in devices

@@ -182,7 +182,6 @@ def kind_of(node: fx.Node) -> Kind | None:
 
 
 def _single_kind(node: fx.Node) -> Kind | None:
-    """The kind of a node that gives single-precision numbers."""
     packet = packet_of(node)
     if "rounding_mode" in node.kwargs or node.kwargs.get("decimals"):
         return None

@@ -81,7 +81,6 @@ class Placed:
     why_not: Why | None = None  # set if the graph was left alone
 
     def records(self) -> Iterator[records.Placed]:
-        """The records of the report."""
         for value in (*self.moves, *self.stays):
             source = source_line(value.node.meta.get("stack_trace"))
             yield records.Placed(value.node.name, value.how.value, value.why, source)
@@ -104,7 +103,6 @@ class Plan:
         self.values = {node: self._decided[node] for node in reached(needed, self.made_from)}
 
     def made_from(self, node: fx.Node) -> list[fx.Node]:
-        """The CPU values from which the GPU makes a value."""
         return cpu_inputs(node) if self._decided[node].how is How.MADE else []
 
     def _undecided(self, node: fx.Node) -> list[fx.Node]:

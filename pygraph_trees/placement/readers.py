@@ -19,7 +19,6 @@ _INDEX = (*_WRITES, aten.index.Tensor, aten.copy.default, aten.slice_scatter.def
 
 
 def copies_to_gpu(node: fx.Node) -> bool:
-    """Whether the node copies a CPU value to the GPU."""
     return is_copy_between_devices(node) and is_on_gpu(node) and any(cpu_inputs(node))
 
 
@@ -64,7 +63,6 @@ def waits_for_stream(node: fx.Node) -> bool:
 
 
 def itself_and_views(node: fx.Node) -> list[fx.Node]:
-    """A value, its views and their views."""
     return reached([node], lambda value: filter(is_view, value.users))
 
 

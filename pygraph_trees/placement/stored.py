@@ -22,7 +22,6 @@ stored = torch.ops.pygraph_trees.stored.default
 
 @functools.cache
 def lower_stored() -> None:
-    """Registers the lowering with Inductor, once."""
     from torch._inductor.lowering import make_pointwise, register_lowering
     from torch._inductor.virtualized import ops
 

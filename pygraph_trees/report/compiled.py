@@ -54,7 +54,6 @@ def partitions_of(scheduler: Any) -> tuple[Partition, ...]:
 
 
 def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
-    """Stores the facts about a graph on its ``CompiledFxGraph``."""
     try:
         scheduler = getattr(graph, "scheduler", None)
         found = () if scheduler is None else partitions_of(scheduler)

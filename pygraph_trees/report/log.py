@@ -75,7 +75,6 @@ class RecordingLog:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that each replay copies."""
         return sum(given.copied_bytes for given in self.inputs)
 
     @property
@@ -198,7 +197,6 @@ class FunctionLog:
             _trace("pygraph_function", self)
 
     def _takes_reason(self, reason: Why) -> bool:
-        """Whether the reason is new."""
         is_news = self.ungraphed_reason != reason
         if is_news:
             _log.info("%s: not graphed: %s", self.name, reason)

@@ -37,7 +37,6 @@ def render(template: str, **values: Any) -> Markup:
 
 
 def preformatted(text: object) -> Markup:
-    """Plain text in its own lines and columns."""
     return Markup("<pre>{}</pre>").format(str(text))
 
 

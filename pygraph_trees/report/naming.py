@@ -17,7 +17,6 @@ FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<funct
 
 
 def compile_id() -> str | None:
-    """Dynamo's id of the current compilation."""
     import torch
 
     current = torch._guards.CompileContext.current_compile_id()

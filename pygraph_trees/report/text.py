@@ -284,7 +284,6 @@ def placed_lines(placed: Sequence[Placed]) -> list[str]:
 
 
 def facts(recording: RecordingRecord) -> str:
-    """A recording's contents and history."""
     inside = "? kernels" if recording.kernels is None else counted(recording.kernels, "kernel")
     extra = f", {counted(recording.extra_copies, 'input')} copied for one call" if recording.extra_copies else ""
     return f"{inside}, {counted(recording.replays, 'replay')}, {recording.record_s * 1e3:.1f} ms to record{extra}"

@@ -110,7 +110,6 @@ class Progress:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Inside, the compiled code is captured."""
         self.stage = Stage.CAPTURING
         yield
         self.stage = Stage.PREPARED
@@ -295,6 +294,5 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 def described(error: Exception) -> Why:
-    """What the report says of an error of the trees."""
     text = str(error).strip().splitlines()
     return Reason.FAILED(error=f"{type(error).__name__}{f': {text[0][:200]}' if text else ''}")

@@ -39,7 +39,6 @@ class _TreeState:
 
     @property
     def is_taken(self) -> bool:
-        """Whether a call has the turn."""
         return bool(self._turn)
 
     def take_turn(self, inputs: list[Any]) -> bool:
@@ -48,7 +47,6 @@ class _TreeState:
         return self._turn.setdefault("call", inputs) is inputs  # atomic: no other thread or interrupt comes in between
 
     def has_turn(self, inputs: list[Any]) -> bool:
-        """Whether the call with this list has the turn."""
         return self._turn.get("call") is inputs
 
     def end_turn(self, inputs: list[Any]) -> None:

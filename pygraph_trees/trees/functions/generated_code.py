@@ -32,7 +32,6 @@ def overwritten_inputs(model: Callable[..., Any], count: int, *, is_backward: bo
 
 
 def _text_of(model: Callable[..., Any]) -> str | None:
-    """The source of a Python function; None if there is none."""
     code = getattr(getattr(model, "__func__", model), "__code__", None)
     if code is None:
         return None

@@ -35,7 +35,6 @@ _MOST_TRIES = 64  # un-graphed calls after a decision that try to give the graph
 
 
 def chooser(device: int) -> Callable[[FunctionModel, Run, Aligned], TrialMember | None]:
-    """Returns a function that makes a function take part in its trial, if it has one."""
 
     def choose(function: FunctionModel, graphed: Run, aligned: Aligned) -> TrialMember | None:
         trial = trial_of(function.log, function.settings, device, has_fast_path=binding.extension is not None)
@@ -66,8 +65,6 @@ class _Choice(Environment):
         self._is_stopped = False
         self._tries = _MOST_TRIES  # left
 
-    # -- calls
-
     def measured(self, inputs: list[Any]) -> Any:
         member = self.member()
         return self.ungraphed(inputs) if member is None else self._trial.call(member, inputs)
@@ -92,8 +89,6 @@ class _Choice(Environment):
         manager = self._manager()
         if manager is not None:
             manager.forget(self._function, later=True)
-
-    # -- the trial's questions
 
     def _manager(self) -> Manager | None:
         manager = cudagraph_trees.get_manager(self._device, create_if_none_exists=False)
@@ -186,7 +181,6 @@ def only_sizes_that_come_again(
 
 
 def _of(manager: Manager, model: FunctionModel) -> list[Any]:
-    """The recordings of a function."""
     return [node for node in recordings_in(manager.roots or {}) if node.wrapped_function.model is model]
 
 

@@ -62,7 +62,9 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
         reason = why_not_graphed(function.settings)
         if reason is not None:
             function.log.not_graphed(reason)
-            return _ungraphed(function, kwargs["device_index"])
+            # If a backward cannot be graphed, the backend expects that its forward has made a manager.
+            cudagraph_trees.get_manager(kwargs["device_index"])
+            return function
         if function.settings.placement != "off":
             # Inductor treats buffers as static, but a CPU input is staged at each call, whatever its address. For each
             # partition, Inductor also names CPU inputs that only code outside of the partition mutates.
@@ -92,7 +94,9 @@ def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(upstream)
     def reset_cudagraph_trees() -> None:
-        dropped = _containers_of_this_thread()  # freed below, since other threads may run while they are
+        # Of this thread. They are freed below, since other threads may run while they are.
+        found = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers") if has_trees() else {}
+        dropped = list(found.values())
         try:
             with paused(), deferred(), without_others():  # upstream holds a lock for which a finalizer would wait
                 upstream()
@@ -182,12 +186,6 @@ def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callab
     return call
 
 
-def _containers_of_this_thread() -> list[Any]:
-    if not has_trees():
-        return []
-    return list(cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers").values())
-
-
 def _elsewhere(function: FunctionModel, aligned: Aligned, device: int) -> Callable[[bool], Any] | None:
     if PER_THREAD:
         return None
@@ -196,13 +194,3 @@ def _elsewhere(function: FunctionModel, aligned: Aligned, device: int) -> Callab
 
 def _is_on_cpu(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"
-
-
-def _ungraphed(function: Any, device_index: int) -> Callable[[list[Any]], Any]:
-    # If a backward cannot be graphed, the backend expects that its forward has made a manager.
-    cudagraph_trees.get_manager(device_index)
-
-    def run(inputs: list[Any]) -> Any:
-        return function(inputs)
-
-    return run

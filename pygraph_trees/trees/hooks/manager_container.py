@@ -68,7 +68,6 @@ def has_trees() -> bool:
 
 @contextlib.contextmanager
 def _lent(trees: dict[str, Any]) -> Iterator[None]:
-    """Inside, upstream finds these trees."""
     before = dict(vars(local))
     vars(local).update(trees)
     try:

@@ -85,17 +85,12 @@ def _layout(graph: Any, number: int, value: Any) -> Layout | None:
         return None
     sizes, strides, device = value.get_size(), value.get_stride(), value.get_device()
     is_static = not any(getattr(size, "free_symbols", ()) for size in (*sizes, *strides))
-    as_number = int if is_static else _hint(graph.sizevars)
+    hint = graph.sizevars.size_hint if has_size_hint() else graph.sizevars.optimization_hint  # an example
+    as_number = int if is_static else hint
     shown, example = tuple(map(as_number, sizes)), tuple(map(as_number, strides))
     if device is None or not (is_static or _are_alike(shown, example, _dense_strides(shown, example))):
         return None
     return Layout(number, value.get_dtype(), device, shown if is_static else None, example)
-
-
-def _hint(sizevars: Any) -> Callable[[Any], int]:
-    """Returns a function that gives an example value of a symbolic number."""
-    found: Callable[[Any], int] = sizevars.size_hint if has_size_hint() else sizevars.optimization_hint
-    return found
 
 
 def layouts_of(inputs: Sequence[Any]) -> list[Layout]:

@@ -89,7 +89,6 @@ class Calls(fast_path.TreeState, Steps):
         return contained(self, run, inputs, function_id)
 
     def is_in_pool(self, address: int) -> bool:
-        """Whether an address is in the graph pool."""
         return self._pool.holds(address)
 
     def failed(self, error: Exception, function_id: Any = None) -> None:

@@ -54,7 +54,6 @@ class Trees:
 
 
 def _containers() -> dict[int, Any]:
-    """The current thread's containers, by device index."""
     from torch._inductor import cudagraph_trees
 
     found: dict[int, Any] = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")

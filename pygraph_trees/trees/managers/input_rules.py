@@ -135,7 +135,6 @@ class Given:
         ]
 
     def _static(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The static inputs that are tensors, with their indices."""
         inputs = ((index, self.inputs[index]) for index in self.function.static_input_idxs)
         return ((index, value) for index, value in inputs if isinstance(value, torch.Tensor))
 
@@ -154,7 +153,6 @@ class Given:
         ]
 
     def static_at(self, addresses: Collection[int]) -> list[int]:
-        """Static inputs at these addresses."""
         return [index for index, value in self._static() if value.data_ptr() in addresses] if addresses else []
 
     def moved_managed(self, recorded: Any) -> set[int]:

@@ -228,7 +228,6 @@ class Manager(Making):
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes that the graph pool has reserved."""
         return self._pool.nbytes()
 
     @property
@@ -251,7 +250,6 @@ class Manager(Making):
 
 
 def recordings_in(children: Mapping[Any, Sequence[Any]]) -> Iterator[Any]:
-    """The recordings in a part of the tree."""
     todo = [children]
     while todo:
         for node in itertools.chain.from_iterable(todo.pop().values()):

@@ -39,19 +39,6 @@ class Reclaiming:
     Methods are given the manager and do not keep it: it must be freed with its functions.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_again",
-        "_candidates",
-        "_dropped",
-        "_is_unknown",
-        "_left",
-        "_newest",
-        "_remake",
-        "_seen",
-        "forgotten",
-    )
-
     def __init__(self, remake: Callable[[], Any], candidates: dict[Any, Any]) -> None:
         """
         Args:
@@ -229,7 +216,6 @@ class Reclaiming:
         return True
 
     def clear(self) -> None:
-        """Drops all notes, as the manager is shut down."""
         self.forgotten, self._left = [], None
 
 

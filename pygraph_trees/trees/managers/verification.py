@@ -190,7 +190,6 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _count_apart(one: torch.Tensor, other: torch.Tensor) -> int:
-    """The number of elements that differ."""
     mine, its = (contents(t) for t in (one, other))
     dtype = one.dtype
     if (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1:  # smaller ones cannot be compared

@@ -137,7 +137,6 @@ def _is_released(recording: Callable[[], Any], number: int, check: Callable[[], 
 
 
 def _has_weak_references(output: torch.Tensor) -> bool:
-    """Whether there are weak references to a tensor or its storage."""
     return bool(weakref.getweakrefcount(output) or weakref.getweakrefcount(output.untyped_storage()))
 
 

@@ -18,7 +18,6 @@ OWNED: dict[Any, Callable[[], Any]] = {}  # the pools of this package, and weak 
 
 
 def owner_of(pool: Any) -> Any:
-    """The manager that owns a pool; None if there is none."""
     return OWNED[pool]() if pool in OWNED else None
 
 
@@ -37,7 +36,6 @@ def streams_that_use(pool: Any, storage: torch.UntypedStorage) -> list[torch.Str
 
 
 def managers() -> list[Any]:
-    """The managers that own pools."""
     found = [(pool, reference()) for pool, reference in list(OWNED.items())]
     for pool, manager in found:
         if manager is None:
@@ -46,7 +44,6 @@ def managers() -> list[Any]:
 
 
 def holds(manager: Any, storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is in the pool of a manager."""
     is_there = storage.device == torch.device("cuda", manager.device_index)
     return bool(is_there and manager.is_in_pool(storage.data_ptr()))
 

@@ -54,7 +54,6 @@ def ends(upstream: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
 
 
 def are_used() -> bool:
-    """Whether a pool of the program takes this thread's allocations."""
     return bool(_used) and threading.get_ident() in _used.values()
 
 

@@ -166,8 +166,6 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
                 attempts.failed(live, error)
             raise
 
-    # -- recording
-
     def _allocate_and_copy_recording_inputs(self, inputs: list[Any]) -> list[Any]:
         attempts = self._attempts
         assert attempts is not None
@@ -302,7 +300,6 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         return model.settings.branches
 
     def _branches_noted(self, inputs: list[Any], flag: str) -> AbstractContextManager[Branching | None]:
-        """Wraps the capture, if branches are wanted or the report has to tell about them."""
         return branches_noted(self, self.wrapped_function.model.model, inputs, side_by_side=flag == "always")
 
     def _add_first_outputs(self, outputs: Any, static_input_persistent_storage_ptrs: dict[int, Any]) -> None:
