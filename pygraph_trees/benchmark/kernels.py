@@ -27,8 +27,7 @@ from pygraph_trees.report.log import FunctionLog, journal
 from pygraph_trees.report.text import called
 from pygraph_trees.trees.pools.pools import managers
 
-from .graphs import recordings
-from .trace import is_launch
+from .inspection import is_launch, recordings
 
 # The kinds of kernels, each with the pattern of their names; the first one that fits counts.
 _KINDS = (

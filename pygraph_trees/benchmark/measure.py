@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,11 @@ import torch
 from pygraph_trees.report.log import journal
 from pygraph_trees.report.text import title
 
-from . import graphs, timing
-from .differences import Snapshot, differences, snapshot
+from . import inspection, timing
 from .kernels import name_events
 from .measurement import REGIMES, Measurement
-from .program import Program
-from .rings import InputSet, Ring
-from .trace import profile_call, side_by_side
+from .program import InputSet, Program, Ring
+from .verify import Snapshot, differences, snapshot
 from .ways import FORCED, WAYS, Way, make_ways, own_cache, wake_compiler
 
 Progress = Callable[[int, int, str], None]  # gets the steps done, the total and the name of the next step
@@ -41,15 +40,18 @@ _MOST_COMPILATIONS = 64  # of one code object in one way
 class _Run:
     """The state of one way in one regime."""
 
+    program: Program
     way: Way
     regime: str
     feed: Iterator[InputSet]
-    call: Callable[[InputSet], Any]
     error: str | None = None
     steady_s: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)  # fields of the measurement
     samples: dict[str, list[float]] = field(default_factory=dict)  # by figure: one for each round
     functions: range = range(0)  # in the report
+
+    def call(self, inputs: InputSet) -> Any:
+        return self.program.step(self.way.callable, inputs.args, inputs.kwargs)
 
 
 class Comparison:
@@ -67,7 +69,7 @@ class Comparison:
         self.ways = make_ways(program, ways)
         self.ring = Ring(program, self.effort.ring)
         feeds = {"same": self.ring.same(), "fresh": self.ring.fresh()}
-        self._runs = [_Run(way, regime, feeds[regime], _call(program, way)) for way in self.ways for regime in REGIMES]
+        self._runs = [_Run(program, way, regime, feeds[regime]) for way in self.ways for regime in REGIMES]
         self._wait = timing.synchroniser(program.device)
         self._on_gpu = program.device.type == "cuda"
         self._references: dict[str, Snapshot] = {}
@@ -146,10 +148,10 @@ class Comparison:
             run.figures["compile_s"] = self._timed_call(run)
         durations, recordings = list[float](), list[int]()
         fewest, most = self.effort.warm_calls
-        fewest = max(fewest, len(self.ring) + 1)
+        fewest = max(fewest, len(self.ring.sets) + 1)
         while len(durations) < most and not (len(durations) >= fewest and timing.is_steady(durations, recordings)):
             durations.append(self._timed_call(run))
-            recordings.append(len(graphs.recordings(run.way.managers)))
+            recordings.append(len(inspection.recordings(run.way.managers)))
         run.steady_s = statistics.median(durations[-timing.STEADY_CALLS :])
         run.figures["record_s"] = max(0.0, sum(durations) - run.steady_s * len(durations))
         self._check(run)
@@ -162,9 +164,9 @@ class Comparison:
         """Compares the outputs of one call with those of eager and upstream."""
         target = self.ring.sets[0 if run.regime == "same" else 1]
         self.ring.restore(target)
-        for inputs in self.ring.sets:
-            if inputs is not target and run.regime == "fresh":
-                self.ring.blank(inputs)
+        others = [inputs for inputs in self.ring.sets if inputs is not target and run.regime == "fresh"]
+        for storage in itertools.chain.from_iterable(inputs.storages for inputs in others):
+            storage.fill_(0)  # which reveals a program that still reads another set
         torch.manual_seed(_SEED)
         outputs = snapshot(run.call(target))
         for inputs in self.ring.sets:
@@ -193,49 +195,45 @@ class Comparison:
         managers = run.way.managers
         for _ in range(self.effort.settle_calls):
             run.call(next(run.feed))
-        before = graphs.copied_for_one_call(managers)
-        with graphs.watch_replays(managers) as replays:
+        before = inspection.copied_for_one_call(managers)
+        with inspection.watch_replays(managers) as replays:
             run.call(next(run.feed))
             self._wait()
-        copied_bytes = sum(graphs.copied_nbytes(node) * count for node, count in replays.items())
+        copied_bytes = sum(inspection.copied_nbytes(node) * count for node, count in replays.items())
         run.figures |= {
-            "copied_bytes": copied_bytes + graphs.copied_for_one_call(managers) - before,
-            "recordings": len(graphs.recordings(managers)),
-            "pool_bytes": graphs.pool_nbytes(managers),
+            "copied_bytes": copied_bytes + inspection.copied_for_one_call(managers) - before,
+            "recordings": len(inspection.recordings(managers)),
+            "pool_bytes": inspection.pool_nbytes(managers),
             "peak_bytes": self._peak_nbytes(run),
         }
-        watched: Mapping[Any, int] = {}  # of the last call
 
-        def call() -> None:
-            nonlocal watched
-            with graphs.watch_replays(managers) as watched:
+        def call() -> list[str]:
+            with inspection.watch_replays(managers) as watched:
                 run.call(next(run.feed))
+            return inspection.launched(watched)
 
-        work, trace = profile_call(call, self._wait)
+        figures, trace = inspection.profile_call(call, self._wait)
+        run.figures |= figures
         if run.regime == "fresh":
             if run.way.patched:
                 name_events(trace["traceEvents"], journal.functions[run.functions.start : run.functions.stop])
             self.traces[run.way.name] = trace
-        if work is not None:
-            figures, launches = work._asdict(), tuple(graphs.launched(watched))
-            is_each_known = figures.pop("graph_launches") == len(launches)
-            run.figures |= figures | {"launches": launches if is_each_known else ()}
 
     def _peak_nbytes(self, run: _Run) -> int:
         """Resident tensors, the reserved graph pools, and the peak of one call's allocations outside of them."""
         device, managers, inputs = self.program.device, run.way.managers, next(run.feed)
         self.program.clear_gradients(inputs.args, inputs.kwargs)
         self._wait()
-        pooled = graphs.pool_nbytes(managers, allocated=True)
+        pooled = inspection.pool_nbytes(managers, allocated=True)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         outputs = run.call(inputs)
         self._wait()
         grown = torch.cuda.max_memory_allocated(device) - before
-        pooled = graphs.pool_nbytes(managers, allocated=True) - pooled
+        pooled = inspection.pool_nbytes(managers, allocated=True) - pooled
         del outputs
         temporaries = max(0, grown - max(0, pooled))
-        return self.program.resident_nbytes + graphs.pool_nbytes(managers) + temporaries
+        return self.program.resident_nbytes + inspection.pool_nbytes(managers) + temporaries
 
     def _measurements(self) -> list[Measurement]:
         """One measurement for each way and regime, in the order of the ways."""
@@ -247,15 +245,10 @@ class Comparison:
         if run.error is not None:
             return found.failed(run.error)
         medians: dict[str, Any] = {name: statistics.median(values) for name, values in samples.items()}
-        ring = 1 if run.regime == "same" else len(self.ring)
+        ring = 1 if run.regime == "same" else len(self.ring.sets)
         functions = journal.records()[1][run.functions.start : run.functions.stop]
         routes = [f"{title(f)}, {f.mode}: {f.route}" for f in functions if f.route is not None]
         return replace(found, ring=ring, routes=routes, **medians, **run.figures)
-
-
-def _call(program: Program, way: Way) -> Callable[[InputSet], Any]:
-    step, fn = program.step, way.callable
-    return lambda inputs: step(fn, inputs.args, inputs.kwargs)
 
 
 def compare(
@@ -272,5 +265,5 @@ def compare(
     comparison = Comparison(program, ways, effort, progress)
     *_, (_, found) = comparison.stages()
     if trace is not None:
-        trace.write_text(json.dumps(side_by_side(comparison.traces)), encoding="utf-8")
+        trace.write_text(json.dumps(inspection.side_by_side(comparison.traces)), encoding="utf-8")
     return found

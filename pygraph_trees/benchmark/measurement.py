@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from pygraph_trees.report.text import nbytes, table
 
-from .trace import Span
+from .inspection import Span
 
 REGIMES = ("same", "fresh")
 PLAIN_NAMES = {"upstream": "reduce-overhead", "compile": "torch.compile", "eager": "eager"}  # of ways, for readers

@@ -1,7 +1,8 @@
 """The outcome of a comparison: measurements, verdicts, and the report, as text, JSON with these keys, or a page.
 
-A file that ``compare --json`` wrote is a :class:`Baseline` for a later comparison, for example in CI: an
-:class:`Outcome` can be compared with it, if both are of the same GPU. A file that is none raises :class:`NoBaseline`.
+A file that ``compare --json`` wrote is a :class:`Baseline` for a later comparison, for example in CI, if both are of
+the same GPU. A file that is none raises :class:`NoBaseline`. :func:`sections` makes the parts of a page besides the
+report: each way's figures, bars, and a timeline of one call as inline SVG, in which a missing figure is left out.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from pygraph_trees.errors import PygraphError
-from pygraph_trees.report.markup import Shown
+from pygraph_trees.report.markup import Section, Shown, render
 from pygraph_trees.report.page import page
 from pygraph_trees.report.summary import Report
 
-from .measurement import PLAIN_NAMES, REGIMES, Measurement, speedup, text_table
-from .page import sections
+from .inspection import Span
+from .measurement import PLAIN_NAMES, REGIMES, Measurement, cells, speedup, text_table
+
+_MOST_NAMES = 4  # recordings named per span
 
 
 class NeedsGpu(PygraphError):
@@ -71,6 +74,54 @@ def agreement(measurements: Sequence[Measurement]) -> str:
     ours = [m.max_diff_upstream for m in measurements if m.way == "ours" and m.max_diff_upstream is not None]
     apart_or_equal = f"{max(ours):.2g} apart" if any(ours) else "bit-equal"
     return f"{line}; ours and upstream are {apart_or_equal}." if ours else f"{line}."
+
+
+def sections(measurements: Sequence[Measurement]) -> list[Section]:
+    """The page's sections about measurements."""
+    shown = [m for regime in REGIMES for m in measurements if m.regime == regime and m.latency_ms is not None]
+    # Eager is often far slower, and would make the other bars short.
+    longest = max([m.latency_ms or 0 for m in shown if m.way != "eager"] or [m.latency_ms or 0 for m in shown] or [0])
+    tables = [(head, [[_name(way), *others] for way, *others in rows]) for head, rows in cells(measurements)]
+    given = {"measurements": measurements, "shown": shown, "tables": tables, "name": _name}
+    body = render("figures", longest_ms=longest or 1.0, speedup=lambda m: speedup(m, measurements), **given)
+    timed = [m for m in measurements if m.timeline]
+    return [Section("figures", "Figures", body), *([_timeline(timed)] if timed else [])]
+
+
+def _name(way: str) -> str:
+    """The way's name for readers."""
+    return PLAIN_NAMES.get(way, way)
+
+
+def _timeline(timed: Sequence[Measurement]) -> Section:
+    shown = [m for m in timed if m.regime == "fresh"] or timed
+    # Ways without graphs are often far slower, and would make the others narrow.
+    scaled = [m for m in shown if any(span.graphed for span in m.timeline)] or shown
+    end_us = max(span.end_us for m in scaled for span in m.timeline)
+    step_us = next(s * 10**power for power in range(9) for s in (1, 2, 5) if end_us / (s * 10**power) <= 6)
+    body = render("timeline", shown=shown, end_us=end_us, step_us=step_us, name=_name, what=_what, of=_of, rows=_rows)
+    return Section("timeline", "A call in time", body)
+
+
+def _rows(m: Measurement) -> list[list[str]]:
+    return [[s.lane, _what(s), _of(s, m), f"{s.start_us:.1f}", f"{s.end_us:.1f}", f"{s.us:.1f}"] for s in m.timeline]
+
+
+def _what(span: Span) -> str:
+    if span.lane == "host":
+        return "launch of a graph" if span.graphed else "other calls of CUDA"
+    return "work of a graph" if span.graphed else "other work"
+
+
+def _of(span: Span, m: Measurement) -> str:
+    """The recordings whose launch or work a span shows; without names, the numbers of the call's launches."""
+    if span.launches is None:
+        return "not known" if span.graphed else "-"
+    first, last = span.launches
+    names = m.launches[first : last + 1]
+    if names:
+        return "; ".join(names if len(names) <= _MOST_NAMES else [*names[:_MOST_NAMES], f"{len(names)} in all"])
+    return f"launch {first + 1}" if first == last else f"launches {first + 1} to {last + 1}"
 
 
 class NoBaseline(PygraphError):

@@ -1,15 +1,14 @@
-"""A program to measure: a callable, its inputs, and the definition of one call.
+"""A program to measure, one call of it, and sets of inputs: the same tensors in each call, or tensors at new addresses.
 
-:meth:`Program.step` makes one call with a compiled form of the program. Inference returns the outputs. Training clears
-gradients, runs forward, loss and backward, and returns the detached loss and the gradients. Each call begins a step of
-CUDA graph trees in every way. The next call may overwrite the outputs: clone them first (``differences.snapshot``).
-Nothing here synchronises with the GPU.
+:meth:`Program.step` makes one call with a compiled form of the program, which begins a step of CUDA graph trees in
+every way. The next call may overwrite the outputs: clone them first (``verify.snapshot``). A :class:`Ring` holds the
+program's inputs (set 0) and clones of them, allocated before timing. Nothing here synchronises with the GPU.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import CellType
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pygraph_trees.cuda.extent import tensors_with_memory
 from pygraph_trees.errors import PygraphError
@@ -82,7 +82,9 @@ class Program:
     @property
     def device(self) -> torch.device:
         """The first CUDA device of inputs, parameters, buffers and a function's closure; the CPU if there is none."""
-        devices = (tensor.device for tensor in (*self._tensors(), *_closed_over(self.fn)))
+        cells = getattr(self.fn, "__closure__", None) or ()
+        closed_over = [cell.cell_contents for cell in cells if cell != CellType()]  # a cell may still be empty
+        devices = (tensor.device for tensor in (*self._tensors(), *_tensors(closed_over), *_state(closed_over)))
         return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
     @property
@@ -94,12 +96,10 @@ class Program:
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Inputs, parameters and buffers."""
-        state = [*self.fn.parameters(), *self.fn.buffers()] if isinstance(self.fn, torch.nn.Module) else []
-        return [*_tensors((self.args, dict(self.kwargs))), *state, *self._leaves]
+        return [*_tensors((self.args, dict(self.kwargs))), *_state([self.fn]), *self._leaves]
 
     def step(self, compiled_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """One call: the outputs, or ``(loss, gradients)`` in training."""
+        """One call: the outputs; in training, ``(loss, gradients)`` of forward, loss and backward."""
         # Upstream needs the mark if a step has several compiled calls. Once one way marks steps, all ways must.
         torch.compiler.cudagraph_mark_step_begin()
         if not self.training:
@@ -123,13 +123,83 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _closed_over(fn: Callable[..., Any]) -> list[torch.Tensor]:
-    """Tensors, and those of modules, in the closure of a function or method."""
-    cells = getattr(fn, "__closure__", None) or ()
-    values = [cell.cell_contents for cell in cells if cell != CellType()]  # a cell may still be empty
+def _state(values: Sequence[Any]) -> list[torch.Tensor]:
+    """The parameters and buffers of the modules among the values."""
     modules = [value for value in values if isinstance(value, torch.nn.Module)]
-    return _tensors(values) + [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _differentiable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
     return tuple(t for t in _tensors((tuple(args), dict(kwargs))) if t.requires_grad and t.is_leaf)
+
+
+@dataclass(frozen=True, slots=True)
+class InputSet:
+    """Arguments for one call."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    storages: tuple[torch.UntypedStorage, ...]  # of the tensors, in the same order in each set
+
+
+class Ring:
+    """Input sets of one program, its own included: at most ``sets``, as many as fit the budget, and at least two.
+
+    A clone copies whole storages, so strides, offsets, overlaps and shared storage stay.
+    """
+
+    def __init__(self, program: Program, sets: int) -> None:
+        leaves = filter(_is_cloned, pytree.tree_leaves((program.args, dict(program.kwargs))))
+        storages = {storage._cdata: storage for storage in (leaf.untyped_storage() for leaf in leaves)}
+        own = InputSet(program.args, dict(program.kwargs), tuple(storages.values()))
+        nbytes = sum(storage.nbytes() for storage in own.storages)
+        affordable = budget_nbytes(program.device) // nbytes if nbytes else sets
+        self._pristine = _clone(own)  # which the program never sees
+        extra = max(1, min(sets, affordable) - 1)  # the untouched copy has a cost too
+        self.sets = [own, *(_clone(own) for _ in range(extra))]
+        self._fresh = itertools.cycle(self.sets)
+
+    def same(self) -> Iterator[InputSet]:
+        """The program's own inputs, repeatedly."""
+        return itertools.repeat(self.sets[0])
+
+    def fresh(self) -> Iterator[InputSet]:
+        """The next set each time, continuing after the last iterator, so no two consecutive calls use the same set."""
+        return self._fresh
+
+    def restore(self, inputs: InputSet) -> None:
+        """Gives a set the initial values of the program's inputs."""
+        for storage, pristine in zip(inputs.storages, self._pristine.storages, strict=True):
+            storage.copy_(pristine)
+
+
+def budget_nbytes(device: torch.device) -> int:
+    """For all sets but the first: a quarter of the device's free memory; on the CPU a GiB."""
+    return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 1 << 30
+
+
+def _clone(own: InputSet) -> InputSet:
+    storages = {}
+    for storage in own.storages:
+        clone = storage.clone()
+        is_pinned = storage.device.type == "cpu" and storage.is_pinned()
+        storages[storage._cdata] = clone.pin_memory() if is_pinned else clone
+
+    def rebuild(leaf: Any) -> Any:
+        if not _is_cloned(leaf):
+            return leaf
+        storage = storages[leaf.untyped_storage()._cdata]
+        clone = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        with torch.no_grad():
+            clone.set_(storage, leaf.storage_offset(), leaf.size(), leaf.stride())
+            clone = clone.conj() if leaf.is_conj() else clone
+            clone = torch._neg_view(clone) if leaf.is_neg() else clone
+        return clone.requires_grad_(leaf.requires_grad)
+
+    args, kwargs = pytree.tree_map(rebuild, (own.args, own.kwargs))
+    return InputSet(args, kwargs, tuple(storages.values()))
+
+
+def _is_cloned(leaf: Any) -> bool:
+    """Whether a value is a tensor with a storage; one of a wrapper subclass is the same in all sets."""
+    return isinstance(leaf, torch.Tensor) and not is_traceable_wrapper_subclass(leaf)

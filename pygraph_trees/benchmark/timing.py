@@ -20,6 +20,7 @@ import torch
 
 from pygraph_trees.indirection.route_rule import REPLAYS
 from pygraph_trees.report.log import journal
+from pygraph_trees.trees.pools.collector import paused
 
 T = TypeVar("T")
 
@@ -56,14 +57,9 @@ def synchroniser(device: torch.device) -> Callable[[], None]:
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
     """Collects garbage now, and not while the block runs."""
-    enabled = gc.isenabled()
     gc.collect()
-    gc.disable()
-    try:
+    with paused():
         yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def timed_call(call: Callable[[T], object], inputs: T, wait: Callable[[], None]) -> tuple[float, float]:

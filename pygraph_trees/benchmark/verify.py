@@ -1,16 +1,15 @@
-"""Verifies that a function compiled with CUDA graphs gives the same results as without.
+"""Compares the outputs of two ways of running a program, and verifies CUDA graphs by it.
 
-:func:`verify` runs both on arguments that are at another address in each call, and overwrites those of earlier calls,
-which reveals a graph that still reads an old address. Arguments and modules are copied, so the caller's stay unchanged.
-A difference raises :class:`DiffersUngraphed`. Without a GPU, or if nothing runs in a CUDA graph,
-:class:`NothingVerified` is raised.
+:func:`differences` compares :func:`snapshot` objects tensor by tensor. :func:`verify` runs a function with and without
+CUDA graphs on arguments that are at another address in each call, and overwrites those of earlier calls, which reveals
+a graph that still reads an old address. Arguments and modules are copied, so the caller's stay unchanged.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +22,14 @@ from pygraph_trees.errors import PygraphError
 from pygraph_trees.indirection.live_input import copy_at
 from pygraph_trees.report.log import journal
 
-from . import graphs
-from .differences import differences, snapshot
-from .program import Program
+from .inspection import recordings
+from .program import Program, tensors_of
 from .ways import Way, make_ways
+
+NO_GPU = "this needs a GPU, and torch can use none here"
+_CHUNK = 1 << 26  # elements compared at once: a few temporaries of half a gigabyte
+
+Snapshot = Sequence[tuple[str, torch.Tensor]]
 
 
 class DiffersUngraphed(PygraphError):
@@ -37,7 +40,48 @@ class NothingVerified(PygraphError):
     template = "nothing was verified: {why}"
 
 
-NO_GPU = "this needs a GPU, and torch can use none here"
+def snapshot(outputs: Any) -> Snapshot:
+    """Clones of all tensors in ``outputs``, which survive the next call, with the paths of ``tensors_of``."""
+    return [(name, _plain(tensor.detach()).clone()) for name, tensor in tensors_of(outputs)]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg() if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def differences(outputs: Snapshot, reference: Snapshot) -> Iterator[tuple[str, float | str]]:
+    """The name of each tensor, with the largest absolute difference or, if no number describes it, the problem.
+
+    Equal infinities, and NaNs at the same place, count as equal.
+    """
+    names, expected = [n for n, _ in outputs], [n for n, _ in reference]
+    if names != expected:
+        found, wanted = (f"({', '.join(n[:3])}{', ...' if len(n) > 3 else ''})" for n in (names, expected))
+        yield "what it returns", f"{len(names)} output tensors {found}, expected {len(expected)} {wanted}"
+        return
+    for (name, ours), (_, theirs) in zip(outputs, reference, strict=True):
+        yield name, _difference(f"output{name}", ours, theirs)
+
+
+def _difference(output: str, ours: torch.Tensor, theirs: torch.Tensor) -> float | str:
+    for what in ("shape", "dtype", "device"):
+        found, wanted = getattr(ours, what), getattr(theirs, what)
+        if found != wanted:
+            return f"{output} has {what} {found}, expected {wanted}"
+    if ours.is_complex():
+        ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
+    wide = torch.float64 if ours.dtype == torch.float64 or not ours.is_floating_point() else torch.float32
+    largest = 0.0
+    for mine, other in zip(ours.reshape(-1).split(_CHUNK), theirs.reshape(-1).split(_CHUNK), strict=True):
+        if mine.numel() == 0:
+            continue
+        x, y = mine.to(wide), other.to(wide)
+        same = (x == y) | (x.isnan() & y.isnan())
+        apart = torch.where(same, 0.0, (x - y).abs()).max().item()
+        if not apart < float("inf"):
+            return f"{output} has NaN or infinity where the reference has none, or lacks one"
+        largest = max(largest, apart)
+    return largest
 
 
 def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:
@@ -65,7 +109,7 @@ def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) ->
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count()), device_type="cuda"):
             _compare(ways, args, kwargs, calls)
-        if not any(graphs.recordings(way.managers) for way in ways):
+        if not any(recordings(way.managers) for way in ways):
             compiled, functions = journal.records()
             reasons = [graph.dropped for graph in compiled[graphs_before:]]
             reasons += [function.ungraphed_reason for function in functions[functions_before:]]

@@ -30,7 +30,7 @@ from bench.result_files import Results, ResultsFormatError, file_stem, here
 from bench.workloads import WORKLOADS
 
 from pygraph_trees.benchmark import Effort, Measurement, Program
-from pygraph_trees.benchmark.differences import snapshot
+from pygraph_trees.benchmark.verify import snapshot
 
 # Overrides under which workloads run on a CPU in a second.
 SMALL = {"EOS": {"shape": (8, 8, 8)}, "TKE": {"shape": (16, 16, 8)}, "DR-T": {"batch": 4, "items": 50}}

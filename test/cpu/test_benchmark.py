@@ -20,12 +20,18 @@ from torch.testing._internal.two_tensor import TwoTensor
 import inductor_patches
 import pygraph_trees
 from pygraph_trees.benchmark import Comparison, Effort, Measurement, Program, compare, timing
-from pygraph_trees.benchmark.differences import differences, snapshot
-from pygraph_trees.benchmark.program import NoLossError
-from pygraph_trees.benchmark.rings import Ring
+from pygraph_trees.benchmark.inspection import Span, read_trace, side_by_side
+from pygraph_trees.benchmark.program import NoLossError, Ring
 from pygraph_trees.benchmark.timing import CALLS, call_until_chosen, functions_so_far, is_steady, schedule, time_block
-from pygraph_trees.benchmark.trace import GpuWork, Span, read_trace, side_by_side
-from pygraph_trees.benchmark.verify import DiffersUngraphed, NothingVerified, _elsewhere, _spoil, _storages
+from pygraph_trees.benchmark.verify import (
+    DiffersUngraphed,
+    NothingVerified,
+    _elsewhere,
+    _spoil,
+    _storages,
+    differences,
+    snapshot,
+)
 from pygraph_trees.benchmark.ways import (
     NotPatchedError,
     OwnInductor,
@@ -95,8 +101,8 @@ class TestRing(TestCase):
         same = list(itertools.islice(ring.same(), 2))
         self.assertIs(same[0].args[0], same[1].args[0])
         for nbytes, sets in ((4 * 13 * 4, 4), (0, 2)):
-            with mock.patch("pygraph_trees.benchmark.rings.budget_nbytes", lambda device, nbytes=nbytes: nbytes):
-                self.assertEqual(len(Ring(program, sets=8)), sets)
+            with mock.patch("pygraph_trees.benchmark.program.budget_nbytes", lambda device, nbytes=nbytes: nbytes):
+                self.assertEqual(len(Ring(program, sets=8).sets), sets)
 
     def test_clones_keep_layout_and_aliasing(self):
         base, x = torch.randn(6, 8), torch.complex(torch.arange(4.0), torch.ones(4))
@@ -202,10 +208,11 @@ class TestTrace(TestCase):
         spans = [("host", False, 0, 2, None), ("host", True, 3, 2, (0, 0)), ("host", True, 6, 2, (1, 1))]
         spans += [("gpu", False, 10, 5, None), ("gpu", True, 20, 15, (0, 0)), ("gpu", True, 35.5, 4, (1, 1))]
         spans += [("gpu", True, 50, 1, None), ("gpu", False, 60, 3.5, None)]  # the last two were close
-        self.assertEqual(
-            read_trace({"traceEvents": events}), GpuWork(5, 3, 0.020, 0.028, 2, tuple(Span(*span) for span in spans))
-        )
-        self.assertEqual(read_trace({}), GpuWork(0, 0, 0.0, 0.0, 0))
+        figures = {"kernels_total": 5, "kernels_graphed": 3, "gpu_ms": 0.020, "gpu_total_ms": 0.028}
+        figures["timeline"] = tuple(Span(*span) for span in spans)
+        for names, known in ((["a", "b"], ("a", "b")), (["a"], ())):
+            self.assertEqual(read_trace({"traceEvents": events}, names), {**figures, "launches": known})
+        self.assertEqual(read_trace({"traceEvents": []}), {})
 
     def test_traces_side_by_side(self):
         """Each begins at 0, in processes of its own; arrows stay within a trace."""
@@ -368,7 +375,7 @@ class TestVerify(TestCase):
     def verified(self, fn, *args, recorded=()):
         """``pygraph_trees.verify`` on a machine that seems to have a GPU, with these recordings."""
         looks = itertools.chain([True], itertools.repeat(False))  # only verify itself is told so
-        recordings = mock.patch("pygraph_trees.benchmark.graphs.recordings", lambda managers: list(recorded))
+        recordings = mock.patch("pygraph_trees.benchmark.verify.recordings", lambda managers: list(recorded))
         with mock.patch.object(torch.cuda, "is_available", lambda: next(looks)), recordings:
             pygraph_trees.verify(fn, *args)
 

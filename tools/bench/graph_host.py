@@ -30,8 +30,7 @@ from torch._inductor.output_code import CompiledFxGraph
 
 from bench.figures import has_gpu, write_figures
 from bench.small_programs import program_of
-from pygraph_trees.benchmark.program import Program
-from pygraph_trees.benchmark.rings import Ring
+from pygraph_trees.benchmark.program import Program, Ring
 from pygraph_trees.benchmark.timing import call_until_chosen, collector_off, functions_so_far, schedule, synchroniser
 from pygraph_trees.benchmark.ways import Way, make_ways
 from pygraph_trees.report import text

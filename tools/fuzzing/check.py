@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pygraph_trees.benchmark.differences import differences
+from pygraph_trees.benchmark.verify import differences
 from pygraph_trees.report.log import journal
 from pygraph_trees.trees.recordings.kept_outputs import why_not_moved
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pygraph_trees.benchmark.differences import snapshot
+from pygraph_trees.benchmark.verify import snapshot
 
 if TYPE_CHECKING:
     import torch

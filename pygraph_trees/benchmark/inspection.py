@@ -1,22 +1,27 @@
-"""Reads what ran on the GPU during one call from a profiler's trace.
+"""What one call does: the recordings that it replays, the bytes that they copy, its memory, and its work on the GPU.
 
-:func:`profile_call` runs a call under ``torch.profiler`` and passes the Chrome trace to :func:`read_trace`, a pure
-function; :func:`side_by_side` makes one trace of several. A kernel is *graphed* if its record names a graph node, or if
-its correlation id is a graph launch's. If no profiler is available or it fails, the result is None and the figures are
-missing.
+Recordings are upstream's or ours. Ours log their replays and copied bytes. For upstream's, the bytes follow from the
+inputs that a replay copies, and replays are counted by wrapping ``run_graph`` for one call. Work is read from a
+profiler's trace, and is *graphed* if its record names a graph node, or if its correlation id is a graph launch's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
+import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from pygraph_trees.compat import lists_copied_inputs
+from pygraph_trees.report.text import called
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +30,79 @@ _CALLS = frozenset({"cuda_runtime", "cuda_driver"})
 _LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 _WAITS = ("cudaDeviceSynchronize", "cuCtxSynchronize")  # after the profiled call
 _MOST_SPANS = 200  # per lane; beyond that, the closest spans are joined
+
+
+def recordings(managers: Iterable[Any]) -> list[Any]:
+    """All recordings in the trees of ``managers``, parents before children."""
+    found = [node for manager in managers for nodes in (manager.roots or {}).values() for node in nodes]
+    for node in found:  # the list grows as it is read
+        found += itertools.chain.from_iterable(node.children.values())
+    return found
+
+
+def copied_nbytes(node: Any) -> int:
+    """Bytes of GPU inputs that a replay of ``node`` copies into the recording."""
+    if hasattr(node, "log"):
+        return sum(i.copied_bytes for i in node.log.record().inputs if (i.device or "").startswith("cuda"))
+    copied = node.input_copy_idxs if lists_copied_inputs(node) else node.non_static_input_idx
+    return sum(
+        tensor.nbytes // math.prod(max(1, tensor.size(dim)) for dim in node.expanded_dims[i] or ())
+        for i, tensor in ((i, node.reconstructed_inputs[i]) for i in copied)
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda"
+    )
+
+
+def copied_for_one_call(managers: Iterable[Any]) -> int:
+    """Bytes of inputs copied for single calls so far, in addition to those that each replay copies."""
+    return sum(node.log.extra_copied_bytes for node in recordings(managers) if hasattr(node, "log"))
+
+
+def pool_nbytes(managers: Iterable[Any], allocated: bool = False) -> int:
+    """Bytes that the graph pools of ``managers`` reserve, or the part of them that is allocated now."""
+    pools = {tuple(manager.cuda_graphs_thread_pool) for manager in managers}
+    size = "allocated_size" if allocated else "total_size"
+    return sum(segment[size] for pool in pools for segment in torch.cuda.memory_snapshot(pool, include_traces=False))
+
+
+@contextlib.contextmanager
+def watch_replays(managers: Sequence[Any]) -> Iterator[Counter[Any]]:
+    """Counts replays by recording while the block runs; the counter is complete when the block ends."""
+    nodes = recordings(managers)
+    before = {node: node.log.replays for node in nodes if hasattr(node, "log")}
+    kind = next((type(node) for node in nodes if node not in before), None)  # upstream's have one class
+    run_graph: Any = getattr(kind, "run_graph", None)
+    seen: Counter[Any] = Counter()
+
+    def counted(node: Any) -> Any:
+        seen[node] += 1
+        return run_graph(node)
+
+    try:
+        if kind is not None:
+            kind.run_graph = counted
+        yield seen
+    finally:
+        if kind is not None:
+            kind.run_graph = run_graph
+        seen.update({node: node.log.replays - count for node, count in before.items() if node.log.replays > count})
+
+
+def launched(replays: Mapping[Any, int]) -> list[str]:
+    """Names of what one call replays, in launch order; empty unless that is a path down a tree without repetitions."""
+    after = {getattr(node, "parent", None): node for node in replays}
+    path = [node for parent, node in after.items() if parent not in replays][:1]
+    while path and path[-1] in after:
+        path.append(after[path[-1]])
+    is_path = len(path) == len(replays) and all(count == 1 for count in replays.values())
+    return [_name(node) for node in path] if is_path else []
+
+
+def _name(node: Any) -> str:
+    """A recording's name; for ours, the report's."""
+    function = node.wrapped_function
+    if hasattr(node, "log") and hasattr(function.model, "log"):
+        return f"{called(function.model.log.record())}, recording {node.log.number}"
+    return f"function {function.id.id}, recording {node.id.id}"
 
 
 class Span(NamedTuple):
@@ -41,20 +119,12 @@ class Span(NamedTuple):
         return self.start_us + self.us
 
 
-class GpuWork(NamedTuple):
-    """GPU work of one call; the names are those of a measurement's figures, except for the launches."""
+def read_trace(trace: Mapping[str, Any], names: Sequence[str] = ()) -> dict[str, Any]:
+    """Figures of a measurement from a Chrome trace as ``torch.profiler`` exports it; none without a kernel.
 
-    kernels_total: int
-    kernels_graphed: int
-    gpu_ms: float  # time in which anything inside a graph ran; overlaps count once
-    gpu_total_ms: float  # time in which anything ran, in graphs or outside; overlaps count once
-    graph_launches: int
-    timeline: tuple[Span, ...] = ()
-
-
-def read_trace(trace: Mapping[str, Any]) -> GpuWork:
-    """The GPU work in a Chrome trace as ``torch.profiler`` exports it."""
-    events = sorted((e for e in trace.get("traceEvents", ()) if e.get("ph") == "X"), key=lambda e: float(e["ts"]))
+    Overlaps count once in the times. ``names`` are those of the launched graphs, and are left out unless all are known.
+    """
+    events = sorted((e for e in trace["traceEvents"] if e.get("ph") == "X"), key=lambda e: float(e["ts"]))
     calls = [event for event in events if event.get("cat") in _CALLS and event.get("name") not in _WAITS]
     work = [event for event in events if event.get("cat") in _WORK]
     begin = min((float(event["ts"]) for event in (*calls, *work)), default=0.0)
@@ -71,14 +141,15 @@ def read_trace(trace: Mapping[str, Any]) -> GpuWork:
 
     host, gpu = ([span(lane, event) for event in some] for lane, some in (("host", calls), ("gpu", work)))
     kernels = [made for event, made in zip(work, gpu, strict=True) if event["cat"] == "kernel"]
-    return GpuWork(
-        kernels_total=len(kernels),
-        kernels_graphed=sum(kernel.graphed for kernel in kernels),
-        gpu_ms=_busy_ms([each for each in gpu if each.graphed]),
-        gpu_total_ms=_busy_ms(gpu),
-        graph_launches=len(ids),
-        timeline=(*_shown(host), *_shown(gpu)) if gpu else (),
-    )
+    figures = {
+        "kernels_total": len(kernels),
+        "kernels_graphed": sum(kernel.graphed for kernel in kernels),
+        "gpu_ms": _busy_ms([each for each in gpu if each.graphed]),
+        "gpu_total_ms": _busy_ms(gpu),
+        "timeline": (*_shown(host), *_shown(gpu)),
+        "launches": tuple(names) if len(names) == len(ids) else (),
+    }
+    return figures if kernels else {}
 
 
 def is_launch(call: Mapping[str, Any]) -> bool:
@@ -133,14 +204,11 @@ def side_by_side(traces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {"traceEvents": joined}
 
 
-def profile_call(call: Callable[[], object], wait: Callable[[], None]) -> tuple[GpuWork | None, dict[str, Any]]:
-    """The GPU work of a call, which is made twice: the first one has work of the profiler's own. None if that fails.
+def profile_call(call: Callable[[], Sequence[str]], wait: Callable[[], None]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Figures and Chrome trace of a call that returns the names of what it replays; both empty if profiling fails.
 
-    Also returns the Chrome trace, without events if that fails.
+    The call is made twice: the first one has work of the profiler's own.
     """
-    nothing: dict[str, Any] = {"traceEvents": []}
-    if not torch.cuda.is_available():
-        return None, nothing
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
@@ -152,12 +220,11 @@ def profile_call(call: Callable[[], object], wait: Callable[[], None]) -> tuple[
                 acc_events=True,
             ) as profiler:
                 for _ in range(2):
-                    call()
+                    names = call()
                     wait()
                     profiler.step()
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
-            work = read_trace(trace)
+        return read_trace(trace, names), trace
     except Exception as error:
         log.warning("no GPU profile: %s", error)
-        return None, nothing
-    return (work if work.kernels_total else None), trace
+        return {}, {"traceEvents": []}
