@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.errors import DriverError
-from pygraph_trees.indirection.table.variant_launchers import parameters, sole_launcher
+from pygraph_trees.indirection.table.launches import parameters, sole_launcher
 from pygraph_trees.reasons import Reason, Why
 
 from .regions import Range, Regions

@@ -31,9 +31,8 @@ from triton.compiler import CompiledKernel
 import inductor_patches
 from inductor_patches.patch import PatchOverwritten
 from pygraph_trees.fake_gpu import absent_gpu, lower
-from pygraph_trees.indirection.table import launches, variant_launchers
-from pygraph_trees.indirection.table.launches import Tap, noting
-from pygraph_trees.indirection.table.variant_launchers import VariantLauncher, parameters
+from pygraph_trees.indirection.table import launches
+from pygraph_trees.indirection.table.launches import Tap, VariantLauncher, noting, parameters
 from pygraph_trees.indirection.table.variants import NoVariant
 
 UPSTREAM = triton_heuristics.CachingAutotuner.run
@@ -78,7 +77,7 @@ def warming_up(addresses: Collection[int]) -> Iterator[None]:
     with noting(dict(enumerate(addresses))) as readings:
         yield
     for autotuner, names in readings:
-        variant_launchers.build(autotuner, names)
+        launches.build(autotuner, names)
 
 
 def through(table: Table) -> contextlib.AbstractContextManager[None]:
@@ -92,8 +91,8 @@ class LaunchesTestCase(TestCase):
         self.refused: Collection[str] = ()
         for target, name, value in (
             (launches, "tap", tap := Tap()),
-            (variant_launchers, "_made", self._made),
-            (variant_launchers, "_built", weakref.WeakKeyDictionary()),
+            (launches, "_made", self._made),
+            (launches, "_built", weakref.WeakKeyDictionary()),
         ):
             self.enterContext(mock.patch.object(target, name, value))
         self.addCleanup(tap.offer(self._put_on))
@@ -187,7 +186,7 @@ class TestCapture(LaunchesTestCase):
         self.assertEqual(len(self.made), 1)  # the absence of a variant is remembered
         # An error while building is logged and costs the variant.
         with (
-            mock.patch.object(variant_launchers, "_made", side_effect=RuntimeError("of the test")),
+            mock.patch.object(launches, "_made", side_effect=RuntimeError("of the test")),
             self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
         ):
             kernel, out = self.warmed(*tensors(2))
@@ -211,14 +210,14 @@ class TestCapture(LaunchesTestCase):
             kernel.run(a, out, out, 8, stream=7)
             kernel.run(a, out, out, 8, stream=7)
         self.assertEqual(self.made, [("kernel", frozenset({"in_ptr0"}))])
-        self.assertEqual(list(variant_launchers._built), [winner])
+        self.assertEqual(list(launches._built), [winner])
         gone = weakref.ref(kernel)  # variants go with their kernel
-        variant_launchers._built[winner].clear()  # the fake's variant, unlike a real one, holds the kernel
+        launches._built[winner].clear()  # the fake's variant, unlike a real one, holds the kernel
         kernel.launched.clear()
         del kernel, winner
         gc.collect()
         self.assertIsNone(gone())
-        self.assertEqual(len(variant_launchers._built), 0)
+        self.assertEqual(len(launches._built), 0)
 
 
 class TestTap(LaunchesTestCase):
@@ -418,7 +417,7 @@ class TestInductor(TestCase):
                     if registers == 32 and autotuner.custom_kernel:
                         refused = self.assertRaisesRegex(NoVariant, "'user' .* fewer of its blocks might fit")
                     with refused:
-                        self.assertEqual(variant_launchers._made(autotuner, launcher, names).slots, names)
+                        self.assertEqual(launches._made(autotuner, launcher, names).slots, names)
 
     def test_a_kernel_that_another_process_compiled_is_loaded_again(self) -> None:
         self.enterContext(loaded())
@@ -426,9 +425,9 @@ class TestInductor(TestCase):
         (launcher,), autotuner.fn.fn = autotuner.launchers, None
         names = frozenset(parameters(launcher)[:2])
         with self.assertRaisesRegex(NoVariant, "only in the process that compiled it"):
-            variant_launchers._made(autotuner, launcher, names)
+            launches._made(autotuner, launcher, names)
         autotuner._reload_kernel = lambda: source
-        self.assertEqual(variant_launchers._made(autotuner, launcher, names).slots, names)
+        self.assertEqual(launches._made(autotuner, launcher, names).slots, names)
         self.assertIsNone(autotuner.fn.fn)  # nothing of the original is changed
 
     def test_kernels_without_a_variant(self) -> None:
@@ -442,7 +441,7 @@ class TestInductor(TestCase):
             autotuner = self.one()
             autotuner.triton_meta[option] = value
             with self.assertRaisesRegex(NoVariant, why):
-                variant_launchers._made(autotuner, autotuner.launchers[0], frozenset({"in_ptr0"}))
+                launches._made(autotuner, autotuner.launchers[0], frozenset({"in_ptr0"}))
 
 
 if __name__ == "__main__":

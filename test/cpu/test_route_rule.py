@@ -67,7 +67,7 @@ class TestChooser(TestCase):
             (builds, "_builds", weakref.WeakKeyDictionary()),
             (builds, "go_on", self.build),
             (table, "_readers", weakref.WeakKeyDictionary()),
-            (table, "_taken", weakref.WeakKeyDictionary()),
+            (table, "TAKEN", weakref.WeakKeyDictionary()),
         ):
             self.enterContext(mock.patch.object(target, name, value))
         self.renew()
@@ -83,7 +83,7 @@ class TestChooser(TestCase):
             return None
         builds._builds[function] = None
         if self.is_built:
-            table.take(function, {0})
+            table.TAKEN[function] = frozenset({0})
         return self.is_built
 
     def made(self) -> RouteChooser:
@@ -132,7 +132,7 @@ class TestChooser(TestCase):
             self.assertEqual((self.choice, self.reasons), (reason, []))
             self.assertEqual((self.steps_of(other), self.choice), (1, reason))  # another recording takes it over
             # Recorded again it is patched at once, also if another size of the function has a table by then.
-            table.take(self.function, {0})
+            table.TAKEN[self.function] = frozenset({0})
             self.assertIsNone(chooser_for(self.function, 0, 0))
             self.assertFalse(route_rule.may_use_table(self.function, 0))
             self.assertTrue(route_rule.may_use_table(self.function, 1))

@@ -28,10 +28,10 @@ from pygraph_trees.indirection import retired
 from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.indirection.table import launches, variant_launchers
+from pygraph_trees.indirection.table import launches
 from pygraph_trees.indirection.table import pointer_table as tables
+from pygraph_trees.indirection.table.launches import VariantLauncher
 from pygraph_trees.indirection.table.pointer_table import WIDTHS, WRITER, Warmups
-from pygraph_trees.indirection.table.variant_launchers import VariantLauncher
 from pygraph_trees.trees.recordings import recording
 
 TABLE, PATCH, COPY = Route.TABLE, Route.PATCH, Route.COPY
@@ -272,7 +272,7 @@ class TestSlots(LiveInputsTestCase):
         with (
             mock.patch.object(tables, "noting", noting),
             mock.patch.object(tables, "why_not_placeholder", lambda *_: None),
-            mock.patch.object(variant_launchers, "build", lambda *_: self.variant("in_ptr1")),
+            mock.patch.object(launches, "build", lambda *_: self.variant("in_ptr1")),
         ):
             warm_up(one, a, 3, b, c, builds=True)
             self.assertEqual((tables.taken_by_variants(one), tables.taken_by_variants(other)), ({2}, set()))

@@ -11,7 +11,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +22,10 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pygraph_trees.indirection.table import builds, variant_launchers
+from pygraph_trees.indirection.table import builds, launches
 from pygraph_trees.indirection.table import pointer_table as table
-from pygraph_trees.indirection.table import worker as workers
+from pygraph_trees.indirection.table.builds import Job, Worker, compile_jobs, job_of
 from pygraph_trees.indirection.table.pointer_table import Reader
-from pygraph_trees.indirection.table.worker import Job, Worker, WriterJob, compile_jobs, job_of
 
 
 class Function:
@@ -37,7 +35,7 @@ class Function:
 class FakeWorker:
     """A worker that is done when the test says so."""
 
-    def __init__(self, jobs: Sequence[Job | WriterJob]) -> None:
+    def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs, self.compiled, self.inside = list(jobs), None, 0
 
     def done(self) -> set[int] | None:
@@ -66,8 +64,8 @@ class TestBuilding(TestCase):
             (Worker, "start", self.start),
             (torch.cuda, "device", lambda device: contextlib.nullcontext(self.assertEqual(device, 3))),
             (builds, "_builds", weakref.WeakKeyDictionary()),
-            (table, "_taken", weakref.WeakKeyDictionary()),
-            (variant_launchers, "build", self.build),
+            (table, "TAKEN", weakref.WeakKeyDictionary()),
+            (launches, "build", self.build),
         ):
             self.enterContext(mock.patch.object(target, name, value))
 
@@ -75,9 +73,9 @@ class TestBuilding(TestCase):
         builds.begin(self.function, 3)
 
     def job_of(self, autotuner: FakeAutotuner, names: frozenset[str]) -> Job | None:
-        return None if autotuner.fn.__name__ == "b" else Job("path", autotuner.fn.__name__, None, names)
+        return None if autotuner.fn.__name__ == "b" else Job(compile, autotuner.fn.__name__, names)
 
-    def start(self, jobs: Sequence[Job | WriterJob]) -> FakeWorker:
+    def start(self, jobs: Sequence[Job]) -> FakeWorker:
         if self.error is not None:
             raise self.error
         self.started.append(FakeWorker(jobs))
@@ -101,8 +99,8 @@ class TestBuilding(TestCase):
         self.assertFalse(builds.is_over(self.function))
         (worker,) = self.started
         *kernels, writer = worker.jobs
-        self.assertEqual([job.kernel for job in kernels], ["a", "c"])
-        self.assertEqual(writer, WriterJob(8, "a target"))
+        self.assertEqual([job.args[0] for job in kernels], ["a", "c"])
+        self.assertEqual((writer.func, writer.args), (table.compile_writer, (8, "a target")))
         worker.compiled = {0, 1, 2}
         for built in ([], [(3, 8)], [(3, 8), "c"]):
             self.assertIsNone(self.go_on())
@@ -176,13 +174,14 @@ class TestWorker(TestCase):
         super().setUp()
         self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
-    def job(self, *names: str) -> tuple[Any, Job]:
-        """A kernel's autotuner, and the job of compiling it with these slots."""
+    def job(self, *names: str) -> tuple[Any, Job, list[Any]]:
+        """A kernel's autotuner, the job of compiling it with these slots, and the job's arguments."""
         self.enterContext(of_inductor(self.folder))
         program = lambda x, y: (x.sin() + y).sum(-1)  # noqa: E731
         (autotuner,) = autotuners(self.folder, program, on_gpu(64, 64), on_gpu(64, 64))
         autotuner.launchers = [SimpleNamespace(config=autotuner.configs[0])]
-        return autotuner, job_of(autotuner, frozenset(names))
+        job = job_of(autotuner, frozenset(names))
+        return autotuner, job, list(job.args)
 
     def wait(self, worker: Worker) -> set[int]:
         end = time.monotonic() + 300
@@ -192,12 +191,12 @@ class TestWorker(TestCase):
         return done
 
     def test_what_it_compiles_is_found(self) -> None:
-        autotuner, job = self.job("in_ptr0", "in_ptr1")
-        self.assertEqual(Path(job.path), self.folder / f"{job.kernel}.py")
+        autotuner, job, (path, kernel, *options) = self.job("in_ptr0", "in_ptr1")
+        self.assertEqual(Path(path), self.folder / f"{kernel}.py")
         # The process has no GPU either.
-        Path(job.path).write_text(PRESENCE + Path(job.path).read_text())
+        Path(path).write_text(PRESENCE + Path(path).read_text())
         target = GPUTarget("cuda", 90, 32)
-        jobs = [replace(job, kernel="none of that name"), job, WriterJob(8, target)]
+        jobs = [Job(job.func, path, "none of that name", *options), job, Job(table.compile_writer, 8, target)]
         (self.folder / "triton").mkdir()  # nothing is imported from the working folder
         (self.folder / "triton" / "__init__.py").write_text("raise ImportError")
         before = os.getcwd()
@@ -215,15 +214,15 @@ class TestWorker(TestCase):
                 if elsewhere is not None:
                     os.environ["TRITON_CACHE_DIR"] = elsewhere
                 with is_compiled, worker.cache():
-                    _, slots = variant_launchers.compile_variant(autotuner, job.config, job.names)
+                    _, slots = launches.compile_variant(autotuner, *options)
                     table.compile_writer(8, target)
                 self.assertEqual(os.environ.get("TRITON_CACHE_DIR"), elsewhere)
-        self.assertEqual(slots, job.names)
+        self.assertEqual(slots, {"in_ptr0", "in_ptr1"})
 
     def test_jobs_one_by_one(self) -> None:
-        _, job = self.job("in_ptr0")
-        gone = replace(job, path=str(self.folder / "none.py"))
-        other = replace(job, names=frozenset({"xnumel"}))  # not a pointer
+        _, job, (path, *kernel, _) = self.job("in_ptr0")
+        gone = Job(job.func, str(self.folder / "none.py"), *job.args[1:])
+        other = Job(job.func, path, *kernel, frozenset({"xnumel"}))  # not a pointer
         self.assertEqual(list(compile_jobs([gone, job, other])), [1])
 
     def test_kernels_that_no_other_process_could_compile(self) -> None:
@@ -255,7 +254,7 @@ class TestWorker(TestCase):
         time.sleep(0.5)
         self.assertIsNone(worker.done())
         with (
-            mock.patch.object(workers, "_MOST_S", 0.0),
+            mock.patch.object(builds, "_MOST_S", 0.0),
             self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
         ):
             self.assertEqual(worker.done(), {0, 1})

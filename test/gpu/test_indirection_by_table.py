@@ -31,7 +31,7 @@ from test_indirection_libraries import EMBEDDING, LARGE
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
-from pygraph_trees.indirection.table import variant_launchers
+from pygraph_trees.indirection.table import launches
 
 
 def thirty(x):
@@ -69,7 +69,7 @@ class TestTable(IndirectionTestCase):
     def setUp(self):
         super().setUp()
         # Kernels with the same source stay alive from test to test.
-        variants = mock.patch.object(variant_launchers, "_built", weakref.WeakKeyDictionary())
+        variants = mock.patch.object(launches, "_built", weakref.WeakKeyDictionary())
         variants.start()
         self.addCleanup(variants.stop)
 

@@ -18,14 +18,14 @@ from torch.testing._internal.common_utils import run_tests
 import pygraph_trees
 from pygraph_trees.indirection import addresses
 from pygraph_trees.indirection.route_rule import LEAST_KERNELS, RouteChooser
-from pygraph_trees.indirection.table import variant_launchers
-from pygraph_trees.indirection.table.variant_launchers import VariantLauncher
-from pygraph_trees.indirection.table.worker import Worker, compile_jobs
+from pygraph_trees.indirection.table import launches
+from pygraph_trees.indirection.table.builds import Worker, compile_jobs
+from pygraph_trees.indirection.table.launches import VariantLauncher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pygraph_trees.indirection.table.worker import Job
+    from pygraph_trees.indirection.table.builds import Job
 
 START = Worker.start  # of a process
 INPUTS = 8
@@ -69,7 +69,7 @@ class TestRouteChoice(IndirectionTestCase):
             (addresses, "REPLAYS", REPLAYS),
             (addresses, "LEAST_CHANGES", REPLAYS // 4),
             (RouteChooser, "go_on", counted),
-            (variant_launchers, "_built", weakref.WeakKeyDictionary()),  # kernels live on from test to test
+            (launches, "_built", weakref.WeakKeyDictionary()),  # kernels live on from test to test
             (Worker, "start", Here),
         ):
             patch = mock.patch.object(module, name, value)

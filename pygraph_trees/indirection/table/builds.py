@@ -1,9 +1,9 @@
 """Builds the variants and writers for a function's table while the program runs.
 
-:func:`begin` starts a build; each :func:`go_on` takes one step, :func:`finish` all that are left. A
-:class:`.worker.Worker` compiles, then each step loads one kernel. After the last step, the function's inputs have
-slots, and its next recording has a table. A failed build is given up with one warning and not started again. A step
-never waits: it does nothing while another thread takes one, or while another function's build uses the process.
+:func:`begin` starts a build; each :func:`go_on` takes one step, :func:`finish` all that are left. A :class:`Worker`
+compiles in another process, then each step loads one kernel. After the last step, the function's inputs have slots, and
+its next recording has a table. A failed build is given up with one warning. A step never waits: it does nothing while
+another thread takes one, or while another function's build uses the process.
 """
 
 from __future__ import annotations
@@ -11,21 +11,34 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import pickle
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pygraph_trees.locks import run_if_free
 
-from . import pointer_table
-from .pointer_table import Reader
-from .worker import Job, Worker, WriterJob, job_of
+from . import launches, pointer_table
+from .pointer_table import Reader, compile_writer
+
+_MOST_S = 600.0  # time limit of the process
+_NICE = 10
+_COMMAND = f"import sys; sys.path[:] = filter(None, sys.path); from {__name__} import main; main()"
 
 _log = logging.getLogger("pygraph_trees.indirection")
+
+Job = functools.partial  # the compilation of a variant or a writer, which can be sent to another process
 
 _lock = threading.Lock()  # a function may have recordings in several threads; no thread waits for the lock
 # By function: the steps that are left, None if the build is over.
@@ -57,8 +70,7 @@ def _take_step(function: Any, device: int) -> None:
         _builds.pop(function, None)
         raise
     if _builds.get(function) is steps:  # otherwise it was given up
-        if taken:
-            pointer_table.take(function, taken)
+        pointer_table.TAKEN[function] = pointer_table.taken_by_variants(function) | taken
         _builds[function] = None
 
 
@@ -84,7 +96,7 @@ def finish(most_s: float) -> None:
 
 def give_up(function: Any) -> None:
     """Takes the function's table away, and prevents another build for it."""
-    pointer_table.take_no_longer(function)
+    pointer_table.TAKEN.pop(function, None)
     _builds[function] = None
 
 
@@ -94,7 +106,7 @@ def _steps(readers: Sequence[Reader], device: int) -> Generator[None, None, set[
     Returns the inputs that variants take: all at once, so that no recording has slots for a part of them.
     """
     found = {reader: job_of(reader.autotuner, reader.names) for reader in readers}
-    jobs: dict[Reader | int, Job | WriterJob] = {reader: job for reader, job in found.items() if job is not None}
+    jobs: dict[Reader | int, Job] = {reader: job for reader, job in found.items() if job is not None}
     if not jobs:
         return set()
     with contextlib.suppress(Exception):  # without a target, a writer is compiled when a table needs it
@@ -102,7 +114,7 @@ def _steps(readers: Sequence[Reader], device: int) -> Generator[None, None, set[
             target = pointer_table.current_target()
         inputs = {index for reader in readers for _, index in reader.inputs}
         most = max(pointer_table.widths_for(len(inputs)))  # inputs may get no slot
-        jobs |= {width: WriterJob(width, target) for width in pointer_table.WIDTHS if width <= most}
+        jobs |= {width: Job(compile_writer, width, target) for width in pointer_table.WIDTHS if width <= most}
     while (worker := Worker.start(list(jobs.values()))) is None:
         yield
     while (compiled := worker.done()) is None:
@@ -116,3 +128,127 @@ def _steps(readers: Sequence[Reader], device: int) -> Generator[None, None, set[
             elif pointer_table.loaded_writer(device, kernel) is None:
                 return set()
     return taken
+
+
+def job_of(autotuner: Any, names: frozenset[str]) -> Job | None:
+    """The job for a kernel; None if another process could not compile it."""
+    launcher = launches.sole_launcher(autotuner)
+    path = getattr(autotuner, "filename", None)
+    if launcher is None or path is None or not Path(path).is_file():
+        return None
+    job = Job(_compile_kernel, path, launches.name_of(autotuner), launcher.config, names)
+    try:
+        pickle.dumps(job)
+    except Exception as error:  # for example, of a hook in the configuration
+        _log.info("%s: %s", launches.name_of(autotuner), error)
+        return None
+    return job
+
+
+def _compile_kernel(path: str, kernel: str, config: Any, names: frozenset[str]) -> None:
+    """Compiles a variant of a kernel in a module that Inductor wrote, for one of Triton's configurations."""
+    module = runpy.run_path(path, run_name=f"pygraph_trees_{Path(path).stem}")
+    launches.compile_variant(module[kernel], config, names)
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+class Worker:
+    """A process that compiles jobs, at low priority and without our patches.
+
+    It compiles into the Triton cache that this process uses when it starts, and ends; the program then loads from there
+    (:meth:`cache`). A kernel that fails is left out. Only one runs at once. It is killed when this object is freed.
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        from triton import knobs
+
+        executable = sys.executable or ""
+        if getattr(sys, "frozen", False) or not Path(executable).name.startswith("python"):
+            raise OSError(f"{executable!r} is no Python")
+        self._cache = str(knobs.cache.dir)
+        self._done: set[int] | None = None
+        path = [folder for folder in sys.path if isinstance(folder, str) and folder]
+        if "" in sys.path:
+            with contextlib.suppress(OSError):
+                path.append(os.getcwd())
+        variables = {"PYGRAPH_DISABLE": "1", "PYTHONPATH": os.pathsep.join(path), "TRITON_CACHE_DIR": self._cache}
+        with contextlib.ExitStack() as if_not_started:
+            self._said = if_not_started.enter_context(tempfile.TemporaryFile())
+            with tempfile.TemporaryFile() as asked:
+                pickle.dump(list(jobs), asked)
+                asked.seek(0)
+                self._process = subprocess.Popen(
+                    [executable, "-c", _COMMAND],
+                    stdin=asked,
+                    stdout=self._said,
+                    stderr=subprocess.DEVNULL,
+                    env=os.environ | variables,
+                    start_new_session=True,  # an interrupt is meant for the program alone
+                )
+            if_not_started.pop_all()  # the file is closed when the process is done
+        self._began = time.monotonic()
+        self._end = weakref.finalize(self, _stop, self._process, self._said)
+
+    @staticmethod
+    def start(jobs: Sequence[Job]) -> Worker | None:
+        """Starts the process; returns None while another one is compiling.
+
+        Raises :class:`OSError` if no process can be started. Two threads must not call it at once.
+        """
+        if any(worker.done() is None for worker in _workers):
+            return None
+        _workers.add(made := Worker(jobs))
+        return made
+
+    def done(self) -> set[int] | None:
+        """The numbers of the jobs that were compiled; None while the process is compiling."""
+        if self._done is not None:
+            return self._done
+        if self._process.poll() is None and time.monotonic() - self._began < _MOST_S:
+            return None
+        code = self._process.returncode
+        if code != 0:
+            how = "did not end in time" if code is None else f"ended with {code}"
+            _log.warning("the process that compiles kernels which read addresses from a table %s", how)
+        if not self._said.closed:  # it is closed when this process ends
+            self._said.seek(0)
+            lines = self._said.read().decode(errors="replace").splitlines()
+            self._done = {int(line) for line in lines if line.isdecimal()}
+        self._end()
+        return self._done or set()
+
+    @contextlib.contextmanager
+    def cache(self) -> Iterator[None]:
+        """Inside this scope, Triton uses the cache into which the process compiled."""
+        from triton import knobs
+
+        with knobs.cache.scope():
+            knobs.cache.dir = self._cache
+            yield
+
+
+def _stop(process: subprocess.Popen[bytes], said: Any) -> None:
+    process.kill()  # does nothing if it has ended
+    process.wait()
+    said.close()
+
+
+def compile_jobs(jobs: Sequence[Job]) -> Iterator[int]:
+    """Compiles into Triton's cache; yields the number of each job that compiled."""
+    for number, job in enumerate(jobs):
+        try:
+            job()
+        except Exception as error:  # from Triton; then the kernel has no variant
+            _log.info("%s: %s", job, error)
+        else:
+            yield number
+
+
+def main() -> None:
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    signal.alarm(int(_MOST_S))  # the process ends even if the program that would kill it is gone
+    for number in compile_jobs(pickle.load(sys.stdin.buffer)):
+        print(number, flush=True)

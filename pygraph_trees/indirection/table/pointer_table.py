@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import linecache
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +24,13 @@ from pygraph_trees.cuda.graph_nodes import KernelNode
 from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.indirection.routes import Slots, why_not_placeholder
 
-from . import variant_launchers
-from .launches import available, noting, through
+from . import launches
+from .launches import VariantLauncher, available, noting, through
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.indirection.pool import PoolRanges
     from pygraph_trees.indirection.relocations import Scan
-
-    from .variant_launchers import VariantLauncher
 
 WRITER = "pygraph_write_slots"  # a writer's name begins so; the number of its slots follows
 WIDTHS = (8, 32, 128)  # slots of a writer: at most 1 KiB of parameters, and at most three compilations
@@ -40,8 +39,8 @@ _Writer = Callable[..., None]  # takes the table's memory from the writer's firs
 
 _log = logging.getLogger("pygraph_trees.indirection")
 
-# By function: the indices of inputs that variants take, and the kernels that warmups noted without building variants.
-_taken: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+# By function: the indices of inputs that have slots, and the kernels that warmups noted without building variants.
+TAKEN: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 _readers: weakref.WeakKeyDictionary[Any, dict[tuple[Any, frozenset[str]], Reader]] = weakref.WeakKeyDictionary()
 
 
@@ -55,12 +54,10 @@ class Table:
         self._readers: dict[int, dict[VariantLauncher, None]] = {}  # by address
         with torch.cuda.device(device):
             memory = torch.empty(len(padded), dtype=torch.int64, device=torch.device("cuda", device))
-            begin = 0
-            for width in widths:
-                writer = loaded_writer(device, width)
+            for end, width in zip(itertools.accumulate(widths), widths, strict=True):
+                writer, begin = loaded_writer(device, width), end - width
                 assert writer is not None
-                self._launches.append((writer, memory[begin:], padded[begin : begin + width]))
-                begin += width
+                self._launches.append((writer, memory[begin:], padded[begin:end]))
             self._slots = {address: memory[i : i + 1] for i, address in enumerate(addresses)}
             self._write()  # loads the writers, which a capture must not do
 
@@ -85,13 +82,10 @@ class Table:
 
     def found(self, driver: Driver, scan: Scan, addresses: Sequence[int]) -> Slots:
         """A scan's findings about this table; ``addresses``: of each placeholder, with or without a slot."""
-        writers = set()
-        for number, node in enumerate(scan.nodes):
-            name = driver.function_name(node.function, node.kernel) if isinstance(node, KernelNode) else None
-            if name is not None and name.startswith(WRITER):
-                writers.add(number)
-        read = frozenset(position for position, address in enumerate(addresses) if address in self._readers)
-        return Slots(frozenset(writers), read)
+        kernels = [(number, node) for number, node in enumerate(scan.nodes) if isinstance(node, KernelNode)]
+        names = ((number, driver.function_name(node.function, node.kernel) or "") for number, node in kernels)
+        writers = frozenset(number for number, name in names if name.startswith(WRITER))
+        return Slots(writers, frozenset(i for i, address in enumerate(addresses) if address in self._readers))
 
     def close(self) -> None:
         """Releases the memory and the variants."""
@@ -171,30 +165,20 @@ class Reader:
 
     @property
     def kernel(self) -> str:
-        return variant_launchers.name_of(self.autotuner)
+        return launches.name_of(self.autotuner)
 
     def build(self) -> set[int]:
         """Builds the variant, and returns the indices of the inputs that it takes from slots.
 
         It compiles, unless Triton's cache has the variant, and never raises.
         """
-        variant = variant_launchers.build(self.autotuner, self.names)
+        variant = launches.build(self.autotuner, self.names)
         return set() if variant is None else {index for name, index in self.inputs if name in variant.slots}
 
 
-def take(function: Any, indices: Collection[int]) -> None:
-    """Gives these inputs of a function slots from now on."""
-    _taken.setdefault(function, set()).update(indices)
-
-
-def take_no_longer(function: Any) -> None:
-    """Takes the slots of a function's inputs away."""
-    _taken.pop(function, None)
-
-
-def taken_by_variants(function: Any) -> Collection[int]:
+def taken_by_variants(function: Any) -> frozenset[int]:
     """The indices of a function's inputs that have slots: variants take them from there."""
-    return frozenset(_taken.get(function, ()))
+    return TAKEN.get(function, frozenset())
 
 
 def readers_of(function: Any) -> list[Reader]:
@@ -209,6 +193,7 @@ class Warmups:
         self._step: Any = None
         self._live: set[int] = set()  # addresses of such inputs in this step
 
+    @contextlib.contextmanager
     def begin(
         self,
         function: Any,
@@ -220,7 +205,7 @@ class Warmups:
         *,
         is_backward: bool,
         builds: bool,
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Wraps a function's warmup: notes which kernels read live inputs and, if ``builds``, builds variants.
 
         Live inputs of a forward that its backward takes are still static for the backward, and will be found to be
@@ -228,32 +213,26 @@ class Warmups:
         is patched. Upstream warms up under the capture lock, so retired memory is given back here.
         """
         release_retired(is_locked=True)
-        if not available():
-            return contextlib.nullcontext()
         if step != self._step:
             self._step, self._live = step, set()
-        try:
+        addresses = {}
+        with contextlib.suppress(RuntimeError):  # an output that was overwritten; upstream raises when it reads it
             addresses = {
                 index: value.data_ptr()
-                for index, value in enumerate(inputs)
+                for index, value in enumerate(inputs if available() else ())
                 if isinstance(value, torch.Tensor)
                 if index not in static or (is_backward and value.data_ptr() in self._live)
                 if why_not_placeholder(value, device, value.is_cuda and pool.holds(value.data_ptr())) is None
             }
-        except RuntimeError:  # an output that was overwritten; upstream raises when it reads it
-            return contextlib.nullcontext()
+        if not addresses:
+            yield
+            return
         self._live.update(addresses.values())
-        return _noting(function, addresses, builds=builds) if addresses else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _noting(function: Any, addresses: Mapping[int, int], *, builds: bool) -> Iterator[None]:
-    """Notes the kernels that are given these ``addresses``, by index of the input, and may build their variants."""
-    with noting(addresses) as found:
-        yield
-    known = _readers.setdefault(function, {})
-    for key, inputs in found.items():
-        if builds:
-            take(function, Reader(*key, frozenset(inputs)).build())
-        else:
-            known[key] = Reader(*key, frozenset(inputs).union(known[key].inputs if key in known else ()))
+        with noting(addresses) as found:
+            yield
+        known = _readers.setdefault(function, {})
+        for key, inputs_of in found.items():
+            if builds:
+                TAKEN[function] = taken_by_variants(function) | Reader(*key, frozenset(inputs_of)).build()
+            else:
+                known[key] = Reader(*key, frozenset(inputs_of).union(known[key].inputs if key in known else ()))

@@ -59,31 +59,29 @@ def with_slots(
 ) -> Variant:
     """The variant of a kernel in which the parameters named by ``names`` are slots, except those that cannot be.
 
-    Args:
-        fn: the kernel that ``triton.jit`` made.
-        signature, constants, attrs: the original's, as for ``ASTSource``.
-        options: options with which the original is compiled, if known.
-
-    Raises :class:`NoVariant`.
+    ``fn`` is the kernel that ``triton.jit`` made; ``signature``, ``constants`` and ``attrs`` are the original's, as for
+    ``ASTSource``; it is compiled with ``options``, if they are known. Raises :class:`NoVariant`.
     """
     refusal = functools.partial(NoVariant, kernel=getattr(fn, "__name__", type(fn).__name__))
-    why_not = _why_not(fn, options or {})
-    if why_not is not None:
+    if (why_not := _why_not(fn, options or {})) is not None:
         raise refusal(why=why_not)
     slots = frozenset(name for name in names if _can_be_slot(fn, name, signature, constants))
     if not slots:
         raise refusal(why=Reason.NO_POINTER())
-    tree = _definition(fn)
-    if tree is None:
+    if (tree := _definition(fn)) is None:
         raise refusal(why=Reason.NO_SOURCE())
-    variable = _left_out_of_keys(fn)
-    if variable is not None:
+    if (variable := _left_out_of_keys(fn)) is not None:
         raise refusal(why=Reason.GLOBAL_VARIABLE(name=variable))
 
     chosen = [(i, argument) for i, argument in enumerate(fn.arg_names) if argument in slots]
     prologue = [_load(slot, signature[slot], attrs.get((i,))) for i, slot in chosen]
+    begin = 0 if ast.get_docstring(tree, clean=False) is None else 1  # the docstring stays first
+    tree.body[begin:begin] = prologue
+    for parameter in tree.args.args:
+        if parameter.arg in slots:
+            parameter.annotation = None  # since its type is another
     return Variant(
-        fn=_rebuilt(fn, _text(tree, slots, prologue), slots),
+        fn=_rebuilt(fn, ast.unparse(ast.fix_missing_locations(tree)) + "\n", slots),
         signature={argument: SLOT if argument in slots else ty for argument, ty in signature.items()},
         attrs={path: value for path, value in attrs.items() if fn.arg_names[path[0]] not in slots},
         slots=slots,
@@ -95,17 +93,14 @@ def _why_not(fn: Any, options: Mapping[str, Any]) -> Why | None:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    if options.get("launch_cooperative_grid"):
-        return Reason.COOPERATIVE()
-    if options.get("launch_pdl"):
-        return Reason.EARLY()
-    if not isinstance(fn, (JITFunction, InterpretedFunction)):
-        return Reason.NOT_TRITON(type=type(fn).__name__)
-    if fn.fn is None:
-        return Reason.COMPILED_ELSEWHERE()
-    if isinstance(fn, JITFunction) and fn.is_gluon():
-        return Reason.GLUON()
-    return None
+    reasons = (
+        (options.get("launch_cooperative_grid"), Reason.COOPERATIVE()),
+        (options.get("launch_pdl"), Reason.EARLY()),
+        (not isinstance(fn, (JITFunction, InterpretedFunction)), Reason.NOT_TRITON(type=type(fn).__name__)),
+        (getattr(fn, "fn", None) is None, Reason.COMPILED_ELSEWHERE()),
+        (isinstance(fn, JITFunction) and fn.is_gluon(), Reason.GLUON()),
+    )
+    return next((why for is_so, why in reasons if is_so), None)
 
 
 def _can_be_slot(fn: Any, name: str, signature: Mapping[str, Any], constants: Mapping[Any, Any]) -> bool:
@@ -176,16 +171,6 @@ def _load(slot: str, ty: str, attributes: Any) -> ast.stmt:
     if divisor is not None:
         pointer = f"{_LANGUAGE}.multiple_of({pointer}, {divisor})"
     return ast.parse(f"{slot} = {pointer}").body[0]
-
-
-def _text(tree: ast.FunctionDef, slots: Collection[str], prologue: list[ast.stmt]) -> str:
-    """The variant's source. The docstring stays first; slots lose their annotations, since their type is another."""
-    for parameter in tree.args.args:
-        if parameter.arg in slots:
-            parameter.annotation = None
-    begin = 0 if ast.get_docstring(tree, clean=False) is None else 1
-    tree.body[begin:begin] = prologue
-    return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
 
 
 def _rebuilt(fn: Any, text: str, slots: Collection[str]) -> Any:
