@@ -9,6 +9,7 @@ the operators by the kinds of kernels that these launch. A kernel that may be an
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
 import os
@@ -87,14 +88,16 @@ def name_kernels(trace: str | os.PathLike[str]) -> tuple[int, int]:
 
 def name_events(events: Sequence[dict[str, Any]], functions: Sequence[FunctionLog]) -> tuple[int, int]:
     """Names the kernels of these functions among a trace's events."""
-    by_graph, known = _by_graph(functions), dict[tuple[int, tuple[str, ...]], list[Facts]]()
+    by_graph = _by_graph(functions)
+
+    @functools.cache
+    def facts_of(graph: int, names: tuple[str, ...]) -> list[Facts]:
+        return _facts(names, [by_graph[graph]] if graph in by_graph else functions)
+
     named = count = 0
     for kernels in _launches(events):
-        names = tuple(str(kernel["name"]) for kernel in kernels)
-        graph = _node(kernels[0]) >> 32
-        if (graph, names) not in known:
-            known[graph, names] = _facts(names, [by_graph[graph]] if graph in by_graph else functions)
-        for number, (kernel, facts) in enumerate(zip(kernels, known[graph, names], strict=True)):
+        found = facts_of(_node(kernels[0]) >> 32, tuple(str(kernel["name"]) for kernel in kernels))
+        for number, (kernel, facts) in enumerate(zip(kernels, found, strict=True)):
             kernel["args"] |= facts | ({"number in graph": number} if facts else {})
             named += not facts.keys().isdisjoint(("module", "line"))
         count += len(kernels)
@@ -123,11 +126,12 @@ def _by_graph(functions: Sequence[FunctionLog]) -> dict[int, FunctionLog]:
     """The functions by the ids of their recordings' graphs; none before CUDA 13.1."""
     owners = {id(recording): function for function in functions for recording in function.recordings}
     found: dict[int, FunctionLog] = {}
-    api = driver()
+    if (api := driver()) is None:
+        return found
     with contextlib.suppress(DriverError, RuntimeError):  # a graph may be gone
-        for node in recordings(managers()) if api is not None else ():
+        for node in recordings(managers()):
             function = owners.get(id(getattr(node, "log", None)))
-            if api is not None and function is not None and node.graph is not None:
+            if function is not None and node.graph is not None:
                 (number,) = api.call("cuGraphExecGetId", api.api.CUgraphExec(node.graph.raw_cuda_graph_exec()))
                 found[int(number)] = function
     return found

@@ -25,8 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from fake_calls import CUresult, Handle, View
-from fake_edges import FakeEdges
+from fake_calls import CUresult, FakeEdges, Handle, View
 from fake_memory import GRANULE, CUdeviceptr, FakeMemory
 
 __all__ = ["GRANULE", "KNOWN", "CUresult", "FakeApi"]

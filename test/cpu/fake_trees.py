@@ -1,18 +1,26 @@
-"""Fakes of the objects that a fast replay in C++ uses: a manager, a recording, a graph and live inputs."""
+"""Fakes of the objects that a fast replay in C++ uses: a manager, a recording, a graph and live inputs; and a real
+manager as it is before its first call, without upstream's constructor, which needs a GPU."""
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import inspect
+import threading
 import unittest
 from unittest import mock
 
 import torch
 from torch._inductor import cudagraph_trees
 
+from pygraph_trees.compat import has_skip_table
 from pygraph_trees.native import binding
+from pygraph_trees.outputs.policy import OutputPolicy
 from pygraph_trees.trees.functions import fast_path
-from pygraph_trees.trees.managers.candidates import candidate_filter
+from pygraph_trees.trees.managers.candidates import Search, candidate_filter
+from pygraph_trees.trees.managers.input_rules import Moves
+from pygraph_trees.trees.managers.manager import Manager
+from pygraph_trees.trees.managers.reclaiming import Reclaiming
 from pygraph_trees.trees.pools.liveness import Deaths
 from pygraph_trees.trees.recordings.recording import Upstream as UpstreamRecording
 from pygraph_trees.trees.recordings.replaying import native_replay
@@ -235,3 +243,40 @@ def deaths(cached, *indices):
     """The check of some outputs. Torch's references say that all are alive, so C++ must find the dead ones itself."""
     alive, addresses = [lambda: 7] * len(cached), [tensor.untyped_storage().data_ptr() for tensor in cached]
     return Deaths([(cached, alive, index, addresses[index]) for index in indices], lambda: False)
+
+
+# The attribute in which upstream notes functions that it does not graph; renamed in torch 2.15.
+SKIPPED = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutation_hint"
+
+
+def bare_manager(kind=Manager, **state):
+    """``state``: attributes that differ from the defaults; functions are for inference by default."""
+    manager = kind.__new__(kind)
+    search = Search()
+    known = {
+        "graph": object(),
+        "stream": 0,
+        "cuda_graphs_thread_pool": (0, 7),
+        "device_index": 0,
+        "roots": {},
+        "current_node": None,
+        "current_gen": -1,
+        "path_state": cudagraph_trees.ExecutionState.NONE,
+        "running_forwards_with_pending_backwards": False,
+        "has_live_user_visible_output_cloning": False,
+        "ids_to_funcs": {},
+        "id_to_mode": collections.defaultdict(lambda: MODE.INFERENCE),
+        "id_to_compile_id": collections.defaultdict(lambda: "3/1"),
+        "warmed_up_functions": set(),
+        "num_rerecord": collections.defaultdict(lambda: collections.defaultdict(int)),
+        SKIPPED: collections.defaultdict(dict),
+        "_candidates": search.known,
+        "_find": search.find,
+        "output_policy": OutputPolicy(search.known),
+        "_moves": Moves(),
+        "thread": threading.get_ident(),
+        "reclaiming": Reclaiming(lambda: kind(0), search.known),
+    }
+    for name, value in (known | state).items():
+        setattr(manager, name, value)
+    return manager

@@ -12,8 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from bare_manager import bare_manager
-from fake_trees import LIMITS, liveness_check
+from fake_trees import LIMITS, bare_manager, liveness_check
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import CompilationMode, StorageWeakRefWrapper, UnaliasedStorage, WrappedFunction
 from torch.testing._internal.common_utils import TestCase

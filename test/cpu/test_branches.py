@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 from captured_operations import ATEN, UNKNOWN, BranchesTestCase, Captured, FakeAutotuner, custom, operate, ops
-from fake_edges import PROGRAMMATIC
+from fake_calls import PROGRAMMATIC
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import run_tests

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from bare_manager import SKIPPED, bare_manager
-from fake_trees import Graph, Plain, fail, liveness_check, some
+from fake_trees import SKIPPED, Graph, Plain, bare_manager, fail, liveness_check, some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor import cudagraph_trees

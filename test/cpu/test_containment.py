@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from bare_manager import bare_manager
+from fake_trees import bare_manager
 from torch._inductor.cudagraph_trees import FunctionID
 from torch.testing._internal.common_utils import TestCase, run_tests
 

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from bare_manager import bare_manager
-from fake_trees import manager_of, replaying
+from fake_trees import bare_manager, manager_of, replaying
 from recordings_on_cpu import SIZE, Function, OnCpuTestCase
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import FunctionID

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from bare_manager import bare_manager
 from fake_driver import CUresult, FakeApi
+from fake_trees import bare_manager
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._inductor import cudagraph_trees

@@ -8,8 +8,8 @@ import ctypes
 import itertools
 from dataclasses import dataclass, replace
 
+from fake_calls import PROGRAMMATIC
 from fake_driver import FakeApi
-from fake_edges import PROGRAMMATIC
 from fake_native import library
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import torch
-from bare_manager import bare_manager
-from fake_trees import LIMITS, MODE, Plain, Trees, deaths, some
+from fake_trees import LIMITS, MODE, Plain, Trees, bare_manager, deaths, some
 from test_allocations import COPIED, FIRST, LIBRARY, SECOND, addresses, captured, function, generated
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import CUDAWarmupNode, ExecutionState, StorageWeakRefWrapper, TensorWeakRef

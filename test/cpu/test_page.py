@@ -98,12 +98,6 @@ class TestPage(TestCase):
         self.elements(text)
         return text
 
-    def rects(self, section, *kinds):
-        """Begin and end of each bar of a section."""
-        found = [a for tag, a in self.elements(section.body) if tag == "rect"]
-        found = [a for a in found if not kinds or a["class"] in kinds]
-        return [(float(a["x"]), float(a["x"]) + float(a["width"])) for a in found]
-
     def test_the_command_is_shown_without_the_folders_of_the_program(self):
         path = Path(self.enterContext(tempfile.TemporaryDirectory())) / "page.html"
         for given, shown in (

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from bare_manager import bare_manager
-from fake_trees import Plain
+from fake_trees import Plain, bare_manager
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 

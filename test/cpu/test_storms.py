@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from bare_manager import bare_manager
+from fake_trees import bare_manager
 from test_trial import if_aligned
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests

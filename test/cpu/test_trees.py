@@ -15,8 +15,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from bare_manager import bare_manager
-from fake_trees import CHECKS_LIVENESS_AGAIN, LIMITS, liveness_check, replay_with, replaying
+from fake_trees import CHECKS_LIVENESS_AGAIN, LIMITS, bare_manager, liveness_check, replay_with, replaying
 from test_own_memory import own_memory, storage
 from torch._inductor import config, cudagraph_trees
 from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, WrappedFunction

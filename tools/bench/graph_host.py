@@ -2,9 +2,10 @@
 
 usage: python tools/bench/graph_host.py [NAMES ...] [--rounds N] [--calls N] [--out FILE]
 
-NAMES are workloads or the programs of ``small_programs.py``. The columns are in µs: *trees* is the time inside compiled
-graphs without launches, *outside* is Dynamo's and AOTAutograd's, *gpu* the GPU's, *rest* the remaining latency. Each
-figure is a median over calls, then over rounds. ``tools/bench/README.md`` explains the clocks.
+NAMES are workloads, MLP, MLP-N (the same for any batch size) or ACTOR (small inputs that arrive on the CPU). Columns
+are in µs: *trees* is the time inside compiled graphs without launches, *outside* is Dynamo's and AOTAutograd's, *gpu*
+the GPU's, *rest* the remaining latency. Each figure is a median over calls, then over rounds. ``tools/bench/README.md``
+explains the clocks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -29,10 +30,11 @@ import torch
 from torch._inductor.output_code import CompiledFxGraph
 
 from bench.figures import has_gpu, write_figures
-from bench.small_programs import program_of
+from pygraph_trees.benchmark.inspection import is_launch
 from pygraph_trees.benchmark.program import Program, Ring
 from pygraph_trees.benchmark.timing import call_until_chosen, collector_off, functions_so_far, schedule, synchroniser
 from pygraph_trees.benchmark.ways import Way, make_ways
+from pygraph_trees.cli.target import resolve
 from pygraph_trees.report import text
 
 _GRAPH, _LAUNCH = (CompiledFxGraph, "__call__"), (torch.cuda.CUDAGraph, "replay")
@@ -120,12 +122,7 @@ def _gpu_us(program: Program, way: Way, ring: Ring, wait: Callable[[], None]) ->
 def spans_us(trace: Mapping[str, Any]) -> float:
     """The time from the first to the last work of each launched graph, summed over a Chrome trace."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    launches = {
-        event["args"]["correlation"]
-        for event in events
-        if str(event["name"]).startswith(("cudaGraphLaunch", "cuGraphLaunch"))
-        and "correlation" in event.get("args", {})
-    }
+    launches = {event.get("args", {}).get("correlation") for event in events if is_launch(event)} - {None}
     total = 0.0
     for launch in launches:
         work = [
@@ -247,6 +244,50 @@ def table(records: list[dict[str, Any]]) -> str:
             each = [f"{before:.1f} + {after:.1f}" for before, after in zip(*[iter(r["parts"])] * 2, strict=True)]
             lines.append(f"{r['workload']} {r['way']} {r['regime']}, before and after each launch: {', '.join(each)}")
     return "\n".join(lines)
+
+
+def perceptron(device: torch.device) -> Program:
+    """Two small layers: almost nothing but the host."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(device)
+    return Program(model, (torch.randn(16, 64, device=device),), context=torch.no_grad, name="MLP")
+
+
+def perceptron_of_any_batch(device: torch.device) -> Program:
+    """Two small layers compiled for any batch size, which is then an input."""
+    program = perceptron(device)
+    torch._dynamo.mark_dynamic(program.args[0], 0)
+    return replace(program, name="MLP-N")
+
+
+def actor_critic(device: torch.device) -> Program:
+    """An actor and a critic of two hidden layers each; the observations arrive on the CPU."""
+
+    def hidden(outputs: int) -> torch.nn.Module:
+        layers = torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 256), torch.nn.Tanh()
+        return torch.nn.Sequential(*layers, torch.nn.Linear(256, outputs)).to(device)
+
+    torch.manual_seed(0)
+    actor, critic = hidden(8), hidden(1)
+
+    def fn(observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        there = observations.to(device)
+        return actor(there), critic(there)
+
+    return Program(fn, (torch.randn(32, 64),), context=torch.no_grad, name="ACTOR")
+
+
+PROGRAMS: dict[str, Callable[[torch.device], Program]] = {
+    "MLP": perceptron,
+    "MLP-N": perceptron_of_any_batch,
+    "ACTOR": actor_critic,
+}
+
+
+def program_of(name: str) -> Program:
+    """A small program or a workload, on the GPU."""
+    device = torch.device("cuda")
+    return PROGRAMS[name](device) if name in PROGRAMS else resolve(name, device)
 
 
 def main() -> int:

@@ -26,10 +26,9 @@ from .around import (
     Around,
 )
 from .case import Case, seed_of
-from .draws import Draws
 from .faults import FROM_OUTSIDE, OF_OPERATOR, OPERATOR, Fault
 from .operations import OPERATIONS
-from .scope import NoRoom, Scope
+from .scope import Draws, NoRoom, Scope
 
 MOST_STATEMENTS = 8
 _CONSTANTS = 3  # weight of a chain of constants among the operations

@@ -6,6 +6,7 @@ An operand is an existing value that fits, or a new input. If the program cannot
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -13,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 
 from .case import LAYOUTS, PLACES, Input
-from .draws import Draws
 from .memory import strides_of
 
 T = TypeVar("T")
@@ -21,6 +21,17 @@ T = TypeVar("T")
 SIZES = (1, 2, 3, 8, 16, 33, 64)
 MOST_INPUTS = 9
 MOST_CONSTANTS = 1 << 14  # elements of a constant
+
+
+class Draws(random.Random):
+    """Random choices of one program: they depend on the seed and its number alone, not on the programs before it."""
+
+    def several(self, choices: Sequence[T], most: int, least: int = 1) -> list[T]:
+        """Different choices in a random order, at most as many as there are."""
+        return self.sample(choices, min(len(choices), self.randint(least, most)))
+
+    def chance(self, one_in: int) -> bool:
+        return self.randrange(one_in) == 0
 
 
 class NoRoom(Exception):
