@@ -7,7 +7,7 @@ command line and ``tools/bench`` are built on it. README.md describes the protoc
 from __future__ import annotations
 
 from .measure import Comparison, compare
-from .measurement import REGIMES, Measurement, text_table
+from .outcome import REGIMES, Measurement, text_table
 from .program import Program
 from .timing import Effort
 from .ways import WAYS

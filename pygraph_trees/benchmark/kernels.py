@@ -9,7 +9,6 @@ the operators by the kinds of kernels that these launch. A kernel that may be an
 from __future__ import annotations
 
 import contextlib
-import functools
 import gzip
 import json
 import os
@@ -58,16 +57,9 @@ def name_kernels(trace: str | os.PathLike[str]) -> tuple[int, int]:
     """Names the kernels of replayed graphs in a Chrome trace of this process, in the file itself.
 
     A named kernel's ``args`` have ``module``, ``line``, ``compile id``, ``function`` and ``number in graph``, as far as
-    they are known. Kernels of functions that are no longer in the report, and of other graphs, have none.
-
-    Args:
-        trace: a file that ``export_chrome_trace`` of ``torch.profiler`` wrote, ``.json`` or ``.json.gz``.
-
-    Returns:
-        How many kernels got a module or a line, and how many ran in CUDA graphs.
-
-    Raises:
-        NotATrace: the file cannot be read or written, or is no such trace.
+    they are known. Kernels of functions that are no longer in the report, and of other graphs, have none. Returns how
+    many kernels got a module or a line, and how many ran in CUDA graphs. Raises :class:`NotATrace` unless ``trace`` is
+    a file that ``export_chrome_trace`` of ``torch.profiler`` wrote, ``.json`` or ``.json.gz``, and can be written.
     """
     path = Path(trace)
     opened = gzip.open if path.suffix == ".gz" else open
@@ -88,16 +80,14 @@ def name_kernels(trace: str | os.PathLike[str]) -> tuple[int, int]:
 
 def name_events(events: Sequence[dict[str, Any]], functions: Sequence[FunctionLog]) -> tuple[int, int]:
     """Names the kernels of these functions among a trace's events."""
-    by_graph = _by_graph(functions)
-
-    @functools.cache
-    def facts_of(graph: int, names: tuple[str, ...]) -> list[Facts]:
-        return _facts(names, [by_graph[graph]] if graph in by_graph else functions)
-
+    by_graph, known = _by_graph(functions), dict[tuple[int, tuple[str, ...]], list[Facts]]()
     named = count = 0
     for kernels in _launches(events):
-        found = facts_of(_node(kernels[0]) >> 32, tuple(str(kernel["name"]) for kernel in kernels))
-        for number, (kernel, facts) in enumerate(zip(kernels, found, strict=True)):
+        names = tuple(str(kernel["name"]) for kernel in kernels)
+        graph = _node(kernels[0]) >> 32
+        if (graph, names) not in known:
+            known[graph, names] = _facts(names, [by_graph[graph]] if graph in by_graph else functions)
+        for number, (kernel, facts) in enumerate(zip(kernels, known[graph, names], strict=True)):
             kernel["args"] |= facts | ({"number in graph": number} if facts else {})
             named += not facts.keys().isdisjoint(("module", "line"))
         count += len(kernels)

@@ -25,7 +25,7 @@ from pygraph_trees.report.text import title
 
 from . import inspection, timing
 from .kernels import name_events
-from .measurement import REGIMES, Measurement
+from .outcome import REGIMES, Measurement
 from .program import InputSet, Program, Ring
 from .verify import Snapshot, differences, snapshot
 from .ways import FORCED, WAYS, Way, make_ways, own_cache, wake_compiler

@@ -85,17 +85,12 @@ def _difference(output: str, ours: torch.Tensor, theirs: torch.Tensor) -> float 
 
 
 def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:
-    """Compares a function under CUDA graphs with the same function compiled without.
+    """Compares a module or function, not compiled yet, under CUDA graphs with the same compiled without.
 
-    Args:
-        fn: a module or function that is not compiled yet; a module is copied.
-        args, kwargs: its arguments; tensors in them are copied for each call, with their strides.
-        calls: number of calls; the first warms up, the second records.
-
-    Raises:
-        DiffersUngraphed: an output or an argument that is written to differs in any bit.
-        NothingVerified: there is no GPU, or no part of the function was recorded as a CUDA graph.
-        ValueError: fewer than three calls, which replay nothing.
+    A module is copied; tensors in the arguments are copied for each call, with their strides. The first of the
+    ``calls`` warms up, the second records, and at least one must follow. Raises :class:`DiffersUngraphed` if an output
+    or an argument that is written to differs in any bit, and :class:`NothingVerified` if there is no GPU, or no part of
+    the function was recorded as a CUDA graph.
     """
     if calls < 3:
         raise ValueError(f"the first two calls replay nothing: expected at least 3 calls, got {calls}")
@@ -116,8 +111,9 @@ def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) ->
             why = "; ".join(dict.fromkeys(filter(None, reasons))) or "nothing of it was compiled for a GPU"
             raise NothingVerified(why=f"no part of it ran in a CUDA graph ({why})")
     finally:
-        for trees in [way.trees for way in ways if way.trees is not None]:
-            trees.clear()
+        for way in ways:
+            if way.trees is not None:
+                way.trees.clear()
 
 
 def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:

@@ -24,8 +24,7 @@ import inductor_patches
 import pygraph_trees
 from pygraph_trees import __main__ as command_line
 from pygraph_trees.benchmark import Effort, Measurement
-from pygraph_trees.benchmark.measurement import PLAIN_NAMES
-from pygraph_trees.benchmark.outcome import verdicts
+from pygraph_trees.benchmark.outcome import PLAIN_NAMES, verdicts
 from pygraph_trees.benchmark.ways import Way
 from pygraph_trees.cli import target
 from pygraph_trees.errors import PygraphError

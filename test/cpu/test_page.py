@@ -15,8 +15,7 @@ from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.benchmark.inspection import Span
-from pygraph_trees.benchmark.measurement import Measurement
-from pygraph_trees.benchmark.outcome import sections
+from pygraph_trees.benchmark.outcome import Measurement, sections
 from pygraph_trees.report.page import page
 from pygraph_trees.report.records import (
     Cause,
