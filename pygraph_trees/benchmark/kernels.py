@@ -164,26 +164,24 @@ def _calls_of(names: Sequence[str], function: FunctionLog) -> list[Call | None] 
         names_of_calls = [str(call.operator).removeprefix("aten.").partition(".")[0] for call in between]
         usual = [_ATTENTION if "attention" in name else _LAUNCHED.get(name, _ANYTHING) for name in names_of_calls]
         for patterns in (usual, [_ANYTHING] * len(between)):
-            if max(len(places), len(between)) <= _MOST and (each := _owners(kinds, [*patterns, *copies])):
-                sole = ((at, *numbers) for at, numbers in zip(places, each, strict=True) if len(numbers) == 1)
-                owners |= {at: between[number] for at, number in sole if number < len(between)}
+            each = _owners(kinds, [*patterns, *copies]) if max(len(places), len(between)) <= _MOST else None
+            if each is not None:
+                owners |= {places[at]: between[number] for at, number in each.items() if number < len(between)}
                 break
     return [owners.get(i) for i in range(len(names))]
 
 
-def _owners(text: str, patterns: Sequence[re.Pattern[str]]) -> list[set[int]] | None:
-    """For each letter, the patterns that may match it if all match the text one after another; None if they do not."""
-    begins, matches = {0}, []
+def _owners(text: str, patterns: Sequence[re.Pattern[str]]) -> dict[int, int] | None:
+    """By place of a letter: the only pattern that may match it if all match the text in turn; None if they do not."""
+    borders = [{0}]  # where each pattern may begin, and where the last one may end
     for pattern in patterns:
-        matches.append({(i, j) for i in begins for j in range(i, len(text) + 1) if pattern.fullmatch(text, i, j)})
-        begins = {j for _, j in matches[-1]}
-    if len(text) not in begins:
+        ends = range(len(text) + 1)
+        borders.append({j for i in borders[-1] for j in ends if pattern.fullmatch(text, i, j)})
+    borders[-1] &= {len(text)}
+    for number, pattern in reversed(list(enumerate(patterns))):
+        after = borders[number + 1]
+        borders[number] = {i for i in borders[number] if any(pattern.fullmatch(text, i, j) for j in after)}
+    if not borders[0]:
         return None
-    owners, ends = [set[int]() for _ in text], {len(text)}
-    for number in reversed(range(len(patterns))):
-        used = [(i, j) for i, j in matches[number] if j in ends]
-        for i, j in used:
-            for at in range(i, j):
-                owners[at].add(number)
-        ends = {i for i, _ in used}
-    return owners
+    sure = (range(max(begins), min(ends)) for begins, ends in pairwise(borders))
+    return {at: number for number, places in enumerate(sure) for at in places}

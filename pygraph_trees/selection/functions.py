@@ -179,8 +179,7 @@ def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path
         partition = log.partition if log.mode == INFERENCE else "all"
         matters = {**asdict(settings), "fast path": has_fast_path, "partition": partition}
         memory = Kept(graph.code, log.name, device, matters)
-    trial = Trial(memory=memory)
-    trial.graph = graph
+    trial = Trial(memory=memory, graph=graph)
     if program is not None:
         _trials[program] = trial
     return trial

@@ -49,8 +49,6 @@ class ProfilesUnusable(PygraphWarning):
 
 
 class NoCacheFolder(PygraphError):
-    """Inductor has no cache folder."""
-
     template = "Inductor's cache, {folder}, cannot be made: {why}. TORCHINDUCTOR_CACHE_DIR names another folder for it."
 
 

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import date
 from typing import TYPE_CHECKING, Any
@@ -57,14 +57,14 @@ class Turn:
 
     def __init__(self) -> None:
         self._holder: weakref.ref[Trial] | None = None
-        self._refused: dict[int, int] = {}  # requests by trial, since the holder's last one
+        self._refused = Counter[int]()  # requests by trial, since the holder's last one
 
     def take(self, trial: Trial) -> bool:
         """Gives the turn to a trial, or lets it keep the turn; returns whether the trial has it."""
         holder = None if self._holder is None else self._holder()
         if holder is not None and holder is not trial and not holder.is_over:
-            refused = self._refused[id(trial)] = self._refused.get(id(trial), 0) + 1
-            if refused <= _MOST_REFUSED:
+            self._refused[id(trial)] += 1
+            if self._refused[id(trial)] <= _MOST_REFUSED:
                 return False
         self._refused.clear()
         if holder is not trial:
@@ -77,9 +77,9 @@ class Trial:
 
     _turn = Turn()  # of this process
 
-    def __init__(self, *, memory: Kept | None = None, turn: Turn = _turn) -> None:
+    def __init__(self, *, memory: Kept | None = None, graph: object = None, turn: Turn = _turn) -> None:
         self._memory, self._turn = memory, turn
-        self.graph: object = None  # for callers that ask: the one that started the trial
+        self.graph = graph  # for callers that ask: the one that started the trial
         self.backward: object = None  # the backward graph
         self._lock = threading.Lock()  # for changes; nobody waits for it
         self._later: deque[Callable[[], object]] = deque()
