@@ -87,8 +87,7 @@ class Part:
     def loads(self, number: int) -> tuple[list[Load], list[Load]]:
         """The loads of a measured pair, un-graphed and graphed."""
         ungraphed, graphed = self.ungraphed[number], self.graphed[number]
-        # Between the events of an un-graphed call, the GPU may wait for the host. In a graph it does not, so an
-        # un-graphed call takes at most the GPU time of its graph.
+        # Between the events of an un-graphed call, the GPU may wait for the host; in a graph it does not.
         gpu_us = min(ungraphed.gpu_us, statistics.median(call.gpu_us for call in self.graphed))
         own = Load(ungraphed.host_us, gpu_us, max(1, self.facts.launches or 0))
         return [own, Load(_PATCH_US * self.handed, 0.0)], [Load(graphed.host_us, graphed.gpu_us)]
@@ -148,11 +147,7 @@ class Comparison:
 
 def plain_way(parts: Sequence[Facts]) -> Execution | None:
     """The way of functions that are decided together, if their facts leave no doubt; None if calls must be measured."""
-    # An un-graphed call runs generated code and launches each kernel; a replay copies and sets addresses instead. A way
-    # is plain if its work is at most half of the other's. While the GPU computes, launches cost nothing, but what a
-    # replay does before its launch does; so that must be within the margin too. Replays on the fast path that copy
-    # nothing need less of a lead: their work must be less than the launches, and setting addresses at most a fifth of
-    # these.
+    # README.md has the rules. While the GPU computes, launches cost nothing; what a replay does before its launch does.
     launches_us = replays_us = before_us = gpu_us = 0.0
     for part in parts:
         if part.launches is None:

@@ -165,8 +165,7 @@ def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path
     """A function's trial, which lives as long as anything refers to it; None if it is not chosen by measurement."""
     if settings.selective != "auto" or log.has_collective:  # with a collective, ranks could decide differently
         return None
-    # Each partition of an inference graph has its own trial. In training, where a forward gives its backward outputs in
-    # the graph pool, all partitions of both share one; a backward is compiled later.
+    # In training, all partitions of a forward and its backward share a trial (README.md); a backward is compiled later.
     graph, program = log.graph, None if log.mode == INFERENCE else _program(log.compile_id)
     known = None if program is None else _trials.get(program)
     if known is not None and graph is not None and known.graph is graph:
