@@ -24,7 +24,7 @@ def _has_addresses() -> bool:
     import torch
     from torch._inductor import cudagraph_trees
 
-    from pygraph_trees.cuda.availability import usable_driver
+    from pygraph_trees.cuda.driver import usable_driver
     from pygraph_trees.fake_gpu.presence import is_absent
     from pygraph_trees.trees.recordings.recording import Recording
 

@@ -14,7 +14,7 @@ from shutil import which
 
 import inductor_patches
 from pygraph_trees import settings
-from pygraph_trees.cuda.availability import why_unusable
+from pygraph_trees.cuda.driver import why_unusable
 from pygraph_trees.native import FOLDER, PREBUILT, build
 from pygraph_trees.native.location import torch_version
 from pygraph_trees.selection.profiles import Profiles

@@ -3,7 +3,7 @@
 :class:`Driver` has one method per call: handles and addresses are integers, sizes are bytes. It accepts any module with
 the bindings' interface, for example a fake. A failed call raises :class:`DriverError` with the names of the call and
 the code; the code is :data:`NOT_FOUND` if the bindings or the installed driver lack the call. :func:`driver` returns
-the process's driver, or None without ``cuda.bindings``.
+the process's driver, or None without ``cuda.bindings``; :func:`usable_driver` also returns None if calls are missing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import functools
 import gc
 import importlib
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from pygraph_trees.errors import NOT_FOUND, DriverError, InvalidValue, refused
+from pygraph_trees.errors import NOT_FOUND, DriverError, InvalidValue, PygraphWarning, refused
 
 from .copy_nodes import MemcpyNode, MemsetNode
 from .graph_nodes import KernelNode, Layout, Layouts, NodeKind
@@ -300,6 +301,29 @@ def driver() -> Driver | None:
     finally:
         if was_on:
             gc.enable()
+
+
+class IndirectionOff(PygraphWarning):
+    template = "pygraph_trees: inputs of CUDA graphs are copied at each replay, as upstream does: {why}"
+
+
+@functools.cache
+def usable_driver() -> Driver | None:
+    """The driver; None, after one warning, if it lacks a call that indirection needs."""
+    why = why_unusable()
+    if why is not None:
+        warnings.warn(IndirectionOff(why=why), stacklevel=2)
+        return None
+    return driver()
+
+
+def why_unusable() -> str | None:
+    """Names what is missing, or returns None."""
+    found = driver()
+    if found is None:
+        return "cuda.bindings is not installed: pip install cuda-bindings"
+    missing = found.missing_calls()
+    return f"the driver or its bindings are too old, they lack {', '.join(missing)}" if missing else None
 
 
 def _found() -> Driver | None:

@@ -2,7 +2,7 @@
 
    The slow path reports which addresses fit (`accept`), and when the graph holds all that a call needs (`settle`). The
    fast path then gives the graph addresses that fit by itself, if only kernels hold them. native/DESIGN.md describes the
-   arguments. */
+   arguments and the members. */
 
 #include "fast_path.h"
 
@@ -183,38 +183,28 @@ bool Addresses::write_values(const Inputs &inputs) const {
 }
 
 void pygraph::declare_addresses(py::module_ &module) {
-    declare<Counter>(module, "Counter")
-        .def(py::init<>(), "A number that Python and C++ change.")
-        .def_readwrite("value", &Counter::value, "The number.");
+    declare<Counter>(module, "Counter").def(py::init<>()).def_readwrite("value", &Counter::value);
     declare<Addresses>(module, "Addresses")
-        .def(py::init<const py::kwargs &>(), "The addresses of one instantiated graph; see the source.")
-        .def("accept", &Addresses::accept, "The graph can be given the second address for an input at the first one.")
-        .def("forget", &Addresses::forget, "No address is known to fit, until the pool changes again.")
-        .def("settle", &Addresses::settle, "The graph holds all that it needs for inputs at these addresses.")
-        .def("unsettle", [](Addresses &self) { self.is_settled = false; }, "Python changes what the graph holds.")
-        .def("hold", &Addresses::hold, "The graph holds these addresses.")
-        .def(
-            "is_settled",
-            [](const Addresses &self, const std::vector<uint64_t> &addresses) {
-                check_count(addresses, self.accepted.size());
-                return self.has_settled() && self.seen == addresses;
-            },
-            "Whether the graph needs no change for inputs at these addresses.")
-        .def(
-            "patch",
-            [](Addresses &self, const std::vector<uint64_t> &addresses) {
-                check_count(addresses, self.accepted.size());
-                return self.patch(addresses);
-            },
-            "Gives the graph addresses as a fast replay does; false if Python must.")
-        .def_readonly("held", &Addresses::held, "The addresses that the graph holds.")
+        .def(py::init<const py::kwargs &>())
+        .def("accept", &Addresses::accept)
+        .def("forget", &Addresses::forget)
+        .def("settle", &Addresses::settle)
+        .def("unsettle", [](Addresses &self) { self.is_settled = false; })
+        .def("hold", &Addresses::hold)
+        .def("is_settled",
+             [](const Addresses &self, const std::vector<uint64_t> &addresses) {
+                 check_count(addresses, self.accepted.size());
+                 return self.has_settled() && self.seen == addresses;
+             })
+        .def("patch",
+             [](Addresses &self, const std::vector<uint64_t> &addresses) {
+                 check_count(addresses, self.accepted.size());
+                 return self.patch(addresses);
+             })
+        .def_readonly("held", &Addresses::held)
         .def_property_readonly(
-            "seen",
-            [](const Addresses &self) { return self.is_settled ? std::optional(self.seen) : std::nullopt; },
-            "The addresses of the inputs of the latest call; None unless the graph is settled.")
-        .def_readonly("is_stuck", &Addresses::is_stuck, "Whether the graph must not be launched again.")
-        .def_readonly("changes", &Addresses::changes,
-                      "How often each input's address has changed since the countdown began.")
-        .def_readwrite("countdown", &Addresses::countdown,
-                       "Replays with new addresses until one is left to Python; 0 for never.");
+            "seen", [](const Addresses &self) { return self.is_settled ? std::optional(self.seen) : std::nullopt; })
+        .def_readonly("is_stuck", &Addresses::is_stuck)
+        .def_readonly("changes", &Addresses::changes)
+        .def_readwrite("countdown", &Addresses::countdown);
 }

@@ -150,7 +150,6 @@ struct OwnMemory {
     PyObject *item(uint64_t number) const { return number < blocks.size() ? blocks[number].base : nullptr; }
 
   private:
-    bool take_all(std::string *error);
     bool allocate(Block *block, const c10::Stream &stream, std::string *error);
     void give_away(Block *block);
 };

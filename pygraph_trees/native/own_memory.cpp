@@ -105,10 +105,6 @@ bool OwnMemory::take(std::string *error) {
         bool &is;
         ~Taking() { is = false; }
     } taking{is_taking = true};
-    return take_all(error);
-}
-
-bool OwnMemory::take_all(std::string *error) {
     used = ++calls;
     const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
     for (size_t i = 0; i < blocks.size(); i++) {
@@ -244,21 +240,15 @@ at::Tensor alias_of_block(const OwnMemory &self, uint64_t number, const py::obje
 } // namespace
 
 void pygraph::declare_own_memory(py::module_ &module) {
-    declare<OwnMemory>(module, "OwnMemory")
-        .def(py::init<const py::kwargs &>(),
-             "Memory of a function's outputs, which replays write again while it is dead.")
-        .def("take", take, "The tensors of a call, one for each block, which nothing else uses.")
-        .def(
-            "finish", [](OwnMemory &self) { self.launched(), self.drop(); },
-            "Ends a call: memory that is not kept is the program's from now on.")
-        .def("release", &OwnMemory::release, "Drops all memory; what the program uses stays alive.")
-        .def("hold", &OwnMemory::hold, "Whether memory may be kept from call to call.")
-        .def("alias", alias_of_block, "A new tensor in a block: its number, and sizes, strides, offset, dtype, or None.")
-        .def("item", item, "The tensor of a block, by its number; None without memory.")
-        .def_readonly("used", &OwnMemory::used, "The number of its latest call, among all calls.")
-        .def_property_readonly(
-            "nbytes", [](const OwnMemory &self) { return self.nbytes(false); }, "Bytes of all blocks.")
-        .def_property_readonly(
-            "held_bytes", [](const OwnMemory &self) { return self.nbytes(true); },
-            "Bytes that are kept from call to call.");
+    declare<OwnMemory>(module, "OwnMemory") // native/DESIGN.md describes the members
+        .def(py::init<const py::kwargs &>())
+        .def("take", take)
+        .def("finish", [](OwnMemory &self) { self.launched(), self.drop(); })
+        .def("release", &OwnMemory::release)
+        .def("hold", &OwnMemory::hold)
+        .def("alias", alias_of_block)
+        .def("item", item)
+        .def_readonly("used", &OwnMemory::used)
+        .def_property_readonly("nbytes", [](const OwnMemory &self) { return self.nbytes(false); })
+        .def_property_readonly("held_bytes", [](const OwnMemory &self) { return self.nbytes(true); });
 }

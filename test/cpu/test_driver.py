@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.cuda import availability, progress
 from pygraph_trees.cuda import driver as driver_module
-from pygraph_trees.cuda.availability import IndirectionOff, usable_driver
-from pygraph_trees.cuda.driver import Driver
+from pygraph_trees.cuda import driver as drivers
+from pygraph_trees.cuda import progress
+from pygraph_trees.cuda.driver import Driver, IndirectionOff, usable_driver
 from pygraph_trees.cuda.graph_nodes import NodeKind
 from pygraph_trees.errors import NOT_FOUND, DriverError
 from pygraph_trees.report.log import FunctionLog
@@ -301,7 +301,7 @@ class TestUsableDriver(TestCase):
 
     def said(self, found):
         """The driver that two calls give, and their warnings."""
-        with mock.patch.object(availability, "driver", lambda: found), warnings.catch_warnings(record=True) as caught:
+        with mock.patch.object(drivers, "driver", lambda: found), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             given = usable_driver(), usable_driver()
         self.assertIs(*given)
@@ -324,7 +324,7 @@ class TestUsableDriver(TestCase):
 
     def test_a_program_without_a_gpu_is_not_told_of_the_driver(self):
         with (
-            mock.patch.object(availability, "driver", lambda: None),
+            mock.patch.object(drivers, "driver", lambda: None),
             mock.patch.object(torch.cuda, "is_available", lambda: False),
             torch._inductor.config.patch(fx_graph_cache=False),
             warnings.catch_warnings(record=True) as caught,
@@ -348,7 +348,7 @@ class TestUsableDriver(TestCase):
             mock.patch.object(
                 Manager, "_get_cuda_graph_recorded_tensor_checker", lambda manager: lambda t: False, create=True
             ),
-            mock.patch.object(availability, "driver", lambda: None),
+            mock.patch.object(drivers, "driver", lambda: None),
             self.assertWarns(IndirectionOff),
         ):
             self.assertEqual(recording.usable_driver(), None)

@@ -17,7 +17,7 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.compat import is_kernel_free, lists_groups_of_parameters
-from pygraph_trees.cuda.availability import usable_driver
+from pygraph_trees.cuda.driver import usable_driver
 from pygraph_trees.cuda.extent import tensors_with_memory
 from pygraph_trees.indirection.routes import why_not_placeholder
 from pygraph_trees.indirection.staged_inputs import may_be_staged

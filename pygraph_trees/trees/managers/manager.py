@@ -50,22 +50,12 @@ _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 _SKIP_TABLE = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutation_hint"
 
 
-class _FunctionID(cudagraph_trees.FunctionID):
-    """An id that is hashed by identity, as each is made once; upstream hashes a tuple, a dozen times per replay."""
-
-    __slots__ = ()
-    __hash__ = object.__hash__
+def _hashed_by_identity(kind: type) -> Any:
+    """A kind of id: each is made once, and upstream hashes a tuple a dozen times per replay. Logs show the name."""
+    return type(kind.__name__, (kind,), {"__slots__": (), "__hash__": object.__hash__})
 
 
-class _GraphID(cudagraph_trees.GraphID):
-    """An id of a recording, hashed by identity."""
-
-    __slots__ = ()
-    __hash__ = object.__hash__
-
-
-# Upstream's logs show these names.
-_FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
+_FunctionID, _GraphID = map(_hashed_by_identity, (cudagraph_trees.FunctionID, cudagraph_trees.GraphID))
 
 
 class Manager(Making):

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pygraph_trees import compat
-from pygraph_trees.cuda.availability import why_unusable
-from pygraph_trees.cuda.driver import driver
+from pygraph_trees.cuda.driver import driver, why_unusable
 from pygraph_trees.cuda.edges import Dependencies, dependencies
 from pygraph_trees.cuda.extent import extent
 from pygraph_trees.edges.branches import LANES, Branching, noting

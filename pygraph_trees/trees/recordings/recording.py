@@ -17,8 +17,7 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees import compat
-from pygraph_trees.cuda.availability import usable_driver, why_unusable
-from pygraph_trees.cuda.driver import driver
+from pygraph_trees.cuda.driver import driver, usable_driver, why_unusable
 from pygraph_trees.cuda.graph_nodes import NodeKind
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.indirection.collectives import Collectives
