@@ -29,8 +29,6 @@ FEATURES = ("flags", "trees", "report", "calls", "backward", "saving", "placemen
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The state of a feature."""
-
     feature: str
     # "on", "waiting" (for torch's compiler to be imported), "off", "disabled" (by PYGRAPH_DISABLE) or "mismatch" (does
     # not fit this torch)

@@ -120,8 +120,6 @@ def _version() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flags(Patch):
-    """Adds the flags to ``torch._inductor.config``."""
-
     @property
     def target(self) -> str:
         return "torch._inductor.config.triton"

@@ -1,7 +1,7 @@
 """A patch: one reversible change of one torch module.
 
 :meth:`Patch.mismatches` compares the target's fingerprints (:mod:`.fingerprints`) with the definitions that a
-:class:`Probe` finds in live objects or in source files, and returns what does not fit; such a patch is never applied.
+probe finds in live objects or in source files, and returns what does not fit; such a patch is never applied.
 :meth:`Patch.apply` returns the function that restores the original objects. If other code has replaced the target in
 the meantime, that function does not touch it and warns.
 """
@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from .fingerprints import Fingerprint, Version, fingerprints_of
 
@@ -54,12 +54,6 @@ class Definition:
     uses: frozenset[str]
 
 
-class Probe(Protocol):
-    """Finds definitions, in live modules or in source files."""
-
-    def find(self, module: str, name: str) -> Definition | None: ...
-
-
 class LiveProbe:
     """Finds definitions in imported modules, in microseconds each; reads no source."""
 
@@ -92,8 +86,6 @@ def _names(code: CodeType) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Patch(ABC):
-    """Base of all patches."""
-
     feature: str  # for example "trees"; a feature is on or off as a whole
     removable: str  # the torch version, or the change upstream, that would make the patch unnecessary
 
@@ -115,15 +107,18 @@ class Patch(ABC):
         """The definitions on which the patch relies in this torch version; empty if it was not written for it."""
         return [row for row in fingerprints_of(self.target) if row.since <= version <= row.until]
 
-    def mismatches(self, probe: Probe, version: Version) -> list[str]:
-        """What does not fit on this torch, one line each; empty if the patch can be applied."""
+    def mismatches(self, probe: Any, version: Version) -> list[str]:
+        """What does not fit on this torch, one line each; empty if the patch can be applied.
+
+        ``probe``: a :class:`LiveProbe`, or one that finds definitions in source files.
+        """
         wanted = self.fingerprints_for(version)
         if not wanted:
             return [f"{self.target}: written for torch {self.versions}, this is {_dotted(version)}"]
         return [line for row in wanted for line in _compare(row, probe)]
 
 
-def _compare(wanted: Fingerprint, probe: Probe) -> list[str]:
+def _compare(wanted: Fingerprint, probe: Any) -> list[str]:
     found = probe.find(wanted.module, wanted.name)
     if found is None:
         return [f"{wanted}: not there"]

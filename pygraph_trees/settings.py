@@ -19,14 +19,10 @@ from .errors import PygraphError
 
 
 class InvalidFlag(PygraphError):
-    """A flag is set to a value that it does not have."""
-
     template = "{name} must be one of {allowed}; got {value!r}.{hint}"
 
 
 class UnknownFlag(PygraphError):
-    """An option has the name of no flag."""
-
     template = "{name} is no option; the flags are {allowed}.{hint}"
 
 

@@ -48,8 +48,6 @@ class ExplainedPartition:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedGraph:
-    """A graph that Inductor would compile."""
-
     name: str
     mode: str
     not_graphed: str | None  # why none of it is graphed

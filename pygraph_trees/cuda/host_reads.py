@@ -10,8 +10,6 @@ import enum
 
 
 class HostRead(enum.IntEnum):
-    """Values are written as numbers into generated code."""
-
     AT_ONCE = 0  # at the call, as the CPU reads, whatever work the GPU has left
     IN_ORDER = 1  # by a copy that the program waits for, after the earlier work of its stream
     LATER = 2  # by a copy without a wait: the program leaves the pinned memory alone until then

@@ -114,9 +114,8 @@ def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
     """(owner, attribute, value while the GPU is faked)."""
     import torch._dynamo.device_interface as device_interface
 
-    # Triton's package attribute of this name is the object, not the module. Before 3.5 it had no underscores.
+    # Triton's package attribute of this name is the object, not the module.
     triton_driver = importlib.import_module("triton.runtime.driver").driver
-    underscore = "_" if "_active" in vars(triton_driver) else ""
     driver = _triton_driver(properties)
 
     nothing, zero, one = _always(None), _always(0), _always(1)
@@ -161,8 +160,7 @@ def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
         (torch.accelerator, "is_available", _always(True)),
         (torch.accelerator, "device_count", one),
         (torch.accelerator, "current_device_index", zero),
-        (triton_driver, f"{underscore}active", driver),
-        (triton_driver, f"{underscore}default", driver),
+        *((triton_driver, name, driver) for name in ("_active", "_default")),
     ]
     if torch.version.cuda is None:
         out.append((torch.version, "cuda", "12.8"))

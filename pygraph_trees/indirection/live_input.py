@@ -74,10 +74,6 @@ class Operand:
         return Item(self.index, 0, nbytes, copy, copy.data_ptr(), mutated=True, managed=False)
 
 
-def in_staging_buffer(index: int, memory: torch.Tensor) -> Item:
-    return Item(index, 0, memory.nbytes, memory, memory.data_ptr(), mutated=False, managed=False)
-
-
 class CopiedInputs:
     """The inputs that a recording copies at each call, to the memory that the graph reads, and back if it writes there.
 

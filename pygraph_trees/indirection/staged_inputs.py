@@ -17,7 +17,7 @@ from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.reasons import Reason
 
-from .live_input import Item, in_staging_buffer
+from .live_input import Item
 from .relocations import BY_VALUE, Scan
 from .staging import StagedValues, staging_for
 
@@ -53,7 +53,10 @@ class StagedInputs:
         self.nodes: Mapping[int, int] = {} if values is None else values.nodes
         # Captures a node that holds the second tensor and writes it to the first; None if a copy node must.
         self.capture = None if values is None else values.capture
-        self.items: tuple[Item, ...] = tuple(map(in_staging_buffer, self.indices, self.staging.placeholder_tensors))
+        self.items = tuple(
+            Item(index, 0, memory.nbytes, memory, memory.data_ptr(), mutated=False, managed=False)
+            for index, memory in zip(self.indices, self.staging.placeholder_tensors, strict=True)
+        )
         self._reads: dict[int, HostRead] = {}  # by number
         self.put_indices: tuple[int, ...] = ()  # of the inputs that the instantiated graph copies
 

@@ -84,8 +84,6 @@ class _Buffer:
 
 
 class Staging:
-    """The buffers of one recording."""
-
     is_fixed = False  # whether the graph reads the first buffer at each launch
 
     def __init__(self, inputs: Sequence[torch.Tensor], device: int | None = None, layout: Layout | None = None) -> None:

@@ -64,7 +64,11 @@ class OutputPolicy:
         if own is None:
             yield
             return
-        inputs += self._taken(manager, own)
+        try:
+            inputs += own.native.take()
+        except torch.OutOfMemoryError:
+            self.release(manager)
+            inputs += own.native.take()
         plan: OwnOutputs = manager.ids_to_funcs[function_id].model.outputs
         plan.call.blocks = own.blocks
         try:
@@ -72,13 +76,6 @@ class OutputPolicy:
         finally:
             plan.call.blocks = ()
             own.native.finish()
-
-    def _taken(self, manager: Any, own: OwnMemory) -> list[torch.Tensor]:
-        try:
-            return own.native.take()
-        except torch.OutOfMemoryError:
-            self.release(manager)
-            return own.native.take()
 
     def release(self, manager: Any, model: Any = None) -> None:
         """Frees own memory that the program does not use: of all functions, or of those with this compiled code."""

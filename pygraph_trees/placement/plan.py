@@ -50,8 +50,6 @@ _NARROW = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 
 
 class How(Enum):
-    """How the GPU gets the value of a CPU node."""
-
     MADE = "made on the GPU"  # by the same call
     KEPT = "taken where it came from"  # the CPU value is a copy of a GPU value
     CONSTANT = "a constant on the GPU"

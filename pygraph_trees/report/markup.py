@@ -24,8 +24,6 @@ _IN_TEMPLATES = (amounts, cause_line, counted, facts, function_notes, mode_and_p
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of a page."""
-
     anchor: str
     title: str
     body: Markup

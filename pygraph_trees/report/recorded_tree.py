@@ -22,8 +22,6 @@ from .text import called
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A recording in the tree."""
-
     function: FunctionRecord
     recording: RecordingRecord
     place: tuple[int, int]  # index of the function in the report, and of the recording in it; anchors are made of it

@@ -85,8 +85,6 @@ class GraphRecord:
 
 @dataclass(frozen=True, slots=True)
 class InputRecord:
-    """An input of a recording."""
-
     index: int
     name: str | None  # the placeholder node's name
     kind: str  # "static", "managed", "live"; "output": own memory of outputs; "value" if it is not a tensor
@@ -115,8 +113,6 @@ SLOW_CALLS = (
 
 @dataclass(frozen=True, slots=True)
 class OutputRecord:
-    """An output of a recording that is a tensor."""
-
     number: int  # among the function's outputs
     place: str  # OWN_MEMORY (used again while the program does not use it), IN_POOL (the graph pool) or ON_INPUT
     nbytes: int
@@ -139,8 +135,6 @@ class Branches:
 
 @dataclass(frozen=True, slots=True)
 class RecordingRecord:
-    """One captured graph."""
-
     number: int  # the recording's, in its tree manager
     parent: int | None  # number of the recording that it follows
     reason: str  # why it was recorded: "first call", "static input arg0_1 moved", ...
@@ -247,8 +241,6 @@ class HostWork:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The environment in which the report was made."""
-
     pygraph_trees: str
     torch: str
     triton: str | None

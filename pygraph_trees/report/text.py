@@ -6,6 +6,7 @@ causes and reasons are shortened; the first column of a table shrinks if the wid
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,7 +82,8 @@ def render(report: Snapshot, width: int) -> str:
         _graph_notes(report.graphs),
         [f"graph break, {break_line(b)}" for b in report.breaks],
     ):
-        parts.append("\n".join(_wrapped(note, width) for note in notes))
+        fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+        parts.append("\n".join(fill(note, subsequent_indent="    ") for note in notes))
     return "\n\n".join(filter(None, parts))
 
 
@@ -299,7 +301,3 @@ def cause_line(cause: Cause) -> str:
 
 def _at(source: str | None) -> str:
     return f" at {source}" if source else ""
-
-
-def _wrapped(note: str, width: int) -> str:
-    return textwrap.fill(note, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)

@@ -113,7 +113,8 @@ class _Size:
             kept.append((given, named))
             before = {id(log): (log.happened, log.runs, log.replays, log.set_nodes) for log in journal.functions}
             outputs = self.fn(*given, **named)
-            _wait()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             record.calls += 1
             is_quiet, needed = self._look(before)
             quiet = quiet + 1 if is_quiet else 0
@@ -154,11 +155,6 @@ class _Size:
 
 def _shown(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, torch.Tensor) else str(value)[:20]
-
-
-def _wait() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 def _recordings() -> int:

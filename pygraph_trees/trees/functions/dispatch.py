@@ -25,8 +25,6 @@ _known: weakref.WeakSet[Dispatch] = weakref.WeakSet()
 
 
 class Way(enum.Enum):
-    """The way of a function's next calls."""
-
     REPLAYED = enum.auto()  # on the fast path if that is possible, otherwise by upstream's code
     MEASURED = enum.auto()  # as the trial decides for each call
     UNGRAPHED = enum.auto()

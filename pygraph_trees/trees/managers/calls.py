@@ -35,8 +35,6 @@ _FORWARD, _BACKWARD = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.C
 
 
 class Calls(fast_path.TreeState, Steps):
-    """The part of a manager that makes calls."""
-
     reclaiming: Reclaiming
     output_policy: OutputPolicy
     why_start_over: Why | None = None  # why all recordings are dropped at the next call
@@ -70,16 +68,14 @@ class Calls(fast_path.TreeState, Steps):
         model, upstream = self.ids_to_funcs[function_id].model, super().run
 
         def run() -> Any:
-            if self.why_start_over is not None:
-                self._start_over()
+            self._start_over()
             with self.output_policy.call(self, function_id, inputs):
                 return upstream(inputs, function_id)
 
         if not isinstance(model, FunctionModel) or model.settings.indirection == "off":  # as upstream
             return run()
         if model.why_ungraphed is not None:
-            if self.why_start_over is not None:
-                self._start_over()
+            self._start_over()
             if model.stop is not None:  # not before: it frees what the call that failed used
                 model.stop(model.why_ungraphed)
                 model.stop = None

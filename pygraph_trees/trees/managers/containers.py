@@ -13,8 +13,6 @@ from typing import Any
 
 
 class Trees:
-    """Containers for tree managers."""
-
     def __init__(self) -> None:
         self._held: dict[int, Any] = {}  # containers by device index; while active, the thread's earlier ones
         self._active = False

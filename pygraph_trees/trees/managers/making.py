@@ -44,8 +44,6 @@ _BACKWARD = cudagraph_trees.CompilationMode.BACKWARD
 
 
 class Making(Calls):
-    """The part of a manager that warms functions up and records them."""
-
     path_state: Any
     _warmups: Warmups
     _moves: Moves

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 
 class Attempts:
-    """The state of one recording while it is made."""
-
     __slots__ = ("_function", "_kept", "_left_table", "model", "moving", "overwritten", "refused", "why_copied")
 
     def __init__(self, function: Any, inputs: list[Any]) -> None:

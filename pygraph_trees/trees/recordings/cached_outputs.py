@@ -23,8 +23,6 @@ Upstream: type = cudagraph_trees.CUDAGraphNode
 
 
 class CachedOutputs(Upstream):
-    """A recording's outputs in the graph pool."""
-
     native: Any = None  # its part of a fast replay in C++
     _gives_addresses = False  # whether inputs may be given by address
     cached_addresses: Sequence[int] = ()  # of each cached output when it was made; 0 if it is not cached

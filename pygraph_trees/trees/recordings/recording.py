@@ -67,8 +67,6 @@ class _CountsUpstreamNodes(type):
 
 
 class Recording(Replayed, metaclass=_CountsUpstreamNodes):
-    """A recording of a function."""
-
     has_fast_path = False
     outliving: Any = None  # outputs that must be moved if they are alive when the next step begins
     _attempts: Attempts | None = None  # while it is made

@@ -41,8 +41,6 @@ _ALIVE_BEFORE = (
 
 
 class Replayed(CachedOutputs):
-    """The part of a recording that replays it."""
-
     log: RecordingLog
     fixed: Sequence[tuple[int, int]]  # index and address of each static input
     deaths_before: Deaths | None
