@@ -294,7 +294,8 @@ class LiveInputs:
     def kernels_holding(self, indices: Collection[int]) -> list[str | None]:
         """The kernel of each node that holds an address of these inputs; None for a node of another kind."""
         positions = {position for position, item in enumerate(self.items) if item.index in indices}
-        names, nodes = self._driver.function_name, self._found.nodes_holding(positions)
+        numbers = dict.fromkeys(r.node for r in self._found.relocations if r.input in positions)
+        nodes, names = (self._found.nodes[number] for number in numbers), self._driver.function_name
         return [names(n.function, n.kernel) if isinstance(n, KernelNode) else None for n in nodes]
 
     def kernels_of(self, index: int) -> list[str]:

@@ -12,7 +12,7 @@ import ctypes
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -66,10 +66,6 @@ class Scan:
     opaque: str | None  # what may hide any address, for example "a host node"; None if everything was read
     kinds: Counter[NodeKind]  # of all nodes, without those of child graphs
     unknown: tuple[str, ...] = ()  # names of kernels that may be given an address in a form that is no word
-
-    def nodes_holding(self, inputs: Collection[int]) -> list[GraphNode]:
-        """The nodes that hold an address of these inputs, once each."""
-        return [self.nodes[n] for n in dict.fromkeys(r.node for r in self.relocations if r.input in inputs)]
 
 
 def scan(

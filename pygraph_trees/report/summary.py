@@ -77,14 +77,17 @@ def report(features: tuple[FeatureState, ...], native: str, host_work: Mapping[s
         native: whether the native parts are used, and if not, why.
         host_work: of this process, by the field of :class:`.Environment`.
     """
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    environment = Environment(__version__, torch.__version__, triton_version(), gpu, features, native, **host_work)
-    return Report(environment, *journal.records(), breaks.records())
+    return Report(_environment(features, native, host_work), *journal.records(), breaks.records())
 
 
 def clear() -> None:
     """Begins a new report without the facts so far, including those of functions still in use."""
     journal.clear()
     breaks.noted.clear()
+
+
+def _environment(features: tuple[FeatureState, ...], native: str, host_work: Mapping[str, HostWork]) -> Environment:
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return Environment(__version__, torch.__version__, triton_version(), gpu, features, native, **host_work)

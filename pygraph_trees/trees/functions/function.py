@@ -31,7 +31,6 @@ from .captures import is_captured
 from .containment import Progress, progress_of
 from .dispatch import Dispatch, Way
 from .fast_path import entry
-from .generated_code import overwritten_inputs
 from .outputs import as_it_reads, give_memory
 
 if TYPE_CHECKING:
@@ -104,10 +103,6 @@ class FunctionModel:
         self.keeps_inputs = False  # whether later recordings leave the memory of its inputs alone
         if hasattr(model, "__name__"):
             self.__name__ = model.__name__
-
-    def overwritten(self, count: int) -> frozenset[int]:
-        """Which of its ``count`` inputs a launch may overwrite although they do not count as mutated."""
-        return overwritten_inputs(self.model, count, is_backward=self.log.mode == BACKWARD)
 
     def note_tangents(self, count: int, static_input_idxs: Sequence[int]) -> None:
         """Notes which of a backward's inputs are not static: static ones come from the forward."""

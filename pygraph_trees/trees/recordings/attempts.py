@@ -21,6 +21,7 @@ from pygraph_trees.report.naming import BACKWARD
 
 from ..functions.containment import forget_frames, passes
 from ..functions.function import FunctionModel
+from ..functions.generated_code import overwritten_inputs
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
@@ -45,7 +46,8 @@ class Attempts:
         self.overwritten: frozenset[int] = frozenset()
         if isinstance(model, FunctionModel):
             own = getattr(function, "own", None)
-            self.overwritten = model.overwritten(len(inputs) if own is None else own.takes)
+            count = len(inputs) if own is None else own.takes
+            self.overwritten = overwritten_inputs(model.model, count, is_backward=model.log.mode == BACKWARD)
 
     def until_one_works(self, attempt: Callable[[], None], inputs: list[Any]) -> None:
         """Makes attempts until one works or nothing else can be tried; each attempt is given all ``inputs``."""
