@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ways",
         metavar="A,B",
         help="some of eager, compile, upstream, ours (the default), ours:patch, ours:table, ours:graphed, "
-        "ours:keep, ours:overwrite",
+        "ours:keep, ours:overwrite, ours:one-lane, ours:lanes, ours:all-lanes",
     )
     _add_files(compare, "measurements and report")
     what = "also write a profiler's trace of one call in each way to FILE, for Perfetto, with names for graphed kernels"
@@ -192,9 +192,11 @@ def _compare(options: argparse.Namespace) -> int:
     from .cli.progress import Progress
     from .settings import Settings
 
-    ways = options.ways.split(",") if options.ways else WAYS
+    settings = Settings.current()
+    default = (*WAYS, "ours:one-lane") if settings.branches in ("auto", "always") else WAYS
+    ways = options.ways.split(",") if options.ways else default
     check(ways)
-    verifies = Settings.current().verify == "on"
+    verifies = settings.verify == "on"
     if not torch.cuda.is_available():
         if verifies:
             raise NothingVerified(why=NO_GPU)

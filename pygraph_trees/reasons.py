@@ -74,6 +74,8 @@ class Reason(Enum):
     OTHERS_ALIVE = "the live outputs differ from those at its recording"
     MOVED = "{kind} input {names} moved"
     TABLE_BUILT = "its inputs are read from a table from now on"
+    ON_LANES = "independent operations run side by side, on {lanes} lanes"
+    LANES_LOST = "its graph could not be given other edges: {error}"
     OUTPUTS_OUTLIVE = "outputs that outlive their steps get memory of their own"
     OUTPUT_REFUSED = "an output cannot be given by address"
     POOL_LIMIT = "the graph pool took {nbytes} bytes, more than pygraph_pool_bytes allows"
@@ -137,6 +139,10 @@ class Reason(Enum):
     OTHER_STREAMS = "it uses several streams"
     NO_CHAIN = "{why}"
     NOT_CAPTURED = "its stream does not capture"
+    LITTLE_GAIN = "{us} us are predicted side by side, and {chain_us} us one after another"
+    LANES_GREW = "on lanes, the graph pool grew by {nbytes} bytes, which is too much"
+    LANES_MEASURED = "{text}"
+    RANKS = "a collective is part of it, and ranks could decide differently"
 
     # Why a kernel has no variant.
     COOPERATIVE = "all of its blocks must fit on the GPU at once, and a variant may need more registers"

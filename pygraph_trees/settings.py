@@ -116,9 +116,9 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="pygraph_branches",
-        values=("off", "report", "always"),
-        changes_artifacts=False,  # "always" changes an option of Inductor that is in its keys
-        help="Whether independent kernels of a graph run side by side (`always`: experimental). `report`: what they "
+        values=("off", "report", "auto", "always"),
+        changes_artifacts=False,  # the last two change an option of Inductor that is in its keys
+        help="Experimental: independent kernels run side by side, if faster (`auto`) or `always`. `report`: what they "
         "would gain.",
     ),
 )

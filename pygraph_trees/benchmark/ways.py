@@ -2,7 +2,8 @@
 
 ``upstream`` and ``ours`` are ``torch.compile(fn, mode="reduce-overhead")`` without and with our patches. ``ours:patch``
 and ``ours:table`` force a route of inputs; ``ours:graphed`` graphs all that it can; ``ours:keep`` keeps earlier steps'
-outputs, ``ours:overwrite`` does not. Call a :class:`Way` inside :meth:`Way.active`, which sets its patches and trees,
+outputs, ``ours:overwrite`` does not. With ``ours:one-lane``, ``ours:lanes`` and ``ours:all-lanes``, kernels run side by
+side never, if it pays, and always. Call a :class:`Way` inside :meth:`Way.active`, which sets its patches and trees,
 restores the previous ones, and is never timed. README.md says how ways share a process.
 """
 
@@ -36,6 +37,9 @@ FLAGS: Mapping[str, Mapping[str, str]] = {  # of all ways, by name: overrides of
     "ours:graphed": {"triton.pygraph_selective": "always"},
     "ours:keep": {"triton.pygraph_selective": "always", "triton.pygraph_outputs": "keep"},
     "ours:overwrite": {"triton.pygraph_selective": "always", "triton.pygraph_outputs": "upstream"},
+    "ours:one-lane": {"triton.pygraph_branches": "off"},
+    "ours:lanes": {"triton.pygraph_branches": "auto"},
+    "ours:all-lanes": {"triton.pygraph_branches": "always"},
 }
 # The best configuration is next to each kernel; `cache/` has the measured costs of templates and padding of matrices.
 _CHOICES = ("*/*.best_config", "cache/**/*")

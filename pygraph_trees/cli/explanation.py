@@ -190,8 +190,14 @@ def _features(found: Explanation) -> str:
             *(textwrap.fill(move, WIDTH, initial_indent="    ", subsequent_indent="      ") for move in moves),
             f"  indirection {settings['indirection']}: {indirection}",
             f"  selective {settings['selective']}: {done}",
+            *_branches(settings["branches"]),
         ]
     )
+
+
+def _branches(flag: str) -> list[str]:
+    hows = {"auto": "run side by side, if a trial of real calls finds that faster", "always": "run side by side"}
+    return [f"  branches {flag}: operations of a graph that are independent {hows[flag]}"] if flag in hows else []
 
 
 def _given(graphed: Sequence[ExplainedPartition], *, by_address: bool) -> Iterator[str]:

@@ -88,7 +88,7 @@ class GraphNode:
         (self._params,) = driver.call(self._get, handle)
 
     def bind(self, exec_: int, context: Any) -> None:
-        """Binds :meth:`set` to an instantiated graph of the node's graph, once, in the context of its device."""
+        """Binds :meth:`set` to an instantiated graph of the node's graph, in the context of its device."""
         api = self._driver.api
         self._driver.find(self._set)  # raises if it is missing
         contexts = (context,) if self._in_context else ()

@@ -46,6 +46,25 @@ def us_between(begin: Any, end: Any) -> float | None:
         return begin.elapsed_time(end) * 1e3 if end.query() else None
 
 
+class CudaDevice:
+    """The CUDA device with this index, and its current stream."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def is_idle(self) -> bool:
+        """Whether the GPU has finished the stream's work."""
+        return is_over(torch.cuda.current_stream(self._index))
+
+    def mark(self) -> Any:
+        """Marks a place in the stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._index))
+        return event
+
+    us_between = staticmethod(us_between)  # of two marks; None if the GPU has not reached the second one
+
+
 def wait_for_device(index: int) -> bool:
     """Waits until the GPU has finished the work of all streams; returns False if CUDA refuses to, during a capture."""
     if torch.cuda.is_initialized():

@@ -2,8 +2,8 @@
 
 :mod:`.operations` notes what a capture does, on the :mod:`.streams` of lanes if wanted, and :mod:`.accesses` makes
 :mod:`.units` of it. :mod:`.conflicts` finds which must keep their order, :mod:`.lanes` orders each lane, :mod:`.order`
-reduces the order to edges, and :mod:`.rewriting` puts these into the graph, or leaves the chain. README.md has the
-rules.
+reduces the order to edges, and :mod:`.rewriting` puts these into the graph, or leaves the chain. A :mod:`.trial`
+compares both. README.md has the rules.
 """
 
 from __future__ import annotations

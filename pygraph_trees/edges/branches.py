@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,8 @@ from pygraph_trees.report.log import RecordingLog
 from pygraph_trees.report.records import Branches
 
 from .accesses import NoBranches, units_of
-from .lanes import BYTES_PER_US, lane_edges, predicted, time_us
+from .data_flow import Forecast
+from .lanes import LANES, lane_edges, time_us
 from .operations import Operations, span_of
 from .order import Pair, reduced
 from .regions import Regions
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pygraph_trees.edges")
 
-LANES = (2, 4)
 # Tests turn this off: operations are captured on lanes, and their order is the chain.
 SIDE_BY_SIDE = True
 
@@ -47,21 +47,19 @@ class Branching:
 
     def __init__(self, log: RecordingLog) -> None:
         self._log = log
-        self._chain: Chain | None = None
-        self._edges: Sequence[Pair] = ()
-
-    def chosen(self, chain: Chain, edges: Sequence[Pair]) -> None:
-        self._chain, self._edges = chain, edges
+        self.chain: Chain | None = None
+        self.edges: Sequence[Pair] = ()
+        self.forecast = Forecast()
 
     def replace(self, graph: int) -> None:
         """Gives them to the graph, which is captured and not yet instantiated."""
-        chain, self._chain = self._chain, None
+        chain, self.chain = self.chain, None
         if chain is None:
             return
         try:
             if chain.graph != graph:
                 raise NotReplaced(why="the graph is not the one that was captured")
-            chain.replace(self._edges)
+            chain.replace(self.edges)
         except GraphLost:
             raise
         except Exception as error:  # the graph has its captured edges
@@ -97,16 +95,20 @@ def noting(
         return
     stream = current_stream()
     elsewhere = Regions(filter(None, map(span_of, inputs)))
-    operations = Operations(driver, stream, current_stream, allocated, tensors, streams)
+    operations = Operations(driver, stream, current_stream, allocated, tensors, streams, branching.forecast)
     watched = nullcontext() if watching is None else watching(operations.allocated)
     with tap.scope(operations.launch), watched, operations:
         yield branching
     try:
         with driver.without_disturbing_captures():
-            chain, times_us, log.branches = _measured(driver, dependencies, stream, operations, elsewhere, streams)
-        if log.branches.lanes > 1:
-            in_order = list(pairwise(range(len(chain.units))))
-            branching.chosen(chain, lane_edges(chain.units, chain.needs, times_us) if SIDE_BY_SIDE else in_order)
+            chain, times_us, found = _measured(driver, dependencies, stream, operations, elsewhere)
+        used, in_order = 1 if streams is None else streams.used, list(pairwise(range(len(chain.units))))
+        if used > 1:
+            branching.chain = chain
+            branching.edges = lane_edges(chain.units, chain.needs, times_us) if SIDE_BY_SIDE else in_order
+        predicted_us = {lanes: min(branching.forecast.us(lanes), found["chain_us"]) for lanes in LANES}
+        dropped = len({*in_order}.difference(branching.edges)) if used > 1 else 0
+        log.branches = Branches(**found, lanes_us=predicted_us, lanes=used, dropped=dropped)
     except (NoBranches, NotReplaced) as error:
         why = error.fields["why"]
         log.why_no_branches = why if isinstance(why, Why) else Reason.NO_CHAIN(why=why)
@@ -123,8 +125,7 @@ def _measured(
     stream: int,
     operations: Operations,
     inputs: Regions,
-    streams: Streams | None,
-) -> tuple[Chain, list[float], Branches]:
+) -> tuple[Chain, list[float], dict[str, Any]]:
     """The units of a graph that a stream captures, their times, and the facts for the report."""
     graph = driver.capturing_graph(stream)
     if graph is None or operations.why_not is not None:
@@ -132,19 +133,15 @@ def _measured(
     nodes = driver.nodes(graph)
     units = units_of(driver, nodes, dependencies.read(graph), operations.found, inputs)
     chain = Chain(dependencies, graph, nodes, units)
-    taken = [unit.nbytes for unit in chain.units]
-    times_us = list(map(time_us, taken))
+    times_us = [time_us(unit.nbytes) for unit in chain.units]
     pairs = reduced(chain.needs)
-    in_any_order_us = sum(taken) / BYTES_PER_US  # operations side by side share the memory's bandwidth
-    found = Branches(
-        operations=len(chain.units),
-        barriers=sum(unit.barrier for unit in chain.units),
-        edges=len(pairs),
-        depth=_depth(len(chain.units), pairs),
-        chain_us=sum(times_us),
-        lanes_us={lanes: max(in_any_order_us, predicted(pairs, lanes, times_us)) for lanes in LANES},
-        lanes=1 if streams is None else streams.used,
-    )
+    found = {
+        "operations": len(chain.units),
+        "barriers": sum(unit.barrier for unit in chain.units),
+        "edges": len(pairs),
+        "depth": _depth(len(chain.units), pairs),
+        "chain_us": sum(times_us),
+    }
     return chain, times_us, found
 
 

@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 from .order import Pair, reduced
 from .units import Unit
 
+LANES = (2, 4)  # numbers of them
 HOP_US = 1.5  # from the end of a unit to the start of one in another lane
 FLOOR_US = 2.5  # of a unit, however few bytes it takes
 BYTES_PER_US = 2.5e6  # of the GPU's memory
@@ -30,6 +31,11 @@ class Choice:
         self.lanes: list[int] = []  # by unit
         self._ends: list[float] = []
         self._free = [0.0] * count  # by lane: when its last unit has ended
+
+    @property
+    def end(self) -> float:
+        """When the last unit has ended."""
+        return max(self._free)
 
     def start(self, lane: int, ahead: Iterable[int]) -> float:
         """When a unit can start on a lane, after others that it must follow."""
@@ -91,20 +97,6 @@ def schedule(pairs: Sequence[Pair], lanes: Sequence[int], times_us: Sequence[flo
             if not waits[later]:
                 arrive(later)
     return order, max(free.values(), default=0.0)
-
-
-def predicted(pairs: Sequence[Pair], count: int, times_us: Sequence[float]) -> float:
-    """The time on ``count`` lanes, in us, if each unit in the captured order takes the lane on which it can end first.
-
-    ``pairs`` are as :func:`reduced` returns them.
-    """
-    ahead: list[list[int]] = [[] for _ in times_us]
-    for earlier, later in pairs:
-        ahead[later].append(earlier)
-    choice = Choice(count)
-    for unit, time in enumerate(times_us):
-        choice.put(choice.best(ahead[unit]), ahead[unit], time)
-    return min(schedule(pairs, choice.lanes, times_us)[1], sum(times_us))
 
 
 def lane_edges(units: Sequence[Unit], needs: Sequence[int], times_us: Sequence[float]) -> list[Pair]:

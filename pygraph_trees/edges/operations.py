@@ -24,8 +24,9 @@ from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection.table.launches import parameters, sole_launcher
 from pygraph_trees.reasons import Reason, Why
 
+from .data_flow import Forecast, Given, storage_of
 from .regions import Range, Regions
-from .streams import Given, Streams, storage_of
+from .streams import Streams
 from .units import Access
 
 _LIBRARIES = ("aten", "pygraph_trees")  # namespaces of operators whose schemas are believed
@@ -60,10 +61,11 @@ class Operations(TorchDispatchMode):
         allocated: Callable[[], int],
         tensors: Iterable[torch.Tensor],
         streams: Streams | None = None,
+        forecast: Forecast | None = None,
     ) -> None:
         """The arguments are those of :func:`.branches.noting`."""
         super().__init__()
-        self._streams = streams
+        self._streams, self._forecast = streams, forecast
         self.found: list[Operation] = []
         self.why_not: Why | None = None  # why they are not all of the capture's operations
         self._driver, self._stream, self._current_stream, self._allocated = driver, stream, current_stream, allocated
@@ -130,9 +132,12 @@ class Operations(TorchDispatchMode):
         if after != before:
             sizes = {id(tensor): tensor.numel() * tensor.element_size() for tensor, _ in [*given, *made]}
             kept = Regions(alive & self._alive())
-            self.found.append(Operation(before, after, known, tuple(declared), kept, sum(sizes.values()), lane))
+            nbytes = sum(sizes.values())
+            self.found.append(Operation(before, after, known, tuple(declared), kept, nbytes, lane))
             if streams is not None:
-                streams.captured(lane, [*given, *made], sum(sizes.values()))
+                streams.captured(lane, [*given, *made], nbytes)
+            if self._forecast is not None:
+                self._forecast.captured([*given, *made], nbytes, may_move=may_move)
         return result
 
     def allocated(self, tensor: torch.Tensor) -> None:

@@ -15,13 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pygraph_trees.errors import DriverError
 
+from .data_flow import DataFlow, Given, storage_of
 from .lanes import Choice, time_us
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.edges import Dependencies
-
-Given = list[tuple[torch.Tensor, bool]]  # tensors, and whether they are written
 
 
 class Streams:
@@ -42,9 +41,7 @@ class Streams:
         self._driver, self._dependencies, self._lanes, self._current = driver, dependencies, lanes, current
         self._choice = Choice(len(lanes))
         self._unused: dict[int, StorageWeakRef] = {}  # memory of generated code that no operation has seen
-        # By storage: the operation that last wrote to it, and those that have read it since.
-        self._writer: dict[int, int] = {}
-        self._readers: dict[int, list[int]] = {}
+        self._flow = DataFlow()
 
     @property
     def used(self) -> int:
@@ -65,7 +62,7 @@ class Streams:
 
         An operation that may do anything must stay on the capture's stream, since it may use other streams.
         """
-        lane = self._choice.best(self._ahead(given)) if may_move else 0
+        lane = self._choice.best(self._flow.ahead(given)) if may_move else 0
         if lane:
             main, other = self._lanes[0], self._lanes[lane]
             other.wait_stream(main)  # joins the capture first, since only then memory is the graph pool's
@@ -107,35 +104,10 @@ class Streams:
 
     def captured(self, lane: int, given: Given, nbytes: int) -> None:
         """Notes an operation that has captured nodes, with its results; ``nbytes``: of its tensors."""
-        number = len(self._choice.lanes)
-        self._choice.put(lane, self._ahead(given), time_us(nbytes))
-        for tensor, write in given:
-            if (storage := storage_of(tensor)) is None:
-                continue
-            if write:
-                self._writer[storage._cdata] = number
-                self._readers[storage._cdata] = []
-            else:
-                self._readers.setdefault(storage._cdata, []).append(number)
-
-    def _ahead(self, given: Given) -> set[int]:
-        """The operations that one follows because of its tensors, not because memory is used again."""
-        found: set[int] = set()
-        for tensor, write in given:
-            if (storage := storage_of(tensor)) is not None:
-                found.update([self._writer[storage._cdata]] if storage._cdata in self._writer else ())
-                found.update(self._readers.get(storage._cdata, ()) if write else ())
-        return found
+        self._choice.put(lane, self._flow.ahead(given), time_us(nbytes))
+        self._flow.note(given)
 
     def _follow(self, stream: Any, other: Any) -> None:
         """A stream that waits for another one follows it only; without this, there are edges that are not needed."""
         with contextlib.suppress(DriverError):
             self._dependencies.follow(stream.cuda_stream, self._driver.captured_last(other.cuda_stream))
-
-
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """A tensor's storage; None if there is none."""
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a sparse tensor
-        return None

@@ -201,6 +201,11 @@ class LiveInputs:
         self._instantiate(graph, found, decisions, lambda: copies.point(given))
         self.addresses.point(self._given)
 
+    def instantiate_again(self, graph: Any) -> None:
+        """Instantiates the graph, whose edges have changed, just after a launch; the next call sets all addresses."""
+        graph.instantiate()
+        self._patches.rebind(int(graph.raw_cuda_graph_exec()))
+
     def _point_back(self) -> None:
         """Restores the recorded addresses in the captured graph's copies."""
         recorded = {p: placeholder.start for p, placeholder in enumerate(self._placeholders.placeholders)}
@@ -270,7 +275,7 @@ class LiveInputs:
         buffers = {} if self._staged is None else self._staged.take(None if found is _NOTHING else found, first)
         with torch.cuda.device(self._device):
             context = self._driver.context() if patched or buffers else None
-        patches = Patches(
+        self._patches = Patches(
             self._driver,
             found.nodes,
             found.relocations,
@@ -280,7 +285,7 @@ class LiveInputs:
             [*starts.values(), *buffers.values()],
         )
         self._addresses = Addresses(
-            *(patches, self.patched, list(alignments(found, starts).values()), self._pool, self._staged),
+            *(self._patches, self.patched, list(alignments(found, starts).values()), self._pool, self._staged),
             first=first,
             numbers=patched,
             copied_back=self._copied.mutated,

@@ -102,10 +102,22 @@ class Patches:
                 self.always.add(number)
             self._words[position].append((_word(node, offset), addend))
         self._used = {number: scan_nodes[number] for number in sorted(set().union(*self._nodes))}
-        for node in self._used.values():
-            node.bind(exec_, context)
-        self._driver, self._exec, self._context = driver, int(exec_), context
+        self._driver, self._context = driver, context
+        self._bind(exec_)
         self._write(range(len(inputs)), recorded)
+        self._is_new = False  # whether the graph was instantiated again, and holds no address yet
+
+    def _bind(self, exec_: int) -> None:
+        for node in self._used.values():
+            node.bind(exec_, self._context)
+        self._exec = int(exec_)
+
+    def rebind(self, exec_: int) -> None:
+        """Takes another instantiation of the graph, all of whose nodes the next :meth:`apply` sets."""
+        self._is_new = True
+        self._bind(exec_)
+        if self._native is not None:
+            self._native.rebind(self._exec)
 
     @property
     def addresses(self) -> list[int]:
@@ -191,7 +203,7 @@ class Patches:
             raise HalfPatched
         held = self.addresses
         pairs = zip(addresses, held, strict=True)
-        changed = [p for p, (new, old) in enumerate(pairs) if new != old or p in forced]
+        changed = [p for p, (new, old) in enumerate(pairs) if self._is_new or new != old or p in forced]
         if not changed and not self.always:
             return 0
         self._is_broken = True  # until all is done: an interrupt may come anywhere
@@ -202,7 +214,7 @@ class Patches:
         if self._native is not None:
             self._native.hold(self._addresses)
         self.sets.value += len(nodes)
-        self._is_broken = False
+        self._is_broken = self._is_new = False
         return len(nodes)
 
     def _set(self, addresses: Sequence[int], nodes: Iterable[int]) -> None:

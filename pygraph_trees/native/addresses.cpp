@@ -191,6 +191,11 @@ void pygraph::declare_addresses(py::module_ &module) {
         .def("settle", &Addresses::settle)
         .def("unsettle", [](Addresses &self) { self.is_settled = false; })
         .def("hold", &Addresses::hold)
+        .def("rebind", // the graph was instantiated again, and Python has to set its nodes
+             [](Addresses &self, uint64_t exec) {
+                 self.exec = reinterpret_cast<void *>(exec);
+                 self.is_settled = false;
+             })
         .def("is_settled",
              [](const Addresses &self, const std::vector<uint64_t> &addresses) {
                  check_count(addresses, self.accepted.size());

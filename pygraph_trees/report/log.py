@@ -68,6 +68,7 @@ class RecordingLog:
     sets: Any = field(default_factory=Count)  # of nodes that replays gave other addresses
     branches: Branches | None = None
     why_no_branches: Why | None = None
+    is_tried: bool = False  # its replays show whether lanes pay
 
     @property
     def replays(self) -> int:

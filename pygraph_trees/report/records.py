@@ -131,6 +131,8 @@ class Branches:
     chain_us: float  # predicted time of the chain
     lanes_us: dict[int, float]  # by number of lanes: predicted time
     lanes: int = 1  # of the graph, whose operations run side by side if there are more
+    dropped: int = 0  # edges of the captured chain that are not needed on these lanes
+    measured_us: tuple[float, float] | None = None  # GPU time of a replay: of the chain, and on the lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ class RecordingRecord:
     outputs: tuple[OutputRecord, ...] = ()
     set_nodes: int = 0  # nodes that replays gave other addresses
     branches: Branches | None = None  # with pygraph_branches; None also if the chain must stay
-    why_no_branches: str | None = None
+    why_no_branches: str | None = None  # why the operations run one after another
 
     @property
     def copied_bytes(self) -> int:

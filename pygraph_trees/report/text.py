@@ -205,9 +205,14 @@ def branches(recording: RecordingRecord) -> Iterator[str]:
             f"branches: {counted(found.operations, 'operation')}, {found.depth} deep, "
             f"{counted(found.barriers, 'barrier')}, {counted(found.edges, 'edge')}; predicted {found.chain_us:.0f} us, "
             + ", ".join(f"on {lanes} lanes {us:.0f}" for lanes, us in found.lanes_us.items())
-            + (f"; captured on {found.lanes}" if found.lanes > 1 else "")
+            + (
+                f"; captured on {found.lanes}, without {counted(found.dropped, 'edge')} of the chain"
+                if found.lanes > 1
+                else ""
+            )
+            + ("; measured {:.3g} us, on lanes {:.3g}".format(*found.measured_us) if found.measured_us else "")
         )
-    elif recording.why_no_branches:
+    if recording.why_no_branches:
         yield f"no branches, because {recording.why_no_branches}"
 
 

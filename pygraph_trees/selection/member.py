@@ -14,36 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from pygraph_trees.cuda import progress
 from pygraph_trees.reasons import Why
 
 from .decision import Call, Execution, Facts, Part
 
 if TYPE_CHECKING:
+    from pygraph_trees.cuda.progress import CudaDevice
     from pygraph_trees.report.log import FunctionLog
 
     Run = Callable[[list[Any]], Any]
-
-
-class CudaDevice:
-    """The CUDA device with this index, and its current stream."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    def is_idle(self) -> bool:
-        """Whether the GPU has finished the stream's work."""
-        return progress.is_over(torch.cuda.current_stream(self._index))
-
-    def mark(self) -> Any:
-        """Marks a place in the stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._index))
-        return event
-
-    us_between = staticmethod(progress.us_between)  # of two marks; None if the GPU has not reached the second one
 
 
 class Environment:

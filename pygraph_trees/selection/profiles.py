@@ -34,7 +34,7 @@ from .decision import Execution
 
 _log = logging.getLogger("pygraph_trees.selection")
 
-FORMAT = 4  # of the files; raised if another version would misread one
+FORMAT = 5  # of the files; raised if another version would misread one
 STALE_AFTER_S = 30 * 86400.0
 _MOST_NAME = 200  # characters
 _LEFT_BEHIND_S = 3600.0  # a file that is being written is never this old
@@ -111,6 +111,7 @@ class Profile:
     way: Execution
     text: str  # the decision in numbers
     decided_s: float  # seconds since 1970
+    lanes: int = 1  # of its recordings; 0 if it was decided that their operations run one after another
 
     @property
     def age_s(self) -> float:
@@ -145,8 +146,10 @@ class Profiles:
             data = json.loads((self.folder / f"{key}.json").read_bytes())
             if data["format"] != FORMAT:
                 return None
-            found = Profile(data["key"], data["what"], Execution(data["way"]), data["text"], float(data["decided_s"]))
-            if found.key == key and (found.what + found.text).isprintable() and math.isfinite(found.decided_s):
+            facts = data["key"], data["what"], Execution(data["way"]), data["text"], float(data["decided_s"])
+            found = Profile(*facts, data["lanes"])
+            is_whole = (found.what + found.text).isprintable() and math.isfinite(found.decided_s)
+            if found.key == key and is_whole and found.lanes in range(5):
                 return found
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -224,8 +227,8 @@ class Kept:
         found = self._profiles.find(self._key)
         return None if found is None or found.is_stale else found
 
-    def store(self, way: Execution, text: str) -> None:
+    def store(self, way: Execution, text: str, lanes: int = 1) -> None:
         """Stores a decision for the inputs of :meth:`find`; does nothing without these or without a folder."""
         if self._profiles is not None:
             what = "".join(c if c.isprintable() else "?" for c in self.what[:_MOST_NAME])
-            self._profiles.store(Profile(self._key, what, way, text, time.time()))
+            self._profiles.store(Profile(self._key, what, way, text, time.time(), lanes))

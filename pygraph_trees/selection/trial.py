@@ -159,7 +159,7 @@ class Trial:
         counts = self.phase is Phase.MEASURING and self._integers in (None, self._given)
         if counts and member.add(timed):
             self._integers = self._given
-            self._is_disturbed |= _is_disturbed()
+            self._is_disturbed |= is_disturbed()
 
     def _alive(self) -> list[TrialMember]:
         return [member for reference in self._members if (member := reference()) is not None]
@@ -262,7 +262,7 @@ def _is_step_over(first: TrialMember, members: Sequence[TrialMember]) -> bool:
     return first.calls <= backwards or (backwards > 0 and first.calls > _LOST_AFTER)
 
 
-def _is_disturbed() -> bool:
+def is_disturbed() -> bool:
     """Whether a profiler, a debugger, a blocking launch mode or a check at each call slows down calls."""
     return (
         bool(profiler._is_profiler_enabled)

@@ -146,7 +146,7 @@ class _Size:
             ungraphed += [str(log.record().why_ungraphed)] if log.runs > runs else []
             if log.awaits_table:
                 builds.finish(_BUILD_S)
-            is_quiet = is_quiet and not log.is_tried
+            is_quiet = is_quiet and not (log.is_tried or any(recording.is_tried for recording in log.recordings[-1:]))
             if log.is_choosing and log.set_nodes > set_nodes:  # its inputs move
                 needed = 2 * REPLAYS
         self.record.ungraphed = tuple(ungraphed)

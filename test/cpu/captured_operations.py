@@ -6,6 +6,7 @@ Tensors are in a small pool on the CPU. Operators and launches capture kernels, 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from unittest import mock
 
@@ -15,15 +16,18 @@ from interleaving import interleaved, serial
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import TestCase
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.cuda.edges import Dependencies
 from pygraph_trees.edges import accesses, branches
+from pygraph_trees.edges.branches import noting
 from pygraph_trees.edges.operations import Operations, span_of
 from pygraph_trees.edges.regions import Regions
+from pygraph_trees.edges.streams import Streams
 from pygraph_trees.edges.units import Access
 from pygraph_trees.indirection.table import launches
+from pygraph_trees.report.log import RecordingLog
 
 ATEN = "_ZN2at6native29vectorized_elementwise_kernelE"
 UNKNOWN = "of_some_library"
@@ -165,6 +169,102 @@ class FakeAutotuner:
         before, self._captured.stream = self._captured.stream, stream  # a launch does not ask for the current one
         self._captured.work([one, other], [out, *mutated], self._name)
         self._captured.stream = before
+
+
+class FakeStream:
+    def __init__(self, api: FakeApi, stream: int) -> None:
+        self._api, self.cuda_stream = api, stream
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._api.wait(self.cuda_stream, other.cuda_stream)
+
+
+class OnLanes(Captured):
+    """A capture whose current stream may be a lane's. Memory that is moved is noted with its stream."""
+
+    def __init__(self, lanes: int = 4) -> None:
+        super().__init__()
+        self.main = self.stream
+        self.lanes = [FakeStream(self.api, self.api.make_stream() if lane else self.main) for lane in range(lanes)]
+        self.streams = Streams(self.driver, self.dependencies, self.lanes, self.current)
+        self.on: dict[int, int] = {}  # by node: its stream
+        self.moved: list[int] = []  # by move: the stream
+        self.held: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def current(self, stream):
+        before, self.stream = self.stream, stream.cuda_stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def kernel(self, *args, **kwargs):
+        node = super().kernel(*args, **kwargs)
+        self.on[node] = self.stream
+        return node
+
+    def made(self) -> torch.Tensor:
+        """What generated code allocates, with memory that can be moved."""
+        with _disable_current_modes():  # it calls no operator
+            tensor = torch.empty(8, dtype=torch.uint8)
+        self.held.append(tensor)  # addresses of the process must not be used again, unseen
+        self.allocate(tensor)
+        return tensor
+
+    @contextlib.contextmanager
+    def watching(self, note):
+        self.allocate = note
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage, nbytes):
+            if nbytes:
+                assert self.api._streams[self.stream][1] == self.graph, "the lane has not joined the capture"
+                self.moved.append(self.stream)
+            return resize(storage, nbytes)
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resized):
+            yield
+
+    @contextlib.contextmanager
+    def noted(self, *tensors, log=None, on_lanes=True):
+        """Yields the edges to come, once the capture has begun."""
+        log = log or RecordingLog()
+        with (
+            self,
+            noting(
+                *(log, self.driver, self.dependencies, lambda: self.stream, lambda: self.allocated, tensors, ()),
+                streams=self.streams if on_lanes else None,
+                watching=self.watching,
+            ) as branching,
+        ):
+            yield branching
+
+    def lanes_used(self) -> int:
+        return len({*self.on.values()})
+
+    def edges(self) -> set[tuple[int, int]]:
+        return {*self.api.edges(self.graph)}
+
+    def chain(self) -> set[tuple[int, int]]:
+        return {*itertools.pairwise(self.driver.nodes(self.graph))}
+
+    def launch(self, *args):
+        FakeAutotuner(self).run(*args, 8, stream=self.main)
+
+
+def side_by_side(captured, count=3, length=3, **options):
+    """Chains of operations that share their input, each with memory of generated code."""
+    source = captured.tensor()
+    log = RecordingLog()
+    with captured.noted(source, log=log, **options) as branching:
+        ends = [source] * count
+        for _, at in itertools.product(range(length), range(count)):
+            out = captured.made()
+            ops.cat.out([ends[at]], out=out)
+            ends[at] = out
+        assert captured.stream == captured.main
+    return log, branching, ends
 
 
 class BranchesTestCase(TestCase):

@@ -147,6 +147,7 @@ class TestScripts(WithFolder):
         found = graph_host.measure("SMALL", Program(lambda x: x @ x, (torch.ones(2, 2),), name="SMALL"), 2, 3)
         ways = [(record["way"], record["regime"]) for record in found]
         self.assertEqual(ways, [(way, regime) for way in ("upstream", "ours") for regime in ("same", "fresh")])
+        self.assertIn("of upstream's", graph_host.table(found))
         for record in found:
             self.assertTrue(0 < record["trees"] < record["host"] <= record["latency"], record)
             self.assertAlmostEqual(record["outside"], record["host"] - record["trees"])

@@ -339,7 +339,7 @@ class TestReport(BranchesTestCase):
         """``test_lane_capture.py`` has what it does."""
         nodes = (self.node("off"), self.node(graph=None), self.node(), self.node("always"))
         flags = [recording.Recording._branches_flag(node) for node in nodes]
-        self.assertEqual(flags, ["off", "off", "report", "always"])
+        self.assertEqual(flags, [("off", 0), ("off", 0), ("report", 0), ("always", 4)])
         self.assertEqual(Settings.current().branches, "off")
 
     def test_a_recording_without_branches_says_why(self):
@@ -354,7 +354,8 @@ class TestReport(BranchesTestCase):
         ):
             with (
                 mock.patch("pygraph_trees.trees.recordings.captured_graph.driver", lambda: None),
-                branches_noted(node, model, []),
+                mock.patch.object(node.wrapped_function.model, "model", model),
+                branches_noted(node, []),
             ):
                 pass
             self.assertEqual(node.log.why_no_branches.reason, reason)
@@ -365,7 +366,9 @@ class TestReport(BranchesTestCase):
         generated = SimpleNamespace(__globals__={"empty_strided_cuda": len})
         tensors = [torch.zeros(1) for _ in range(4)]
         with mock.patch.multiple("pygraph_trees.trees.recordings.captured_graph", **patches):
-            branches_noted(self.node(own=SimpleNamespace(takes=3)), generated, [*tensors[:3], tensors[3]])
+            node = self.node(own=SimpleNamespace(takes=3))
+            node.wrapped_function.model.model = generated
+            branches_noted(node, [*tensors[:3], tensors[3]])
         *_, given, elsewhere, streams, watching = seen[0]
         self.assertEqual((streams, watching), (None, None))
         self.assertEqual(

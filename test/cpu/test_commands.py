@@ -479,6 +479,12 @@ class TestCompare(Folder):
             self.assertEqual((status, "nothing was verified" in err), (expected, expected == 2), err)
             self.assertIn("pygraph_trees 9", text)
 
+    def test_one_lane_is_a_way_if_there_may_be_more(self):
+        for flag, expected in (("off", False), ("report", False), ("auto", True), ("always", True)):
+            with torch._inductor.config.patch("triton.pygraph_branches", flag):
+                self.compared()
+            self.assertEqual("ours:one-lane" in self.measured.call_args.args[1], expected)
+
     def compare(self, *options, ours=torch.sin):
         callables = {"eager": torch.sin, "upstream": torch.sin, "ours": ours}
         ways = [Way(name, fn, patched=False, trees=None) for name, fn in callables.items()]

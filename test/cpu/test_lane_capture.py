@@ -6,133 +6,34 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from captured_operations import BranchesTestCase, Captured, FakeAutotuner, custom, operate, ops
-from fake_driver import FakeApi
+from captured_operations import BranchesTestCase, FakeStream, OnLanes, custom, operate, ops, side_by_side
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor import compile_fx, config
 from torch.testing._internal.common_utils import run_tests
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pygraph_trees.edges import branches
-from pygraph_trees.edges.branches import noting
-from pygraph_trees.edges.streams import Streams
 from pygraph_trees.outputs import allocations
 from pygraph_trees.reasons import Reason
 from pygraph_trees.report.log import FunctionLog, RecordingLog
 from pygraph_trees.report.text import function_notes
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions.function import FunctionModel
+from pygraph_trees.trees.functions.lanes import Number
 from pygraph_trees.trees.recordings import recording
 
 FOLLOW = "cuStreamUpdateCaptureDependencies_v2"
 
 
-class FakeStream:
-    def __init__(self, api: FakeApi, stream: int) -> None:
-        self._api, self.cuda_stream = api, stream
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self._api.wait(self.cuda_stream, other.cuda_stream)
-
-
-class OnLanes(Captured):
-    """A capture whose current stream may be a lane's. Memory that is moved is noted with its stream."""
-
-    def __init__(self, lanes: int = 4) -> None:
-        super().__init__()
-        self.main = self.stream
-        self.lanes = [FakeStream(self.api, self.api.make_stream() if lane else self.main) for lane in range(lanes)]
-        self.streams = Streams(self.driver, self.dependencies, self.lanes, self.current)
-        self.on: dict[int, int] = {}  # by node: its stream
-        self.moved: list[int] = []  # by move: the stream
-        self.held: list[torch.Tensor] = []
-
-    @contextlib.contextmanager
-    def current(self, stream):
-        before, self.stream = self.stream, stream.cuda_stream
-        try:
-            yield
-        finally:
-            self.stream = before
-
-    def kernel(self, *args, **kwargs):
-        node = super().kernel(*args, **kwargs)
-        self.on[node] = self.stream
-        return node
-
-    def made(self) -> torch.Tensor:
-        """What generated code allocates, with memory that can be moved."""
-        with _disable_current_modes():  # it calls no operator
-            tensor = torch.empty(8, dtype=torch.uint8)
-        self.held.append(tensor)  # addresses of the process must not be used again, unseen
-        self.allocate(tensor)
-        return tensor
-
-    @contextlib.contextmanager
-    def watching(self, note):
-        self.allocate = note
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage, nbytes):
-            if nbytes:
-                assert self.api._streams[self.stream][1] == self.graph, "the lane has not joined the capture"
-                self.moved.append(self.stream)
-            return resize(storage, nbytes)
-
-        with mock.patch.object(torch.UntypedStorage, "resize_", resized):
-            yield
-
-    @contextlib.contextmanager
-    def noted(self, *tensors, log=None):
-        """Yields the edges to come, once the capture has begun."""
-        log = log or RecordingLog()
-        with (
-            self,
-            noting(
-                *(log, self.driver, self.dependencies, lambda: self.stream, lambda: self.allocated, tensors, ()),
-                streams=self.streams,
-                watching=self.watching,
-            ) as branching,
-        ):
-            yield branching
-
-    def lanes_used(self) -> int:
-        return len({*self.on.values()})
-
-    def edges(self) -> set[tuple[int, int]]:
-        return {*self.api.edges(self.graph)}
-
-    def chain(self) -> set[tuple[int, int]]:
-        return {*itertools.pairwise(self.driver.nodes(self.graph))}
-
-    def launch(self, *args):
-        FakeAutotuner(self).run(*args, 8, stream=self.main)
-
-
 class TestLaneCapture(BranchesTestCase):
-    def side_by_side(self, captured, count=3, length=3):
-        """Chains of operations that share their input, each with memory of generated code."""
-        source = captured.tensor()
-        log = RecordingLog()
-        with captured.noted(source, log=log) as branching:
-            ends = [source] * count
-            for _, at in itertools.product(range(length), range(count)):
-                out = captured.made()
-                ops.cat.out([ends[at]], out=out)
-                ends[at] = out
-            self.assertEqual(captured.stream, captured.main)
-        return log, branching, ends
-
     def test_each_chain_has_a_lane_and_memory_of_it(self):
         captured = OnLanes()
-        _, branching, ends = self.side_by_side(captured)
+        _, branching, ends = side_by_side(captured)
         streams = [captured.on[node] for node in captured.driver.nodes(captured.graph)]
         self.assertEqual(streams, streams[:3] * 3)
         self.assertEqual(captured.moved, [stream for stream in streams if stream != captured.main])
@@ -144,7 +45,7 @@ class TestLaneCapture(BranchesTestCase):
 
     def test_one_chain_stays_on_its_stream(self):
         captured = OnLanes()
-        log, branching, _ = self.side_by_side(captured, count=1)
+        log, branching, _ = side_by_side(captured, count=1)
         self.assertEqual((captured.lanes_used(), log.branches.lanes, captured.moved), (1, 1, []))
         before = [*captured.api.calls]
         branching.replace(captured.graph)
@@ -156,7 +57,7 @@ class TestLaneCapture(BranchesTestCase):
         with mock.patch.object(branches, "SIDE_BY_SIDE", False):
             captured = OnLanes()
             captured.api.lack(FOLLOW, "bindings")
-            log, branching, ends = self.side_by_side(captured)
+            log, branching, ends = side_by_side(captured)
         self.assertGreater(captured.edges(), captured.chain())
         branching.replace(captured.graph)
         self.assertEqual((captured.edges(), log.why_no_branches, len(ends)), (captured.chain(), None, 3))
@@ -164,7 +65,7 @@ class TestLaneCapture(BranchesTestCase):
     def test_a_failure_leaves_the_captured_edges(self):
         for fails, graph in (("cuGraphRemoveDependencies_v2", 0), ("cuGraphAddDependencies_v2", 0), ("", 1)):
             captured = OnLanes()
-            log, branching, ends = self.side_by_side(captured)
+            log, branching, ends = side_by_side(captured)
             if fails:
                 captured.api.fail(fails)
             with self.assertLogs("pygraph_trees.edges"):
@@ -317,9 +218,9 @@ class TestLaneCapture(BranchesTestCase):
         self.assertTrue(captured.is_right(range(6)))
 
     def test_the_report_tells_the_lanes(self):
-        log, _, _ = self.side_by_side(OnLanes())
+        log, _, _ = side_by_side(OnLanes())
         function = FunctionLog("f", "0/0", "inference", 1, {}, recordings=[log])
-        self.assertIn("; captured on 3", "\n".join(function_notes(function.record())))
+        self.assertIn("; captured on 3, without 8 edges of the chain", "\n".join(function_notes(function.record())))
 
 
 class TestRecording(BranchesTestCase):
@@ -331,29 +232,40 @@ class TestRecording(BranchesTestCase):
         )
         node = recording.Recording.__new__(recording.Recording)
         node.__dict__.update(
-            **{"graph": graph, "wrapped_function": SimpleNamespace(model=model), "log": RecordingLog(), "device": 0},
+            **{"graph": graph, "wrapped_function": SimpleNamespace(model=model, id="f"), "device": 0},
+            log=RecordingLog(),
             **{"live": None, "own": None, "cudagraph_managed_idxs": [], "stream": None},
         )
         return node
 
     def test_a_graph_gets_its_edges_before_it_is_instantiated(self):
-        """And with the flag off, nothing is asked and torch's graph is used."""
-        for flag, expected in (
-            ("off", ["capture"]),
-            ("report", ["capture", "noted"]),
-            ("always", ["capture", "lanes", "noted", "edges of 7", "instantiate"]),
+        """With the flag off, nothing is asked and torch's graph is used. In a trial, the graph first has its chain."""
+        why = Reason.ON_LANES(lanes=2)
+        on_lanes = ["edges of 7", "instantiate"]
+        for flag, number, expected in (
+            ("off", None, ["capture"]),
+            ("report", None, ["capture", "noted"]),
+            ("always", None, ["capture", "4 lanes", "noted", *on_lanes]),
+            ("auto", None, ["capture", "noted"]),
+            ("auto", Number(2, why, is_final=False), ["capture", "2 lanes", "noted", "instantiate", "trial"]),
+            ("auto", Number(2, why), ["capture", "2 lanes", "noted", *on_lanes]),
+            ("auto", Number(0, why), ["capture"]),
+            ("auto", Number(2, why, is_final=False), "no memory"),
         ):
             steps = []
 
             @contextlib.contextmanager
-            def noted(*args, side_by_side, steps=steps):
-                steps += ["lanes"] * side_by_side
-                yield SimpleNamespace(replace=lambda graph: side_by_side and steps.append(f"edges of {graph}"))
-                steps.append("noted")
+            def noted(node, inputs, lanes, steps=steps):
+                steps += [f"{lanes} lanes"] * (lanes > 0)
+                forecast = SimpleNamespace(choose=lambda: (2, why))
+                yield SimpleNamespace(replace=lambda graph: steps.append(f"edges of {graph}"), forecast=forecast)
+                node.log.branches = steps.append("noted") or "found"
 
-            def capture(node, model, inputs, steps=steps):
+            def capture(node, model, inputs, steps=steps, expected=expected):
                 steps.append("capture")
                 self.assertEqual(torch.utils._python_dispatch._get_current_dispatch_mode_stack(), [])
+                if expected == "no memory":
+                    raise torch.OutOfMemoryError
                 return model(inputs)
 
             kept = SimpleNamespace(
@@ -362,17 +274,27 @@ class TestRecording(BranchesTestCase):
             patches = {
                 **{"kept_graph": lambda inputs, kept=kept: kept, "branches_noted": noted},
                 **{"captured_nodes": Counter, "progress_of": lambda model: None},
+                "try_lanes": lambda node, branching, steps=steps: steps.append("trial"),
             }
             node = self.node(flag)
+            numbers = node.wrapped_function.model.lanes.numbers
+            numbers.update({} if number is None else {"f": number})
             with (
                 mock.patch.multiple(recording, **patches),
                 mock.patch.object(recording.Upstream, "_record", capture),
                 mock.patch.object(torch.cuda, "current_stream", mock.MagicMock()),
                 mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
             ):
+                if expected == "no memory":
+                    self.assertRaises(torch.OutOfMemoryError, node._record, lambda inputs: [], [])
+                    self.assertEqual((numbers["f"].count, numbers["f"].why.reason), (0, Reason.NO_CHAIN))
+                    continue
                 node._record(lambda inputs: [], [])
             self.assertEqual(steps, expected)
-            self.assertIs(node.graph, kept if flag == "always" else "torch's")
+            self.assertIs(node.graph, kept if "instantiate" in expected else "torch's")
+            if flag == "auto" and number is None:  # what the forecast promises
+                self.assertEqual(numbers, {"f": Number(2, why, is_final=False)})
+            self.assertEqual(node.log.why_no_branches, why if number == Number(0, why) else None)
 
     def test_generated_code_tells_what_it_allocates(self):
         def upstream(size, stride, dtype):
@@ -403,6 +325,7 @@ class TestOptions(BranchesTestCase):
             ({}, {}, before),
             ({"triton.pygraph_branches": "report"}, {}, before),
             (always, {}, False),
+            ({"triton.pygraph_branches": "auto"}, {}, False),
             (always, {"triton.cudagraphs": False}, before),
             ({"triton.cudagraphs": False}, always | {"triton.cudagraphs": True}, False),
         ):

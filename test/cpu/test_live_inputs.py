@@ -295,6 +295,26 @@ class TestAddresses(LiveInputsTestCase):
             self.assertEqual(graph.launch(), [[start + 8, OTHER], [read, start], [read + 16], [start]])
             live.finish()
 
+    def test_another_instantiation_gets_all_addresses_of_the_next_call(self):
+        def nodes(found):
+            return [self.api.make_kernel(found), self.api.make_memcpy(found[0], OTHER, 8)][: 2 - is_fast]
+
+        for is_fast in (False, True):  # C++ sets kernels alone
+            a, b, other = at(0), at(0), at(0)
+            live, graph = self.replayable(nodes, a, b)
+            self.call(live, graph, other, b)
+            for first in (a, a, other):
+                live.instantiate_again(graph)
+                native = live.addresses.native
+                if native is not None and is_fast:
+                    self.assertFalse(native.patch([first.data_ptr(), b.data_ptr()]))
+                for again in (first, other, a):
+                    expected = [[again.data_ptr(), b.data_ptr()], [again.data_ptr(), OTHER]][: 2 - is_fast]
+                    self.assertEqual(self.call(live, graph, again, b), expected)
+                if self.native and native is not None and is_fast:
+                    self.assertTrue(native.patch([other.data_ptr(), b.data_ptr()]))
+                    self.assertEqual(graph.launch(), [[other.data_ptr(), b.data_ptr()]])
+
     def test_all_consumers_of_an_input_agree(self):
         """A copy node may join a patched input and a copied one."""
 

@@ -182,6 +182,20 @@ class TestPatching(TestCase):
             self.assertEqual((patches.addresses, patches.sets.value, patches.broken), (new, total, False))
 
     @EXAMPLES
+    @given(GRAPHS, PATCHED, STEPS)
+    def test_another_instantiation_gets_all_addresses(self, specs, inputs, steps):
+        setup = self.setup(specs, inputs)
+        for step in steps:
+            new = step[: len(inputs)]
+            setup.patches.apply(new)
+            exec_ = setup.api.instantiate(setup.graph)
+            setup.patches.rebind(exec_)
+            setup.patches.apply(new)
+            self.assertEqual(
+                (setup.held(exec_), setup.patches.apply(new)), (setup.expected(new), setup.due(new, new).total())
+            )
+
+    @EXAMPLES
     @given(GRAPHS, PATCHED, STEPS, CALLS, st.integers(0, 6))
     def test_any_set_call_may_fail(self, specs, inputs, steps, call, after):
         setup = Setup(specs, inputs)

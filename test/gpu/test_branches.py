@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import ClassVar
 from unittest import mock
 
@@ -19,15 +20,20 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from parity import both_sides, clean, requires_cuda
+from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
 from pygraph_trees.cuda.driver import driver
 from pygraph_trees.cuda.graph_nodes import NodeKind
-from pygraph_trees.edges import branches
+from pygraph_trees.edges import branches, trial
+from pygraph_trees.edges.data_flow import Forecast
 from pygraph_trees.edges.order import reduced
 from pygraph_trees.edges.streams import Streams
+from pygraph_trees.reasons import Reason
 from pygraph_trees.report.summary import clear
+from pygraph_trees.selection.profiles import Kept
+from pygraph_trees.trees.recordings import captured_graph
 
 FLAG = "triton.pygraph_branches"
 DEVICE = "cuda"
@@ -388,6 +394,37 @@ class TestSideBySide(BranchesTestCase):
         for program in (mlps, bags, two_graphs):
             with self.subTest(program.__name__):
                 self.check(program, self.values(program, "off", keep=True), keep=True)
+
+    def test_values_during_and_after_a_trial(self):
+        """All calls of both forms; what a real trial finds is replaced by each result."""
+        real = trial.compared
+        for program, pays in itertools.product(PROGRAMS, (True, False)):
+            with (
+                self.subTest(program.__name__, pays=pays),
+                mock.patch.object(Forecast, "choose", lambda forecast: (4, Reason.ON_LANES(lanes=4))),
+                mock.patch.object(trial, "compared", lambda *ways, pays=pays: replace(real(*ways), pays=pays)),
+                mock.patch.multiple(Kept, find=lambda *_: None, store=mock.DEFAULT) as kept,
+            ):
+                expected, found = (self.values(program, flag, calls=trial.ALL + 40) for flag in ("off", "auto"))
+                tolerance = {"rtol": 1e-3, "atol": 1e-4} if program is critics else {"rtol": 0, "atol": 0}
+                self.assertEqual(found, expected, **tolerance)
+                newest = [f.recordings[-1] for f in pygraph_trees.report().functions if f.recordings]
+                on_lanes = [r for r in newest if r.branches is not None and r.branches.lanes > 1]
+                self.assertGreaterEqual(len(on_lanes), program in BY_DATA)
+                for recording in on_lanes:
+                    self.assertGreater(min(recording.branches.measured_us), 0)
+                    self.assertEqual(recording.why_no_branches is None, pays)
+                stored = [call.args[-1] > 0 for call in kept["store"].call_args_list if len(call.args) == 3]
+                self.assertEqual({*stored}, {pays} if on_lanes else set())
+
+    def test_a_later_process_measures_nothing(self):
+        """The profile of a first trial is found by a function that is compiled again, as in another process."""
+        with fresh_cache(), mock.patch.object(Forecast, "choose", lambda forecast: (4, Reason.ON_LANES(lanes=4))):
+            first = self.values(mlps, "auto", calls=trial.ALL + 40)
+            lanes = self.recordings[-1].branches.lanes * (self.recordings[-1].why_no_branches is None)
+            with mock.patch.object(captured_graph, "Trial", side_effect=AssertionError("a trial")):
+                self.assertEqual(self.values(mlps, "auto", calls=len(first)), first)
+            self.assertEqual([(r.branches and r.branches.lanes) or 0 for r in self.recordings[-1:]], [lanes])
 
     def test_the_captured_order_is_a_chain_without_changes(self):
         """No edge has to be removed: streams that wait for a lane follow its last operation only."""

@@ -18,9 +18,9 @@ from selection import CALLS, SelectionTestCase, decided
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
+from pygraph_trees.cuda.progress import CudaDevice
 from pygraph_trees.selection import trial
 from pygraph_trees.selection.decision import FEWEST_PAIRS, MOST_PAIRS, Execution
-from pygraph_trees.selection.member import CudaDevice
 from pygraph_trees.selection.profiles import Profiles
 from pygraph_trees.trees.managers import storms
 

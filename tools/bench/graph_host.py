@@ -1,11 +1,11 @@
 """Host time of the part of a call that replays graphs, without its launches, for upstream and for ours.
 
-usage: python tools/bench/graph_host.py [NAMES ...] [--rounds N] [--calls N] [--out FILE]
+usage: python tools/bench/graph_host.py [NAMES ...] [--ways WAYS] [--rounds N] [--calls N] [--out FILE]
 
-NAMES are workloads, MLP, MLP-N (the same for any batch size) or ACTOR (small inputs that arrive on the CPU). Columns
-are in µs: *trees* is the time inside compiled graphs without launches, *outside* is Dynamo's and AOTAutograd's, *gpu*
-the GPU's, *rest* the remaining latency. Each figure is a median over calls, then over rounds. ``tools/bench/README.md``
-explains the clocks.
+NAMES are workloads, MLP, MLP-N (the same for any batch size), ACTOR (small inputs that arrive on the CPU), CRITICS or
+GOOGLENET (independent kernels). The columns are in µs: *trees* is the time inside compiled graphs without launches,
+*outside* is Dynamo's and AOTAutograd's, *gpu* the GPU's, *rest* the remaining latency. Each figure is a median over
+calls, then over rounds. ``tools/bench/README.md`` explains the clocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -29,11 +29,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 from torch._inductor.output_code import CompiledFxGraph
 
-from bench.figures import has_gpu, write_figures
-from pygraph_trees.benchmark.inspection import is_launch
+from bench.figures import has_gpu, several_of, write_figures
+from bench.trained_models import Critic
+from pygraph_trees.benchmark.inspection import is_launch, pool_nbytes
 from pygraph_trees.benchmark.program import Program, Ring
 from pygraph_trees.benchmark.timing import call_until_chosen, collector_off, functions_so_far, schedule, synchroniser
-from pygraph_trees.benchmark.ways import Way, make_ways
+from pygraph_trees.benchmark.ways import FLAGS, Way, make_ways
 from pygraph_trees.cli.target import resolve
 from pygraph_trees.report import text
 
@@ -59,11 +60,13 @@ class Times:
         return self.host - self.trees - self.launch
 
 
-def measure(name: str, program: Program, rounds: int, calls: int) -> list[dict[str, Any]]:
+def measure(
+    name: str, program: Program, rounds: int, calls: int, names: Sequence[str] = ("upstream", "ours")
+) -> list[dict[str, Any]]:
     """A record for each way and regime, "same" and "fresh"."""
     ring, wait = Ring(program, 8), synchroniser(program.device)
     samples: dict[tuple[str, str], list[Times]] = {}
-    ways = make_ways(program, ["upstream", "ours"])
+    ways = make_ways(program, names)
     with torch._dynamo.config.patch(recompile_limit=64):
         cost = clock_us()
         for way in ways:
@@ -77,7 +80,7 @@ def measure(name: str, program: Program, rounds: int, calls: int) -> list[dict[s
             for regime, feed in (("same", ring.same()), ("fresh", ring.fresh())):
                 found = _block(program, way, feed, wait, calls, cost)
                 samples.setdefault((way.name, regime), []).append(found)
-    gpu = {}
+    gpu, pools = {}, {way.name: pool_nbytes(way.managers) for way in ways}
     for way in ways:
         with way.active():
             gpu[way.name] = _gpu_us(program, way, ring, wait)
@@ -89,7 +92,7 @@ def measure(name: str, program: Program, rounds: int, calls: int) -> list[dict[s
         rounded = {figure: [round(getattr(t, figure), 3) for t in found] for figure in _FIGURES}
         records.append(
             {"workload": name, "way": way_name, "regime": regime, **asdict(times), "outside": times.outside}
-            | {"gpu": in_graphs, "rest": rest, "samples": rounded}
+            | {"gpu": in_graphs, "rest": rest, "pool_bytes": pools[way_name], "samples": rounded}
         )
     return records
 
@@ -229,16 +232,17 @@ def middle(found: list[Times]) -> Times:
 def table(records: list[dict[str, Any]]) -> str:
     """A line per record, and the ratio of the host times."""
     names = ("host", "trees", "launch", "outside", "latency", "gpu", "rest")
-    theirs = {(r["workload"], r["regime"]): r["host"] for r in records if r["way"] == "upstream"}
+    theirs = {(r["workload"], r["regime"]): r["host"] for r in reversed(records)}  # of the first way
     rows = [
         [
             *(r["workload"], r["way"], r["regime"]),
             *("-" if r[name] is None else f"{r[name]:.1f}" for name in names),
+            text.nbytes(r["pool_bytes"]),
             f"{r['host'] / theirs[r['workload'], r['regime']]:.2f}",
         ]
         for r in records
     ]
-    lines = [text.table(["workload", "way", "inputs", *names, "of upstream's"], rows, left=3)]
+    lines = [text.table(["workload", "way", "inputs", *names, "pool", f"of {records[0]['way']}'s"], rows, left=3)]
     for r in records:
         if r["parts"]:
             each = [f"{before:.1f} + {after:.1f}" for before, after in zip(*[iter(r["parts"])] * 2, strict=True)]
@@ -277,10 +281,35 @@ def actor_critic(device: torch.device) -> Program:
     return Program(fn, (torch.randn(32, 64),), context=torch.no_grad, name="ACTOR")
 
 
+def twin_critics(device: torch.device) -> Program:
+    """The losses of SAC's critics, as in ``trained_models.py``, and their gradients."""
+    torch.manual_seed(0)
+    critics = torch.nn.ModuleList(Critic(17, 6, 256) for _ in range(2)).to(device)
+
+    def fn(states: torch.Tensor, actions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        losses = [torch.nn.functional.mse_loss(critic(states, actions), wanted) for critic in critics]
+        return losses[0] + losses[1]
+
+    args = (*(torch.randn(256, size, device=device) for size in (17, 6)), torch.randn(256, device=device))
+    parameters = [*critics.parameters()]
+    return Program(fn, args, training=True, loss=lambda loss: loss, parameters=parameters, name="CRITICS")
+
+
+def googlenet(device: torch.device) -> Program:
+    """Inference of one image."""
+    from torchvision.models import googlenet as make  # type: ignore[import-not-found,unused-ignore]
+
+    torch.manual_seed(0)
+    model = make(weights=None, init_weights=False).to(device).eval()
+    return Program(model, (torch.randn(1, 3, 224, 224, device=device),), context=torch.no_grad, name="GOOGLENET")
+
+
 PROGRAMS: dict[str, Callable[[torch.device], Program]] = {
     "MLP": perceptron,
     "MLP-N": perceptron_of_any_batch,
     "ACTOR": actor_critic,
+    "CRITICS": twin_critics,
+    "GOOGLENET": googlenet,
 }
 
 
@@ -293,6 +322,7 @@ def program_of(name: str) -> Program:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=["MLP", "BERT-I", "DLRM"], help="default: MLP BERT-I DLRM")
+    parser.add_argument("--ways", type=several_of(FLAGS), default=["upstream", "ours"], help="default: upstream,ours")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=100, help="in a block (100)")
     parser.add_argument("--out", type=Path, help="file of the figures, .json")
@@ -301,7 +331,7 @@ def main() -> int:
         return 2
     found: list[dict[str, Any]] = []
     for name in options.names:
-        records = measure(name, program_of(name), options.rounds, options.calls)
+        records = measure(name, program_of(name), options.rounds, options.calls, options.ways)
         print(table(records), flush=True)
         found += records
         # Written after each program, so an interrupted run keeps its measurements.

@@ -31,6 +31,7 @@ from .captures import is_captured
 from .containment import Progress, progress_of
 from .dispatch import Dispatch, Way
 from .fast_path import entry
+from .lanes import Lanes
 from .outputs import as_it_reads, give_memory
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class FunctionModel:
         self.first_inside: int | None = None  # the first output that a recording may hold as it is returned
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes outputs from the model's outputs
         self.outputs = OwnOutputs()
+        self.lanes = Lanes(settings, log)
         self.is_entered = False  # by :func:`entered`
         self.tangents: Sequence[int] = ()  # inputs of a backward that may be zeros without memory, or negated views
         self._makes_zeros = "_efficientzerotensor" in _names_in(model)  # outputs may be zeros without memory

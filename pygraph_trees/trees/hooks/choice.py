@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor import cudagraph_trees
 
+from pygraph_trees.cuda.progress import CudaDevice
 from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.naming import BACKWARD, FORWARD
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.functions import trial_of
-from pygraph_trees.selection.member import CudaDevice, Environment, TrialMember
+from pygraph_trees.selection.member import Environment, TrialMember
 
 from ..functions.dispatch import Way
 from ..functions.function import Aligned, FunctionModel

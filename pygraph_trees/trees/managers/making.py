@@ -35,7 +35,7 @@ from .verification import Verification
 
 if TYPE_CHECKING:
     from pygraph_trees.indirection.table.pointer_table import Warmups
-    from pygraph_trees.report.log import FunctionLog
+    from pygraph_trees.report.log import FunctionLog, RecordingLog
 
 _log = logging.getLogger("pygraph_trees.trees")
 
@@ -84,6 +84,8 @@ class Making(Calls):
         reason = self.reclaiming.why_again(function_id) or why_recorded(self, new_inputs, function_id, function)
         self._demote(given, function_id)
         verification = self._verification(given)
+        own = getattr(given.function, "own", None)
+        given.function.model.lanes.look_up(function_id, new_inputs[: own and own.takes], self.device_index)
         before = self._pool.nbytes()
         start = time.perf_counter()
         if (progress := progress_of(given.function.model)) is not None:
@@ -119,6 +121,7 @@ class Making(Calls):
             if self.reclaiming.limit(self, nbytes, limit):
                 self.output_policy.release(self)
         self._let_chooser_rerecord(self.current_node, function_id)
+        self._let_lanes_rerecord(given.function.model, function_id, log, before)
         if verification is not None:
             verification.check(self.current_node, outputs, function.name)
         self.output_policy.recorded(self, self.current_node, self._pool.nbytes())
@@ -148,6 +151,15 @@ class Making(Calls):
                 found.record_again(function_id, why, number)
 
         chooser.ready = ready
+
+    def _let_lanes_rerecord(self, model: FunctionModel, function_id: Any, log: RecordingLog, pool_bytes: int) -> None:
+        """Lets a function be recorded on lanes, or without them if the graph pool has grown too much."""
+        why = model.lanes.recorded(function_id, log, pool_bytes)
+        if why is not None and why.reason is Reason.LANES_GREW:
+            self.why_start_over = why  # otherwise the pool would keep the memory
+            self._candidates.clear()
+        elif why is not None:
+            self.reclaiming.record_again(function_id, why, log.number)
 
     def _given(self, inputs: list[Any], function_id: Any) -> Given:
         is_managed = self._get_cuda_graph_recorded_tensor_checker()

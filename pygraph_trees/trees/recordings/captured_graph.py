@@ -19,13 +19,18 @@ from pygraph_trees import compat
 from pygraph_trees.cuda.driver import driver, why_unusable
 from pygraph_trees.cuda.edges import Dependencies, dependencies
 from pygraph_trees.cuda.extent import extent
-from pygraph_trees.edges.branches import LANES, Branching, noting
+from pygraph_trees.cuda.progress import CudaDevice
+from pygraph_trees.edges.branches import Branching, noting
+from pygraph_trees.edges.lanes import LANES
 from pygraph_trees.edges.streams import Streams
+from pygraph_trees.edges.trial import Trial, Tried
 from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection.hidden_addresses import Surroundings
 from pygraph_trees.indirection.live_input import bytes_at
 from pygraph_trees.outputs.allocations import generated_by_inductor, watching
-from pygraph_trees.reasons import Reason
+from pygraph_trees.reasons import Reason, Why
+
+from ..pools.pools import owner_of
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.graph_nodes import NodeKind
@@ -54,13 +59,9 @@ def captured_nodes() -> Counter[NodeKind]:
         return Counter()
 
 
-def branches_noted(
-    node: Any, model: Any, inputs: Sequence[Any], *, side_by_side: bool = False
-) -> AbstractContextManager[Branching | None]:
-    """Wraps the capture of a recording, whose log gets the facts about branches; ``model`` is the compiled code.
-
-    ``side_by_side``: the capture uses lanes, and its graph must get the edges before it is instantiated.
-    """
+def branches_noted(node: Any, inputs: Sequence[Any], lanes: int = 0) -> AbstractContextManager[Branching | None]:
+    """Wraps the capture of a recording, on so many lanes if any; its log gets the facts about branches."""
+    model = node.wrapped_function.model.model  # the compiled code
     node.log.branches = node.log.why_no_branches = None  # an earlier attempt may have set them
     api, calls, live = driver(), dependencies(), node.live
     if live is not None and live.has_table:
@@ -75,15 +76,37 @@ def branches_noted(
         tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
         elsewhere = [value for i, value in tensors.items() if i < takes and i not in managed]
         streams = None
-        if side_by_side:
+        if lanes:
             try:
-                streams = Streams(api, calls, [torch.cuda.current_stream(), *_lanes(calls, node.device)])
+                streams = Streams(api, calls, [torch.cuda.current_stream(), *_lanes(calls, node.device)][:lanes])
             except DriverError as error:
                 node.log.why_no_branches = Reason.UNREAD(error=str(error))
                 return nullcontext()
         watched = None if streams is None else partial(watching, model, None)
         return noting(node.log, api, calls, _current_stream, _allocated, tensors.values(), elsewhere, streams, watched)
     return nullcontext()
+
+
+def try_lanes(node: Any, branching: Branching) -> None:
+    """Begins the trial of a recording's lanes, if its graph, just instantiated, can have other edges."""
+    function, live, log, device, pool = node.wrapped_function, node.live, node.log, node.device, node.cuda_graphs_pool
+    function_id, lanes, of_function = function.id, function.model.lanes, function.model.log  # these hold no graph
+    if branching.chain is None:
+        lanes.give_up(function_id, log.why_no_branches or Reason.NO_CHAIN(why="its operations came to one lane"))
+        return
+
+    def instantiate(graph: Any) -> None:
+        with torch.cuda.device(device):
+            graph.instantiate() if live is None else live.instantiate_again(graph)
+
+    def ended(found: Tried | Why) -> None:
+        lanes.tried(function_id, log, found)
+        manager = owner_of(pool)
+        if isinstance(found, Why) and manager is not None:  # the graph cannot be used any more
+            manager.reclaiming.record_again(function_id, found, log.number)
+
+    how = CudaDevice(device), instantiate, lambda: of_function.is_tried, ended
+    node.graph.replay, log.is_tried = Trial(node.graph, branching.chain, branching.edges, *how), True
 
 
 @cache

@@ -19,6 +19,7 @@ from torch._inductor import cudagraph_trees
 from pygraph_trees import compat
 from pygraph_trees.cuda.driver import driver, usable_driver, why_unusable
 from pygraph_trees.cuda.graph_nodes import NodeKind
+from pygraph_trees.edges.lanes import LANES
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.indirection.collectives import Collectives
 from pygraph_trees.indirection.inputs import LiveInputs
@@ -33,13 +34,14 @@ from pygraph_trees.settings import is_upstream_debugged
 
 from ..functions.containment import Stage, place_of, progress_of
 from ..functions.function import FunctionModel
+from ..functions.lanes import Number
 from ..functions.outputs import as_they_read, is_on_live_input, makers_of_empty, without_staged
 from ..pools import pools
 from ..pools.liveness import deaths, release_unneeded
 from ..pools.pools import ranges_of
 from .attempts import Attempts
 from .cached_outputs import Upstream
-from .captured_graph import branches_noted, captured_nodes, is_cuda, kept_graph, surroundings
+from .captured_graph import branches_noted, captured_nodes, is_cuda, kept_graph, surroundings, try_lanes
 from .kept_outputs import kept_indices
 from .records import describe, describe_outputs
 from .replaying import Replayed, native_replay
@@ -226,8 +228,8 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
 
     def _record(self, model: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         live = self.live if self.graph is not None else None
-        flag = self._branches_flag()
-        if live is not None or flag == "always":
+        flag, lanes = self._branches_flag()
+        if live is not None or lanes:
             self.graph = kept_graph(inputs)
 
         def on_placeholder_tensors(model_inputs: list[Any]) -> Any:
@@ -240,10 +242,10 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
                 nullcontext() if progress is None else progress.capturing(),
                 observed(block, copy) as staged,
                 nullcontext() if live is None else self._collectives_noted(live),
-                nullcontext() if flag == "off" else self._branches_noted(model_inputs, flag) as branching,
+                nullcontext() if flag == "off" else branches_noted(self, model_inputs, lanes) as branching,
             ):
                 outputs = staged.with_own_memory(as_they_read(model(model_inputs)))
-            branchings.append(branching)
+            branchings.extend(filter(None, [branching]))
             reads.extend(staged.reads)
             copied.extend(staged.copied)
             if live is None:
@@ -254,14 +256,19 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
 
         reads: list[tuple[int, HostRead]] = []
         copied: list[int] = []
-        branchings: list[Branching | None] = []
+        branchings: list[Branching] = []  # at most one
 
         def with_branches(graph: Any) -> Any:
-            for branching in filter(None, branchings):
+            for branching in branchings if flag == "always" else ():
                 branching.replace(int(graph.raw_cuda_graph()))
             return graph
 
-        outputs = super()._record(on_placeholder_tensors, inputs)
+        try:
+            outputs = super()._record(on_placeholder_tensors, inputs)
+        except Exception as error:
+            if flag == "auto":  # lanes may need more memory than there is
+                self.wrapped_function.model.lanes.give_up(self.wrapped_function.id, Reason.NO_CHAIN(why=error))
+            raise
         if self.graph is not None:
             # Torch sets the offset of random numbers on the capture's stream, and for a replay on the current stream.
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
@@ -272,9 +279,16 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
                     with_branches,
                 )
             self._count_nodes(live.kinds)
-        elif flag == "always":
+        elif lanes:
             with torch.cuda.device(self.device):
                 with_branches(self.graph).instantiate()
+        for branching in branchings:
+            if flag == "forecast" and self.log.branches is not None:
+                count, why = branching.forecast.choose()
+                self.wrapped_function.model.lanes.numbers[self.wrapped_function.id] = Number(count, why, count == 0)
+                self.log.why_no_branches = None if count else why
+            elif flag == "auto":
+                try_lanes(self, branching)
         return outputs
 
     def _collectives_noted(self, live: LiveInputs) -> AbstractContextManager[Any]:
@@ -289,15 +303,20 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         assert self._attempts is not None
         return surroundings(self, outputs, live, self._copied_indices(), self._attempts.overwritten)
 
-    def _branches_flag(self) -> str:
-        """``pygraph_branches``, as far as it concerns this recording."""
+    def _branches_flag(self) -> tuple[str, int]:
+        """``pygraph_branches`` for this recording, and the number of lanes to capture on.
+
+        "auto" is "forecast" or "off" if there are none, and "always" if no trial follows.
+        """
         model = self.wrapped_function.model
         if self.graph is None or not isinstance(model, FunctionModel) or compat.is_kernel_free(self.wrapped_function):
-            return "off"
-        return model.settings.branches
-
-    def _branches_noted(self, inputs: list[Any], flag: str) -> AbstractContextManager[Branching | None]:
-        return branches_noted(self, self.wrapped_function.model.model, inputs, side_by_side=flag == "always")
+            return "off", 0
+        flag = model.settings.branches
+        number = model.lanes.numbers.get(self.wrapped_function.id) if flag == "auto" else None
+        if number is None:
+            return "forecast" if flag == "auto" else flag, max(LANES) if flag == "always" else 0
+        self.log.why_no_branches = None if number.count else number.why
+        return "off" if not number.count else "always" if number.is_final else "auto", number.count
 
     def _add_first_outputs(self, outputs: Any, static_input_persistent_storage_ptrs: dict[int, Any]) -> None:
         live = self.live

@@ -1,0 +1,442 @@
+"""Lanes are used only where they pay: a forecast without lanes, a limit of memory, then a trial of real replays.
+
+Captures are on the fake driver. Each replay of the fake graph notes the edges that its instantiation has, and the fake
+GPU takes another time for each form. Whatever is interrupted or fails, a replay launches once, and the edges of the
+instantiated graph are known.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from bare_manager import bare_manager
+from captured_operations import BranchesTestCase, OnLanes, custom, ops, side_by_side
+from test_live_inputs import LiveInputsTestCase
+from test_live_inputs import at as tensor_at
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.cli.explanation import Explanation
+from pygraph_trees.edges import data_flow
+from pygraph_trees.edges.branches import Branching
+from pygraph_trees.edges.data_flow import DataFlow, Forecast
+from pygraph_trees.edges.lanes import BYTES_PER_US
+from pygraph_trees.edges.rewriting import GraphLost
+from pygraph_trees.edges.trial import ALL, BLOCK, WARM_UP, Trial, Tried, compared
+from pygraph_trees.reasons import Reason
+from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog
+from pygraph_trees.report.text import function_notes
+from pygraph_trees.selection import profiles
+from pygraph_trees.settings import Settings
+from pygraph_trees.trees.functions import lanes
+from pygraph_trees.trees.functions.function import FunctionModel
+from pygraph_trees.trees.recordings import captured_graph, recording
+from pygraph_trees.trees.recordings.captured_graph import try_lanes
+
+AUTO = Settings("off", "auto", "always", branches="auto")
+MB = 1 << 20
+
+
+def forecast_of(*operations, us=0.0, shared=False):
+    """Of operations, each with the numbers of those whose results it reads, or None if it may not move."""
+    found, made = Forecast(), []
+    with mock.patch.object(data_flow, "BYTES_PER_US", BYTES_PER_US if shared else 1e12):
+        for read in operations:
+            made.append(torch.empty(1))
+            given = [*((made[number], False) for number in read or ()), (made[-1], True)]
+            found.captured(given, int(us * BYTES_PER_US), may_move=read is not None)
+        return (*found.choose(), found)
+
+
+def chains(count, length):
+    """Operations of chains, in turn; a chain's first one reads nothing."""
+    return [() if at < count else (at - count,) for at in range(count * length)]
+
+
+class TestForecast(BranchesTestCase):
+    def test_as_many_lanes_as_pay(self):
+        """An operation takes 2.5 us, and a hop to another lane 1.5."""
+        fork = [(), (0,), (0,), (1, 2)]  # two at a time, between two others: 10 us, or 9
+        for operations, expected in (
+            (chains(1, 40), 0),
+            (chains(2, 4), 0),  # 20 us or 10: not more than 10 less
+            (chains(2, 5), 2),
+            (chains(4, 5), 4),
+            ([*fork, *((at - 1,) for at in range(4, 60))], 0),  # less than 8%
+        ):
+            count, why, found = forecast_of(*operations)
+            self.assertEqual(count, expected, why)
+            self.assertEqual(found.us(1), 2.5 * len(operations))
+            self.assertIs(why.reason, Reason.ON_LANES if count else Reason.LITTLE_GAIN)
+
+    def test_four_lanes_have_to_be_better_than_two(self):
+        """Two chains of 40 operations, and a third one of few."""
+        for length, expected in ((0, 2), (30, 4)):
+            third = [(at,) for at in range(80, 80 + length)]
+            self.assertEqual(forecast_of(*chains(2, 40), (), *third)[0], expected)
+
+    def test_operations_that_share_all_bandwidth_do_not_gain(self):
+        self.assertEqual([forecast_of(*chains(4, 5), us=99, shared=shared)[0] for shared in (True, False)], [0, 4])
+
+    def test_a_barrier_follows_all_and_precedes_all(self):
+        count, _, found = forecast_of(*((), None) * 8)
+        self.assertEqual((count, found.us(4)), (0, found.us(1)))
+
+    def test_a_capture_without_lanes_forecasts_what_lanes_give(self):
+        """By data flow, although memory is used again; unknown operations are barriers."""
+        plain, onto = OnLanes(), OnLanes()
+        log, branching, ends = side_by_side(plain, count=3, length=6, on_lanes=False)
+        on_lanes, _, others = side_by_side(onto, count=3, length=6)
+        self.assertEqual((plain.lanes_used(), onto.lanes_used(), len(ends)), (1, 3, len(others)))
+        self.assertEqual((branching.forecast.choose()[0], log.branches.lanes), (4, 1))
+        self.assertEqual((log.branches.lanes_us, log.branches.chain_us), (on_lanes.branches.lanes_us, 45.0))
+        captured = OnLanes()
+        a, b = captured.tensor(), captured.tensor()
+        with captured.noted(a, b, on_lanes=False) as branching:
+            for _ in range(12):
+                custom([a], [b])
+                ops.cat.out([a], out=captured.made())
+        self.assertEqual(branching.forecast.choose()[0], 0)
+
+    def test_a_tensor_in_the_place_of_a_dead_one_is_another_one(self):
+        flow, storages = DataFlow(), set()
+        for _ in range(50):
+            made = torch.empty(1)
+            storages.add(made.untyped_storage()._cdata)
+            self.assertEqual(flow.ahead([(made, True)]), set())
+            flow.note([(made, True)])
+            del made
+        self.assertEqual(len(storages), 50)
+
+
+class TestRule(TestCase):
+    def test_what_pays(self):
+        def replays(us, launch, idle=False):
+            return [(idle, launch, us + launch * idle)] * 3
+
+        for chain, others, idle, expected in (
+            ((100, 5), (97, 5), False, True),
+            ((100, 5), (97.1, 5), False, False),  # less than 3 us
+            ((1000, 5), (971, 5), False, False),  # less than 3%
+            ((1000, 5), (970, 50), False, True),  # the launch is hidden
+            ((1000, 5), (970, 34), True, True),
+            ((1000, 5), (970, 36), True, False),
+        ):
+            found = compared(replays(*chain, idle), replays(*others, idle))
+            self.assertEqual(found.pays, expected, found)
+            self.assertEqual((found.chain_us, found.launch_us), (chain[0], others[1] - chain[1]))
+        one_interrupted = [*replays(100, 5), (False, 900, 9000)]
+        self.assertTrue(compared(one_interrupted, replays(90, 5)).pays)
+
+
+class Graph:
+    """A captured graph; each replay has the edges of the instantiation that it launches."""
+
+    def __init__(self, captured: OnLanes, addresses=lambda: None) -> None:
+        self.captured, self.launched, self.refuses = captured, [], []
+        self.addresses = addresses
+        self.instantiate()
+
+    def instantiate(self) -> None:
+        if self.refuses:
+            raise self.refuses.pop()
+        self.edges = self.captured.edges()
+
+    def replay(self) -> None:
+        self.launched.append(self.edges)
+
+
+class TestTrial(BranchesTestCase):
+    chain_us, lanes_us = 100.0, 80.0
+
+    def setUp(self):
+        super().setUp()
+        self.captured = OnLanes()
+        self.log, self.branching, self.kept = side_by_side(self.captured)
+        self.graph = Graph(self.captured)
+        self.chain, self.found = self.graph.edges, []
+        self.waits, self.is_behind, self.rebound, self.marks = False, False, 0, 0
+        how = self, self.instantiate, lambda: self.waits, self.found.append
+        self.graph.replay = Trial(self.graph, self.branching.chain, self.branching.edges, *how)
+
+    # The GPU
+    def is_idle(self):
+        return False
+
+    def mark(self):
+        self.marks += 1
+        return len(self.graph.launched)
+
+    def us_between(self, begin, end):
+        self.assertEqual(end, begin + 1)
+        is_chain = self.graph.launched[begin] == self.chain
+        return None if self.is_behind else self.chain_us if is_chain else self.lanes_us
+
+    def instantiate(self, graph):
+        self.rebound += 1
+        graph.instantiate()
+
+    def replay(self, count=1):
+        for _ in range(count):
+            before = len(self.graph.launched)
+            self.graph.replay()
+            self.assertEqual(len(self.graph.launched), before + 1)
+
+    def forms(self):
+        """The lengths of the runs of one form, the chain's first."""
+        return [len([*run]) for _, run in itertools.groupby(self.graph.launched, lambda edges: edges == self.chain)]
+
+    def test_blocks_alternate_and_the_faster_form_stays(self):
+        for lanes_us, last, changes in ((80.0, [BLOCK + 10], 3), (99.0, [BLOCK + 1, 9], 4)):
+            self.setUp()
+            self.lanes_us = lanes_us
+            self.replay(ALL + 10)
+            self.assertEqual(self.forms(), [WARM_UP + BLOCK, BLOCK, BLOCK, *last])
+            (found,) = self.found
+            self.assertEqual((found.chain_us, found.lanes_us, found.pays), (100.0, lanes_us, lanes_us == 80.0))
+            self.assertEqual((self.rebound, self.marks), (changes, 8 * (BLOCK - 1)))  # not a block's first replay
+            self.assertNotIn("replay", vars(self.graph))
+            self.assertEqual(self.captured.edges(), self.graph.edges)
+
+    def test_nothing_waits_for_the_gpu_or_measures_beside_another_trial(self):
+        self.waits = self.is_behind = True
+        self.replay(100)
+        self.assertEqual(self.forms(), [100])
+        self.waits = False
+        self.replay(ALL + 20)
+        self.assertEqual((self.found, self.forms()[-1]), ([], BLOCK + 20))
+        self.is_behind = False
+        self.replay()
+        self.assertTrue(self.found[0].pays)
+
+    def test_a_graph_that_cannot_be_changed_is_not_launched_again(self):
+        for error in (RuntimeError("no memory"), KeyboardInterrupt(), "cuGraphAddDependencies_v2"):
+            self.setUp()
+            if isinstance(error, str):
+                self.captured.api.fail(error)
+            else:
+                self.graph.refuses.append(error)
+            self.replay(WARM_UP + BLOCK - 1)
+            if isinstance(error, KeyboardInterrupt):
+                self.assertRaises(KeyboardInterrupt, self.graph.replay)
+            else:
+                self.replay()  # its launch succeeded
+            self.assertEqual([why.reason for why in self.found], [Reason.LANES_LOST])
+            self.assertRaises(GraphLost, self.graph.replay)
+            self.assertEqual(self.forms(), [WARM_UP + BLOCK])
+
+    def test_interrupted_launches_do_not_count(self):
+        with mock.patch.object(Graph, "replay", mock.Mock(side_effect=KeyboardInterrupt)):
+            for _ in range(ALL):
+                self.assertRaises(KeyboardInterrupt, self.graph.replay)
+        self.replay(ALL)
+        self.assertEqual((self.forms(), self.found), ([WARM_UP + BLOCK, BLOCK, BLOCK, BLOCK], []))
+
+    def test_the_trial_ends_with_its_graph(self):
+        self.replay(WARM_UP + BLOCK + 1)
+        gone = weakref.ref(self.graph)
+        del self.graph
+        self.assertIsNone(gone())  # without the collector
+        self.assertEqual(self.found, [])
+
+
+class TestNumbers(TestCase):
+    """How many lanes a function gets, in this process and in a later one."""
+
+    def setUp(self):
+        super().setUp()
+        self.stored = {}
+        self.enterContext(mock.patch.object(profiles, "machine", lambda device: {"gpu": "fake"}))
+        folder = SimpleNamespace(find=self.stored.get, store=lambda found: self.stored.update({found.key: found}))
+        self.enterContext(mock.patch.object(profiles.Profiles, "default", lambda: folder))
+
+    def function(self, settings=AUTO, code="abc", mode="inference", **more):
+        graph = GraphLog("Net", "0/0", mode, (), code=code)
+        return FunctionModel(lambda inputs: [], settings, FunctionLog("Net", "0/0", mode, 1, {}, graph=graph, **more))
+
+    def record(self, function, function_id="f", inputs=(), pool=0, grew=0, used=4):
+        """A recording; returns what it is, the reason to make it again, and its log."""
+        function.lanes.look_up(function_id, inputs, 0)
+        node = SimpleNamespace(
+            **{"graph": "torch's", "log": RecordingLog(pool_bytes=grew)},
+            wrapped_function=SimpleNamespace(model=function, id=function_id),
+        )
+        with mock.patch.object(recording.compat, "is_kernel_free", lambda function: False):
+            flag, count = recording.Recording._branches_flag(node)
+        log = side_by_side(OnLanes(max(count, 1)), count=min(used, max(count, 1)))[0] if flag != "off" else node.log
+        log.pool_bytes = grew
+        if flag == "forecast":
+            function.lanes.numbers[function_id] = lanes.Number(4, Reason.ON_LANES(lanes=4), is_final=False)
+        return (flag, count), function.lanes.recorded(function_id, log, pool), log
+
+    def tried(self, function, lanes_us, function_id="f", **more):
+        *_, log = self.record(function, function_id, **more)
+        function.lanes.tried(function_id, log, Tried(100.0, lanes_us, 2.0, lanes_us < 97))
+        return log
+
+    def test_the_first_recording_has_no_lanes_and_the_second_one_a_trial(self):
+        function = self.function()
+        (first, why, _), (second, no_more, _) = self.record(function), self.record(function)
+        self.assertEqual((first, why.reason, why.facts), (("forecast", 0), Reason.ON_LANES, {"lanes": 4}))
+        self.assertEqual((second, no_more), (("auto", 4), None))
+        self.assertEqual(self.record(function)[:2], (("auto", 4), None))  # its trial was interrupted
+        self.assertEqual(self.record(function, "for other integers")[0], ("forecast", 0))
+
+    def test_a_result_holds_for_later_recordings_and_processes(self):
+        for lanes_us, code, expected in ((80.0, "a", ("always", 4)), (99.0, "b", ("off", 0))):
+            function = self.function(code=code)
+            self.record(function)
+            log = self.tried(function, lanes_us)
+            self.assertEqual(
+                (log.branches.measured_us, log.why_no_branches is None), ((100.0, lanes_us), lanes_us == 80.0)
+            )
+            for other, function_id in ((function, "f"), (self.function(code=code), "of another process")):
+                found, why, log = self.record(other, function_id)
+                self.assertEqual((found, why), (expected, None))
+                shown = other.lanes.numbers[function_id].why
+                self.assertIn(f"on 4 lanes, a replay takes {lanes_us:.3g} us of the GPU, and 2 more to launch", shown)
+                if lanes_us == 99.0:
+                    self.assertEqual(log.why_no_branches, shown)
+            for other, inputs in (
+                (self.function(code=code), [torch.ones(3)]),
+                (self.function(code=code, mode="forward"), ()),
+                (self.function(replace(AUTO, outputs="upstream"), code=code), ()),
+            ):
+                self.assertEqual(self.record(other, inputs=inputs)[0], ("forecast", 0))
+        self.assertEqual(sorted(found.lanes for found in self.stored.values()), [0, 4])
+
+    def test_what_was_measured_under_a_profiler_is_not_kept(self):
+        function = self.function()
+        self.record(function)
+        with mock.patch.object(lanes, "is_disturbed", lambda: True):
+            self.tried(function, 80.0)
+        self.assertEqual((self.stored, self.record(function)[0]), ({}, ("always", 4)))
+
+    def test_threads_have_numbers_of_their_own_until_one_has_measured(self):
+        """Each thread's manager has ids of its own."""
+        function = self.function()
+        self.assertEqual([self.record(function, id_)[0] for id_ in ("one", "other")], [("forecast", 0)] * 2)
+        self.tried(function, 99.0, "one")
+        self.assertEqual(self.record(function, "other")[0], ("auto", 4))  # its own trial decides
+        self.assertEqual(self.record(function, "a third")[0], ("off", 0))
+
+    def test_a_pool_that_grows_too_much_gives_lanes_up(self):
+        for pool, grew, expected in (
+            (MB, 127 * MB, None),
+            (MB, 129 * MB, Reason.LANES_GREW),
+            (2000 * MB, 290 * MB, None),
+        ):
+            function = self.function()
+            self.assertEqual(self.record(function, pool=pool, grew=grew)[1].reason, Reason.ON_LANES)
+            why = self.record(function, pool=pool, grew=grew)[1]
+            self.assertIs(why and why.reason, expected)
+            self.assertEqual(self.record(function)[0], ("off", 0) if expected else ("auto", 4))
+
+    def test_lanes_that_cannot_be_used_are_not_tried_again(self):
+        for why in (Reason.NO_CHAIN(why="of the test"), Reason.LANES_LOST(error="of the test")):
+            function = self.function()
+            self.record(function)
+            *_, log = self.record(function)
+            function.lanes.tried("f", log, why)
+            found, _, again = self.record(function)
+            self.assertEqual(
+                (log.why_no_branches, found, again.why_no_branches, self.stored), (why, ("off", 0), why, {})
+            )
+
+    def test_ranks_must_not_differ(self):
+        found, _, log = self.record(self.function(has_collective=True))
+        self.assertEqual((found, log.why_no_branches.reason), (("off", 0), Reason.RANKS))
+
+    def test_explain_tells_how_branches_are_taken(self):
+        facts = {"program": "f", "architecture": "sm_90", "torch": "2", "graphs": (), "breaks": (), "unplaced": None}
+        for flag, expected in (("off", ""), ("auto", "side by side, if a trial"), ("always", "run side by side\n")):
+            found = Explanation(**facts, stop=None, settings=asdict(replace(AUTO, branches=flag))).to_text()
+            self.assertEqual(("side by side" in found, expected in found), (flag != "off", True))
+
+    def test_the_report_tells_both_times_and_the_reason(self):
+        function = self.function()
+        self.record(function)
+        text = "\n".join(function_notes(replace(function.log, recordings=[self.tried(function, 99.0)]).record()))
+        self.assertRegex(text, "captured on 4, without .* edges of the chain; measured 100 us, on lanes 99\n")
+        self.assertRegex(text, "no branches, because on 4 lanes, a replay takes 99 us .* one after another, 100 us")
+
+
+class TestRecordedAgain(TestCase):
+    def test_the_manager_records_a_function_again_or_gives_the_pool_back(self):
+        for why, again, start_over in (
+            (None, None, None),
+            (found := Reason.ON_LANES(lanes=2), found, None),
+            (found := Reason.LANES_GREW(nbytes=5), None, found),
+        ):
+            manager, model = bare_manager(why_start_over=None), mock.Mock()
+            manager._candidates[1] = "found"
+            model.lanes.recorded.return_value = why
+            manager._let_lanes_rerecord(model, "f", RecordingLog(number=3), 0)
+            self.assertEqual((manager.reclaiming.why_again("f"), manager.why_start_over), (again, start_over))
+            self.assertEqual(manager._candidates, {} if why else {1: "found"})
+
+
+class TestLiveGraph(LiveInputsTestCase):
+    """A trial of a graph whose inputs move, with everything but the edges and the clocks."""
+
+    def setUp(self):
+        super().setUp()
+        self.a, self.b = tensor_at(0), tensor_at(0)
+        self.live, self.captured = self.record(self.one_kernel(), self.a, self.b)
+        self.graph, self.chain, self.manager = _Replayed(self.captured), mock.Mock(units=[]), bare_manager()
+        self.function, branching = mock.Mock(**{"model.log.is_tried": False}), Branching(log := RecordingLog())
+        branching.chain = self.chain
+        clocks = SimpleNamespace(is_idle=lambda: True, mark=lambda: 0, us_between=lambda *marks: 5.0)
+        self.enterContext(mock.patch.object(captured_graph, "CudaDevice", lambda device: clocks))
+        self.enterContext(mock.patch.object(captured_graph, "owner_of", lambda pool: self.manager))
+        known = {"live": self.live, "log": log, "device": 0, "cuda_graphs_pool": (0, 7), "graph": self.graph}
+        try_lanes(SimpleNamespace(wrapped_function=self.function, **known), branching)
+        self.assertTrue(log.is_tried)
+        self.live.finish()
+
+    def replay(self, count):
+        for number in range(count):
+            self.a = tensor_at(0) if number % 3 else self.a
+            self.begin(self.live, self.a, self.b)
+            self.graph.replay()
+            self.live.finish()
+            self.assertEqual(self.graph.launched[-1], [[self.a.data_ptr(), self.b.data_ptr()]])
+
+    def result(self):
+        ((function_id, _, found),) = [call.args for call in self.function.model.lanes.tried.call_args_list]
+        self.assertIs(function_id, self.function.id)
+        return found
+
+    def test_each_launch_has_the_addresses_of_its_call(self):
+        self.replay(ALL + 3)
+        self.assertFalse(self.result().pays)
+        self.assertEqual(self.captured.instances, 5)  # and back to the chain
+        self.assertEqual((self.chain.replace.call_count, self.chain.restore.call_count), (2, 2))
+        self.assertIsNone(self.manager.reclaiming.why_again(self.function.id))
+
+    def test_a_graph_that_is_lost_is_recorded_again(self):
+        self.replay(WARM_UP + BLOCK - 1)
+        self.captured.refuses.append(RuntimeError("no memory"))
+        self.replay(1)
+        self.assertIs(self.result().reason, Reason.LANES_LOST)
+        self.assertEqual(self.manager.reclaiming.why_again(self.function.id), self.result())
+
+
+class _Replayed:
+    """A graph of the tests of live inputs, whose replays note what its nodes hold."""
+
+    def __init__(self, graph) -> None:
+        self.launched = []
+        self.instantiate, self.raw_cuda_graph_exec = graph.instantiate, graph.raw_cuda_graph_exec
+        self._launch = graph.launch
+
+    def replay(self) -> None:
+        self.launched.append(self._launch())
+
+
+if __name__ == "__main__":
+    run_tests()
