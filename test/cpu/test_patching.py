@@ -184,7 +184,7 @@ class TestPatching(TestCase):
     @EXAMPLES
     @given(GRAPHS, PATCHED, STEPS)
     def test_another_instantiation_gets_all_addresses(self, specs, inputs, steps):
-        setup = self.setup(specs, inputs)
+        setup = Setup(specs, inputs)
         for step in steps:
             new = step[: len(inputs)]
             setup.patches.apply(new)
