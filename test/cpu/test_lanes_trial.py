@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from bare_manager import bare_manager
 from captured_operations import BranchesTestCase, OnLanes, custom, ops, side_by_side
+from fake_trees import bare_manager
 from test_live_inputs import LiveInputsTestCase
 from test_live_inputs import at as tensor_at
 from torch.testing._internal.common_utils import TestCase, run_tests
