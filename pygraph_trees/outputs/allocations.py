@@ -93,13 +93,11 @@ class Allocations:
         found = list(outputs)
         for numbers, tensor in self._copied_to.items():
             storage, to = outputs[numbers[0]].untyped_storage(), tensor.untyped_storage()
-            views = [View.of(number, outputs[number]) for number in numbers]
             is_same = all(outputs[number].untyped_storage().data_ptr() == storage.data_ptr() for number in numbers)
-            if not is_same or storage.nbytes() != to.nbytes():
-                continue
-            pairs.append((bytes_of(to), bytes_of(storage)))
-            for view in views:
-                found[view.number] = tensor_in(to, view)
+            if is_same and storage.nbytes() == to.nbytes():
+                pairs.append((bytes_of(to), bytes_of(storage)))
+                for number in numbers:
+                    found[number] = tensor_in(to, View.of(number, outputs[number]))
         if not pairs:
             return outputs
         with torch.inference_mode():  # both kinds of tensors may be written to
