@@ -24,7 +24,8 @@ from .import_hook import ImportHook, is_loaded
 if TYPE_CHECKING:
     from .patch import Patch
 
-FEATURES = ("flags", "trees", "report", "calls", "backward", "saving", "placement", "table")  # in order of application
+# In order of application.
+FEATURES = ("flags", "trees", "report", "calls", "backward", "entry", "saving", "placement", "table")
 
 
 @dataclass(frozen=True, slots=True)

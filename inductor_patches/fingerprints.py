@@ -205,6 +205,26 @@ torch.autograd _engine_run_backward
 torch.autograd.graph _engine_run_backward
     2.11-2.15  _engine_run_backward(t_outputs): run_backward log getEffectiveLevel
 
+torch._dynamo.eval_frame _TorchDynamoContext.__call__
+  in torch._dynamo.eval_frame
+    2.11-2.15  _TorchDynamoContext.__call__(self, fn): compile_wrapper _torchdynamo_orig_callable
+    2.11-2.15  _TorchDynamoContext.__init__: enter_exit_hooks callback export
+    2.11-2.15  _callback_from_stance(callback): _stance stance
+    2.11-2.15  innermost_backend(fn)
+    2.11-2.15  OptimizedModule._initialize: forward dynamo_ctx __call__
+  in torch.nn.modules.module
+    2.11-2.15  Module._wrapped_call_impl(self): _compiled_call_impl _call_impl
+    2.11-2.14  Module._call_impl(self): _get_tracing_state forward _backward_hooks _backward_pre_hooks _forward_hooks
+                   _forward_pre_hooks _global_backward_pre_hooks _global_backward_hooks _global_forward_hooks
+                   _global_forward_pre_hooks
+    2.15       Module._call_impl(self): _is_tracing forward _backward_hooks _backward_pre_hooks _forward_hooks
+                   _forward_pre_hooks _global_backward_pre_hooks _global_backward_hooks _global_forward_hooks
+                   _global_forward_pre_hooks
+  in torch._guards
+    2.11-2.15  TracingContext.try_get: _TLS
+  in torch._dynamo.guards
+    2.11-2.15  CheckFunctionManager.invalidate(self, obj_str): cache_entry extra_state
+
 torch._functorch._aot_autograd.runtime_wrappers _AutogradSavedState.save_from_forward
     2.11       AOTDispatchAutograd.post_compile: CompiledFunction _is_view save_for_backward
     2.12-2.13  _AutogradSavedState.save_from_forward(self, ctx, fw_outs): metadata _is_view detach save_for_backward

@@ -204,6 +204,7 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
 }
 
 _EDGES = "pygraph_trees.trees.hooks.backward_edges"
+_DIRECT = "pygraph_trees.trees.hooks.direct_calls"
 
 PATCHES: tuple[Patch, ...] = (
     Flags(feature="flags", removable=_CONFIG_ENTRIES),
@@ -225,6 +226,16 @@ PATCHES: tuple[Patch, ...] = (
             removable=_ACCUMULATES,
         )
         for module in ("torch.autograd", "torch.autograd.graph")
+    ),
+    # Compiled functions are called without Dynamo's guards if nothing that they read has changed. Here torch makes its
+    # functions around compiled ones.
+    OnDemand(
+        feature="entry",
+        module="torch._dynamo.eval_frame",
+        name="_TorchDynamoContext.__call__",
+        replace=made_by(f"{_DIRECT}.entering"),
+        offer=made_by(f"{_DIRECT}.offer"),
+        removable="Dynamo's guards take no longer than comparing what they read",
     ),
     # Torch looks at each tensor that a compiled function saves. Torch 2.11 does so in the function's forward, which no
     # other code can reach; it stays as it is.

@@ -44,7 +44,12 @@ def report() -> Report:
 
     states = inductor_patches.status()
     features = (FeatureState(found.feature, found.state, "; ".join(found.mismatches) or None) for found in states)
-    hooks = {"backwards": "backward_edges", "forwards": "saved_state", "arguments": "dead_wrappers"}
+    hooks = {
+        "backwards": "backward_edges",
+        "forwards": "saved_state",
+        "arguments": "dead_wrappers",
+        "calls": "direct_calls",
+    }
     found = {field: sys.modules.get(f"pygraph_trees.trees.hooks.{hook}") for field, hook in hooks.items()}
     # They are there once the patches are applied.
     host_work = {field: HostWork(*hook.counts()) for field, hook in found.items() if hook is not None}

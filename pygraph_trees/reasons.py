@@ -176,6 +176,21 @@ class Reason(Enum):
     NOT_PLAIN = "a mode is active, or a tensor is a subclass"
     WRAPPED = "an argument has a functorch wrapper"
 
+    # Why a call of a compiled function went through Dynamo.
+    DIRECT_FIRST = "nothing of its guards was remembered"
+    DIRECT_CHANGED = "a module, one of its tensors, or a setting of torch had changed"
+    DIRECT_ARGUMENTS = "its arguments differed"
+    DIRECT_GUARD = "a guard failed"
+    DIRECT_INSIDE = "a mode, a trace, a compilation or the profiler was active"
+    DIRECT_BUSY = "another call ran its guards"
+    GUARD_UNKNOWN = "a guard of the kind {kind} cannot be remembered"
+    GRAPH_BREAKS = "it is not one graph"
+    NO_ENTRY = "none of Dynamo's codes fits after the call"
+    MODULE_HOOKED = "its module has hooks"
+    CALLED_OTHERWISE = "code of its own calls it"
+    STANCE = "a stance is set"
+    ENTRY_DIFFERS = "Python or torch does not do as expected: {error}"
+
     # Why placement leaves a graph alone.
     NO_GPU = "it has no GPU"
     SEVERAL_GPUS = "it has several GPUs"

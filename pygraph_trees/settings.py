@@ -110,9 +110,9 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="pygraph_entry",
-        values=("short", "off"),
+        values=("short", "off", "check", "direct"),
         changes_artifacts=False,
-        help="Host work in training. `short`: less. `off`: as in torch.",
+        help="`short`: less in training. `direct`: fewer guards, experimental. `check`: checked. `off`: torch's.",
     ),
     Flag(
         name="pygraph_branches",

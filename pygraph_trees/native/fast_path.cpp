@@ -6,6 +6,7 @@
 #include "addresses.cpp"
 #include "backward_edges.cpp"
 #include "call.cpp"
+#include "direct_calls.cpp"
 #include "entry.cpp"
 #include "own_memory.cpp"
 #include "own_outputs.cpp"
@@ -126,6 +127,7 @@ PYBIND11_MODULE(_fast_path, module) {
     add_entry(module);
     add_call(module);
     add_backward_edges(module);
+    add_direct_calls(module);
     module.def("collector_off", [](const py::list &is_counted) { switch_collector(is_counted, true); },
                "Turns the collector off, and sets the list's only item.");
     module.def("collector_on", [](const py::list &is_counted) { switch_collector(is_counted, false); },

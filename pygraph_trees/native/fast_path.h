@@ -380,6 +380,7 @@ Ref result_at_hand(Results *state, const Replay *replay, const Ref &kept, PyObje
 /* Add the classes of the files to a module. */
 void add_backward_edges(py::module_ &module);
 void add_call(py::module_ &module);
+void add_direct_calls(py::module_ &module);
 void add_entry(py::module_ &module);
 void add_replay(py::module_ &module);
 void add_tree(py::module_ &module);

@@ -252,6 +252,7 @@ class Environment:
     backwards: HostWork = HostWork()  # accumulated gradients
     forwards: HostWork = HostWork()  # saved tensors for their backwards
     arguments: HostWork = HostWork()  # of all autograd functions, checked for dead wrappers of functorch
+    calls: HostWork = HostWork()  # of compiled functions, made without Dynamo's guards
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,7 @@ def environment_lines(environment: Environment) -> list[str]:
         *_host_work("gradients accumulated at once in {}", "backward", environment.backwards),
         *_host_work("tensors saved for backwards checked in C++ in {}", "forward", environment.forwards),
         *_host_work("arguments of autograd functions checked in C++ in {}", "call", environment.arguments),
+        *_host_work("guards of Dynamo skipped in {}", "call", environment.calls),
     ]
 
 

@@ -60,6 +60,7 @@ def torch_as_it_is():
         "unwrap": torch._functorch.utils.unwrap_dead_wrappers,
         "saving": getattr(getattr(runtime_wrappers, "_AutogradSavedState", None), "save_from_forward", None),
         "marking": runtime_wrappers.RuntimeWrapper.post_compile,
+        "entering": torch._dynamo.eval_frame._TorchDynamoContext.__call__,
         "engine": (torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward),
         "wrap": aot_autograd_result.GenericAOTAutogradResult.wrap_post_compile,
         "partition": scheduler.Scheduler.graph_partition,
@@ -98,6 +99,7 @@ class TestInstall(TestCase):
         stays = {"marks"} if not call_marks.are_call_marks_wrapped() else set()
         stays |= {"engine"} if binding.extension is None else set()
         stays |= {"unwrap"} if binding.extension is None or not compat.unwraps_in_python() else set()
+        stays |= {"entering"} if binding.extension is None else set()
         stays |= {"saving"} if binding.extension is None or before["saving"] is None else set()
         for name in before.keys() - stays:
             self.assertNotEqual(before[name], patched[name], name)
@@ -190,7 +192,7 @@ class TestMismatch(TestCase):
         with mock.patch.object(scheduler.Scheduler, "graph_partition", lambda self, nodes: None):
             with warns(self, FeatureOff, r"report stays off on torch .*graph_partition: no longer uses"):
                 status = inductor_patches.install()
-            self.assertEqual([s.state for s in status], ["on", "on", "mismatch", *["on"] * 5])
+            self.assertEqual([s.state for s in status], ["on", "on", "mismatch", *["on"] * 6])
             self.assertIs(output_code.CompiledFxGraph.__init__, before["init"])
             self.assertIn("graph_partition", status[2].mismatches[0])
             with warnings.catch_warnings(action="error"):  # one warning, not one per install
@@ -201,7 +203,7 @@ class TestMismatch(TestCase):
             del cudagraph_trees.cudagraphify_impl
             with warns(self, FeatureOff, "trees stays off .*cudagraphify_impl: not there"):
                 status = inductor_patches.install()
-        self.assertEqual([s.state for s in status], ["on", "mismatch", *["on"] * 6])
+        self.assertEqual([s.state for s in status], ["on", "mismatch", *["on"] * 7])
         torch._dynamo.reset()
         self.assertEqual(torch.compile(lambda x: x + 1, mode="reduce-overhead")(torch.ones(3)), torch.full((3,), 2.0))
 

@@ -1,6 +1,6 @@
 """Lets compiled functions accumulate their gradients themselves, without torch's engine.
 
-:func:`marking` wraps AOTAutograd's last step, and marks functions compiled with ``pygraph_entry="short"``.
+:func:`marking` wraps AOTAutograd's last step, and marks functions compiled unless ``pygraph_entry`` is "off".
 :func:`taking` takes torch's function that runs the engine, and returns one in C++, which lets marked functions
 accumulate (``native/backward_edges.cpp``). It replaces torch's once a function is marked, since it takes longer. Before
 the first such backward, the engine is checked. :func:`counts` tells how often it was done, and why not.
@@ -76,7 +76,7 @@ def mark(backward: type) -> None:
 
 
 def _is_wanted() -> bool:
-    return Settings.current().entry == "short" and (are_graphs_asked_for() or are_graphs_left_out())
+    return Settings.current().entry != "off" and (are_graphs_asked_for() or are_graphs_left_out())
 
 
 @functools.cache  # torch has the function under two names, and may copy one to the other

@@ -1,0 +1,257 @@
+/* Calls of compiled functions without Dynamo: `enter_directly` of the module.
+
+   Torch puts a function of its own around a compiled one. Each call of it lets Dynamo look at a frame, run its guards, and
+   call the code that it made. Here that function keeps its identity, and its vectorcall is replaced. A Memo has one such
+   code and all that its guards read, as it was when they held: objects, dictionaries by version, tensors by metadata, and
+   the other guards as a clone of Dynamo's. If all is as it was, the code is called. Otherwise the call is torch's, and
+   trees/hooks/direct_calls.py may then make another memo. */
+
+#include "memo.h"
+
+#include <ATen/record_function.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+namespace {
+
+using namespace pygraph;
+
+std::array<uint64_t, static_cast<size_t>(Miss::COUNT)> entries; // of functions, by what came of it
+constexpr Py_ssize_t MOST_MEMOS = 8;
+constexpr uint32_t LONGEST_PAUSE = 1023, STEADY = 64; // calls of torch's between two memos; hits that end a pause
+
+struct {
+    PyObject *attribute;                        // of the function, with its Direct
+    PyObject *get_callback, *set_complete_hook; // Dynamo's
+    PyObject *of_thread, *tracing_context;      // torch._guards._TLS, and the name of its attribute
+    PyObject *leave_layers;                     // of functorch
+    PyObject *generations;                      // the class that counts calls of compiled functions
+} known;
+
+/* What a function has in place of torch's vectorcall. Python sets all but the counters. */
+struct Direct {
+    PyObject *learn = nullptr, *verify = nullptr; // make a memo; compare with Dynamo's guards
+    PyObject *bind = nullptr;                     // returns the variables of a call, by name
+    PyObject *self = nullptr;                     // the first argument, if the function is a method
+    PyObject *target = nullptr;                   // the function that Dynamo compiled
+    PyObject *memos = nullptr;                    // a list; the last used is the first
+    PyObject *refusal = nullptr;                  // None, or the Counter of calls without a memo for the same reason
+    uint32_t every = 0, hits = 0, pause = 0, waits = 0;
+    bool is_busy = false;
+
+    void each(const auto &visit) {
+        for (PyObject **held : {&learn, &verify, &bind, &self, &target, &memos, &refusal})
+            visit(*held);
+    }
+
+    void take(const py::dict &given) {
+        learn = reference(given["learn"]);
+        verify = reference(given["verify"]);
+        every = given["every"].cast<uint32_t>();
+        memos = PyList_New(0);
+    }
+
+    /* Whether torch would not simply look up the function's code: a compiled region, a trace, a mode, the profiler. */
+    static bool is_inside() {
+        Ref callback(PyObject_CallNoArgs(known.get_callback));
+        if (callback.get() != Py_None || c10::impl::TorchDispatchModeTLS::any_modes_set() || at::hasCallbacks())
+            return true;
+        Ref context(PyObject_GetAttr(known.of_thread, known.tracing_context));
+        PyErr_Clear();
+        if (context && context.get() != Py_None)
+            return true;
+        Ref hook(PyObject_CallOneArg(known.set_complete_hook, Py_None));
+        if (hook.get() == Py_None)
+            return false;
+        Ref again(hook ? PyObject_CallOneArg(known.set_complete_hook, hook.get()) : nullptr);
+        return true;
+    }
+
+    /* The variables of a call as Dynamo's guards see them; NULL if the arguments do not fit. */
+    Ref locals_of(const std::vector<PyObject *> &given, size_t count, PyObject *names) const {
+        Ref locals(PyObject_Vectorcall(bind, given.data(), count, names));
+        PyErr_Clear();
+        if (!locals || !PyDict_CheckExact(locals.get()) || target == nullptr)
+            return Ref();
+        const auto *function = reinterpret_cast<PyFunctionObject *>(target);
+        if (function->func_closure != nullptr) {
+            Ref free(PyObject_GetAttrString(function->func_code, "co_freevars"));
+            for (Py_ssize_t i = 0; free && i < PyTuple_GET_SIZE(free.get()); i++)
+                if (PyObject *value = PyCell_GET(PyTuple_GET_ITEM(function->func_closure, i)); value != nullptr)
+                    PyDict_SetItem(locals.get(), PyTuple_GET_ITEM(free.get(), i), value);
+        }
+        return locals;
+    }
+
+    Miss call(const std::vector<PyObject *> &given, size_t count, PyObject *keywords, Ref *result) {
+        if (is_inside())
+            return Miss::INSIDE;
+        if (PyList_GET_SIZE(memos) == 0 || bind == nullptr)
+            return refusal == nullptr || refusal == Py_None ? Miss::FIRST : Miss::REFUSED;
+        if (is_busy) // a guard of the clone runs Python, here or in another thread, and the clone has a lock
+            return Miss::BUSY;
+        Ref locals = locals_of(given, count, keywords);
+        if (!locals)
+            return Miss::ARGUMENTS;
+        Miss why = Miss::INSIDE;
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(memos); i++) {
+            Ref object = Ref::dup(PyList_GET_ITEM(memos, i));
+            const Memo *memo = in<Memo>(object.get());
+            if (memo == nullptr || !memo->has_keys())
+                continue;
+            why = memo->compare(locals.get(), PyFunction_GET_GLOBALS(target));
+            PyErr_Clear();
+            if (why != Miss::TAKEN)
+                continue;
+            is_busy = true;
+            Ref is_held(PyObject_CallOneArg(memo->check, locals.get()));
+            is_busy = false;
+            PyErr_Clear();
+            if (is_held.get() != Py_True) {
+                why = Miss::GUARD;
+                continue;
+            }
+            if (++hits % STEADY == 0)
+                pause = waits = 0;
+            if (every != 0 && (hits <= every || hits % every == 0) &&
+                !Ref(PyObject_CallFunctionObjArgs(verify, target, memo->guards, locals.get(), nullptr)))
+                return Miss::TAKEN; // with an exception
+            if (i != 0 && i < PyList_GET_SIZE(memos) && PyList_GET_ITEM(memos, i) == object.get())
+                std::swap(PySequence_Fast_ITEMS(memos)[0], PySequence_Fast_ITEMS(memos)[i]);
+            locals = Ref();
+            if (count_call())
+                *result = run(memo->function, given, count, keywords);
+            return Miss::TAKEN;
+        }
+        return why;
+    }
+
+    /* Counts a call as torch does: steps of the trees begin with the first call after another. */
+    static bool count_call() {
+        Ref before(PyObject_GetAttr(known.generations, names.generation)), one(PyLong_FromLong(1));
+        Ref next(before && one ? PyNumber_Add(before.get(), one.get()) : nullptr);
+        return next && PyObject_SetAttr(known.generations, names.generation, next.get()) == 0;
+    }
+
+    /* Calls the code, and leaves dispatch keys and functorch's layers as they were, as torch does. */
+    static Ref run(PyObject *function, const std::vector<PyObject *> &given, size_t count, PyObject *names) {
+        const c10::impl::ForceDispatchKeyGuard keys;
+        Ref result(PyObject_Vectorcall(function, given.data(), count, names));
+        if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
+            PyObject *type, *value, *trace;
+            PyErr_Fetch(&type, &value, &trace);
+            Ref left(PyObject_CallFunction(known.leave_layers, "i", 0));
+            PyErr_Restore(type, value, trace);
+        }
+        return result;
+    }
+
+    /* After a call of torch's, makes a memo; more and more rarely if none is of use. */
+    void learn_from(PyObject *object, PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
+        if (waits > 0) {
+            waits--;
+            return;
+        }
+        pause = std::min(2 * pause + 1, LONGEST_PAUSE);
+        waits = pause - 1;
+        Ref given(PyTuple_New(count)), keywords(PyDict_New());
+        for (Py_ssize_t i = 0; i < count; i++)
+            PyTuple_SET_ITEM(given.get(), i, Py_NewRef(arguments[i]));
+        for (Py_ssize_t i = 0; names != nullptr && i < PyTuple_GET_SIZE(names); i++)
+            PyDict_SetItem(keywords.get(), PyTuple_GET_ITEM(names, i), arguments[count + i]);
+        Ref memo(PyObject_CallFunctionObjArgs(learn, object, given.get(), keywords.get(), nullptr));
+        if (memo && in<Memo>(memo.get()) != nullptr && PyList_Insert(memos, 0, memo.get()) == 0 &&
+            PyList_GET_SIZE(memos) > MOST_MEMOS)
+            PyList_SetSlice(memos, MOST_MEMOS, PyList_GET_SIZE(memos), nullptr);
+        PyErr_Clear();
+    }
+};
+
+PyObject *enter(PyObject *function, PyObject *const *arguments, size_t flags, PyObject *names) {
+    PyObject *attributes = reinterpret_cast<PyFunctionObject *>(function)->func_dict;
+    Ref object = Ref::dup(attributes == nullptr ? nullptr : PyDict_GetItemWithError(attributes, known.attribute));
+    auto *direct = in<Direct>(object.get());
+    if (direct == nullptr)
+        return _PyFunction_Vectorcall(function, arguments, flags, names);
+    return translated([&]() -> PyObject * {
+        const Py_ssize_t count = PyVectorcall_NARGS(flags);
+        std::vector<PyObject *> given;
+        if (direct->self != nullptr && direct->self != Py_None)
+            given.push_back(direct->self);
+        const size_t first = given.size();
+        given.insert(given.end(), arguments, arguments + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
+        Ref result;
+        const Miss why = direct->call(given, static_cast<size_t>(count) + first, names, &result);
+        entries[static_cast<size_t>(why)]++;
+        if (why == Miss::TAKEN)
+            return result.release();
+        result = Ref(_PyFunction_Vectorcall(function, arguments, flags, names));
+        if (Counter *counter = declared<Counter>(direct->refusal); counter != nullptr && why == Miss::REFUSED)
+            counter->value++;
+        if (result && why <= Miss::REFUSED)
+            direct->learn_from(object.get(), arguments, count, names);
+        return result.release();
+    });
+}
+
+/* Replaces a function's vectorcall, or puts Python's back. */
+void set_entered(const py::function &given, bool is_entered) {
+    if (!PyFunction_Check(given.ptr()))
+        throw py::type_error("expected a function of Python");
+    auto *function = reinterpret_cast<PyFunctionObject *>(given.ptr());
+    const auto wanted = is_entered ? enter : _PyFunction_Vectorcall;
+    if (function->vectorcall != (is_entered ? _PyFunction_Vectorcall : enter))
+        return;
+#if PY_VERSION_HEX >= 0x030c0000
+    PyFunction_SetVectorcall(function, wanted);
+#else
+#if PY_VERSION_HEX >= 0x030b0000
+    function->func_version = 0; // what the interpreter has specialized for it
+#endif
+    function->vectorcall = wanted;
+#endif
+}
+
+PyMemberDef memo_members[] = {
+    {"function", T_OBJECT, FIELD(Memo, function), 0, "What is called."},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyObject *memo_holds(PyObject *self, PyObject *arguments) {
+    PyObject *locals, *globals;
+    if (!PyArg_ParseTuple(arguments, "O!O!", &PyDict_Type, &locals, &PyDict_Type, &globals))
+        return nullptr;
+    return PyBool_FromLong(fields_of<Memo>(self).compare(locals, globals) == Miss::TAKEN);
+}
+
+PyMethodDef memo_methods[] = {
+    {"holds", memo_holds, METH_VARARGS, "Whether all is as it was, given local and global variables."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyMemberDef direct_members[] = {
+    {"bind", T_OBJECT, FIELD(Direct, bind), 0, "Returns the variables of a call, by name."},
+    {"self", T_OBJECT, FIELD(Direct, self), 0, "The first argument of a method; None for other functions."},
+    {"target", T_OBJECT, FIELD(Direct, target), 0, "The function that Dynamo compiled."},
+    {"refusal", T_OBJECT, FIELD(Direct, refusal), 0, "A Counter of calls, if no memo could be made."},
+    {"memos", T_OBJECT, FIELD(Direct, memos), READONLY, "The last used one is the first."},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+} // namespace
+
+void pygraph::add_direct_calls(py::module_ &module) {
+    add_class<Memo>(module, "pygraph_trees.native._fast_path.Memo", 0, {{Py_tp_members, memo_members}, {Py_tp_methods, memo_methods}});
+    add_class<Direct>(module, "pygraph_trees.native._fast_path.Direct", 0, {{Py_tp_members, direct_members}});
+    module.attr("HAS_VERSIONS") = PY_VERSION_HEX < 0x030d0000;
+    module.def("know_dynamo",
+               [](const std::string &attribute, const py::object &get_callback, const py::object &set_complete_hook,
+                  const py::object &of_thread, const py::object &leave_layers, const py::object &generations) {
+                   known = {PyUnicode_InternFromString(attribute.c_str()), reference(get_callback),
+                            reference(set_complete_hook), reference(of_thread),
+                            PyUnicode_InternFromString("tracing_context"), reference(leave_layers),
+                            reference(generations)};
+               },
+               "Gives torch's functions that each call needs. Must be called before a function is entered directly.");
+    module.def("enter_directly", set_entered, "Whether calls of a function go to the Direct in its attributes first.");
+    module.def("counted_direct_calls", [] { return entries; }, "Calls without Dynamo, and the others by reason.");
+}

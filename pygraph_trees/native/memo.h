@@ -1,0 +1,242 @@
+/* What Dynamo's guards read, as it was when they held: the types of `direct_calls.cpp`.
+
+   Pointers are borrowed from the program. Steps are compared in an order in which each object that is read is held by one
+   that was compared before it, and versions of dictionaries are never used twice. */
+
+#pragma once
+
+#include "fast_path.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+namespace pygraph {
+
+/* Why a call is torch's, in the order in which trees/hooks/direct_calls.py reports it. The first ones lead to a memo. */
+enum class Miss { TAKEN, FIRST, CHANGED, ARGUMENTS, GUARD, REFUSED, INSIDE, BUSY, COUNT };
+
+constexpr size_t STEPS_AHEAD = 10;
+
+/* Changes with each change of a dictionary; no other dictionary has had it. */
+inline uint64_t version_of(PyObject *dict) {
+#if PY_VERSION_HEX < 0x030c0000
+    return reinterpret_cast<PyDictObject *>(dict)->ma_version_tag;
+#elif PY_VERSION_HEX < 0x030d0000
+    C10_DIAGNOSTIC_PUSH_AND_IGNORED_IF_DEFINED("-Wdeprecated-declarations")
+    return reinterpret_cast<PyDictObject *>(dict)->ma_version_tag >> 8; // the other bits belong to watchers
+    C10_DIAGNOSTIC_POP()
+#else
+    return 0; // the module's `HAS_VERSIONS` is false
+#endif
+}
+
+/* Changes with each change of a class or its bases; 0 if it cannot be known. */
+inline uint64_t version_of_class(PyTypeObject *type) {
+#if PY_VERSION_HEX < 0x030d0000
+    return PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG) ? type->tp_version_tag : 0;
+#else
+    return 0;
+#endif
+}
+
+/* What guards read of a tensor, besides its attributes. */
+struct Metadata {
+    PyTypeObject *type = nullptr;
+    uint64_t keys = 0;
+    at::ScalarType dtype{};
+    c10::Device device{c10::kCPU};
+    bool requires_grad = false;
+    std::vector<int64_t> numbers; // sizes, strides, offset
+    bool has_offset = true;       // whether the offset counts
+
+    static Metadata of(PyObject *object) {
+        const at::Tensor &tensor = THPVariable_Unpack(object);
+        Metadata found{Py_TYPE(object),  tensor.key_set().raw_repr(), tensor.scalar_type(),
+                       tensor.device(), tensor.requires_grad(),      tensor.sizes().vec()};
+        found.numbers.insert(found.numbers.end(), tensor.strides().begin(), tensor.strides().end());
+        found.numbers.push_back(tensor.storage_offset());
+        return found;
+    }
+
+    bool fits(PyObject *object) const {
+        const c10::TensorImpl *tensor = THPVariable_Unpack(object).unsafeGetTensorImpl();
+        if (Py_TYPE(object) != type || tensor == nullptr || tensor->key_set().raw_repr() != keys ||
+            c10::typeMetaToScalarType(tensor->dtype()) != dtype || tensor->device() != device ||
+            tensor->requires_grad() != requires_grad)
+            return false;
+        const auto sizes = tensor->sizes(), strides = tensor->strides();
+        return 2 * sizes.size() + 1 == numbers.size() && std::equal(sizes.begin(), sizes.end(), numbers.begin()) &&
+               std::equal(strides.begin(), strides.end(), numbers.begin() + static_cast<int64_t>(sizes.size())) &&
+               (!has_offset || tensor->storage_offset() == numbers.back());
+    }
+};
+
+/* One fact about an object. Pointers are borrowed from the program. */
+struct Step {
+    enum Kind { OBJECT, DICT, TENSOR, EMPTY, CLASS, FUNCTION, ITEM } kind;
+    PyObject *object;
+    PyObject **slot = nullptr;           // of its dictionary
+    std::array<const void *, 4> other{}; // what is there, or what it has
+    uint64_t version = 0;
+    Metadata metadata{};
+
+    static std::array<const void *, 4> of_function(PyObject *object) {
+        const auto *function = reinterpret_cast<PyFunctionObject *>(object);
+        return {function->func_code, function->func_defaults, function->func_kwdefaults, function->func_closure};
+    }
+
+    bool has_attributes() const {
+        return slot == nullptr || (*slot == other[0] && (*slot == nullptr || version_of(*slot) == version));
+    }
+
+    bool holds() const {
+        switch (kind) {
+        case OBJECT:
+            return Py_TYPE(object) == other[1] && (slot == nullptr || *slot == other[0]);
+        case DICT:
+            return version_of(object) == version;
+        case TENSOR:
+            return Py_TYPE(object) == other[1] && has_attributes() && metadata.fits(object);
+        case EMPTY:
+            return PyDict_GET_SIZE(object) == 0;
+        case CLASS:
+            return version_of_class(reinterpret_cast<PyTypeObject *>(object)) == version;
+        case FUNCTION:
+            return of_function(object) == other;
+        case ITEM:
+            return PyDict_GetItemWithError(object, static_cast<PyObject *>(const_cast<void *>(other[0]))) == other[1];
+        }
+        return false;
+    }
+};
+
+inline Step step_of(const std::string &kind, PyObject *object, PyObject *one, PyObject *two) {
+    Step step{Step::OBJECT, object};
+    step.other = {nullptr, Py_TYPE(object)};
+    const bool is_tensor_step = kind == "tensor";
+    if (kind == "dict" || kind == "empty") {
+        step.kind = kind == "dict" ? Step::DICT : Step::EMPTY;
+        step.version = version_of(object);
+        if (!PyDict_Check(object) || (kind == "dict" && (!PyDict_CheckExact(object) || step.version == 0)))
+            throw py::type_error("expected a dictionary");
+    } else if (kind == "object" || is_tensor_step) {
+        step.slot = one == Py_None && !is_tensor_step ? nullptr : _PyObject_GetDictPtr(object);
+        if (step.slot == nullptr ? one != Py_None : *step.slot != one && !is_tensor_step)
+            throw py::value_error("an object has another dictionary");
+        if (step.slot != nullptr && *step.slot != nullptr)
+            step.other[0] = *step.slot, step.version = version_of(*step.slot);
+        if (is_tensor_step)
+            step.kind = Step::TENSOR, step.metadata = Metadata::of(object);
+    } else if (kind == "class") {
+        step.kind = Step::CLASS;
+        step.version = version_of_class(reinterpret_cast<PyTypeObject *>(object));
+        if (step.version == 0)
+            throw py::value_error("a class has no version");
+    } else if (kind == "function") {
+        step.kind = Step::FUNCTION;
+        step.other = Step::of_function(object);
+    } else {
+        step.kind = Step::ITEM;
+        step.other = {one, two};
+    }
+    return step;
+}
+
+/* A local or global variable, or an item of one, that is a tensor like another one, or a certain object. */
+struct Variable {
+    bool is_global = false;
+    PyObject *name = nullptr, *item = nullptr; // owned by the memo's `kept`
+    const void *object = nullptr;              // NULL for a tensor
+    Metadata metadata{};
+
+    PyObject *in(PyObject *locals, PyObject *globals) const {
+        PyObject *found = PyDict_GetItemWithError(is_global ? globals : locals, name);
+        if (found == nullptr || item == Py_None)
+            return found;
+        if (PyDict_CheckExact(found))
+            return PyDict_GetItemWithError(found, item);
+        if ((!PyTuple_CheckExact(found) && !PyList_CheckExact(found)) || !PyLong_CheckExact(item))
+            return nullptr;
+        const Py_ssize_t index = PyLong_AsSsize_t(item);
+        return index >= 0 && index < PySequence_Fast_GET_SIZE(found) ? PySequence_Fast_GET_ITEM(found, index) : nullptr;
+    }
+};
+
+inline bool is_marked(PyObject *object) {
+    PyObject **slot = _PyObject_GetDictPtr(object);
+    return slot != nullptr && *slot != nullptr && PyDict_GET_SIZE(*slot) > 0;
+}
+
+struct Memo {
+    PyObject *function = nullptr; // with the code that Dynamo made
+    PyObject *check = nullptr;    // runs the other guards
+    PyObject *guards = nullptr;   // all, as Dynamo has them
+    PyObject *kept = nullptr;     // names, values of settings and classes, to which others point
+    std::vector<Step> steps;
+    std::vector<Variable> variables;
+    std::vector<const void *> tensors; // of steps, in order
+    c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+
+    void each(const auto &visit) {
+        for (PyObject **held : {&function, &check, &guards, &kept})
+            visit(*held);
+    }
+
+    void take(const py::dict &given) {
+        function = reference(given["function"]);
+        check = reference(given["check"]);
+        guards = reference(given["guards"]);
+        kept = reference(given["kept"]);
+        for (py::handle item : given["steps"]) {
+            const auto [kind, object, one, two] = item.cast<std::tuple<std::string, py::object, py::object, py::object>>();
+            steps.push_back(step_of(kind, object.ptr(), one.ptr(), two.ptr()));
+            if (steps.back().kind == Step::TENSOR)
+                tensors.push_back(object.ptr());
+        }
+        std::ranges::sort(tensors);
+        for (py::handle item : given["variables"]) {
+            const auto [is_global, name, key, object, has_offset] =
+                item.cast<std::tuple<bool, py::object, py::object, py::object, bool>>();
+            Variable variable{is_global, name.ptr(), key.ptr(), object.ptr()};
+            if (is_tensor(object.ptr())) {
+                variable.object = nullptr;
+                variable.metadata = Metadata::of(object.ptr());
+                variable.metadata.has_offset = has_offset;
+            }
+            variables.push_back(std::move(variable));
+        }
+    }
+
+    bool has_keys() const {
+        const auto now = c10::impl::tls_local_dispatch_key_set();
+        return now.included_ == keys.included_ && now.excluded_ == keys.excluded_;
+    }
+
+    /* Whether facts hold; the guards in `check` are not run. */
+    Miss compare(PyObject *locals, PyObject *globals) const {
+        std::vector<const void *> seen;
+        for (const Variable &variable : variables) {
+            PyObject *found = variable.in(locals, globals);
+            if (found == nullptr)
+                return Miss::ARGUMENTS;
+            if (variable.object != nullptr) {
+                if (found != variable.object)
+                    return Miss::CHANGED;
+                continue;
+            }
+            // Guards look for attributes that mark dimensions, and for tensors that are given twice.
+            if (!is_tensor(found) || !variable.metadata.fits(found) || is_marked(found) ||
+                std::ranges::find(seen, found) != seen.end() || std::ranges::binary_search(tensors, found))
+                return Miss::ARGUMENTS;
+            seen.push_back(found);
+        }
+        for (size_t i = 0; i < steps.size(); i++) {
+            if (i + STEPS_AHEAD < steps.size())
+                Known::ahead(steps[i + STEPS_AHEAD].object, 0);
+            if (!steps[i].holds())
+                return Miss::CHANGED;
+        }
+        return Miss::TAKEN;
+    }
+};
+
+} // namespace pygraph

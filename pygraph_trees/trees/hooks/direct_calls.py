@@ -1,0 +1,393 @@
+"""Lets calls of compiled functions go straight to the code that Dynamo made, if all is as it was when its guards held.
+
+:func:`entering` wraps the method with which ``torch.compile`` makes a function. With ``pygraph_entry`` "check" or
+"direct", C++ answers calls of that function (``native/direct_calls.cpp``), and torch all others. After one of those,
+:func:`_learn` may make a memo: the code, and what its guards read. Under "check", Dynamo's guards run at every 64th
+call without them, and :class:`GuardsDiffer` is raised if they fail. :func:`counts` tells how often it was done.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch._dynamo import eval_frame
+from torch._dynamo.mutation_guard import GenerationTracker
+from torch._guards import _TLS, TracingContext
+from torch.autograd import profiler
+from torch.fx import _symbolic_trace
+from torch.nn.modules import module as modules
+
+from pygraph_trees.errors import PygraphError
+from pygraph_trees.native import binding
+from pygraph_trees.reasons import Reason, Why
+from pygraph_trees.settings import Settings
+
+from .guard_facts import Step, Unknown, cloned, facts_of
+
+CHECK_EVERY = 64  # of the calls without guards one is checked, under "check"; so are that many at first
+
+_ATTRIBUTE = "pygraph_direct"
+_WRAPPER = "compile_wrapper"
+_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+# What runs around a call of torch's and changes no call that compiles nothing.
+_HARMLESS = ("OptimizeContext.__init__.<locals>.on_enter", "call_on_enter", "_make_closure_patcher.<locals>.change")
+
+_log = logging.getLogger("pygraph_trees.trees")
+_frames = torch._C._dynamo.eval_frame
+_entered: WeakSet[Callable[..., Any]] = WeakSet()
+_refusals: dict[Why, Any] = {}  # from the reason to a Counter of calls
+_difference: str | None = None  # what the self-test found
+_tested = 0  # calls of the self-test
+
+
+class GuardsDiffer(PygraphError):
+    template = (
+        "a call of {name} was about to skip Dynamo's guards, but they do not hold; please report this, and set "
+        "pygraph_entry to 'short'"
+    )
+
+
+class _Refused(Exception):
+    def __init__(self, why: Why) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+def offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    """Lets functions that are made from now on be entered directly, until the result is called."""
+    if binding.extension is None:
+        return lambda: None
+    undo = put_on()
+
+    def withdraw() -> None:
+        undo()
+        for function in list(_entered):
+            _leave(function)
+
+    return withdraw
+
+
+def _leave(function: Callable[..., Any]) -> None:
+    binding.extension.enter_directly(function, False)
+    vars(function).pop(_ATTRIBUTE, None)
+    _entered.discard(function)
+
+
+def entering(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(upstream)
+    def __call__(self: Any, fn: Any) -> Any:
+        made = upstream(self, fn)
+        mode = _mode(self)
+        if mode is not None and isinstance(made, FunctionType) and made.__code__.co_name == _WRAPPER:
+            enter(made, eval_frame.innermost_backend(self.callback), mode)
+        return made
+
+    return __call__
+
+
+def _mode(context: Any) -> str | None:
+    """The flag, for a function that asks for CUDA graphs and that no code of a backend surrounds; None otherwise."""
+    if type(context) is not eval_frame.OptimizeContext or context.export:
+        return None
+    backend = eval_frame.innermost_backend(context.callback)
+    if not isinstance(backend, torch._TorchCompileInductorWrapper):
+        return None
+    from torch._inductor import config
+
+    options = backend.config
+    is_graphed = options.get("triton.cudagraphs", config.triton.cudagraphs)
+    mode: str = options.get("triton.pygraph_entry", Settings.current().entry)
+    hooks = (getattr(hook, "__qualname__", "") for hook in context.enter_exit_hooks)
+    is_plain = getattr(context, "_isolate_recompiles_id", -1) == -1 and all(hook.endswith(_HARMLESS) for hook in hooks)
+    return mode if mode in ("check", "direct") and is_graphed and is_plain and _is_as_expected() else None
+
+
+def enter(made: Any, backend: Any, mode: str) -> None:
+    """Lets calls of torch's function around a compiled one be answered without Dynamo."""
+    vars(made)[_ATTRIBUTE] = binding.extension.Direct(
+        learn=functools.partial(_learn, made._torchdynamo_orig_callable, backend),
+        verify=_verify,
+        every=CHECK_EVERY if mode == "check" else 0,
+    )
+    binding.extension.enter_directly(made, True)
+    _entered.add(made)
+
+
+def counts() -> tuple[int, dict[Why, int]]:
+    """How many calls were made without Dynamo; how many were torch's, by reason."""
+    if binding.extension is None:
+        return 0, {}
+    taken, first, changed, arguments, guard, _, inside, busy = binding.extension.counted_direct_calls()
+    found = Counter({why: counter.value for why, counter in _refusals.items()})
+    found[Reason.DIRECT_FIRST()] += first - _tested
+    found[Reason.DIRECT_CHANGED()] += changed
+    found[Reason.DIRECT_ARGUMENTS()] += arguments
+    found[Reason.DIRECT_GUARD()] += guard
+    found[Reason.DIRECT_INSIDE()] += inside
+    found[Reason.DIRECT_BUSY()] += busy
+    return taken, dict(+found)
+
+
+def _learn(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A memo of a call that torch has just made; None if there can be none, and then ``direct`` has the reason."""
+    try:
+        memo = _memo(fn, backend, direct, args, kwargs)
+        direct.refusal = None
+        return memo
+    except _Refused as refused:
+        why = refused.why
+    except Unknown as unknown:
+        why = Reason.GUARD_UNKNOWN(kind=unknown.args[0])
+    except Exception:
+        _log.debug("no memo of %s", fn, exc_info=True)
+        why = Reason.ERROR()
+    direct.refusal = _refusals.setdefault(why, binding.new_counter())
+    return None
+
+
+def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    steps = _settings()
+    target, own, more = _target(fn)
+    steps += more
+    bind = _bound_by(direct, target, own)
+    local_variables = bind(*(() if own is None else (own,)), *args, **kwargs)
+    for name, cell in zip(target.__code__.co_freevars, target.__closure__ or (), strict=True):
+        local_variables[name] = cell.cell_contents
+    entry = _entry(target.__code__, backend, local_variables)
+    guards, code = entry.guard_manager, entry.code
+    if guards.global_scope["G"] is not target.__globals__:  # of another function with the same code
+        raise _Refused(Reason.CALLED_OTHERWISE())
+    # None once torch has dropped the entry.
+    steps += [("object", guards, vars(guards), None), ("item", vars(guards), "cache_entry", guards.cache_entry)]
+    function = _function(target, code)
+    facts = facts_of(guards.root, local_variables, target.__globals__)
+    clone = cloned(guards.root, facts)
+    steps += facts.steps
+    memo = binding.extension.Memo(
+        function=function,
+        check=clone.check,
+        guards=guards,
+        kept=(
+            [variable[1:3] for variable in facts.variables],
+            [(type(step[1]), step[2:] if step[0] == "item" else ()) for step in steps],
+            target.__code__,
+        ),
+        steps=steps,
+        variables=facts.variables,
+    )
+    if not (guards.check(local_variables) and clone.check(local_variables)):
+        raise _Refused(Reason.DIRECT_GUARD())
+    if not memo.holds(local_variables, target.__globals__):  # a tensor is given twice
+        raise _Refused(Reason.DIRECT_ARGUMENTS())
+    memo.function = functools.partial(_first_call, direct, memo, function)
+    return memo
+
+
+def _settings() -> list[Step]:
+    """Facts on variables of torch that decide how it treats all calls."""
+    stance = eval_frame._stance
+    if stance.stance != "default" or stance.backend is not None or stance.skip_guard_eval_unsafe:
+        raise _Refused(Reason.STANCE())
+    if TracingContext.try_get() is not None:
+        raise _Refused(Reason.DIRECT_INSIDE())
+    found = [(vars(eval_frame), "_stance", stance)]
+    for place, name in (
+        (profiler, "_is_profiler_enabled"),
+        (_symbolic_trace, "_is_fx_tracing_flag"),
+        (torch.compiler, "_is_exporting_flag"),
+    ):
+        if vars(place)[name] is not False:
+            raise _Refused(Reason.DIRECT_INSIDE())
+        found.append((vars(place), name, False))
+    return [("item", *item) for item in found]
+
+
+def _target(fn: Any) -> tuple[FunctionType, Any, list[Step]]:
+    """The function that Dynamo compiles, the object of a method, and facts on how it is reached."""
+    if isinstance(fn, FunctionType):
+        return fn, None, [("function", fn, None, None)]
+    if not isinstance(fn, MethodType) or not isinstance(fn.__func__, FunctionType):
+        raise _Refused(Reason.CALLED_OTHERWISE())
+    own: Any = fn.__self__
+    function = fn.__func__
+    if function is not torch.nn.Module._wrapped_call_impl:
+        return function, own, [("function", function, None, None)]
+    forward, calls = own.forward, own._call_impl
+    is_plain = (
+        isinstance(forward, MethodType) and forward.__self__ is own and isinstance(forward.__func__, FunctionType)
+    )
+    is_torchs = getattr(calls, "__func__", None) is torch.nn.Module._call_impl
+    if not is_plain or not is_torchs or own._compiled_call_impl is not None:
+        raise _Refused(Reason.CALLED_OTHERWISE())
+    hooks = [*(getattr(own, name) for name in _HOOKS), *(getattr(modules, name) for name in _GLOBAL_HOOKS)]
+    if any(hooks):
+        raise _Refused(Reason.MODULE_HOOKED())
+    return (
+        forward.__func__,
+        own,
+        [
+            ("object", own, own.__dict__, None),
+            ("dict", own.__dict__, None, None),
+            ("class", type(own), None, None),
+            ("function", torch.nn.Module._call_impl, None, None),
+            ("function", forward.__func__, None, None),
+            *(("empty", hook, None, None) for hook in hooks),
+        ],
+    )
+
+
+def _bound_by(direct: Any, target: FunctionType, own: Any) -> Any:
+    """A function that returns the target's variables, by name, for the arguments of a call."""
+    found: Any = direct.bind
+    as_is = (target, target.__code__, target.__defaults__, target.__kwdefaults__)
+    if (
+        found is None
+        or any(one is not other for one, other in zip(found.of, as_is, strict=True))
+        or direct.self is not own
+    ):
+        direct.memos.clear()
+        names = inspect.Signature.from_callable(target, follow_wrapped=False).parameters.values()
+        wanted = inspect.Signature([p.replace(annotation=inspect.Parameter.empty) for p in names])
+        text = str(wanted.replace(parameters=[_optional(p) for p in wanted.parameters.values()]))
+        scope: dict[str, Any] = {"_locals_": locals}  # a parameter may have the usual name
+        exec(f"def bind{text}: return _locals_()", scope)
+        found = scope["bind"]
+        found.__defaults__, found.__kwdefaults__ = target.__defaults__, target.__kwdefaults__
+        found.of = as_is
+        direct.target, direct.self, direct.bind = target, own, found
+    return found
+
+
+def _optional(parameter: inspect.Parameter) -> inspect.Parameter:
+    has = parameter.default is not inspect.Parameter.empty
+    return parameter.replace(default=None) if has else parameter
+
+
+def _entry(code: Any, backend: Any, local_variables: dict[str, Any]) -> Any:
+    """What Dynamo would take for a call with these variables."""
+    if not _frames._debug_get_precompile_entries(code):
+        for entry in eval_frame._debug_get_cache_entry_list(code):
+            is_ours = entry.backend is backend and getattr(entry, "isolate_recompiles_id", -1) == -1
+            if is_ours and entry.guard_manager.check(local_variables):
+                return entry
+    raise _Refused(Reason.NO_ENTRY())
+
+
+def _function(target: FunctionType, code: Any) -> FunctionType:
+    of = target.__code__
+    names = ("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_freevars")
+    variadic, others = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS, inspect.CO_GENERATOR | inspect.CO_COROUTINE
+    count = of.co_argcount + of.co_kwonlyargcount + (of.co_flags & variadic).bit_count()
+    is_alike = all(getattr(of, name) == getattr(code, name) for name in names)
+    is_alike &= of.co_flags & variadic == code.co_flags & (variadic | others | inspect.CO_ASYNC_GENERATOR)
+    if not is_alike or of.co_varnames[:count] != code.co_varnames[:count]:
+        raise _Refused(Reason.CALLED_OTHERWISE())
+    if any(name.startswith("__resume_at") for name in code.co_names):
+        raise _Refused(Reason.GRAPH_BREAKS())
+    made = FunctionType(code, target.__globals__, target.__name__, target.__defaults__, target.__closure__)
+    made.__kwdefaults__ = target.__kwdefaults__
+    return made
+
+
+def _first_call(direct: Any, memo: Any, function: FunctionType, /, *args: Any, **kwargs: Any) -> Any:
+    """A memo's first call, which tells whether Dynamo, too, would run its code without others that it has compiled."""
+    if sys.getprofile() is not None:
+        return function(*args, **kwargs)
+    codes = set()
+    sys.setprofile(lambda frame, event, _: codes.add(frame.f_code) if event == "call" else None)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        sys.setprofile(None)
+        if any(eval_frame._debug_get_cache_entry_list(code) for code in codes):
+            direct.memos.clear()
+            direct.refusal = _refusals.setdefault(Reason.GRAPH_BREAKS(), binding.new_counter())
+        else:
+            memo.function = function
+
+
+def _verify(target: FunctionType, guards: Any, local_variables: dict[str, Any]) -> bool:
+    entries = eval_frame._debug_get_cache_entry_list(target.__code__)
+    if not (any(entry.guard_manager is guards for entry in entries) and guards.check(local_variables)):
+        raise GuardsDiffer(name=target.__qualname__)
+    return True
+
+
+@functools.cache
+def _is_as_expected() -> bool:
+    """Knows torch's functions, and checks that changes of dictionaries and classes are seen in this Python."""
+    global _difference
+    try:
+        _difference = _tested_difference()
+    except Exception as error:
+        _difference = f"{type(error).__name__}: {error}"
+    if _difference is not None:
+        _log.warning("Dynamo's guards run at each call: %s", _difference)
+        _refusals[Reason.ENTRY_DIFFERS(error=_difference)] = counter = binding.new_counter()
+        counter.value = 1
+    return _difference is None
+
+
+def _tested_difference() -> str | None:
+    extension = binding.extension
+    if not extension.HAS_VERSIONS:
+        return "dictionaries of this Python have no versions"
+    if not hasattr(torch._C._dynamo.guards.RootGuardManager, "clone_manager"):
+        return "guards cannot be cloned"
+    extension.know_dynamo(
+        _ATTRIBUTE,
+        _frames.get_eval_frame_callback,
+        _frames.set_guard_complete_hook,
+        _TLS,
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth,
+        GenerationTracker,
+    )
+
+    class Own:
+        def __setattr__(self, name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+    def store(own: Any) -> None:
+        for i in range(100):
+            own.number = i
+
+    changes: dict[str, Callable[[Any], Any]] = {
+        "attributes": store,
+        "items": lambda own: vars(own).update(number=1),
+        "deletions": lambda own: delattr(own, "number"),
+        "dictionaries": lambda own: setattr(own, "__dict__", dict(vars(own))),
+        "classes": lambda own: setattr(Own, "number", 1),
+        "objects' classes": lambda own: setattr(own, "__class__", type("Other", (Own,), {})),
+    }
+    for name, change in changes.items():
+        own = Own()
+        own.number = 0
+        steps = [("object", own, vars(own), None), ("dict", vars(own), None, None), ("class", Own, None, None)]
+        memo = extension.Memo(function=store, check=store, guards=None, kept=(), steps=steps, variables=[])
+        before = memo.holds({}, {})
+        change(own)
+        if not before or memo.holds({}, {}):
+            return f"changes of {name} are not seen"
+
+    def called(*args: Any, **kwargs: Any) -> int:
+        return len(args)
+
+    vars(called)[_ATTRIBUTE] = extension.Direct(learn=lambda *_: None, verify=_verify, every=0)
+    global _tested
+    before = sum(extension.counted_direct_calls())
+    for is_entered in (True, False):
+        extension.enter_directly(called, is_entered)
+        if any(called(*[i] * 3) != 3 for i in range(20)):  # Python 3.11 runs a function without a star itself
+            return "a function returns something else"
+    _tested = sum(extension.counted_direct_calls()) - before
+    return None if _tested == 20 else f"{_tested} of 20 calls were entered"

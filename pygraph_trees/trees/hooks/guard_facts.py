@@ -1,0 +1,240 @@
+"""What Dynamo's guards read, as facts that C++ compares faster than it runs guards (``native/memo.h``).
+
+:func:`facts_of` walks the tree of guards with the objects of one call. Guards on module trees and on tensors become
+facts, and their nodes are ``dropped``; all others stay in a clone of the tree. A guard is only dropped if its result
+follows from the facts, and only kept if it works in a clone: :class:`Unknown` is raised for any other one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+_IDENTITY = frozenset({"ID_MATCH", "TYPE_MATCH", "NOT_NONE"})
+_OF_DICT = _IDENTITY | {"DICT_CONTAINS", "DICT_LENGTH", "DICT_VERSION", "MAPPING_KEYS_CHECK"}
+_OF_TENSOR = _IDENTITY | {
+    "TENSOR_MATCH",
+    "DIMENSION_DYNAMIC_MARKING_GUARD",
+    "DYNAMIC_INDICES",
+    "NO_HASATTR",
+    "NO_TENSOR_ALIASING",
+    "SYMBOLIC_SHAPE_GUARD",  # reads sizes, strides and offsets only
+}
+_OF_CONSTANT = _IDENTITY | {"EQUALS_MATCH", "LENGTH_CHECK", "NONE_MATCH", "TRUE_MATCH", "FALSE_MATCH", "FLOAT_IS_NAN"}
+# These have no state of their own, and none of the tree in which they were made.
+_KEPT = (_OF_DICT | _OF_CONSTANT | _OF_TENSOR) - {"TENSOR_MATCH", "NO_TENSOR_ALIASING", "SYMBOLIC_SHAPE_GUARD"} | {
+    "SET_CONTAINS",
+    "TUPLE_ITERATOR_LEN",
+    "RANGE_ITERATOR_MATCH",
+    "COMPLEX_IS_NAN",
+    "DUAL_LEVEL_MATCH",
+    "WEAKREF_ALIVE",
+    "LAMBDA_GUARD",
+    "GLOBAL_STATE",
+    "TORCH_FUNCTION_MODE_STACK",
+    "DEFAULT_DEVICE",
+}
+_CONSTANTS = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+Step = tuple[str, Any, Any, Any]  # kind, object, and two values whose meaning depends on the kind
+Variable = tuple[bool, str, Any, Any, bool]  # global or not, name, item or None, object, whether its offset counts
+
+
+class Unknown(Exception):
+    """A guard that is neither known to follow from facts nor to work in a clone; ``args`` has its kind."""
+
+
+@dataclass(slots=True)
+class Facts:
+    steps: list[Step] = field(default_factory=list)
+    variables: list[Variable] = field(default_factory=list)
+    dropped: set[str] = field(default_factory=set)  # sources of nodes
+    kept: set[str] = field(default_factory=set)
+
+
+def facts_of(root: Any, local_variables: dict[str, Any], global_variables: dict[str, Any]) -> Facts:
+    facts = Facts()
+    for accessor, node in _children(root):
+        kind = type(accessor).__name__
+        if kind == "GlobalsGuardAccessor":
+            facts.kept.add(node.get_source())
+            for inner, child in _children(node):
+                _visit_variable(facts, child, True, global_variables, _key_of(inner))
+        elif kind == "FrameLocalsGuardAccessor":
+            found = re.fullmatch(r"L\['(\w+)'\]", node.get_source())
+            _visit_variable(facts, node, False, local_variables, found and found[1])
+        else:
+            _keep(facts, node)
+    facts.dropped -= facts.kept
+    return facts
+
+
+def cloned(root: Any, facts: Facts) -> Any:
+    """The guards that are not facts."""
+    clone = root.clone_manager(lambda node: node.get_source() not in facts.dropped)
+    for node in _nodes(clone):
+        for leaf in (*_leaves(node), *(_names(clone.get_epilogue_lambda_guards()) if node is clone else ())):
+            if leaf not in _KEPT:
+                raise Unknown(leaf)
+    return clone
+
+
+def _visit_variable(facts: Facts, node: Any, is_global: bool, variables: dict[str, Any], name: str | None) -> None:
+    if name is None or name not in variables:
+        return _keep(facts, node)
+    value = variables[name]
+    if _drop_tensor(facts, node, is_global, name, None, value):
+        return None
+    if type(value) in (tuple, list, dict):
+        facts.kept.add(node.get_source())
+        for key, child in _items(node, value):
+            if key is None or not _drop_tensor(facts, child, is_global, name, key, value[key]):
+                _keep(facts, child)
+        return None
+    if not _has_dict(value):
+        return _keep(facts, node)
+    facts.variables.append((is_global, name, None, value, False))
+    _visit(facts, node, value)
+    return None
+
+
+def _drop_tensor(facts: Facts, node: Any, is_global: bool, name: str, item: Any, value: Any) -> bool:
+    is_any = _is_plain_tensor(node, value) and not vars(value)
+    if not is_any or any("ID_MATCH" in _leaves(child) for child in _nodes(node)):
+        return False
+    facts.variables.append((is_global, name, item, value, any(True for _ in _children(node))))
+    facts.dropped.update(child.get_source() for child in _nodes(node))
+    return True
+
+
+def _is_plain_tensor(node: Any, value: Any) -> bool:
+    is_plain = type(value) in _TENSORS and value.layout is torch.strided and not value.is_nested
+    return is_plain and all(
+        _leaves(child) <= _OF_TENSOR
+        and all(type(accessor).__name__.startswith("TensorProperty") for accessor, _ in _children(child))
+        for child in _nodes(node)
+    )
+
+
+def _visit(facts: Facts, node: Any, value: Any) -> bool:
+    """Adds facts of an object that an earlier fact holds, and of those in it; whether its node is not needed."""
+    leaves, children = _leaves(node), list(_children(node))
+    if type(value) in _TENSORS:
+        is_covered = _is_plain_tensor(node, value)
+        if is_covered:
+            facts.steps.append(("tensor", value, None, None))
+    elif type(value) is dict:
+        facts.steps.append(("dict", value, None, None))
+        is_covered = _visit_items(facts, node, value) and leaves <= _OF_DICT
+    elif _has_dict(value):
+        facts.steps.append(("object", value, value.__dict__, None))
+        is_covered = leaves <= _IDENTITY or (leaves <= _IDENTITY | {"NO_HASATTR"} and _fix_attributes(facts, value))
+        for accessor, child in children:
+            if type(accessor).__name__ == "GetGenericDictGuardAccessor":
+                is_covered &= _visit(facts, child, value.__dict__)
+            else:
+                _keep(facts, child)
+                is_covered = False
+    elif _is_constant(value):
+        is_covered = all(_leaves(child) <= _OF_CONSTANT for child in _nodes(node))
+    else:
+        facts.steps.append(("object", value, None, None))
+        is_covered = leaves <= _IDENTITY and not children
+    if is_covered:
+        facts.dropped.update(child.get_source() for child in _nodes(node))
+    elif type(value) is dict or _has_dict(value):
+        facts.kept.add(node.get_source())
+    else:
+        _keep(facts, node)
+    return is_covered
+
+
+def _fix_attributes(facts: Facts, value: Any) -> bool:
+    """Adds facts from which follows which attributes a module has; False for objects that look them up otherwise."""
+    kind: Any = type(value)
+    if not isinstance(value, torch.nn.Module) or kind.__getattr__ is not torch.nn.Module.__getattr__:
+        return False
+    found = vars(value)
+    dicts = (found, found["_parameters"], found["_buffers"], found["_modules"])
+    facts.steps.append(("class", kind, None, None))
+    facts.steps.extend(("dict", one, None, None) for one in dicts)
+    return kind.__getattribute__ is object.__getattribute__ and all(type(one) is dict for one in dicts)
+
+
+def _is_constant(value: Any) -> bool:
+    return type(value) in _CONSTANTS or (type(value) in (tuple, torch.Size) and all(map(_is_constant, value)))
+
+
+def _items(node: Any, value: Any) -> Iterator[tuple[Any, Any]]:
+    """The key of each item, or None if it is not plain, and the item's node; also the nodes of keys that are not."""
+    for accessor, child in _children(node):
+        key = _key_of(accessor)
+        has = key in value if type(value) is dict else type(key) is int and 0 <= key < len(value)
+        yield key if has and type(key) in (str, int) else None, child
+    if hasattr(node, "get_key_value_managers"):
+        keys = list(value)
+        for index, (of_key, of_value) in node.get_key_value_managers().items():
+            key = keys[index] if index < len(keys) and type(keys[index]) in (str, int) else None
+            if of_key is not None and (key is None or not _leaves(of_key) <= _OF_CONSTANT):
+                key = None
+                yield None, of_key
+            if of_value is not None:
+                yield key, of_value
+
+
+def _visit_items(facts: Facts, node: Any, value: dict[Any, Any]) -> bool:
+    is_covered = True
+    for key, child in _items(node, value):
+        if key is None:
+            _keep(facts, child)
+            is_covered = False
+        else:
+            is_covered &= _visit(facts, child, value[key])
+    return is_covered
+
+
+def _keep(facts: Facts, node: Any) -> None:
+    facts.kept.update(child.get_source() for child in _nodes(node))
+
+
+def _has_dict(value: Any) -> bool:
+    """Whether its attributes are in a dictionary, and it is neither a class, a module of Python nor a function."""
+    if isinstance(value, (type, ModuleType, FunctionType, torch.Tensor, dict)):
+        return False
+    return type(getattr(value, "__dict__", None)) is dict
+
+
+def _key_of(accessor: Any) -> Any:
+    """The key with which it looks up an item; None if it does otherwise."""
+    found = re.fullmatch(r"(?:Dict|Tuple|List)GetItemGuardAccessor\((.*)\)", accessor.repr(), re.DOTALL)
+    try:
+        return ast.literal_eval(found[1]) if found else None
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _children(node: Any) -> Iterator[tuple[Any, Any]]:
+    return zip(node.get_accessors(), node.get_child_managers(), strict=True)
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    """It, and all below it."""
+    yield node
+    pairs = node.get_key_value_managers().values() if hasattr(node, "get_key_value_managers") else ()
+    for child in (*node.get_child_managers(), *(part for pair in pairs for part in pair if part is not None)):
+        yield from _nodes(child)
+
+
+def _leaves(node: Any) -> set[str]:
+    return set(_names(node.get_leaf_guards()))
+
+
+def _names(guards: Any) -> list[str]:
+    return [type(guard).__name__ for guard in guards]
