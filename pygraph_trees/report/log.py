@@ -179,7 +179,6 @@ class FunctionLog:
             _trace("pygraph_function", self)
 
     def not_graphed(self, reason: Why) -> None:
-        """Notes why calls of the function run un-graphed."""
         if self._takes_reason(reason) and reason not in self.traced_reasons:
             self.traced_reasons.add(reason)
             _trace("pygraph_function", self)

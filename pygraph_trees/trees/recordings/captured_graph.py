@@ -165,5 +165,4 @@ def is_cuda(value: Any) -> bool:
 
 
 def _is_plain(value: torch.Tensor) -> bool:
-    """Whether the tensor is strided and not empty."""
     return value.layout is torch.strided and value.numel() > 0

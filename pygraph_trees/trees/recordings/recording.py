@@ -114,7 +114,6 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             self.native = self._native(in_python=copies_some or compat.is_kernel_free(wrapped_function))
 
     def _prepare_checks(self) -> None:
-        """Prepares the checks of each call's inputs."""
         checked: Any = self.tensor_static_input_idxs if compat.lists_static_tensors(self) else self.static_input_idxs
         if not self.rerecord_if_static_inputs_change:
             checked = ()
