@@ -398,7 +398,7 @@ class TestSideBySide(BranchesTestCase):
     def test_values_during_and_after_a_trial(self):
         """All calls of both forms; what a real trial finds is replaced by each result."""
         real = trial.compared
-        for program, pays in itertools.product(PROGRAMS, (True, False)):
+        for program, pays in (*((program, True) for program in PROGRAMS), (mlps, False)):
             with (
                 self.subTest(program.__name__, pays=pays),
                 mock.patch.object(Forecast, "choose", lambda forecast: (4, Reason.ON_LANES(lanes=4))),
