@@ -171,7 +171,7 @@ def collective_of_an_input(device: torch.device) -> None:
 
     def fn(x: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         whole = functional.all_gather_tensor(shard, 0, dist.group.WORLD)
-        return x[: len(whole)] * whole + functional.all_reduce(x.sum(), "sum", dist.group.WORLD)
+        return x[: len(whole)] * whole + functional.all_reduce(x[0] * 2, "sum", dist.group.WORLD)
 
     call = graphed(fn)
     with torch.no_grad():

@@ -332,7 +332,8 @@ class TestSideBySide(BranchesTestCase):
         Looked.seen.clear()
         torch.manual_seed(0)
         found = []
-        with torch._inductor.config.patch({FLAG: flag}):
+        # A compilation leaves torch's ``deterministic`` off; another one would generate other code.
+        with torch._inductor.config.patch({**both_sides(), FLAG: flag}):
             self.step = step = program(lambda fn: torch.compile(fn, mode="reduce-overhead"))
             for _ in range(calls):
                 if not keep:
@@ -406,8 +407,9 @@ class TestSideBySide(BranchesTestCase):
                 mock.patch.multiple(Kept, find=lambda *_: None, store=mock.DEFAULT) as kept,
             ):
                 expected, found = (self.values(program, flag, calls=trial.ALL + 40) for flag in ("off", "auto"))
-                tolerance = {"rtol": 1e-3, "atol": 1e-4} if program is critics else {"rtol": 0, "atol": 0}
-                self.assertEqual(found, expected, **tolerance)
+                # The halves in the caches of the second become too small to be exact.
+                is_inexact = program in (critics, in_place)
+                self.assertEqual(found, expected, rtol=1e-3 * is_inexact, atol=1e-4 * is_inexact)
                 newest = [f.recordings[-1] for f in pygraph_trees.report().functions if f.recordings]
                 on_lanes = [r for r in newest if r.branches is not None and r.branches.lanes > 1]
                 self.assertGreaterEqual(len(on_lanes), program in BY_DATA)

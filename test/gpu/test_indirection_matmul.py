@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from indirection import ByTable, IndirectionTestCase, Program, by_name, named, tensor
 from parity import BOTH_SIDES
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 MATMUL = [
@@ -77,7 +78,11 @@ class TestIndirectionMatmul(IndirectionTestCase):
             "template", lambda x, w, b: (x @ w + b).relu() @ w.mT, inputs, settle=small_integers, backward=backward
         )
         options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON", "test_configs.max_mm_configs": 2}
-        with mock.patch.dict(BOTH_SIDES, deterministic=False), torch._inductor.config.patch(options):
+        with (
+            mock.patch.dict(BOTH_SIDES, deterministic=False),  # which tunes nothing
+            torch._inductor.config.patch(options),
+            fresh_cache(),  # of choices
+        ):
             self.check(program)
         self.assertGreater(counters["inductor"]["select_algorithm_autotune"], 0)
 
