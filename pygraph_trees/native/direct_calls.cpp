@@ -166,12 +166,14 @@ struct Direct {
     }
 };
 
+vectorcallfunc stock = nullptr; // of all functions of Python
+
 PyObject *enter(PyObject *function, PyObject *const *arguments, size_t flags, PyObject *names) {
     PyObject *attributes = reinterpret_cast<PyFunctionObject *>(function)->func_dict;
     Ref object = Ref::dup(attributes == nullptr ? nullptr : PyDict_GetItemWithError(attributes, known.attribute));
     auto *direct = in<Direct>(object.get());
     if (direct == nullptr)
-        return _PyFunction_Vectorcall(function, arguments, flags, names);
+        return stock(function, arguments, flags, names);
     return translated([&]() -> PyObject * {
         const Py_ssize_t count = PyVectorcall_NARGS(flags);
         std::vector<PyObject *> given;
@@ -184,7 +186,7 @@ PyObject *enter(PyObject *function, PyObject *const *arguments, size_t flags, Py
         entries[static_cast<size_t>(why)]++;
         if (why == Miss::TAKEN)
             return result.release();
-        result = Ref(_PyFunction_Vectorcall(function, arguments, flags, names));
+        result = Ref(stock(function, arguments, flags, names));
         if (Counter *counter = declared<Counter>(direct->refusal); counter != nullptr && why == Miss::REFUSED)
             counter->value++;
         if (result && why <= Miss::REFUSED)
@@ -198,9 +200,11 @@ void set_entered(const py::function &given, bool is_entered) {
     if (!PyFunction_Check(given.ptr()))
         throw py::type_error("expected a function of Python");
     auto *function = reinterpret_cast<PyFunctionObject *>(given.ptr());
-    const auto wanted = is_entered ? enter : _PyFunction_Vectorcall;
-    if (function->vectorcall != (is_entered ? _PyFunction_Vectorcall : enter))
+    if (stock == nullptr)
+        stock = function->vectorcall;
+    if (function->vectorcall != (is_entered ? stock : enter)) // other code has replaced it
         return;
+    const auto wanted = is_entered ? enter : stock;
 #if PY_VERSION_HEX >= 0x030c0000
     PyFunction_SetVectorcall(function, wanted);
 #else

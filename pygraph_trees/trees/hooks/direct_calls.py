@@ -38,7 +38,6 @@ CHECK_EVERY = 64  # of the calls without guards one is checked, under "check"; s
 _ATTRIBUTE = "pygraph_direct"
 _WRAPPER = "compile_wrapper"
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 # What runs around a call of torch's and changes no call that compiles nothing.
 _HARMLESS = ("OptimizeContext.__init__.<locals>.on_enter", "call_on_enter", "_make_closure_patcher.<locals>.change")
 
@@ -229,7 +228,8 @@ def _target(fn: Any) -> tuple[FunctionType, Any, list[Step]]:
     is_torchs = getattr(calls, "__func__", None) is torch.nn.Module._call_impl
     if not is_plain or not is_torchs or own._compiled_call_impl is not None:
         raise _Refused(Reason.CALLED_OTHERWISE())
-    hooks = [*(getattr(own, name) for name in _HOOKS), *(getattr(modules, name) for name in _GLOBAL_HOOKS)]
+    of_all = [("item", vars(modules), f"_global{name}", getattr(modules, f"_global{name}")) for name in _HOOKS]
+    hooks = [*(getattr(own, name) for name in _HOOKS), *(item[3] for item in of_all)]
     if any(hooks):
         raise _Refused(Reason.MODULE_HOOKED())
     return (
@@ -241,6 +241,7 @@ def _target(fn: Any) -> tuple[FunctionType, Any, list[Step]]:
             ("class", type(own), None, None),
             ("function", torch.nn.Module._call_impl, None, None),
             ("function", forward.__func__, None, None),
+            *of_all,
             *(("empty", hook, None, None) for hook in hooks),
         ],
     )

@@ -73,6 +73,8 @@ def facts_of(root: Any, local_variables: dict[str, Any], global_variables: dict[
         else:
             _keep(facts, node)
     facts.dropped -= facts.kept
+    # Looking up an item may run code of a key, so objects whose facts follow are looked up last.
+    facts.variables.sort(key=lambda variable: not isinstance(variable[3], torch.Tensor))
     return facts
 
 
