@@ -10,6 +10,7 @@ import weakref
 from unittest import mock
 
 import torch
+from guarded import SEEN, UNSEEN, DirectTest, Net, change, helper, rows
 from torch import nn
 from torch._dynamo import eval_frame
 from torch._dynamo.testing import CompileCounter
@@ -20,135 +21,6 @@ from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason
 from pygraph_trees.trees.hooks import direct_calls, guard_facts
 
-SCALE = [2.0]
-FACTOR = torch.ones(4)
-
-
-def helper(x):
-    return x + 1
-
-
-def other_helper(x):
-    return x + 2
-
-
-class Part(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        return self.norm(self.linear(x))
-
-
-class OtherPart(Part):
-    def forward(self, x):
-        return self.norm(self.linear(x)) * 5
-
-
-class Net(nn.Module):
-    power = 2
-
-    def __init__(self):
-        super().__init__()
-        self.part, self.number, self.items = Part(), 3, [1, 2]
-        self.names, self.layers = {"a": 1.5}, nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.config = type("Config", (), {})()
-        self.config.bias = 0.5
-
-    def forward(self, x, y=None, *more, flag=True, **named):
-        x = helper(self.part(x)) * self.number + self.items[0] + len(self.items) + self.config.bias
-        for layer in self.layers:
-            x = layer(x) * self.power
-        if y is not None:
-            x = x + y
-        for tensor in (*more, *named.values()):
-            x = x + tensor
-        if self.names.get("a") and flag:
-            x = x * self.names["a"]
-        return x * SCALE[0] * FACTOR if torch.is_grad_enabled() else x.sin()
-
-
-def rows(*shape, **options):
-    return torch.randn(*(shape or (3, 4)), **options)
-
-
-@unittest.skipUnless(binding.extension is not None and binding.extension.HAS_VERSIONS, "needs the parts in C++")
-class DirectTest(unittest.TestCase):
-    def setUp(self):
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        self.counter = CompileCounter()
-        self.assertTrue(direct_calls._is_as_expected())
-        self.addCleanup(torch._dynamo.reset)
-
-    def compiled(self, fn, **options):
-        """Compiled so that calls without guards are checked."""
-        made = torch.compile(fn, backend=options.pop("backend", self.counter), **options)
-        wrapper = made.forward if isinstance(made, nn.Module) else made
-        backend = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))["callback"].cell_contents
-        direct_calls.enter(wrapper, eval_frame.innermost_backend(backend), "check")
-        return made
-
-    def calls(self, function, *args, **kwargs):
-        """What it returns, whether Dynamo was left out, and else why."""
-        before = direct_calls.counts()
-        result = function(*args, **kwargs)
-        after = direct_calls.counts()
-        whys = {why.reason for why, count in after[1].items() if count > before[1].get(why, 0)}
-        return result, after[0] > before[0], whys
-
-    def settle(self, made, *args, **kwargs):
-        for _ in range(300):  # memos are made more and more rarely
-            if self.calls(made, *args, **kwargs)[1]:
-                return
-        self.fail(f"it is never called without guards: {direct_calls.counts()[1]}")
-
-    def assert_as_eager(self, made, eager, *args, **kwargs):
-        found, expected = made(*args, **kwargs), eager(*args, **kwargs)
-        torch.testing.assert_close(found, expected)
-        self.assertEqual(found.requires_grad, expected.requires_grad)
-
-
-# Changes of a module `m`: after the first ones, its next call skips the guards, though a result may differ.
-UNSEEN = """
-m.part.linear.weight.data.add_(1)
-m.part.linear.weight.grad = torch.zeros(4, 4)
-m.part.linear.weight.data = rows(4, 4)
-m.load_state_dict(Net().state_dict())
-nn.Linear.forward = lambda self, x: x  # nothing guards it
-""".strip().splitlines()
-SEEN = """
-m.part.linear.weight.data = rows(4, 4).t()
-m.double()
-m.part.linear.weight.requires_grad_(False)
-m.part.linear.weight = nn.Parameter(rows(4, 4))
-m.part.linear.bias.__class__ = type("P", (nn.Parameter,), {})
-m.part.linear.bias = None
-torch._dynamo.mark_dynamic(m.part.linear.weight, 0)
-m.part = OtherPart()
-m.part.__class__ = OtherPart
-m.part.__dict__.update(linear=nn.Linear(4, 4))
-m.config.__dict__ = {"bias": 0.75}
-m.layers.append(nn.Linear(4, 4))
-m.layers = m.layers[::-1]
-m.train()
-m.number = 4
-m.number = 3.0
-m.config.bias = 0.25
-m.items[0] = 5
-m.items.append(5)
-m.names["a"] = 2.5
-m.names.clear()
-Net.power = 3
-Net.forward = lambda self, x: x + 1
-m.forward = lambda x: x + 2
-globals().update(helper=other_helper)
-SCALE[0] = 3.0
-m.register_forward_hook(lambda *a: a[2] * 2)
-m.register_forward_pre_hook(lambda m, a: (a[0] * 2,))
-""".strip().splitlines()
 # What changes all calls.
 STATES = {
     "grad mode": torch.no_grad,
@@ -163,37 +35,23 @@ STATES = {
 
 
 class TestChanges(DirectTest):
-    def restore(self):
-        for place, name, value in self.before:
-            setattr(place, name, value) if not isinstance(place, dict) else place.__setitem__(name, value)
-        SCALE[0] = 2.0
-
-    def setUp(self):
-        super().setUp()
-        self.addCleanup(self.restore)
-        self.before = [
-            (Net, "power", 2),
-            (Net, "forward", Net.forward),
-            (nn.Linear, "forward", nn.Linear.forward),
-            (globals(), "helper", helper),
-        ]
-
     def test_a_change_of_what_guards_read_is_seen(self):
         tracker = torch._dynamo.mutation_guard.GenerationTracker
-        for change in UNSEEN + SEEN:
-            with self.subTest(change):
+        for text in UNSEEN + SEEN:
+            with self.subTest(text):
                 torch._dynamo.reset()
                 model, x = Net().eval(), rows()
                 made = self.compiled(model)
                 self.settle(made, x)
                 generation = tracker.generation
-                exec(change, globals(), {"m": model})
+                undo = change(text, model)
+                self.addCleanup(undo)
                 x = x.to(next(model.parameters()).dtype)
                 found, was_taken, whys = self.calls(made, x)
-                if was_taken and "#" not in change:
+                if was_taken and "#" not in text:
                     torch.testing.assert_close(found, model(x))
-                self.restore()
-                self.assertEqual((was_taken, bool(whys)), (change in UNSEEN, change in SEEN))
+                undo()
+                self.assertEqual((was_taken, bool(whys)), (text in UNSEEN, text in SEEN))
                 # Torch's trees see by this number that a call has begun.
                 self.assertEqual(tracker.generation, generation + 1)
 
@@ -265,7 +123,8 @@ class TestChanges(DirectTest):
 
 
 class TestFunctions(DirectTest):
-    def test_globals_closures_and_defaults_are_seen(self):
+    @torch.no_grad()
+    def test_closures_and_defaults_are_seen(self):
         model = Net().eval()
 
         def function(x, factor=2.0, *, offset=1.0):
@@ -273,14 +132,14 @@ class TestFunctions(DirectTest):
 
         made = self.compiled(function)
         self.settle(made, *[rows()])
-        for change in (
+        for do in (
             lambda: setattr(function, "__defaults__", (3.0,)),
             lambda: function.__kwdefaults__.update(offset=2.0),
             lambda: setattr(function, "__kwdefaults__", {"offset": 4.0}),
             lambda: function.__closure__[0].__setattr__("cell_contents", Net().eval()),
             lambda: setattr(function, "__code__", (lambda x, factor=2.0, *, offset=1.0: model(x) - factor).__code__),
         ):
-            change()
+            do()
             args = [rows()]
             found, was_taken, _ = self.calls(made, *args)
             torch.testing.assert_close(found, function(*args))
