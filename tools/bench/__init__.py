@@ -4,8 +4,6 @@
 and results/README.md the results.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 RESULTS_FOLDER = Path(__file__).parent / "results"

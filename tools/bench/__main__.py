@@ -5,8 +5,6 @@ in that folder, and the table in the project's README, are regenerated. Exit sta
 if one failed, 2 if there is no GPU or the command line is wrong.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

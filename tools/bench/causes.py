@@ -1,7 +1,5 @@
 """Reasons that result files do not contain: why something was not measured, or why outputs differ."""
 
-from __future__ import annotations
-
 _CHOICE = (
     "Inductor times two block sizes of a reduction in each compilation; with the same size, ours {same} "
     "([measured](reruns/h100-torch2.11-two-results.txt))"

@@ -4,8 +4,6 @@ They were measured on an H100 with PyTorch of April 2024, relative to its CUDA g
 names the workloads that the paper does not have.
 """
 
-from __future__ import annotations
-
 GEOMETRIC_MEAN = 1.29
 BESIDES = frozenset({"BERT-I"})  # workloads that are not the paper's
 FIGURES = {

@@ -4,8 +4,6 @@
 termination, processes that this one started end too.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

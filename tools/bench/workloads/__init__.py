@@ -5,8 +5,6 @@ each one follows and where it differs. All weights and inputs are random. To add
 :func:`registry.workload`; all files of this folder are imported, in alphabetical order.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 
