@@ -271,8 +271,8 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             # Torch sets the offset of random numbers on the capture's stream, and for a replay on the current stream.
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
         if live is not None:
-            assert self._attempts is not None
-            args = self, outputs, live, self._copied_indices(), self._attempts.overwritten
+            overwritten = () if self._attempts is None else self._attempts.overwritten
+            args = self, outputs, live, self._copied_indices(), overwritten
             with torch.cuda.device(self.device):
                 live.set_up(self.graph, reads, copied, functools.partial(surroundings, *args), with_branches)
             self._count_nodes(live.kinds)
