@@ -118,8 +118,8 @@ FLAGS: tuple[Flag, ...] = (
         name="pygraph_branches",
         values=("off", "report", "auto", "always"),
         changes_artifacts=False,  # the last two change an option of Inductor that is in its keys
-        help="Experimental: independent kernels run side by side, if faster (`auto`) or `always`. `report`: the expected "
-        "gain.",
+        help="Experimental: independent kernels run side by side, if faster (`auto`) or `always`. `report`: the "
+        "expected gain.",
     ),
 )
 
