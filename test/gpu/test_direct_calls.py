@@ -30,13 +30,16 @@ class Program:
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to(self.device)  # type: ignore[attr-defined]
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         before, found = (pygraph_trees.report(), direct_calls.counts()[0]), []
-        with config.patch({**both_sides(), "triton.pygraph_entry": entry}), torch.set_grad_enabled(is_training):
+        options = {**both_sides(), "triton.pygraph_entry": entry}
+        with config.patch(options), torch.set_grad_enabled(is_training):
             call = self.graphed(model.train(is_training))  # type: ignore[attr-defined]
             for i in range(CALLS):
-                outputs = call(torch.randn(8 if i % 5 else 4, 64, device=self.device))  # type: ignore[attr-defined]
+                with config.patch(options):  # a compilation leaves torch's ``deterministic`` off
+                    outputs = call(torch.randn(8 if i % 5 else 4, 64, device=self.device))  # type: ignore[attr-defined]
+                    if is_training:
+                        outputs.square().mean().backward()
                 found.append(outputs.detach().clone() if is_training or i % 2 else outputs)
                 if is_training:
-                    outputs.square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
         torch.cuda.synchronize()
