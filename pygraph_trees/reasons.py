@@ -139,10 +139,10 @@ class Reason(Enum):
     OTHER_STREAMS = "it uses several streams"
     NO_CHAIN = "{why}"
     NOT_CAPTURED = "its stream does not capture"
-    LITTLE_GAIN = "{us} us are predicted side by side, and {chain_us} us one after another"
+    LITTLE_GAIN = "predicted times are {us} us on lanes and {chain_us} us one after another"
     LANES_GREW = "on lanes, the graph pool grew by {nbytes} bytes, which is too much"
     LANES_MEASURED = "{text}"
-    RANKS = "a collective is part of it, and ranks could decide differently"
+    RANKS = "it calls a collective, and ranks could decide differently"
 
     # Why a kernel has no variant.
     COOPERATIVE = "all of its blocks must fit on the GPU at once, and a variant may need more registers"
@@ -177,19 +177,19 @@ class Reason(Enum):
     WRAPPED = "an argument has a functorch wrapper"
 
     # Why a call of a compiled function went through Dynamo.
-    DIRECT_FIRST = "nothing of its guards was remembered"
+    DIRECT_FIRST = "it had no memo yet"
     DIRECT_CHANGED = "a module, one of its tensors, or a setting of torch had changed"
     DIRECT_ARGUMENTS = "its arguments differed"
     DIRECT_GUARD = "a guard failed"
     DIRECT_INSIDE = "a mode, a trace, a compilation or the profiler was active"
     DIRECT_BUSY = "another call ran its guards"
     GUARD_UNKNOWN = "a guard of the kind {kind} cannot be remembered"
-    GRAPH_BREAKS = "it is not one graph"
-    NO_ENTRY = "none of Dynamo's codes fits after the call"
+    GRAPH_BREAKS = "it has a graph break, or calls other compiled code"
+    NO_ENTRY = "Dynamo has no code whose guards hold after the call"
     MODULE_HOOKED = "its module has hooks"
-    CALLED_OTHERWISE = "code of its own calls it"
+    CALLED_OTHERWISE = "it is neither a plain function nor a module that torch calls in the usual way"
     STANCE = "a stance is set"
-    ENTRY_DIFFERS = "Python or torch does not do as expected: {error}"
+    ENTRY_DIFFERS = "Python or torch differs from what direct calls need: {error}"
 
     # Why placement leaves a graph alone.
     NO_GPU = "it has no GPU"

@@ -29,7 +29,7 @@ class DataFlow:
         self._seen: dict[int, StorageWeakRef] = {}  # as long as one is held, no other storage takes its place
 
     def ahead(self, given: Given) -> set[int]:
-        """The operations that one with these tensors follows."""
+        """The operations that an operation with these tensors must follow."""
         found: set[int] = set()
         for tensor, write in given:
             if (storage := storage_of(tensor)) is not None:

@@ -138,7 +138,7 @@ def counts() -> tuple[int, dict[Why, int]]:
 
 
 def _learn(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A memo of a call that torch has just made; None if there can be none, and then ``direct`` has the reason."""
+    """A memo of a call that torch has just made; None if there can be none; ``direct`` then has the reason."""
     try:
         memo = _memo(fn, backend, direct, args, kwargs)
         direct.refusal = None
@@ -275,7 +275,7 @@ def _optional(parameter: inspect.Parameter) -> inspect.Parameter:
 
 
 def _entry(code: Any, backend: Any, local_variables: dict[str, Any]) -> Any:
-    """What Dynamo would take for a call with these variables."""
+    """Dynamo's cache entry for a call with these variables."""
     if not _frames._debug_get_precompile_entries(code):
         for entry in eval_frame._debug_get_cache_entry_list(code):
             is_ours = entry.backend is backend and getattr(entry, "isolate_recompiles_id", -1) == -1
@@ -326,7 +326,7 @@ def _verify(target: FunctionType, guards: Any, local_variables: dict[str, Any]) 
 
 @functools.cache
 def _is_as_expected() -> bool:
-    """Knows torch's functions, and checks that changes of dictionaries and classes are seen in this Python."""
+    """Gives C++ torch's functions, and checks that this Python shows changes of dictionaries and classes."""
     global _difference
     try:
         _difference = _tested_difference()

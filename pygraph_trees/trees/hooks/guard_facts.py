@@ -126,7 +126,7 @@ def _is_plain_tensor(node: Any, value: Any) -> bool:
 
 
 def _visit(facts: Facts, node: Any, value: Any) -> bool:
-    """Adds facts of an object that an earlier fact holds, and of those in it; whether its node is not needed."""
+    """Adds facts about an object that an earlier fact holds, and objects in it; returns if they replace its node."""
     leaves, children = _leaves(node), list(_children(node))
     if type(value) in _TENSORS:
         is_covered = _is_plain_tensor(node, value)
@@ -159,7 +159,7 @@ def _visit(facts: Facts, node: Any, value: Any) -> bool:
 
 
 def _fix_attributes(facts: Facts, value: Any) -> bool:
-    """Adds facts from which follows which attributes a module has; False for objects that look them up otherwise."""
+    """Adds facts that determine a module's attributes; False for objects that look attributes up otherwise."""
     kind: Any = type(value)
     if not isinstance(value, torch.nn.Module) or kind.__getattr__ is not torch.nn.Module.__getattr__:
         return False
@@ -214,7 +214,7 @@ def _has_dict(value: Any) -> bool:
 
 
 def _key_of(accessor: Any) -> Any:
-    """The key with which it looks up an item; None if it does otherwise."""
+    """The key with which an accessor looks up an item; None for other accessors."""
     found = re.fullmatch(r"(?:Dict|Tuple|List)GetItemGuardAccessor\((.*)\)", accessor.repr(), re.DOTALL)
     try:
         return ast.literal_eval(found[1]) if found else None
@@ -227,7 +227,7 @@ def _children(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _nodes(node: Any) -> Iterator[Any]:
-    """It, and all below it."""
+    """A node, and all nodes below it."""
     yield node
     pairs = node.get_key_value_managers().values() if hasattr(node, "get_key_value_managers") else ()
     for child in (*node.get_child_managers(), *(part for pair in pairs for part in pair if part is not None)):
