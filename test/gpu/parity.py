@@ -15,6 +15,8 @@ import gc
 import hashlib
 import os
 import sys
+import threading
+import time
 import traceback
 import unittest
 import warnings
@@ -47,7 +49,7 @@ from transcript import (
 from tree_facts import TreeFacts, class_problems, device_manager, tree_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     Program = Callable[["Context"], None]
 
@@ -211,6 +213,19 @@ def _release(error: BaseException) -> None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+def run_threads(threads: Sequence[threading.Thread], errors: Sequence[BaseException], seconds: float) -> None:
+    """Starts threads and waits for them; raises the first of the errors that they note, or if one does not end."""
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if errors:
+        raise errors[0]
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"threads are not over after {seconds:.0f} s")
 
 
 def calls(function: Callable[..., Any], *shapes: tuple[int, ...], count: int = 4, **options: Any) -> Program:

@@ -19,7 +19,7 @@ import torch
 import torch._dynamo
 from indirection import IndirectionTestCase
 from packages import is_nccl_a_stub
-from parity import requires_cuda, requires_two_gpus
+from parity import requires_cuda, requires_two_gpus, run_threads
 from test_trees_concurrency import with_own_manager
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
@@ -200,12 +200,7 @@ class TestTwoDevices(IndirectionTestCase):
                 both.abort()
 
         threads = [threading.Thread(target=noting_failures, args=(device,)) for device in (self.device, self.other)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(180)
-        if failures:
-            raise failures[0]
+        run_threads(threads, failures, 180)
         self.assertGreater(pygraph_trees.report().replays, 20)  # since the reset, the main thread has used no graphs
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import user_operators
 from indirection import KeptTestCase
+from parity import run_threads
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 SLEEP = 40_000_000  # cycles: some 0.02 s
@@ -206,12 +207,7 @@ class TestStreams(KeptTestCase):
                 errors.append(error)
 
         threads = [threading.Thread(target=work, args=(self.stream(),)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        if errors:
-            raise errors[0]
+        run_threads(threads, errors, 120)
 
 
 instantiate_parametrized_tests(TestStreams)
