@@ -254,7 +254,8 @@ class TestLife(DirectTest):
             thread.start()
         for thread in threads:
             thread.join()
-        self.assertEqual((wrong, self.counter.frame_count), ([], 2))
+        # How often Dynamo compiles is left open: with such threads, it also compiles again without direct calls.
+        self.assertEqual(wrong, [])
         self.assertGreater(direct_calls.counts()[0], before)
 
     def test_a_module_that_is_gone_is_freed(self):
