@@ -10,7 +10,6 @@ select different block sizes for their reductions, which changes the rounding.
 from __future__ import annotations
 
 import itertools
-import random
 from collections import Counter
 from dataclasses import replace
 from typing import ClassVar
@@ -19,6 +18,7 @@ from unittest import mock
 import torch
 import torch._functorch.config
 import torch._inductor.config
+from fuzzing.everything import delayed
 from parity import both_sides, clean, requires_cuda
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -29,7 +29,6 @@ from pygraph_trees.cuda.graph_nodes import NodeKind
 from pygraph_trees.edges import branches, trial
 from pygraph_trees.edges.data_flow import Forecast
 from pygraph_trees.edges.order import reduced
-from pygraph_trees.edges.streams import Streams
 from pygraph_trees.reasons import Reason
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.profiles import Kept
@@ -303,21 +302,6 @@ def two_graphs(compiled):
     return step
 
 
-def delayed(cycles):
-    """``Streams.run`` with a spin kernel of so many cycles, if any, in front of each operation."""
-    run = Streams.run
-
-    def delayed_run(streams, lane, call):
-        def after_delay(stream):
-            if count := cycles():
-                torch.cuda._sleep(count)
-            return call(stream)
-
-        return run(streams, lane, after_delay)
-
-    return delayed_run
-
-
 PROGRAMS = (mlps, chain, bags, critics, dropouts, in_place, split_matmuls, two_graphs)
 BY_DATA = (mlps, bags, critics)  # with operations that data leaves side by side
 
@@ -383,12 +367,10 @@ class TestSideBySide(BranchesTestCase):
 
     def test_values_with_delays(self):
         """Spin kernels of up to 50 us are part of a random half of the operations."""
-        chance = random.Random(0)
-        spins = delayed(lambda: chance.random() < 0.5 and chance.randrange(100_000))
         for program in (mlps, bags, critics, in_place, split_matmuls):
             expected = self.values(program, "off")
             for seed in range(3):
-                with self.subTest(program.__name__, seed=seed), mock.patch.object(Streams, "run", spins):
+                with self.subTest(program.__name__, seed=seed), delayed(seed):
                     self.check(program, expected)
 
     def test_outputs_that_are_kept(self):
@@ -445,7 +427,7 @@ class TestSideBySide(BranchesTestCase):
 
     def test_a_spin_kernel_is_no_barrier(self):
         """Otherwise, delays would show nothing."""
-        with mock.patch.object(Streams, "run", delayed(lambda: 1000)):
+        with delayed(0):
             self.values(mlps, "always")
         self.assertEqual([r.branches.barriers for r in self.recordings], [0])
 

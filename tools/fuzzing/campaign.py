@@ -27,6 +27,7 @@ from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 from .case import Case, read
 from .check import UNGRAPHED
+from .everything import ENVIRONMENT
 from .reduction import reduce
 from .uses import USES
 
@@ -55,6 +56,7 @@ class Campaign:
     most_failures: int = 1
     reduce_s: float = 120.0  # to make a failing case smaller
     longest_call_s: float = 90.0  # which compiles
+    everything: bool = False  # with what is off by default (everything.py)
     left_out: tuple[int, ...] = ()  # numbers of programs, which count as ones that eager cannot run
 
 
@@ -71,6 +73,8 @@ class Counts:
     replays: int = 0
     recordings: int = 0
     ungraphed_calls: int = 0
+    on_lanes: int = 0  # recordings with kernels side by side
+    unguarded: int = 0  # calls without Dynamo's guards
     uses: dict[str, int] = field(default_factory=dict)  # programs that eager can run, by the features they use
 
     def add(self, other: Counts) -> None:
@@ -88,6 +92,8 @@ class Counts:
             text += f", {self.caught} faults"
         if self.recordings or self.replays:
             text += f"; {self.replays} replays of {self.recordings} recordings, {self.ungraphed_calls} calls un-graphed"
+        if self.on_lanes or self.unguarded:
+            text += f"; {self.on_lanes} recordings on lanes, {self.unguarded} calls without guards"
         if self.torch_differs:
             text += f"; {self.torch_differs} where torch differs from eager as well"
         if self.invalid:
@@ -246,14 +252,15 @@ class _Worker:
         limits = {"seconds": seconds, "number": first, "most_cases": most}
         job = {**asdict(campaign), **limits, "vector_instructions": vector_instructions()}
         # Several workers fill the machine, and pools of compile processes take long to start.
-        one = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if campaign.jobs > 1 else {}
+        more = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if campaign.jobs > 1 else {}
+        more |= ENVIRONMENT if campaign.everything else {}
         path = os.pathsep.join(filter(None, [str(TOOLS), str(TOOLS.parent), os.environ.get("PYTHONPATH")]))
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz_")
         self._child = Child(
             ["-X", "faulthandler", "-m", WORKER],
             {**job, "case": None if case is None else case.text()},
             Path(self._folder.name) / "log.txt",
-            {**os.environ, "PYTHONPATH": path, **one, **_gpus_of(first)},
+            {**os.environ, "PYTHONPATH": path, **more, **_gpus_of(first)},
         )
 
     def __enter__(self) -> _Worker:

@@ -47,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         help="runs where the way differs from eager; if it does the same, that is torch's; default: compile",
     )
     parser.add_argument("--exact", action="store_true", help="must also equal torch.compile without graphs, bit by bit")
+    parser.add_argument("--everything", action="store_true", help="with what is off by default, and random delays")
     parser.add_argument("--jobs", type=int, default=_jobs(), help="processes at a time (default: %(default)s here)")
     parser.add_argument("--failures", type=int, default=1, metavar="N", help="stop after so many (default: 1)")
     parser.add_argument("--reduce", type=float, default=120.0, metavar="SECONDS", help="for each (default: 120)")
@@ -95,6 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         under_test=way,
         control=control,
         exactly=exactly,
+        everything=options.everything,
         seconds=minutes * 60,
         seed=seed,
         most_cases=options.cases,

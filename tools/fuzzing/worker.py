@@ -22,7 +22,9 @@ from child import answering
 from torch._inductor.cpu_vec_isa import VecISA
 
 from pygraph_trees.report.log import journal
+from pygraph_trees.trees.hooks import direct_calls
 
+from . import everything
 from .campaign import FAILED, POISONED, POISONED_BY_EAGER, Counts, Failure
 from .case import Case, read
 from .check import InvalidCase, Mismatch, check, device_of, is_lost
@@ -133,6 +135,9 @@ class Worker:
         journal.clear()
         self.counts.replays += sum(f.replays for f in functions)
         self.counts.recordings += sum(len(f.recordings) for f in functions)
+        branches = [r.branches for f in functions for r in f.recordings if r.branches is not None]
+        self.counts.on_lanes += sum(found.lanes > 1 for found in branches)
+        self.counts.unguarded, _ = direct_calls.counts()
         self.counts.ungraphed_calls += sum(f.ungraphed_calls for f in functions)
         self._say({"counts": asdict(self.counts)})
 
@@ -156,6 +161,8 @@ def main(campaign: str) -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()  # signals to the parent's session do not reach it
     VecISA.check_build = lambda isa, _: str(isa) in told["vector_instructions"]
     warnings.simplefilter("ignore")
+    if told["everything"]:
+        everything.turn_on(told["seed"])
     worker = Worker(told)
     return worker.campaign() if told["case"] is None else worker.single(told["case"])
 
