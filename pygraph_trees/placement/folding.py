@@ -34,7 +34,7 @@ from .nodes import (
     reached,
     tensors_of,
 )
-from .operators import why_not_the_same_again
+from .operators import is_sum_of_another, why_not_the_same_again
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -159,7 +159,7 @@ class Folding:
             return Reason.UNSET()
         if any(not tensors_of(source) for source in node.all_input_nodes):
             return Reason.NUMBER_AT_CALL()
-        return why_not_the_same_again(node)
+        return why_not_the_same_again(node) or (Reason.LAST_PLACE() if is_sum_of_another(node) else None)
 
     def _run(self, node: fx.Node) -> bool:
         """Evaluates a node whose inputs have values; returns False, with the reason noted, if it gets no value."""

@@ -239,6 +239,13 @@ def is_by_integers(node: fx.Node) -> bool:
     return node.target is aten.index.Tensor and not any(i.meta["val"].dtype in masks for _, i in indices_of(node))
 
 
+def is_sum_of_another(node: fx.Node) -> bool:
+    """Whether a floating-point sum stands for another operator, such as a product of vectors, that rounds otherwise."""
+    original = node.meta.get("original_aten")
+    is_sum = packet_of(node) is aten.sum and not is_integral(node.meta["val"])
+    return is_sum and original is not None and getattr(original, "overloadpacket", original) is not aten.sum
+
+
 def is_elementwise(node: fx.Node) -> bool:
     """Whether the GPU computes a known operator inside the kernel that reads it."""
     return packet_of(node) not in _REDUCES | _LOOKUPS.keys()
