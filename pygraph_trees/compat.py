@@ -93,6 +93,14 @@ def are_call_marks_wrapped() -> bool:
     return hasattr(utils.record_pregraph_bytecode_enter, "__wrapped__")
 
 
+def dynamic_mark() -> str:
+    """The attribute with which compiled code marks the dynamic dimensions of a tensor, and which no guard reads."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    has_own = hasattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices")  # torch 2.13
+    return "_dynamo_propagated_dynamic_indices" if has_own else "_dynamo_weak_dynamic_indices"
+
+
 def unwraps_in_python() -> bool:
     """Whether torch looks for dead functorch wrappers among the arguments of autograd functions in Python."""
     # Up to 2.13.

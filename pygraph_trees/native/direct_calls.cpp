@@ -249,11 +249,13 @@ void pygraph::add_direct_calls(py::module_ &module) {
     module.attr("HAS_VERSIONS") = PY_VERSION_HEX < 0x030d0000;
     module.def("know_dynamo",
                [](const std::string &attribute, const py::object &get_callback, const py::object &set_complete_hook,
-                  const py::object &of_thread, const py::object &leave_layers, const py::object &generations) {
+                  const py::object &of_thread, const py::object &leave_layers, const py::object &generations,
+                  const std::string &mark) {
                    known = {PyUnicode_InternFromString(attribute.c_str()), reference(get_callback),
                             reference(set_complete_hook), reference(of_thread),
                             PyUnicode_InternFromString("tracing_context"), reference(leave_layers),
                             reference(generations)};
+                   harmless_mark = PyUnicode_InternFromString(mark.c_str());
                },
                "Gives torch's functions that each call needs. Must be called before a function is entered directly.");
     module.def("enter_directly", set_entered, "Whether calls of a function go to the Direct in its attributes first.");

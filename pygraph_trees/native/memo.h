@@ -161,9 +161,12 @@ struct Variable {
     }
 };
 
+inline PyObject *harmless_mark = nullptr; // an attribute that compiled code sets, and that no guard reads
+
 inline bool is_marked(PyObject *object) {
     PyObject **slot = _PyObject_GetDictPtr(object);
-    return slot != nullptr && *slot != nullptr && PyDict_GET_SIZE(*slot) > 0;
+    const Py_ssize_t count = slot == nullptr || *slot == nullptr ? 0 : PyDict_GET_SIZE(*slot);
+    return count > 1 || (count == 1 && PyDict_GetItemWithError(*slot, harmless_mark) == nullptr);
 }
 
 struct Memo {

@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._inductor import config
 
 import pygraph_trees
+from pygraph_trees.compat import dynamic_mark
 from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason
 from pygraph_trees.trees.hooks import direct_calls, guard_facts
@@ -97,6 +98,10 @@ class TestChanges(DirectTest):
                 self.settle(made, x)
                 self.assertEqual(self.calls(made, *args, **kwargs)[1], text in alike)
                 self.assert_as_eager(made, model, *args, **kwargs)
+        used = rows()
+        setattr(used, dynamic_mark(), {0})  # as compiled code does with what it saves for a backward
+        self.settle(made, x)
+        self.assertTrue(self.calls(made, used)[1])
         self.assertRaisesRegex(TypeError, "missing 1 required", made)
         made = self.compiled(model, dynamic=False)
         self.settle(made, x, rows(), rows(), extra=rows())

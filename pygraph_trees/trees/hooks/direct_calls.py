@@ -26,6 +26,7 @@ from torch.autograd import profiler
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as modules
 
+from pygraph_trees.compat import dynamic_mark
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason, Why
@@ -352,6 +353,7 @@ def _tested_difference() -> str | None:
         _TLS,
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth,
         GenerationTracker,
+        dynamic_mark(),
     )
 
     class Own:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from pygraph_trees.compat import dynamic_mark
+
 _IDENTITY = frozenset({"ID_MATCH", "TYPE_MATCH", "NOT_NONE"})
 _OF_DICT = _IDENTITY | {"DICT_CONTAINS", "DICT_LENGTH", "DICT_VERSION", "MAPPING_KEYS_CHECK"}
 _OF_TENSOR = _IDENTITY | {
@@ -108,7 +110,7 @@ def _visit_variable(facts: Facts, node: Any, is_global: bool, variables: dict[st
 
 
 def _drop_tensor(facts: Facts, node: Any, is_global: bool, name: str, item: Any, value: Any) -> bool:
-    is_any = _is_plain_tensor(node, value) and not vars(value)
+    is_any = _is_plain_tensor(node, value) and vars(value).keys() <= {dynamic_mark()}
     if not is_any or any("ID_MATCH" in _leaves(child) for child in _nodes(node)):
         return False
     facts.variables.append((is_global, name, item, value, any(True for _ in _children(node))))
