@@ -72,16 +72,17 @@ struct Metadata {
 
 /* One fact about an object. Pointers are borrowed from the program. */
 struct Step {
-    enum Kind { OBJECT, DICT, TENSOR, EMPTY, CLASS, FUNCTION, ITEM } kind;
+    enum Kind { OBJECT, DICT, TENSOR, EMPTY, CLASS, FUNCTION, CELL, ITEM } kind;
     PyObject *object;
     PyObject **slot = nullptr;           // of its dictionary
-    std::array<const void *, 4> other{}; // what is there, or what it has
+    std::array<const void *, 5> other{}; // what is there, or what it has
     uint64_t version = 0;
     Metadata metadata{};
 
-    static std::array<const void *, 4> of_function(PyObject *object) {
+    static std::array<const void *, 5> of_function(PyObject *object) {
         const auto *function = reinterpret_cast<PyFunctionObject *>(object);
-        return {function->func_code, function->func_defaults, function->func_kwdefaults, function->func_closure};
+        return {function->func_code, function->func_defaults, function->func_kwdefaults, function->func_closure,
+                function->func_name};
     }
 
     bool has_attributes() const {
@@ -102,6 +103,8 @@ struct Step {
             return version_of_class(reinterpret_cast<PyTypeObject *>(object)) == version;
         case FUNCTION:
             return of_function(object) == other;
+        case CELL:
+            return PyCell_GET(object) == other[0];
         case ITEM:
             return PyDict_GetItemWithError(object, static_cast<PyObject *>(const_cast<void *>(other[0]))) == other[1];
         }
@@ -128,12 +131,16 @@ inline Step step_of(const std::string &kind, PyObject *object, PyObject *one, Py
             step.kind = Step::TENSOR, step.metadata = Metadata::of(object);
     } else if (kind == "class") {
         step.kind = Step::CLASS;
+        _PyType_Lookup(reinterpret_cast<PyTypeObject *>(object), names.generation); // gives it a version
         step.version = version_of_class(reinterpret_cast<PyTypeObject *>(object));
         if (step.version == 0)
             throw py::value_error("a class has no version");
     } else if (kind == "function") {
         step.kind = Step::FUNCTION;
         step.other = Step::of_function(object);
+    } else if (kind == "cell") {
+        step.kind = Step::CELL;
+        step.other = {one};
     } else {
         step.kind = Step::ITEM;
         step.other = {one, two};

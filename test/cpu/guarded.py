@@ -1,6 +1,8 @@
 """A module whose results depend on all that Dynamo guards, changes of it, and the base of tests of direct calls."""
 
+import builtins
 import unittest
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -21,6 +23,17 @@ def helper(x):
 
 def other_helper(x):
     return x + 2
+
+
+def shifted(by):
+    def shift(x, factor=2.0, *, more=0.5):
+        return x * factor + by + more
+
+    return shift
+
+
+shift, tools = shifted(0.25), ModuleType("tools")
+tools.bend = torch.sin
 
 
 class Part(nn.Module):
@@ -58,6 +71,7 @@ class Net(nn.Module):
             x = x + tensor
         if self.names.get("a") and flag:
             x = x * self.names["a"]
+        x = shift(tools.bend(x)) + abs(self.number)
         return x * SCALE[0] * FACTOR if torch.is_grad_enabled() else x.sin()
 
 
@@ -136,6 +150,12 @@ Net.power = 3
 Net.forward = lambda self, x: x + 1
 m.forward = lambda x: x + 2
 globals().update(helper=other_helper)
+builtins.abs = lambda _: 7
+helper.__code__ = other_helper.__code__
+shift.__defaults__ = (3.0,)
+shift.__kwdefaults__["more"] = 0.75
+shift.__closure__[0].cell_contents = 2.5
+tools.bend = torch.cos
 SCALE[0] = 3.0
 m.register_forward_hook(lambda *a: a[2] * 2)
 m.register_forward_pre_hook(lambda m, a: (a[0] * 2,))
@@ -145,10 +165,13 @@ m.register_forward_pre_hook(lambda m, a: (a[0] * 2,))
 def change(text, module):
     """Makes one of these changes; returns the function that undoes it outside of the module."""
     before = dict(globals()), Net.power, Net.forward, nn.Linear.forward
+    code, bend, builtin = helper.__code__, tools.bend, abs
     exec(text, globals(), {"m": module})
 
     def undo():
         globals().update(before[0])
+        helper.__code__, tools.bend, builtins.abs, shift.__defaults__ = code, bend, builtin, (2.0,)
+        shift.__kwdefaults__["more"], shift.__closure__[0].cell_contents = 0.5, 0.25
         Net.power, Net.forward, nn.Linear.forward = before[1:]
         SCALE[0] = 2.0
 

@@ -170,7 +170,7 @@ def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dic
     # None once torch has dropped the entry.
     steps += [("object", guards, vars(guards), None), ("item", vars(guards), "cache_entry", guards.cache_entry)]
     function = _function(target, code)
-    facts = facts_of(guards.root, local_variables, target.__globals__)
+    facts = facts_of(guards.root, local_variables, target.__globals__, target.__code__.co_freevars)
     clone = cloned(guards.root, facts)
     steps += facts.steps
     memo = binding.extension.Memo(
@@ -179,7 +179,7 @@ def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dic
         guards=guards,
         kept=(
             [variable[1:3] for variable in facts.variables],
-            [(type(step[1]), step[2:] if step[0] == "item" else ()) for step in steps],
+            [_held(*step) for step in steps],
             target.__code__,
         ),
         steps=steps,
@@ -191,6 +191,12 @@ def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dic
         raise _Refused(Reason.DIRECT_ARGUMENTS())
     memo.function = functools.partial(_first_call, direct, memo, function)
     return memo
+
+
+def _held(kind: str, value: Any, *of_kind: Any) -> Any:
+    """What must live as long as a memo, so that its address is not used again."""
+    own = (value.__code__, value.__defaults__, value.__name__) if kind == "function" else ()
+    return type(value), own, of_kind if kind in ("item", "cell") else ()
 
 
 def _settings() -> list[Step]:

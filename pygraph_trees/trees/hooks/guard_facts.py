@@ -8,10 +8,11 @@ follows from the facts, and only kept if it works in a clone: :class:`Unknown` i
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -43,6 +44,14 @@ _KEPT = (_OF_DICT | _OF_CONSTANT | _OF_TENSOR) - {"TENSOR_MATCH", "NO_TENSOR_ALI
     "DEFAULT_DEVICE",
 }
 _CONSTANTS = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
+_OF_FUNCTION = {"Code": "__code__", "Closure": "__closure__"}  # by accessor
+_OF_FUNCTION |= {"FuncDefaults": "__defaults__", "FuncKwDefaults": "__kwdefaults__"}
+_STEPS: dict[Any, str | None] = {
+    FunctionType: "function",
+    tuple: None,
+    MappingProxyType: None,
+}  # the last two are parts of what is fixed
+_FIXED: dict[Any, frozenset[str]] = {tuple: _IDENTITY | {"LENGTH_CHECK"}, MappingProxyType: _OF_DICT}
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 Step = tuple[str, Any, Any, Any]  # kind, object, and two values whose meaning depends on the kind
@@ -59,10 +68,13 @@ class Facts:
     variables: list[Variable] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)  # sources of nodes
     kept: set[str] = field(default_factory=set)
+    free: tuple[str, ...] = ()  # names of local variables that are the same objects in each call
 
 
-def facts_of(root: Any, local_variables: dict[str, Any], global_variables: dict[str, Any]) -> Facts:
-    facts = Facts()
+def facts_of(
+    root: Any, local_variables: dict[str, Any], global_variables: dict[str, Any], free: tuple[str, ...]
+) -> Facts:
+    facts = Facts(free=free)
     for accessor, node in _children(root):
         kind = type(accessor).__name__
         if kind == "GlobalsGuardAccessor":
@@ -96,15 +108,18 @@ def _visit_variable(facts: Facts, node: Any, is_global: bool, variables: dict[st
     value = variables[name]
     if _drop_tensor(facts, node, is_global, name, None, value):
         return None
-    if type(value) in (tuple, list, dict):
+    if type(value) in (tuple, list, dict) and value is not vars(builtins):
         facts.kept.add(node.get_source())
         for key, child in _items(node, value):
             if key is None or not _drop_tensor(facts, child, is_global, name, key, value[key]):
                 _keep(facts, child)
         return None
-    if not _has_dict(value):
+    if is_global and _is_fixed(value):
+        facts.steps.append(("item", variables, name, value))
+    elif _has_dict(value) or (name in facts.free and isinstance(value, FunctionType)):
+        facts.variables.append((is_global, name, None, value, False))
+    else:
         return _keep(facts, node)
-    facts.variables.append((is_global, name, None, value, False))
     _visit(facts, node, value)
     return None
 
@@ -140,24 +155,59 @@ def _visit(facts: Facts, node: Any, value: Any) -> bool:
     elif _has_dict(value):
         facts.steps.append(("object", value, value.__dict__, None))
         is_covered = leaves <= _IDENTITY or (leaves <= _IDENTITY | {"NO_HASATTR"} and _fix_attributes(facts, value))
-        for accessor, child in children:
-            if type(accessor).__name__ == "GetGenericDictGuardAccessor":
-                is_covered &= _visit(facts, child, value.__dict__)
-            else:
-                _keep(facts, child)
-                is_covered = False
+        is_covered &= _visit_parts(facts, value, children)
     elif _is_constant(value):
         is_covered = all(_leaves(child) <= _OF_CONSTANT for child in _nodes(node))
     else:
-        facts.steps.append(("object", value, None, None))
-        is_covered = leaves <= _IDENTITY and not children
+        kind = "class" if isinstance(value, type) else _STEPS.get(type(value), "object")
+        if kind is not None:
+            facts.steps.append((kind, value, None, None))
+        is_covered = _visit_parts(facts, value, children) and leaves <= _FIXED.get(type(value), _IDENTITY)
     if is_covered:
         facts.dropped.update(child.get_source() for child in _nodes(node))
-    elif type(value) is dict or _has_dict(value):
-        facts.kept.add(node.get_source())
-    else:
+    elif type(value) in _TENSORS or _is_constant(value):
         _keep(facts, node)
+    else:
+        facts.kept.add(node.get_source())
     return is_covered
+
+
+def _visit_parts(facts: Facts, value: Any, children: list[tuple[Any, Any]]) -> bool:
+    is_covered = True
+    for accessor, child in children:
+        try:
+            is_covered &= _visit(facts, child, _part_of(facts, value, accessor))
+        except LookupError:
+            _keep(facts, child)
+            is_covered = False
+    return is_covered
+
+
+def _part_of(facts: Facts, value: Any, accessor: Any) -> Any:
+    """What an accessor reads of an object that facts hold, and that they then hold, too; LookupError for others."""
+    kind = type(accessor).__name__.removesuffix("GuardAccessor")
+    attribute = accessor.repr()[len("GetAttrGuardAccessor(") : -1] if kind == "GetAttr" else _OF_FUNCTION.get(kind, "")
+    if isinstance(value, FunctionType) and attribute in ("__name__", *_OF_FUNCTION.values()):
+        return getattr(value, attribute)
+    if isinstance(value, CellType) and attribute == "cell_contents" and _is_fixed(value.cell_contents):
+        facts.steps.append(("cell", value, value.cell_contents, None))
+        return value.cell_contents
+    if type(value) is ModuleType and _is_fixed(vars(value)[attribute]):
+        facts.steps.append(("item", vars(value), attribute, vars(value)[attribute]))
+        return vars(value)[attribute]
+    if isinstance(value, type) and kind in ("TypeDict", "TypeMRO"):
+        return value.__dict__ if kind == "TypeDict" else value.__mro__
+    if type(value) in _FIXED and kind in ("TupleGetItem", "GetItem", "DictGetItem"):
+        return value[_key_of(accessor)]
+    if _has_dict(value) and kind in ("GetGenericDict", "Type"):
+        return value.__dict__ if kind == "GetGenericDict" else type(value)
+    raise LookupError
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether facts may hold an object itself: it is no data of the program."""
+    kinds = FunctionType, BuiltinFunctionType, ModuleType, type
+    return isinstance(value, kinds) or _is_constant(value) or value is vars(builtins)
 
 
 def _fix_attributes(facts: Facts, value: Any) -> bool:
@@ -217,7 +267,7 @@ def _has_dict(value: Any) -> bool:
 
 def _key_of(accessor: Any) -> Any:
     """The key with which an accessor looks up an item; None for other accessors."""
-    found = re.fullmatch(r"(?:Dict|Tuple|List)GetItemGuardAccessor\((.*)\)", accessor.repr(), re.DOTALL)
+    found = re.fullmatch(r"(?:Dict|Tuple|List|)GetItemGuardAccessor\((.*)\)", accessor.repr(), re.DOTALL)
     try:
         return ast.literal_eval(found[1]) if found else None
     except (SyntaxError, ValueError):
