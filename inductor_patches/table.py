@@ -158,13 +158,13 @@ _REBOUND: dict[str, dict[str, dict[str, _Row]]] = {
         # no profiler runs; the replacements then do nothing. Torch 2.15 no longer wraps them in
         # `torch._dynamo.disable`, so they stay upstream's there.
         "torch._dynamo.utils": {
-            "record_pregraph_bytecode_enter": ("pygraph_trees.trees.hooks.call_marks.enter", _NO_WRAPPER),
-            "record_pregraph_bytecode_exit": ("pygraph_trees.trees.hooks.call_marks.exit", _NO_WRAPPER),
+            "record_pregraph_bytecode_enter": ("pygraph_trees.trees.hooks.host_work.enter", _NO_WRAPPER),
+            "record_pregraph_bytecode_exit": ("pygraph_trees.trees.hooks.host_work.exit", _NO_WRAPPER),
         },
         # Torch searches the arguments of each autograd function, and so all parameters of a compiled training step.
         "torch._functorch.utils": {
             "unwrap_dead_wrappers": (
-                "pygraph_trees.trees.hooks.dead_wrappers.unwrapping",
+                "pygraph_trees.trees.hooks.host_work.unwrapping",
                 "torch 2.14 searches in C++, and its function stays there",
             ),
         },
@@ -243,7 +243,7 @@ PATCHES: tuple[Patch, ...] = (
         feature="saving",
         module="torch._functorch._aot_autograd.runtime_wrappers",
         name="_AutogradSavedState.save_from_forward",
-        replace=made_by("pygraph_trees.trees.hooks.saved_state.saving"),
+        replace=made_by("pygraph_trees.trees.hooks.host_work.saving"),
         removable="torch looks at saved tensors in C++",
     ),
     # All of Inductor's Triton kernels are launched here. It is rebound only while a function is warmed up, or captured

@@ -44,15 +44,15 @@ def report() -> Report:
 
     states = inductor_patches.status()
     features = (FeatureState(found.feature, found.state, "; ".join(found.mismatches) or None) for found in states)
-    hooks = {
-        "backwards": "backward_edges",
-        "forwards": "saved_state",
-        "arguments": "dead_wrappers",
-        "calls": "direct_calls",
+    counts = {
+        "backwards": ("backward_edges", "counts"),
+        "forwards": ("host_work", "forwards"),
+        "arguments": ("host_work", "arguments"),
+        "calls": ("direct_calls", "counts"),
     }
-    found = {field: sys.modules.get(f"pygraph_trees.trees.hooks.{hook}") for field, hook in hooks.items()}
+    hooks = {field: sys.modules.get(f"pygraph_trees.trees.hooks.{hook}") for field, (hook, _) in counts.items()}
     # They are there once the patches are applied.
-    host_work = {field: HostWork(*hook.counts()) for field, hook in found.items() if hook is not None}
+    host_work = {f: HostWork(*getattr(hook, counts[f][1])()) for f, hook in hooks.items() if hook is not None}
     native = inductor_patches.why_unsupported(torch_version()) or build.status()
     return summary.report(tuple(features), native, host_work)
 

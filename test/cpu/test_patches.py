@@ -41,7 +41,7 @@ from inductor_patches.patch import FeatureOff, LiveProbe, PatchOverwritten, Patc
 from pygraph_trees import compat
 from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason
-from pygraph_trees.trees.hooks import backward_edges, call_marks, dead_wrappers
+from pygraph_trees.trees.hooks import backward_edges, host_work
 from pygraph_trees.trees.managers import manager
 from pygraph_trees.trees.recordings import recording
 
@@ -96,7 +96,7 @@ class TestInstall(TestCase):
         inductor_patches.install()
         patched = torch_as_it_is()
         self.assertEqual((patched["node"], patched["manager"]), (recording.Recording, manager.Manager))
-        stays = {"marks"} if not call_marks.are_call_marks_wrapped() else set()
+        stays = {"marks"} if not host_work.are_call_marks_wrapped() else set()
         stays |= {"engine"} if binding.extension is None else set()
         stays |= {"unwrap"} if binding.extension is None or not compat.unwraps_in_python() else set()
         stays |= {"entering"} if binding.extension is None else set()
@@ -157,10 +157,10 @@ class TestCalls(TestCase):
                 yield [torch._C._functorch.is_gradtrackingtensor(value) for value in unwrap((leaked[0], x))]
             yield unwrap(())
 
-        before = dead_wrappers.counts()
+        before = host_work.arguments()
         found = list(values(torch._functorch.utils.unwrap_dead_wrappers))
         if binding.extension is not None and compat.unwraps_in_python():
-            plain, wrapped = dead_wrappers.counts()
+            plain, wrapped = host_work.arguments()
             self.assertGreater(plain, before[0])
             self.assertGreaterEqual(wrapped[Reason.WRAPPED()], 4)
         inductor_patches.uninstall()

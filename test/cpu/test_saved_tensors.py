@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import inductor_patches
 from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason
-from pygraph_trees.trees.hooks import saved_state, saved_tensors
+from pygraph_trees.trees.hooks import host_work, saved_tensors
 from pygraph_trees.trees.hooks.saved_tensors import conform, conforming, layouts_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -246,7 +246,7 @@ class TestMethod(TestCase):
         self.addCleanup(inductor_patches.install)
         self.upstream = SavedState.save_from_forward
         self.torchs = mock.Mock(side_effect=self.upstream)
-        self.saving = saved_state.saving(self.torchs)
+        self.saving = host_work.saving(self.torchs)
         self.base = torch.arange(6.0)
         self.plain = [self.base, nn.Parameter(torch.ones(2)), torch.ones(0), torch.zeros(2, dtype=torch.int64)]
         self.views = [self.base[:2], self.base.view(2, 3).t()]
@@ -290,7 +290,7 @@ class TestMethod(TestCase):
         self.assertEqual(self.check([None, *self.views, 3, 2.5], False, symints=2)[0]["symints"][1:], [3, 2.5])
         self.check([None, *self.views, torch.Generator()], False, opaque=1)
         self.check([None, torch.ones(2), *self.views], False, unchecked=1, dynamic={0: {0}, 2: {1}})
-        whys = saved_state.counts()[1]
+        whys = host_work.forwards()[1]
         self.assertGreaterEqual(whys[Reason.SAVES_OTHERS()], 3)
         self.assertGreaterEqual(whys[Reason.NOT_PLAIN()], 1)
 
@@ -309,7 +309,7 @@ class TestMethod(TestCase):
         for more in ({"also": []}, {"symints": ()}):
             upstream = mock.Mock(side_effect=lambda state, ctx, given, more=more: vars(ctx).update(more))
             with self.assertLogs("pygraph_trees.trees", "WARNING"):
-                self.assertIs(saved_state.saving(upstream), upstream)
+                self.assertIs(host_work.saving(upstream), upstream)
 
 
 class TestTraining(TestCase):
@@ -331,14 +331,14 @@ class TestTraining(TestCase):
 
     @config.patch("triton.cudagraphs", True)  # other functions are left to torch
     def test_a_step_is_the_same_with_and_without_the_patches(self):
-        before = saved_state.counts()
+        before = host_work.forwards()
         found = self.trained()
         self.assertGreater(len(found[1]), 3)
         if SavedState is not None and binding.extension is not None:
-            self.assertEqual(saved_state.counts()[0] - before[0], 2)
+            self.assertEqual(host_work.forwards()[0] - before[0], 2)
         with config.patch("triton.pygraph_entry", "off"):
             self.assertEqual(self.trained(), found)
-        self.assertLess(saved_state.counts()[0] - before[0], 3)
+        self.assertLess(host_work.forwards()[0] - before[0], 3)
         inductor_patches.uninstall()
         self.addCleanup(inductor_patches.install)
         self.assertEqual(self.trained(), found)

@@ -1,9 +1,9 @@
-"""Replaces the method with which a compiled function saves tensors for its backward.
+"""Replaces functions of torch that look at each argument or tensor in Python at each call, or mark the call.
 
-Torch's method looks at each tensor in Python. :func:`saving` takes it and returns one that looks at them in C++. It
-calls torch's for functions that :func:`.backward_edges.mark` did not mark, for those that also save sizes or opaque
-objects, and if a mode or a tensor's class may have code of its own. Without the C++ parts, or if torch's method does
-not save what this one does, :func:`saving` returns torch's.
+Each function takes upstream's function and returns its replacement: :func:`enter` and :func:`exit` for the profiler
+marks around the code that gathers a compiled function's inputs, :func:`unwrapping` for the search for dead functorch
+wrappers among the arguments of an autograd function, and :func:`saving` for the method with which a compiled function
+saves tensors for its backward. Without the C++ parts, or if torch's does something else, it stays torch's.
 """
 
 from __future__ import annotations
@@ -16,19 +16,55 @@ from typing import Any
 
 import torch
 from torch._dynamo.eval_frame import skip_code
+from torch.autograd import profiler
 from torch.autograd.function import FunctionCtx
 
-from pygraph_trees.compat import knows_saved_inputs
+from pygraph_trees.compat import are_call_marks_wrapped, knows_saved_inputs, unwraps_in_python
 from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason, Why
 
 _log = logging.getLogger("pygraph_trees.trees")
-_checks = (0, 0)  # of the self-test, by whether C++ looked at the tensors
+_checks = (0, 0)  # of the self-test of :func:`saving`, by whether C++ looked at the tensors
 _with_others = 0  # forwards that also saved something that is no tensor
 
 
+def enter(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def record_pregraph_bytecode_enter() -> Any:
+        return upstream() if profiler._is_profiler_enabled else None
+
+    return _uncompiled(upstream, record_pregraph_bytecode_enter)
+
+
+def exit(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def record_pregraph_bytecode_exit(mark: Any) -> None:
+        if mark is not None:
+            upstream(mark)
+
+    return _uncompiled(upstream, record_pregraph_bytecode_exit)
+
+
+def _uncompiled(upstream: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks ``function`` so that Dynamo does not compile it; returns ``upstream`` if Dynamo does not wrap it."""
+    if not are_call_marks_wrapped():
+        return upstream
+    function.__wrapped__ = upstream  # type: ignore[attr-defined]
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+def unwrapping(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    if binding.extension is None or not unwraps_in_python():
+        return upstream
+    replacement: Callable[..., Any] = binding.extension.unwrapping(upstream)  # Dynamo sees no frame of it to compile
+    return replacement
+
+
 def saving(upstream: Callable[..., None]) -> Callable[..., None]:
-    """The method, with the tensors looked at in C++; torch's own if that cannot be relied on."""
+    """It stays torch's for functions that :func:`.backward_edges.mark` did not mark, if sizes or opaque objects are
+    saved too, and if a mode or a tensor's class may have code of its own.
+    """
     if binding.extension is None:
         return upstream
     detach_views, are_inputs_known = binding.extension.detach_views, knows_saved_inputs()
@@ -65,7 +101,13 @@ def saving(upstream: Callable[..., None]) -> Callable[..., None]:
     return save_from_forward if difference is None else upstream
 
 
-def counts() -> tuple[int, dict[Why, int]]:
+def arguments() -> tuple[int, dict[Why, int]]:
+    """How many calls of autograd functions had no dead wrapper, and how many had one."""
+    plain, wrapped, *_ = (0, 0) if binding.extension is None else binding.extension.counted_host_work()
+    return plain, {Reason.WRAPPED(): wrapped} if wrapped else {}
+
+
+def forwards() -> tuple[int, dict[Why, int]]:
     """How many forwards of compiled functions saved their tensors at once; how many did not, by reason."""
     if binding.extension is None:
         return 0, {}
