@@ -22,6 +22,12 @@ from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.selection.functions import are_graphs_asked_for, are_graphs_left_out
 from pygraph_trees.settings import Settings
 
+# In the order in which C++ counts; two with texts follow.
+_COUNTED = (
+    *(Reason.GRAPH_KEPT, Reason.SOME_INPUTS, Reason.COMPILED_AUTOGRAD, Reason.WATCHED, Reason.OTHER_BACKWARD),
+    *(Reason.NODE_HOOKED, Reason.PARAMETER_HOOKED, Reason.PARAMETER_SHARED, Reason.PARAMETER_ELSEWHERE),
+    Reason.PARAMETER_SUBCLASS,
+)
 _difference: str | None = None  # what the check of torch's engine found
 _is_any_marked = False
 _waiting: list[Callable[[], None]] = []  # put :func:`taking` in the places of torch's function
@@ -59,8 +65,9 @@ def marking(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(upstream)
     def post_compile(self: Any, compiled_fn: Any, *args: Any, **kwargs: Any) -> Any:
-        function = getattr(compiled_fn, "__self__", None)  # of a function's `apply`, if it has a backward
-        if isinstance(function, FunctionMeta) and binding.extension is not None and _is_wanted():
+        function: Any = getattr(compiled_fn, "__self__", None)  # of a function's `apply`, if it has a backward
+        may_be = isinstance(function, FunctionMeta) and binding.extension is not None
+        if may_be and Settings.current().entry != "off" and (are_graphs_asked_for() or are_graphs_left_out()):
             mark(function._backward_cls)
         return upstream(self, compiled_fn, *args, **kwargs)
 
@@ -75,20 +82,13 @@ def mark(backward: type) -> None:
     _apply()
 
 
-def _is_wanted() -> bool:
-    return Settings.current().entry != "off" and (are_graphs_asked_for() or are_graphs_left_out())
-
-
 @functools.cache  # torch has the function under two names, and may copy one to the other
 def taking(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return _made(upstream, functools.partial(_is_as_expected, upstream))
 
 
-def _made(upstream: Callable[..., Any], check: Callable[[], bool] | None) -> Callable[..., Any]:
-    made: Callable[..., Any] = binding.extension.taking(
-        upstream, vars(compiled_autograd), torch.autograd.graph.log, check
-    )
-    return made
+def _made(upstream: Callable[..., Any], check: Callable[[], bool] | None) -> Any:
+    return binding.extension.taking(upstream, vars(compiled_autograd), torch.autograd.graph.log, check)
 
 
 def counts() -> tuple[int, dict[Why, int]]:
@@ -96,25 +96,9 @@ def counts() -> tuple[int, dict[Why, int]]:
     if binding.extension is None:
         return 0, {}
     taken, *others = binding.extension.counted_backwards()
-    return taken, {why: count for why, count in zip(_whys(), others, strict=True) if count}
-
-
-def _whys() -> tuple[Why, ...]:
-    """In the order in which C++ counts."""
-    return (
-        Reason.GRAPH_KEPT(),
-        Reason.SOME_INPUTS(),
-        Reason.COMPILED_AUTOGRAD(),
-        Reason.WATCHED(),
-        Reason.OTHER_BACKWARD(),
-        Reason.NODE_HOOKED(),
-        Reason.PARAMETER_HOOKED(),
-        Reason.PARAMETER_SHARED(),
-        Reason.PARAMETER_ELSEWHERE(),
-        Reason.PARAMETER_SUBCLASS(),
-        Reason.FEW_GRADIENTS(most=binding.extension.LEAST_EDGES),
-        Reason.ENGINE_DIFFERS(error=_difference),
-    )
+    whys = *(why() for why in _COUNTED), Reason.FEW_GRADIENTS(most=binding.extension.LEAST_EDGES)
+    whys = *whys, Reason.ENGINE_DIFFERS(error=_difference)
+    return taken, {why: count for why, count in zip(whys, others, strict=True) if count}
 
 
 def _is_as_expected(upstream: Callable[..., Any]) -> bool:

@@ -1,7 +1,7 @@
 """Runs a function graphed or un-graphed as its trial decides, during and after the trial.
 
-:func:`chooser` makes a function a member of its trial, if it has one. Un-graphed, a function runs as
-Inductor runs graphs without CUDA graphs: misaligned inputs are copied first, and copied back if they are mutated.
+Un-graphed, a function runs as Inductor runs graphs without CUDA graphs: misaligned inputs are copied first, and copied
+back if they are mutated.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _MOST_TRIES = 64  # un-graphed calls after a decision that try to give the graph
 
 
 def chooser(device: int) -> Callable[[FunctionModel, Run, Aligned], TrialMember | None]:
+    """Returns a function that makes a function of this device a member of its trial, if it has one."""
 
     def choose(function: FunctionModel, graphed: Run, aligned: Aligned) -> TrialMember | None:
         trial = trial_of(function.log, function.settings, device, has_fast_path=binding.extension is not None)
@@ -73,8 +74,7 @@ class _Choice(Environment):
     def until_given_back(self, inputs: list[Any]) -> Any:
         """Makes un-graphed calls until the pool is given back: the program may hold an output in it until then."""
         self._tries -= 1
-        member = self.member()
-        manager = self._manager() if member is not None and member.is_in_its_thread() else None
+        manager = self._manager() if (member := self.member()) is not None and member.is_in_its_thread() else None
         if (manager is not None and manager.give_pool_back()) or self._tries <= 0:
             self._dispatch.go(Way.UNGRAPHED, self.ungraphed)
         return self.ungraphed(inputs)
@@ -84,11 +84,9 @@ class _Choice(Environment):
         self._is_stopped = True
         self._function.log.not_graphed(why)
         self._dispatch.go(Way.UNGRAPHED, self.ungraphed)
-        member = self.member()
-        if member is not None:
+        if (member := self.member()) is not None:
             self._trial.leave(member)
-        manager = self._manager()
-        if manager is not None:
+        if (manager := self._manager()) is not None:
             manager.forget(self._function, later=True)
 
     def _manager(self) -> Manager | None:
@@ -98,25 +96,21 @@ class _Choice(Environment):
     def ended(self, way: Execution) -> None:
         if self._is_stopped:
             return
-        dispatch = self._dispatch
         if way is Execution.GRAPHED:
-            dispatch.go(Way.REPLAYED)
-        else:
-            dispatch.go(Way.UNGRAPHED, self.until_given_back)
-            manager = self._manager()
-            if manager is not None:
-                manager.forget(self._function)
+            self._dispatch.go(Way.REPLAYED)
+            return
+        self._dispatch.go(Way.UNGRAPHED, self.until_given_back)
+        if (manager := self._manager()) is not None:
+            manager.forget(self._function)
 
     def handed(self) -> int:
         manager = self._manager()
         return 0 if manager is None else handed_on(manager, self._function)
 
     def why_not_tried(self) -> Why | None:
-        manager = self._manager()
-        if manager is None:
+        if (manager := self._manager()) is None:
             return None
-        below = recordings_below(manager, self._function)
-        if below > _MOST_BELOW:
+        if (below := recordings_below(manager, self._function)) > _MOST_BELOW:
             return Reason.RECORDED_BELOW(count=below)
         return None if has_room_for_another(manager) else Reason.NO_ROOM()
 
@@ -136,17 +130,9 @@ def has_room_for_another(manager: Manager) -> bool:
 
 
 def only_sizes_that_come_again(
-    function: FunctionModel,
-    run: Run,
-    inputs: Sequence[Any],
-    aligned: Aligned,
-    device: int,
+    function: FunctionModel, run: Run, inputs: Sequence[Any], aligned: Aligned, device: int
 ) -> Run:
-    """``run``, but with "auto", a function of integers is graphed only for the sets that :class:`Sizes` chooses.
-
-    Args:
-        inputs: the inputs of any call.
-    """
+    """``run``, but with "auto", a function of integers is graphed only for the sets that :class:`Sizes` chooses."""
     indices = [index for index, value in enumerate(inputs) if isinstance(value, int)]
     if not indices or function.settings.selective != "auto":
         return run
@@ -190,20 +176,16 @@ def _shares_trial(node: Any, model: FunctionModel) -> bool:
 
 
 def recordings_below(manager: Manager, model: FunctionModel) -> int:
-    """The most recordings that follow any one recording of a function, except those of its own trial.
+    """The most recordings of other trials that follow any one recording of a function.
 
-    If the function runs un-graphed, other recordings precede them, so they are made again. In a step that calls the
-    function many times, most follow the first call.
+    If the function runs un-graphed, other recordings precede them, so they are made again.
     """
     counts = (sum(not _shares_trial(n, model) for n in recordings_in(own.children)) for own in _of(manager, model))
     return max(counts, default=0)
 
 
 def handed_on(manager: Manager, model: FunctionModel) -> int:
-    """The number of times that functions of other trials take one of this function's outputs from the pool.
-
-    Only the newest recordings after the newest recording of this function count.
-    """
+    """How often the newest recordings after this function's newest one, of other trials, take its outputs."""
     own = max(_of(manager, model), key=lambda node: node.id.id, default=None)
     if own is None:
         return 0
@@ -223,22 +205,19 @@ def as_upstream_has_it(run: Run, mode: str, device: int) -> Run:
     An un-graphed backward expects that its forward has made a manager. No step begins between a forward and its
     backward, graphed or not.
     """
+    if mode not in (FORWARD, BACKWARD):
+        return run
+    is_forward = mode == FORWARD
 
-    def forward(inputs: list[Any]) -> Any:
-        waits = cudagraph_trees.get_manager(device)
+    def call(inputs: list[Any]) -> Any:
+        waits = cudagraph_trees.get_manager(device, create_if_none_exists=is_forward)
         if isinstance(waits, Manager):
-            waits.note_ungraphed(inputs, is_forward=True)
+            waits.note_ungraphed(inputs, is_forward=is_forward)
+        if waits is not None and not is_forward:
+            waits.set_to_running_backward()
         outputs = run(inputs)
-        if waits is not None:
+        if waits is not None and is_forward:
             waits.running_forwards_with_pending_backwards = True
         return outputs
 
-    def backward(inputs: list[Any]) -> Any:
-        waits = cudagraph_trees.get_manager(device, create_if_none_exists=False)
-        if isinstance(waits, Manager):
-            waits.note_ungraphed(inputs, is_forward=False)
-        if waits is not None:
-            waits.set_to_running_backward()
-        return run(inputs)
-
-    return {FORWARD: forward, BACKWARD: backward}.get(mode, run)
+    return call

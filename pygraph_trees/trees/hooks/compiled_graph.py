@@ -1,8 +1,7 @@
 """Wraps upstream's methods that load a compiled graph from a cache, put it to use, and call it.
 
-Each function takes upstream's method and returns its replacement: :func:`loading` for ``wrap_post_compile`` of
-AOTAutograd's result, :func:`putting_to_use` for ``CompiledFxGraph.post_compile``, :func:`calling` for
-``CompiledFxGraph.__call__``. Each replacement calls upstream's method, except for a call that a fast replay answers.
+Each function takes upstream's method and returns its replacement, which calls upstream's, except for a call that a fast
+replay answers.
 """
 
 from __future__ import annotations

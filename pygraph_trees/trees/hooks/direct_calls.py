@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import operator
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -58,9 +59,7 @@ class GuardsDiffer(PygraphError):
 
 
 class _Refused(Exception):
-    def __init__(self, why: Why) -> None:
-        super().__init__(why)
-        self.why = why
+    """There is no memo; ``args`` has the reason."""
 
 
 def offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
@@ -72,15 +71,11 @@ def offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     def withdraw() -> None:
         undo()
         for function in list(_entered):
-            _leave(function)
+            binding.extension.enter_directly(function, False)
+            vars(function).pop(_ATTRIBUTE, None)
+            _entered.discard(function)
 
     return withdraw
-
-
-def _leave(function: Callable[..., Any]) -> None:
-    binding.extension.enter_directly(function, False)
-    vars(function).pop(_ATTRIBUTE, None)
-    _entered.discard(function)
 
 
 def entering(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,13 +124,10 @@ def counts() -> tuple[int, dict[Why, int]]:
         return 0, {}
     taken, first, changed, arguments, guard, _, inside, busy = binding.extension.counted_direct_calls()
     found = Counter({why: counter.value for why, counter in _refusals.items()})
-    found[Reason.DIRECT_FIRST()] += first - _tested
-    found[Reason.DIRECT_CHANGED()] += changed
-    found[Reason.DIRECT_ARGUMENTS()] += arguments
-    found[Reason.DIRECT_GUARD()] += guard
-    found[Reason.DIRECT_INSIDE()] += inside
-    found[Reason.DIRECT_BUSY()] += busy
-    return taken, dict(+found)
+    found += Counter({Reason.DIRECT_FIRST(): first - _tested, Reason.DIRECT_CHANGED(): changed})
+    found += Counter({Reason.DIRECT_ARGUMENTS(): arguments, Reason.DIRECT_GUARD(): guard})
+    found += Counter({Reason.DIRECT_INSIDE(): inside, Reason.DIRECT_BUSY(): busy})
+    return taken, dict(found)
 
 
 def _learn(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,7 +137,7 @@ def _learn(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: di
         direct.refusal = None
         return memo
     except _Refused as refused:
-        why = refused.why
+        (why,) = refused.args
     except Unknown as unknown:
         why = Reason.GUARD_UNKNOWN(kind=unknown.args[0])
     except Exception:
@@ -206,16 +198,12 @@ def _settings() -> list[Step]:
         raise _Refused(Reason.STANCE())
     if TracingContext.try_get() is not None:
         raise _Refused(Reason.DIRECT_INSIDE())
-    found = [(vars(eval_frame), "_stance", stance)]
-    for place, name in (
-        (profiler, "_is_profiler_enabled"),
-        (_symbolic_trace, "_is_fx_tracing_flag"),
-        (torch.compiler, "_is_exporting_flag"),
-    ):
-        if vars(place)[name] is not False:
-            raise _Refused(Reason.DIRECT_INSIDE())
-        found.append((vars(place), name, False))
-    return [("item", *item) for item in found]
+    switches = {profiler: "_is_profiler_enabled", _symbolic_trace: "_is_fx_tracing_flag"}
+    switches[torch.compiler] = "_is_exporting_flag"
+    if any(vars(place)[name] is not False for place, name in switches.items()):
+        raise _Refused(Reason.DIRECT_INSIDE())
+    off = [("item", vars(place), name, False) for place, name in switches.items()]
+    return [("item", vars(eval_frame), "_stance", stance), *off]
 
 
 def _target(fn: Any) -> tuple[FunctionType, Any, list[Step]]:
@@ -228,57 +216,42 @@ def _target(fn: Any) -> tuple[FunctionType, Any, list[Step]]:
     function = fn.__func__
     if function is not torch.nn.Module._wrapped_call_impl:
         return function, own, [("function", function, None, None)]
-    forward, calls = own.forward, own._call_impl
-    is_plain = (
-        isinstance(forward, MethodType) and forward.__self__ is own and isinstance(forward.__func__, FunctionType)
-    )
-    is_torchs = getattr(calls, "__func__", None) is torch.nn.Module._call_impl
-    if not is_plain or not is_torchs or own._compiled_call_impl is not None:
+    forward, calls = own.forward, getattr(own._call_impl, "__func__", None)
+    is_plain = isinstance(forward, MethodType) and forward.__self__ is own
+    is_plain = is_plain and isinstance(forward.__func__, FunctionType) and calls is torch.nn.Module._call_impl
+    if not is_plain or own._compiled_call_impl is not None:
         raise _Refused(Reason.CALLED_OTHERWISE())
     of_all = [("item", vars(modules), f"_global{name}", getattr(modules, f"_global{name}")) for name in _HOOKS]
     hooks = [*(getattr(own, name) for name in _HOOKS), *(item[3] for item in of_all)]
     if any(hooks):
         raise _Refused(Reason.MODULE_HOOKED())
-    return (
-        forward.__func__,
-        own,
-        [
-            ("object", own, own.__dict__, None),
-            ("dict", own.__dict__, None, None),
-            ("class", type(own), None, None),
-            ("function", torch.nn.Module._call_impl, None, None),
-            ("function", forward.__func__, None, None),
-            *of_all,
-            *(("empty", hook, None, None) for hook in hooks),
-        ],
-    )
+    facts = [
+        ("object", own, own.__dict__, None),
+        ("dict", own.__dict__, None, None),
+        ("class", type(own), None, None),
+        ("function", torch.nn.Module._call_impl, None, None),
+        ("function", forward.__func__, None, None),
+        *of_all,
+        *(("empty", hook, None, None) for hook in hooks),
+    ]
+    return forward.__func__, own, facts
 
 
 def _bound_by(direct: Any, target: FunctionType, own: Any) -> Any:
     """A function that returns the target's variables, by name, for the arguments of a call."""
     found: Any = direct.bind
     as_is = (target, target.__code__, target.__defaults__, target.__kwdefaults__)
-    if (
-        found is None
-        or any(one is not other for one, other in zip(found.of, as_is, strict=True))
-        or direct.self is not own
-    ):
+    if found is None or not all(map(operator.is_, found.of, as_is)) or direct.self is not own:
         direct.memos.clear()
-        names = inspect.Signature.from_callable(target, follow_wrapped=False).parameters.values()
-        wanted = inspect.Signature([p.replace(annotation=inspect.Parameter.empty) for p in names])
-        text = str(wanted.replace(parameters=[_optional(p) for p in wanted.parameters.values()]))
+        empty, names = inspect.Parameter.empty, inspect.Signature.from_callable(target, follow_wrapped=False).parameters
+        plain = [p.replace(annotation=empty, default=empty if p.default is empty else None) for p in names.values()]
         scope: dict[str, Any] = {"_locals_": locals}  # a parameter may have the usual name
-        exec(f"def bind{text}: return _locals_()", scope)
+        exec(f"def bind{inspect.Signature(plain)}: return _locals_()", scope)
         found = scope["bind"]
         found.__defaults__, found.__kwdefaults__ = target.__defaults__, target.__kwdefaults__
         found.of = as_is
         direct.target, direct.self, direct.bind = target, own, found
     return found
-
-
-def _optional(parameter: inspect.Parameter) -> inspect.Parameter:
-    has = parameter.default is not inspect.Parameter.empty
-    return parameter.replace(default=None) if has else parameter
 
 
 def _entry(code: Any, backend: Any, local_variables: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ the settings keep un-graphed runs as compiled, and its log says why.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,9 +68,8 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if function.settings.placement != "off":
             # Inductor treats buffers as static, but a CPU input is staged at each call, whatever its address. For each
             # partition, Inductor also names CPU inputs that only code outside of the partition mutates.
-            static_input_idxs = [index for index in static_input_idxs if not _is_on_cpu(inputs[index])]
-            mutated = kwargs.get("mutated_input_idxs", ())
-            kwargs["mutated_input_idxs"] = tuple(index for index in mutated if not _is_on_cpu(inputs[index]))
+            static_input_idxs = _on_gpu(static_input_idxs, inputs)
+            kwargs["mutated_input_idxs"] = tuple(_on_gpu(kwargs.get("mutated_input_idxs", ()), inputs))
         run = upstream(function, inputs, static_input_idxs, *args, **kwargs)
         mutated = set(kwargs.get("mutated_input_idxs", ()))
         if mutated and function.settings.indirection != "off":
@@ -152,9 +151,8 @@ def outside_of_pools(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(upstream)
     def on_own_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_storage = isinstance(self, torch.UntypedStorage)
-        tensors = () if is_storage else [t for t in tensors_with_memory(self) if t.layout is torch.strided]
-        for storage in [self] if is_storage else [tensor.untyped_storage() for tensor in tensors]:
+        storages = [t.untyped_storage() for t in tensors_with_memory(self) if t.layout is torch.strided]
+        for storage in [self] if isinstance(self, torch.UntypedStorage) else storages:
             for manager in pools.managers():
                 if pools.holds(manager, storage) and not is_captured():
                     manager.move_out(storage)
@@ -192,5 +190,6 @@ def _elsewhere(function: FunctionModel, aligned: Aligned, device: int) -> Callab
     return home.way_elsewhere(device, function.log, aligned, as_upstream_has_it(aligned, function.log.mode, device))
 
 
-def _is_on_cpu(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+def _on_gpu(indices: Iterable[int], inputs: Sequence[Any]) -> list[int]:
+    """Those of the indices at which no tensor on the CPU is given."""
+    return [index for index in indices if not (isinstance(inputs[index], torch.Tensor) and inputs[index].is_cpu)]

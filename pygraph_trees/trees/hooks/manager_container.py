@@ -1,12 +1,9 @@
-"""The container of a device's manager, which never waits for its own lock.
+"""The container of a device's manager, and each thread's trees.
 
-Upstream's locks are not reentrant, and a manager is made under two of them. A garbage collection meanwhile may run a
-finalizer of the program; if that calls a compiled function, the thread waits for its own lock forever. Here the
-collector is off while a lock is held, and a manager's objects are freed after its lock is released.
-
+Upstream's locks are not reentrant, and a finalizer of the program that a garbage collection runs under one could wait
+for it forever. Here the collector is off while a lock is held, and a manager's objects are freed after its release.
 Since torch 2.13, each thread has trees of its own. Before, upstream makes them only for the thread that imports its
-module, and its assertion stops first calls from others; here, the thread that uses graphs is lent these
-(:mod:`.home`).
+module; here, the thread that uses graphs is lent these (:mod:`.home`).
 """
 
 from __future__ import annotations
@@ -33,9 +30,8 @@ class ManagerContainer(Upstream):
     """The manager of one device, as long as functions use it."""
 
     def get_tree_manager(self, *args: Any, **kwargs: Any) -> Any:
-        manager = self.tree_manager
-        if manager is not None:
-            return manager
+        if self.tree_manager is not None:
+            return self.tree_manager
         with paused():
             return super().get_tree_manager(*args, **kwargs)
 

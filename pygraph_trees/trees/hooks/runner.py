@@ -15,10 +15,10 @@ import textwrap
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,7 +87,8 @@ def _fast_call(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> C
     is_known = finish is None or not finish.views or view is torch._C._dynamo.guards._reinterpret_tensor
     if function is None or not is_known:
         return None
-    where = {} if finish is None else {field.name: getattr(finish, field.name) for field in fields(finish)[1:]}
+    where = {} if finish is None else finish._asdict()
+    where.pop("make", None)
     order = None if code.given == list(range(code.count)) else code.given
     return entry(function.dispatch, runner=(runner.partitions, partition), order=order, kept=code.kept, **where)
 
@@ -97,54 +98,42 @@ def _with_views_inside(
 ) -> tuple[_Code, Callable[[Sequence[Any]], Any] | None, set[str]]:
     """Moves views of the outputs that are returned from ``first`` on into the partition's function.
 
-    Returns the code without these views, a function that makes them from the partition's outputs (None if there are
-    none), and, if ``renewed``, the names of the outputs, for each of which the code then returns a new tensor at each
-    call.
+    Returns the code without these views, a function that makes them from the partition's outputs, or None, and, if
+    ``renewed``, the outputs for which the code then returns a new tensor at each call.
     """
     uses = Counter(_name_in(value) for value in code.returned)
     ways: dict[str, set[str]] = defaultdict(set)
     for value in code.returned:
         ways[_name_in(value)].add(ast.unparse(value))
-    inside: dict[str, ast.expr] = {}  # views, by output
+    inside: dict[str, ast.Call] = {}  # views, by output
     for value in code.returned[first:]:
         name = _name_in(value)
-        if isinstance(value, ast.Call) and name in code.made and ways[name] == {ast.unparse(value)}:
+        is_sole = name in code.made and len(ways[name]) == 1 and (not renewed or uses[name] == 1)
+        if isinstance(value, ast.Call) and is_sole:
             inside[name] = value
-    if renewed:
-        inside = {name: value for name, value in inside.items() if uses[name] == 1}
     returned: list[ast.expr] = []
     for value in code.returned:
         name = _name_in(value)
         uses[name] -= 1
         # If the same view is returned several times, the last one is the partition's own tensor: a forward saves it,
         # and no user holds it.
-        is_given = not uses[name] and not renewed
-        returned.append(value if name not in inside else _name(value) if is_given else _seen_so(value))
-    given = [inside.get(name, ast.Name(name)) for name in code.outputs]
+        if (view := inside.get(name)) is not None:  # of a tensor that already has its layout, and therefore offset 0
+            is_given = not uses[name] and not renewed
+            value = ast.Name(name) if is_given else ast.Call(view.func, [*view.args[:3], ast.Constant(0)], [])
+        returned.append(value)
+    given: list[ast.expr] = [inside.get(name, ast.Name(name)) for name in code.outputs]
     finish = _finish(replace(code, returned=given, kept=[], kept_names=[]), names)
     as_returned = None if finish is None else lambda outputs: finish.make(*outputs)
     return replace(code, returned=returned), as_returned, set(inside) if renewed else set()
 
 
-def _name(value: ast.expr) -> ast.expr:
-    """The tensor or constant that is returned, without the view."""
-    return value.args[0] if isinstance(value, ast.Call) else value
-
-
 def _name_in(value: ast.expr) -> str:
-    """The name of the returned tensor; "" for a constant."""
-    seen = _name(value)
+    """The name of the returned tensor, without its view; "" for a constant."""
+    seen = value.args[0] if isinstance(value, ast.Call) else value
     return seen.id if isinstance(seen, ast.Name) else ""
 
 
-def _seen_so(value: ast.expr) -> ast.expr:
-    """The same view of a tensor that already has its layout, and therefore offset 0."""
-    assert isinstance(value, ast.Call)
-    return ast.Call(value.func, [*value.args[:3], ast.Constant(0)], [])
-
-
-@dataclass(frozen=True, slots=True)
-class _Finish:
+class _Finish(NamedTuple):
     """Makes the returned values from the partition's outputs and the kept inputs."""
 
     make: Callable[..., tuple[Any, ...]]

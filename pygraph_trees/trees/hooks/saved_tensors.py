@@ -94,7 +94,6 @@ def _layout(graph: Any, number: int, value: Any) -> Layout | None:
 
 
 def layouts_of(inputs: Sequence[Any]) -> list[Layout]:
-    """The layouts of some inputs, for a backward that Inductor did not compile."""
     return [
         Layout(number, value.dtype, value.device, tuple(value.shape), value.stride())
         for number, value in enumerate(inputs)
@@ -104,8 +103,7 @@ def layouts_of(inputs: Sequence[Any]) -> list[Layout]:
 
 def conform_inputs(artifact: Any, inputs: Any) -> None:
     """Gives the inputs of a compiled graph the layouts that :func:`attach` noted; must be called before it runs."""
-    layouts = getattr(artifact, ATTRIBUTE, None)
-    if layouts and isinstance(inputs, list):
+    if (layouts := getattr(artifact, ATTRIBUTE, None)) and isinstance(inputs, list):
         conform(layouts, inputs)
 
 
@@ -125,10 +123,7 @@ def conforming(run: Callable[[list[Any]], Any], *, is_backward: bool) -> Callabl
 
 
 def conform(layouts: Sequence[tuple[Any, ...]], inputs: list[Any]) -> None:
-    """Replaces each input with another layout by a copy; an input of other sizes is not replaced.
-
-    The copy has the same elements, with the type, device and strides that were compiled for.
-    """
+    """Replaces each input with another layout by a copy with this one; an input of other sizes is not replaced."""
     for number, dtype, device, sizes, strides in layouts:
         value: Any = inputs[number] if number < len(inputs) else None
         if type(value) not in _PLAIN or value.dim() != len(strides) or (sizes is not None and value.shape != sizes):
