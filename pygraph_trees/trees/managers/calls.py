@@ -1,9 +1,8 @@
 """Calls of a manager, one at a time, and what follows from errors in them.
 
 A call has the turn from before it reads the trees until its graph is launched. No call waits for it: calls that come
-meanwhile, from a finalizer, a hook or another thread, run un-graphed. Errors of the trees are contained
-(:mod:`.containment`). Unless the effect of such an error is known, the next call drops all recordings and the graph
-pool.
+meanwhile, from a finalizer, a hook or another thread, run un-graphed. Unless the effect of an error of the trees is
+known, the next call drops all recordings and the graph pool.
 """
 
 from __future__ import annotations
@@ -117,7 +116,6 @@ class Calls(fast_path.TreeState, Steps):
         self.reclaiming.record_again(function_id, why, model.log.newest_recording)
 
     def _run_beside(self, inputs: list[Any], function_id: Any) -> Any:
-        """Runs a call that comes during another one: un-graphed, so that it does not touch graphs and their pool."""
         return self.run_ungraphed(inputs, function_id, Reason.BESIDE())
 
     def run_ungraphed(self, inputs: list[Any], function_id: Any, why: Why) -> Any:

@@ -1,8 +1,7 @@
 """The recordings that a call of a function may replay on the fast path, in upstream's order.
 
 :class:`Search` finds the candidates of a function after the last replayed recording, or at a root, for C++, which
-tries them in turn. It remembers them until its memory is cleared, which happens whenever upstream's code runs instead
-of a fast replay. None always means that upstream must be called.
+tries them in turn, and remembers them until upstream's code runs instead. None means that upstream must be called.
 """
 
 from __future__ import annotations
@@ -96,18 +95,13 @@ class Search:
             return None
 
     def _find(self, manager: Any, function_id: Any, begins: bool) -> Any:
-        if (
-            function_id not in manager.warmed_up_functions
-            or manager.output_policy.changes_next
-            or manager.why_start_over is not None
-        ):
+        changes = manager.output_policy.changes_next or manager.why_start_over is not None
+        if changes or function_id not in manager.warmed_up_functions:
             return None
         node = manager.current_node
         wanted: bool | None = None
         siblings = None
-        if node is None:
-            manager.give_back()
-        else:
+        if node is not None:
             if manager.path_state is not _EXECUTION:
                 return None
             if not (begins and manager.ends_steps):  # then the path ends first
@@ -120,9 +114,9 @@ class Search:
                 manager.try_end_curr_execution()
                 if manager.current_node is not None or manager.output_policy.changes_next:
                     return None
-                manager.give_back()
                 wanted = True
         if not siblings:
+            manager.give_back()
             siblings = manager.roots.get(function_id)
             if not siblings or not manager.is_graphed(function_id, None):
                 return None

@@ -1,8 +1,8 @@
 """Tree managers that are separate from those of the rest of the process.
 
-Upstream keeps one manager per device in a thread-local dictionary of containers. Two ways of running a program would
-share it, and each would end the other's path. :class:`Trees` has its own containers. Inside :meth:`Trees.active`, the
-current thread and the autograd threads that it starts use them. A function stays with the manager that it was added to.
+Two ways of running a program would share the managers of a thread, and each would end the other's path. Inside
+:meth:`Trees.active`, the current thread and the autograd threads that it starts use other ones. A function stays with
+the manager that it was added to.
 """
 
 from __future__ import annotations

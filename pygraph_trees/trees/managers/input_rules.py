@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import cudagraph_trees
 
-from pygraph_trees.compat import is_kernel_free, lists_groups_of_parameters
+from pygraph_trees.compat import lists_groups_of_parameters
 from pygraph_trees.cuda.driver import usable_driver
 from pygraph_trees.cuda.extent import tensors_with_memory
 from pygraph_trees.indirection.routes import why_not_placeholder
@@ -107,15 +107,11 @@ class Given:
 
     def is_written_in_place(self, index: int) -> bool:
         """Whether a recorded graph's writes to a live input are kept."""
-        if not knows_its_writes(self.function.model):
-            return False
         value = self.inputs[index]
-        in_pool = self.pool.holds(value.data_ptr())
-        return not value.numel() or why_not_placeholder(value, self.device, in_pool) is None
+        return knows_its_writes(self.function.model) and (not value.numel() or self._fits_placeholder(value))
 
-    def may_be_live(self) -> bool:
-        """Whether static and managed inputs may be recorded as live ones."""
-        return uses_addresses(self.function.model) and not is_kernel_free(self.function)
+    def _fits_placeholder(self, value: torch.Tensor) -> bool:
+        return why_not_placeholder(value, self.device, self.pool.holds(value.data_ptr())) is None
 
     def saved(self, node: Any) -> list[int]:
         """Static inputs of a backward that are live inputs of its forward, whose recording is on the path to ``node``.
@@ -138,24 +134,7 @@ class Given:
         inputs = ((index, self.inputs[index]) for index in self.function.static_input_idxs)
         return ((index, value) for index, value in inputs if isinstance(value, torch.Tensor))
 
-    def moved_static(self, recorded: Any) -> list[int]:
-        """Static inputs whose addresses differ from the recorded ones."""
-        fixed = {index: recorded.static_input_data_ptrs[index] for index in recorded.static_input_idxs}
-        return [index for index, value in self._static() if index in fixed and value.data_ptr() != fixed[index]]
-
-    def all_static(self) -> list[int]:
-        """Static inputs that can be at placeholder addresses, and are no outputs of recordings on the open path."""
-        return [
-            index
-            for index, value in self._static()
-            if not self.is_managed(value)
-            and why_not_placeholder(value, self.device, self.pool.holds(value.data_ptr())) is None
-        ]
-
-    def static_at(self, addresses: Collection[int]) -> list[int]:
-        return [index for index, value in self._static() if value.data_ptr() in addresses] if addresses else []
-
-    def moved_managed(self, recorded: Any) -> set[int]:
+    def _moved_managed(self, recorded: Any) -> set[int]:
         """Managed inputs whose addresses differ from the recorded ones.
 
         Torch 2.15 itself records up to five times for an input that moves, and copies it afterwards.
@@ -169,35 +148,30 @@ class Given:
         }
 
     def demoted(self, siblings: Sequence[Any], moves: Moves, node: Any) -> Any:
-        """The function with moved inputs live: static and managed ones whose addresses differ from those in the newest
-        recording here, parameters that FSDP2 gathers, and a forward's live inputs that its backward is given. If
-        parameters go on being replaced, all static inputs are live.
+        """The function with moved inputs live, except mutated ones that cannot be written in place.
 
-        Only a recording at placeholder addresses finds all places that hold their addresses. They are therefore
-        recorded again there, and patched from then on.
+        These are static and managed ones whose addresses differ from those in the newest recording here, parameters
+        that FSDP2 gathers, and a forward's live inputs that its backward is given. If parameters go on being replaced,
+        all static inputs are live. They are recorded again at placeholder addresses, and patched from then on.
 
         Args:
             siblings: the function's recordings here, the newest last.
             node: for a backward, the recording before it; otherwise None.
         """
-        live = [*self.saved(node), *self.static_at(gathered_addresses())]
+        model, static, gathered = self.function.model, list(self._static()), gathered_addresses()
+        wanted = self.saved(node)
+        wanted += [index for index, value in static if gathered and value.data_ptr() in gathered]
         if siblings:
-            found = self.moved_static(siblings[-1])
-            moves.note({self.inputs[index].data_ptr() for index in found})
-            live += found
-            self.function.model.moving |= self.moved_managed(siblings[-1])
-        model = self.function.model
+            recorded = siblings[-1]
+            fixed = {index: recorded.static_input_data_ptrs[index] for index in recorded.static_input_idxs}
+            found = {index: v.data_ptr() for index, v in static if index in fixed and v.data_ptr() != fixed[index]}
+            moves.note({*found.values()})
+            wanted += found
+            model.moving |= self._moved_managed(recorded)
         if moves.go_on and model.copies_nothing and not model.log.has_collective:  # otherwise they may be copied
-            live += self.all_static()
-        return self.without_static(live)
-
-    def without_static(self, indices: Iterable[int]) -> Any:
-        """The function with these inputs live, except mutated ones that cannot be written in place."""
-        live = {
-            index
-            for index in indices
-            if index not in self.function.mutated_input_idxs or self.is_written_in_place(index)
-        }
+            wanted += [index for index, v in static if not self.is_managed(v) and self._fits_placeholder(v)]
+        mutated = self.function.mutated_input_idxs
+        live = {index for index in wanted if index not in mutated or self.is_written_in_place(index)}
         if not live:
             return self.function
         kept = [index for index in self.function.static_input_idxs if index not in live]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor import cudagraph_trees
 
+from pygraph_trees.compat import is_kernel_free
 from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.outputs.allocations import generated_by_inductor
 from pygraph_trees.reasons import Reason, Why
@@ -58,9 +59,7 @@ class Making(Calls):
     def run_eager(self, new_inputs: list[Any], function_id: Any) -> Any:
         return self._make(new_inputs, function_id, self._warm_up, super().run_eager)
 
-    def _make(
-        self, inputs: list[Any], function_id: Any, ours: Callable[..., Any], upstream: Callable[[list[Any], Any], Any]
-    ) -> Any:
+    def _make(self, inputs: list[Any], function_id: Any, ours: Callable[..., Any], upstream: Callable[..., Any]) -> Any:
         """Warms a function up or records it: with ``ours``, or with ``upstream`` if it has no log."""
         function = self._log_of(function_id)
         give_memory(inputs)
@@ -76,7 +75,8 @@ class Making(Calls):
     def _record(self, new_inputs: list[Any], function_id: Any, function: FunctionLog) -> Any:
         # Upstream checked this before it ended the last step's path, when outputs of that step were still managed.
         given = self._given(new_inputs, function_id)
-        why_not = given.why_not_recorded() or self._why_stopped(given.function.model, function_id)
+        model = given.function.model
+        why_not = given.why_not_recorded() or self._why_stopped(model, function_id)
         if why_not is not None:
             if self.path_state is _EXECUTION and self.current_node is not None:
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
@@ -85,10 +85,10 @@ class Making(Calls):
         self._demote(given, function_id)
         verification = self._verification(given)
         own = getattr(given.function, "own", None)
-        given.function.model.lanes.look_up(function_id, new_inputs[: own and own.takes], self.device_index)
+        model.lanes.look_up(function_id, new_inputs[: own and own.takes], self.device_index)
         before = self._pool.nbytes()
         start = time.perf_counter()
-        if (progress := progress_of(given.function.model)) is not None:
+        if (progress := progress_of(model)) is not None:
             progress.hold()
         try:
             outputs = super().record_function(new_inputs, function_id)
@@ -100,7 +100,7 @@ class Making(Calls):
             if self.current_node is not None:
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
         except BaseException:
-            if self.current_node is not None and given.function.model.settings.indirection != "off":
+            if self.current_node is not None and model.settings.indirection != "off":
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING
             raise
         finally:
@@ -115,13 +115,12 @@ class Making(Calls):
         log.reason = reason
         log.pool_bytes = self._pool.nbytes() - before
         function.recorded(log)
-        limit = given.function.model.settings.pool_bytes
-        if limit:
+        if limit := model.settings.pool_bytes:
             nbytes = self._pool.nbytes() + self.output_policy.held_bytes(self)
             if self.reclaiming.limit(self, nbytes, limit):
                 self.output_policy.release(self)
         self._let_chooser_rerecord(self.current_node, function_id)
-        self._let_lanes_rerecord(given.function.model, function_id, log, before)
+        self._let_lanes_rerecord(model, function_id, log, before)
         if verification is not None:
             verification.check(self.current_node, outputs, function.name)
         self.output_policy.recorded(self, self.current_node, self._pool.nbytes())
@@ -146,8 +145,7 @@ class Making(Calls):
         reclaiming, number = weakref.ref(self.reclaiming), recording.log.number
 
         def ready(why: Why) -> None:
-            found = reclaiming()
-            if found is not None:
+            if (found := reclaiming()) is not None:
                 found.record_again(function_id, why, number)
 
         chooser.ready = ready
@@ -167,10 +165,9 @@ class Making(Calls):
 
     def _demote(self, given: Given, function_id: Any) -> None:
         """Makes inputs that move live from now on."""
-        if given.may_be_live():
+        if input_rules.uses_addresses(given.function.model) and not is_kernel_free(given.function):
             forward = self.current_node if self.id_to_mode[function_id] is _BACKWARD else None
-            demoted = given.demoted(siblings_of(self, function_id), self._moves, forward)
-            self.ids_to_funcs[function_id] = demoted
+            self.ids_to_funcs[function_id] = given.demoted(siblings_of(self, function_id), self._moves, forward)
 
     def _verification(self, given: Given) -> Verification | None:
         model = given.function.model
@@ -207,14 +204,11 @@ class Making(Calls):
 
     def _watching(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[Any]:
         model = self.ids_to_funcs[function_id].model
-        may_have_own = (
-            keeps_outputs(model)
-            and not self.output_policy.knows(function_id)
-            and input_rules.uses_addresses(model)
-            and input_rules.knows_its_writes(model)
-            and generated_by_inductor(model.model)
-        )
-        return self.output_policy.watched(self, function_id, inputs) if may_have_own else nullcontext()
+        may_have_own = keeps_outputs(model) and not self.output_policy.knows(function_id)
+        may_have_own = may_have_own and input_rules.uses_addresses(model) and input_rules.knows_its_writes(model)
+        if may_have_own and generated_by_inductor(model.model):
+            return self.output_policy.watched(self, function_id, inputs)
+        return nullcontext()
 
     def _warming_up(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[None]:
         wrapped = self.ids_to_funcs[function_id]

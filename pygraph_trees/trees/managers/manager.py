@@ -1,9 +1,8 @@
 """A tree manager that gives inputs by address and logs each recording with its reason.
 
 :class:`Manager` subclasses the installed ``CUDAGraphTreeManager`` and replaces it. It decides as upstream does, except
-for functions that mutate live inputs and for static inputs that move (:mod:`.input_rules`). A fast replay skips
-upstream's code if that would do the same (:mod:`.candidates`). Recordings and memory that are no longer needed are
-given back (:mod:`.reclaiming`). Functions that were added before the patches also work, but have no log.
+for functions that mutate live inputs and for static inputs that move (:mod:`.input_rules`). Functions that were added
+before the patches also work, but have no log.
 """
 
 from __future__ import annotations
@@ -98,13 +97,11 @@ class Manager(Making):
         self.by_one_answer(self._keep_outputs, end)
 
     def try_end_curr_recording(self, function_id: Any) -> None:
-        end = functools.partial(super().try_end_curr_recording, function_id)
-        self.by_one_answer(self._keep_outputs, end)
+        self.by_one_answer(self._keep_outputs, functools.partial(super().try_end_curr_recording, function_id))
         self.give_back()
 
     def try_end_curr_warmup(self, function_id: Any) -> None:
-        end = functools.partial(super().try_end_curr_warmup, function_id)
-        self.by_one_answer(self._keep_outputs, end)
+        self.by_one_answer(self._keep_outputs, functools.partial(super().try_end_curr_warmup, function_id))
         self.give_back()
 
     def give_back(self) -> None:
@@ -147,9 +144,7 @@ class Manager(Making):
         return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
 
     def is_graphed(self, function_id: Any, node_id: Any) -> bool:
-        """Whether upstream is known to graph a function at a place; if the function mutates inputs, upstream decides
-        once per place.
-        """
+        """Whether upstream is known to graph a function at a place; if it mutates inputs, upstream decides once."""
         skipped = self._skip_table()[node_id].get(function_id)
         if skipped or (skipped is None and self.ids_to_funcs[function_id].mutated_input_idxs):
             return False
@@ -198,14 +193,9 @@ class Manager(Making):
         if self.keeps_outputs and self.path_state is _EXECUTION and self.can_start_new_generation():
             self.try_end_curr_execution()
         self.give_back()
-        node = self.current_node
-        if (
-            node is not None
-            and self.path_state is _EXECUTION
-            and function_id in self.roots
-            and not node.children.get(function_id)
-            and not self.ids_to_funcs[function_id].mutated_input_idxs
-        ):
+        node, function = self.current_node, self.ids_to_funcs[function_id]
+        is_on_path = node is not None and self.path_state is _EXECUTION and function_id in self.roots
+        if is_on_path and not node.children.get(function_id) and not function.mutated_input_idxs:
             self.try_end_curr_execution()
             self.give_back()
         # This must be known before upstream prepares a recording, which changes the state of the allocator.
@@ -215,10 +205,6 @@ class Manager(Making):
                 self.try_end_curr_execution()
                 return self.run_ungraphed(new_inputs, function_id, why_not)
         return super()._run(new_inputs, function_id)
-
-    @property
-    def pool_bytes(self) -> int:
-        return self._pool.nbytes()
 
     @property
     def _pool(self) -> PoolRanges:

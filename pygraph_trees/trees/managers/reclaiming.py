@@ -1,8 +1,7 @@
 """Gives back recordings that a manager no longer needs, and the graph pool once it is empty.
 
-Callers name functions that are no longer graphed or must be recorded again. Their recordings, and all that follow them,
-are freed as soon as no path is open. The pool is freed once no output in it may be alive. Nothing happens during
-capture or after shutdown. If no new pool can be made, the old one stays, with a warning.
+The recordings of functions that are no longer graphed or must be recorded again, and all that follow them, are freed as
+soon as no path is open; the pool, once no output in it may be alive. Nothing happens during capture or after shutdown.
 """
 
 from __future__ import annotations
@@ -40,13 +39,9 @@ class Reclaiming:
     """
 
     def __init__(self, remake: Callable[[], Any], candidates: dict[Any, Any]) -> None:
-        """
-        Args:
-            remake: makes another manager of the same kind, with a new pool.
-            candidates: the manager's known candidates, which are cleared whenever recordings may be given back.
-        """
+        """``remake`` makes another manager of the same kind, with a new pool."""
         self._remake = remake
-        self._candidates = candidates
+        self._candidates = candidates  # of the manager; cleared whenever recordings may be given back
         self.forgotten: list[Any] = []  # ids of functions whose recordings are to be given back
         self._again: dict[Any, Why] = {}  # why, by id of a function that is to be recorded again
         self._newest: dict[Any, int] = {}  # the number of its newest recording that is to be given back
@@ -62,8 +57,8 @@ class Reclaiming:
         """
         ids = [id_ for id_, function in list(manager.ids_to_funcs.items()) if function.model is model]
         self.forgotten += ids
-        for function_id in ids:
-            for noted in (self._again, self._dropped, self._newest):
+        for noted in (self._again, self._dropped, self._newest):
+            for function_id in ids:
                 noted.pop(function_id, None)
         self._candidates.clear()
         if later or manager.graph is None:
@@ -89,11 +84,8 @@ class Reclaiming:
     def limit(self, manager: Any, nbytes: int, limit: int) -> bool:
         """Drops all recordings, as soon as no path is open, if ``nbytes`` is more than ``limit``; tells if so.
 
-        Memory of outputs that are alive stays, so the pool may not shrink. After that, nothing is dropped until
-        ``nbytes`` grows.
-
-        Args:
-            nbytes: bytes of the graph pool and of the own memory that is kept from call to call.
+        ``nbytes``: of the graph pool and of own memory that is kept. Outputs that are alive keep theirs, so the pool
+        may not shrink; nothing more is dropped until ``nbytes`` grows.
         """
         if nbytes <= max(limit, self._seen):
             return False
@@ -148,8 +140,12 @@ class Reclaiming:
         """
         if manager.graph is None or torch.cuda.is_current_stream_capturing():  # it was shut down
             return False
-        if self.forgotten:
-            _end_path(manager)
+        if self.forgotten:  # the open path ends if the program holds no output of it
+            node = manager.current_node
+            if manager.path_state is _STATE.EXECUTION:
+                manager.try_end_curr_execution()
+            elif manager.path_state is _STATE.RECORDING and node is not None and node.all_outputs_are_dead():
+                manager.clear_current_path_state_and_set_to_none()
             if manager.current_node is None:
                 self.give_back(manager)  # calls this method again
             return False
@@ -164,9 +160,8 @@ class Reclaiming:
     def start_over(self, manager: Any, why: Why) -> None:
         """Drops all recordings and leaves the graph pool, in which unknown memory may be in use.
 
-        Outputs that are alive are moved if that is possible, and the pool stays as long as one is alive.
-
-        ``why``: the reason of the next recordings, for the report.
+        Outputs that are alive are moved if that is possible, and the pool stays as long as one is alive. The report has
+        ``why`` as the reason of the next recordings.
         """
         if manager.graph is None or torch.cuda.is_current_stream_capturing():
             return
@@ -222,18 +217,6 @@ class Reclaiming:
 def release_pools() -> None:
     """Releases pools that were kept for outputs that are dead by now."""
     _in_use[:] = [(graph, outputs) for graph, outputs in _in_use if not all(output.expired() for output in outputs)]
-
-
-def _end_path(manager: Any) -> None:
-    """Ends an open path if the program holds no output of it."""
-    if manager.path_state is _STATE.EXECUTION:
-        manager.try_end_curr_execution()
-    elif (
-        manager.path_state is _STATE.RECORDING
-        and manager.current_node is not None
-        and manager.current_node.all_outputs_are_dead()
-    ):
-        manager.clear_current_path_state_and_set_to_none()
 
 
 def _makes_new_outputs(node: Any) -> bool:

@@ -44,12 +44,13 @@ class Steps(Upstream):
         node = self.current_node
         if node is None or not self.keeps_outputs or not self.in_new_torch_compile_invocation(*generation):
             return False
-        path = list(node._path_from_root)
-        is_long = is_endless(path, self._is_forward, others=self._ungraphed)
-        return is_long and all(keeps_outputs(node.wrapped_function.model) for node in path)
 
-    def _is_forward(self, node: Any) -> bool:
-        return bool(self.id_to_mode[node.wrapped_function.id] == _FORWARD)
+        def is_forward(node: Any) -> bool:
+            return bool(self.id_to_mode[node.wrapped_function.id] == _FORWARD)
+
+        path = list(node._path_from_root)
+        is_long = is_endless(path, is_forward, others=self._ungraphed)
+        return is_long and all(keeps_outputs(node.wrapped_function.model) for node in path)
 
     def take_aside(self, inputs: list[Any]) -> bool:
         """Takes the turn for anything but a graphed call."""
@@ -59,8 +60,7 @@ class Steps(Upstream):
     def note_ungraphed(self, inputs: list[Any], *, is_forward: bool) -> None:
         """Notes that an un-graphed forward or backward runs now; it is part of a step like a graphed one.
 
-        Otherwise a graphed backward after an un-graphed one would begin a step, although its forward's outputs are
-        needed. A forward that begins a step ends the last step's path: while a backward is pending, no later call does.
+        A forward that begins a step ends the last step's path: while a backward is pending, no later call does.
         """
         with deferred():
             try:
@@ -70,7 +70,7 @@ class Steps(Upstream):
                 self.end_turn(inputs)
 
     def note_ungraphed_in_turn(self, *, is_forward: bool) -> None:
-        """Tells upstream of an un-graphed call that already has the turn; see :meth:`note_ungraphed`."""
+        """:meth:`note_ungraphed` of a call that already has the turn."""
         try:
             # A graphed call ends a path that grows at each call: looking for such a path takes longer than this call.
             begins = is_forward and super().can_start_new_generation()

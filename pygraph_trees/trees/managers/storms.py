@@ -1,14 +1,14 @@
 """Stops functions that warm up and record more than they replay.
 
-:class:`Sizes` chooses the sets of integers with which a function is graphed: the first ones, and later those that come
-again. :func:`why_stopped` tells from the recordings at one place that a function must not be recorded there again.
-Both work with bounded memory, and are asked only if ``pygraph_selective`` is "auto". :func:`is_endless` tells that a
-path must end, although a backward seems pending.
+:class:`Sizes` chooses the sets of integers with which a function is graphed, and :func:`why_stopped` tells that a
+function must not be recorded again. Both work with bounded memory, and are asked only if ``pygraph_selective`` is
+"auto". :func:`is_endless` tells that a path must end, although a backward seems pending.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -77,8 +77,7 @@ def why_stopped(siblings: Sequence[Any], on_path: Sequence[Any], newest: Sequenc
 
     Args:
         siblings: its recordings at the place where it would be recorded.
-        on_path: its recordings on the path to that place. A function that is called many times in a step has several
-            there; on a path that never ends, their number grows without limit.
+        on_path: its recordings on the path to that place; on a path that never ends, their number has no limit.
         newest: its newest recordings anywhere. Each place may have few, if each step takes another path.
     """
     here, there = _logs(siblings), _logs(on_path)
@@ -106,9 +105,8 @@ def is_endless(path: Sequence[Any], is_forward: Callable[[Any], bool], *, others
     """
     if len(path) <= MOST_DEAD:
         return False
-    if _begins_dead(path, is_forward, others):
-        return True
-    if release_unneeded(path[-1].cuda_graphs_pool) and _begins_dead(path, is_forward, others):
+    begins_dead = functools.partial(_begins_dead, path, is_forward, others)
+    if begins_dead() or (release_unneeded(path[-1].cuda_graphs_pool) and begins_dead()):
         return True
     # Looking at all recordings takes long, so it is not done at each call.
     return len(path) % MOST_ON_ENDLESS == 0 and 2 * sum(map(is_forward, filter(_is_dead, path))) > len(path)

@@ -2,8 +2,7 @@
 
 A :class:`Verification` copies a call's inputs before the function is recorded. :meth:`Verification.check` then runs the
 function un-graphed, replays the recording with inputs at other addresses, and compares outputs and mutated inputs bit
-by bit. It restores the call's results, and raises :class:`VerificationFailed` with the inputs at fault if they differ.
-A function that is not deterministic is not checked, which the log says.
+by bit. It restores the call's results. A function that is not deterministic is not checked, which the log says.
 """
 
 from __future__ import annotations
@@ -75,11 +74,8 @@ class Verification:
             if not all(map(_equal, [*again, *again_inputs], [*wanted, *wanted_inputs])):
                 _log.info("%s: not verified: it does not give the same twice", name)
                 return
-            alone = [
-                index
-                for index in moved
-                if self._replay(recording, outputs, wanted, wanted_inputs, [index])[1] is not None
-            ]
+            replays = ((i, self._replay(recording, outputs, wanted, wanted_inputs, [i])[1]) for i in moved)
+            alone = [index for index, found in replays if found is not None]
             at_fault = ", ".join(_described(recording, i) for i in alone) or "no single input"
             raise VerificationFailed(function=name, what=wrong[0], detail=wrong[1], inputs=at_fault)
         finally:
@@ -96,12 +92,7 @@ class Verification:
         return inputs, outputs if isinstance(outputs, (list, tuple)) else (outputs,)
 
     def _replay(
-        self,
-        recording: Replayed,
-        outputs: Sequence[Any],
-        wanted: Sequence[Any],
-        wanted_inputs: Sequence[Any],
-        moved: Collection[int],
+        self, recording: Replayed, outputs: Any, wanted: Any, wanted_inputs: list[Any], moved: Collection[int]
     ) -> tuple[str | None, tuple[str, str] | None]:
         """Replays with some inputs moved; returns why that is impossible, or which value differs and how."""
         live = recording.live
@@ -143,14 +134,8 @@ class Verification:
 
 def _is_plain(value: Any) -> bool:
     """Whether the value is a tensor whose elements are stored in GPU memory as they are read."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.is_cuda
-        and value.layout is torch.strided
-        and value.numel() > 0
-        and not value.is_conj()
-        and not value.is_neg()
-    )
+    is_strided = isinstance(value, torch.Tensor) and value.is_cuda and value.layout is torch.strided
+    return is_strided and value.numel() > 0 and not value.is_conj() and not value.is_neg()
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:
@@ -213,9 +198,5 @@ def _described(recording: Replayed, index: int) -> str:
     traces = [info.stack_trace, *(user.stack_trace for user in info.users)] if info is not None else []
     line = next((source_line(trace) for trace in traces if trace), None)
     kernels = ", ".join(recording.live.kernels_of(index)) if recording.live is not None else ""
-    parts = [
-        f"input {name_of_input(recording, index)}",
-        f"read at {line}" if line else "",
-        f"by {kernels}" if kernels else "",
-    ]
-    return " ".join(part for part in parts if part)
+    read, by = f" read at {line}" if line else "", f" by {kernels}" if kernels else ""
+    return f"input {name_of_input(recording, index)}{read}{by}"
