@@ -20,8 +20,7 @@ from pygraph_trees.indirection.known_kernels import is_known
 from pygraph_trees.reasons import Reason
 
 from .operations import Operation
-from .regions import Range, Regions
-from .units import Access, Unit
+from .units import Access, Range, Regions, Unit
 
 # Kernels that hide no input from a scan, but may read addresses in tables that another kernel makes (grouped matmuls).
 _READS_TABLES = re.compile(r"_ZN7cutlass\w*IN2at4cuda|.*[gG]rouped_?[gG]emm")

@@ -29,9 +29,9 @@ from .data_flow import Forecast
 from .lanes import LANES, lane_edges, time_us
 from .operations import Operations, span_of
 from .order import Pair, reduced
-from .regions import Regions
 from .rewriting import Chain, GraphLost, NotReplaced
 from .streams import Streams
+from .units import Regions
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver

@@ -25,9 +25,8 @@ from pygraph_trees.indirection.table.launches import parameters, sole_launcher
 from pygraph_trees.reasons import Reason, Why
 
 from .data_flow import Forecast, Given, storage_of
-from .regions import Range, Regions
 from .streams import Streams
-from .units import Access
+from .units import Access, Range, Regions
 
 _LIBRARIES = ("aten", "pygraph_trees")  # namespaces of operators whose schemas are believed
 _PLAIN = (torch.Tensor, int, float, str, type(None))  # arguments of kernels

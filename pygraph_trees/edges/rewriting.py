@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from pygraph_trees.cuda.edges import Dependencies, Edge
 from pygraph_trees.errors import DriverError, PygraphError
 
-from .conflicts import conflicts
-from .order import Pair, missing
+from .order import Pair, conflicts, missing
 from .units import Unit, joined
 
 

@@ -2,15 +2,47 @@
 
 A :class:`Unit` is all nodes of one operation; its own edges stay. Every node of a graph is in one unit. A unit
 whose accesses are not all known must be a barrier. If an edge lets its later node start early, both nodes belong to one
-unit: :func:`joined` merges such units.
+unit: :func:`joined` merges such units. :class:`Regions` finds the range that holds an address, and gaps between ranges.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pygraph_trees.cuda.edges import Edge
+
+Range = tuple[int, int]  # from the first address to the end
+_LAST = 1 << 64
+
+
+class Regions:
+    """Ranges, sorted; those that overlap are one."""
+
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for start, end in sorted(ranges):
+            if self._ends and start < self._ends[-1]:
+                self._ends[-1] = max(self._ends[-1], end)
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
+
+    def holding(self, address: int) -> Range | None:
+        """The range that an address is in."""
+        at = bisect_right(self._starts, address) - 1
+        return (self._starts[at], self._ends[at]) if at >= 0 and address < self._ends[at] else None
+
+    def around(self, address: int) -> Range:
+        """The gap that an address is in, if no range holds it."""
+        at = bisect_right(self._starts, address)
+        return self._ends[at - 1] if at else 0, self._starts[at] if at < len(self._starts) else _LAST
+
+    def overlap(self, start: int, end: int) -> bool:
+        """Whether one of the ranges overlaps this one."""
+        return self.holding(start) is not None or self.around(start)[1] < end
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,8 @@ from pygraph_trees.cuda.edges import Dependencies
 from pygraph_trees.edges import accesses, branches
 from pygraph_trees.edges.branches import noting
 from pygraph_trees.edges.operations import Operations, span_of
-from pygraph_trees.edges.regions import Regions
 from pygraph_trees.edges.streams import Streams
-from pygraph_trees.edges.units import Access
+from pygraph_trees.edges.units import Access, Regions
 from pygraph_trees.indirection.table import launches
 from pygraph_trees.report.log import RecordingLog
 

@@ -18,9 +18,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.cuda.edges import Dependencies, Edge
-from pygraph_trees.edges.conflicts import conflicts
 from pygraph_trees.edges.lanes import HOP_US, lane_edges, schedule
-from pygraph_trees.edges.order import missing, reduced
+from pygraph_trees.edges.order import conflicts, missing, reduced
 from pygraph_trees.edges.rewriting import Chain, GraphLost, NotReplaced
 from pygraph_trees.edges.units import Access, Unit
 from pygraph_trees.errors import NOT_FOUND, DriverError

@@ -43,7 +43,7 @@ from pygraph_trees.trees.pools import liveness, pools
 from pygraph_trees.trees.recordings import attempts
 from pygraph_trees.trees.recordings import recording as recording_module
 from pygraph_trees.trees.recordings.recording import Recording
-from pygraph_trees.trees.recordings.rerecord import why_recorded
+from pygraph_trees.trees.recordings.records import why_recorded
 
 
 def enter(function, run):
@@ -620,7 +620,7 @@ class TestManager(TestCase):
         function = self.wrapped(inference(placement="off", indirection="patch"), mutated=(1,))
         node = self.node(log=RecordingLog(number=3), wrapped_function=function, device=0, cudagraph_managed_idxs=[])
         node._attempts = attempts.Attempts(function, inputs)
-        node._managed_and_moving, node._may_be_kept = lambda *_: set(), lambda *_: True
+        node._may_be_kept = lambda *_: True
         self.enterContext(mock.patch.object(attempts, "choose", lambda *_, **__: (None, {})))
         self.enterContext(mock.patch.object(recording_module, "ranges_of"))
         upstream = recording_module.Upstream, "_allocate_and_copy_recording_inputs"

@@ -1,8 +1,7 @@
 """The program's own captures: graphs that the program captures, and calls of compiled functions in them.
 
-Such a call runs un-graphed, as compiled code without CUDA graphs does: it touches neither recordings nor their memory,
-and does not count as a warm-up or for a trial. The graph that the program captures holds the addresses of what it
-reads. Outputs in the graph pool are therefore moved out before the capture begins.
+Such a call runs un-graphed: it touches neither recordings nor their memory, and does not count as a warm-up or for a
+trial. Since the program's graph holds the addresses of what it reads, outputs are moved out of the pool before.
 """
 
 from __future__ import annotations
@@ -30,13 +29,12 @@ def is_captured() -> bool:
 
 
 def _end_step(manager: Any) -> None:
-    why = "another call is under way"
     try:
-        if manager.end_step():
-            return
+        why: object = None if manager.end_step() else "another call is under way"
     except Exception as error:  # for example, no memory is free
         why = described(error)
-    _log.warning("outputs that a graph of the program may read could not be kept: %s", why)
+    if why is not None:
+        _log.warning("outputs that a graph of the program may read could not be kept: %s", why)
 
 
 def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:

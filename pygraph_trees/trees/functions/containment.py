@@ -1,8 +1,8 @@
 """Contains errors of the graph trees: such a call runs un-graphed, or returns what its graph has computed.
 
-:class:`Progress` notes how far a call has come and keeps what a second run needs. :func:`contained` makes a call and is
-the only place that decides what follows from an error. Errors of the program pass through: those that its Python code
-raised, those that the un-graphed run raises too, and all that are no ``Exception``.
+:class:`Progress` notes how far a call has come and keeps what a second run needs. :func:`contained` decides what
+follows from an error. Errors of the program pass through: those that its Python code raised, those that the un-graphed
+run raises too, and all that are no ``Exception``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -52,12 +52,6 @@ class Stage(enum.Enum):
     COMPUTED = enum.auto()  # the outputs are computed, or will be, by work that is queued
 
 
-class _InPool(NamedTuple):
-    """A tensor in the graph pool. A recording that holds it would use other memory, so only its place is kept."""
-
-    metadata: dict[str, Any]
-
-
 class Progress:
     """One call on the slow path."""
 
@@ -65,7 +59,8 @@ class Progress:
 
     def __init__(self, inputs: list[Any], is_in_pool: Callable[[int], bool]) -> None:
         self._list, self._count, self._is_in_pool = inputs, len(inputs), is_in_pool
-        self._held: dict[int, Any] = {}  # inputs, or their places, by index
+        # Inputs by index; of those in the pool only their places, since a recording that holds one uses other memory.
+        self._held: dict[int, Any] = {}
         self.stage = Stage.PREPARED
         self.outputs: Any = None  # once they are computed, if they are known
         self.node: Any = None  # the recording that was launched, if all outputs can be read in its memory
@@ -80,23 +75,22 @@ class Progress:
 
     def released(self, places: Mapping[int, dict[str, Any]]) -> None:
         """Notes the places of inputs in the pool that are no longer in the list, by index."""
-        self._held |= {index: _InPool(metadata) for index, metadata in places.items()}
+        self._held |= places
 
     def take_inputs(self) -> tuple[list[Any], set[int]]:
-        """The call's inputs, although they may have been consumed; can be called once.
+        """The call's inputs, although they may have been consumed, and the addresses of storages that they do not own.
 
-        Also returns the addresses of the storages that are not owned by them.
+        Can be called once.
         """
         held, given, borrowed = self._held, self._list[: self._count], set()
         self._held, self._list = {}, []
         given += [None] * (self._count - len(given))
         for index, value in held.items():
-            if isinstance(value, _InPool):
-                if not isinstance(given[index], torch.Tensor):
-                    given[index] = in_place(value.metadata)
-                    borrowed.add(value.metadata["data_ptr"])
-            else:
+            if not isinstance(value, dict):
                 given[index] = value
+            elif not isinstance(given[index], torch.Tensor):
+                given[index] = in_place(value)
+                borrowed.add(value["data_ptr"])
         return given, borrowed
 
     def run(self, code: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
@@ -149,9 +143,8 @@ def in_place(metadata: dict[str, Any]) -> torch.Tensor:
 def contained(manager: Any, run: Callable[[], Any], inputs: list[Any], function_id: Any) -> Any:
     """Makes a call in Python with ``run`` and returns its outputs, whatever the trees raise.
 
-    What a call leaves depends on its stage. Nothing was launched before ``COMPUTED``, and the memory of inputs in the
-    pool is not used again before the next call, so the code may run; an operator in Python that was captured runs a
-    second time. Later, the outputs are those of the code, or copies of what the recording has written.
+    Nothing was launched before ``COMPUTED``, and the memory of inputs in the pool is not used again before the next
+    call, so the code may run. Later, the outputs are those of the code, or copies of what the recording has written.
     """
     model: Any = manager.ids_to_funcs[function_id].model
     thread, progress = threading.get_ident(), Progress(inputs, manager.is_in_pool)
@@ -254,9 +247,8 @@ def _kept(value: Any, is_in_pool: Callable[[int], bool]) -> Any:
         address = value.data_ptr()
     except RuntimeError:  # an output that was overwritten; upstream raises when it reads it
         return value
-    if not address or not is_in_pool(address) or value.is_conj() or value.is_neg():
-        return value
-    return _InPool(place_of(value))
+    is_elsewhere = not address or not is_in_pool(address) or value.is_conj() or value.is_neg()
+    return value if is_elsewhere else place_of(value)
 
 
 def check_readable(inputs: Iterable[Any]) -> None:

@@ -1,8 +1,7 @@
 """The way that a function's calls go, and the managers that may replay them on the fast path.
 
-A function has a :class:`Dispatch`; a trial changes its :class:`Way`. Each thread adds a function to its own manager,
-so there is a replayer for each thread. C++ reads them. Torch treats a function of integers as a separate function for
-each set of their values, so each set has its own dispatch and entry.
+Each thread adds a function to its own manager, so a :class:`Dispatch` has a replayer for each thread. Torch treats a
+function of integers as a separate function for each set of their values, so each set has its own dispatch and entry.
 """
 
 from __future__ import annotations
@@ -73,10 +72,7 @@ class Dispatch(FunctionState):
         self._drop(_thread())
 
     def add_values(self, manager: Any, function_id: Any, integers: Mapping[int, int]) -> None:
-        """Notes that it was added with these values of its integers, by the index of each among the inputs.
-
-        ``manager`` treats it as a separate function for each set of values, with its own ``function_id``.
-        """
+        """Notes that it was added with these values of its integers, by the index of each among the inputs."""
         self.integers, values = tuple(integers), tuple(integers.values())
         if not self._with_values:
             self.by_values = {}

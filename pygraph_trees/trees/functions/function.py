@@ -1,14 +1,13 @@
 """The compiled code of a function, with its settings and log, between Inductor and the tree manager.
 
 :class:`FunctionModel` replaces the compiled code that Inductor passes to ``cudagraphify``. Upstream keeps it in
-``WrappedFunction.model`` and calls it to warm up, to record and to run un-graphed. :func:`entered` tries a fast replay
-first, or goes another way if the function's :class:`~.dispatch.Dispatch` says so, and otherwise calls upstream's code.
+``WrappedFunction.model`` and calls it to warm up, to record and to run un-graphed. :func:`entered` chooses the way.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 _loaded: ContextVar[Any] = ContextVar("pygraph_loaded", default=None)  # metadata of the program that a thread loads
 
 
-@contextlib.contextmanager
+@contextmanager
 def loaded_with(meta: Any) -> Iterator[None]:
     """Inside, this thread puts a program from a cache to use; ``meta`` is AOTAutograd's metadata of its forward."""
     token = _loaded.set(meta)
@@ -54,9 +53,8 @@ def loaded_with(meta: Any) -> Iterator[None]:
 def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
     """The first output that a recording may hold in the layout that is returned; None if it may hold none.
 
-    For a forward, these are the outputs that only autograd holds. For a backward, these are all outputs, if C++ can
-    tell whether only autograd uses them. None if AOTAutograd's metadata is not known, or if it wraps tensors in
-    subclasses of the program.
+    Only autograd holds these outputs of a forward; of a backward, C++ tells whether only autograd uses them. There are
+    none if AOTAutograd's metadata is not known, or if it wraps tensors in subclasses of the program.
     """
     if is_inference or (is_backward and binding.extension is None):
         return None
@@ -125,10 +123,7 @@ class FunctionModel:
         The last inputs may be own memory of outputs.
         """
         allocations = self.outputs.allocations(inputs)
-        if allocations is not None or is_watching():
-            with watching(self.model, allocations):
-                outputs = self.model(inputs)
-        else:
+        with watching(self.model, allocations) if allocations is not None or is_watching() else nullcontext():
             outputs = self.model(inputs)
         if self._makes_zeros:
             give_memory(outputs := list(outputs))

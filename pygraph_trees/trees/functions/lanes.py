@@ -1,8 +1,7 @@
 """How many lanes the recordings of one function get, with ``pygraph_branches="auto"``.
 
 The first recording has none. If its forecast promises enough, the function is recorded again on lanes, and a trial
-decides whether they stay. What was measured is kept on disk for later processes. A function has a number of lanes for
-each set of its integers, by upstream's id of it; 0 means that its operations run one after another.
+decides whether they stay. What was measured is kept on disk for later processes.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _MORE_MEMORY, _MORE_BYTES = 0.15, 128 << 20  # of the graph pool, whichever is m
 class Number:
     """A number of lanes."""
 
-    count: int
+    count: int  # 0: operations run one after another
     why: Why
     is_final: bool = True  # otherwise a trial follows
 
 
 class Lanes:
-    """The numbers of lanes of one function."""
+    """The numbers of lanes of one function, by upstream's id of it: one for each set of its integers."""
 
     def __init__(self, settings: Settings, log: FunctionLog) -> None:
         self._settings, self._log = settings, log

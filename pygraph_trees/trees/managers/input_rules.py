@@ -25,7 +25,7 @@ from pygraph_trees.reasons import Reason, Why
 
 from ..functions.function import FunctionModel
 from ..recordings.recording import Recording
-from ..recordings.rerecord import moved
+from ..recordings.records import moved
 
 if TYPE_CHECKING:
     from pygraph_trees.indirection.inputs import LiveInputs

@@ -27,7 +27,7 @@ from ..pools.capture_lock import locked_by_torch
 from ..pools.collector import paused
 from ..recordings.kept_outputs import keeps_outputs
 from ..recordings.recording import Recording
-from ..recordings.rerecord import siblings_of, why_recorded
+from ..recordings.records import siblings_of, why_recorded
 from . import input_rules
 from .calls import Calls
 from .input_rules import Given, Moves

@@ -19,7 +19,7 @@ from pygraph_trees.indirection.live_input import bytes_at, copy_at, memory_of, s
 from pygraph_trees.indirection.poison import Poison
 from pygraph_trees.report.naming import source_line
 
-from ..recordings.rerecord import name_of_input
+from ..recordings.records import name_of_input
 
 if TYPE_CHECKING:
     from ..recordings.replaying import Replayed

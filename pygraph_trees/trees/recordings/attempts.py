@@ -1,8 +1,7 @@
 """Attempts to make one recording: first with a table, then with addresses only, then on ordinary memory.
 
-:class:`Attempts` chooses the inputs that are given by address. It keeps the inputs and the earlier failures for the
-next attempt. :meth:`Attempts.until_one_works` raises the failure of the last attempt, which is the first one if its
-inputs cannot be kept. Inputs that were refused are also copied in later recordings of the function.
+:class:`Attempts` chooses the inputs that are given by address, and keeps the inputs and the earlier failures for the
+next attempt. Inputs that were refused are also copied in later recordings of the function.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ class Attempts:
     def __init__(self, function: Any, inputs: list[Any]) -> None:
         """``function``: upstream's ``WrappedFunction``; ``inputs``: the inputs of the recorded call."""
         self._function = function
-        self.model = function.model
+        self.model = model = function.model
         self._kept: list[Any] = []  # the inputs, while another attempt may need them
         self._left_table = False  # whether the last attempt failed with a table; the next one has none
-        model = function.model
         self.refused: dict[int, Why] = dict(getattr(model, "refused", ()))  # inputs that get no address, and why
         # Managed inputs whose addresses changed; they are live inputs of this recording.
         self.moving = {index: inputs[index] for index in getattr(model, "moving", ())}
@@ -89,28 +87,19 @@ class Attempts:
         may_be_kept: bool,
         own: Mapping[int, bool] = MappingProxyType({}),
     ) -> LiveInputs | None:
-        """Chooses the inputs that this attempt gives by address; None if no input is chosen.
+        """Chooses the inputs that this attempt gives by address, as :func:`.choosing.choose`; None if there are none.
 
         Args:
             inputs: each chosen input is replaced by the number 0.
             copied: the indices of the inputs that upstream would copy; the chosen ones are removed.
-            managed: the indices of managed inputs whose addresses change.
             may_be_kept: whether the inputs may be held while the function is recorded.
-            own: own memory of outputs, by index; see :func:`.choosing.choose`.
         """
         model, sizes = self.model, self._function.id  # a function of integers has an id for each value
         # If a recording with a table fails, the next attempt needs the inputs again.
         may_choose = model.settings.indirection == "auto" and may_be_kept
         may_use = may_use_table(model, sizes) if may_choose else model.settings.indirection == "table"
         live, self.why_copied = choose(
-            api,
-            device,
-            inputs,
-            copied,
-            set(self._function.mutated_input_idxs),
-            pool,
-            self.refused,
-            managed,
+            *(api, device, inputs, copied, set(self._function.mutated_input_idxs), pool, self.refused, managed),
             stage=model.settings.placement != "off",
             tabled=taken_by_variants(model) if may_use else (),
             overwritten=self.overwritten,

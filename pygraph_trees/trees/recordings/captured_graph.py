@@ -1,9 +1,4 @@
-"""The graph that a recording captures: its creation, its nodes, and the tensors that its launch uses.
-
-:func:`kept_graph` makes a graph that the package instantiates itself. :func:`captured_nodes` counts nodes during
-capture; the counts are empty if the driver cannot tell. :func:`surroundings` lists the tensors that a launch reads and
-writes besides the live inputs, for test launches of graphs whose kernels may hide addresses.
-"""
+"""The graph that a recording captures: its creation, its nodes, its lanes, and the tensors that its launch uses."""
 
 from __future__ import annotations
 
@@ -129,8 +124,9 @@ def surroundings(
 ) -> Surroundings:
     """The tensors that a launch reads and writes besides the live inputs; the captured outputs must still exist.
 
+    They are for test launches of graphs whose kernels may hide addresses.
+
     Args:
-        node: the recording; only upstream's attributes are read.
         copied: the indices of the inputs that upstream copies.
         overwritten: those of inputs that do not count as mutated, but in whose memory a launch may leave other values.
     """

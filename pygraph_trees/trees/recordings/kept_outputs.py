@@ -1,9 +1,8 @@
 """Moves outputs that outlive their step out of the graph pool, before the next step overwrites it.
 
 :func:`move_alive` copies each storage that is alive and exchanges its memory for the copy's. Tensors, views and
-autograd's saved tensors hold the storage and stay valid; raw addresses that the program took do not. The caller makes
-sure that no queued work uses the old memory. A recording forgets its cached tensors and makes new ones at its next
-replay. Without the native parts, nothing moves.
+autograd's saved tensors hold the storage and stay valid; raw addresses that the program took do not. A recording
+forgets its cached tensors and makes new ones at its next replay. Without the native parts, nothing moves.
 """
 
 from __future__ import annotations

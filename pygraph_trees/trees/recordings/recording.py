@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -40,17 +40,15 @@ from ..pools import pools
 from ..pools.liveness import deaths, release_unneeded
 from ..pools.pools import ranges_of
 from .attempts import Attempts
-from .cached_outputs import Upstream
 from .captured_graph import branches_noted, captured_nodes, is_cuda, kept_graph, surroundings, try_lanes
 from .kept_outputs import kept_indices
 from .records import describe, describe_outputs
-from .replaying import Replayed, native_replay
+from .replaying import Replayed, Upstream, native_replay
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.host_reads import HostRead
     from pygraph_trees.edges.branches import Branching
-    from pygraph_trees.indirection.hidden_addresses import Surroundings
 
 _IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # called twice per input
 
@@ -101,12 +99,11 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         self.log.has_fast_path = self.has_fast_path and binding.extension is not None
         self.log.inputs = tuple(describe(self, self.live, self._copied_indices(), attempts.why_copied))
         self.log.outputs = tuple(describe_outputs(self, self.live, self.own))
-        if isinstance(wrapped_function.model, FunctionModel):
-            decisions = {} if self.live is None else self.live.decisions
-            reads_table = any(decision.route is Route.TABLE for decision in decisions.values())
-            wrapped_function.model.copies_nothing = all(d.route is not Route.COPY for d in decisions.values())
-            if decisions:
-                recorded(wrapped_function.model, wrapped_function.id, reads_table=reads_table)
+        if isinstance(model, FunctionModel):
+            routes = set() if self.live is None else {decision.route for decision in self.live.decisions.values()}
+            model.copies_nothing = Route.COPY not in routes
+            if routes:
+                recorded(model, wrapped_function.id, reads_table=Route.TABLE in routes)
         if self.live is not None:
             self.log.sets = self.live.addresses.sets
         self.copies = self.log.copied_bytes > 0
@@ -151,14 +148,16 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             attempts.launched()
             if progress is not None:
                 progress.launched()
-            if self.live is not None:
-                self._finish_first_call(self.live)
+            if self.live is not None:  # upstream launches the graph when it makes a node
+                if self.live.outputs:
+                    self.recording_outputs = list(self.recording_outputs)
+                    self.put_given(self.recording_outputs, self.live)
+                self.live.finish()
             if progress is not None:
                 progress.launched(outputs=self.recording_outputs)
         except BaseException as error:
             self.recording_outputs = None  # they are in the pool, where the next attempt allows no other memory
-            live = self.live
-            if live is not None:
+            if (live := self.live) is not None:
                 live.release()
                 self.live = None
                 attempts.failed(live, error)
@@ -174,8 +173,10 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             attempts.why_copied = dict.fromkeys(copied, api)
         elif not compat.is_kernel_free(self.wrapped_function):
             pool = ranges_of(self.device, self.cuda_graphs_pool)
+            # Managed inputs that move are alive, so this recording does not use their memory.
+            moving = {i for i, t in attempts.moving.items() if self._is_alias_of_live_recorded_tensor(t) is not None}
             self.live = attempts.choose_live(
-                *(api, self.device, inputs, copied, pool, self._managed_and_moving(attempts)),
+                *(api, self.device, inputs, copied, pool, moving),
                 may_be_kept=self._may_be_kept(inputs),
                 own={} if self.own is None else self.own.inputs,
             )
@@ -202,10 +203,6 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         ):
             return False
         return _IS_RECORDED(self, t)
-
-    def _managed_and_moving(self, attempts: Attempts) -> set[int]:
-        """The indices of managed inputs that move; because they are alive, this recording does not use their memory."""
-        return {index for index, t in attempts.moving.items() if self._is_alias_of_live_recorded_tensor(t) is not None}
 
     def _driver_for_addresses(self) -> Driver | Why:
         """The driver that gives the graph addresses, or why its inputs are copied."""
@@ -272,10 +269,11 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             # Torch sets the offset of random numbers on the capture's stream, and for a replay on the current stream.
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
         if live is not None:
+            attempts = self._attempts
+            assert attempts is not None
+            around = functools.partial(surroundings, self, outputs, live, self._copied_indices(), attempts.overwritten)
             with torch.cuda.device(self.device):
-                live.set_up(
-                    self.graph, reads, copied, functools.partial(self._surroundings, outputs, live), with_branches
-                )
+                live.set_up(self.graph, reads, copied, around, with_branches)
             self._count_nodes(live.kinds)
         elif lanes:
             with torch.cuda.device(self.device):
@@ -296,10 +294,6 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             live.collectives = Collectives(api, torch.cuda.current_stream().cuda_stream)
             return live.collectives
         return nullcontext()
-
-    def _surroundings(self, outputs: Sequence[Any], live: LiveInputs) -> Surroundings:
-        assert self._attempts is not None
-        return surroundings(self, outputs, live, self._copied_indices(), self._attempts.overwritten)
 
     def _branches_flag(self) -> tuple[str, int]:
         """``pygraph_branches`` for this recording, and the number of lanes to capture on.
@@ -327,14 +321,6 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
                 self.static_output_tensors[position] = torch.empty(0)  # the output is rebuilt from each call's input
         if self._gives_addresses:  # upstream returns one tensor again and again, whatever the program did to it
             self.empty_outputs = makers_of_empty(self.static_output_tensors, () if live is None else live.outputs)
-
-    def _finish_first_call(self, live: LiveInputs) -> None:
-        """Completes the call after the launch that upstream does when it makes a node."""
-        if live.outputs:
-            outputs = list(self.recording_outputs)
-            self._put_given(outputs, live)
-            self.recording_outputs = outputs
-        live.finish()
 
     def _count_nodes(self, counts: Counter[NodeKind]) -> None:
         if counts:

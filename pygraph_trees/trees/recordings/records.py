@@ -1,37 +1,41 @@
-"""Describes the inputs and outputs of a recording that was just made, for the report.
+"""Describes a recording for the report: why it is made, its inputs, and its outputs.
 
-:func:`describe` yields an :class:`~pygraph_trees.report.records.InputRecord` for each input, tensor or not. In the
-bytes that each replay copies, elements that a dimension of stride 0 repeats count once. :func:`describe_outputs` tells
-where each replay writes the outputs: to own memory, to the graph pool, or to an input.
+:func:`why_recorded` must be called just before upstream records: no recording of the function at this position fits the
+inputs then. The newest of them is compared with the inputs by address only, since upstream's own check may change the
+inputs. :func:`describe` and :func:`describe_outputs` describe a recording that was just made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor.output_code import index_expanded_dims
 
 from pygraph_trees.indirection.routes import Route
+from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.records import IN_POOL, ON_INPUT, OWN_MEMORY, InputRecord, OutputRecord
 
 if TYPE_CHECKING:
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.outputs.own_memory import OwnMemory
-    from pygraph_trees.reasons import Why
+    from pygraph_trees.report.log import FunctionLog
+
+_MOST_NAMES = 4  # of inputs that moved
 
 
 def describe(
     node: Any, live: LiveInputs | None, copied: Collection[int], why_copied: Mapping[int, Why]
 ) -> Iterator[InputRecord]:
-    """Yields each input's record.
+    """Yields the record of each input, tensor or not.
+
+    In the bytes that each replay copies, elements that a dimension of stride 0 repeats count once.
 
     Args:
         node: the recording; only upstream's attributes are read.
         live: the live inputs that are given by address.
-        copied: the indices of the inputs that upstream copies.
-        why_copied: the reasons, by index.
+        copied: the indices of the inputs that upstream copies; ``why_copied`` has the reasons.
     """
     placeholders, mutated = node.wrapped_function.placeholders, set(node.wrapped_function.mutated_input_idxs)
     static, managed = set(node.static_input_idxs), set(node.cudagraph_managed_idxs)
@@ -48,33 +52,25 @@ def describe(
             continue
         kind = "managed" if index in managed else "static" if index in static else "live"
         kind = "output" if index >= first_output else kind
-        decision = decisions.get(index)
-        route = Route.PATCH if decision is None else decision.route
-        if decision is not None:
-            is_copied, why = route is Route.COPY, decision.reason
+        if (decision := decisions.get(index)) is not None:
+            route, why = decision.route, decision.reason
         else:
-            is_copied, why = index in copied, why_copied.get(index)
-        device = value.device
+            route, why = Route.COPY if index in copied else Route.PATCH, why_copied.get(index)
+        is_copied, device = route is Route.COPY, value.device
         yield InputRecord(
             *(index, name, kind, devices.get(device) or devices.setdefault(device, str(device))),
             _nbytes(value),
             _nbytes(index_expanded_dims(value, node.expanded_dims[index])) if is_copied else 0,
             index in mutated,
-            None if kind not in ("live", "output") else "copy" if is_copied else route.value,
+            route.value if kind in ("live", "output") else None,
             why if is_copied else None,
         )
 
 
 def describe_outputs(node: Any, live: LiveInputs | None, own: OwnMemory | None) -> Iterator[OutputRecord]:
-    """Yields an :class:`~pygraph_trees.report.records.OutputRecord` for each output that is a tensor.
+    """Yields the record of each output that is a tensor.
 
-    For own memory, the record also has the number of nodes that hold its address, and the bytes that the graph copies
-    there.
-
-    Args:
-        node: the recording; only upstream's attributes are read.
-        live: its inputs that are given by address.
-        own: the own memory of its outputs.
+    For own memory, it also has the number of nodes that hold its address, and the bytes that the graph copies there.
     """
     on_live = {} if live is None else live.outputs
     sizes = {} if live is None else {item.index: item.placeholder_tensor.nbytes for item in live.items}
@@ -93,3 +89,51 @@ def describe_outputs(node: Any, live: LiveInputs | None, own: OwnMemory | None) 
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def siblings_of(tree: Any, function_id: Any) -> Sequence[Any]:
+    """The recordings of a function at the current position, the newest last."""
+    node = tree.current_node
+    found: Sequence[Any] = (tree.roots if node is None else node.children).get(function_id, ())
+    return found
+
+
+def why_recorded(tree: Any, inputs: list[Any], function_id: Any, function: FunctionLog) -> Why:
+    """A first call, the inputs that moved since the newest recording here, or the recording before it."""
+    node, siblings = tree.current_node, siblings_of(tree, function_id)
+    if siblings:
+        return _difference(siblings[-1], inputs)
+    if node is None and function.recordings:
+        model = tree.ids_to_funcs[function_id].model
+        added = sum(other.model is model for other in list(tree.ids_to_funcs.values()))  # in this thread
+        return Reason.FIRST_SIZES() if added > 1 else Reason.FIRST_IN_THREAD()
+    return Reason.FIRST() if node is None else Reason.FIRST_AFTER(number=node.id.id)
+
+
+def _difference(recorded: Any, inputs: list[Any]) -> Why:
+    managed = set(recorded.cudagraph_managed_idxs)
+    found = [i for i in sorted(managed | set(recorded.static_input_idxs)) if moved(recorded, inputs, i)]
+    if not found:
+        unfit: Why | None = getattr(recorded, "unfit", None)
+        return unfit or Reason.OTHERS_ALIVE()
+    names = [name_of_input(recorded, i) for i in found[:_MOST_NAMES]]
+    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+    kind = "managed" if found[0] in managed else "static"
+    return Reason.MOVED(kind=kind, names=f"{', '.join(names)}{more}")
+
+
+def moved(recorded: Any, inputs: list[Any], index: int) -> bool:
+    """Whether an input's address differs from its recorded one."""
+    address = recorded.static_input_data_ptrs[index]
+    value = inputs[index]
+    if address is None or not isinstance(value, torch.Tensor):
+        return False
+    try:
+        return value.data_ptr() != address
+    except RuntimeError:  # an output that was overwritten; upstream raises when it reads it
+        return True
+
+
+def name_of_input(recorded: Any, index: int) -> str:
+    placeholders = recorded.wrapped_function.placeholders
+    return str(placeholders[index].name) if index < len(placeholders) else str(index)

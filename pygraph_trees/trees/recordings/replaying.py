@@ -2,15 +2,16 @@
 
 :class:`Replayed` is the part of a recording that each call on the slow path uses. Before a replay, the graph is given
 the call's addresses; if that fails, the recording is passed over. Outputs on live inputs, and those with own memory,
-are made for each call. After an error in upstream's code, outputs are copies of what the graph has written.
-:func:`native_replay` gives C++ a recording's part of a fast replay.
+are made for each call. Others are cached, and returned again once nobody holds them, unless the program changed one or
+C++ does not tell. Autograd may take over a cached gradient although a hook keeps it, so gradients are new tensors;
+C++ returns cached ones if only autograd uses them. :func:`native_replay` gives C++ its part of a fast replay.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +25,14 @@ from pygraph_trees.reasons import Reason, Why
 from ..functions import fast_path
 from ..functions.containment import HeldForTooLong, contained, in_place, note_failure, owned, progress_of
 from ..pools import pools
-from ..pools.liveness import Deaths
-from .cached_outputs import CachedOutputs
+from ..pools.liveness import Deaths, OlderOutputs, register
 
 if TYPE_CHECKING:
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.outputs.own_memory import OwnMemory
     from pygraph_trees.report.log import RecordingLog
 
+Upstream: type = cudagraph_trees.CUDAGraphNode
 _MISMATCH = cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch
 _FITS = cudagraph_trees.CheckInvariantStatus.SUCCESS, lambda: "CheckInvariantStatus.SUCCESS"
 _ALIVE_BEFORE = (
@@ -40,8 +41,15 @@ _ALIVE_BEFORE = (
 )
 
 
-class Replayed(CachedOutputs):
+class Replayed(Upstream):
     log: RecordingLog
+    native: Any = None  # its part of a fast replay in C++
+    _gives_addresses = False  # whether inputs may be given by address
+    cached_addresses: Sequence[int] = ()  # of each cached output when it was made; 0 if it is not cached
+    has_new_history = False  # whether autograd gives the outputs a new history at each call
+    is_backward = False  # whether the outputs are gradients
+    empty_outputs: Mapping[int, Callable[[], torch.Tensor]] = MappingProxyType({})  # make outputs without memory
+    older_outputs: Any = ()  # references to outputs that newer ones have replaced
     fixed: Sequence[tuple[int, int]]  # index and address of each static input
     deaths_before: Deaths | None
     deaths_after: Deaths | None
@@ -110,9 +118,8 @@ class Replayed(CachedOutputs):
             raise HeldForTooLong(function=self.wrapped_function.model.log.name)
 
     def replay(self, inputs: list[Any]) -> Any:
-        """Replays the graph, which has the inputs' addresses, and returns the outputs; consumes the inputs.
-
-        For a fast replay whose inputs are copied or whose outputs are made from them.
+        """For a fast replay whose inputs are copied or whose outputs are made from them: launches the graph, which has
+        the inputs' addresses, returns the outputs, and consumes the inputs.
         """
         manager = pools.owner_of(self.cuda_graphs_pool)
         if manager is None:
@@ -182,22 +189,16 @@ class Replayed(CachedOutputs):
             progress.launched(None if self.live is not None and self.live.outputs else self)
 
     def copied_outputs(self) -> list[Any]:
-        """Copies of the outputs that the last launch has written, except those on live inputs.
-
-        They are made without upstream's code.
-        """
-        outputs: list[Any] = []
-        for made_of, static in zip(self.outputs_metadata, self.static_output_tensors, strict=True):
-            if static is not None or not isinstance(made_of, dict):
-                outputs.append(made_of if static is None else static)
-            else:
-                outputs.append(owned(in_place(made_of)))
-        return outputs
+        """Copies of the outputs that the last launch has written, except those on live inputs, without upstream."""
+        return [
+            static if static is not None else owned(in_place(made_of)) if isinstance(made_of, dict) else made_of
+            for made_of, static in zip(self.outputs_metadata, self.static_output_tensors, strict=True)
+        ]
 
     def own_outputs(self) -> Any:
         """All outputs except those on live inputs; after an error, copies of them. C++ calls this after a launch."""
         try:
-            return super().own_outputs()
+            return self._cached_or_new()
         except Exception as error:
             manager = pools.owner_of(self.cuda_graphs_pool)
             if manager is None or not self._gives_addresses:
@@ -206,14 +207,26 @@ class Replayed(CachedOutputs):
             manager.failed(error, self.wrapped_function.id)
             return self.copied_outputs()
 
-    def reconstruct_outputs(self) -> Any:
-        outputs = self.own_outputs()
-        live = self.live
-        if live is not None:
-            self._put_given(outputs, live)
+    def _cached_or_new(self) -> Any:
+        # The program may have changed one; only C++ looks at them.
+        if self._gives_addresses and (self.native is None or not self.native.is_untouched()):
+            self.remove_node_cached_tensors()
+        for position, make in self.empty_outputs.items():
+            self.static_output_tensors[position] = make()
+        outputs = super().reconstruct_outputs()
+        if self._gives_addresses and self.is_backward:
+            for position, cached in enumerate(self.cached_tensor_outputs):
+                if cached is not None:
+                    outputs[position] = cached.detach()
         return outputs
 
-    def _put_given(self, outputs: Any, live: LiveInputs) -> None:
+    def reconstruct_outputs(self) -> Any:
+        outputs = self.own_outputs()
+        if self.live is not None:
+            self.put_given(outputs, self.live)
+        return outputs
+
+    def put_given(self, outputs: Any, live: LiveInputs) -> None:
         """Puts the outputs that are made for each call in their places: inputs, views of them, and own memory."""
         for position, (index, view) in live.outputs.items():
             of = live if self.own is None or index < self.own.takes else self.own
@@ -224,6 +237,36 @@ class Replayed(CachedOutputs):
         found = self._is_alias_of_live_recorded_tensor(tensor)
         # The last level of the path holds this recording's own outputs, whose memory it does write.
         return found is not None and found[0] < len(self.path_weakrefs) - 1 and found in self.live_indices_after_graph
+
+    def create_storage(self, metadata: dict[str, Any]) -> Any:
+        storage = super().create_storage(metadata)
+        if self._gives_addresses and binding.extension is not None:
+            binding.extension.make_resizable(storage)
+        return storage
+
+    def _initialize_cached_tensors(self) -> None:
+        self.older_outputs = self.older_outputs or OlderOutputs()
+        self.older_outputs.add(self.outputs_weakrefs)
+        try:
+            super()._initialize_cached_tensors()
+            if self._gives_addresses and not self.is_backward:
+                for output in self.cached_tensor_outputs:  # they are no gradients that autograd may take over
+                    if output is not None:
+                        torch._C._remove_cached_tensor(output)
+            self.cached_addresses = [
+                0 if output is None else output.data_ptr() for output in self.cached_tensor_outputs
+            ]
+            if self.native is not None:
+                self.native.note_cached()
+            self._registered = register(self)
+        except BaseException:  # an interrupt may come anywhere, and a part of them must not stay
+            self.remove_node_cached_tensors()
+            raise
+
+    def remove_node_cached_tensors(self) -> None:
+        held = list(self.cached_tensor_outputs)  # freeing one may run code that asks which outputs are alive
+        super().remove_node_cached_tensors()
+        held.clear()
 
 
 def native_replay(
@@ -240,6 +283,11 @@ def native_replay(
     if binding.extension is None:
         return None
     live, kind = recording.live, type(recording)
+    takes = sys.maxsize if recording.own is None else recording.own.takes
+    made = [] if live is None else [(index, position, view) for position, (index, view) in live.outputs.items()]
+    dtypes = {} if live is None else {item.index: item.placeholder_tensor.dtype for item in live.items}
+    # A view of an input, not of own memory, with another dtype.
+    changes_dtype = any(view is not None and index < takes and view[-1] != dtypes[index] for index, _, view in made)
     return binding.extension.Replay(
         recording=weakref.ref(recording),
         prepare=None if live is None else live.addresses.prepare_fast,
@@ -251,7 +299,8 @@ def native_replay(
         places=recording.fixed,
         patched=[] if live is None else [item.index for item in live.patched],
         managed=managed,
-        returned=() if live is None else _returned(live, recording.own),
+        # The input, the output, its block of own memory, and its view of that.
+        returned=tuple((i, position, None if i < takes else i - takes, view) for i, position, view in made),
         before=_to_ask(recording.deaths_before),
         after=_to_ask(recording.deaths_after),
         outliving=_to_ask(recording.outliving),
@@ -259,29 +308,10 @@ def native_replay(
         borrow=kind.borrowed,
         make=kind.own_outputs,
         run=kind.replay,
-        in_python=in_python or (live is not None and _changes_dtype(live, recording.own)),
+        in_python=in_python or changes_dtype,
         python_checks=fast_path.CHECKS_LATE,
         has_new_history=recording.has_new_history,
         is_backward=recording.is_backward,
-    )
-
-
-def _returned(live: LiveInputs, own: OwnMemory | None) -> tuple[tuple[Any, ...], ...]:
-    """The input of each output that is made for each call, the output, its block of own memory, and its view of it."""
-    takes = sys.maxsize if own is None else own.takes
-    return tuple(
-        (index, position, None if index < takes else index - takes, view)
-        for position, (index, view) in live.outputs.items()
-    )
-
-
-def _changes_dtype(live: LiveInputs, own: OwnMemory | None) -> bool:
-    """Whether an output is a view of an input, not of own memory, with another dtype."""
-    dtypes = {item.index: item.placeholder_tensor.dtype for item in live.items}
-    return any(
-        view is not None and view[-1] != dtypes[index]
-        for index, view in live.outputs.values()
-        if own is None or index < own.takes
     )
 
 
