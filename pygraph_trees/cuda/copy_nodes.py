@@ -8,11 +8,7 @@ from .graph_nodes import GraphNode, NodeKind
 
 
 class CopyNode(GraphNode):
-    """A node that the driver executes according to the kind of memory at its addresses.
-
-    Instantiation fixes the kind: an address in memory that was mapped in pieces (``cuMemMap``) cannot be replaced by
-    one from ``cuMemAlloc``, nor the reverse (measured, driver 580).
-    """
+    """A node that the driver executes according to the kind of memory at its addresses, which instantiation fixes."""
 
     _set_captured: ClassVar[str]
 

@@ -1,9 +1,8 @@
 """The CUDA driver's calls; no other file calls ``cuda.bindings``.
 
-:class:`Driver` has one method per call: handles and addresses are integers, sizes are bytes. It accepts any module with
-the bindings' interface, for example a fake. A failed call raises :class:`DriverError` with the names of the call and
-the code; the code is :data:`NOT_FOUND` if the bindings or the installed driver lack the call. :func:`driver` returns
-the process's driver, or None without ``cuda.bindings``; :func:`usable_driver` also returns None if calls are missing.
+:class:`Driver` has one method per call: handles and addresses are integers, sizes are bytes. A failed call raises
+:class:`DriverError` with the names of the call and the code, which is :data:`NOT_FOUND` if the bindings or the
+installed driver lack the call.
 """
 
 from __future__ import annotations
@@ -77,10 +76,9 @@ class Driver:
     def version(self) -> int:
         """The latest CUDA version that the driver supports, 13000 for 13.0 (``cuDriverGetVersion``); 0 if unknown."""
         try:
-            (version,) = self.call("cuDriverGetVersion")
+            return int(self.call("cuDriverGetVersion")[0])
         except DriverError:
             return 0
-        return int(version)
 
     def missing_calls(self) -> list[str]:
         """The calls that indirection needs and the bindings or the installed driver lack."""
@@ -113,13 +111,12 @@ class Driver:
 
     def context(self) -> Any:
         """The current context, for :meth:`GraphNode.bind`; a node can name its own only since CUDA 13.2."""
-        (context,) = self.call("cuCtxGetCurrent")
-        return context
+        return self.call("cuCtxGetCurrent")[0]
 
     def enter(self, context: Any) -> Any:
-        """Makes a context current in this thread, which may have another device's, or none before it uses the GPU.
+        """Makes a context current in this thread; some driver calls crash without one.
 
-        Some driver calls crash without one. Returns the context to go back to; None if there is nothing to undo.
+        Returns the context to go back to; None if there is nothing to undo.
         """
         current = self.context()
         if int(current) == int(context):
@@ -130,10 +127,7 @@ class Driver:
     def nodes(self, graph: int) -> list[int]:
         """All nodes of a graph, without those of its child graphs (``cuGraphGetNodes``)."""
         _, count = self.call("cuGraphGetNodes", graph, 0)
-        if not count:
-            return []
-        nodes, _ = self.call("cuGraphGetNodes", graph, count)
-        return [int(node) for node in nodes]
+        return [int(node) for node in self.call("cuGraphGetNodes", graph, count)[0]] if count else []
 
     def address_of(self, name: str) -> int | None:
         """Address of a function of the driver's library; None if it or the library is missing."""
@@ -145,8 +139,7 @@ class Driver:
             return None
 
     def node_kind(self, node: int) -> NodeKind:
-        (code,) = self.call("cuGraphNodeGetType", node)
-        return self._kinds.get(int(code), NodeKind.OTHER)
+        return self._kinds.get(int(self.call("cuGraphNodeGetType", node)[0]), NodeKind.OTHER)
 
     def count_nodes(self, graph: int) -> Counter[NodeKind]:
         """The number of nodes of each kind in a graph, child graphs included."""
@@ -177,26 +170,22 @@ class Driver:
         """A kernel's mangled name, by the handle that is not 0 (``cuFuncGetName``); None if it is unknown."""
         call, handle = ("cuFuncGetName", function) if function else ("cuKernelGetName", kernel)
         try:
-            (name,) = self.call(call, handle)
+            return bytes(self.call(call, handle)[0]).decode(errors="replace")
         except DriverError:
             return None
-        return bytes(name).decode(errors="replace")
 
     def granularity(self, device: int) -> int:
         """The unit of sizes and addresses of mapped memory, in bytes."""
         minimum = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        (nbytes,) = self.call("cuMemGetAllocationGranularity", self._memory_on(device), minimum)
-        return int(nbytes)
+        return int(self.call("cuMemGetAllocationGranularity", self._memory_on(device), minimum)[0])
 
     def reserve(self, nbytes: int) -> int:
         """Reserves a range of addresses without memory, placed by the driver; returns its start."""
-        (address,) = self.call("cuMemAddressReserve", nbytes, 0, 0, 0)
-        return int(address)
+        return int(self.call("cuMemAddressReserve", nbytes, 0, 0, 0)[0])
 
     def create_memory(self, nbytes: int, device: int) -> int:
         """Creates physical memory without an address."""
-        (memory,) = self.call("cuMemCreate", nbytes, self._memory_on(device), 0)
-        return int(memory)
+        return int(self.call("cuMemCreate", nbytes, self._memory_on(device), 0)[0])
 
     def release_memory(self, memory: int) -> None:
         """Gives up the handle; the memory stays until its last mapping is gone."""
@@ -249,10 +238,9 @@ class Driver:
         """The ``CUmemorytype`` of the memory at a unified address."""
         attribute = self.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
         try:
-            (kind,) = self.call("cuPointerGetAttribute", attribute, address)
+            return int(self.call("cuPointerGetAttribute", attribute, address)[0])
         except InvalidValue:  # memory that the driver does not know: pageable host memory
-            kind = self.api.CUmemorytype.CU_MEMORYTYPE_HOST
-        return int(kind)
+            return int(self.api.CUmemorytype.CU_MEMORYTYPE_HOST)
 
     def layout(self, function: int, kernel: int) -> Layout:
         """Reads the layout of a kernel's parameters.
@@ -297,7 +285,11 @@ def driver() -> Driver | None:
     was_on = gc.isenabled()
     gc.disable()  # loading the library holds a lock; a finalizer that calls the driver would wait for it forever
     try:
-        return _found()
+        made = Driver(importlib.import_module("cuda.bindings.driver"), "libcuda.so.1")
+        made.is_there = made.version() > 0  # without the library, the bindings would search for it at each call
+        return made
+    except ImportError:
+        return None
     finally:
         if was_on:
             gc.enable()
@@ -324,13 +316,3 @@ def why_unusable() -> str | None:
         return "cuda.bindings is not installed: pip install cuda-bindings"
     missing = found.missing_calls()
     return f"the driver or its bindings are too old, they lack {', '.join(missing)}" if missing else None
-
-
-def _found() -> Driver | None:
-    try:
-        api = importlib.import_module("cuda.bindings.driver")
-    except ImportError:
-        return None
-    made = Driver(api, "libcuda.so.1")
-    made.is_there = made.version() > 0  # without the library, the bindings would search for it at each call
-    return made

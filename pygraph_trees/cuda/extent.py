@@ -1,8 +1,4 @@
-"""The memory between a strided tensor's first and last element, for any layout.
-
-Each function takes a tensor with strides and returns its size or a view of its memory. With gaps or overlapping
-elements, the flat view covers all memory in between, so copies and fills are exact.
-"""
+"""The memory between a strided tensor's first and last element, for any layout."""
 
 from __future__ import annotations
 
@@ -38,10 +34,7 @@ def tensors_with_memory(value: Any) -> Iterator[torch.Tensor]:
 
 
 def copy_bits(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies the memory of each source to a target of the same size, on the current stream, by one or two kernels.
-
-    Bits are copied as 8-byte integers if they fit, so it is fast for any dtype, and a captured copy is a kernel node.
-    """
+    """Copies the memory of each source to a target of the same size, on the current stream, by one or two kernels."""
     pairs = [_as_integers(*pair) for pair in zip(targets, sources, strict=True)]
     for dtype in {to.dtype for to, _ in pairs}:
         alike = [pair for pair in pairs if pair[0].dtype == dtype]
@@ -49,6 +42,7 @@ def copy_bits(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 
 def _as_integers(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of 8 bytes if they fit, which is fast for any dtype; a captured copy is a kernel node."""
     to, of = (flat(tensor).view(torch.uint8) for tensor in (target, source))
     if any(found.numel() % 8 or found.storage_offset() % 8 or found.data_ptr() % 8 for found in (to, of)):
         return to, of

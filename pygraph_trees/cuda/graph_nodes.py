@@ -2,8 +2,7 @@
 
 :class:`GraphNode` owns its parameters: change them in place, then :meth:`~GraphNode.set` writes them to one
 instantiated graph, whose own parameters cannot be read back. The captured graph keeps the recorded ones, except after
-:meth:`CopyNode.set_captured`. Handles and addresses are integers, sizes are bytes. :class:`Driver` creates the nodes; a
-failed driver call raises :class:`DriverError`.
+:meth:`CopyNode.set_captured`.
 """
 
 from __future__ import annotations

@@ -31,13 +31,9 @@ def capture_lock() -> Any:
 
 
 def is_over(work: Any) -> bool:
-    """Whether the GPU has finished ``work``, a ``torch.cuda.Event`` or ``Stream``.
-
-    Raises RuntimeError if the event or stream is part of a capture.
-    """
+    """Whether the GPU has finished ``work``, an event or stream; raises RuntimeError if it is part of a capture."""
     with without_disturbing_captures():
-        done: bool = work.query()
-        return done
+        return bool(work.query())
 
 
 def us_between(begin: Any, end: Any) -> float | None:
@@ -53,11 +49,9 @@ class CudaDevice:
         self._index = index
 
     def is_idle(self) -> bool:
-        """Whether the GPU has finished the stream's work."""
         return is_over(torch.cuda.current_stream(self._index))
 
     def mark(self) -> Any:
-        """Marks a place in the stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._index))
         return event

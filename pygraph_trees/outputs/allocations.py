@@ -1,8 +1,7 @@
 """The memory that one run of generated code allocates, watched or replaced.
 
 Generated code allocates with ``empty_strided_cuda``, a global of its module, which :func:`watching` replaces. Libraries
-allocate outputs too. :meth:`Allocations.storages` finds the storages that outputs are in, and tells whether generated
-code or a library allocated each. A captured run may be given a tensor for each storage: generated code gets it instead
+allocate outputs too. A captured run may be given a tensor for each storage with outputs: generated code gets it instead
 of a new one, and the graph copies a library's storage to it.
 """
 
@@ -85,10 +84,7 @@ class Allocations:
         return tensor
 
     def finished(self, outputs: Any) -> Any:
-        """Returns the outputs of a captured run.
-
-        Outputs in a library's storage are replaced by views of the given tensor, to which the graph copies the storage.
-        """
+        """The outputs of a captured run; views of the given tensors replace those in storages that the graph copies."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         found = list(outputs)
         for numbers, tensor in self._copied_to.items():
@@ -105,11 +101,7 @@ class Allocations:
         return found
 
     def storages(self, outputs: Sequence[Any], is_in_pool: Callable[[int], bool]) -> tuple[Storage, ...]:
-        """The storages that the run allocated and that hold outputs.
-
-        Args:
-            is_in_pool: tells whether an address is in the graph pool, so that a library may have allocated it.
-        """
+        """The storages that the run allocated and that hold outputs; a library may have allocated those in the pool."""
         by_storage: dict[int, list[View]] = {}
         for number, output in enumerate(outputs):
             if isinstance(output, torch.Tensor) and output.numel() and not (output.is_conj() or output.is_neg()):
@@ -186,17 +178,16 @@ def watching(
 
 def _allocate(upstream: Callable[..., torch.Tensor], size: Any, stride: Any, dtype: torch.dtype) -> Any:
     allocations, note = _running.allocations, _running.note
-    if note is not None:
-        upstream = functools.partial(_noted, upstream, note)
+
+    def allocate(*args: Any) -> torch.Tensor:
+        made = upstream(*args)
+        if note is not None:
+            note(made)
+        return made
+
     if allocations is None:  # only another thread watches, or a note is all that is wanted
-        return upstream(size, stride, dtype)
-    return allocations.allocate(upstream, size, stride, dtype)
-
-
-def _noted(upstream: Callable[..., torch.Tensor], note: Callable[[torch.Tensor], None], *args: Any) -> torch.Tensor:
-    made = upstream(*args)
-    note(made)
-    return made
+        return allocate(size, stride, dtype)
+    return allocations.allocate(allocate, size, stride, dtype)
 
 
 def _globals_of(model: Any) -> dict[str, Any] | None:

@@ -1,9 +1,8 @@
 """Own memory of a function's outputs, outside of the graph pool: replays write it again while it is dead.
 
 A function with own memory has an additional input for each :class:`~.allocations.Block`; its graph writes outputs
-there. C++ owns the blocks (``native/own_memory.cpp``). Before each replay, it gives the blocks that the program still
-uses to the program and allocates others in their place; all other blocks are written again. Without the native parts,
-no function has own memory.
+there. C++ owns the blocks (``native/own_memory.cpp``), and allocates others in place of those that the program still
+uses. Without the native parts, no function has own memory.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ class OwnOutputs:
     call: _Call = field(default_factory=_Call)
 
     def allocations(self, inputs: list[Any]) -> Allocations | None:
-        """The allocations of a run with these inputs, if they are watched or replaced.
+        """The allocations of a run with these inputs, if they are watched or replaced; removes own memory from these.
 
-        Inputs after the first :attr:`takes` are own memory, and are removed. Only a captured run writes to own memory;
-        un-graphed code allocates its outputs itself.
+        Only a captured run writes to own memory; un-graphed code allocates its outputs itself.
         """
         if self.takes is not None and len(inputs) > self.takes:
             given = inputs[self.takes :]
@@ -87,7 +85,7 @@ class OwnMemory:
             storages: where a warm-up found the outputs of each block.
             counters: of blocks that are allocated and given away.
             takes: how many inputs precede the blocks.
-            is_backward: whether outputs are gradients; those that only autograd uses are the same tensors at each call.
+            is_backward: whether outputs are gradients.
             holds: whether blocks are kept from call to call at first. Later, that depends on how long outputs live.
         """
         self.blocks, self.takes = tuple(blocks), takes

@@ -1,10 +1,4 @@
-"""Decides which outputs get own memory, and when.
-
-If an inference graph has one partition, outputs that its code allocates have own memory from the start. Once another
-output has outlived two steps, all outputs of its function and of later ones on the path that outlived a step get it. A
-function's outputs change :data:`~.own_memory.MOST_CHANGES` times at most, the last time all that the program sees. Each
-change records functions again.
-"""
+"""Decides which outputs get own memory, and when; README.md has the rules. Each change records functions again."""
 
 from __future__ import annotations
 
@@ -41,10 +35,7 @@ class OutputPolicy:
     __slots__ = ("_candidates", "_changing", "_given", "_storages")
 
     def __init__(self, candidates: dict[Any, Any]) -> None:
-        """Args:
-        candidates: the manager's known candidates. They are cleared if outputs will change; the next call then searches
-            for recordings and finds none (:attr:`changes_next`).
-        """
+        """``candidates`` are cleared if outputs will change; the next call then finds none (:attr:`changes_next`)."""
         self._candidates = candidates
         self._storages: dict[Any, tuple[Storage, ...]] = {}  # by function: where a warm-up found its outputs
         self._given: dict[Any, tuple[Block, ...]] = {}  # by function: the blocks for which it was given memory
@@ -83,7 +74,6 @@ class OutputPolicy:
             native.release()
 
     def _natives(self, manager: Any, model: Any = None) -> list[Any]:
-        """The own memory of all functions in C++, or of those with this compiled code."""
         functions = [f for f in list(manager.ids_to_funcs.values()) if model is None or f.model is model]
         return [own.native for f in functions if (own := getattr(f, "own", None)) is not None]
 
@@ -91,17 +81,13 @@ class OutputPolicy:
     def watched(self, manager: Any, function_id: Any, inputs: list[Any]) -> Iterator[_Found]:
         """Wraps a warm-up of a function whose outputs may get own memory.
 
-        Yields a function that must be called afterwards, with the outputs and a function that tells whether the graph
-        pool holds an address.
+        Yields a function that must be given the outputs afterwards, and one that tells what is in the graph pool.
         """
         model = manager.ids_to_funcs[function_id].model
         plan: OwnOutputs = model.outputs
         plan.takes, plan.call.watch = len(inputs), (watch := Allocations())
-        given = {
-            value.untyped_storage().data_ptr()
-            for value in inputs
-            if isinstance(value, torch.Tensor) and not value._is_zerotensor()  # a tangent without memory
-        }
+        tensors = (value for value in inputs if isinstance(value, torch.Tensor))
+        given = {t.untyped_storage().data_ptr() for t in tensors if not t._is_zerotensor()}  # a tangent without memory
 
         def found(outputs: Sequence[Any], is_in_pool: Callable[[int], bool]) -> None:
             storages = watch.storages(outputs, lambda address: address not in given and is_in_pool(address))
@@ -127,23 +113,16 @@ class OutputPolicy:
     def recorded(self, manager: Any, node: Any, pool_bytes: int) -> None:
         """Finds another way for outputs that a new recording cannot write to own memory, and limits the kept memory.
 
-        An output of generated code is copied from then on; one that is copied already stays in the graph pool.
-
-        Args:
-            pool_bytes: size of the graph pool. All functions but the one used last keep at most as much together.
+        An output of generated code is copied from then on; one that is copied already stays in the graph pool. All
+        functions but the one used last keep at most as much as the pool has, ``pool_bytes``.
         """
         own: OwnMemory | None = node.own
         if own is None:
             return
         plan: OwnOutputs = node.wrapped_function.model.outputs
-        decisions, returned = {}, set()
-        if node.live is not None:
-            decisions, returned = node.live.decisions, {index for index, _ in node.live.outputs.values()}
-        refused = [
-            block
-            for index, block in enumerate(own.blocks, own.takes)
-            if index not in returned or not decisions[index].by_address
-        ]
+        returned = set() if node.live is None else {index for index, _ in node.live.outputs.values()}
+        written = {i for i in returned if i >= own.takes and node.live.decisions[i].by_address}
+        refused = [block for index, block in enumerate(own.blocks, own.takes) if index not in written]
         if refused and plan.blocks == own.blocks:
             plan.copied.update(block.outputs for block in refused if block.allocation is not None)
             plan.refused.update(block.outputs for block in refused if block.allocation is None)
@@ -161,8 +140,7 @@ class OutputPolicy:
 
         The call that is under way has its inputs already, and may be one of the same function.
 
-        Args:
-            models: the compiled code of the functions on the path, in its order, each once.
+        ``models``: the compiled code of the functions on the path, in its order, each once.
         """
         for model in models:  # those that the manager of another thread has changed
             if any(self._given.get(id_) != model.outputs.blocks for id_ in self._ids(manager, model)):
@@ -181,10 +159,7 @@ class OutputPolicy:
             self._candidates.clear()
 
     def _wanted(self, manager: Any, model: Any, times: int, *, with_seen: bool = False) -> set[int]:
-        """The outputs without own memory that outlived so many steps and can get it.
-
-        ``with_seen``: also all that the program sees.
-        """
+        """The outputs without own memory that outlived so many steps, or that the program sees, and can get it."""
         plan: OwnOutputs = model.outputs
         ids = self._ids(manager, model)
         if not ids:
@@ -232,15 +207,10 @@ class OutputPolicy:
                 is_backward=model.log.mode == BACKWARD,
                 holds=bool(model.log.moved),
             )
-        count = 0 if own is None else len(own)
         outputs = () if own is None else [block.outputs[0] for block in own.blocks]
+        mutated = [index for index in wrapped.mutated_input_idxs if index < takes]
+        placeholders = [PlaceholderInfo(f"output {number}", None, [], None) for number in outputs]
         known = {field.name: getattr(wrapped, field.name) for field in dataclasses.fields(WrappedFunction)}
-        known["mutated_input_idxs"] = (
-            *(index for index in wrapped.mutated_input_idxs if index < takes),
-            *range(takes, takes + count),
-        )
-        known["placeholders"] = (
-            *wrapped.placeholders[:takes],
-            *(PlaceholderInfo(f"output {number}", None, [], None) for number in outputs),
-        )
+        known["mutated_input_idxs"] = (*mutated, *range(takes, takes + len(outputs)))
+        known["placeholders"] = (*wrapped.placeholders[:takes], *placeholders)
         manager.ids_to_funcs[function_id] = OwnFunction(**known, own=own)

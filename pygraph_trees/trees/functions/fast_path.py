@@ -1,8 +1,7 @@
 """The fast path in C++, from the call of a compiled graph to its return, if the native parts are built.
 
-:func:`entry` returns a C++ callable that replays a function; :mod:`..recordings.replaying` has a recording's part of
-it. Managers and functions derive from :data:`TreeState` and :data:`FunctionState`, whose attributes C++ reads and
-writes directly. Without the native parts, no replay is fast, and upstream's code replays.
+:func:`entry` returns a C++ callable that replays a function. Managers and functions derive from :data:`TreeState` and
+:data:`FunctionState`, whose attributes C++ reads and writes directly.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ def entry(
 ) -> FastCall | None:
     """Returns a callable that gives the outputs of a fast replay for a list of inputs; None without C++.
 
-    A replay consumes the inputs. If no fast replay is possible, the callable returns None and leaves the inputs as they
-    are.
+    A replay consumes the inputs. If none is possible, the callable returns None and leaves the inputs as they are.
 
     Args:
         function: the :class:`~.dispatch.Dispatch` of the function that is replayed.
@@ -99,14 +97,10 @@ def entry(
     """
     if binding.extension is None:
         return None
+    given = {"function": function, "runner": runner, "order": order, "kept": kept, "picks": picks, "views": views}
     made: FastCall = binding.extension.Entry(
-        function=function,
-        runner=runner,
-        order=order,
-        kept=kept,
-        picks=picks,
+        **given,
         constants=tuple(constants),
-        views=views,
         steps=cudagraph_trees.MarkStepBox,
         generations=GenerationTracker,
         execution=cudagraph_trees.ExecutionState.EXECUTION,

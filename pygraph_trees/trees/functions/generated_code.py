@@ -1,13 +1,13 @@
-"""Facts about a function that only its generated code tells.
+"""The inputs whose memory generated code reuses.
 
 Inductor lets code reuse the memory of an input that nobody else reads: a backward's saved tensors (*donated buffers*),
 and buffers that one partition leaves to another. Such an input does not count as mutated, though a launch changes it.
-:func:`overwritten_inputs` finds these inputs by the comment that Inductor writes after each reuse.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,26 +19,25 @@ _REUSES = re.compile(r" = (.+) # reuse$", re.MULTILINE)  # of a buffer, or of a 
 
 
 def overwritten_inputs(model: Callable[..., Any], count: int, *, is_backward: bool) -> frozenset[int]:
-    """The indices of the inputs whose memory ``model`` uses for something else.
+    """The indices of these inputs of ``model``, by the comment that Inductor writes after each reuse.
 
     If the code cannot be read, these may be all ``count`` inputs of a backward, and none of another function.
     """
     text = _text_of(model)
-    inputs = None if text is None else _INPUTS.search(text)
-    if text is None or inputs is None:
+    if (inputs := _INPUTS.search(text)) is None:
         return frozenset(range(count) if is_backward else ())
     reused = {word for right in _REUSES.findall(text) for word in _WORDS.findall(right)}
     return frozenset(index for index, name in enumerate(_WORDS.findall(inputs[1])) if name in reused)
 
 
-def _text_of(model: Callable[..., Any]) -> str | None:
+def _text_of(model: Callable[..., Any]) -> str:
+    """The lines of a function; "" if they cannot be read."""
     code = getattr(getattr(model, "__func__", model), "__code__", None)
     if code is None:
-        return None
+        return ""
     try:
-        with open(code.co_filename, encoding="utf-8") as file:
-            lines = file.read().splitlines()
+        lines = Path(code.co_filename).read_text(encoding="utf-8").splitlines()
     except OSError:
-        return None
+        return ""
     last = max((line for _, _, line in code.co_lines() if line is not None), default=0)
     return "\n".join(lines[code.co_firstlineno - 1 : last])

@@ -1,10 +1,9 @@
 """Which thread uses a device's graphs before torch 2.13, where threads share the trees.
 
-A thread that begins a step moves outputs, while another one's backward could add to a gradient whose address it has
-read; and no thread can draw random numbers while another one records. So one thread uses the graphs of a device, and
-others run un-graphed: the first one that calls a function, until it ends or resets the trees, or until it makes no
-graphed call for a second while others ask, and has no output in the graph pool, as a thread that has warmed up a
-server. Since torch 2.13, each thread has its own trees, and all questions here are answered so.
+One thread uses the graphs of a device, and others run un-graphed: the first one that calls a function, until it ends or
+resets the trees, or until it makes no graphed call for a second while others ask, and has no output in the graph pool,
+as a thread that has warmed up a server. Since torch 2.13, each thread has its own trees, and all questions here are
+answered so. README.md has the reasons.
 """
 
 from __future__ import annotations
@@ -98,8 +97,7 @@ def leave(devices: Iterable[int]) -> None:
 def takes_over(device: int) -> bool:
     """Whether the thread that used a device's graphs is idle, so that the calling one uses them from now on.
 
-    This ends the open path. Its outputs must be dead: to move them, they are copied first and given the copy's memory
-    later, and what the other thread writes to them in between would be lost.
+    This ends the open path. Its outputs must be dead: a write of the other thread while they are moved would be lost.
     """
     caller, home = _caller(), _homes.get(device)
     managers = [manager for manager in pools.managers() if manager.device_index == device]
@@ -136,12 +134,9 @@ def _is_idle(home: _Home, managers: Sequence[Any]) -> bool:
 
 
 def way_elsewhere(device: int, log: FunctionLog, ungraphed: Call, noted: Call) -> Callable[[bool], Call | None]:
-    """Returns a function that gives the way of a call of the calling thread; None if it may use the graphs.
+    """Returns a function that is told whether a call would be graphed, and gives its way; None if it may be.
 
-    It is told whether the call would be graphed.
-
-    Args:
-        noted: runs a backward un-graphed and tells the manager, which waits for it if its forward was graphed.
+    ``noted`` runs a backward un-graphed and tells the manager, which waits for it if its forward was graphed.
     """
 
     def way(is_graphed: bool) -> Call | None:
@@ -151,14 +146,10 @@ def way_elsewhere(device: int, log: FunctionLog, ungraphed: Call, noted: Call) -
             if log.mode != BACKWARD and takes_over(device):
                 return None
             log.not_graphed(Reason.OTHER_THREAD())
-        return noted if _is_awaited(log.mode) else ungraphed
+        thread = mark()
+        if thread is not None and log.mode == FORWARD:
+            thread.trains_ungraphed = True
+        may_be_awaited = log.mode == BACKWARD and (thread is None or not thread.trains_ungraphed)
+        return noted if may_be_awaited else ungraphed  # its forward may have been graphed
 
     return way
-
-
-def _is_awaited(mode: str) -> bool:
-    """Whether a call of this thread may be a backward whose forward was graphed."""
-    thread = mark()
-    if thread is not None and mode == FORWARD:
-        thread.trains_ungraphed = True
-    return mode == BACKWARD and (thread is None or not thread.trains_ungraphed)

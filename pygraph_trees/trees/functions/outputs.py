@@ -25,8 +25,11 @@ def is_on_live_input(live: LiveInputs, position: int, output: torch.Tensor) -> b
     item = live.item_under(output)
     if item is None:
         return False
-    is_whole = output is item.placeholder_tensor
-    live.outputs[position] = item.index, None if is_whole else _view_of(output, item.placeholder_tensor)
+    view = None  # the whole input; otherwise sizes, strides, offset from the input's first element, and dtype
+    if output is not item.placeholder_tensor:
+        ahead = output.data_ptr() - item.placeholder_tensor.data_ptr() if output.numel() else 0
+        view = tuple(output.shape), tuple(output.stride()), ahead // output.element_size(), output.dtype
+    live.outputs[position] = item.index, view
     return True
 
 
@@ -70,20 +73,11 @@ def as_it_reads(value: Any) -> Any:
     return flat(value).resolve_conj().resolve_neg().as_strided(value.shape, value.stride(), 0)
 
 
-def _view_of(output: torch.Tensor, placeholder_tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Sizes, strides, offset from the input's first element, and dtype."""
-    ahead = output.data_ptr() - placeholder_tensor.data_ptr() if output.numel() else 0
-    return tuple(output.shape), tuple(output.stride()), ahead // output.element_size(), output.dtype
-
-
 def give_memory(values: list[Any], indices: Iterable[int] | None = None) -> None:
-    """Replaces inputs or outputs that are zeros without memory by zeros with memory.
+    """Replaces inputs or outputs, or those at ``indices``, that are zeros without memory by zeros with memory.
 
     Autograd and programs may pass such tensors as tangents, and compiled code may return them. Upstream cannot warm up
     or record with one, and generated code would read address 0. A replay copies them like any input.
-
-    Args:
-        indices: the values to look at; None for all.
     """
     for index in range(len(values)) if indices is None else indices:
         value = values[index]

@@ -1,9 +1,8 @@
 """Marks threads, and keeps a version of each function for each of them.
 
-Since torch 2.13, each thread has its own trees: torch adds a function to those of each thread that calls it. Autograd
-runs the backwards of all threads in one thread per device, where torch would keep using the trees of the first. Here,
-each thread is marked when it gets trees. Autograd takes the mark along, so a backward is added to the trees of the
-thread that began it. All of that goes when the thread ends. For torch before 2.13, see :mod:`.home`.
+Since torch 2.13, each thread has its own trees. Autograd runs the backwards of all threads in one thread per device,
+where torch would keep using the trees of the first. Here, each thread is marked when it gets trees. Autograd takes the
+mark along, so a backward is added to the trees of the thread that began it. All of that goes when the thread ends.
 """
 
 from __future__ import annotations

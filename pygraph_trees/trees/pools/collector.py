@@ -1,9 +1,8 @@
 """Turns Python's garbage collector off while a graph is captured or a function is warmed up.
 
 A collection may run finalizers of the program, whose kernels would be captured and whose memory would come from the
-graph pool. :func:`paused` may be nested and entered by several threads. When the last one leaves, the collector is on
-again if it was on when the first one entered. Fast replays count too. A forked process, which lacks the threads,
-restarts the count.
+graph pool. :func:`paused` may be nested and entered by several threads, and fast replays count too. When the last one
+leaves, the collector is on again if it was on before. A forked process, which lacks the threads, restarts the count.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Defers interrupts while the trees change, so that no change is left half made.
 
-An interrupt is a Python handler that may raise anywhere, also between two statements that belong together. Inside
-:func:`deferred`, the main thread's handler of SIGINT only notes the signal; the program's handler is called at the end.
-A second signal after :data:`PATIENCE_S` is not deferred: the first call of a function may compile kernels for minutes.
-
-The frame in which a signal came is not kept. Its locals would stay alive after it returns, and with them memory of the
-graph pool.
+Inside :func:`deferred`, the main thread's handler of SIGINT only notes the signal; the program's handler is called at
+the end. A second signal after :data:`PATIENCE_S` is not deferred: the first call of a function may compile for minutes.
+The frame in which a signal came is not kept: its locals would stay alive, and with them memory of the graph pool.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Liveness checks of recorded outputs, which are in a graph pool.
 
-:func:`register` adds a recording with outputs to those of its pool, and lets upstream's references notice outputs that
-C++ holds. An output that only its recording holds may keep others alive through the graph of a backward that never ran;
-:func:`release_unneeded` detaches all such outputs of a pool. :func:`deaths` prepares the check of whether given outputs
-on a path are dead.
+:func:`register` lets upstream's references notice outputs that C++ holds. An output that only its recording holds may
+keep others alive through the graph of a backward that never ran; :func:`release_unneeded` detaches all such outputs of
+a pool. :func:`deaths` prepares the check of whether given outputs on a path are dead.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ class OlderOutputs:
         return iter(self._references)
 
     def add(self, references: Sequence[Any]) -> None:
-        """Adds the references that are not None.
-
-        The program may hold the outputs of all calls, so expired references are looked for only now and then.
-        """
+        """The program may hold the outputs of all calls, so expired references are looked for only now and then."""
         self._references += [held for held in references if held is not None]
         if len(self) > self._most:
             self._references = [held for held in self._references if not held.expired()]
@@ -131,13 +127,10 @@ def _is_released(recording: Callable[[], Any], number: int, check: Callable[[], 
     )
     if is_held or not check():
         return False
-    if _has_weak_references(node.cached_tensor_outputs[number]):
+    outputs = node.cached_tensor_outputs
+    if weakref.getweakrefcount(outputs[number]) or weakref.getweakrefcount(outputs[number].untyped_storage()):
         node.remove_node_cached_tensors()  # otherwise the program would get a tensor whose memory is overwritten
     return True
-
-
-def _has_weak_references(output: torch.Tensor) -> bool:
-    return bool(weakref.getweakrefcount(output) or weakref.getweakrefcount(output.untyped_storage()))
 
 
 def _release_autograd(recording: Any) -> bool:

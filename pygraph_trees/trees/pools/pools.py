@@ -1,8 +1,4 @@
-"""The address ranges of graph pools, and which pools this package's managers own.
-
-:func:`ranges_of` returns the one :class:`~pygraph_trees.indirection.pool.PoolRanges` of a pool. The manager that owns
-the pool must call its ``forget`` whenever the pool may have grown; nothing does so for pools outside of :data:`OWNED`.
-"""
+"""The address ranges of graph pools, and which pools this package's managers own."""
 
 from __future__ import annotations
 
@@ -50,6 +46,6 @@ def holds(manager: Any, storage: torch.UntypedStorage) -> bool:
 
 @functools.cache
 def ranges_of(device: int, pool: tuple[int, int]) -> PoolRanges:
-    """The ranges of a pool; a handle is never given out twice in a process."""
+    """The ranges of a pool. Its manager calls ``forget`` whenever it may have grown; none does outside of ``OWNED``."""
     snapshot = functools.partial(torch.cuda.memory_snapshot, pool, include_traces=False)
     return PoolRanges(lambda: (segment for segment in snapshot() if segment["device"] == device))

@@ -1,8 +1,7 @@
 """The program's own memory pools, with ``torch.cuda.use_mem_pool`` around calls.
 
-Inside it, torch gives all memory that the thread allocates to the program's pool, even while it warms up or records
-into a graph pool. A call that may be graphed is made :func:`outside`, so the program's pool holds nothing of ours and
-can go at any time. Un-graphed code runs :func:`inside` again, with outputs in the program's pool.
+They would take memory of warm-ups and recordings too. A call that may be graphed is made :func:`outside`, so the
+program's pool holds nothing of ours and can go at any time. Un-graphed code runs :func:`inside` again.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ _left = _Left()
 
 
 def begins(upstream: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
-    """Also notes that a pool takes the thread's allocations."""
-
     @functools.wraps(upstream)
     def begin(device: int, pool: Any) -> None:
         upstream(device, pool)
@@ -42,8 +39,6 @@ def begins(upstream: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
 
 
 def ends(upstream: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
-    """Also notes that a pool no longer takes the thread's allocations."""
-
     @functools.wraps(upstream)
     def end(device: int, pool: Any) -> None:
         _used.pop((device, pool), None)
