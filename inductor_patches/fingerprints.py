@@ -1,7 +1,6 @@
 """The fingerprints of torch's definitions on which patches rely: a table with a row for each definition.
 
-:func:`fingerprints_of` returns the rows of a patch's target as :class:`Fingerprint` records. A target without rows
-raises :class:`NoFingerprint`, a malformed row :class:`MalformedRow`. Reading the table needs no torch.
+:data:`FINGERPRINTS` has the rows of each target as :class:`Fingerprint` records. Reading the table needs no torch.
 """
 
 from __future__ import annotations
@@ -282,18 +281,6 @@ torch._inductor.runtime.triton_heuristics CachingAutotuner.run
 """
 
 
-class NoFingerprint(LookupError):
-    def __init__(self, target: str) -> None:
-        super().__init__(f"{target}: expected rows in the table of inductor_patches/fingerprints.py, found none")
-
-
-class MalformedRow(ValueError):
-    def __init__(self, line: str) -> None:
-        super().__init__(
-            f"expected 'VERSIONS DEFINITION(PARAMETERS): NAMES' under a module and names of targets, got {line!r}"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     """A definition on which a patch relies in the torch versions from ``since`` to ``until``, both included."""
@@ -311,13 +298,6 @@ class Fingerprint:
 
 _ROW = re.compile(r"(\d+\.\d+)(?:-(\d+\.\d+))?\s+([\w.]+)(?:\(([\w, ]*)\))?(?::([\w ]+))?")
 _CONTINUATION = re.compile(r"\n {5,}")
-
-
-def fingerprints_of(target: str) -> tuple[Fingerprint, ...]:
-    try:
-        return FINGERPRINTS[target]
-    except KeyError:
-        raise NoFingerprint(target) from None
 
 
 def parse_version(text: str) -> Version:
@@ -340,7 +320,9 @@ def parse(table: str) -> dict[str, tuple[Fingerprint, ...]]:
         elif line:
             found = _ROW.fullmatch(line.strip())
             if found is None or not targets:
-                raise MalformedRow(line)
+                raise ValueError(
+                    f"expected 'VERSIONS DEFINITION(PARAMETERS): NAMES' under names of targets, got {line!r}"
+                )
             since, until, name, given, uses = found.groups()
             parameters = None if given is None else tuple(given.replace(",", " ").split())
             versions = parse_version(since), parse_version(until or since)

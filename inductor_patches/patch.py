@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any
 
-from .fingerprints import Fingerprint, Version, fingerprints_of
+from .fingerprints import FINGERPRINTS, Fingerprint, Version
 
 
 class PatchWarning(UserWarning):
@@ -100,12 +100,12 @@ class Patch(ABC):
 
     @property
     def versions(self) -> str:
-        found = fingerprints_of(self.target)
+        found = FINGERPRINTS[self.target]
         return f"{_dotted(min(row.since for row in found))} to {_dotted(max(row.until for row in found))}"
 
     def fingerprints_for(self, version: Version) -> list[Fingerprint]:
         """The definitions on which the patch relies in this torch version; empty if it was not written for it."""
-        return [row for row in fingerprints_of(self.target) if row.since <= version <= row.until]
+        return [row for row in FINGERPRINTS[self.target] if row.since <= version <= row.until]
 
     def mismatches(self, probe: Any, version: Version) -> list[str]:
         """What does not fit on this torch, one line each; empty if the patch can be applied.

@@ -1,9 +1,7 @@
 """Units of a captured graph, made from its operations and from the addresses that its nodes hold.
 
-:func:`units_of` takes a graph that still captures. A node outside of all operations, and an operation with a node that
-may access anything, is a barrier. An address in a declared storage is used as declared. Any other one may belong to a
-temporary, so all memory between the storages that are alive counts as written. Raises :class:`NoBranches` if the graph
-cannot have other edges, and :class:`DriverError` if it cannot be read.
+An address in a declared storage is used as declared. Any other one may belong to a temporary, so all memory between the
+storages that are alive counts as written. README.md has the rules.
 """
 
 from __future__ import annotations
@@ -39,11 +37,10 @@ class _Unknown(Exception):
 def units_of(
     driver: Driver, nodes: Sequence[int], edges: Iterable[Edge], operations: Sequence[Operation], inputs: Regions
 ) -> list[Unit]:
-    """The units in the captured order.
+    """The units of a graph that still captures, with these nodes and edges, in the captured order.
 
-    Args:
-        nodes: all nodes of the graph, and all its ``edges``.
-        inputs: the memory of inputs that another call may pass elsewhere.
+    ``inputs``: the memory of inputs that another call may pass elsewhere. Raises :class:`NoBranches` if the graph must
+    keep its edges, and :class:`DriverError` if it cannot be read.
     """
     reader = _Reader(driver, inputs)
     return [reader.unit(part, operation) for part, operation in _parts(nodes, edges, operations)]

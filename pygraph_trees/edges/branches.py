@@ -1,9 +1,8 @@
 """Notes what a recording would gain from branches, and gives its graph the edges.
 
-:func:`noting` wraps a capture. At its end, while the graph still captures, it notes the order that memory requires of
-the operations, as :class:`~pygraph_trees.report.records.Branches`, or why the graph keeps its chain. With lanes, it
-also chooses the edges, which :meth:`Branching.replace` puts into the graph. By themselves, they only raise
-:class:`GraphLost`.
+At the end of a capture that :func:`noting` wraps, it notes the order that memory requires of the operations, or why the
+graph keeps its chain. With lanes, it also chooses the edges, which :meth:`Branching.replace` puts into the graph. By
+themselves, they only raise :class:`GraphLost`.
 """
 
 from __future__ import annotations
@@ -120,11 +119,7 @@ def noting(
 
 
 def _measured(
-    driver: Driver,
-    dependencies: Dependencies,
-    stream: int,
-    operations: Operations,
-    inputs: Regions,
+    driver: Driver, dependencies: Dependencies, stream: int, operations: Operations, inputs: Regions
 ) -> tuple[Chain, list[float], dict[str, Any]]:
     """The units of a graph that a stream captures, their times, and the facts for the report."""
     graph = driver.capturing_graph(stream)
@@ -134,20 +129,14 @@ def _measured(
     units = units_of(driver, nodes, dependencies.read(graph), operations.found, inputs)
     chain = Chain(dependencies, graph, nodes, units)
     times_us = [time_us(unit.nbytes) for unit in chain.units]
-    pairs = reduced(chain.needs)
+    pairs, depth = reduced(chain.needs), [1] * len(chain.units)
+    for earlier, later in pairs:  # sorted by the later one
+        depth[later] = max(depth[later], depth[earlier] + 1)
     found = {
         "operations": len(chain.units),
         "barriers": sum(unit.barrier for unit in chain.units),
         "edges": len(pairs),
-        "depth": _depth(len(chain.units), pairs),
+        "depth": max(depth, default=0),  # units on the longest path
         "chain_us": sum(times_us),
     }
     return chain, times_us, found
-
-
-def _depth(count: int, pairs: Sequence[Pair]) -> int:
-    """The number of units on the longest path."""
-    depth = [1] * count
-    for earlier, later in pairs:  # sorted by the later one
-        depth[later] = max(depth[later], depth[earlier] + 1)
-    return max(depth, default=0)

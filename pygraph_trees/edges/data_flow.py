@@ -1,7 +1,6 @@
-"""Data flow: which operations of a capture an operation follows because of its tensors.
+"""Data flow: which operations of a capture an operation follows because of its tensors, and what lanes would gain.
 
 Memory that is used again counts as other memory: tensors are told apart by their storages, and not by addresses.
-:class:`Forecast` predicts from it what lanes would gain, while operations are still captured on one stream.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class DataFlow:
 
 
 class Forecast:
-    """The predicted times of a capture's operations, by number of lanes."""
+    """The predicted times of a capture's operations on one stream, by number of lanes."""
 
     def __init__(self) -> None:
         self._flow, self._choices = DataFlow(), {lanes: Choice(lanes) for lanes in (1, *LANES)}
@@ -59,7 +58,7 @@ class Forecast:
         self._nbytes = 0
 
     def captured(self, given: Given, nbytes: int, *, may_move: bool) -> None:
-        """Notes an operation with its results; ``nbytes``: of its tensors. One that may not move is a barrier."""
+        """Notes an operation with its results; one that may not move is a barrier."""
         ahead = self._flow.ahead(given) | self._barrier if may_move else {*range(self._flow.count)}
         self._barrier = self._barrier if may_move else {self._flow.count}
         self._flow.note(given)

@@ -1,8 +1,7 @@
 """Lanes: sequences of units that run side by side.
 
-:class:`Choice` gives units their lanes, in the captured order. :func:`schedule` gives every lane an order and predicts
-the time; :func:`lane_edges` adds that order to the one that memory requires, so that a graph needs no more streams than
-lanes.
+:class:`Choice` gives units their lanes, and :func:`schedule` gives every lane an order; :func:`lane_edges` adds that
+order to the one that memory requires, so that a graph needs no more streams than lanes.
 """
 
 from __future__ import annotations

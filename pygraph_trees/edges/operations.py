@@ -1,9 +1,8 @@
 """The operations of one capture: their nodes, and the memory that they are known to access.
 
 Calls of operators and launches of Inductor's Triton kernels are noted, with the capture's last nodes before and after
-each. An operator reads its tensors, and writes those that its schema marks and those that it returns. A Triton kernel
-writes all of its tensors, except ``in_ptr`` arguments that it does not mutate. An operation that may do more is not
-:attr:`~Operation.known`. Calls do not change, except that :mod:`.streams` may run them on the streams of lanes.
+each. An operation that may access more memory than is declared is not :attr:`~Operation.known`. Calls do not change,
+except that :mod:`.streams` may run them on the streams of lanes.
 """
 
 from __future__ import annotations

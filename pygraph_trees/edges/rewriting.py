@@ -1,8 +1,7 @@
 """Replaces the edges of a captured graph before it is instantiated.
 
-:class:`Chain` takes a graph that runs its units one after another. :meth:`Chain.replace` gives it other edges between
-units, reads them back, and compares what they imply with the units' conflicts. If anything fails, the graph gets its
-captured edges back and :class:`NotReplaced` is raised; :class:`GraphLost` if that fails too.
+:meth:`Chain.replace` reads the edges back, and compares what they imply with the units' conflicts. If anything fails,
+the graph gets its captured edges back and :class:`NotReplaced` is raised; :class:`GraphLost` if that fails too.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Streams:
         return len({*self._choice.lanes})
 
     def allocated(self, tensor: torch.Tensor) -> None:
-        """Notes a tensor that generated code has allocated: for which operation is not known yet."""
+        """Notes a tensor that generated code has allocated, for an operation that is not known yet."""
         storage = tensor.untyped_storage()
         self._unused[storage._cdata] = StorageWeakRef(storage)
 
@@ -78,9 +78,10 @@ class Streams:
 
     def _move(self, tensor: torch.Tensor, lane: int) -> None:
         """Allocates a tensor's memory again, on a lane, if nothing can have used it."""
-        storage = storage_of(tensor)
-        unused = None if storage is None else self._unused.pop(storage._cdata, None)
-        if storage is not None and unused is not None and not unused.expired() and lane:
+        if (storage := storage_of(tensor)) is None:
+            return
+        unused = self._unused.pop(storage._cdata, None)
+        if unused is not None and not unused.expired() and lane:
             nbytes = storage.nbytes()
             storage.resize_(0)  # it holds nothing yet
             with self._current(self._lanes[lane]):

@@ -1,8 +1,7 @@
 """The trial of a recording's lanes: its operations run one after another and side by side in turn, in real calls.
 
-A :class:`Trial` takes the place of its graph's ``replay``. Each call launches the graph once. Between two blocks of
-calls, just after a launch, the captured graph gets its other edges and is instantiated again. Nothing waits for the
-GPU. Once all times are there, the faster form stays, and the graph has its own ``replay`` again.
+A :class:`Trial` takes the place of its graph's ``replay``. Between two blocks of calls, just after a launch, the
+captured graph gets its other edges and is instantiated again. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
