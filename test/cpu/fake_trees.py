@@ -218,7 +218,7 @@ def replaying(replay):
             recording.outputs = replay(inputs, function_id)
             return None if recording.outputs is None else False
 
-        live = Plain(addresses=Plain(prepare_fast=prepare, native=None), patched=(), outputs={})
+        live = Plain(addresses=Plain(prepare_fast=prepare, native=None), patched=(), items=(), outputs={})
         kept.append(recording := Recording({}, [], live=live))
         replays = (native_replay(recording, (), [], in_python=True),)
         return binding.extension.Candidates(
