@@ -136,7 +136,7 @@ def _install_at_first_load() -> None:
     with _lock:
         if "trees" not in _mismatches:  # else the patches were already tried
             name = "GenericAOTAutogradResult.wrap_post_compile"
-            _first_load.append(IfThere("trees", "", _LOADING, name, installing).apply())
+            _first_load.append(IfThere("trees", _LOADING, name, installing).apply())
 
 
 def _is_there() -> bool:

@@ -87,7 +87,6 @@ def _names(code: CodeType) -> set[str]:
 @dataclass(frozen=True, slots=True)
 class Patch(ABC):
     feature: str  # for example "trees"; a feature is on or off as a whole
-    removable: str  # the torch version, or the change upstream, that would make the patch unnecessary
 
     @property
     @abstractmethod

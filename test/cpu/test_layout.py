@@ -65,10 +65,10 @@ def _imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
         else:  # the module is a string, in a call or in a row of the table of patches
             is_call = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "made_by"))
-            given = node.args if is_call else node.elts if isinstance(node, ast.Tuple) else []
-            name = given[0] if given else None
-            if isinstance(name, ast.Constant) and isinstance(name.value, str) and (is_call or "." in name.value):
-                yield node.lineno, name.value
+            given = node.args[:1] if is_call else node.values if isinstance(node, ast.Dict) else []
+            for name in given:
+                if isinstance(name, ast.Constant) and isinstance(name.value, str) and (is_call or "." in name.value):
+                    yield name.lineno, name.value
 
 
 def _module(name: str, modules: Mapping[str, str]) -> str | None:

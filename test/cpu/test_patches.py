@@ -217,7 +217,7 @@ class TestMismatch(TestCase):
         before = torch_as_it_is()
         good = inductor_patches.patches("trees")
         refuse = mock.Mock(side_effect=KeyboardInterrupt)
-        bad = Rebind("trees", "never", "torch._inductor.scheduler", "Scheduler", refuse)
+        bad = Rebind("trees", "torch._inductor.scheduler", "Scheduler", refuse)
         with mock.patch.object(inductor_patches, "patches", lambda feature: (*good, bad) if feature == "trees" else ()):
             inductor_patches._mismatches.update(dict.fromkeys(inductor_patches.FEATURES, ()))
             self.assertRaises(KeyboardInterrupt, inductor_patches.install)
@@ -240,7 +240,7 @@ class TestPatch(TestCase):
         here = self.module.__name__
         wanted = Fingerprint((2, 1), (2, 3), here, name, **expected)
         self.enterContext(mock.patch.dict(FINGERPRINTS, {f"{here}.{name}": (wanted,)}))
-        return Rebind("f", "never", here, name, lambda old: min)
+        return Rebind("f", here, name, lambda old: min)
 
     def test_mismatches(self):
         for minor, name, expectation, expected in (
