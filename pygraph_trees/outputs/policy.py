@@ -32,11 +32,9 @@ class OwnFunction(WrappedFunction):
 class OutputPolicy:
     """Own memory of the functions of one manager. Methods are given the manager and do not keep it."""
 
-    __slots__ = ("_candidates", "_changing", "_given", "_storages")
+    __slots__ = ("_changing", "_given", "_storages")
 
-    def __init__(self, candidates: dict[Any, Any]) -> None:
-        """``candidates`` are cleared if outputs will change; the next call then finds none (:attr:`changes_next`)."""
-        self._candidates = candidates
+    def __init__(self) -> None:
         self._storages: dict[Any, tuple[Storage, ...]] = {}  # by function: where a warm-up found its outputs
         self._given: dict[Any, tuple[Block, ...]] = {}  # by function: the blocks for which it was given memory
         self._changing: list[tuple[Any, set[int]]] = []  # compiled code, and its outputs that change at the next call
@@ -156,7 +154,7 @@ class OutputPolicy:
             if wanted:
                 self._changing.append((model, wanted))
         if self._changing:
-            self._candidates.clear()
+            manager._candidates.clear()  # the next call finds none, and calls upstream
 
     def _wanted(self, manager: Any, model: Any, times: int, *, with_seen: bool = False) -> set[int]:
         """The outputs without own memory that outlived so many steps, or that the program sees, and can get it."""

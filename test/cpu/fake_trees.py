@@ -17,7 +17,7 @@ from pygraph_trees.compat import has_skip_table
 from pygraph_trees.native import binding
 from pygraph_trees.outputs.policy import OutputPolicy
 from pygraph_trees.trees.functions import fast_path
-from pygraph_trees.trees.managers.candidates import Search, candidate_filter
+from pygraph_trees.trees.managers.candidates import candidate_filter, find
 from pygraph_trees.trees.managers.input_rules import Moves
 from pygraph_trees.trees.managers.manager import Manager
 from pygraph_trees.trees.managers.reclaiming import Reclaiming
@@ -252,7 +252,7 @@ SKIPPED = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutat
 def bare_manager(kind=Manager, **state):
     """``state``: attributes that differ from the defaults; functions are for inference by default."""
     manager = kind.__new__(kind)
-    search = Search()
+    candidates = {}
     known = {
         "graph": object(),
         "stream": 0,
@@ -270,12 +270,12 @@ def bare_manager(kind=Manager, **state):
         "warmed_up_functions": set(),
         "num_rerecord": collections.defaultdict(lambda: collections.defaultdict(int)),
         SKIPPED: collections.defaultdict(dict),
-        "_candidates": search.known,
-        "_find": search.find,
-        "output_policy": OutputPolicy(search.known),
+        "_candidates": candidates,
+        "_find": find,
+        "output_policy": OutputPolicy(),
         "_moves": Moves(),
         "thread": threading.get_ident(),
-        "reclaiming": Reclaiming(lambda: kind(0), search.known),
+        "reclaiming": Reclaiming(lambda: kind(0), candidates),
     }
     for name, value in (known | state).items():
         setattr(manager, name, value)

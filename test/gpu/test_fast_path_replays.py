@@ -27,7 +27,7 @@ from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees.managers.candidates import Search
+from pygraph_trees.trees.managers import candidates
 from pygraph_trees.trees.managers.manager import Manager
 
 X, Y = given(64, 33), given(64, 33)
@@ -82,7 +82,7 @@ class TestFastPath(IndirectionTestCase):
         """Each call has a recording after the previous call's; the places of all three are remembered."""
         ways = compiled(lambda x, y: (x @ y).tanh())
         settle, calls = 6, 4
-        with mock.patch.object(Search, "find", autospec=True, side_effect=Search.find) as found:
+        with mock.patch.object(candidates, "_find", side_effect=candidates._find) as found:
             for call in range(settle + calls):
                 x, *others = (torch.randn(64, 64, device=self.device) for _ in range(4))
                 if call == settle:

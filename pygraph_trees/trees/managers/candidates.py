@@ -1,7 +1,7 @@
 """The recordings that a call of a function may replay on the fast path, in upstream's order.
 
-:class:`Search` finds the candidates of a function after the last replayed recording, or at a root, for C++, which
-tries them in turn, and remembers them until upstream's code runs instead. None means that upstream must be called.
+:func:`find` gives C++ the candidates of a function after the last replayed recording, or at a root, which are tried in
+turn. The manager remembers them until upstream's code runs instead. None means that upstream must be called.
 """
 
 from __future__ import annotations
@@ -73,65 +73,56 @@ def candidate_filter(facts: Sequence[tuple[Sequence[tuple[int, int]], Any]]) -> 
     return binding.extension.CandidateFilter(count=count, held=outputs, places=inputs)
 
 
-class Search:
-    """The candidates of one manager's functions; each search is given the manager, which is not kept."""
+def find(manager: Any, function_id: Any, begins: bool) -> Any:
+    """Searches for a function's recordings in the places where upstream does, which may end the open path.
 
-    __slots__ = ("known",)
+    None if upstream might do anything except replay a recording that has a fast path, or after an error.
+    """
+    try:
+        return _find(manager, function_id, begins)
+    except Exception as error:
+        manager.failed(error)
+        return None
 
-    def __init__(self) -> None:
-        # By function, then by the recording that was replayed before, or None if no path is open. Candidates at the
-        # roots that are valid after any recording when a step begins are also stored with the key True.
-        self.known: dict[Any, dict[Any, Any]] = {}
 
-    def find(self, manager: Any, function_id: Any, begins: bool) -> Any:
-        """Searches for a function's recordings in the places where upstream does, which may end the open path.
-
-        None if upstream might do anything except replay a recording that has a fast path, or after an error.
-        """
-        try:
-            return self._find(manager, function_id, begins)
-        except Exception as error:
-            manager.failed(error)
+def _find(manager: Any, function_id: Any, begins: bool) -> Any:
+    changes = manager.output_policy.changes_next or manager.why_start_over is not None
+    if changes or function_id not in manager.warmed_up_functions:
+        return None
+    node = manager.current_node
+    wanted: bool | None = None
+    siblings = None
+    if node is not None:
+        if manager.path_state is not _EXECUTION:
             return None
-
-    def _find(self, manager: Any, function_id: Any, begins: bool) -> Any:
-        changes = manager.output_policy.changes_next or manager.why_start_over is not None
-        if changes or function_id not in manager.warmed_up_functions:
-            return None
-        node = manager.current_node
-        wanted: bool | None = None
-        siblings = None
-        if node is not None:
-            if manager.path_state is not _EXECUTION:
+        if not (begins and manager.ends_steps):  # then the path ends first
+            if not manager.is_graphed(function_id, node.id):
                 return None
-            if not (begins and manager.ends_steps):  # then the path ends first
-                if not manager.is_graphed(function_id, node.id):
-                    return None
-                siblings = node.children.get(function_id)
-            if siblings:
-                wanted = False if manager.ends_steps else None
-            else:
-                manager.try_end_curr_execution()
-                if manager.current_node is not None or manager.output_policy.changes_next:
-                    return None
-                wanted = True
-        if not siblings:
-            manager.give_back()
-            siblings = manager.roots.get(function_id)
-            if not siblings or not manager.is_graphed(function_id, None):
+            siblings = node.children.get(function_id)
+        if siblings:
+            wanted = False if manager.ends_steps else None
+        else:
+            manager.try_end_curr_execution()
+            if manager.current_node is not None or manager.output_policy.changes_next:
                 return None
-        # From the first recording without a fast path on, only upstream can check the inputs.
-        fast = list(itertools.takewhile(lambda r: type(r) is Recording and r.native is not None, siblings))
-        if not fast:
+            wanted = True
+    if not siblings:
+        manager.give_back()
+        siblings = manager.roots.get(function_id)
+        if not siblings or not manager.is_graphed(function_id, None):
             return None
-        places = self.known.setdefault(function_id, {})
-        if len(places) >= _MOST_PLACES:
-            places.clear()
-        found = places.get(True) if wanted else None
-        if found is None:
-            found = candidates_of(wanted, fast, manager.id_to_mode[function_id], manager.id_to_compile_id[function_id])
-            if wanted:
-                places[True] = found
-        if begins or not wanted:  # otherwise the path ended because its outputs are dead, which each call checks
-            places[node] = found
-        return found
+    # From the first recording without a fast path on, only upstream can check the inputs.
+    fast = list(itertools.takewhile(lambda r: type(r) is Recording and r.native is not None, siblings))
+    if not fast:
+        return None
+    places = manager._candidates.setdefault(function_id, {})
+    if len(places) >= _MOST_PLACES:
+        places.clear()
+    found = places.get(True) if wanted else None
+    if found is None:
+        found = candidates_of(wanted, fast, manager.id_to_mode[function_id], manager.id_to_compile_id[function_id])
+        if wanted:
+            places[True] = found
+    if begins or not wanted:  # otherwise the path ended because its outputs are dead, which each call checks
+        places[node] = found
+    return found

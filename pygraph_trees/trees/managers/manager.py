@@ -35,7 +35,7 @@ from ..pools.interrupts import deferred
 from ..pools.pools import ranges_of
 from ..recordings.kept_outputs import keeps_outputs, models_that_keep, move_alive, why_not_moved
 from . import input_rules
-from .candidates import Search
+from .candidates import find
 from .input_rules import Moves
 from .making import Making
 from .reclaiming import Reclaiming
@@ -61,12 +61,13 @@ class Manager(Making):
     """The recordings of one device and one thread."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        search = Search()
-        self._candidates, self._find = search.known, search.find  # a fast replay reads them
+        # By function, then by the recording that was replayed before, or None if no path is open. Candidates at the
+        # roots that are valid after any recording when a step begins are also stored with the key True.
+        self._candidates, self._find = {}, find  # a fast replay reads them
         self.reclaiming = Reclaiming(functools.partial(type(self), *args, **kwargs), self._candidates)
         self._warmups = Warmups()
         self._moves = Moves()
-        self.output_policy = OutputPolicy(self._candidates)
+        self.output_policy = OutputPolicy()
         build.announce()
         with locked_by_torch():  # it captures an empty graph
             super().__init__(*args, **kwargs)

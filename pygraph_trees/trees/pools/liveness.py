@@ -11,30 +11,22 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 
-class OlderOutputs:
+class OlderOutputs(list[Any]):
     """References to outputs that newer outputs of the same recording have replaced; some may have expired."""
 
-    def __init__(self) -> None:
-        self._references: list[Any] = []
-        self._most = 0  # once there are more references than this, expired ones are removed
-
-    def __len__(self) -> int:
-        return len(self._references)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._references)
+    _most = 0  # once there are more references than this, expired ones are removed
 
     def add(self, references: Sequence[Any]) -> None:
         """The program may hold the outputs of all calls, so expired references are looked for only now and then."""
-        self._references += [held for held in references if held is not None]
+        self.extend(held for held in references if held is not None)
         if len(self) > self._most:
-            self._references = [held for held in self._references if not held.expired()]
+            self[:] = [held for held in self if not held.expired()]
             self._most = 2 * len(self)
 
 
