@@ -24,8 +24,8 @@ from pygraph_trees.native import binding
 from pygraph_trees.trees.functions import fast_path
 from pygraph_trees.trees.functions.function import FunctionModel
 from pygraph_trees.trees.managers import candidates as candidates_module
+from pygraph_trees.trees.managers.calls import Upstream
 from pygraph_trees.trees.managers.candidates import candidate_filter
-from pygraph_trees.trees.managers.steps import Upstream
 from pygraph_trees.trees.pools.liveness import Deaths
 from pygraph_trees.trees.recordings.recording import Recording
 

@@ -55,7 +55,9 @@ class TestContained(TestCase):
         self.enterContext(mock.patch.object(Manager, "is_in_pool", lambda manager, address: False))
 
     def call(self, upstream: Callable[[list[Any]], Any]) -> Any:
-        with mock.patch.object(calls.Steps, "run", lambda manager, inputs, function_id: upstream(inputs), create=True):
+        with mock.patch.object(
+            calls.Upstream, "run", lambda manager, inputs, function_id: upstream(inputs), create=True
+        ):
             return self.manager.run([torch.tensor(1.0)], ID)
 
     def progress(self) -> Any:

@@ -21,8 +21,8 @@ from pygraph_trees.native import binding
 from pygraph_trees.trees.functions.dispatch import Dispatch, Way
 from pygraph_trees.trees.functions.fast_path import entry
 from pygraph_trees.trees.hooks import choice
+from pygraph_trees.trees.managers.calls import Upstream
 from pygraph_trees.trees.managers.manager import Manager
-from pygraph_trees.trees.managers.steps import Upstream
 
 IDS = {number: FunctionID(number) for number in range(7, 12)}
 

@@ -27,8 +27,8 @@ from pygraph_trees.outputs.own_memory import OwnMemory
 from pygraph_trees.report.records import MovedOutput
 from pygraph_trees.trees.managers import input_rules
 from pygraph_trees.trees.managers import manager as trees_manager
+from pygraph_trees.trees.managers.calls import Upstream
 from pygraph_trees.trees.managers.manager import Manager
-from pygraph_trees.trees.managers.steps import Upstream
 from pygraph_trees.trees.recordings.kept_outputs import keeps_outputs, kept_indices, move_alive, why_not_moved
 
 POOL = (0, 38)

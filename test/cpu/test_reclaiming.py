@@ -18,8 +18,8 @@ from pygraph_trees.trees.hooks import entry_points
 from pygraph_trees.trees.hooks.choice import handed_on, recordings_below
 from pygraph_trees.trees.managers import input_rules, reclaiming
 from pygraph_trees.trees.managers import manager as trees_manager
+from pygraph_trees.trees.managers.calls import Upstream
 from pygraph_trees.trees.managers.manager import Manager
-from pygraph_trees.trees.managers.steps import Upstream
 from pygraph_trees.trees.pools import pools
 
 

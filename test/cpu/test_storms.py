@@ -21,7 +21,7 @@ from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions.dispatch import Way
 from pygraph_trees.trees.functions.function import Aligned, FunctionModel
 from pygraph_trees.trees.hooks import choice
-from pygraph_trees.trees.managers import steps, storms
+from pygraph_trees.trees.managers import calls, storms
 from pygraph_trees.trees.managers.manager import Manager
 from pygraph_trees.trees.managers.storms import Sizes, is_endless, why_stopped
 
@@ -135,7 +135,7 @@ class TestPaths(TestCase):
     def test_a_step_begins_although_a_backward_is_pending(self):
         endless, short, overwritten = (self.path(*[False] * dead, True) for dead in (20, 1, 20))
         overwritten.wrapped_function.model = None  # its outputs are not kept
-        self.enterContext(mock.patch.object(steps, "keeps_outputs", lambda model: model is not None))
+        self.enterContext(mock.patch.object(calls, "keeps_outputs", lambda model: model is not None))
         self.enterContext(mock.patch.object(Manager, "user_invoked_mark_step", lambda _: False))
         for node, keeps, generation, begins in (
             (overwritten, True, 1, False),

@@ -35,10 +35,10 @@ from pygraph_trees.trees.functions.function import Aligned, FunctionModel, enter
 from pygraph_trees.trees.functions.outputs import as_they_read
 from pygraph_trees.trees.hooks import compiled_graph
 from pygraph_trees.trees.managers import input_rules
+from pygraph_trees.trees.managers.calls import Upstream
 from pygraph_trees.trees.managers.containers import Trees
 from pygraph_trees.trees.managers.input_rules import Given
 from pygraph_trees.trees.managers.manager import Manager
-from pygraph_trees.trees.managers.steps import Upstream
 from pygraph_trees.trees.pools import liveness, pools
 from pygraph_trees.trees.recordings import attempts
 from pygraph_trees.trees.recordings import recording as recording_module

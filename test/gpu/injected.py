@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch._inductor import cudagraph_trees
 
-from pygraph_trees.trees.managers import steps
+from pygraph_trees.trees.managers import calls
 from pygraph_trees.trees.recordings import replaying
 
 _HOOK = "_pygraph_trees_test_reached"
@@ -93,7 +93,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _functions() -> Iterator[types.FunctionType]:
-    classes = [replaying.Upstream, steps.Upstream]
+    classes = [replaying.Upstream, calls.Upstream]
     classes += [found for found in vars(cudagraph_trees).values() if inspect.isclass(found)]
     todo = [found for owner in (cudagraph_trees, *classes) for found in vars(owner).values()]
     while todo:
