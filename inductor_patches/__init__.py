@@ -1,9 +1,8 @@
 """The patches that change torch; no other code changes it.
 
-:func:`install` applies the patches, feature by feature, :func:`install_when_loaded` does so once torch's compiler is
-imported or a compiled program is loaded, and :func:`uninstall` restores torch. If a patch of a feature does not fit the
-installed torch, none of that feature's patches is applied, and one warning says so. With ``PYGRAPH_DISABLE=1`` none is
-applied. Importing this package changes nothing and needs neither torch nor ``pygraph_trees``.
+If a patch of a feature does not fit the installed torch, none of that feature's patches is applied, and one warning
+says so. With ``PYGRAPH_DISABLE=1`` none is applied. Importing this package changes nothing and needs neither torch nor
+``pygraph_trees``.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ def register() -> None:
     """Registers the log ``pygraph`` with torch, for ``TORCH_LOGS="pygraph"``: the facts of the report as they happen.
 
     Torch reads ``TORCH_LOGS`` once, during its import, and raises on an unknown name. This function runs earlier if
-    ``pygraph_trees`` is imported before torch or, since torch 2.12, through the installed package's entry point. The
-    log is the logger ``pygraph_trees``, whose own name always works.
+    ``pygraph_trees`` is imported before torch or, since torch 2.12, through the installed package's entry point.
     """
     from torch._logging import _internal
 
@@ -220,17 +218,11 @@ def uninstall() -> tuple[Status, ...]:
 
 def status() -> tuple[Status, ...]:
     with _lock:
-        return tuple(_status(feature) for feature in FEATURES)
+        return tuple(map(_status, FEATURES))
 
 
 def _status(feature: str) -> Status:
     mismatches = _mismatches.get(feature, ())
-    if feature in _undo:
-        state = "on"
-    elif disabled():
-        state = "disabled"
-    elif mismatches:
-        state = "mismatch"
-    else:
-        state = "waiting" if any(map(_hook.waits_for, _COMPILER)) else "off"
+    off = "mismatch" if mismatches else "waiting" if any(map(_hook.waits_for, _COMPILER)) else "off"
+    state = "on" if feature in _undo else "disabled" if disabled() else off
     return Status(feature, state, tuple(patch.target for patch in patches(feature)), mismatches)

@@ -1,14 +1,12 @@
 """The flags in ``torch._inductor.config.triton``: entries that check their values.
 
-Entries are added to ``config._config``, and undoing removes them. Each entry is part of the FX and AOTAutograd cache
-keys, which keeps artifacts of patched and unpatched processes apart. The exceptions are flags that act only at run
-time: their names are in ``_cache_config_ignore_prefix``. The entry ``pygraph_version`` holds the version and a hash of
-the code that shapes artifacts.
+Each entry is part of the FX and AOTAutograd cache keys, which keeps artifacts of patched and unpatched processes apart,
+except for flags that act only at run time. The entry ``pygraph_version`` holds the version and a hash of the code that
+shapes artifacts.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import secrets
 from collections.abc import Callable
@@ -28,19 +26,11 @@ class _CheckedOverride:
     """Replaces an entry's context variable, and checks each value that is set."""
 
     def __init__(self, variable: Any, flag: Flag, unset: object) -> None:
-        self._variable = variable
-        self._flag = flag
-        self._unset = unset
-
-    def get(self) -> Any:
-        return self._variable.get()
+        self._variable, self._flag, self._unset = variable, flag, unset
+        self.get, self.reset = variable.get, variable.reset  # torch 2.15 undoes a patch with the latter
 
     def set(self, value: Any) -> Any:
         return self._variable.set(value if value is self._unset else self._flag.check(value))
-
-    def reset(self, token: Any) -> None:
-        """Undoes a patch of the configuration, in the way of torch 2.15."""
-        self._variable.reset(token)
 
 
 def _entry(flag: Flag) -> Any:
@@ -52,11 +42,10 @@ def _entry(flag: Flag) -> Any:
     # `torch.compile(options=...)` does not check the value of an entry whose type is a union.
     kind = int if flag.is_number else str | bool if flag.is_switch else str
     declared = _config_module._Config(default=flag.default, value_type=kind)
-    if has_context_overrides():
-        entry = _config_module._ConfigEntry(declared, _PREFIX + flag.name)
-        entry.user_override = _CheckedOverride(entry.user_override, flag, unset)
-    else:
-        entry = _attribute_entry(flag, unset)(declared)
+    if not has_context_overrides():
+        return _attribute_entry(flag, unset)(declared)
+    entry = _config_module._ConfigEntry(declared, _PREFIX + flag.name)
+    entry.user_override = _CheckedOverride(entry.user_override, flag, unset)
     return entry
 
 
@@ -118,12 +107,7 @@ def _version() -> str:
     return ArtifactVersion(f"{__version__}+{code}")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Flags(Patch):
-    @property
-    def target(self) -> str:
-        return "torch._inductor.config.triton"
-
     def apply(self) -> Callable[[], None]:
         from torch._inductor import config
 

@@ -1,9 +1,8 @@
 """The ``PYGRAPH_`` variables of the environment.
 
-A switch is on for ``1``, ``true``, ``yes`` and ``on``, off for ``0``, ``false``, ``no`` and ``off``, in any case; an
-empty variable counts as unset. An invalid value is ignored: its default holds, and one warning names the variable, the
-value and the allowed ones. For an unknown variable, a warning names the most similar one. Nothing raises. This module
-needs neither torch nor ``pygraph_trees``.
+An empty variable counts as unset. An invalid value is ignored: its default holds, and one warning names the variable,
+the value and the allowed ones. For an unknown variable, a warning names the most similar one. Nothing raises. This
+module needs neither torch nor ``pygraph_trees``.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class VariableIgnored(PatchWarning):
 
 def disabled() -> bool:
     """Whether ``PYGRAPH_DISABLE`` is on, so that torch must not be patched; false for an invalid value."""
-    found = choice(DISABLE, ("off", "on"), "The patches go on.")
-    return found == "on"
+    return choice(DISABLE, ("off", "on"), "The patches go on.") == "on"
 
 
 def builds() -> bool:
@@ -45,11 +43,7 @@ def builds() -> bool:
 
 
 def check(flags: Iterable[tuple[str, Sequence[str], str | int]]) -> None:
-    """Warns of invalid values of variables, and of unknown ones.
-
-    Args:
-        flags: variables with their values and their defaults.
-    """
+    """Warns of invalid values of these variables, given with their values and defaults, and of unknown variables."""
     names = {name.removeprefix(PREFIX): name for name in (DISABLE, BUILD, *_OTHERS)}
     for variable, values, default in flags:
         value_of(variable, values, default)
@@ -80,7 +74,7 @@ def choice(variable: str, values: Sequence[str], instead: str) -> str | None:
     """The one of ``values`` that a variable names; None if it is unset, or after a warning if it names none.
 
     Args:
-        values: lower case; if these are "off" and "on", the variable is a switch.
+        values: lower case; if these are "off" and "on", the variable is a switch, and other words count too.
         instead: a sentence that tells what holds if the value is ignored.
     """
     value = os.environ.get(variable, "")

@@ -69,9 +69,8 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, loader: Any, action: Callable[[], None]) -> None:
         self._loader, self._action = loader, action
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        found: ModuleType | None = self._loader.create_module(spec)
-        return found
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__spec__ is not None:

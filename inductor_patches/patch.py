@@ -1,9 +1,8 @@
 """A patch: one reversible change of one torch module.
 
-:meth:`Patch.mismatches` compares the target's fingerprints (:mod:`.fingerprints`) with the definitions that a
-probe finds in live objects or in source files, and returns what does not fit; such a patch is never applied.
-:meth:`Patch.apply` returns the function that restores the original objects. If other code has replaced the target in
-the meantime, that function does not touch it and warns.
+:meth:`Patch.mismatches` compares the target's fingerprints (:mod:`.fingerprints`) with the definitions that a probe
+finds; a patch that does not fit is never applied. :meth:`Patch.apply` returns the function that restores the original
+objects, unless other code has replaced the target in the meantime: then it warns.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import functools
 import importlib
 import inspect
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, ModuleType
@@ -67,11 +65,9 @@ class LiveProbe:
         if isinstance(found, (staticmethod, classmethod)):
             found = found.__func__
         found = inspect.unwrap(found) if callable(found) else found
-        code = getattr(found, "__code__", None)
-        if code is None:
+        if (code := getattr(found, "__code__", None)) is None:
             return Definition(None, frozenset(vars(found)) if isinstance(found, type) else frozenset())
-        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        return Definition(parameters, frozenset(_names(code)))
+        return Definition(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], frozenset(_names(code)))
 
 
 def _names(code: CodeType) -> set[str]:
@@ -85,17 +81,19 @@ def _names(code: CodeType) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Patch(ABC):
+class Patch:
+    """The base of patches, which have ``apply``: it changes the target and returns the function that undoes this."""
+
     feature: str  # for example "trees"; a feature is on or off as a whole
+    module: str
+    name: str  # inside the module; dotted for a member of a class
 
     @property
-    @abstractmethod
     def target(self) -> str:
-        """The dotted name of the changed object."""
+        return f"{self.module}.{self.name}"
 
-    @abstractmethod
     def apply(self) -> Callable[[], None]:
-        """Changes the target and returns the function that undoes the change."""
+        raise NotImplementedError
 
     @property
     def versions(self) -> str:
@@ -107,10 +105,7 @@ class Patch(ABC):
         return [row for row in FINGERPRINTS[self.target] if row.since <= version <= row.until]
 
     def mismatches(self, probe: Any, version: Version) -> list[str]:
-        """What does not fit on this torch, one line each; empty if the patch can be applied.
-
-        ``probe``: a :class:`LiveProbe`, or one that finds definitions in source files.
-        """
+        """What does not fit on this torch, by a :class:`LiveProbe` or one of source files; empty if the patch fits."""
         wanted = self.fingerprints_for(version)
         if not wanted:
             return [f"{self.target}: written for torch {self.versions}, this is {_dotted(version)}"]
@@ -137,13 +132,7 @@ def _dotted(version: Version) -> str:
 class Rebind(Patch):
     """Rebinds an attribute of a module or class to the object that ``replace`` makes from the original."""
 
-    module: str
-    name: str  # inside the module; dotted for a member of a class
     replace: Callable[[Any], Any]
-
-    @property
-    def target(self) -> str:
-        return f"{self.module}.{self.name}"
 
     def apply(self) -> Callable[[], None]:
         owner: ModuleType | type = importlib.import_module(self.module)

@@ -160,7 +160,7 @@ _EDGES = "pygraph_trees.trees.hooks.backward_edges"
 _DIRECT = "pygraph_trees.trees.hooks.direct_calls"
 
 PATCHES: tuple[Patch, ...] = (
-    Flags("flags"),  # until torch registers config entries from outside
+    Flags("flags", "torch._inductor.config", "triton"),  # until torch registers config entries from outside
     *(
         Rebind(feature, module, name, made_by(replace) if isinstance(replace, str) else replace)
         for feature, modules in _REBOUND.items()
