@@ -94,7 +94,7 @@ _REBOUND: dict[str, dict[str, dict[str, str | Callable[[Any], Any]]]] = {
         },
         # A graph that the program captures may read outputs of recordings, and holds their addresses: outputs in the
         # graph pool, which later steps overwrite, are moved out before. Until torch tells when a capture begins.
-        "torch.cuda": {"CUDAGraph.capture_begin": "pygraph_trees.trees.functions.captures.capture_begin"},
+        "torch.cuda": {"CUDAGraph.capture_begin": "pygraph_trees.trees.hooks.entry_points.capture_begin"},
         # A pool of the program would take what is allocated for graphs, until the innermost pool does, and torch tells
         # which are used.
         "torch.cuda.memory": {

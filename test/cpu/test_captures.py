@@ -24,11 +24,10 @@ from torch._inductor.cudagraph_trees import CompilationMode
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.reasons import Reason
-from pygraph_trees.trees.functions import captures
 from pygraph_trees.trees.functions import function as trees_function
 from pygraph_trees.trees.functions.dispatch import Way
 from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
-from pygraph_trees.trees.hooks import choice
+from pygraph_trees.trees.hooks import choice, entry_points
 from pygraph_trees.trees.pools import capture_lock, pools, program_pools
 from pygraph_trees.trees.recordings.recording import Recording
 
@@ -72,14 +71,14 @@ class TestCalls(TestCase):
 
     def test_nothing_is_captured_before_the_gpu_is_used(self):
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=AssertionError):
-            self.assertFalse(captures.is_captured())
+            self.assertFalse(capture_lock.is_captured())
 
 
 class TestOutputs(OnCpuTestCase):
     def setUp(self):
         super().setUp()
         self.began = []
-        self.begin = captures.capture_begin(lambda graph, **kwargs: self.began.append(kwargs))
+        self.begin = entry_points.capture_begin(lambda graph, **kwargs: self.began.append(kwargs))
 
     def begin_in(self, function, **kwargs):
         with (

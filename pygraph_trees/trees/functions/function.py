@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
@@ -26,7 +27,7 @@ from pygraph_trees.report.records import SLOW_CALLS
 from pygraph_trees.settings import Settings
 
 from ..pools import program_pools
-from .captures import is_captured
+from ..pools.capture_lock import is_captured
 from .containment import Progress, progress_of
 from .dispatch import Dispatch, Way
 from .fast_path import entry
@@ -189,23 +190,6 @@ class Aligned:
         return program_pools.inside(self.decide(inputs), inputs)
 
 
-def _kept_apart(
-    run: Callable[[list[Any]], Any],
-    aligned: Aligned,
-    way_elsewhere: Callable[[bool], Callable[[list[Any]], Any] | None],
-) -> Callable[[list[Any]], Any]:
-    """``run``, but calls of threads that must not use graphs go another way."""
-
-    def call(inputs: list[Any]) -> Any:
-        elsewhere = way_elsewhere(True)
-        if elsewhere is None:
-            return run(inputs)
-        aligned.decide(inputs)
-        return elsewhere(inputs)
-
-    return call
-
-
 def entered(
     function: FunctionModel,
     run: Callable[[list[Any]], Any],
@@ -226,18 +210,12 @@ def entered(
     """
     if function.is_entered:
         return run
-    if function.settings.indirection == "off":
-        return run if way_elsewhere is None else _kept_apart(run, aligned, way_elsewhere)
-    function.is_entered = True
-    dispatch = function.dispatch
-    fast_call = entry(dispatch)
+    dispatch, is_off = function.dispatch, function.settings.indirection == "off"
+    fast_call = None if is_off else entry(dispatch)
 
     def graphed(inputs: list[Any]) -> Any:
         outputs = None if fast_call is None else dispatch.replay(fast_call, inputs)
         return run(inputs) if outputs is None else outputs
-
-    # Only the returned callable may hold it: it holds the graphed version, which keeps the function alive in torch.
-    kept = None if choose is None else choose(function, graphed, aligned)
 
     def missed(inputs: list[Any], *, asks_again: bool) -> Any:
         aligned.decide(inputs)
@@ -252,6 +230,12 @@ def entered(
                 return outputs
             asks_again = True  # it has let the calls be replayed from this one on
         return (graphed if asks_again else run)(inputs)
+
+    if is_off:
+        return run if way_elsewhere is None else partial(missed, asks_again=False)
+    function.is_entered = True
+    # Only the returned callable may hold it: it holds the graphed version, which keeps the function alive in torch.
+    kept = None if choose is None else choose(function, graphed, aligned)
 
     def call(inputs: list[Any]) -> Any:
         if dispatch.call is None and not dispatch.was_asked and fast_call is not None:

@@ -3,13 +3,15 @@
 Each function takes upstream's function and returns its replacement. Torch calls :func:`cudagraphify` while Inductor
 compiles, :func:`cudagraphify_impl` at a function's first call and for ``backend="cudagraphs"``,
 :func:`reset_cudagraph_trees` when all recordings are dropped, and :func:`is_static_for_cudagraphs` when Dynamo compiles
-an optimizer. Programs call :func:`record_stream`, and functions that :func:`outside_of_pools` wraps. A function that
-the settings keep un-graphed runs as compiled, and its log says why.
+an optimizer. Programs call :func:`record_stream`, :func:`capture_begin`, and functions that :func:`outside_of_pools`
+wraps. A function that the settings keep un-graphed runs as compiled, and its log says why.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,16 +25,19 @@ from pygraph_trees.native import binding
 from pygraph_trees.selection.functions import why_not_graphed
 
 from ..functions import home
-from ..functions.captures import is_captured
+from ..functions.containment import described
 from ..functions.dispatch import PER_THREAD
 from ..functions.function import Aligned, FunctionModel, entered
 from ..functions.threads import for_each_thread
 from ..pools import pools
+from ..pools.capture_lock import is_by_torch, is_captured
 from ..pools.collector import paused
 from ..pools.interrupts import deferred
 from .choice import as_upstream_has_it, chooser, only_sizes_that_come_again
 from .manager_container import has_trees, without_others
 from .saved_tensors import conforming
+
+_log = logging.getLogger("pygraph_trees.trees")
 
 
 def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,6 +164,34 @@ def outside_of_pools(upstream: Callable[..., Any]) -> Callable[..., Any]:
         return upstream(self, *args, **kwargs)
 
     return on_own_memory
+
+
+def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
+    """Also ends the open paths of the thread as a new step does, which moves their outputs.
+
+    Captures of recordings, and those with which torch makes a manager, do not.
+    """
+
+    @functools.wraps(upstream)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        pool = args[0] if args else kwargs.get("pool")
+        if pool not in pools.OWNED and not is_by_torch():
+            for manager in pools.managers():
+                thread, device = manager.thread, manager.device_index
+                if thread in (None, threading.get_ident()) if PER_THREAD else not home.is_used_elsewhere(device):
+                    _end_step(manager)
+        upstream(self, *args, **kwargs)
+
+    return capture_begin
+
+
+def _end_step(manager: Any) -> None:
+    try:
+        why: object = None if manager.end_step() else "another call is under way"
+    except Exception as error:  # for example, no memory is free
+        why = described(error)
+    if why is not None:
+        _log.warning("outputs that a graph of the program may read could not be kept: %s", why)
 
 
 def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:

@@ -22,26 +22,14 @@ from pygraph_trees.compat import dynamic_mark
 _IDENTITY = frozenset({"ID_MATCH", "TYPE_MATCH", "NOT_NONE"})
 _OF_DICT = _IDENTITY | {"DICT_CONTAINS", "DICT_LENGTH", "DICT_VERSION", "MAPPING_KEYS_CHECK"}
 _OF_TENSOR = _IDENTITY | {
-    "TENSOR_MATCH",
-    "DIMENSION_DYNAMIC_MARKING_GUARD",
-    "DYNAMIC_INDICES",
-    "NO_HASATTR",
-    "NO_TENSOR_ALIASING",
+    *("TENSOR_MATCH", "DIMENSION_DYNAMIC_MARKING_GUARD", "DYNAMIC_INDICES", "NO_HASATTR", "NO_TENSOR_ALIASING"),
     "SYMBOLIC_SHAPE_GUARD",  # reads sizes, strides and offsets only
 }
 _OF_CONSTANT = _IDENTITY | {"EQUALS_MATCH", "LENGTH_CHECK", "NONE_MATCH", "TRUE_MATCH", "FALSE_MATCH", "FLOAT_IS_NAN"}
 # These have no state of their own, and none of the tree in which they were made.
 _KEPT = (_OF_DICT | _OF_CONSTANT | _OF_TENSOR) - {"TENSOR_MATCH", "NO_TENSOR_ALIASING", "SYMBOLIC_SHAPE_GUARD"} | {
-    "SET_CONTAINS",
-    "TUPLE_ITERATOR_LEN",
-    "RANGE_ITERATOR_MATCH",
-    "COMPLEX_IS_NAN",
-    "DUAL_LEVEL_MATCH",
-    "WEAKREF_ALIVE",
-    "LAMBDA_GUARD",
-    "GLOBAL_STATE",
-    "TORCH_FUNCTION_MODE_STACK",
-    "DEFAULT_DEVICE",
+    *("SET_CONTAINS", "TUPLE_ITERATOR_LEN", "RANGE_ITERATOR_MATCH", "COMPLEX_IS_NAN", "DUAL_LEVEL_MATCH"),
+    *("WEAKREF_ALIVE", "LAMBDA_GUARD", "GLOBAL_STATE", "TORCH_FUNCTION_MODE_STACK", "DEFAULT_DEVICE"),
 }
 _CONSTANTS = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
 _OF_FUNCTION = {"Code": "__code__", "Closure": "__closure__"}  # by accessor
@@ -248,9 +236,7 @@ def _visit_items(facts: Facts, node: Any, value: dict[Any, Any]) -> bool:
     for key, child in _items(node, value):
         if key is None:
             _keep(facts, child)
-            is_covered = False
-        else:
-            is_covered &= _visit(facts, child, value[key])
+        is_covered &= key is not None and _visit(facts, child, value[key])
     return is_covered
 
 

@@ -149,13 +149,11 @@ class Reclaiming:
             if manager.current_node is None:
                 self.give_back(manager)  # calls this method again
             return False
-        is_used = self._again or manager.current_node is not None or any(manager.roots.values())
         if self._left is None:
             return False
         self._left = [held for held in self._left if not held.expired()]
-        if self._left or self._is_unknown or is_used:
-            return False
-        return self._leave_pool(manager)
+        is_used = self._again or manager.current_node is not None or any(manager.roots.values())
+        return not (self._left or self._is_unknown or is_used) and self._leave_pool(manager)
 
     def start_over(self, manager: Any, why: Why) -> None:
         """Drops all recordings and leaves the graph pool, in which unknown memory may be in use.
@@ -167,14 +165,11 @@ class Reclaiming:
             return
         manager.move_last_outputs()
         pool, node = manager.cuda_graphs_thread_pool, manager.current_node
+        self._left = [*(self._left or []), *_outputs_on_path(node)]
         if node is not None:
-            self._left = (self._left or []) + [
-                held for n in node._path_from_root for held in n.outputs_weakrefs if held is not None
-            ]
             manager.current_node, manager.path_state = None, _STATE.NONE
         self.forgotten, self._newest = list(manager.ids_to_funcs), {}
         self._again, self._dropped = {}, dict.fromkeys(self.forgotten, why)
-        self._left = self._left or []
         self.give_back(manager)
         if manager.cuda_graphs_thread_pool == pool:
             # This frame must not keep the old graph alive. Outputs of earlier steps need nothing here: they were moved
@@ -189,8 +184,7 @@ class Reclaiming:
     def keep_pool(self, manager: Any) -> None:
         """Keeps the graph pool of a manager that ends until its last step's outputs are dead."""
         release_pools()
-        path = [] if manager.current_node is None else manager.current_node._path_from_root
-        _in_use.append((manager.graph, [held for node in path for held in node.outputs_weakrefs if held is not None]))
+        _in_use.append((manager.graph, _outputs_on_path(manager.current_node)))
 
     def _leave_pool(self, manager: Any) -> bool:
         """Gives the manager a new pool; returns whether there is one."""
@@ -212,6 +206,12 @@ class Reclaiming:
 
     def clear(self) -> None:
         self.forgotten, self._left = [], None
+
+
+def _outputs_on_path(node: Any) -> list[Any]:
+    """References to the outputs of the recordings on the path to a node, if there is one."""
+    path = () if node is None else node._path_from_root
+    return [held for recording in path for held in recording.outputs_weakrefs if held is not None]
 
 
 def release_pools() -> None:

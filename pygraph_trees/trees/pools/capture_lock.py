@@ -1,4 +1,4 @@
-"""The lock of captures: torch's since torch 2.13, our own before.
+"""Whose captures there are, and the lock of torch's: torch's own since torch 2.13, ours before.
 
 A wait for the device in one thread breaks a capture in another one. Torch holds its lock while it warms up and records,
 which :func:`locked_by_torch` notes for the thread. :func:`idle_device` waits until no other thread does so.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+
+import torch
 
 from pygraph_trees.compat import has_capture_lock
 from pygraph_trees.cuda.progress import capture_lock, wait_for_device
@@ -48,6 +50,11 @@ def locked_by_torch() -> Iterator[None]:
 def is_by_torch() -> bool:
     """Whether a capture of this thread is one of torch's, or of a new manager."""
     return _thread.is_locked
+
+
+def is_captured() -> bool:
+    """Whether the program captures the current stream in a graph of its own; such calls run un-graphed."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager

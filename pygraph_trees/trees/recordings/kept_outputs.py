@@ -57,34 +57,34 @@ def move_alive(node: Any, only: torch.UntypedStorage | None = None) -> None:
     Raises ``torch.OutOfMemoryError`` if there is no memory for them; nothing has changed then.
     """
     release_unneeded(node.cuda_graphs_pool)
-    kept_by = [made_by for made_by in node._path_from_root if keeps_outputs(made_by.wrapped_function.model)]
     # By storage: each recording or warm-up that refers to it, with the number of its output.
     places: dict[int, list[tuple[Any, int]]] = {}
-    for made_by in kept_by:
+    for made_by in (one for one in node._path_from_root if keeps_outputs(one.wrapped_function.model)):
         for number, held in enumerate(made_by.outputs_weakrefs):
             storage = None if held is None else held()
             if storage is not None and (only is None or storage == only._cdata):
                 places.setdefault(storage, []).append((made_by, number))
     found = [(torch.UntypedStorage._new_with_weak_ptr(storage), held_by) for storage, held_by in places.items()]
     alive = [(storage, held_by) for storage, held_by in found if storage is not None]
-    if alive:
-        copies = []
-        for storage, held_by in alive:
-            # Once freed, memory is reused after the queued work of the stream on which it was allocated.
-            with torch.inference_mode(False), torch.no_grad(), _on_stream_of(held_by[0][0], storage.device):
-                before = bytes_of(storage)
-                copies.append(torch.empty_like(before))
-                copy_bits(copies[-1:], [before])
-                for stream in streams_that_use(node.cuda_graphs_pool, storage):
-                    copies[-1].record_stream(stream)
-        wait(alive[0][0].device.index)  # another thread may read an output as soon as it has its address
-        # Before the exchange: after an interrupt, a recording with a moved tensor in its cache would return it again.
-        for made_by in {id(made_by): made_by for _, held_by in alive for made_by, _ in held_by}.values():
-            if hasattr(made_by, "remove_node_cached_tensors"):  # a warm-up has none
-                made_by.remove_node_cached_tensors()
-        for (storage, held_by), copy in zip(alive, copies, strict=True):
-            _exchange(storage, copy.untyped_storage())
-            _forget(held_by, copy.untyped_storage())
+    if not alive:
+        return
+    copies = []
+    for storage, held_by in alive:
+        # Once freed, memory is reused after the queued work of the stream on which it was allocated.
+        with torch.inference_mode(False), torch.no_grad(), _on_stream_of(held_by[0][0], storage.device):
+            before = bytes_of(storage)
+            copies.append(torch.empty_like(before))
+            copy_bits(copies[-1:], [before])
+            for stream in streams_that_use(node.cuda_graphs_pool, storage):
+                copies[-1].record_stream(stream)
+    wait(alive[0][0].device.index)  # another thread may read an output as soon as it has its address
+    # Before the exchange: after an interrupt, a recording with a moved tensor in its cache would return it again.
+    for made_by in {id(made_by): made_by for _, held_by in alive for made_by, _ in held_by}.values():
+        if hasattr(made_by, "remove_node_cached_tensors"):  # a warm-up has none
+            made_by.remove_node_cached_tensors()
+    for (storage, held_by), copy in zip(alive, copies, strict=True):
+        _exchange(storage, copy.untyped_storage())
+        _forget(held_by, copy.untyped_storage())
 
 
 def note_launch_of(node: Any, number: int) -> None:
