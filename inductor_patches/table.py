@@ -67,14 +67,14 @@ _REBOUND: dict[str, dict[str, dict[str, str | Callable[[Any], Any]]]] = {
         "torch._inductor.compile_fx": {"cudagraphify": "pygraph_trees.trees.hooks.entry_points.cudagraphify"},
         # When a compiled graph is installed, it is decided whether it is graphed. A call tries the fast path first.
         "torch._inductor.output_code": {
-            "CompiledFxGraph.post_compile": "pygraph_trees.trees.hooks.compiled_graph.putting_to_use",
-            "CompiledFxGraph.__call__": "pygraph_trees.trees.hooks.compiled_graph.calling",
+            "CompiledFxGraph.post_compile": "pygraph_trees.trees.hooks.entry_points.putting_to_use",
+            "CompiledFxGraph.__call__": "pygraph_trees.trees.hooks.entry_points.calling",
         },
         # A compilation leaves AOTAutograd's metadata in the tracing context. For a program that comes from
         # AOTAutograd's cache, only the cache's entry has it, until the context tells the same; it is kept while the
         # program's graphs are installed.
         "torch._functorch._aot_autograd.aot_autograd_result": {
-            "GenericAOTAutogradResult.wrap_post_compile": "pygraph_trees.trees.hooks.compiled_graph.loading",
+            "GenericAOTAutogradResult.wrap_post_compile": "pygraph_trees.trees.hooks.entry_points.loading",
         },
         # Until torch does not assert that a recording is open, an optimizer's step cannot be compiled after a backward
         # that ran un-graphed. If none is open, the tensor alone decides whether a gradient is static.

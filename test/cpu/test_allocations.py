@@ -28,9 +28,9 @@ from pygraph_trees.outputs.allocations import Allocations, Block, Storage, View,
 from pygraph_trees.report.log import FunctionLog, GraphLog
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions.function import FunctionModel
-from pygraph_trees.trees.functions.generated_code import overwritten_inputs
 from pygraph_trees.trees.managers.verification import Verification, VerificationFailed
 from pygraph_trees.trees.pools import pools as owned
+from pygraph_trees.trees.recordings.attempts import overwritten_inputs
 
 F32 = torch.float32
 # As Inductor writes it: an output that reuses a buffer's memory, a scratch buffer, an output, and a library's outputs.

@@ -33,7 +33,7 @@ from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import functions
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.hooks import backward_edges
-from pygraph_trees.trees.hooks.compiled_graph import putting_to_use
+from pygraph_trees.trees.hooks.entry_points import putting_to_use
 
 _Graph: Any = torch.cuda.CUDAGraph
 _UPSTREAM = _Graph.__mro__[1]  # in C++, or a dummy if torch was built without CUDA

@@ -155,7 +155,7 @@ class TestCalls(TestCase):
             from pygraph_trees.native import binding
             if not {native}:
                 binding.extension = None
-            from pygraph_trees.trees.hooks.compiled_graph import calling
+            from pygraph_trees.trees.hooks.entry_points import calling
             from types import SimpleNamespace
             from torch.autograd.graph import saved_tensors_hooks
 

@@ -33,7 +33,7 @@ from pygraph_trees.trees.functions import fast_path
 from pygraph_trees.trees.functions.containment import HeldForTooLong
 from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
 from pygraph_trees.trees.functions.outputs import as_they_read
-from pygraph_trees.trees.hooks import compiled_graph
+from pygraph_trees.trees.hooks import entry_points
 from pygraph_trees.trees.managers import input_rules
 from pygraph_trees.trees.managers.calls import Upstream
 from pygraph_trees.trees.managers.containers import Trees
@@ -210,7 +210,7 @@ class TestPutToUse(TestCase):
         def run(inputs):
             return list(inputs)
 
-        call = compiled_graph.calling(lambda graph, inputs: ["upstream's", *graph.current_callable(inputs)])
+        call = entry_points.calling(lambda graph, inputs: ["upstream's", *graph.current_callable(inputs)])
         graph = SimpleNamespace(current_callable=run)
         for run.fast_call in (None, lambda inputs: None):
             self.assertEqual(call(graph, [1]), ["upstream's", 1])

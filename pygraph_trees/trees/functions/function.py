@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict
 from functools import partial
@@ -38,17 +38,7 @@ if TYPE_CHECKING:
     from pygraph_trees.selection.trial import Trial
 
 
-_loaded: ContextVar[Any] = ContextVar("pygraph_loaded", default=None)  # metadata of the program that a thread loads
-
-
-@contextmanager
-def loaded_with(meta: Any) -> Iterator[None]:
-    """Inside, this thread puts a program from a cache to use; ``meta`` is AOTAutograd's metadata of its forward."""
-    token = _loaded.set(meta)
-    try:
-        yield
-    finally:
-        _loaded.reset(token)
+LOADED: ContextVar[Any] = ContextVar("pygraph_loaded", default=None)  # metadata of the program that a thread loads
 
 
 def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
@@ -60,7 +50,7 @@ def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
     if is_inference or (is_backward and binding.extension is None):
         return None
     context = TracingContext.try_get()
-    meta = _loaded.get()
+    meta = LOADED.get()
     if meta is None and context is not None:
         meta = context.fw_metadata
     if meta is None or any(

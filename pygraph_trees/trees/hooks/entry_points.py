@@ -1,10 +1,10 @@
 """Wraps the functions through which torch reaches its CUDA graph trees.
 
 Each function takes upstream's function and returns its replacement. Torch calls :func:`cudagraphify` while Inductor
-compiles, :func:`cudagraphify_impl` at a function's first call and for ``backend="cudagraphs"``,
-:func:`reset_cudagraph_trees` when all recordings are dropped, and :func:`is_static_for_cudagraphs` when Dynamo compiles
-an optimizer. Programs call :func:`record_stream`, :func:`capture_begin`, and functions that :func:`outside_of_pools`
-wraps. A function that the settings keep un-graphed runs as compiled, and its log says why.
+compiles, :func:`cudagraphify_impl` at a function's first call and for ``backend="cudagraphs"``, :func:`loading`,
+:func:`putting_to_use` and :func:`calling` for a compiled graph, :func:`reset_cudagraph_trees` when all recordings are
+dropped, and :func:`is_static_for_cudagraphs` when Dynamo compiles an optimizer. Programs call :func:`record_stream`,
+:func:`capture_begin`, and functions that :func:`outside_of_pools` wraps.
 """
 
 from __future__ import annotations
@@ -17,17 +17,22 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import get_static_address_type
-from torch._inductor import config, cudagraph_trees
+from torch._inductor import config, cudagraph_trees, debug
+from torch._inductor.utils import BoxedBool
+from torch.autograd import profiler
 
 from pygraph_trees.cuda.extent import tensors_with_memory
 from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.native import binding
-from pygraph_trees.selection.functions import why_not_graphed
+from pygraph_trees.report import compiled
+from pygraph_trees.report.naming import BACKWARD
+from pygraph_trees.selection.functions import are_graphs_left_out, has_own_policy, why_not_graphed, why_overridden
+from pygraph_trees.settings import Settings
 
 from ..functions import home
 from ..functions.containment import described
 from ..functions.dispatch import PER_THREAD
-from ..functions.function import Aligned, FunctionModel, entered
+from ..functions.function import LOADED, Aligned, FunctionModel, entered
 from ..functions.threads import for_each_thread
 from ..pools import pools
 from ..pools.capture_lock import is_by_torch, is_captured
@@ -35,7 +40,8 @@ from ..pools.collector import paused
 from ..pools.interrupts import deferred
 from .choice import as_upstream_has_it, chooser, only_sizes_that_come_again
 from .manager_container import has_trees, without_others
-from .saved_tensors import conforming
+from .runner import shortened
+from .saved_tensors import conform_inputs, conforming, hooks_were_set, is_any_lazy, leave
 
 _log = logging.getLogger("pygraph_trees.trees")
 
@@ -88,6 +94,71 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
         return run if function is model else conforming(run, is_backward=kwargs["is_backward"])
 
     return cudagraphify_impl
+
+
+def loading(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Remembers AOTAutograd's metadata of a program loaded from its cache while the program's graphs are put to use.
+
+    A compilation leaves the metadata in the tracing context. For a program from the cache, only the cache entry has
+    it; the context may describe another part of the same program, which was compiled.
+    """
+
+    @functools.wraps(upstream)
+    def wrap_post_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        of_subclass = self.maybe_subclass_meta
+        token = LOADED.set(self.runtime_metadata if of_subclass is None else of_subclass.fw_metadata)
+        try:
+            return upstream(self, *args, **kwargs)
+        finally:
+            LOADED.reset(token)
+
+    return wrap_post_compile
+
+
+def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Decides whether CUDA graphs are used for a graph, reports it, and shortens the code around its only partition."""
+
+    @functools.wraps(upstream)
+    def post_compile(self: Any, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+        wanted = bool(graph_kwargs["cudagraphs"]) or are_graphs_left_out()
+        settings = Settings.current()
+        reason = why_not_graphed(settings) if wanted else None
+        is_ours = settings.indirection != "off" and not has_own_policy()
+        if wanted and reason is None and is_ours:
+            reason = compiled.why_not_replayed(self)
+        if reason is None and settings.indirection != "off":
+            reason = why_overridden(is_backward=graph_kwargs["is_backward"])
+            wanted = wanted or reason is not None  # torch forgets a backward's override if it comes from its cache
+        if reason is not None:
+            BoxedBool.disable(graph_kwargs["cudagraphs"])
+        with compiled.put_to_use(self, graph_kwargs, wanted=wanted, dropped=reason):
+            upstream(self, example_inputs, constants, graph_kwargs)
+        index = graph_kwargs.get("boxed_forward_device_index")
+        if reason is not None and graph_kwargs["is_backward"] and index is not None and index.value is not None:
+            self.current_callable = as_upstream_has_it(self.current_callable, BACKWARD, index.value)
+        if graph_kwargs["cudagraphs"] and is_ours:
+            self.current_callable = shortened(self.current_callable) or self.current_callable
+        else:
+            leave(self)
+
+    return post_compile
+
+
+def calling(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives inputs the layout that was compiled for, and skips upstream's call if a fast replay gives the outputs."""
+    if binding.extension is not None:
+        call: Callable[..., Any] = binding.extension.Call(
+            upstream=upstream, profiler=vars(profiler), debug=vars(debug), conform_inputs=conform_inputs
+        )
+        return call
+
+    @functools.wraps(upstream)
+    def __call__(self: Any, inputs: Any) -> Any:
+        if hooks_were_set() or is_any_lazy(inputs):
+            conform_inputs(self, inputs)
+        return upstream(self, inputs)
+
+    return __call__
 
 
 def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:

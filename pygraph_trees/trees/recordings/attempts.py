@@ -6,7 +6,9 @@ next attempt. Inputs that were refused are also copied in later recordings of th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +22,14 @@ from pygraph_trees.report.naming import BACKWARD
 
 from ..functions.containment import forget_frames, passes
 from ..functions.function import FunctionModel
-from ..functions.generated_code import overwritten_inputs
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.indirection.pool import PoolRanges
+
+_WORDS = re.compile(r"\w+")
+_INPUTS = re.compile(r"^ *(.+) = args$", re.MULTILINE)
+_REUSES = re.compile(r" = (.+) # reuse$", re.MULTILINE)  # of a buffer, or of a view of it
 
 
 class Attempts:
@@ -139,3 +144,31 @@ class Attempts:
         # only that input is refused.
         refused = [error.fields["index"]] if isinstance(error, NotStaged) else live.in_place
         self.refused |= dict.fromkeys(refused, why)
+
+
+def overwritten_inputs(model: Callable[..., Any], count: int, *, is_backward: bool) -> frozenset[int]:
+    """The inputs whose memory generated code reuses, by the comment that Inductor writes after each reuse.
+
+    Nobody else reads them: a backward's saved tensors (*donated buffers*), and buffers that one partition leaves to
+    another. They do not count as mutated, though a launch changes them.
+
+    If the code cannot be read, these may be all ``count`` inputs of a backward, and none of another function.
+    """
+    text = _text_of(model)
+    if (inputs := _INPUTS.search(text)) is None:
+        return frozenset(range(count) if is_backward else ())
+    reused = {word for right in _REUSES.findall(text) for word in _WORDS.findall(right)}
+    return frozenset(index for index, name in enumerate(_WORDS.findall(inputs[1])) if name in reused)
+
+
+def _text_of(model: Callable[..., Any]) -> str:
+    """The lines of a function; "" if they cannot be read."""
+    code = getattr(getattr(model, "__func__", model), "__code__", None)
+    if code is None:
+        return ""
+    try:
+        lines = Path(code.co_filename).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    last = max((line for _, _, line in code.co_lines() if line is not None), default=0)
+    return "\n".join(lines[code.co_firstlineno - 1 : last])
