@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
@@ -200,8 +199,19 @@ def entered(
     """
     if function.is_entered:
         return run
-    dispatch, is_off = function.dispatch, function.settings.indirection == "off"
-    fast_call = None if is_off else entry(dispatch)
+    if function.settings.indirection == "off":
+
+        def kept_apart(inputs: list[Any]) -> Any:
+            elsewhere = None if way_elsewhere is None else way_elsewhere(True)
+            if elsewhere is None:
+                return run(inputs)
+            aligned.decide(inputs)
+            return elsewhere(inputs)
+
+        return run if way_elsewhere is None else kept_apart
+    function.is_entered = True
+    dispatch = function.dispatch
+    fast_call = entry(dispatch)
 
     def graphed(inputs: list[Any]) -> Any:
         outputs = None if fast_call is None else dispatch.replay(fast_call, inputs)
@@ -221,9 +231,6 @@ def entered(
             asks_again = True  # it has let the calls be replayed from this one on
         return (graphed if asks_again else run)(inputs)
 
-    if is_off:
-        return run if way_elsewhere is None else partial(missed, asks_again=False)
-    function.is_entered = True
     # Only the returned callable may hold it: it holds the graphed version, which keeps the function alive in torch.
     kept = None if choose is None else choose(function, graphed, aligned)
 
