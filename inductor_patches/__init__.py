@@ -107,10 +107,7 @@ def _install_after(module: str) -> None:
 
 
 def _install_at_first_load() -> None:
-    """Lets a program that another process compiled apply the patches: it is put to use without the compiler's import.
-
-    The import of this module is too early, since it may be part of the compiler's.
-    """
+    """Lets a program that another process compiled apply the patches: it is used without the compiler's import."""
     from .patch import IfThere
 
     def installing(upstream: Callable[..., object]) -> Callable[..., object]:

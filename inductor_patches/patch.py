@@ -174,10 +174,7 @@ class OnDemand(Rebind):
 
 
 def made_by(path: str) -> Callable[[Any], Any]:
-    """For :attr:`Rebind.replace`: the class with this dotted name, or what the function with it makes of the original.
-
-    Its module is imported only when the patch is applied.
-    """
+    """For :attr:`Rebind.replace`: the class with this name, or what the function makes of the original."""
 
     def replace(original: Any) -> Any:
         module, _, name = path.rpartition(".")

@@ -114,10 +114,7 @@ class Driver:
         return self.call("cuCtxGetCurrent")[0]
 
     def enter(self, context: Any) -> Any:
-        """Makes a context current in this thread; some driver calls crash without one.
-
-        Returns the context to go back to; None if there is nothing to undo.
-        """
+        """Makes a context current, without which some calls crash; returns the one to go back to, if any."""
         current = self.context()
         if int(current) == int(context):
             return None
@@ -154,10 +151,7 @@ class Driver:
         return counts
 
     def kernel_node(self, node: int, layouts: Layouts | None = None) -> KernelNode:
-        """Reads a kernel node; raises :class:`DriverError` also if the layout of the kernel's parameters is unknown.
-
-        ``layouts``: those read earlier, of kernels whose module is still loaded.
-        """
+        """Reads a kernel node; ``layouts`` are known. Raises :class:`DriverError` also if its own is unknown."""
         return KernelNode(self, node, {} if layouts is None else layouts)
 
     def memcpy_node(self, node: int) -> MemcpyNode:
@@ -212,10 +206,7 @@ class Driver:
 
     @contextlib.contextmanager
     def without_disturbing_captures(self) -> Iterator[None]:
-        """Keeps this thread's calls from breaking a capture of any thread (``cuThreadExchangeStreamCaptureMode``).
-
-        While a thread captures, the driver treats calls that may wait as errors, whether or not they wait.
-        """
+        """Keeps this thread's calls that may wait from breaking a capture of any thread."""
         relaxed = self.find("CUstreamCaptureMode").CU_STREAM_CAPTURE_MODE_RELAXED
         (before,) = self.call("cuThreadExchangeStreamCaptureMode", relaxed)
         try:
@@ -243,10 +234,7 @@ class Driver:
             return int(self.api.CUmemorytype.CU_MEMORYTYPE_HOST)
 
     def layout(self, function: int, kernel: int) -> Layout:
-        """Reads the layout of a kernel's parameters.
-
-        The call that counts parameters needs CUDA 13.2, so this asks for one after another until the driver refuses.
-        """
+        """Asks for one parameter after another until the driver refuses: the call that counts them needs CUDA 13.2."""
         call, handle = ("cuFuncGetParamInfo", function) if function else ("cuKernelGetParamInfo", kernel)
         ask = self.find(call)
         places: list[tuple[int, int]] = []

@@ -94,10 +94,7 @@ class GraphNode:
         self._args = (api.CUgraphExec(exec_), api.CUgraphNode(self.handle), self._params, *contexts)
 
     def set(self) -> None:
-        """Writes the current parameters to the bound graph; launches already queued keep theirs.
-
-        If it raises :class:`DriverError`, the graph is unchanged.
-        """
+        """Writes the parameters to the bound graph, which is unchanged after an error; queued launches keep theirs."""
         self._driver.call(self._set, *self._args)
 
 
@@ -182,10 +179,7 @@ class KernelNode(GraphNode):
         return ctypes.c_uint64.from_buffer(self.block, offset)
 
     def pointer(self, parameter: int) -> ctypes.c_uint64:
-        """Where the struct has the address of a parameter's bytes, in place: assign another one to ``value``.
-
-        Raises :class:`ValueError` if there is no such parameter.
-        """
+        """Where the struct has the address of a parameter's bytes, in place; raises ValueError if it is none."""
         if self._layout is None or parameter >= len(self._layout):
             raise ValueError(f"the kernel has no parameter {parameter} of its own")
         pointers = self._pointers or self._point_to(self._layout.pointers_at(self._given))  # the rest as recorded
@@ -193,10 +187,7 @@ class KernelNode(GraphNode):
         return ctypes.c_uint64.from_buffer(pointers, 8 * parameter)
 
     def take_from(self, offset: int, table: ctypes.Array[ctypes.c_uint64], index: int) -> bool:
-        """Makes :meth:`set` read the parameter at an offset from a table that nodes share, not from the block.
-
-        Returns False, and changes nothing, if no separate parameter of 8 bytes is at that offset.
-        """
+        """Makes :meth:`set` read a parameter from a shared table; False if it is no separate one of 8 bytes."""
         parameter = None if self._layout is None else self._layout.words.get(offset)
         if parameter is None:
             return False

@@ -90,11 +90,9 @@ class ValueKernel:
 
 
 def value_kernel(driver: Driver, device: int, stream: int, nbytes: int) -> ValueKernel | None:
-    """The kernel for so many bytes; None if there is none, or if the driver refused to load it.
+    """The kernel for so many bytes on the current device; None if there is none, or if the driver refused to load it.
 
-    Args:
-        device: the current one.
-        stream: where the kernel is launched without bytes: its first launch loads it, which a capture must not do.
+    It is launched on ``stream`` without bytes: its first launch loads it, which a capture must not do.
     """
     width = next((width for width in WIDTHS if nbytes <= width), None)
     if width is None or (device, width) in _failed:

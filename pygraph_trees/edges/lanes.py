@@ -55,7 +55,6 @@ def schedule(pairs: Sequence[Pair], lanes: Sequence[int], times_us: Sequence[flo
     """The order in which units start, and the time until the last one has ended, in us.
 
     List scheduling: a free lane starts the one of its ready units that has the longest path to the end.
-    ``pairs`` are as :func:`reduced` returns them; lanes and times are by unit.
     """
     after: list[list[int]] = [[] for _ in lanes]
     waits = [0] * len(lanes)

@@ -93,11 +93,7 @@ def reduced(needs: Sequence[int]) -> list[Pair]:
 
 
 def missing(needs: Sequence[int], pairs: Collection[Pair]) -> list[Pair]:
-    """For each unit that could start too early, one of the units that it must follow.
-
-    If units follow all that :func:`conflicts` names, any two in conflict are in order. Raises :class:`ValueError` if
-    the edges form a cycle.
-    """
+    """For each unit that could start too early, one that it must follow. Raises ValueError if edges form a cycle."""
     ahead: dict[int, list[int]] = {unit: [] for unit in range(len(needs))}
     for earlier, later in pairs:
         ahead[later].append(earlier)

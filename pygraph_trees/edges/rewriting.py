@@ -28,10 +28,7 @@ class Chain:
     """A captured graph whose units run one after another, as captured."""
 
     def __init__(self, calls: Dependencies, graph: int, nodes: Sequence[int], units: Sequence[Unit]) -> None:
-        """Takes all nodes of a graph, and its units in the captured order; ``self.units`` has some of these joined.
-
-        Raises :class:`NotReplaced` if the units have other nodes, or do not run one after another.
-        """
+        """``units`` are in the captured order. Raises :class:`NotReplaced` if they are no chain of these nodes."""
         self.graph = graph
         self._calls, self._captured = calls, calls.read(graph)
         given = Counter(node for unit in units for node in unit.nodes)

@@ -58,10 +58,7 @@ class Streams:
         self._unused.clear()
 
     def choose(self, given: Given, *, may_move: bool) -> int:
-        """The lane of the next operation, from which the memory then comes that the operation is the first to use.
-
-        An operation that may do anything must stay on the capture's stream, since it may use other streams.
-        """
+        """The lane of the next operation, and of memory that it uses first; lane 0 if it may use other streams."""
         lane = self._choice.best(self._flow.ahead(given)) if may_move else 0
         if lane:
             main, other = self._lanes[0], self._lanes[lane]

@@ -150,7 +150,7 @@ def generated_by_inductor(model: Any) -> bool:
 def watching(
     model: Any, allocations: Allocations | None, note: Callable[[torch.Tensor], None] | None = None
 ) -> Iterator[None]:
-    """Wraps one run of ``model`` in this thread. If ``allocations`` is None, nothing is watched or replaced.
+    """Wraps one run of ``model`` in this thread; without ``allocations``, nothing is watched or replaced.
 
     ``note`` is given each tensor that torch allocates for generated code, also in a run that is wrapped again.
     """

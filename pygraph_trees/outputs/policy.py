@@ -134,11 +134,9 @@ class OutputPolicy:
         return sum(native.held_bytes for native in self._natives(manager))
 
     def moved(self, manager: Any, models: Sequence[Any]) -> None:
-        """Lets outputs on a path get own memory from the next call on, if one of them has outlived two steps.
+        """Lets outputs of functions on a path get own memory from the next call on, if one has outlived two steps.
 
         The call that is under way has its inputs already, and may be one of the same function.
-
-        ``models``: the compiled code of the functions on the path, in its order, each once.
         """
         for model in models:  # those that the manager of another thread has changed
             if any(self._given.get(id_) != model.outputs.blocks for id_ in self._ids(manager, model)):

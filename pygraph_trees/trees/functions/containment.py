@@ -66,10 +66,7 @@ class Progress:
         self.node: Any = None  # the recording that was launched, if all outputs can be read in its memory
 
     def hold(self, indices: Iterable[int] | None = None) -> None:
-        """Keeps what a second run needs of inputs that the next step consumes. Outputs must not be moved after that.
-
-        ``indices``: the inputs; all by default.
-        """
+        """Keeps what a second run needs of these inputs, or all. Outputs must not be moved after that."""
         chosen = range(self._count) if indices is None else [index for index in indices if index < self._count]
         self._held |= {index: _kept(self._list[index], self._is_in_pool) for index in chosen}
 
@@ -78,10 +75,7 @@ class Progress:
         self._held |= places
 
     def take_inputs(self) -> tuple[list[Any], set[int]]:
-        """The call's inputs, although they may have been consumed, and the addresses of storages that they do not own.
-
-        Can be called once.
-        """
+        """The call's inputs, even if consumed, and addresses of storages that they do not own; called once."""
         held, given, borrowed = self._held, self._list[: self._count], set()
         self._held, self._list = {}, []
         given += [None] * (self._count - len(given))
@@ -216,10 +210,7 @@ def passes(error: BaseException) -> bool:
 
 
 def is_of_program(error: Exception) -> bool:
-    """Whether a statement in the program's code raised it; it may be in an operator, a hook or a handler of signals.
-
-    If torch cannot capture, its own code raises, or C++.
-    """
+    """Whether a statement in the program's code raised it: in an operator, a hook or a handler of signals."""
     trace, is_in_replay = error.__traceback__, False
     while trace is not None and trace.tb_next is not None:
         if _HAS_HOOKS and trace.tb_frame.f_code.co_name == "replay":

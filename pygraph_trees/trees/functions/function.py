@@ -108,10 +108,7 @@ class FunctionModel:
         return self.ungraphed(inputs) if progress is None else progress.run(self.ungraphed, inputs)
 
     def ungraphed(self, inputs: list[Any]) -> Any:
-        """Runs the compiled code and returns its outputs; no run is counted.
-
-        The last inputs may be own memory of outputs.
-        """
+        """Runs the compiled code, without counting it; the last inputs may be own memory of outputs."""
         allocations = self.outputs.allocations(inputs)
         with watching(self.model, allocations) if allocations is not None or is_watching() else nullcontext():
             outputs = self.model(inputs)
@@ -123,10 +120,7 @@ class FunctionModel:
 
     @staticmethod
     def of(model: Callable[[list[Any]], Any], *, is_backward: bool, is_inference: bool) -> FunctionModel:
-        """Wraps the model that ``cudagraphify`` is given at compile time, as part of the graph being compiled.
-
-        A model that is already wrapped is returned unchanged.
-        """
+        """Wraps the model that ``cudagraphify`` is given, as part of the graph being compiled, if it is not wrapped."""
         if isinstance(model, FunctionModel):
             return model
         settings = Settings.current()
@@ -150,11 +144,9 @@ class FunctionModel:
 
 
 class Aligned:
-    """Un-graphed calls of a function whose kernels may expect aligned inputs.
+    """Un-graphed calls of a function: misaligned inputs are copied first, and copied back if they are mutated.
 
-    Misaligned inputs are copied first, and copied back if they are mutated, as Inductor does without CUDA graphs. As
-    upstream does, the first call, graphed or not, decides which inputs must be aligned; before it, inputs may not be
-    real.
+    As upstream does, the first call, graphed or not, decides which must be aligned; before, inputs may not be real.
     """
 
     def __init__(self, function: FunctionModel, static_input_idxs: Sequence[int], mutated: Collection[int]) -> None:

@@ -34,10 +34,7 @@ _waiting: list[Callable[[], None]] = []  # put :func:`taking` in the places of t
 
 
 def offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """Takes a function that replaces torch's in one place and returns what undoes that, until the result is called.
-
-    It is called once a function is marked.
-    """
+    """Replaces torch's function with ``put_on`` once a function is marked; returns what undoes this."""
     undo: list[Callable[[], None]] = []
 
     def apply() -> None:

@@ -200,10 +200,9 @@ def handed_on(manager: Manager, model: FunctionModel) -> int:
 
 
 def as_upstream_has_it(run: Run, mode: str, device: int) -> Run:
-    """``run``, but upstream's manager is told of an un-graphed forward or backward.
+    """``run``, but upstream's manager is told of un-graphed forwards and backwards: no step begins between the two.
 
-    An un-graphed backward expects that its forward has made a manager. No step begins between a forward and its
-    backward, graphed or not.
+    An un-graphed backward expects that its forward has made a manager.
     """
     if mode not in (FORWARD, BACKWARD):
         return run

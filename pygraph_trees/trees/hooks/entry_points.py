@@ -97,11 +97,7 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def loading(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Remembers AOTAutograd's metadata of a program loaded from its cache while the program's graphs are put to use.
-
-    A compilation leaves the metadata in the tracing context. For a program from the cache, only the cache entry has
-    it; the context may describe another part of the same program, which was compiled.
-    """
+    """Remembers AOTAutograd's metadata of a program loaded from its cache while the program's graphs are put to use."""
 
     @functools.wraps(upstream)
     def wrap_post_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,10 +158,7 @@ def calling(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
-    """Also gives back the memory of managers that were freed with their functions instead of being shut down.
-
-    Upstream drops the trees of this thread, and disables for all threads what trees need to cache tensors.
-    """
+    """Also gives back the memory of managers that were freed with their functions instead of being shut down."""
 
     @functools.wraps(upstream)
     def reset_cudagraph_trees() -> None:
@@ -198,10 +191,7 @@ def is_static_for_cudagraphs(upstream: Callable[[Any], bool]) -> Callable[[Any],
 
 
 def record_stream(upstream: Callable[..., None]) -> Callable[..., None]:
-    """Also notes that another stream uses the memory.
-
-    Own memory of outputs there is not written again; the next replay of a graph pool waits for the stream.
-    """
+    """Also notes that another stream uses the memory, which replays do not overwrite before."""
     if binding.extension is None:
         return upstream
 
@@ -218,10 +208,7 @@ def record_stream(upstream: Callable[..., None]) -> Callable[..., None]:
 
 
 def outside_of_pools(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Moves the output that the method or function is given out of its graph pool first.
-
-    Afterwards, memory is shared with others that no replay knows: another process, or a lazy clone.
-    """
+    """Moves the output that it is given out of its graph pool first, because memory is shared from then on."""
     if binding.extension is None:
         return upstream
 
@@ -238,10 +225,7 @@ def outside_of_pools(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
-    """Also ends the open paths of the thread as a new step does, which moves their outputs.
-
-    Captures of recordings, and those with which torch makes a manager, do not.
-    """
+    """Also ends the thread's open paths as a new step does, unless a recording or a manager is made."""
 
     @functools.wraps(upstream)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -268,8 +252,7 @@ def _end_step(manager: Any) -> None:
 def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:
     """``run``, but misaligned mutated inputs are copied back: upstream clones them and loses the writes.
 
-    As upstream does, the first call with the same integers decides which inputs must be aligned: before that call,
-    inputs may not be real.
+    The first call with the same integers decides which inputs must be aligned, as in :class:`.Aligned`.
     """
     from torch._inductor.compile_fx import get_input_idxs_to_check
     from torch._inductor.utils import align_inputs_from_check_idxs

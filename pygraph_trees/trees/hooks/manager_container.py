@@ -75,10 +75,7 @@ def _lent(trees: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_others() -> Iterator[None]:
-    """Inside a reset before torch 2.13, upstream finds no trees of a device whose graphs another thread uses.
-
-    The thread leaves the graphs of devices whose trees it has reset.
-    """
+    """Inside a reset before torch 2.13, upstream finds no trees of a device whose graphs another thread uses."""
     if PER_THREAD or not has_trees():  # upstream resets nothing of a thread without trees
         yield
         return

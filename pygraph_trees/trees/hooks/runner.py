@@ -38,8 +38,7 @@ class _Unknown(Exception):
 def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     """Returns a function that does what ``call`` does; None if ``call`` is not a known method of Inductor's ``Runner``.
 
-    The function may have an attribute ``fast_call``, which takes a list of inputs and gives the outputs of a fast
-    replay, or None if no fast replay is possible.
+    If a fast replay may be possible, it has an attribute ``fast_call``, which :func:`~.fast_path.entry` made.
     """
     runner: Any = getattr(call, "__self__", None)
     partitions = getattr(runner, "partitions", None)

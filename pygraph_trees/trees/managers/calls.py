@@ -132,10 +132,7 @@ class Calls(fast_path.TreeState, Upstream):
         return self.run_ungraphed(inputs, function_id, Reason.BESIDE())
 
     def run_ungraphed(self, inputs: list[Any], function_id: Any, why: Why) -> Any:
-        """Runs a call without touching graphs and their pool.
-
-        Raises RuntimeError if an input is an output that was overwritten.
-        """
+        """Runs a call without touching graphs and their pool; raises RuntimeError if an input was overwritten."""
         check_readable(inputs)
         model = self.ids_to_funcs[function_id].model
         if isinstance(model, FunctionModel):
@@ -194,9 +191,8 @@ class Calls(fast_path.TreeState, Upstream):
             self.failed(error)
 
     def end_step(self, *, if_dead: bool = False) -> bool:
-        """Ends the open path, and moves its outputs, as if a step began. Returns whether it did: not during a call.
+        """Ends the open path as if a step began; returns whether it did: not during a call, nor against ``if_dead``.
 
-        With ``if_dead``, does so only if no output of the path is alive, so that nothing moves.
         Autograd's graphs that only recordings hold are freed: their nodes would run on the stream that made them.
         """
         inputs: list[Any] = []
@@ -250,10 +246,7 @@ class Calls(fast_path.TreeState, Upstream):
             self.try_end_curr_warmup(None)
 
     def by_one_answer(self, *calls: Callable[[], None]) -> None:
-        """Makes calls that all get the same answer to whether a step begins, whatever other threads do.
-
-        Otherwise a path could end although its outputs were not moved.
-        """
+        """Makes calls that get one answer to whether a step begins, so that no path ends with outputs that stay."""
         before = self._begins_step
         try:  # an interrupt may come anywhere, so this is no context manager
             self._begins_step = self.can_start_new_generation()

@@ -45,10 +45,7 @@ def candidates_of(begins: bool | None, recordings: Sequence[Recording], mode: An
 def candidate_filter(facts: Sequence[tuple[Sequence[tuple[int, int]], Any]]) -> Any:
     """Returns a filter that rules out most of several recordings for the inputs of a call.
 
-    It compares addresses of static inputs, and looks for references to outputs that must be dead.
-
-    Args:
-        facts: for each recording, the index and address of each static input, and its ``deaths_before``.
+    ``facts``: for each recording, the index and address of each static input, and its ``deaths_before``.
     """
     count, size = len(facts), (len(facts) + 63) // 64 * 8
     held: dict[tuple[int, int], tuple[list[Any], int]] = {}  # by list and index: bits of the recordings ruled out

@@ -34,10 +34,7 @@ class Trees:
             self._exchange(current)
 
     def clear(self) -> None:
-        """Shuts the managers down and frees their graphs and pools; their functions must not be called afterwards.
-
-        Unlike upstream's reset, this does not change other managers of the process.
-        """
+        """Shuts these managers down, and no others; their functions must not be called afterwards."""
         for manager in self.managers():
             manager.shutdown()
         (_containers() if self._active else self._held).clear()

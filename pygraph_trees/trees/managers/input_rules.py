@@ -65,8 +65,7 @@ def why_not_staged(model: Any, inputs: list[Any]) -> Why | None:
 class Moves:
     """Whether the program keeps replacing parameters: static inputs were found at new addresses at least twice.
 
-    From then on, all static inputs are recorded as live inputs, not only those that have moved. Otherwise, a program
-    that replaces one parameter at a time would need a recording for each.
+    From then on, all static inputs are recorded as live ones: each parameter that moves would need another recording.
     """
 
     def __init__(self) -> None:
@@ -94,10 +93,7 @@ class Given:
         return Reason.LOSES_WRITES() if self.would_lose_writes() else why_not_staged(self.function.model, self.inputs)
 
     def would_lose_writes(self) -> bool:
-        """Whether a mutated input that is neither static nor managed cannot be recorded at a placeholder address.
-
-        At such an address, a graph writes to the tensor of each call, or to a copy that is copied back.
-        """
+        """Whether a mutated input that is neither static nor managed cannot be recorded at a placeholder address."""
         with_addresses = uses_addresses(self.function.model)
         return any(
             not (with_addresses and self.is_written_in_place(index))
@@ -135,10 +131,7 @@ class Given:
         return ((index, value) for index, value in inputs if isinstance(value, torch.Tensor))
 
     def _moved_managed(self, recorded: Any) -> set[int]:
-        """Managed inputs whose addresses differ from the recorded ones.
-
-        Torch 2.15 itself records up to five times for an input that moves, and copies it afterwards.
-        """
+        """Managed inputs at other addresses than recorded; torch 2.15 copies them after five recordings."""
         return {
             index
             for index in recorded.cudagraph_managed_idxs

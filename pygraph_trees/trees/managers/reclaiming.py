@@ -51,10 +51,7 @@ class Reclaiming:
         self._is_unknown = False  # whether an output that is not among them may be alive
 
     def forget(self, manager: Any, model: FunctionModel, *, later: bool) -> None:
-        """Gives back a function's recordings, and those that follow them, as soon as no path is open.
-
-        ``later``: a call may be using them, so a later call gives them back.
-        """
+        """Gives back a function's recordings, and those that follow, once no path is open, or at a later call."""
         ids = [id_ for id_, function in list(manager.ids_to_funcs.items()) if function.model is model]
         self.forgotten += ids
         for noted in (self._again, self._dropped, self._newest):
@@ -68,10 +65,7 @@ class Reclaiming:
         self.give_back(manager)
 
     def record_again(self, function_id: Any, why: Why, newest: int) -> None:
-        """Lets a function be recorded again; may be called during a call.
-
-        ``newest``: the number of its newest recording. This and older ones are given back.
-        """
+        """Lets a function be recorded again, also during a call; recordings up to number ``newest`` are given back."""
         self._again[function_id] = why
         self._newest[function_id] = max(newest, self._newest.get(function_id, newest))
         self.forgotten.append(function_id)

@@ -59,10 +59,7 @@ def is_captured() -> bool:
 
 @contextlib.contextmanager
 def idle_device(index: int) -> Iterator[None]:
-    """Waits for a device before and after what is inside; no other thread captures for torch meanwhile.
-
-    Raises :class:`DeviceBusy` before what is inside.
-    """
+    """Waits for a device before and after what is inside; no other thread captures for torch meanwhile."""
     with deferred(), contextlib.ExitStack() as stack:  # an interrupt could leave a lock held
         if not _thread.is_locked:
             stack.enter_context(paused())  # a finalizer could wait for the lock

@@ -149,10 +149,8 @@ class Attempts:
 def overwritten_inputs(model: Callable[..., Any], count: int, *, is_backward: bool) -> frozenset[int]:
     """The inputs whose memory generated code reuses, by the comment that Inductor writes after each reuse.
 
-    Nobody else reads them: a backward's saved tensors (*donated buffers*), and buffers that one partition leaves to
-    another. They do not count as mutated, though a launch changes them.
-
-    If the code cannot be read, these may be all ``count`` inputs of a backward, and none of another function.
+    Nobody else reads them: a backward's saved tensors (*donated buffers*), and buffers of other partitions. They do not
+    count as mutated. If the code cannot be read, these may be all ``count`` inputs of a backward.
     """
     text = _text_of(model)
     if (inputs := _INPUTS.search(text)) is None:

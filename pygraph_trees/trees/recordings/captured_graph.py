@@ -124,11 +124,7 @@ def surroundings(
 ) -> Surroundings:
     """The tensors that a launch reads and writes besides the live inputs; the captured outputs must still exist.
 
-    They are for test launches of graphs whose kernels may hide addresses.
-
-    Args:
-        copied: the indices of the inputs that upstream copies.
-        overwritten: those of inputs that do not count as mutated, but in whose memory a launch may leave other values.
+    Upstream copies the inputs ``copied``; in the memory of ``overwritten`` ones, a launch may leave other values.
     """
     mutated, own = set(node.wrapped_function.mutated_input_idxs), {item.index for item in live.items}
 

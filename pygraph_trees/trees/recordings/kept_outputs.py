@@ -50,11 +50,9 @@ def kept_indices(node: Any) -> list[tuple[int, int]]:
 
 
 def move_alive(node: Any, only: torch.UntypedStorage | None = None) -> None:
-    """Moves the outputs that are alive on the path to ``node`` out of the graph pool, or those in one storage.
+    """Moves the outputs that are alive on the path to ``node``, or those in one storage, on the streams that made them.
 
-    Each is copied on the stream that made it. The caller must wait for the device before and after.
-
-    Raises ``torch.OutOfMemoryError`` if there is no memory for them; nothing has changed then.
+    The caller must wait for the device before and after. If memory runs out, nothing has changed.
     """
     release_unneeded(node.cuda_graphs_pool)
     # By storage: each recording or warm-up that refers to it, with the number of its output.

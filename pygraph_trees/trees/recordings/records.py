@@ -28,14 +28,9 @@ _MOST_NAMES = 4  # of inputs that moved
 def describe(
     node: Any, live: LiveInputs | None, copied: Collection[int], why_copied: Mapping[int, Why]
 ) -> Iterator[InputRecord]:
-    """Yields the record of each input, tensor or not.
+    """Yields the record of each input, tensor or not, of a recording of which only upstream's attributes are read.
 
     In the bytes that each replay copies, elements that a dimension of stride 0 repeats count once.
-
-    Args:
-        node: the recording; only upstream's attributes are read.
-        live: the live inputs that are given by address.
-        copied: the indices of the inputs that upstream copies; ``why_copied`` has the reasons.
     """
     placeholders, mutated = node.wrapped_function.placeholders, set(node.wrapped_function.mutated_input_idxs)
     static, managed = set(node.static_input_idxs), set(node.cudagraph_managed_idxs)
@@ -68,10 +63,7 @@ def describe(
 
 
 def describe_outputs(node: Any, live: LiveInputs | None, own: OwnMemory | None) -> Iterator[OutputRecord]:
-    """Yields the record of each output that is a tensor.
-
-    For own memory, it also has the number of nodes that hold its address, and the bytes that the graph copies there.
-    """
+    """Yields the record of each output that is a tensor; for own memory, it has its nodes and copied bytes."""
     on_live = {} if live is None else live.outputs
     sizes = {} if live is None else {item.index: item.placeholder_tensor.nbytes for item in live.items}
     blocks = {} if own is None else own.outputs
