@@ -1,8 +1,7 @@
 """Runs a function right after a module is imported for the first time.
 
-:class:`ImportHook` is a finder of the import system. For a module that it watches, it lets the other finders find the
-module and calls the function after the module's code has run, in the importing thread. It changes nothing else about
-the module, and watches each one once. If a module is already loaded, its function is called at once.
+:class:`ImportHook` is a finder of the import system. It lets the other finders find the module, changes nothing else
+about it, and calls the function in the importing thread, or at once if the module is already loaded.
 """
 
 from __future__ import annotations

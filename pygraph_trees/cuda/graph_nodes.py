@@ -57,8 +57,7 @@ class Layout:
     def pointers_into(self, start: int) -> ctypes.Array[ctypes.c_uint64]:
         return self._pointers(*[start + offset for offset, _ in self._places])
 
-    def pointers_at(self, given: int) -> ctypes.Array[ctypes.c_uint64]:
-        """A copy of the pointers at an address."""
+    def copied_pointers(self, given: int) -> ctypes.Array[ctypes.c_uint64]:
         return self._pointers.from_buffer_copy(ctypes.string_at(given, 8 * len(self)))
 
     def read(self, given: int) -> bytes:
@@ -126,14 +125,12 @@ class KernelNode(GraphNode):
     def _read_plain(self, layouts: Layouts) -> bytes:
         self._given = given = int(self._params.kernelParams)
         key = self.function, self.kernel
-        layout = layouts.get(key)
-        if layout is None:
+        if (layout := layouts.get(key)) is None:
             layout = layouts[key] = self._driver.layout(*key)
-        count = len(layout)
-        if bool(given) != bool(count):  # an unknown handle looks like one without parameters
+        if bool(given) != bool(len(layout)):  # an unknown handle looks like one without parameters
             raise DriverError(call=self._get, code="parameters of unknown layout")
         self._layout = layout
-        return layout.read(given) if count else b""
+        return layout.read(given) if given else b""
 
     @property
     def address(self) -> int:
@@ -182,7 +179,7 @@ class KernelNode(GraphNode):
         """Where the struct has the address of a parameter's bytes, in place; raises ValueError if it is none."""
         if self._layout is None or parameter >= len(self._layout):
             raise ValueError(f"the kernel has no parameter {parameter} of its own")
-        pointers = self._pointers or self._point_to(self._layout.pointers_at(self._given))  # the rest as recorded
+        pointers = self._pointers or self._point_to(self._layout.copied_pointers(self._given))  # the rest as recorded
         self._taken.append(parameter)
         return ctypes.c_uint64.from_buffer(pointers, 8 * parameter)
 

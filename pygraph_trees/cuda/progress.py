@@ -74,8 +74,7 @@ def wait_for_device(index: int) -> bool:
 def without_disturbing_captures() -> Iterator[None]:
     """Wraps questions and waits of this thread; see :meth:`.Driver.without_disturbing_captures`."""
     with contextlib.ExitStack() as stack:
-        found = driver()
-        if found is not None:
+        if (found := driver()) is not None:
             with contextlib.suppress(DriverError):  # the driver lacks the call
                 stack.enter_context(found.without_disturbing_captures())
         yield

@@ -1,8 +1,7 @@
 """A kernel that takes bytes by value and writes them to memory of the GPU.
 
 A node of this kernel holds its bytes itself: setting it copies them, and queued launches keep theirs. So the memory
-from which they were copied may be written to at once. :func:`value_kernel` returns None, after one warning, if the
-driver does not load the kernel; :meth:`ValueKernel.launch` raises :class:`DriverError`.
+from which they were copied may be written to at once.
 """
 
 from __future__ import annotations

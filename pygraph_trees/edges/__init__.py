@@ -1,9 +1,6 @@
 """Edges of a captured graph: the order that its memory requires, in place of the captured chain.
 
-:mod:`.operations` notes what a capture does, on the :mod:`.streams` of lanes if wanted, and :mod:`.accesses` makes
-:mod:`.units` of it. :mod:`.order` finds which must keep their order, and :mod:`.lanes` orders each lane.
-:mod:`.rewriting` puts the edges into the graph, or leaves the chain. A :mod:`.trial` compares both. README.md has the
-rules.
+README.md has a table of the files, and the rules.
 """
 
 from __future__ import annotations

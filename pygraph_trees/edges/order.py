@@ -1,8 +1,7 @@
 """The order of units that their memory requires, as sets and as edges.
 
-Two units conflict if one writes what the other accesses, or if one is a barrier. :func:`conflicts` finds the order from
-that, :func:`reduced` is the transitive reduction of an order, and :func:`missing` finds what the closure of given edges
-lacks. Units are numbered in the captured order. A set of units is an integer whose bit i stands for unit i.
+Two units conflict if one writes what the other accesses, or if one is a barrier. Units are numbered in the captured
+order. A set of units is an integer whose bit i stands for unit i.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Units: the operations of a captured graph, in the captured order, with the memory that they access.
 
-A :class:`Unit` is all nodes of one operation; its own edges stay. Every node of a graph is in one unit. A unit
-whose accesses are not all known must be a barrier. If an edge lets its later node start early, both nodes belong to one
-unit: :func:`joined` merges such units. :class:`Regions` finds the range that holds an address, and gaps between ranges.
+Every node of a graph is in one unit. A unit whose accesses are not all known must be a barrier. If an edge lets its
+later node start early, both nodes belong to one unit. :class:`Regions` finds ranges of addresses, and gaps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The drop-in for torch's CUDA graph trees: subclasses of upstream's tree manager and recording.
 
-``entry_points`` passes functions to them, ``manager`` decides which recording a call replays, and ``recording`` makes
-and replays recordings. README.md has the design.
+README.md has a table of the files, and the design.
 """
 
 from __future__ import annotations

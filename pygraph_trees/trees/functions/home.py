@@ -1,9 +1,8 @@
 """Which thread uses a device's graphs before torch 2.13, where threads share the trees.
 
-One thread uses the graphs of a device, and others run un-graphed: the first one that calls a function, until it ends or
-resets the trees, or until it makes no graphed call for a second while others ask, and has no output in the graph pool,
-as a thread that has warmed up a server. Since torch 2.13, each thread has its own trees, and all questions here are
-answered so. README.md has the reasons.
+The first one that calls a function, until it ends or resets the trees, or until it makes no graphed call for a second
+while others ask, and has no output in the graph pool, as a thread that has warmed up a server. Others run un-graphed.
+Since torch 2.13, each thread has its own trees, and all questions here are answered so. README.md has the reasons.
 """
 
 from __future__ import annotations

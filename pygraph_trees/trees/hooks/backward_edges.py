@@ -1,9 +1,8 @@
 """Lets compiled functions accumulate their gradients themselves, without torch's engine.
 
-:func:`marking` wraps AOTAutograd's last step, and marks functions compiled unless ``pygraph_entry`` is "off".
-:func:`taking` takes torch's function that runs the engine, and returns one in C++, which lets marked functions
-accumulate (``native/backward_edges.cpp``). It replaces torch's once a function is marked, since it takes longer. Before
-the first such backward, the engine is checked. :func:`counts` tells how often it was done, and why not.
+:func:`marking` marks functions compiled unless ``pygraph_entry`` is "off". :func:`taking` takes torch's function that
+runs the engine, and returns one in C++, which lets marked functions accumulate (``native/backward_edges.cpp``). It
+replaces torch's once a function is marked, since it takes longer, and checks the engine first.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 :func:`entering` wraps the method with which ``torch.compile`` makes a function. With ``pygraph_entry`` "check" or
 "direct", C++ answers calls of that function (``native/direct_calls.cpp``), and torch all others. After one of those,
-:func:`_learn` may make a memo: the code, and what its guards read. Under "check", Dynamo's guards run at every 64th
-call without them, and :class:`GuardsDiffer` is raised if they fail. :func:`counts` tells how often it was done.
+:func:`_learn` may make a memo: the code, and what its guards read. Under "check", Dynamo's guards also run at every
+64th such call, and :class:`GuardsDiffer` is raised if they fail.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ _log = logging.getLogger("pygraph_trees.trees")
 _frames = torch._C._dynamo.eval_frame
 _entered: WeakSet[Callable[..., Any]] = WeakSet()
 _refusals: dict[Why, Any] = {}  # from the reason to a Counter of calls
-_difference: str | None = None  # what the self-test found
 _tested = 0  # calls of the self-test
 
 
@@ -307,16 +306,15 @@ def _verify(target: FunctionType, guards: Any, local_variables: dict[str, Any]) 
 @functools.cache
 def _is_as_expected() -> bool:
     """Gives C++ torch's functions, and checks that this Python shows changes of dictionaries and classes."""
-    global _difference
     try:
-        _difference = _tested_difference()
+        difference = _tested_difference()
     except Exception as error:
-        _difference = f"{type(error).__name__}: {error}"
-    if _difference is not None:
-        _log.warning("Dynamo's guards run at each call: %s", _difference)
-        _refusals[Reason.ENTRY_DIFFERS(error=_difference)] = counter = binding.new_counter()
+        difference = f"{type(error).__name__}: {error}"
+    if difference is not None:
+        _log.warning("Dynamo's guards run at each call: %s", difference)
+        _refusals[Reason.ENTRY_DIFFERS(error=difference)] = counter = binding.new_counter()
         counter.value = 1
-    return _difference is None
+    return difference is None
 
 
 def _tested_difference() -> str | None:

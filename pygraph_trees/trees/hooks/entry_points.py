@@ -1,10 +1,8 @@
-"""Wraps the functions through which torch reaches its CUDA graph trees.
+"""Wraps the functions and methods through which torch reaches its CUDA graph trees.
 
-Each function takes upstream's function and returns its replacement. Torch calls :func:`cudagraphify` while Inductor
-compiles, :func:`cudagraphify_impl` at a function's first call and for ``backend="cudagraphs"``, :func:`loading`,
-:func:`putting_to_use` and :func:`calling` for a compiled graph, :func:`reset_cudagraph_trees` when all recordings are
-dropped, and :func:`is_static_for_cudagraphs` when Dynamo compiles an optimizer. Programs call :func:`record_stream`,
-:func:`capture_begin`, and functions that :func:`outside_of_pools` wraps.
+Each function takes upstream's function and returns its replacement. Torch calls most of these when it compiles, loads,
+calls or resets; programs call :func:`record_stream`, :func:`capture_begin`, and functions that
+:func:`outside_of_pools` wraps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Replaces functions of torch that look at each argument or tensor in Python at each call, or mark the call.
 
-Each function takes upstream's function and returns its replacement: :func:`enter` and :func:`exit` for the profiler
-marks around the code that gathers a compiled function's inputs, :func:`unwrapping` for the search for dead functorch
-wrappers among the arguments of an autograd function, and :func:`saving` for the method with which a compiled function
-saves tensors for its backward. Without the C++ parts, or if torch's does something else, it stays torch's.
+Each function takes upstream's function and returns its replacement: :func:`enter` and :func:`exit` for the profiler's
+marks around a compiled function's inputs, :func:`unwrapping` for the search for dead functorch wrappers, and
+:func:`saving` for the method that saves a backward's tensors. Without the C++ parts, upstream's is returned.
 """
 
 from __future__ import annotations

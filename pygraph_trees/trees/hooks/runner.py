@@ -1,9 +1,8 @@
 """Replaces the code that Inductor puts around a graph's only partition.
 
 That code reorders the inputs, calls the partition, and returns its outputs, some of them as views. :func:`shortened`
-reads the code and returns a function that does the same, but reorders the list of inputs in place. It returns None if
-the code does anything else. If the partition's function is from this package, it returns some of the views itself, so
-that a recording keeps them.
+reads the code and returns a function that does the same, or None if the code does anything else. If the partition's
+function is from this package, it returns some of the views itself, so that a recording keeps them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Gives the inputs of a compiled backward the layouts that were compiled for, whatever saved-tensor hooks return.
 
 Hooks may return a saved tensor with other strides, type or device, even at the same address; neither autograd nor
-compiled code checks. :func:`attach` notes the layouts with a compiled backward; :func:`conform` replaces an input with
-another layout by a copy. Calls check only after hooks were set while a compiled graph ran (:func:`hooks_were_set`), or
-if a tangent may be a negated or conjugate view (:func:`is_any_lazy`): compiled code reads its memory as it is.
+compiled code checks. Calls check only after hooks were set while a compiled graph ran (:func:`hooks_were_set`), or if a
+tangent may be a negated or conjugate view (:func:`is_any_lazy`): compiled code reads its memory as it is.
 """
 
 from __future__ import annotations

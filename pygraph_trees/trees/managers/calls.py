@@ -1,8 +1,7 @@
 """Calls of a manager, one at a time; what follows from errors in them; and when a step begins.
 
 A call has the turn from before it reads the trees until its graph is launched. No call waits for it: calls that come
-meanwhile, from a finalizer, a hook or another thread, run un-graphed. Unless the effect of an error of the trees is
-known, the next call drops all recordings and the graph pool. A step begins by torch's rules, also if calls run
+meanwhile, from a finalizer, a hook or another thread, run un-graphed. A step begins by torch's rules, also if calls run
 un-graphed or a backward never comes, and ends the last step's path.
 """
 

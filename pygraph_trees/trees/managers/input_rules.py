@@ -88,10 +88,6 @@ class Given:
     pool: PoolRanges
     is_managed: Callable[[torch.Tensor], bool]  # whether a tensor is an output of a recording on the open path
 
-    def why_not_recorded(self) -> Why | None:
-        """Why the function must run un-graphed in this call; None if it may be recorded."""
-        return Reason.LOSES_WRITES() if self.would_lose_writes() else why_not_staged(self.function.model, self.inputs)
-
     def would_lose_writes(self) -> bool:
         """Whether a mutated input that is neither static nor managed cannot be recorded at a placeholder address."""
         with_addresses = uses_addresses(self.function.model)

@@ -76,7 +76,8 @@ class Making(Calls):
         # Upstream checked this before it ended the last step's path, when outputs of that step were still managed.
         given = self._given(new_inputs, function_id)
         model = given.function.model
-        why_not = given.why_not_recorded() or self._why_stopped(model, function_id)
+        lost = Reason.LOSES_WRITES() if given.would_lose_writes() else None
+        why_not = lost or input_rules.why_not_staged(model, new_inputs) or self._why_stopped(model, function_id)
         if why_not is not None:
             if self.path_state is _EXECUTION and self.current_node is not None:
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator

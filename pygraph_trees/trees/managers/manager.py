@@ -94,8 +94,7 @@ class Manager(Making):
         return self.keeps_outputs or (fast_path.MAY_CLONE and self.has_live_user_visible_output_cloning)
 
     def try_end_curr_execution(self, *args: Any, **kwargs: Any) -> None:
-        end = functools.partial(super().try_end_curr_execution, *args, **kwargs)
-        self.by_one_answer(self._keep_outputs, end)
+        self.by_one_answer(self._keep_outputs, functools.partial(super().try_end_curr_execution, *args, **kwargs))
 
     def try_end_curr_recording(self, function_id: Any) -> None:
         self.by_one_answer(self._keep_outputs, functools.partial(super().try_end_curr_recording, function_id))

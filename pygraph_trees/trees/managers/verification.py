@@ -154,15 +154,12 @@ def _copy(value: Any, blocks: dict[tuple[int, int], torch.Tensor]) -> Any:
     span = span_of(value)
     key = value.data_ptr() - span.lead, span.nbytes
     if key not in blocks:
-        blocks[key] = _block(*key, value.device)
+        # The same alignment up to 512 bytes, and a size that is a multiple of any element's.
+        copy = copy_at(bytes_at(*key, value.device), key[0] % 512)
+        blocks[key] = copy.as_strided((-(-span.nbytes // 16) * 16,), (1,))
     elements = blocks[key].view(value.dtype)
     ahead = span.lead // value.element_size()
     return elements.as_strided(value.shape, value.stride(), elements.storage_offset() + ahead)
-
-
-def _block(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """A copy of memory with the same alignment up to 512 bytes; its size is a multiple of any element's size."""
-    return copy_at(bytes_at(address, nbytes, device), address % 512).as_strided((-(-nbytes // 16) * 16,), (1,))
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -1,8 +1,7 @@
 """Describes a recording for the report: why it is made, its inputs, and its outputs.
 
 :func:`why_recorded` must be called just before upstream records: no recording of the function at this position fits the
-inputs then. The newest of them is compared with the inputs by address only, since upstream's own check may change the
-inputs. :func:`describe` and :func:`describe_outputs` describe a recording that was just made.
+inputs then. The newest is compared by address only, since upstream's own check may change the inputs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Replays of a recording: whether it fits a call, the launch, and its outputs.
 
-:class:`Replayed` is the part of a recording that each call on the slow path uses. Before a replay, the graph is given
-the call's addresses; if that fails, the recording is passed over. Outputs on live inputs, and those with own memory,
-are made for each call. Others are cached, and returned again once nobody holds them, unless the program changed one or
-C++ does not tell. Autograd may take over a cached gradient although a hook keeps it, so gradients are new tensors;
-C++ returns cached ones if only autograd uses them. :func:`native_replay` gives C++ its part of a fast replay.
+:class:`Replayed` is the part of a recording that each call on the slow path uses. If the graph cannot be given the
+call's addresses, the recording is passed over. Outputs on live inputs, and those with own memory, are made for each
+call. Others are cached, and returned again once nobody holds them, unless the program changed one. Gradients are new
+tensors, because a hook may keep one that autograd takes over; C++ returns cached ones if only autograd uses them.
 """
 
 from __future__ import annotations
