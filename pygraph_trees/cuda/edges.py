@@ -49,8 +49,7 @@ class Dependencies:
 
     def read(self, graph: int) -> list[Edge]:
         """All edges of a graph, in any order."""
-        count = ctypes.c_size_t()
-        handle = ctypes.c_void_p(graph)
+        count, handle = ctypes.c_size_t(), ctypes.c_void_p(graph)
         self._call(_READ, handle, None, None, None, ctypes.byref(count))
         if not count.value:
             return []

@@ -133,8 +133,7 @@ class _Reader:
                 yield Access(*memory, True)
 
     def _at(self, address: int, operation: Operation, *, write: bool) -> Access:
-        memory = operation.alive.holding(address) or self._gap(address, operation.alive)
-        if memory is None:
+        if (memory := operation.alive.holding(address) or self._gap(address, operation.alive)) is None:
             raise _Unknown
         return Access(*memory, write)
 

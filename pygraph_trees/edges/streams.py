@@ -33,11 +33,7 @@ class Streams:
         lanes: Sequence[Any],
         current: Callable[[Any], contextlib.AbstractContextManager[Any]] = torch.cuda.stream,
     ) -> None:
-        """
-        Args:
-            lanes: torch's streams; the first one captures, the others join it when they are first used.
-            current: makes a stream the current one.
-        """
+        """``lanes``: torch's streams; the first one captures, the others join it when they are first used."""
         self._driver, self._dependencies, self._lanes, self._current = driver, dependencies, lanes, current
         self._choice = Choice(len(lanes))
         self._unused: dict[int, StorageWeakRef] = {}  # memory of generated code that no operation has seen

@@ -98,8 +98,7 @@ class Dispatch(FunctionState):
             replayer, dispatch = Replayer(), weakref.ref(self)
 
             def drop(gone: weakref.ref[Any]) -> None:
-                found = dispatch()
-                if found is not None:
+                if (found := dispatch()) is not None:
                     found._drop(thread, gone)
 
             # A manager must not outlive its functions, nor a thread's memory the thread.

@@ -52,8 +52,7 @@ def _caller() -> Thread:
 
 
 def _user(device: int) -> Thread | None:
-    home = _homes.get(device)
-    return None if home is None else home.thread()
+    return None if (home := _homes.get(device)) is None else home.thread()
 
 
 def is_used_elsewhere(device: int) -> bool:

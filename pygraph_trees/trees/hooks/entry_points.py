@@ -228,11 +228,10 @@ def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(upstream)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
         pool = args[0] if args else kwargs.get("pool")
-        if pool not in pools.OWNED and not is_by_torch():
-            for manager in pools.managers():
-                thread, device = manager.thread, manager.device_index
-                if thread in (None, threading.get_ident()) if PER_THREAD else not home.is_used_elsewhere(device):
-                    _end_step(manager)
+        for manager in pools.managers() if pool not in pools.OWNED and not is_by_torch() else ():
+            thread, device = manager.thread, manager.device_index
+            if thread in (None, threading.get_ident()) if PER_THREAD else not home.is_used_elsewhere(device):
+                _end_step(manager)
         upstream(self, *args, **kwargs)
 
     return capture_begin

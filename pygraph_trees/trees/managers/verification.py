@@ -52,8 +52,7 @@ class Verification:
             return
         given = [value for value in self._before if isinstance(value, torch.Generator)]
         touched = [*self._places.values(), *(memory_of(output) for output in outputs if _is_plain(output))]
-        generators = [*torch.cuda.default_generators, torch.default_generator, *given]
-        self._poison = poison = Poison(touched, generators)
+        self._poison = poison = Poison(touched, [*torch.cuda.default_generators, torch.default_generator, *given])
         wanted_inputs, wanted = self._ungraphed(recording)
         if poison.has_drawn:
             poison.put_back()
@@ -148,9 +147,10 @@ def _copy(value: Any, blocks: dict[tuple[int, int], torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if not _is_plain(value):
+        if value.layout is not torch.strided or not value.numel():
+            return value.detach().clone()
         # Compiled code asserts strides, and ``clone`` keeps only those without gaps and overlaps.
-        is_strided = value.layout is torch.strided and value.numel() > 0
-        return flat(value).clone().as_strided(value.shape, value.stride(), 0) if is_strided else value.detach().clone()
+        return flat(value).clone().as_strided(value.shape, value.stride(), 0)
     span = span_of(value)
     key = value.data_ptr() - span.lead, span.nbytes
     if key not in blocks:

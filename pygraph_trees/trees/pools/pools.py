@@ -19,9 +19,8 @@ def owner_of(pool: Any) -> Any:
 
 def note_stream(tensor: torch.Tensor, stream: Any) -> None:
     """Lets replays of the pool that a tensor is in wait for another stream, which uses the tensor."""
-    storage = tensor.untyped_storage()
     for manager in managers():
-        if holds(manager, storage):
+        if holds(manager, tensor.untyped_storage()):
             manager.note_use(tensor, stream.device_index, stream.stream_id)
 
 

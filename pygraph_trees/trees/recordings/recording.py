@@ -91,12 +91,8 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         self._attempts = None
         self._has_moving = self.live is not None and any(item.managed for item in self.live.items)
         self._prepare_checks()
-        self.has_fast_path = (
-            self._gives_addresses
-            and self.rerecord_if_static_inputs_change
-            and not self._has_moving
-            and not is_upstream_debugged()
-        )
+        is_plain = self._gives_addresses and self.rerecord_if_static_inputs_change
+        self.has_fast_path = is_plain and not self._has_moving and not is_upstream_debugged()
         self.log.has_fast_path = self.has_fast_path and binding.extension is not None
         self.log.inputs = tuple(describe(self, self.live, self._copied_indices(), attempts.why_copied))
         self.log.outputs = tuple(describe_outputs(self, self.live, self.own))
@@ -197,12 +193,10 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
 
     def _is_cuda_graph_recorded_tensor(self, t: torch.Tensor) -> Any:
         """Upstream's answer, except that managed inputs that move are not recorded tensors while this one is made."""
-        attempts = self._attempts
-        if attempts is not None and (
-            (self._gives_addresses and (t.is_neg() or t.is_conj()))
-            or any(t is moving for moving in attempts.moving.values())
-        ):
-            return False
+        if (attempts := self._attempts) is not None:
+            is_view = self._gives_addresses and (t.is_neg() or t.is_conj())
+            if is_view or any(t is moving for moving in attempts.moving.values()):
+                return False
         return _IS_RECORDED(self, t)
 
     def _driver_for_addresses(self) -> Driver | Why:
