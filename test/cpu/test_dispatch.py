@@ -265,7 +265,7 @@ class TestUngraphed(OnCpuTestCase):
 
 class TestRoom(TestCase):
     def test_a_trial_takes_no_more_memory_than_the_process_may(self):
-        manager = SimpleNamespace(_pool=SimpleNamespace(nbytes=lambda: 100), device_index=0)
+        manager = SimpleNamespace(pool_bytes=100, device_index=0)
         for free, fraction, reserved, allocated, has_room in (
             (500, 1.0, 300, 200, True),
             (500, 0.35, 300, 200, False),  # 50 bytes may be taken

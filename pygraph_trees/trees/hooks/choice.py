@@ -117,7 +117,7 @@ class _Choice(Environment):
 
 def has_room_for_another(manager: Manager) -> bool:
     """Whether the GPU has 10% more memory free, of what the process may take, than the graph pool takes."""
-    pool, device = manager._pool.nbytes(), manager.device_index
+    pool, device = manager.pool_bytes, manager.device_index
     try:
         free, total = torch.cuda.mem_get_info(device)
         allowed = torch.cuda.get_per_process_memory_fraction(device) * total

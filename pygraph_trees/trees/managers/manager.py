@@ -207,6 +207,10 @@ class Manager(Making):
         return super()._run(new_inputs, function_id)
 
     @property
+    def pool_bytes(self) -> int:
+        return self._pool.nbytes()
+
+    @property
     def _pool(self) -> PoolRanges:
         return ranges_of(self.device_index, self.cuda_graphs_thread_pool)
 
