@@ -76,7 +76,8 @@ def install_when_loaded() -> None:
     """
     actions: dict[str, Callable[[], None]] = {_LOGS: register}
     if not disabled():
-        actions[_FLAGS] = _install_flags
+        # If torch itself is not loaded yet, the flags are applied with the other features.
+        actions[_FLAGS] = lambda: _install(["flags"]) if is_loaded("torch") else None
         actions |= {name: functools.partial(_install_after, name) for name in _COMPILER}
         actions[_LOADING] = _install_at_first_load
     _hook.watch(actions)
@@ -92,11 +93,6 @@ def register() -> None:
 
     if not _internal.log_registry.is_log("pygraph"):
         _internal.register_log("pygraph", "pygraph_trees")
-
-
-def _install_flags() -> None:
-    if is_loaded("torch"):  # otherwise they are applied with the other features
-        _install(["flags"])
 
 
 def _install_after(module: str) -> None:

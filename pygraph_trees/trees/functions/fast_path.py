@@ -98,7 +98,7 @@ def entry(
     if binding.extension is None:
         return None
     given = {"function": function, "runner": runner, "order": order, "kept": kept, "picks": picks, "views": views}
-    made: FastCall = binding.extension.Entry(
+    return binding.extension.Entry(
         **given,
         constants=tuple(constants),
         steps=cudagraph_trees.MarkStepBox,
@@ -109,4 +109,3 @@ def entry(
         clones=MAY_CLONE,
         own=own,
     )
-    return made

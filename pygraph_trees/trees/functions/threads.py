@@ -53,8 +53,7 @@ def stash(name: str, value: Any) -> None:
 def mark() -> Thread | None:
     """The calling thread, which is marked from now on, or in a backward, the one that began it; None if unmarked."""
     if torch._C._current_graph_task_id() >= 0:
-        found: Thread | None = torch._C._get_obj_in_tls(_NAME)() if torch._C._is_key_in_tls(_NAME) else None
-        return found
+        return torch._C._get_obj_in_tls(_NAME)() if torch._C._is_key_in_tls(_NAME) else None
     thread: Thread | None = getattr(_local, "thread", None)
     if thread is None:
         thread = Thread(threading.get_ident())

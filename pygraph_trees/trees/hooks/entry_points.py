@@ -141,10 +141,8 @@ def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
 def calling(upstream: Callable[..., Any]) -> Callable[..., Any]:
     """Gives inputs the layout that was compiled for, and skips upstream's call if a fast replay gives the outputs."""
     if binding.extension is not None:
-        call: Callable[..., Any] = binding.extension.Call(
-            upstream=upstream, profiler=vars(profiler), debug=vars(debug), conform_inputs=conform_inputs
-        )
-        return call
+        given = {"profiler": vars(profiler), "debug": vars(debug), "conform_inputs": conform_inputs}
+        return binding.extension.Call(upstream=upstream, **given)
 
     @functools.wraps(upstream)
     def __call__(self: Any, inputs: Any) -> Any:

@@ -56,8 +56,7 @@ def _uncompiled(upstream: Callable[..., Any], function: Callable[..., Any]) -> C
 def unwrapping(upstream: Callable[..., Any]) -> Callable[..., Any]:
     if binding.extension is None or not unwraps_in_python():
         return upstream
-    replacement: Callable[..., Any] = binding.extension.unwrapping(upstream)  # Dynamo sees no frame of it to compile
-    return replacement
+    return binding.extension.unwrapping(upstream)  # Dynamo sees no frame of it to compile
 
 
 def saving(upstream: Callable[..., None]) -> Callable[..., None]:

@@ -41,9 +41,8 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     """
     runner: Any = getattr(call, "__self__", None)
     partitions = getattr(runner, "partitions", None)
-    if type(runner).__name__ != "Runner" or not isinstance(partitions, list) or len(partitions) != 1:
-        return None
-    if hasattr(call, "__wrapped__"):
+    is_known = type(runner).__name__ == "Runner" and not hasattr(call, "__wrapped__")
+    if not is_known or not isinstance(partitions, list) or len(partitions) != 1:
         return None
     try:
         (method,) = ast.parse(textwrap.dedent(_source(call.__func__.__code__))).body

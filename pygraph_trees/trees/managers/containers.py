@@ -51,5 +51,4 @@ class Trees:
 def _containers() -> dict[int, Any]:
     from torch._inductor import cudagraph_trees
 
-    found: dict[int, Any] = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
-    return found
+    return cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")

@@ -85,8 +85,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 def siblings_of(tree: Any, function_id: Any) -> Sequence[Any]:
     """The recordings of a function at the current position, the newest last."""
     node = tree.current_node
-    found: Sequence[Any] = (tree.roots if node is None else node.children).get(function_id, ())
-    return found
+    return (tree.roots if node is None else node.children).get(function_id, ())
 
 
 def why_recorded(tree: Any, inputs: list[Any], function_id: Any, function: FunctionLog) -> Why:
