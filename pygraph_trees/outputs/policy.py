@@ -155,7 +155,7 @@ class OutputPolicy:
             manager._candidates.clear()  # the next call finds none, and calls upstream
 
     def _wanted(self, manager: Any, model: Any, times: int, *, with_seen: bool = False) -> set[int]:
-        """The outputs without own memory that outlived so many steps, or that the program sees, and can get it."""
+        """The outputs without own memory that can get it and outlived so many steps, or are seen, if ``with_seen``."""
         plan: OwnOutputs = model.outputs
         ids = self._ids(manager, model)
         if not ids:
