@@ -37,6 +37,7 @@ class TestPrograms(TestCase):
             ("error", (compare_sides, by_address), lambda ctx: ctx.raises(int, "a")),
             ("random state", (compare_sides, by_address), lambda ctx: torch.rand(1)),
             ("fact", (compare_sides,), lambda ctx: ctx.fact("more", 1)),
+            ("tree", (compare_sides,), lambda ctx: ctx.transcript.trees.update(end={"recordings 0": 1})),
             ("log", (compare_sides,), lambda ctx: logging.getLogger("torch._inductor.cudagraph_trees").warning("new")),
             ("compilation", (compare_sides,), lambda ctx: ctx.compile(lambda x: x + 1)(torch.ones(1))),
         ):

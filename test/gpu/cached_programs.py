@@ -8,15 +8,13 @@ imports only this file of the project.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CALLS = 5
 COUNTED = {

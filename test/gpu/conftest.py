@@ -7,10 +7,8 @@ of a file are disjoint and together hold all of its tests.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

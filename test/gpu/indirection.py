@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -30,13 +30,11 @@ from torch.testing._internal.common_utils import TestCase
 from torch.utils import _pytree as pytree
 
 import pygraph_trees
+from pygraph_trees.report.records import InputRecord
 from pygraph_trees.report.summary import clear
 from pygraph_trees.trees.recordings.kept_outputs import why_not_moved
 
-if TYPE_CHECKING:
-    from pygraph_trees.report.records import InputRecord
-
-    Settle = Callable[[Mapping[str, torch.Tensor]], None]
+Settle = Callable[[Mapping[str, torch.Tensor]], None]
 
 REGIMES = ("same", "alternate", "fresh", "reused")
 KEPT = ("kept", *REGIMES)  # in the first, inputs are written once, so that mutations add up

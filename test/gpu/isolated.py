@@ -15,20 +15,15 @@ import os
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from parity import OURS, UPSTREAM, ParityError, run_side
-from transcript import ErrorNote
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from parity import Context
-    from transcript import Transcript
+from parity import OURS, UPSTREAM, Context, ParityError, run_side
+from transcript import ErrorNote, Transcript
 
 HERE = Path(__file__).resolve().parent
 # Children are forks of one process that has imported this module and has not used the GPU.

@@ -20,8 +20,9 @@ import time
 import traceback
 import unittest
 import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -48,11 +49,6 @@ from transcript import (
 )
 from tree_facts import TreeFacts, class_problems, device_manager, tree_facts
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    Program = Callable[["Context"], None]
-
 EAGER, UPSTREAM, OURS = "eager", "upstream", "ours"
 
 requires_cuda = unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device: these tests capture CUDA graphs")
@@ -76,6 +72,8 @@ BOTH_SIDES = {
     "triton.autotune_pointwise": False,
 }
 
+
+Program = Callable[["Context"], None]
 
 # One recording for a whole compiled function; by default upstream records each partition.
 WHOLE_GRAPH = {"graph_partition": False}
@@ -441,3 +439,29 @@ class ParityTestCase(TestCase):
     def assertOverwritten(self, error: ErrorNote | None) -> None:
         # Since torch 2.15, the message tells gradients from other outputs.
         self.assertError(error, "RuntimeError", "accessing (gradient )?tensor output of CUDAGraphs .* overwritten")
+
+
+def in_parity(
+    *, skips: int | None = None, least_recordings: int = 0, overwritten: bool = False, **more: Any
+) -> Callable[[Program], Callable[[ParityTestCase], None]]:
+    """Makes a test of a program: it runs in parity, and the tree has these facts, given by attribute.
+
+    ``overwritten``: the first error is that an output was overwritten. Other arguments are those of ``parity``.
+    """
+    options = {name: more.pop(name) for name in ("config", "dynamo_config", "oracle", "installed") if name in more}
+
+    def decorate(program: Program) -> Callable[[ParityTestCase], None]:
+        def test(self: ParityTestCase) -> None:
+            found = self.parity(program, **options)
+            if skips is not None:
+                self.assertEqual(found.counter("cudagraph_skips"), skips)
+            if overwritten:
+                self.assertOverwritten(found.errors[0])
+            if least_recordings:
+                self.assertGreaterEqual(found.tree.recordings, least_recordings)
+            self.assertEqual({name: getattr(found.tree, name) for name in more}, more)
+
+        test.__name__, test.__qualname__, test.__doc__ = program.__name__, program.__qualname__, program.__doc__
+        return test
+
+    return decorate

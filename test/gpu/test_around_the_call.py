@@ -11,7 +11,8 @@ import gc
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.trees.functions.dispatch import PER_THREAD
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CALLS = 6
 

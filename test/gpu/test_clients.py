@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from parity import ParityTestCase, both_sides
+from parity import Context, ParityTestCase, both_sides, in_parity
 from torch import nn
 from torch.testing._internal.common_utils import run_tests
 
@@ -49,26 +49,24 @@ class TestClients(ParityTestCase):
 
         self.parity(program)
 
-    def test_an_agent_whose_environment_is_on_the_cpu(self) -> None:
-        def program(ctx):
-            actor = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).to(ctx.device)
-            optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
-            act, loss_of = ctx.compile(actor), ctx.compile(lambda x, target: F.mse_loss(actor(x), target))
-            state = torch.zeros(8, 6)
-            for step in range(10):
-                torch.compiler.cudagraph_mark_step_begin()
-                with torch.no_grad():
-                    action = act(state.to(ctx.device)).cpu()
-                ctx.record(action)
-                state = state * 0.9 + F.pad(action, (0, 4)) + 0.1 * step  # the environment
-                torch.compiler.cudagraph_mark_step_begin()
-                loss = loss_of(state.to(ctx.device), -action.to(ctx.device))
-                ctx.record(loss)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        self.parity(program)
+    @in_parity()
+    def test_an_agent_whose_environment_is_on_the_cpu(ctx: Context) -> None:
+        actor = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).to(ctx.device)
+        optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
+        act, loss_of = ctx.compile(actor), ctx.compile(lambda x, target: F.mse_loss(actor(x), target))
+        state = torch.zeros(8, 6)
+        for step in range(10):
+            torch.compiler.cudagraph_mark_step_begin()
+            with torch.no_grad():
+                action = act(state.to(ctx.device)).cpu()
+            ctx.record(action)
+            state = state * 0.9 + F.pad(action, (0, 4)) + 0.1 * step  # the environment
+            torch.compiler.cudagraph_mark_step_begin()
+            loss = loss_of(state.to(ctx.device), -action.to(ctx.device))
+            ctx.record(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     def test_a_stream_that_keeps_its_state(self) -> None:
         """A recogniser gets chunks of sound, with the state and the last frames of the chunk before."""
@@ -115,23 +113,21 @@ class TestClients(ParityTestCase):
 
         self.parity(program)
 
-    def test_a_simulation_that_looks_at_its_state(self) -> None:
-        def program(ctx):
-            def advance(x, v, dt):
-                force = -x - 0.1 * v + torch.roll(x, 1, 0)
-                v = v + dt * force
-                return x + dt * v, v
+    @in_parity()
+    def test_a_simulation_that_looks_at_its_state(ctx: Context) -> None:
+        def advance(x, v, dt):
+            force = -x - 0.1 * v + torch.roll(x, 1, 0)
+            v = v + dt * force
+            return x + dt * v, v
 
-            compiled = ctx.compile(advance)
-            x, v, dt = torch.ones(64, device=ctx.device), torch.zeros(64, device=ctx.device), torch.tensor(0.5)
-            for _ in range(12):
-                torch.compiler.cudagraph_mark_step_begin()
-                x, v = (t.clone() for t in compiled(x, v, dt))
-                if float(x.abs().max()) > 1.2:  # the step is halved, and the state is put back
-                    x, dt = x.clamp(-1, 1), dt / 2
-                ctx.record(x, v)
-
-        self.parity(program)
+        compiled = ctx.compile(advance)
+        x, v, dt = torch.ones(64, device=ctx.device), torch.zeros(64, device=ctx.device), torch.tensor(0.5)
+        for _ in range(12):
+            torch.compiler.cudagraph_mark_step_begin()
+            x, v = (t.clone() for t in compiled(x, v, dt))
+            if float(x.abs().max()) > 1.2:  # the step is halved, and the state is put back
+                x, dt = x.clamp(-1, 1), dt / 2
+            ctx.record(x, v)
 
 
 if __name__ == "__main__":

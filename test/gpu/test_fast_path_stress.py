@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import os
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from indirection import FLAG, requires_cuda
-from parity import OURS, UPSTREAM, prime, run_side
+from parity import OURS, UPSTREAM, Context, prime, run_side
 from test_trees_concurrency import in_thread, with_own_manager
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.trees.functions.dispatch import PER_THREAD
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from parity import Context
 
 STEPS = int(os.environ.get("PYGRAPH_STRESS", "1500"))
 MOST_KEPT = 12

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -19,13 +20,8 @@ import pygraph_trees
 from pygraph_trees.indirection import addresses
 from pygraph_trees.indirection.route_rule import LEAST_KERNELS, RouteChooser
 from pygraph_trees.indirection.table import launches
-from pygraph_trees.indirection.table.builds import Worker, compile_jobs
+from pygraph_trees.indirection.table.builds import Job, Worker, compile_jobs
 from pygraph_trees.indirection.table.launches import VariantLauncher
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from pygraph_trees.indirection.table.builds import Job
 
 START = Worker.start  # of a process
 INPUTS = 8

@@ -11,19 +11,15 @@ import gc
 import threading
 import unittest
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from parity import FLAGS_BY_ADDRESS, OURS, ParityTestCase, run_side
+from parity import FLAGS_BY_ADDRESS, OURS, Context, ParityTestCase, in_parity, run_side
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.trees.functions.threads import stash
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from parity import Context
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
@@ -82,18 +78,16 @@ class TestTreeConcurrency(ParityTestCase):
         self.assertEqual(len(notes), 4)
         self.assertEqual(len({type(note.value) for note in notes}), 1)
 
-    def test_later_calls_in_another_thread(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * 2 + 1)
-            ctx.call(f, count=3)
-            for _ in range(3):
-                x = torch.randn(4, 8, device=ctx.device)
-                torch.cuda.synchronize()
-                ctx.fact("elsewhere", in_thread(lambda x=x: f(x).clone()))
+    @in_parity(recordings=1)
+    def test_later_calls_in_another_thread(ctx: Context) -> None:
+        f = ctx.compile(lambda x: x * 2 + 1)
+        ctx.call(f, count=3)
+        for _ in range(3):
+            x = torch.randn(4, 8, device=ctx.device)
             torch.cuda.synchronize()
-            ctx.call(f, count=2)
-
-        self.assertEqual(self.parity(program).tree.recordings, 1)
+            ctx.fact("elsewhere", in_thread(lambda x=x: f(x).clone()))
+        torch.cuda.synchronize()
+        ctx.call(f, count=2)
 
     @refused_before_2_13
     def test_backward_in_another_thread(self) -> None:
@@ -190,30 +184,25 @@ class TestTreeGenerations(ParityTestCase):
         self.assertEqual(parity.errors, [])
         self.assertEqual(parity.tensors[0], torch.full((4, 8), 3.0))
 
-    def test_view_of_an_overwritten_output(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(double)
-            for _ in range(3):
-                first = f(torch.randn(4, 8, device=ctx.device))
-                view, detached = first[1], first.detach()
-                ctx.record(view, detached)
-                f(torch.randn(4, 8, device=ctx.device))
-                ctx.raises(lambda view=view: view + 1)
-                ctx.raises(lambda detached=detached: detached.sum())
-                del first, view, detached
+    @in_parity(overwritten=True)
+    def test_view_of_an_overwritten_output(ctx: Context) -> None:
+        f = ctx.compile(double)
+        for _ in range(3):
+            first = f(torch.randn(4, 8, device=ctx.device))
+            view, detached = first[1], first.detach()
+            ctx.record(view, detached)
+            f(torch.randn(4, 8, device=ctx.device))
+            ctx.raises(lambda view=view: view + 1)
+            ctx.raises(lambda detached=detached: detached.sum())
+            del first, view, detached
 
-        self.assertOverwritten(self.parity(program).errors[0])
-
-    def test_outputs_of_a_step_are_valid_until_the_next_mark(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(double)
-            for _ in range(4):
-                mark_step()
-                outputs = [f(torch.randn(4, 8, device=ctx.device)) for _ in range(3)]
-                ctx.record(*outputs)
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ((0, ((0, ()),)),)),))
+    @in_parity(shape=((0, ((0, ((0, ()),)),)),))
+    def test_outputs_of_a_step_are_valid_until_the_next_mark(ctx: Context) -> None:
+        f = ctx.compile(double)
+        for _ in range(4):
+            mark_step()
+            outputs = [f(torch.randn(4, 8, device=ctx.device)) for _ in range(3)]
+            ctx.record(*outputs)
 
     def test_marks_begin_late(self) -> None:
         def program(ctx: Context) -> None:

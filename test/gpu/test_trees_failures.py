@@ -5,15 +5,10 @@ Programs that may lose the device, or exhaust its memory, run in another process
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from isolated import compare_isolated
-from parity import ParityTestCase
+from parity import Context, ParityTestCase
 from torch.testing._internal.common_utils import run_tests
-
-if TYPE_CHECKING:
-    from parity import Context
 
 # The action of the operators below when they run; programs set it.
 MOOD = {"fail": "", "leak": False}

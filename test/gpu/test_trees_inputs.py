@@ -6,14 +6,9 @@ facts. With inputs by address, its user must see the same. Eager is the oracle f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-from parity import WHOLE_GRAPH, ParityTestCase
+from parity import WHOLE_GRAPH, Context, ParityTestCase, in_parity
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-
-if TYPE_CHECKING:
-    from parity import Context
 
 
 def scale(x: torch.Tensor) -> torch.Tensor:
@@ -23,31 +18,24 @@ def scale(x: torch.Tensor) -> torch.Tensor:
 class TestTreeInputs(ParityTestCase):
     by_address = True
 
-    def test_parameter_storage_is_swapped(self) -> None:
-        def program(ctx: Context) -> None:
-            model = torch.nn.Linear(8, 4, device=ctx.device)
-            compiled = ctx.compile(model)
-            first, second = model.weight.data, torch.randn(4, 8, device=ctx.device)
-            with torch.no_grad():
-                for data in (first, first, first, second, second, first, second):
-                    model.weight.data = data
-                    ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
+    @in_parity(shape=((0, ()), (0, ())), fail_count=2)
+    def test_parameter_storage_is_swapped(ctx: Context) -> None:
+        model = torch.nn.Linear(8, 4, device=ctx.device)
+        compiled = ctx.compile(model)
+        first, second = model.weight.data, torch.randn(4, 8, device=ctx.device)
+        with torch.no_grad():
+            for data in (first, first, first, second, second, first, second):
+                model.weight.data = data
+                ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
 
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ()), (0, ())))
-        self.assertEqual(tree.fail_count, 2)
-
-    def test_marked_without_a_guard(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda table, x: table * x + 1)
-            tables = [torch.randn(4, 8, device=ctx.device) for _ in range(3)]
-            for table in tables:
-                torch._dynamo.mark_static_address(table, guard=False)
-            for index in (0, 0, 0, 1, 1, 2, 0, 1, 2):
-                ctx.record(f(tables[index], torch.randn(4, 8, device=ctx.device)))
-
-        tree = self.parity(program).tree
-        self.assertEqual((tree.functions, tree.recordings, tree.fail_count), (1, 3, 3))
+    @in_parity(functions=1, recordings=3, fail_count=3)
+    def test_marked_without_a_guard(ctx: Context) -> None:
+        f = ctx.compile(lambda table, x: table * x + 1)
+        tables = [torch.randn(4, 8, device=ctx.device) for _ in range(3)]
+        for table in tables:
+            torch._dynamo.mark_static_address(table, guard=False)
+        for index in (0, 0, 0, 1, 1, 2, 0, 1, 2):
+            ctx.record(f(tables[index], torch.randn(4, 8, device=ctx.device)))
 
     @parametrize("offsets", [(0, 0, 0, 1, 2, 16, 3, 0), (1, 1, 1, 2, 0, 5)], name_fn=lambda offsets: str(offsets[0]))
     def test_misaligned_after_aligned_or_from_the_start(self, offsets: tuple[int, ...]) -> None:
@@ -81,25 +69,18 @@ class TestTreeInputs(ParityTestCase):
         # Newer versions copy such inputs element by element.
         self.assertEqual(parity.noted("skips") > 0, parity.tree is None)
 
-    def test_whole_numbers(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x, n: x * n + n)
-            for n in (2, 2, 2, 3, 3, 3, 4, 4, 4, 3, 4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device), n))
+    # The first number is a constant of the first compilation; each later one has its own recording.
+    @in_parity(functions=3, recordings=3)
+    def test_whole_numbers(ctx: Context) -> None:
+        f = ctx.compile(lambda x, n: x * n + n)
+        for n in (2, 2, 2, 3, 3, 3, 4, 4, 4, 3, 4):
+            ctx.record(f(torch.randn(4, 8, device=ctx.device), n))
 
-        tree = self.parity(program).tree
-        # The first number is a constant of the first compilation; each later one has its own recording.
-        self.assertEqual((tree.functions, tree.recordings), (3, 3))
-
-    def test_shapes_change(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x.sum(0) * x.size(0), dynamic=True)
-            for size in (4, 4, 4, 8, 8, 8, 4, 8, 16, 16, 4):
-                ctx.record(f(torch.randint(-4, 4, (size, 8), device=ctx.device).float()))
-
-        parity = self.parity(program)
-        self.assertEqual((parity.tree.functions, parity.tree.recordings), (3, 3))
-        self.assertEqual(parity.counter("cudagraph_skips"), 0)
+    @in_parity(functions=3, recordings=3, skips=0)
+    def test_shapes_change(ctx: Context) -> None:
+        f = ctx.compile(lambda x: x.sum(0) * x.size(0), dynamic=True)
+        for size in (4, 4, 4, 8, 8, 8, 4, 8, 16, 16, 4):
+            ctx.record(f(torch.randint(-4, 4, (size, 8), device=ctx.device).float()))
 
     def test_too_many_shapes_are_warned_of(self) -> None:
         def program(ctx: Context) -> None:
@@ -112,19 +93,17 @@ class TestTreeInputs(ParityTestCase):
         warned = [line for _, line in parity.logs if "We have observed 9 distinct sizes" in line]
         self.assertEqual(len(warned), 1)
 
-    def test_output_of_the_last_call_as_input_without_a_copy(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda h: h.cos() * 0.5)
-            h = torch.randn(4, 8, device=ctx.device)
-            for _ in range(6):
-                try:
-                    h = f(h)
-                    ctx.fact("output", h)
-                except Exception as error:
-                    ctx.fact("error", error)
-                    h = torch.ones(4, 8, device=ctx.device)
-
-        self.assertOverwritten(self.parity(program, oracle=False).errors[0])
+    @in_parity(oracle=False, overwritten=True)
+    def test_output_of_the_last_call_as_input_without_a_copy(ctx: Context) -> None:
+        f = ctx.compile(lambda h: h.cos() * 0.5)
+        h = torch.randn(4, 8, device=ctx.device)
+        for _ in range(6):
+            try:
+                h = f(h)
+                ctx.fact("output", h)
+            except Exception as error:
+                ctx.fact("error", error)
+                h = torch.ones(4, 8, device=ctx.device)
 
 
 instantiate_parametrized_tests(TestTreeInputs)

@@ -6,14 +6,9 @@ facts. With inputs by address, its user must see the same. Eager is the oracle f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-from parity import FLAGS_BY_ADDRESS, OURS, WHOLE_GRAPH, ParityTestCase, run_side
+from parity import FLAGS_BY_ADDRESS, OURS, WHOLE_GRAPH, Context, ParityTestCase, in_parity, run_side
 from torch.testing._internal.common_utils import run_tests
-
-if TYPE_CHECKING:
-    from parity import Context
 
 
 class Counter(torch.nn.Module):
@@ -53,19 +48,16 @@ class TestTreeMutation(ParityTestCase):
         self.assertIn("skipping cudagraphs due to mutated inputs (1 instances). Found from", lines[0])
         self.assertIn("x.add_(1)", lines[0])
 
-    def test_mutated_input_of_a_whole_graph(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-                total.add_(x.sum(0))
-                return total.sin()
+    @in_parity(config=WHOLE_GRAPH, skips=1, recordings=0)
+    def test_mutated_input_of_a_whole_graph(ctx: Context) -> None:
+        @ctx.compile
+        def f(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+            total.add_(x.sum(0))
+            return total.sin()
 
-            total = torch.zeros(8, device=ctx.device)
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device), total), total)
-
-        parity = self.parity(program, config=WHOLE_GRAPH)
-        self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.recordings), (1, 0))
+        total = torch.zeros(8, device=ctx.device)
+        for _ in range(4):
+            ctx.record(f(torch.randn(4, 8, device=ctx.device), total), total)
 
     def test_mutated_buffer_is_captured(self) -> None:
         def program(ctx: Context) -> None:
@@ -79,21 +71,18 @@ class TestTreeMutation(ParityTestCase):
         self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.recordings), (0, 1))
         self.assertEqual(len(parity.tree.nodes[0].mutated_inputs), 1)
 
-    def test_mutated_marked_tensor_is_captured(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(cache: torch.Tensor, position: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-                cache.index_copy_(0, position, value)
-                return cache.sum(0)
+    @in_parity(skips=0, recordings=1)
+    def test_mutated_marked_tensor_is_captured(ctx: Context) -> None:
+        @ctx.compile
+        def f(cache: torch.Tensor, position: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            cache.index_copy_(0, position, value)
+            return cache.sum(0)
 
-            cache = torch.zeros(16, 4, device=ctx.device)
-            torch._dynamo.mark_static_address(cache)
-            for step in range(6):
-                position = torch.tensor([step], device=ctx.device)
-                ctx.record(f(cache, position, torch.ones(1, 4, device=ctx.device) * step), cache)
-
-        parity = self.parity(program)
-        self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.recordings), (0, 1))
+        cache = torch.zeros(16, 4, device=ctx.device)
+        torch._dynamo.mark_static_address(cache)
+        for step in range(6):
+            position = torch.tensor([step], device=ctx.device)
+            ctx.record(f(cache, position, torch.ones(1, 4, device=ctx.device) * step), cache)
 
     def test_mutated_output_of_an_earlier_recording(self) -> None:
         def program(ctx: Context) -> None:

@@ -6,14 +6,9 @@ numbers and missing gradients to the code around it. With inputs by address, a p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-from parity import WHOLE_GRAPH, ParityTestCase
+from parity import WHOLE_GRAPH, Context, ParityTestCase, in_parity
 from torch.testing._internal.common_utils import run_tests
-
-if TYPE_CHECKING:
-    from parity import Context
 
 
 class TestTreeOutputs(ParityTestCase):
@@ -36,19 +31,17 @@ class TestTreeOutputs(ParityTestCase):
         self.assertEqual([output.kind for output in tree.nodes[0].outputs], ["new", "with output 0", "with output 0"])
         self.assertEqual([output.unaliased for output in tree.nodes[0].outputs], [False, False, False])
 
-    def test_one_tensor_returned_twice(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                y = x.exp()
-                return y, y
+    @in_parity(recordings=1)
+    def test_one_tensor_returned_twice(ctx: Context) -> None:
+        @ctx.compile
+        def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = x.exp()
+            return y, y
 
-            for _ in range(4):
-                a, b = f(torch.randn(4, 8, device=ctx.device))
-                ctx.record(a, b)
-                ctx.fact("same object", a is b)
-
-        self.assertEqual(self.parity(program).tree.recordings, 1)
+        for _ in range(4):
+            a, b = f(torch.randn(4, 8, device=ctx.device))
+            ctx.record(a, b)
+            ctx.fact("same object", a is b)
 
     def test_output_aliases_an_output_of_an_earlier_recording(self) -> None:
         def program(ctx: Context) -> None:
@@ -167,18 +160,16 @@ class TestTreeOutputs(ParityTestCase):
         # Replays return the tensor of the previous replay; the warmup and the recording have their own.
         self.assertEqual([parity.noted(f"same object {step}") for step in range(6)], [False] * 3 + [True] * 3)
 
-    def test_hooks_on_an_output_do_not_stay(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * x)
-            for step in range(6):
-                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
-                y = f(x)
-                if step in (3, 4):
-                    y.register_hook(lambda grad: grad * 10)
-                y.sum().backward()
-                ctx.record(x.grad)
-
-        self.assertEqual(self.parity(program).tree.modes, ("FORWARD", "BACKWARD"))
+    @in_parity(modes=("FORWARD", "BACKWARD"))
+    def test_hooks_on_an_output_do_not_stay(ctx: Context) -> None:
+        f = ctx.compile(lambda x: x * x)
+        for step in range(6):
+            x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+            y = f(x)
+            if step in (3, 4):
+                y.register_hook(lambda grad: grad * 10)
+            y.sum().backward()
+            ctx.record(x.grad)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,12 @@ facts. With inputs by address, its user must see the same. Eager is the oracle f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from parity import WHOLE_GRAPH, ParityTestCase, calls
+from parity import WHOLE_GRAPH, Context, ParityTestCase, calls, in_parity
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from parity import Context
 
 
 @torch.library.custom_op("pygraph_trees_test::uncaptured", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
@@ -88,25 +84,21 @@ class TestTreePartitions(ParityTestCase):
         self.assertIn("BACKWARD", tree.modes)
         self.assertGreaterEqual(tree.modes.count("FORWARD"), 2)
 
-    def test_parts_with_changing_shapes(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: uncaptured(x * x.size(0)) + x.size(0), dynamic=True)
-            for size in (4, 4, 4, 6, 6, 6, 4):
-                ctx.record(f(torch.randn(size, 8, device=ctx.device)))
-
-        self.assertEqual(self.parity(program).tree.recordings, 4)
+    @in_parity(recordings=4)
+    def test_parts_with_changing_shapes(ctx: Context) -> None:
+        f = ctx.compile(lambda x: uncaptured(x * x.size(0)) + x.size(0), dynamic=True)
+        for size in (4, 4, 4, 6, 6, 6, 4):
+            ctx.record(f(torch.randn(size, 8, device=ctx.device)))
 
     def test_through_the_host_and_back(self) -> None:
         program = calls(lambda x: (x.sin() * 2).cpu().to(x.device).relu() + x)
         self.assertGreaterEqual(self.parity(program).tree.functions, 1)
 
-    def test_host_input(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x, c: x * 2 + c.to(x.device))
-            for _ in range(4):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device), torch.randn(8)))
-
-        self.assertGreaterEqual(self.parity(program).tree.recordings, 1)
+    @in_parity(least_recordings=1)
+    def test_host_input(ctx: Context) -> None:
+        f = ctx.compile(lambda x, c: x * 2 + c.to(x.device))
+        for _ in range(4):
+            ctx.record(f(torch.randn(4, 8, device=ctx.device), torch.randn(8)))
 
     def test_mutated_buffer_in_one_part(self) -> None:
         def program(ctx: Context) -> None:
@@ -129,21 +121,17 @@ class TestTreePartitions(ParityTestCase):
         parity = self.parity(program)
         self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.functions), (0, 2))
 
-    def test_mutated_input_in_one_part(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-                a = uncaptured(x.sin())
-                y.add_(a)
-                return a * 2
+    @in_parity(least_recordings=1, skips=1)
+    def test_mutated_input_in_one_part(ctx: Context) -> None:
+        @ctx.compile
+        def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            a = uncaptured(x.sin())
+            y.add_(a)
+            return a * 2
 
-            for _ in range(4):
-                y = torch.zeros(4, 8, device=ctx.device)
-                ctx.record(f(torch.randn(4, 8, device=ctx.device), y), y)
-
-        parity = self.parity(program)
-        self.assertGreaterEqual(parity.tree.recordings, 1)
-        self.assertEqual(parity.counter("cudagraph_skips"), 1)
+        for _ in range(4):
+            y = torch.zeros(4, 8, device=ctx.device)
+            ctx.record(f(torch.randn(4, 8, device=ctx.device), y), y)
 
     def test_operator_chosen_by_setting(self) -> None:
         program = calls(lambda x: captured(x.sin()) * 2)

@@ -7,14 +7,11 @@ facts. With inputs by address, its user must see the same. Eager is the oracle f
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from parity import ParityTestCase, calls
+from parity import Context, ParityTestCase, calls, in_parity
 from torch.testing._internal.common_utils import run_tests
-
-if TYPE_CHECKING:
-    from parity import Context
 
 
 def mark_step() -> None:
@@ -99,21 +96,17 @@ class TestTreePaths(ParityTestCase):
         dead, live = tree.roots[0].children
         self.assertEqual((len(dead.dead_before), len(live.dead_before)), (1, 0))
 
-    def test_step_grows_after_replays(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * 2)
-            g = ctx.compile(lambda y: y.cos())
-            for step in range(8):
-                mark_step()
-                y = f(torch.randn(4, 8, device=ctx.device))
-                ctx.record(y)
-                if step > 3:
-                    ctx.record(g(y))
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ((1, ()),)),))
-        # Once to warm the new function up, once to record it.
-        self.assertEqual(tree.checkpoint_count, 2)
+    # Once to warm the new function up, once to record it.
+    @in_parity(shape=((0, ((1, ()),)),), checkpoint_count=2)
+    def test_step_grows_after_replays(ctx: Context) -> None:
+        f = ctx.compile(lambda x: x * 2)
+        g = ctx.compile(lambda y: y.cos())
+        for step in range(8):
+            mark_step()
+            y = f(torch.randn(4, 8, device=ctx.device))
+            ctx.record(y)
+            if step > 3:
+                ctx.record(g(y))
 
     def test_last_function_takes_the_manager_with_it(self) -> None:
         def program(ctx: Context) -> None:

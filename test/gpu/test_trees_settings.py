@@ -7,15 +7,11 @@ facts. Eager is the oracle for values.
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
 
 import torch
 import torch._inductor.cudagraph_trees as trees
-from parity import OURS, WHOLE_GRAPH, ParityTestCase, calls
+from parity import OURS, WHOLE_GRAPH, Context, ParityTestCase, calls, in_parity
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-
-if TYPE_CHECKING:
-    from parity import Context
 
 
 def products(x: torch.Tensor) -> torch.Tensor:
@@ -31,39 +27,30 @@ RECORDED = {  # with one recording
 
 
 class TestCudagraphsBackend(ParityTestCase):
-    def test_inference(self) -> None:
-        def program(ctx: Context) -> None:
-            model = torch.nn.Linear(8, 4, device=ctx.device)
-            compiled = ctx.compile(model, backend="cudagraphs")
-            with torch.no_grad():
-                ctx.call(compiled)
+    @in_parity(recordings=1)
+    def test_inference(ctx: Context) -> None:
+        model = torch.nn.Linear(8, 4, device=ctx.device)
+        compiled = ctx.compile(model, backend="cudagraphs")
+        with torch.no_grad():
+            ctx.call(compiled)
 
-        self.assertEqual(self.parity(program).tree.recordings, 1)
+    @in_parity(modes=("FORWARD", "BACKWARD"), recordings=2)
+    def test_training(ctx: Context) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).to(ctx.device)
+        compiled = ctx.compile(model, backend="cudagraphs")
+        ctx.train(compiled, model)
 
-    def test_training(self) -> None:
-        def program(ctx: Context) -> None:
-            model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).to(ctx.device)
-            compiled = ctx.compile(model, backend="cudagraphs")
-            ctx.train(compiled, model)
+    # The backend keeps the mutation outside of the graph that it captures.
+    @in_parity(skips=0, recordings=1)
+    def test_mutated_input(ctx: Context) -> None:
+        @ctx.compile(backend="cudagraphs")
+        def f(x: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return x * 2
 
-        tree = self.parity(program).tree
-        self.assertEqual((tree.modes, tree.recordings), (("FORWARD", "BACKWARD"), 2))
-
-    def test_mutated_input(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile(backend="cudagraphs")
-            def f(x: torch.Tensor) -> torch.Tensor:
-                x.add_(1)
-                return x * 2
-
-            for _ in range(4):
-                x = torch.randn(4, 8, device=ctx.device)
-                ctx.record(f(x), x)
-
-        # The backend keeps the mutation outside of the graph that it captures.
-        parity = self.parity(program)
-        self.assertEqual(parity.counter("cudagraph_skips"), 0)
-        self.assertEqual(parity.tree.recordings, 1)
+        for _ in range(4):
+            x = torch.randn(4, 8, device=ctx.device)
+            ctx.record(f(x), x)
 
     def test_work_on_the_host(self) -> None:
         program = calls(lambda x: x * 2 + torch.arange(8).to(x.device), backend="cudagraphs", count=3)
@@ -101,28 +88,23 @@ class TestTreeSettings(ParityTestCase):
         self.assertEqual([parity.trees[f"step {step}"].recordings for step in range(3)], [1, 1, 1])
         self.assertEqual(parity.tree.warmed_up, ())
 
-    def test_checks_of_every_replay(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * 2)
-            g = ctx.compile(lambda y: (y + 1, y.sin()))
-            for _ in range(5):
-                torch.compiler.cudagraph_mark_step_begin()
-                y = f(torch.randn(4, 8, device=ctx.device))
-                ctx.record(*g(y), y)
+    @in_parity(config={"triton.fast_path_cudagraph_asserts": True}, depth=2)
+    def test_checks_of_every_replay(ctx: Context) -> None:
+        f = ctx.compile(lambda x: x * 2)
+        g = ctx.compile(lambda y: (y + 1, y.sin()))
+        for _ in range(5):
+            torch.compiler.cudagraph_mark_step_begin()
+            y = f(torch.randn(4, 8, device=ctx.device))
+            ctx.record(*g(y), y)
 
-        self.assertEqual(self.parity(program, config={"triton.fast_path_cudagraph_asserts": True}).tree.depth, 2)
-
-    def test_chosen_sizes(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x.sin() * x.size(0))
-            x = torch.randn(8, 8, device=ctx.device)
-            torch._dynamo.mark_dynamic(x, 0)
-            ctx.record(f(x))
-            for size in (4, 4, 4, 6, 6, 6, 8, 8, 4):
-                ctx.record(f(torch.randn(size, 8, device=ctx.device)))
-
-        tree = self.parity(program, config={"triton.cudagraph_capture_sizes": (4, 8)}).tree
-        self.assertEqual((tree.functions, tree.recordings), (2, 2))
+    @in_parity(config={"triton.cudagraph_capture_sizes": (4, 8)}, functions=2, recordings=2)
+    def test_chosen_sizes(ctx: Context) -> None:
+        f = ctx.compile(lambda x: x.sin() * x.size(0))
+        x = torch.randn(8, 8, device=ctx.device)
+        torch._dynamo.mark_dynamic(x, 0)
+        ctx.record(f(x))
+        for size in (4, 4, 4, 6, 6, 6, 8, 8, 4):
+            ctx.record(f(torch.randn(size, 8, device=ctx.device)))
 
     def test_changing_shapes_are_skipped(self) -> None:
         def program(ctx: Context) -> None:
@@ -135,32 +117,26 @@ class TestTreeSettings(ParityTestCase):
         whole = self.parity(program, config={**config, **WHOLE_GRAPH})
         self.assertEqual(whole.counter("cudagraph_skips"), 1)
 
-    def test_too_many_recordings(self) -> None:
-        def program(ctx: Context) -> None:
-            model = torch.nn.Linear(8, 8, device=ctx.device)
-            f = ctx.compile(model)
-            with torch.no_grad():
-                for _ in range(6):
-                    model.weight.data = model.weight.data + 1
-                    ctx.call(f, count=2)
+    # If modules are inlined, torch 2.11 has no such limit.
+    @in_parity(
+        config={"triton.cudagraph_unexpected_rerecord_limit": 2},
+        dynamo_config={"inline_inbuilt_nn_modules": False},
+        least_recordings=2,
+    )
+    def test_too_many_recordings(ctx: Context) -> None:
+        model = torch.nn.Linear(8, 8, device=ctx.device)
+        f = ctx.compile(model)
+        with torch.no_grad():
+            for _ in range(6):
+                model.weight.data = model.weight.data + 1
+                ctx.call(f, count=2)
 
-        # If modules are inlined, torch 2.11 has no such limit.
-        parity = self.parity(
-            program,
-            config={"triton.cudagraph_unexpected_rerecord_limit": 2},
-            dynamo_config={"inline_inbuilt_nn_modules": False},
-        )
-        self.assertGreaterEqual(parity.tree.recordings, 2)
-
-    def test_frozen_parameters(self) -> None:
-        def program(ctx: Context) -> None:
-            model = torch.nn.Linear(8, 4, device=ctx.device).eval()
-            compiled = ctx.compile(model)
-            with torch.no_grad():
-                ctx.call(compiled)
-
-        tree = self.parity(program, config={"freezing": True}).tree
-        self.assertEqual(tree.recordings, 1)
+    @in_parity(config={"freezing": True}, recordings=1)
+    def test_frozen_parameters(ctx: Context) -> None:
+        model = torch.nn.Linear(8, 4, device=ctx.device).eval()
+        compiled = ctx.compile(model)
+        with torch.no_grad():
+            ctx.call(compiled)
 
 
 instantiate_parametrized_tests(TestTreeSettings)
@@ -206,28 +182,24 @@ class TestTreeInstall(ParityTestCase):
 
         self.assertEqual(self.parity(program, installed=is_installed).tree.shape, ((0, ((1, ()),)),))
 
-    def test_install_between_forward_and_backward(self) -> None:
-        def program(ctx: Context) -> None:
-            model = torch.nn.Linear(8, 4, device=ctx.device)
-            compiled = ctx.compile(model)
-            for step in range(6):
-                y = compiled(torch.randn(4, 8, device=ctx.device))
-                if step == 3:
-                    ctx.install()
-                y.square().sum().backward()
-                ctx.record(y, model.weight.grad)
-                model.zero_grad()
+    @in_parity(installed=False, shape=((0, ((1, ()),)),))
+    def test_install_between_forward_and_backward(ctx: Context) -> None:
+        model = torch.nn.Linear(8, 4, device=ctx.device)
+        compiled = ctx.compile(model)
+        for step in range(6):
+            y = compiled(torch.randn(4, 8, device=ctx.device))
+            if step == 3:
+                ctx.install()
+            y.square().sum().backward()
+            ctx.record(y, model.weight.grad)
+            model.zero_grad()
 
-        self.assertEqual(self.parity(program, installed=False).tree.shape, ((0, ((1, ()),)),))
-
-    def test_on_and_off_again_and_again(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * 2 + 1)
-            for step in range(8):
-                change(ctx, step % 2 == 1)
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-
-        self.assertEqual(self.parity(program).tree.recordings, 1)
+    @in_parity(recordings=1)
+    def test_on_and_off_again_and_again(ctx: Context) -> None:
+        f = ctx.compile(lambda x: x * 2 + 1)
+        for step in range(8):
+            change(ctx, step % 2 == 1)
+            ctx.record(f(torch.randn(4, 8, device=ctx.device)))
 
     def test_reset_after_install_gives_our_manager(self) -> None:
         def program(ctx: Context) -> None:

@@ -6,18 +6,13 @@ facts. With inputs by address, its user must see the same. Eager is the oracle f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 import torch._functorch.config
-from parity import WHOLE_GRAPH, ParityTestCase
+from parity import WHOLE_GRAPH, Context, ParityTestCase, in_parity
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from parity import Context
 
 
 def small_model(device: str) -> torch.nn.Module:
@@ -48,47 +43,40 @@ class TestTreeTraining(ParityTestCase):
             self.assertEqual(tree.modes, ("FORWARD", "BACKWARD"))
             self.assertFalse(tree.pending_backwards)
 
-    def test_accumulation_into_own_gradients(self) -> None:
-        def program(ctx: Context) -> None:
-            model = small_model(ctx.device)
-            compiled = ctx.compile(model)
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-            for step in range(8):
-                compiled(torch.randn(4, 8, device=ctx.device)).square().sum().backward()
-                if step % 2:
-                    ctx.record(*gradients(model.parameters()))
-                    model.zero_grad(set_to_none=False)
-
-        self.assertEqual(self.parity(program).tree.recordings, 2)
-
-    def test_accumulation_into_gradients_of_the_pool(self) -> None:
-        def program(ctx: Context) -> None:
-            model = torch.nn.Linear(8, 4, device=ctx.device)
-            compiled = ctx.compile(model)
-            for step in range(6):
-                ctx.raises(lambda: compiled(torch.randn(4, 8, device=ctx.device)).square().sum().backward())
-                if step % 2:
-                    ctx.raises(lambda: [grad + 0 for grad in gradients(model.parameters())])
-                    model.zero_grad()
-
-        self.assertOverwritten(self.parity(program, oracle=False).errors[0])
-
-    def test_two_forwards_before_their_backward(self) -> None:
-        def program(ctx: Context) -> None:
-            model = small_model(ctx.device)
-            compiled = ctx.compile(model)
-            for _ in range(4):
-                torch.compiler.cudagraph_mark_step_begin()
-                first = compiled(torch.randn(4, 8, device=ctx.device))
-                second = compiled(torch.randn(4, 8, device=ctx.device))
-                ctx.record(first, second)
-                (first.square().sum() + second.square().sum()).backward()
+    @in_parity(recordings=2)
+    def test_accumulation_into_own_gradients(ctx: Context) -> None:
+        model = small_model(ctx.device)
+        compiled = ctx.compile(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for step in range(8):
+            compiled(torch.randn(4, 8, device=ctx.device)).square().sum().backward()
+            if step % 2:
                 ctx.record(*gradients(model.parameters()))
+                model.zero_grad(set_to_none=False)
+
+    @in_parity(oracle=False, overwritten=True)
+    def test_accumulation_into_gradients_of_the_pool(ctx: Context) -> None:
+        model = torch.nn.Linear(8, 4, device=ctx.device)
+        compiled = ctx.compile(model)
+        for step in range(6):
+            ctx.raises(lambda: compiled(torch.randn(4, 8, device=ctx.device)).square().sum().backward())
+            if step % 2:
+                ctx.raises(lambda: [grad + 0 for grad in gradients(model.parameters())])
                 model.zero_grad()
 
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ((0, ((1, ((1, ()),)),)),)),))
+    @in_parity(shape=((0, ((0, ((1, ((1, ()),)),)),)),))
+    def test_two_forwards_before_their_backward(ctx: Context) -> None:
+        model = small_model(ctx.device)
+        compiled = ctx.compile(model)
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            first = compiled(torch.randn(4, 8, device=ctx.device))
+            second = compiled(torch.randn(4, 8, device=ctx.device))
+            ctx.record(first, second)
+            (first.square().sum() + second.square().sum()).backward()
+            ctx.record(*gradients(model.parameters()))
+            model.zero_grad()
 
     def test_graph_break_in_training(self) -> None:
         def program(ctx: Context) -> None:
@@ -153,33 +141,29 @@ class TestTreeTraining(ParityTestCase):
         self.assertEqual({"INFERENCE", "FORWARD", "BACKWARD"}, set(tree.modes))
         self.assertFalse(tree.pending_backwards)
 
-    def test_evaluation_between_forward_and_backward(self) -> None:
-        def program(ctx: Context) -> None:
-            model = small_model(ctx.device)
-            compiled = ctx.compile(model)
-            for _ in range(5):
-                y = compiled(torch.randn(4, 8, device=ctx.device))
-                with torch.no_grad():
-                    ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
-                y.square().sum().backward()
-                ctx.record(y, *gradients(model.parameters()))
-                model.zero_grad()
+    @in_parity(least_recordings=3)
+    def test_evaluation_between_forward_and_backward(ctx: Context) -> None:
+        model = small_model(ctx.device)
+        compiled = ctx.compile(model)
+        for _ in range(5):
+            y = compiled(torch.randn(4, 8, device=ctx.device))
+            with torch.no_grad():
+                ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
+            y.square().sum().backward()
+            ctx.record(y, *gradients(model.parameters()))
+            model.zero_grad()
 
-        self.assertGreaterEqual(self.parity(program).tree.recordings, 3)
-
-    def test_two_backwards_of_one_forward(self) -> None:
-        def program(ctx: Context) -> None:
-            with torch._functorch.config.patch(donated_buffer=False):
-                f = ctx.compile(lambda x: (x * x).sin())
-                for _ in range(4):
-                    x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
-                    y = f(x).sum()
-                    (first,) = torch.autograd.grad(y, x, retain_graph=True)
-                    ctx.record(first)
-                    (second,) = torch.autograd.grad(y, x)
-                    ctx.record(second)
-
-        self.assertGreaterEqual(self.parity(program).tree.recordings, 2)
+    @in_parity(least_recordings=2)
+    def test_two_backwards_of_one_forward(ctx: Context) -> None:
+        with torch._functorch.config.patch(donated_buffer=False):
+            f = ctx.compile(lambda x: (x * x).sin())
+            for _ in range(4):
+                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+                y = f(x).sum()
+                (first,) = torch.autograd.grad(y, x, retain_graph=True)
+                ctx.record(first)
+                (second,) = torch.autograd.grad(y, x)
+                ctx.record(second)
 
     def test_batch_norm_updates_its_buffers(self) -> None:
         def program(ctx: Context) -> None:
@@ -197,33 +181,29 @@ class TestTreeTraining(ParityTestCase):
         self.assertEqual(parity.tree.recordings, 2)
         self.assertTrue(parity.tree.nodes[0].mutated_inputs)
 
-    def test_activation_checkpointing(self) -> None:
-        def program(ctx: Context) -> None:
-            model = small_model(ctx.device)
-            compiled = ctx.compile(lambda x: checkpoint(model, x, use_reentrant=False))
-            ctx.train(compiled, model)
+    @in_parity(recordings=2)
+    def test_activation_checkpointing(ctx: Context) -> None:
+        model = small_model(ctx.device)
+        compiled = ctx.compile(lambda x: checkpoint(model, x, use_reentrant=False))
+        ctx.train(compiled, model)
 
-        self.assertEqual(self.parity(program).tree.recordings, 2)
+    @in_parity(least_recordings=2)
+    def test_compiled_optimizer(ctx: Context) -> None:
+        model = torch.nn.Linear(8, 4, device=ctx.device)
+        compiled = ctx.compile(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
 
-    def test_compiled_optimizer(self) -> None:
-        def program(ctx: Context) -> None:
-            model = torch.nn.Linear(8, 4, device=ctx.device)
-            compiled = ctx.compile(model)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        @ctx.compile(fullgraph=False)
+        def step() -> None:
+            optimizer.step()
 
-            @ctx.compile(fullgraph=False)
-            def step() -> None:
-                optimizer.step()
-
-            for _ in range(5):
-                # One step for both; otherwise the backward's gradients are overwritten before the optimizer reads them.
-                torch.compiler.cudagraph_mark_step_begin()
-                compiled(torch.randn(4, 8, device=ctx.device)).square().sum().backward()
-                step()
-                ctx.record(*model.parameters())
-                model.zero_grad()
-
-        self.assertGreaterEqual(self.parity(program).tree.recordings, 2)
+        for _ in range(5):
+            # One step for both; otherwise the backward's gradients are overwritten before the optimizer reads them.
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(torch.randn(4, 8, device=ctx.device)).square().sum().backward()
+            step()
+            ctx.record(*model.parameters())
+            model.zero_grad()
 
 
 if __name__ == "__main__":

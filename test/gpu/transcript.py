@@ -12,14 +12,12 @@ import dataclasses
 import hashlib
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch._logging._internal
-
-if TYPE_CHECKING:
-    import warnings
-    from collections.abc import Iterator, Mapping, Sequence
 
 # Frames of user code stay, to check that an error names the right line of the program.
 _USER_CODE = re.compile(r"/test/(gpu|cpu)/[^/]*$")

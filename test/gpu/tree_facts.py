@@ -8,12 +8,10 @@ memory pool, and which outputs share a block of the pool, but no addresses.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from transcript import normalise
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Facts(dict[str, Any]):
