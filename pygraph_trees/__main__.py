@@ -1,10 +1,7 @@
 """The command line: ``python -m pygraph_trees compare``, ``explain``, ``build``, ``doctor`` and ``profiles``.
 
-``compare`` runs a target four ways and prints times, costs and the report; ``explain`` shows, without a GPU, how a
-target is split and what each input costs; ``build`` compiles the parts in C++; ``doctor`` checks what they need;
-``profiles`` lists or removes the decisions kept on disk. Exit status: 0; 1 if something needed does not work, a way
-failed, its outputs differ from eager's, or it is slower than the baseline; 2 for a command that cannot be carried out
-as given; 130 after an interrupt.
+Exit status: 0; 1 if something needed does not work, a way failed, its outputs differ from eager's, or it is slower than
+the baseline; 2 for a command that cannot be carried out as given; 130 after an interrupt.
 """
 
 from __future__ import annotations

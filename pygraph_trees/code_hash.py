@@ -35,10 +35,7 @@ ARTIFACT_CODE = (
 
 @functools.cache
 def artifact_hash(root: Path = _ROOT) -> str:
-    """The SHA-256 of the files in :data:`ARTIFACT_CODE`, 64 hexadecimal digits; ``root`` holds both packages.
-
-    Computed once per process. Raises :class:`OSError` if a file cannot be read.
-    """
+    """The SHA-256 of the files in :data:`ARTIFACT_CODE`, 64 hexadecimal digits; ``root`` holds both packages."""
     digest = hashlib.sha256()
     for path in artifact_files(root):
         content = path.read_bytes()

@@ -1,9 +1,7 @@
 """Every question about the version of torch, one function each.
 
-A function checks whether torch has a feature, never its version number, so nightly builds and backports get the right
-answer; a comment names the version that added or removed the feature. A question without a parameter has one answer per
-process, even while patches are on, so replay code keeps it. A question with a parameter is about an object. Torch is
-imported when a question is asked.
+A function checks for a feature, never for a version; a comment names the version that added or removed it. A question
+without a parameter has one answer per process, even while patches are on. Torch is imported when a question is asked.
 """
 
 from __future__ import annotations

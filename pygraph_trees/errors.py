@@ -1,8 +1,7 @@
 """The project's errors and warnings: one class each, with a message template.
 
-An error takes the template's fields as keywords, keeps them as attributes and formats its message. It can be pickled,
-as process pools require. Code chooses a path by the class, never by the text. Errors that belong to one part are
-defined there, as subclasses.
+An error takes the template's fields as keywords, keeps them as attributes, and can be pickled. Code chooses a path by
+the class, never by the text. Errors of one part are defined there.
 """
 
 from __future__ import annotations

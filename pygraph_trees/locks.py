@@ -17,10 +17,7 @@ _release = operator.methodcaller("release")
 
 
 def run_if_free(lock: Any, work: Callable[[], object]) -> bool:
-    """Calls ``work`` with a lock held, if it is free; returns whether it was.
-
-    An interrupt may come anywhere; the lock is released.
-    """
+    """Calls ``work`` with a lock held, if it is free; returns whether it was. Interrupts leave it released."""
     held: list[Any] = []
     try:
         held.extend(filter(_acquire, (lock,)))  # one step of the interpreter: an interrupt comes before or after it

@@ -1,8 +1,7 @@
 """Reasons, as members of one enum: what is not done as asked, or is done again, says why by one of them.
 
-A member's value is the template of a phrase that the report prints after "because" or a colon. Called with the
-template's fields, a member gives a :class:`Why`, which is that phrase, so the report, the log and JSON take it as
-text. Code and tests compare :attr:`Why.reason`, never the text. A field that the template lacks raises KeyError.
+A member's value is the template of a phrase, after "because" or a colon. Called with the template's fields, it gives a
+:class:`Why`, which is that phrase. Code and tests compare :attr:`Why.reason`, never the text.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The flags, and :class:`Settings`, their values at the time a function is compiled.
 
-A flag is an entry of ``torch._inductor.config.triton``, set by environment, ``config.patch`` or ``torch.compile``'s
-``options``. A value outside of :attr:`Flag.values` raises :class:`InvalidFlag` if code sets it; in the environment it
-is ignored with a warning. Values of ``mode=`` and ``options=`` hold only during compilation, and a read costs 1.5 µs,
-so nothing reads a flag after :meth:`Settings.current` ran in ``cudagraphify``.
+A wrong value raises :class:`InvalidFlag` if code sets it; in the environment it is ignored with a warning. Values of
+``mode=`` and ``options=`` hold only during compilation, and a read costs 1.5 µs, so nothing reads a flag after
+:meth:`Settings.current` ran in ``cudagraphify``.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ class Flag:
         return not self.values
 
     def check(self, value: Any) -> Any:
-        """Returns the entry of :attr:`values` for ``value``; raises :class:`InvalidFlag` if there is none.
-
-        A switch, with the values "off" and "on", accepts a bool as well. A flag that takes a number returns an int.
-        """
+        """Returns the value, or the one that a bool means for a switch; raises :class:`InvalidFlag` if it is wrong."""
         if self.is_number:
             if type(value) is int and value >= 0:
                 return value
@@ -178,10 +174,7 @@ class Settings:
 
     @staticmethod
     def current() -> Settings:
-        """The current flags from torch's config, or the defaults if the flags are not installed.
-
-        Placement is off if nothing is graphed.
-        """
+        """The current flags, or the defaults if they are not installed; placement is off if nothing is graphed."""
         triton = getattr(sys.modules.get("torch._inductor.config"), "triton", None)
         values: dict[str, Any] = {f.name.removeprefix("pygraph_"): getattr(triton, f.name, f.default) for f in FLAGS}
         if values["selective"] == "never" or allocator_backend() != NATIVE:

@@ -1,8 +1,7 @@
 """What one call does: the recordings that it replays, the bytes that they copy, its memory, and its work on the GPU.
 
-Recordings are upstream's or ours. Ours log their replays and copied bytes. For upstream's, the bytes follow from the
-inputs that a replay copies, and replays are counted by wrapping ``run_graph`` for one call. Work is read from a
-profiler's trace, and is *graphed* if its record names a graph node, or if its correlation id is a graph launch's.
+Our recordings log replays and copied bytes. For upstream's, the bytes follow from the inputs, and ``run_graph`` is
+wrapped for one call. Work is *graphed* if a trace gives it a graph node or the correlation id of a graph's launch.
 """
 
 from __future__ import annotations
@@ -120,10 +119,7 @@ class Span(NamedTuple):
 
 
 def read_trace(trace: Mapping[str, Any], names: Sequence[str] = ()) -> dict[str, Any]:
-    """Figures of a measurement from a Chrome trace as ``torch.profiler`` exports it; none without a kernel.
-
-    Overlaps count once in the times. ``names`` are those of the launched graphs, and are left out unless all are known.
-    """
+    """Figures from a trace of ``torch.profiler``; none without a kernel. Overlapping times count once."""
     events = sorted((e for e in trace["traceEvents"] if e.get("ph") == "X"), key=lambda e: float(e["ts"]))
     calls = [event for event in events if event.get("cat") in _CALLS and event.get("name") not in _WAITS]
     work = [event for event in events if event.get("cat") in _WORK]
@@ -205,10 +201,7 @@ def side_by_side(traces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def profile_call(call: Callable[[], Sequence[str]], wait: Callable[[], None]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Figures and Chrome trace of a call that returns the names of what it replays; both empty if profiling fails.
-
-    The call is made twice: the first one has work of the profiler's own.
-    """
+    """Figures and trace of a call, made twice, that names what it replays; both empty if profiling fails."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")

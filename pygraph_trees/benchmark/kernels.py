@@ -1,9 +1,8 @@
 """Names the kernels of replayed graphs in a profiler's trace: module, line, compile id, function.
 
-:func:`name_kernels` adds these facts to a trace that this process wrote. Nothing is gathered for it when a function is
-recorded or replayed. Captured kernels have the order of the calls in generated code (:mod:`pygraph_trees.report
-.calls`): Triton kernels are found by their names, and between two of them, the kernels of libraries are divided among
-the operators by the kinds of kernels that these launch. A kernel that may be another call's stays unnamed.
+Captured kernels have the order of the calls in generated code (:mod:`pygraph_trees.report.calls`). Triton kernels are
+found by name; those of libraries between two of them are divided among the operators by kind. A kernel that may be
+another call's stays unnamed.
 """
 
 from __future__ import annotations
@@ -142,10 +141,7 @@ def _facts(names: Sequence[str], functions: Sequence[FunctionLog]) -> list[Facts
 
 
 def _calls_of(names: Sequence[str], function: FunctionLog) -> list[Call | None] | None:
-    """The call that launched each kernel, as far as it is known; None if these are not the kernels of the function.
-
-    There must be a Triton kernel: one matmul looks like another.
-    """
+    """The call of each kernel, as far as known; None unless these are the function's kernels, with one of Triton's."""
     calls = function.calls
     wanted = [i for i, call in enumerate(calls) if call.kernel is not None]
     kernels = {calls[i].kernel for i in wanted}

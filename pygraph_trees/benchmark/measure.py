@@ -81,10 +81,7 @@ class Comparison:
         self._total = len(self._runs) * (1 + self.effort.rounds + self.effort.inspect) + len(self._choosing)
 
     def stages(self) -> Iterator[tuple[str, list[Measurement]]]:
-        """Runs all stages; after each of them, and after each way that is prepared, yields the measurements so far.
-
-        When "prepared" comes with them, every way is compiled and warm, and nothing is timed yet.
-        """
+        """Runs all stages and yields the measurements so far. At "prepared", all ways are warm, and none is timed."""
         # All ways run the same code objects, and Dynamo limits the compilations of each: each way needs its share.
         limit = max(_MOST_COMPILATIONS, torch._dynamo.config.recompile_limit) * len(self.ways)
         temporary = tempfile.TemporaryDirectory(prefix="pygraph_", ignore_cleanup_errors=True)

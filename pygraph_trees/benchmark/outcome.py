@@ -1,8 +1,7 @@
 """The figures of a comparison by way and regime of inputs, and the outcome made of them: tables, verdicts, a page.
 
-Times are medians over rounds. A failed measurement has ``error`` set and no figures; an unavailable figure is None, a
-dash in a table, and left out of the page. The compile time belongs to the way and appears in both regimes. Fields may
-be added, but never dropped: files have them. A file that ``compare --json`` wrote is a :class:`Baseline`.
+Times are medians over rounds. A failed measurement has ``error`` set and no figures; an unavailable figure is None.
+Fields may be added, but never dropped: files that ``compare --json`` wrote have them.
 """
 
 from __future__ import annotations

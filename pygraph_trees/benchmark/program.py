@@ -143,10 +143,7 @@ class InputSet:
 
 
 class Ring:
-    """Input sets of one program, its own included: at most ``sets``, as many as fit the budget, and at least two.
-
-    A clone copies whole storages, so strides, offsets, overlaps and shared storage stay.
-    """
+    """Input sets of one program: its own and clones of their storages, as many as fit the budget, and at least two."""
 
     def __init__(self, program: Program, sets: int) -> None:
         leaves = filter(_is_cloned, pytree.tree_leaves((program.args, dict(program.kwargs))))

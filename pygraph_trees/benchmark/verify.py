@@ -50,10 +50,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differences(outputs: Snapshot, reference: Snapshot) -> Iterator[tuple[str, float | str]]:
-    """The name of each tensor, with the largest absolute difference or, if no number describes it, the problem.
-
-    Equal infinities, and NaNs at the same place, count as equal.
-    """
+    """Each tensor's name and largest absolute difference (NaNs may be equal), or the problem as text."""
     names, expected = [n for n, _ in outputs], [n for n, _ in reference]
     if names != expected:
         found, wanted = (f"({', '.join(n[:3])}{', ...' if len(n) > 3 else ''})" for n in (names, expected))

@@ -1,10 +1,7 @@
 """The ways of running a program: eager, ``torch.compile``, upstream's CUDA graphs, ours.
 
-``upstream`` and ``ours`` are ``torch.compile(fn, mode="reduce-overhead")`` without and with our patches. ``ours:patch``
-and ``ours:table`` force a route of inputs; ``ours:graphed`` graphs all that it can; ``ours:keep`` keeps earlier steps'
-outputs, ``ours:overwrite`` does not. With ``ours:one-lane``, ``ours:lanes`` and ``ours:all-lanes``, kernels run side by
-side never, if it pays, and always. Call a :class:`Way` inside :meth:`Way.active`, which sets its patches and trees,
-restores the previous ones, and is never timed. README.md says how ways share a process.
+A :class:`Way` is called inside :meth:`Way.active`, which sets its patches and trees, restores the previous ones, and is
+never timed. :data:`FLAGS` has the flags of each way. README.md says how ways share a process.
 """
 
 from __future__ import annotations
@@ -148,11 +145,7 @@ def _switch(on: bool) -> None:
 
 @contextlib.contextmanager
 def own_cache(folder: Path) -> Iterator[None]:
-    """Inside, Inductor and Triton have caches of their own under ``folder``, empty except for choices by benchmark.
-
-    Otherwise ways would differ by the kernels that they happened to choose. The first way tunes, and its compile time
-    includes that; the others start from its choices. README.md gives the measured effect.
-    """
+    """Caches of Inductor and Triton under ``folder``, in which only choices by benchmark stay (README.md)."""
     from torch._inductor.utils import fresh_cache
 
     kept = folder / "choices"

@@ -45,15 +45,7 @@ class PatchesOffError(PygraphError):
 def explain(
     program: Program, arch: str = "sm_90", progress: Callable[[int, int, str], None] = lambda done, total, text: None
 ) -> Explanation:
-    """Explains a program whose GPU tensors are on ``meta``; raises what the program raises.
-
-    Args:
-        progress: called with the steps done, their number, and the name of the next one.
-
-    Raises:
-        PatchesOffError: torch is not patched, so its graphs lack what an explanation tells.
-        OnCpuError: the program failed, probably because its inputs or parameters were left on the CPU.
-    """
+    """Explains a program whose GPU tensors are on ``meta``; ``progress`` gets steps done, their number, and text."""
     arch = architecture_of(arch)
     for status in inductor_patches.status():
         if status.state not in ("on", "waiting"):

@@ -1,9 +1,8 @@
 """Turns a TARGET, given as text, into a :class:`~.benchmark.program.Program`.
 
-A target is ``file.py:function`` or ``package.module:function``, or the name of a workload of ``tools/bench`` in a
-checkout. The function returns a program's parts (:func:`program_of`), and may take ``device``: ``cuda`` to run,
-``meta`` to explain. A ``meta`` tensor or a parameter then represents one on the GPU. A target that cannot be built or
-run raises :class:`TargetError`. :func:`check` needs no torch, and neither does the import of this file.
+A target is ``file.py:function``, ``package.module:function`` or a workload of ``tools/bench``. The function returns a
+program's parts (:func:`program_of`), and may take ``device``: ``meta`` represents the GPU in ``explain``. :func:`check`
+needs no torch, and neither does the import of this file.
 """
 
 from __future__ import annotations
@@ -70,10 +69,7 @@ class TransformersMissing(PygraphError):
 
 
 def bert(device: torch.device | str = "cuda") -> tuple[torch.nn.Module, tuple[()], dict[str, Any]]:
-    """The default target: transformers' BERT for masked language modelling, of base size, in bfloat16, random weights.
-
-    Its keyword arguments are ``input_ids`` and ``attention_mask``, int64 of shape (4, 256), on ``device``.
-    """
+    """The default target: transformers' BERT with a head for masked words, of base size, in bfloat16."""
     import torch
 
     try:

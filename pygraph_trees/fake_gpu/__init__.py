@@ -1,9 +1,7 @@
 """A fake GPU: lowers whole programs on fake tensors for a CUDA GPU of a named architecture.
 
-``with absent_gpu("sm_90"):`` makes torch, Inductor and Triton act as if that GPU existed. :func:`lower` takes a program
-through Dynamo, AOTAutograd, Inductor's passes, scheduling, graph partition and Triton code generation, and returns the
-results. ``explain`` and the CPU tests rely on it. It works with builds of torch for the CPU and for CUDA, with and
-without a GPU. README.md says how.
+``with absent_gpu("sm_90"):`` makes torch, Inductor and Triton act as if that GPU existed, on builds for the CPU and for
+CUDA. :func:`lower` takes a program up to Triton's source. README.md says how.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The properties that Inductor and Triton read of a CUDA GPU, for each architecture that can be named.
 
-One board, common in data centres, represents each architecture. Code generation reads few of its properties: number of
-multiprocessors, shared memory, threads, compute capability. Another board of the same architecture therefore gives the
-same partitions and, except for tile sizes of templates and split reductions, the same kernels.
+One board, common in data centres, represents each architecture. Another board gives the same partitions and, except for
+tile sizes of templates and split reductions, the same kernels.
 """
 
 from __future__ import annotations

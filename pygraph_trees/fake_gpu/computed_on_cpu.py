@@ -1,9 +1,8 @@
 """What torch and Inductor compute for real while tracing and compiling: here on the CPU instead of the GPU.
 
-Inside :func:`constants_off_gpu` these are results of ``torch.tensor([...])`` with at most one element, and one-element
-tensors that represent uniform tensors during constant folding; only their values matter. A larger constant that
-Inductor copies to the GPU at compile time becomes a fake tensor there. Inside :func:`fallback_on_cpu` an operator
-without a fake implementation runs on zeros, which finds the shapes of its outputs.
+Inside :func:`constants_off_gpu` these are small constants and the representatives of uniform tensors, whose values
+alone matter. Inside :func:`fallback_on_cpu` an operator without a fake implementation runs on zeros, which finds the
+shapes of its outputs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Makes torch's C++ code accept tensors of a CUDA device that does not exist.
 
-Inside :func:`no_op_device_guard`, C++ code that looks up the CUDA device guard finds torch's no-op guard, and code that
-asks for the accelerator's type finds CUDA. Fake CUDA tensors can then be moved, made contiguous and differentiated. On
-exit both are as before. If torch has a CUDA device, nothing changes. If any step fails, everything is undone and
-:class:`NoDeviceGuardError` is raised. README.md explains the method.
+Inside :func:`no_op_device_guard`, C++ code finds a no-op guard for CUDA, and CUDA as the accelerator. If torch has a
+CUDA device, nothing changes; if any step fails, everything is undone and :class:`NoDeviceGuardError` is raised.
+README.md explains the method.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Chooses the kernels of attention and the memory format of convolutions as torch would on the fake GPU.
 
-:func:`chosen_attention` follows torch's ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``: flash attention for
-half precision without a mask, memory-efficient attention if its alignment holds, otherwise the unfused path. It obeys
-``torch.backends.cuda`` and ``sdpa_kernel``. :func:`convolutions_by_cudnn` answers as a CUDA build with cuDNN does: by
-the formats of input and weight, except for double precision. README.md says why.
+:func:`chosen_attention` follows torch's ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, and obeys
+``sdpa_kernel``. :func:`convolutions_by_cudnn` answers as a CUDA build with cuDNN does. README.md says why.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Runs Inductor's pipeline on Dynamo's graphs up to the generated source, and keeps the results.
 
-Inside :meth:`Lowerings.recording` each graph goes through Inductor's passes, lowering, scheduling, partition and code
-generation, and becomes a :class:`LoweredGraph`. Its source is not written, loaded or run: nothing is compiled,
-autotuned or benchmarked, and no cache is used. Dynamo gets a callable that returns fake outputs, so the program
-continues after a graph break. Padding of matrix multiplications, which needs a benchmark, is off.
+Inside :meth:`Lowerings.recording` each graph becomes a :class:`LoweredGraph`. Nothing is written, compiled, benchmarked
+or cached, and padding of matrix products is off. Dynamo gets a callable that returns fake outputs, so the program
+continues after a graph break.
 """
 
 from __future__ import annotations
@@ -74,10 +73,7 @@ def _sizes_from(placeholders: Sequence[torch.fx.Node], args: Sequence[Any]) -> d
 
 
 def _number_of(output: torch.fx.Node) -> torch.Tensor | None:
-    """A number that a graph makes on the CPU from numbers in the program: a fake tensor with its value.
-
-    Code after a graph break may look at it, with or without a GPU.
-    """
+    """A number that a graph makes on the CPU from numbers in the program, as a fake tensor with its value."""
     mode, value = torch._guards.active_fake_mode(), output.meta["val"]
     if mode is None or not value.is_cpu or value.numel() != 1 or isinstance(value.numel(), torch.SymInt):
         return None

@@ -1,9 +1,7 @@
 """Makes torch, Inductor and Triton act as if one CUDA GPU, ``cuda:0`` of a named architecture, existed.
 
-:func:`absent_gpu` replaces what they ask about GPUs. On exit, even by an exception, every replaced attribute is the
-original object again, and memoised answers that may depend on the GPU are dropped. A nested context of another
-architecture raises. A real GPU makes no difference. Nothing can run on the fake GPU: it serves tracing, lowering and
-code generation.
+:func:`absent_gpu` replaces what they ask about GPUs, for tracing, lowering and code generation. On exit, every replaced
+attribute is the original object again, and memoised answers about the GPU are dropped. A real GPU makes no difference.
 """
 
 from __future__ import annotations

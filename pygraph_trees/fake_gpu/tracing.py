@@ -1,8 +1,7 @@
 """Traces a program with Dynamo as if its parameters and inputs were on the fake GPU.
 
-:func:`lower` runs the program once on fake tensors and returns what Inductor would have compiled. Whether it returns or
-raises, the program's modules and arguments, the compilers' state and their counters are as before. The one exception is
-that functions of the program that were compiled earlier are compiled again at their next call.
+:func:`lower` runs the program once on fake tensors. Whether it returns or raises, modules, arguments and the compilers'
+state are as before; only functions that were compiled earlier are compiled again at their next call.
 """
 
 from __future__ import annotations
@@ -106,10 +105,7 @@ def _mentioned(fn: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> Iterator[None]:
-    """Replaces parameters and buffers (and meta tensors that are plain attributes) by fake tensors.
-
-    Afterwards each module has its very attributes, parameters, buffers and submodules from before.
-    """
+    """Replaces parameters, buffers and plain meta attributes by fake tensors; puts the very objects back afterwards."""
     fakes: dict[int, Tensor] = {}
     with contextlib.ExitStack() as restoring:
         for module in modules:
@@ -173,18 +169,12 @@ def lower(
 ) -> list[LoweredGraph]:
     """Inductor's result for ``fn(*args, **kwargs)`` under ``mode="reduce-overhead"`` on a GPU of type ``arch``.
 
-    ``fn`` is a module or any callable; ``args`` and ``kwargs`` are pytrees. Nothing is executed and no GPU memory is
-    allocated. The result has one graph for each that Dynamo traces (several if the program has graph breaks), in the
-    order of compilation; with ``training``, the forward and the backward of each.
+    It has one graph for each that Dynamo traces, in order; with ``training``, the forward and the backward of each.
+    These tensors are on ``cuda:0``, the others on their own device:
 
-    Each tensor counts as being on the following device:
-
-    * all parameters and buffers of ``fn``, or of the module that the method ``fn`` is bound to: ``cuda:0``, as after
-      ``.cuda()``. They may be on the CPU or on ``meta``; a module built under ``torch.device("meta")`` costs no memory;
-    * parameters and buffers of modules that a function closes over or an object has: ``cuda:0`` if they are on
-      ``meta``, otherwise the device they are on;
-    * plain tensor attributes of modules: the CPU, as in a real program, in which ``.cuda()`` skips them;
-    * arguments: a ``meta`` tensor represents one on ``cuda:0``, a CUDA tensor itself, a CPU tensor a CPU input.
+    * all parameters and buffers of ``fn``, or of the module that the method ``fn`` is bound to, as after ``.cuda()``;
+    * those of modules that a function closes over or an object has, and arguments, if they are on ``meta``. A plain
+      tensor attribute of a module is on the CPU even then, since ``.cuda()`` skips it.
 
     Raises :class:`UnknownArchitectureError`, :class:`ValueNeededError` if the program needs data between graph breaks,
     :class:`NothingToLowerError`, and whatever tracing and compiling raise.

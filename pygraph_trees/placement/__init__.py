@@ -1,8 +1,7 @@
 """Computes CPU values that the GPU needs: on the GPU, or once at compile time, if no result changes.
 
-:func:`place` rewrites one graph as Inductor's post-grad passes leave it. :func:`place_for_graphs` does so if the flags
-ask for it, and stores a record in the graph module's ``meta``. An error is logged and leaves a valid graph: each step
-of the rewrite is complete in itself. README.md explains the choices.
+:func:`place_for_graphs` rewrites a post-grad graph if the flags ask for it, and stores a record in the graph module's
+``meta``. An error is logged and leaves a valid graph. README.md explains the choices.
 """
 
 from __future__ import annotations
@@ -57,11 +56,7 @@ def counting_depth(upstream: Callable[..., Any]) -> Callable[..., Any]:
 def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool:
     """Rewrites a graph that is compiled for CUDA graphs; returns False if placement or CUDA graphs are off.
 
-    In the body of a branch or a loop nothing is staged, because no node there can be given an address, and nothing is
-    folded.
-
-    Args:
-        has_addresses: whether a CUDA graph can be given the addresses that it copies from at each replay.
+    In the body of a branch or a loop nothing is folded or staged: no node there can be given an address.
     """
     from torch._inductor import config
 

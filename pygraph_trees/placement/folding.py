@@ -1,9 +1,7 @@
 """Computes, at compile time, CPU values that depend on constants alone.
 
-:class:`Folding` runs the graph's own operators on real CPU tensors, so a value has eager's bits. It runs no random,
-mutating or custom operator, none whose size is symbolic or depends on data, and evaluates at most
-:data:`MOST_EVALUATED_NBYTES` in total. If an operator fails, its value stays on the CPU and the reason is kept. Folding
-costs a compilation at most the time of one eager call of these operators.
+:class:`Folding` runs the graph's own operators on real CPU tensors, so a value has eager's bits; none that is random,
+mutating or custom, or whose size is not known. If an operator fails, its value stays on the CPU and the reason is kept.
 """
 
 from __future__ import annotations
@@ -195,10 +193,7 @@ def _literals_keep_bits(value: torch.Tensor) -> bool:
 
 
 def _may_be_counted(value: torch.Tensor) -> bool:
-    """Whether no result changes if Inductor merges a single number with what a kernel counts.
-
-    It drops conversions, and so their rounding to single precision, and computes integers with 32 bits.
-    """
+    """Whether a number survives if Inductor merges it with what a kernel counts, in 32 bits, unconverted."""
     if value.numel() != 1 or value.dtype == torch.bool:
         return True  # several numbers are no part of an expression
     return value.is_floating_point() and value.item() == value.float().item()

@@ -1,8 +1,7 @@
 """Rewrites a graph so that the GPU waits for the CPU as little as possible, as ``plan.py`` decides.
 
-Other users of a CPU value keep it; a value without users is erased. So a returned value stays on the CPU, and a call
-with a side effect happens once, in place. A folded value is a buffer of the graph's module, which Inductor moves to the
-GPU at compile time. A graph with no GPU or several is left alone, with the reason.
+Other users of a CPU value keep it; a value without users is erased. So a returned value stays on the CPU, and a side
+effect happens once, in place. A graph with no GPU or several is left alone, with the reason.
 """
 
 from __future__ import annotations
@@ -44,13 +43,10 @@ _ORIGIN = ("stack_trace", "original_aten", "from_node")
 def place(
     graph: fx.Graph, *, exact: bool = False, stages: bool = True, folds: bool = True, placed: Placed | None = None
 ) -> Placed:
-    """Rewrites a functional graph whose nodes have their values under "val"; returns the moved and remaining values.
+    """Rewrites a functional graph with its values under "val"; fills and returns ``placed``, also up to an error.
 
-    Args:
-        exact: leave floating-point computations, whose results may differ in the last place, to the CPU.
-        stages: whether the CUDA graph itself may make the copies of each call.
-        folds: whether the graph may have new constants; Inductor loses those of branches and loops.
-        placed: the record to fill, which also has the changes made before an error.
+    ``exact``: computations that round stay on the CPU. ``stages``: the CUDA graph itself may copy at each call.
+    ``folds``: the graph may have new constants, which Inductor loses in branches and loops.
     """
     placed = Placed() if placed is None else placed
     devices = {tensor.device for node in graph.nodes for tensor in tensors_of(node)}

@@ -1,9 +1,7 @@
 """Whether a CPU node's operator can run again or on the GPU, and how close the result is there.
 
-Each function takes an ``fx.Node`` with its value under "val" and changes nothing. A function named ``why_not_…``
-returns the reason, or None. Operators are listed by name. An operator that no list contains counts as one that
-may give another result on the GPU. An index out of bounds raises on the CPU, and the program goes on; on the GPU it
-ends all work of the process. So a lookup moves to the GPU only if :func:`looks_up_within` is true.
+Each function takes an ``fx.Node`` with its value under "val" and changes nothing. An operator that no list names may
+give another result on the GPU. An index out of bounds raises on the CPU, but ends all work of the process on the GPU.
 """
 
 from __future__ import annotations
@@ -118,11 +116,7 @@ def why_not_the_same_again(node: fx.Node) -> Why | None:
 
 
 def why_not_elsewhere(node: fx.Node, *, exact: bool) -> Why | None:
-    """Says why a call would give another result on another device; None if the result is the same.
-
-    Args:
-        exact: leave computations that round to the CPU.
-    """
+    """Says why a call may give another result on another device, or round there (``exact``); None if it does not."""
     if node.op == "call_function" and node.target is operator.getitem:
         return None
     if (why := why_not_the_same_again(node)) is not None:
@@ -215,11 +209,7 @@ def indices_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
 
 
 def looks_up_within(node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None]) -> bool:
-    """Whether constant indices are known to be within the size of the dimension that they index.
-
-    Args:
-        value_of: the tensor that a node gives in every call, None if it is unknown.
-    """
+    """Whether constant indices, as ``value_of`` knows them, are within the dimensions that they index."""
     looked_up: Any = node.args[0]
     sizes = looked_up.meta["val"].shape or (1,)
     for dim, index in indices_of(node):

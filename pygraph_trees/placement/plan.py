@@ -1,9 +1,8 @@
 """Decides, for each CPU value that the GPU needs, how the GPU gets it.
 
-:class:`Plan` takes a post-grad graph and has a :class:`Value` for each of them: made on the GPU, kept there, a
-constant, folded, staged, or copied outside of the CUDA graph, with the reason for each copy. A value that depends on
-constants alone keeps the bits that the CPU computes. Only values that depend on inputs may differ in the last place.
-README.md gives the order of the choices.
+:class:`Plan` takes a post-grad graph and has a :class:`Value` for each, with the reason for each copy. A value that
+depends on constants alone keeps the CPU's bits; one that depends on inputs may differ in the last place. README.md
+gives the order of the choices.
 """
 
 from __future__ import annotations

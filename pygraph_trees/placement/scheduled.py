@@ -1,8 +1,7 @@
 """Corrects decisions of Inductor's scheduler about values of the CPU, moved or not.
 
-GPU work that reads a CPU value stays outside of CUDA graphs, unless the value is staged. A kernel takes a CPU scalar by
-value, and an operator may look at a tensor's content: a recording would repeat the value that it was recorded with. The
-functions take upstream's function and return the one to call instead.
+GPU work that reads a CPU value stays outside of CUDA graphs, unless the value is staged: a recording would repeat the
+value that it was recorded with. The functions take upstream's function and return the one to call instead.
 """
 
 from __future__ import annotations

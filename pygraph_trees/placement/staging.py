@@ -75,11 +75,7 @@ class Observed:
         return copy[begin:end].view(host.dtype).as_strided(host.shape, host.stride())
 
     def with_own_memory(self, outputs: Any) -> Any:
-        """Moves outputs that share the copy of the block to memory of their own.
-
-        Compiled code may return the memory of a value that it no longer needs. In the copy, outputs would share a
-        storage, and each would keep all of it alive.
-        """
+        """Moves outputs that share the copy of the block, which each would keep alive, to memory of their own."""
         starts = {copy.untyped_storage().data_ptr(): stream for stream, copy in self._copies.items()}
         several = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
         own: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -102,12 +98,7 @@ class Observed:
 
 @contextlib.contextmanager
 def observed(block: torch.Tensor | None = None, copy: Copy | None = None) -> Iterator[Observed]:
-    """Collects what this thread stages inside.
-
-    Args:
-        block: bytes that hold values which one copy may take to the GPU while a graph is captured.
-        copy: captures a copy of dense memory to new memory on the GPU; by default a copy node.
-    """
+    """Collects what this thread stages inside; ``copy`` captures the copies, by default as copy nodes."""
     outer = getattr(_observed, "found", None)
     found = Observed(block, copy)
     _observed.found = found

@@ -1,8 +1,7 @@
 """The operator ``pygraph_trees::stored`` gives a value the bits that memory of its type would hold.
 
-Without it, Inductor merges integers that a kernel counts into one 32-bit expression, drops the conversions in between,
-and keeps half precision in single precision. Elsewhere the operator is a copy. :func:`lower_stored` must run before
-Inductor lowers it.
+Without it, Inductor merges integers that a kernel counts into one 32-bit expression, and keeps half precision in single
+precision. Elsewhere the operator is a copy. :func:`lower_stored` must run before Inductor lowers it.
 """
 
 from __future__ import annotations

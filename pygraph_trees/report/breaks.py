@@ -1,8 +1,7 @@
 """Graph breaks: what Dynamo did not trace, where the program does it, and what helps.
 
-:func:`noting` wraps the method in which Dynamo logs a break, which it calls only while it compiles. Breaks are kept in
-:data:`noted`, by kind, text and line of the program, and :func:`records` explains them. A break that cannot be noted is
-logged, and compilation continues.
+:func:`noting` wraps the method in which Dynamo logs a break. Breaks are kept in :data:`noted`, by kind, text and line
+of the program, and :func:`records` explains them. One that cannot be noted is logged, and compilation continues.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The kernels that generated code launches, each with the module and the line of the model that it comes from.
 
-:func:`calls_of` reads a graph's generated code: before each call, Inductor names the nodes that it comes from, and
-their ``meta`` has module and line. A call has those of its last node. A call that is written in another way is not
-found, and a fact that is not known is None. The facts stay with the artifact, so that a replayed kernel can be named
-without any work when it is recorded or replayed.
+:func:`calls_of` reads them from the comments in generated code and the ``meta`` of the nodes named there. A call that
+is written in another way is not found, and a fact that is not known is None.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Follows a graph through Inductor, from its scheduling to the installation of its artifact.
 
-:func:`describing_partitions` notes the partitions when the scheduler decides on them. :func:`attach` stores them on
-the artifact as plain data, which a cache preserves. :func:`put_to_use` makes a :class:`~.log.GraphLog` of them, which
-``cudagraphify`` finds while the artifact is installed. If a graph cannot be described, the failure is logged,
-compilation continues, and the report shows the graph without partitions.
+:func:`describing_partitions` notes the partitions, :func:`attach` stores them on the artifact as plain data, and
+:func:`put_to_use` makes a :class:`~.log.GraphLog` of them. If a graph cannot be described, the failure is logged, and
+the report shows it without partitions.
 """
 
 from __future__ import annotations
@@ -87,10 +86,7 @@ def why_not_replayed(artifact: Any) -> Why | None:
 
 @contextmanager
 def put_to_use(artifact: Any, graph_kwargs: Any, *, wanted: bool, dropped: str | None) -> Iterator[None]:
-    """Wraps ``post_compile`` of a graph for which CUDA graphs are ``wanted``.
-
-    Notes the graph, or the reason why it is dropped.
-    """
+    """Wraps ``post_compile`` of a graph for which CUDA graphs are ``wanted``; notes it, or why it is dropped."""
     if not (wanted or artifact.disabled_cudagraphs_reason) or "cuda" not in artifact.device_types:
         yield
         return

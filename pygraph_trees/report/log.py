@@ -1,10 +1,8 @@
 """Notes facts about graphs, functions and recordings as they happen.
 
-:class:`GraphLog`, :class:`FunctionLog` and :class:`RecordingLog` hold plain data, so they outlive models and tensors.
-The process's logs are in :data:`journal`; ``summary`` turns them into frozen records. A replay only increments
-its counter, which C++ may share. New facts also go to the logger ``pygraph_trees`` (``TORCH_LOGS="+pygraph"``) and, as
-JSON artifacts ``pygraph_graph`` and ``pygraph_function``, to torch's structured trace (``TORCH_TRACE``), as tlparse
-shows them. A failed write is ignored.
+Logs hold plain data, so they outlive models and tensors; ``summary`` turns the process's :data:`journal` into frozen
+records. A replay only increments a counter, which C++ may share. New facts also go to the logger ``pygraph_trees`` and,
+as JSON artifacts, to torch's structured trace; a failed write is ignored.
 """
 
 from __future__ import annotations
@@ -167,11 +165,7 @@ class FunctionLog:
         self.moved[number] = times + 1, before + nbytes
 
     def route_was_found(self, text: Why, *, awaits_table: bool = False) -> None:
-        """Notes how inputs are given from now on, and why.
-
-        Args:
-            awaits_table: whether a table was chosen, and its kernels are not built yet.
-        """
+        """Notes how inputs are given from now on, and why; ``awaits_table``: its kernels are not built yet."""
         _log.info("%s: %s", self.name, text)
         is_news = text != self.route
         self.route, self.awaits_table = text, awaits_table
@@ -247,10 +241,7 @@ def _record(kind: type[R], log: object, **facts: Any) -> R:
 
 
 def _trace(name: str, log: FunctionLog | GraphLog) -> None:
-    """Adds the current record of a log to torch's structured trace; makes nothing if there is no trace.
-
-    Never raises: if the disk is full, for example, the program continues.
-    """
+    """Adds the current record of a log to torch's structured trace, if there is one; never raises."""
     try:
         trace_structured(
             "artifact",

@@ -40,10 +40,7 @@ def preformatted(text: object) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A result that prints as text, shows itself in a notebook, and becomes JSON or a self-contained page.
-
-    A subclass is a dataclass of records, and says what its text and its page are.
-    """
+    """A dataclass of records that prints as text, shows itself in a notebook, and becomes JSON or a page."""
 
     def to_text(self) -> str:
         raise NotImplementedError

@@ -31,10 +31,7 @@ def mode_name(*, is_backward: bool, is_inference: bool) -> str:
 
 
 def program_name() -> str | None:
-    """The class of the module or the name of the function that Dynamo traces; None if it traces nothing.
-
-    After a graph break, Dynamo continues in a function that it makes. Its name then has the line: ``forward:31``.
-    """
+    """The class or function that Dynamo traces, after a graph break with its line (``forward:31``), if any."""
     code, module = _traced()
     if code is None:
         return None

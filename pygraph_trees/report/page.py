@@ -37,13 +37,7 @@ def page(
     verdict: Sequence[str] = (),
     more: Mapping[str, object] | None = None,
 ) -> str:
-    """Renders the page.
-
-    Args:
-        first: sections before those of the report
-        verdict: plain lines at the top
-        more: entries of the page's JSON besides the report's
-    """
+    """The page: ``verdict`` is lines at the top, ``first`` comes before other sections, ``more`` goes into the JSON."""
     wrong = problems(report)
     sections = [
         *([Section("problems", "Problems", render("problems", problems=wrong))] if wrong else []),
@@ -60,12 +54,7 @@ def page(
 def document(
     name: str, lines: Iterable[str], before: Markup | str, sections: Sequence[Section], data: Mapping[str, object]
 ) -> str:
-    """A page with a heading, sections that can be reached from links, and data as JSON.
-
-    Args:
-        lines: plain text under the heading.
-        before: HTML before the sections.
-    """
+    """A page with a heading, plain ``lines``, HTML ``before`` the sections, which links can reach, and data as JSON."""
     # A character that could end the element is written as an escape, which JSON reads as the same character.
     content = json.dumps(data, indent=1).replace("<", "\\u003c")
     css = _CSS.read_text(encoding="utf-8")

@@ -1,8 +1,7 @@
 """Reads a scheduled Inductor graph: its partitions, what keeps some outside of CUDA graphs, and the readers of inputs.
 
-:func:`describe` takes a ``Scheduler`` with the partitions and signatures it decided on and returns
-:class:`~.records.Partition` records. :func:`whole` describes a graph that was not partitioned. :func:`model_name` finds
-a name for readers. Nothing is changed. An unknown fact (a symbolic size, a node without a source line) is None.
+:func:`describe` takes a ``Scheduler`` with its partitions and signatures; :func:`whole` describes a graph that was not
+partitioned. Nothing is changed. An unknown fact (a symbolic size, a node without a source line) is None.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Arranges all recordings of a report as one tree across functions, as nested lists.
 
-A recording follows the one that was replayed or recorded before it, often of another function. Successive recordings
-are elements of one list. If several follow the same recording, each begins a nested list, so indentation shows choices
-and not steps. Numbers belong to a manager and may repeat. A recording whose parent is ambiguous starts a tree and names
-what it follows.
+Successive recordings are elements of one list; if several follow the same recording, each begins a nested list. Numbers
+belong to a manager and may repeat: a recording whose parent is ambiguous starts a tree and names what it follows.
 """
 
 from __future__ import annotations

@@ -70,24 +70,15 @@ def _changes(before: Snapshot, after: Snapshot) -> Iterator[str]:
 
 
 def report(features: tuple[FeatureState, ...], native: str, host_work: Mapping[str, HostWork]) -> Report:
-    """The report on every graph and function that this process has compiled for CUDA graphs so far.
+    """The report on all that this process has compiled; ``host_work``: by the field of :class:`.Environment`."""
+    import torch
 
-    Args:
-        features: their state.
-        native: whether the native parts are used, and if not, why.
-        host_work: of this process, by the field of :class:`.Environment`.
-    """
-    return Report(_environment(features, native, host_work), *journal.records(), breaks.records())
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    environment = Environment(__version__, torch.__version__, triton_version(), gpu, features, native, **host_work)
+    return Report(environment, *journal.records(), breaks.records())
 
 
 def clear() -> None:
     """Begins a new report without the facts so far, including those of functions still in use."""
     journal.clear()
     breaks.noted.clear()
-
-
-def _environment(features: tuple[FeatureState, ...], native: str, host_work: Mapping[str, HostWork]) -> Environment:
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return Environment(__version__, torch.__version__, triton_version(), gpu, features, native, **host_work)

@@ -52,10 +52,7 @@ def amounts(counts: Mapping[str, int]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None, left: int = 1) -> str:
-    """Columns as wide as they need, the first ``left`` ones left-aligned and the others right-aligned.
-
-    If the ``width`` is short, the first column shrinks, and longer names have a line of their own.
-    """
+    """Columns, ``left`` ones left-aligned. In a short ``width`` the first shrinks, and longer names get a line."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     if width is not None:
         widths[0] = max(2, min(widths[0], width - sum(widths[1:]) - 2 * (len(head) - 1)))

@@ -1,8 +1,7 @@
 """Chooses which functions run as CUDA graphs.
 
-:func:`leaving_graphs_out` acts before a program is compiled, and :func:`why_not_graphed` is asked once per compiled
-graph, before any of it is graphed. With "auto", :func:`trial_of` gives each function the :class:`~.trial.Trial` that
-decides. README.md explains the cost model, the trials and the profiles on disk.
+:func:`leaving_graphs_out` acts before a program is compiled, :func:`why_not_graphed` before any of a compiled graph is
+graphed. With "auto", :func:`trial_of` gives each function the :class:`~.trial.Trial` that decides (README.md).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Keeps decisions on disk for later processes.
+"""Keeps decisions on disk for later processes, which may share the folder.
 
-A profile is a small JSON file in the folder ``pygraph_trees`` of Inductor's cache. Its name is a hash over everything
-that the decision depends on (:meth:`Kept.find`). Processes may share a folder. No disk failure is an error: a damaged
-file, or one in another version's format, is no profile, and the function is measured again. Each kind of failure gives
-one warning per process.
+A profile is a small JSON file in the folder ``pygraph_trees`` of Inductor's cache, named by a hash over all that the
+decision depends on. No disk failure is an error: a file that cannot be read is no profile, and one warning per process
+and reason says so.
 """
 
 from __future__ import annotations
@@ -180,11 +179,7 @@ class Profiles:
         return tuple(sorted(found, key=lambda profile: (-profile.decided_s, profile.key)))
 
     def clear(self) -> int:
-        """Removes all profiles, damaged ones and the leftovers of killed writers included; returns how many.
-
-        A file that another process writes in the meantime may stay. Raises ProfilesNotRemoved if a file could not be
-        removed; the ones after it remain.
-        """
+        """Removes all profiles and what killed writers left; returns how many. Raises at the first that stays."""
         before, removed = time.time() - _LEFT_BEHIND_S, 0
         for path in (*self.folder.glob("*.json"), *self.folder.glob("*.tmp")):
             try:

@@ -1,8 +1,7 @@
 """Decides whether functions are graphed: at once if the answer is plain, otherwise by measured calls of both ways.
 
-A :class:`Trial` covers functions that are decided together, and makes their calls. All are graphed as torch would do
-it. If their recordings leave a doubt, steps run graphed and un-graphed in turn until the answer is clear or enough is
-measured. No call is repeated. README.md describes the procedure.
+A :class:`Trial` makes the calls of functions that are decided together. If their recordings leave a doubt, steps run
+graphed and un-graphed in turn. No call is repeated. README.md describes the procedure.
 """
 
 from __future__ import annotations

@@ -428,8 +428,8 @@ class TestCompare(Folder):
         super().setUp()
         self.enterContext(mock.patch.object(torch.cuda, "is_available", lambda: True))
         self.enterContext(mock.patch.object(torch.cuda, "get_device_name", lambda: "a GPU"))
-        environment = mock.patch("pygraph_trees.report.summary._environment", lambda *_: REPORT_ENVIRONMENT)
-        self.enterContext(environment)
+        made = mock.patch("pygraph_trees.report.summary.Environment", lambda *_, **__: REPORT_ENVIRONMENT)
+        self.enterContext(made)
 
     def test_verdicts(self):
         latencies = {"eager": 4.0, "compile": 2.0, "upstream": 3.0, "ours": 1.5}
