@@ -3,8 +3,6 @@
 Each input is four integers or one, on either device; steps compute, move and make values.
 """
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode

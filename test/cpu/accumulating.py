@@ -1,7 +1,5 @@
 """Compares backwards that accumulate gradients themselves with those of torch's engine, in every bit and layout."""
 
-from __future__ import annotations
-
 import unittest
 
 import torch

@@ -1,8 +1,6 @@
 """Fakes of the objects that a fast replay in C++ uses: a manager, a recording, a graph and live inputs; and a real
 manager as it is before its first call, without upstream's constructor, which needs a GPU."""
 
-from __future__ import annotations
-
 import collections
 import ctypes
 import inspect

@@ -1,7 +1,5 @@
 """Backwards whose compiled functions accumulate gradients themselves: in which loops, and on which conditions."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from unittest import mock

@@ -1,7 +1,5 @@
 """What happens while compiled functions' edges are taken out: hooks, errors, interrupts, threads, other backwards."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import signal

@@ -1,7 +1,5 @@
 """The benchmark and the examples: workloads, processes, command lines, and scripts that measure one thing."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

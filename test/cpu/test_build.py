@@ -3,8 +3,6 @@
 The wheel's modules were built before; with ``TEST_WHEELS=1`` they are compiled, in another half a minute.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

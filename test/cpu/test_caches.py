@@ -6,8 +6,6 @@ Graphs of the CPU are compiled for CUDA graphs and treated as graphs of a GPU. U
 them, so everything but the CUDA graphs happens as on a GPU. ``torch._dynamo.reset()`` stands for a new process.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The recording that is replayed if a function has several, and the filter in C++ that rules others out."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

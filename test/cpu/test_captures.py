@@ -6,8 +6,6 @@ whose guards are skipped, and a backward are replayed in any mode. Their tensors
 code makes in the mode of the call: an inference tensor cannot be changed in place or saved for a backward outside.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import weakref
@@ -32,6 +30,7 @@ from pygraph_trees.trees.pools import capture_lock, pools, program_pools
 from pygraph_trees.trees.recordings.recording import Recording
 
 
+@instantiate_parametrized_tests
 class TestCalls(TestCase):
     def entered(self, model, mutated=(), selective="always"):
         function = FunctionModel.of(model, is_backward=False, is_inference=True)
@@ -74,6 +73,7 @@ class TestCalls(TestCase):
             self.assertFalse(capture_lock.is_captured())
 
 
+@instantiate_parametrized_tests
 class TestOutputs(OnCpuTestCase):
     def setUp(self):
         super().setUp()
@@ -129,13 +129,10 @@ class TestOutputs(OnCpuTestCase):
         self.assertIsNone(function.manager._begins_step)
 
 
-instantiate_parametrized_tests(TestCalls)
-instantiate_parametrized_tests(TestOutputs)
-
-
 INSIDE = [[True, False, False, True], [False, True, True, False]]  # whether each call is in inference mode
 
 
+@instantiate_parametrized_tests
 class TestInferenceMode(OnCpuTestCase):
     @parametrize("modes", INSIDE)
     @parametrize("mode", list(CompilationMode))
@@ -166,6 +163,7 @@ class TestInferenceMode(OnCpuTestCase):
         self.assertEqual(held, [torch.full((SIZE,), float(step)) for step in range(4)])
 
 
+@instantiate_parametrized_tests
 class TestUpstreamCopies(TestCase):
     """Inputs that upstream copies to its own memory."""
 
@@ -255,10 +253,6 @@ class TestProgramPools(TestCase):
                 other.join()
         self.assertEqual(call([1]), [8])
         self.assertEqual([seen for seen in self.seen if seen[0] != "graph"], [("C++",), [(0, 1)], ("C++",)])
-
-
-instantiate_parametrized_tests(TestInferenceMode)
-instantiate_parametrized_tests(TestUpstreamCopies)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Targets and the command line: valid targets, the messages for others, and what the commands print."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """Values from constants have eager's bits: which are folded, made on the GPU or left on the CPU, and why."""
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

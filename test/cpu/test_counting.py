@@ -1,7 +1,5 @@
 """Integers that kernels count, and numbers in their source, have the values that the CPU computes."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess
@@ -9,8 +7,6 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F

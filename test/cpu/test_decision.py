@@ -1,7 +1,5 @@
 """Rules that decide whether functions are graphed: plain facts, the model of a step, gains, and the ways to measure."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Which way the calls of a function go, which managers may replay it, and what they learn of its un-graphed calls."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import unittest

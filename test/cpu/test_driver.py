@@ -1,7 +1,5 @@
 """The driver's calls, and the single warning if the driver or its bindings do not allow addresses."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import struct

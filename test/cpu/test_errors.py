@@ -1,8 +1,6 @@
 """Errors, warnings and reasons: they reach the process that waits for the one that raised them; each reason is used and
 has its own text, and functions that say why name one."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import json

@@ -1,7 +1,5 @@
 """A fast replay in C++, with fakes for everything it goes through."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Flags: set by config, patch, options and environment; checked; in the cache keys if they change artifacts."""
 
-from __future__ import annotations
-
 import ast
 import os
 import pickle

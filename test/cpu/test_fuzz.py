@@ -1,7 +1,5 @@
 """The fuzzer finds the faults of wrong compilers and of nothing else; its programs are drawn, printed and read back."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

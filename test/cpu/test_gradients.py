@@ -1,7 +1,5 @@
 """Gradients in real autograd backwards: the recording's own tensors, or other tensors on their memory."""
 
-from __future__ import annotations
-
 import unittest
 from unittest import mock
 

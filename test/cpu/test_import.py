@@ -1,7 +1,5 @@
 """`import pygraph_trees` is quick and needs no torch; the patches go on when torch's compiler is imported."""
 
-from __future__ import annotations
-
 import getpass
 import importlib
 import importlib.util
@@ -34,6 +32,7 @@ def run_python(*lines, **environment):
     return python("-W", "error::inductor_patches.patch.PatchWarning", "-c", "\n".join(lines), **environment)
 
 
+@instantiate_parametrized_tests
 class TestImport(TestCase):
     def check(self, *lines, states=None, end="", **environment):
         done = run_python(*lines, STATES, end, **environment)
@@ -119,6 +118,7 @@ class TestImport(TestCase):
         self.assertEqual(shown, [all_are("off")])
 
 
+@instantiate_parametrized_tests
 class TestTimes(TestCase):
     """The limits leave a wide margin: an import takes 5 ms, and a command 0.2 s."""
 
@@ -201,10 +201,6 @@ class TestImportHook(TestCase):
         self.hook.watch({"slow": lambda: self.ran.append(sys.modules["slow"].value)})
         thread.join()
         self.assertEqual(self.ran, [1])
-
-
-instantiate_parametrized_tests(TestImport)
-instantiate_parametrized_tests(TestTimes)
 
 
 @unittest.skipUnless(importlib.util.find_spec("mypy"), "needs mypy")

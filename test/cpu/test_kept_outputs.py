@@ -1,7 +1,5 @@
 """Outputs that outlive their step: moved out of memory that the next step overwrites; from then on in own memory."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -180,6 +178,7 @@ class TestMoving(TestCase):
         self.assertRaises(TypeError, exchange, torch.ones(2), 3)
 
 
+@instantiate_parametrized_tests
 @unittest.skipIf(why_not_moved() is not None, f"{why_not_moved()}")
 class TestSteps(TestCase):
     """A manager moves outputs when a step begins, whatever state its path is in."""
@@ -549,8 +548,6 @@ class TestPolicy(TestCase):
             model.outputs.call.blocks = ()
             self.assertEqual(len(model(inputs)), len(function()([X])))
 
-
-instantiate_parametrized_tests(TestSteps)
 
 if __name__ == "__main__":
     run_tests()

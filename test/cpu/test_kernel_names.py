@@ -1,7 +1,5 @@
 """Kernels of replayed graphs get the module and the line that they come from, or none if that is not certain."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tempfile

@@ -2,8 +2,6 @@
 the lane that uses it, and the edges that the graph gets change no value. Whatever fails, the graph keeps its chain.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections import Counter

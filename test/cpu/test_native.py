@@ -1,7 +1,5 @@
 """The parts in C++: whether they are used, what replaces them, and what they read of torch."""
 
-from __future__ import annotations
-
 import ctypes
 import unittest
 from unittest import mock

@@ -4,8 +4,6 @@
 ``TestGradients`` a backward whose gradients autograd accumulates. All run without a GPU, on memory of the CPU.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import unittest

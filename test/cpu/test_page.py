@@ -1,7 +1,5 @@
 """The report as a page: its contents, and no markup from a program."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """The parts of the GPU tests' harness that need no GPU: every difference between both sides is found."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

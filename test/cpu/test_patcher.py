@@ -3,8 +3,6 @@
 C++ calls the fake driver's function through its address.
 """
 
-from __future__ import annotations
-
 import gc
 import struct
 import unittest

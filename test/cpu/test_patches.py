@@ -2,8 +2,6 @@
 in torch's sources, as ``tools/check_compat`` does, and in its objects; questions are answered as their comments say.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re

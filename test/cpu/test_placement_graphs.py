@@ -1,7 +1,5 @@
 """Rewritten graphs that mix CPU and GPU: the same values in the same places, and less for the GPU to wait for."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import math

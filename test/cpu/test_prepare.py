@@ -1,7 +1,5 @@
 """Programs that are prepared for traffic: afterwards, calls of their sizes record, try and build nothing."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import weakref

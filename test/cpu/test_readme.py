@@ -1,7 +1,5 @@
 """The README is short, its links exist, and its example prints what it says."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """Recordings and their memory are given back: those of functions that are no longer graphed, and of whole managers."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The report: logs become records, records become text and JSON."""
 
-from __future__ import annotations
-
 import json
 import logging
 import unittest

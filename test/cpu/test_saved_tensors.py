@@ -1,7 +1,5 @@
 """Tensors that are saved for a backward: how they are saved, and what hooks on saved tensors make of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

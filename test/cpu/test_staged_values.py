@@ -1,7 +1,5 @@
 """Small inputs on the CPU that kernel nodes hold by value: each launch gets those of its call, and nothing waits."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import struct

@@ -1,7 +1,5 @@
 """Inputs on the CPU: each launch reads what its call was given, however many launches are queued."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Functions that warm up and record more often than they replay: which sizes are graphed, and when recording stops."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import signal

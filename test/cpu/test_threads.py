@@ -1,7 +1,5 @@
 """Torch's version of a function for each thread; autograd's own threads are stood in for by backwards on the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

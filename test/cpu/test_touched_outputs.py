@@ -4,8 +4,6 @@ Upstream returns the same tensor objects again once they are no longer held. The
 user left on them, and memory that the program assigned to an output belongs to the program.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """The parts of the drop-in that run without a GPU: functions, isolation, and reasons for recordings."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Trials: the way and the measurements of each call, and that every call is made once."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import inspect

@@ -6,11 +6,6 @@ partitions as the program announces.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 from indirection import Facts, IndirectionTestCase
 from placement_programs import CALLS, TABLE, Mixed

@@ -92,6 +92,7 @@ print(json.dumps([report.replays, recordings, sorted(set(counts)), all(places)])
 """
 
 
+@instantiate_parametrized_tests
 class TestAllocators(IndirectionTestCase):
     def replays_and_reasons(self, settings: str) -> list[Any]:
         found: list[Any] = printed(PROGRAM, PYTORCH_CUDA_ALLOC_CONF=settings, PYGRAPH_SELECTIVE="always")
@@ -118,8 +119,6 @@ class TestAllocators(IndirectionTestCase):
         self.assertLess(recordings, 12)
         self.assertEqual((counts, are_inside), ([1], True))
 
-
-instantiate_parametrized_tests(TestAllocators)
 
 if __name__ == "__main__":
     run_tests()

@@ -5,8 +5,6 @@ The command runs in another process. Its JSON holds a measurement for each way a
 upstream copies.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

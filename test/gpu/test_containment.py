@@ -45,6 +45,7 @@ class ContainmentTestCase(KeptTestCase):
         self.assertEqual(found, wanted, atol=1e-3, rtol=1e-3, msg=lambda text: f"{where}: {text}")
 
 
+@instantiate_parametrized_tests
 class TestInjected(ContainmentTestCase):
     """A failure at each place where upstream's module raises or asserts."""
 
@@ -102,6 +103,7 @@ class TestInjected(ContainmentTestCase):
         self.assertGreater(reached, len(injected.PLACES) // 8)
 
 
+@instantiate_parametrized_tests
 class TestPrograms(ContainmentTestCase):
     """Programs with which torch's own graphs raise."""
 
@@ -289,9 +291,6 @@ class TestPrograms(ContainmentTestCase):
                 for one, value in zip(LEAKED, held, strict=True):
                     self.close(one, value, f"step {step}")
 
-
-instantiate_parametrized_tests(TestInjected)
-instantiate_parametrized_tests(TestPrograms)
 
 if __name__ == "__main__":
     run_tests()

@@ -88,6 +88,7 @@ def run_alone(name: str, world: int, *options: str) -> tuple[list[int], float]:
             rank.kill()
 
 
+@instantiate_parametrized_tests
 class TestDistributed(TestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -124,9 +125,7 @@ class TestDistributed(TestCase):
         self.assertLess(seconds, 100)
 
 
-instantiate_parametrized_tests(TestDistributed)
-
-
+@instantiate_parametrized_tests
 @requires_two_gpus
 class TestTwoDevices(IndirectionTestCase):
     other = torch.device("cuda", 1)
@@ -202,9 +201,6 @@ class TestTwoDevices(IndirectionTestCase):
         threads = [threading.Thread(target=noting_failures, args=(device,)) for device in (self.device, self.other)]
         run_threads(threads, failures, 180)
         self.assertGreater(pygraph_trees.report().replays, 20)  # since the reset, the main thread has used no graphs
-
-
-instantiate_parametrized_tests(TestTwoDevices)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ Counters tell how many calls tried and took it. Programs have moving inputs, sev
 gradients.
 """
 
-from __future__ import annotations
-
 import contextlib
 import unittest
 from unittest import mock
@@ -56,6 +54,7 @@ def counted():
         counts[name] = now - since
 
 
+@instantiate_parametrized_tests
 @unittest.skipIf(binding.extension is None, "not built for this torch")
 class TestFastPath(IndirectionTestCase):
     @parametrize("program", PROGRAMS, name_fn=by_name)
@@ -280,8 +279,6 @@ class TestFastPath(IndirectionTestCase):
                 self.check(program, KEPT if program.name == "written to" else REGIMES, CALLS)
         self.assertEqual(counts["fast"], 0)
 
-
-instantiate_parametrized_tests(TestFastPath)
 
 if __name__ == "__main__":
     run_tests()

@@ -133,6 +133,7 @@ def children(indirection: str) -> list[Future[dict[str, Any]]]:
         return [pool.submit(run_one, name) for name in names]
 
 
+@instantiate_parametrized_tests
 class TestHiddenAddresses(IndirectionTestCase):
     @parametrize("program", PLAIN, name_fn=by_name)
     def test_pointers(self, program):
@@ -284,8 +285,6 @@ class TestHiddenAddresses(IndirectionTestCase):
         with mock.patch.object(Rehearsal, "_launch_as_recorded", side_effect=torch.OutOfMemoryError("of the test")):
             self.check(Program("unknown", lambda x: doubled(x) + x, (X,), "no memory to check hidden_plain_kernel"))
 
-
-instantiate_parametrized_tests(TestHiddenAddresses)
 
 if __name__ == "__main__":
     run_tests()

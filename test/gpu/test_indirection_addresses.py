@@ -5,8 +5,6 @@ Each program runs un-graphed and graphed while its inputs move (``indirection.py
 only the announced bytes may be copied.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from unittest import mock
@@ -115,6 +113,7 @@ def made_anew(tensors, values, seen):
     return held
 
 
+@instantiate_parametrized_tests
 class TestIndirectionAddresses(IndirectionTestCase):
     verify = "on"
 
@@ -356,9 +355,6 @@ class TestIndirectionAddresses(IndirectionTestCase):
             result.copy_(graphed(x))
         for i, result in enumerate(results):
             self.assertEqual(result, torch.full_like(result, i + 1.0))
-
-
-instantiate_parametrized_tests(TestIndirectionAddresses)
 
 
 class TestAddressesByTable(TestIndirectionAddresses):

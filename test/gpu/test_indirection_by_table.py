@@ -4,8 +4,6 @@ Programs of kernels and libraries that use a table are run here too, those of ot
 there.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from unittest import mock
@@ -48,6 +46,7 @@ LIBRARIES = named(
 )
 
 
+@instantiate_parametrized_tests
 class TestProgramsByTable(ByTable):
     verify = "on"
 
@@ -56,6 +55,7 @@ class TestProgramsByTable(ByTable):
         self.check(program)
 
 
+@instantiate_parametrized_tests
 class TestRandomNumbersByTable(ByTable):
     @parametrize("program", named(RANDOM, "dropout", "dropout around matmul", "noise"), name_fn=by_name)
     def test_random_numbers(self, program):
@@ -185,9 +185,6 @@ class TestTable(IndirectionTestCase):
             run(Program("p", lambda x, y: (x * y).softmax(1), (tensor(64, 65),) * 2), ways, self.device)
         self.assertFalse(any(capturing for capturing, _ in seen), str(seen))
 
-
-instantiate_parametrized_tests(TestProgramsByTable)
-instantiate_parametrized_tests(TestRandomNumbersByTable)
 
 if __name__ == "__main__":
     run_tests()

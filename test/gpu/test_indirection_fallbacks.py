@@ -68,6 +68,7 @@ RANDOM = [
 ]  # fmt: skip
 
 
+@instantiate_parametrized_tests
 class TestIndirectionFallbacks(IndirectionTestCase):
     @parametrize("program", HIDING, name_fn=by_name)
     def test_hidden_addresses(self, program):
@@ -125,9 +126,6 @@ class TestIndirectionFallbacks(IndirectionTestCase):
                 (z.conj() if call > 4 else z).backward(torch.tensor(1j, device=self.device))
                 gradients.append(x.grad.clone())
             self.assertEqual(gradients[1], gradients[0], msg=f"call {call}")
-
-
-instantiate_parametrized_tests(TestIndirectionFallbacks)
 
 
 def all_kinds_of_nodes(x, y, c):

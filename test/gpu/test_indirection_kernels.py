@@ -79,6 +79,7 @@ MANY = [
 ]  # fmt: skip
 
 
+@instantiate_parametrized_tests
 class TestIndirectionKernels(IndirectionTestCase):
     verify = "on"
 
@@ -94,8 +95,6 @@ class TestIndirectionKernels(IndirectionTestCase):
     def test_many(self, program):
         self.check(program)
 
-
-instantiate_parametrized_tests(TestIndirectionKernels)
 
 if __name__ == "__main__":
     run_tests()

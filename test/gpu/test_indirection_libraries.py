@@ -124,6 +124,7 @@ LINALG = [
 ]
 
 
+@instantiate_parametrized_tests
 class TestIndirectionLibraries(IndirectionTestCase):
     verify = "on"
 
@@ -193,6 +194,7 @@ LAYOUTS = {
 }
 
 
+@instantiate_parametrized_tests
 class TestGradientsOfConvolutions(IndirectionTestCase):
     """With cuDNN's own choice of kernels, whose atomic additions may give other roundings at each launch."""
 
@@ -226,9 +228,6 @@ class TestGradientsOfConvolutions(IndirectionTestCase):
         self.assertEqual((facts.copied_bytes, facts.why, facts.ungraphed_calls), (0, (), 0), str(facts))
         self.assertGreater(facts.replays, 0, str(facts))
 
-
-instantiate_parametrized_tests(TestIndirectionLibraries)
-instantiate_parametrized_tests(TestGradientsOfConvolutions)
 
 if __name__ == "__main__":
     run_tests()

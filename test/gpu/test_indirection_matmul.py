@@ -57,6 +57,7 @@ def small_integers(given: Mapping[str, torch.Tensor]) -> None:
         value.mul_(2).round_()
 
 
+@instantiate_parametrized_tests
 class TestIndirectionMatmul(IndirectionTestCase):
     verify = "on"
 
@@ -87,6 +88,7 @@ class TestIndirectionMatmul(IndirectionTestCase):
         self.assertGreater(counters["inductor"]["select_algorithm_autotune"], 0)
 
 
+@instantiate_parametrized_tests
 class TestMatmulByTable(ByTable):
     verify = "on"
 
@@ -94,9 +96,6 @@ class TestMatmulByTable(ByTable):
     def test_matmul(self, program):
         self.check(program)
 
-
-instantiate_parametrized_tests(TestIndirectionMatmul)
-instantiate_parametrized_tests(TestMatmulByTable)
 
 if __name__ == "__main__":
     run_tests()

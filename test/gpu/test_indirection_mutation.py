@@ -194,6 +194,7 @@ LISTS = [
 ]  # fmt: skip
 
 
+@instantiate_parametrized_tests
 class TestIndirectionMutation(IndirectionTestCase):
     verify = "on"
 
@@ -341,9 +342,6 @@ class TestIndirectionMutation(IndirectionTestCase):
         lost = compiled(program.fn)
         with self.assertRaisesRegex(AssertionError, "memory"):
             run(program, type(lost)(program.fn, lambda c, x: program.fn(c.clone(), x)), self.device, ("kept",))
-
-
-instantiate_parametrized_tests(TestIndirectionMutation)
 
 
 class TestMutationByTable(TestIndirectionMutation):

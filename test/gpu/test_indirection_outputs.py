@@ -4,8 +4,6 @@ Each program runs un-graphed and graphed while its inputs move (``indirection.py
 only the announced bytes may be copied.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from indirection import Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, tensor
@@ -75,6 +73,7 @@ SAVED = [
 ]  # fmt: skip
 
 
+@instantiate_parametrized_tests
 class TestIndirectionOutputs(IndirectionTestCase):
     verify = "on"
 
@@ -170,9 +169,6 @@ class TestIndirectionOutputs(IndirectionTestCase):
                 x.add_(1)
             with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
                 y.sum().backward()
-
-
-instantiate_parametrized_tests(TestIndirectionOutputs)
 
 
 class TestOutputsByTable(TestIndirectionOutputs):

@@ -4,8 +4,6 @@
 processes: eager itself has kernels that fault on misaligned inputs, and a fault ends a process.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace
@@ -37,6 +35,7 @@ def first(indirection, *_):
     return indirection
 
 
+@instantiate_parametrized_tests
 class TestIndirectionRandom(IndirectionTestCase):
     def log(self, done, total, text):
         """Whoever ends the process finds out how far it came."""
@@ -132,8 +131,6 @@ class TestIndirectionRandom(IndirectionTestCase):
             with self.subTest(case.text()):
                 check(case, self.device, under_test="ours", control="compile", exactly="compile")
 
-
-instantiate_parametrized_tests(TestIndirectionRandom)
 
 if __name__ == "__main__":
     run_tests()

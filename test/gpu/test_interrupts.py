@@ -106,6 +106,7 @@ print(json.dumps({
 """
 
 
+@instantiate_parametrized_tests
 class TestInterrupts(KeptTestCase):
     @parametrize("kind", ["inference", "training", "kept"])
     @parametrize("per_second, dims", [(100, 64), (23, 256)])
@@ -123,8 +124,6 @@ class TestInterrupts(KeptTestCase):
         if found["done"] > found["caught"] // 4:
             self.assertLess(max(found["recordings"]), 12, str(found))
 
-
-instantiate_parametrized_tests(TestInterrupts)
 
 if __name__ == "__main__":
     run_tests()

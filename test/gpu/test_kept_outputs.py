@@ -39,6 +39,7 @@ class Kept(KeptTestCase):
         return list(pygraph_trees.report().functions)
 
 
+@instantiate_parametrized_tests
 class TestInference(Kept):
     def test_all_outputs_of_a_loop(self) -> None:
         model = self.layers().eval()
@@ -300,8 +301,6 @@ class TestTraining(Kept):
         self.assertEqual([(i.kind, i.route) for i in newest.inputs if i.kind == "output"], [("output", "patch")])
         self.assertEqual((newest.copied_bytes, forward.ungraphed_calls), (0, 0))
 
-
-instantiate_parametrized_tests(TestInference)
 
 if __name__ == "__main__":
     run_tests()

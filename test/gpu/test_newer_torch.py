@@ -98,6 +98,7 @@ def settings(**values: Any) -> Iterator[None]:
         yield
 
 
+@instantiate_parametrized_tests
 class TestNewerSettings(IndirectionTestCase):
     def test_outputs_that_are_cloned(self):
         """With upstream's cloning, an output that outlives its step keeps its value."""
@@ -153,9 +154,6 @@ class TestNewerSettings(IndirectionTestCase):
             facts = self.assertSameCalls(ways, calls)
             self.assertGreaterEqual(torch.cuda.memory_reserved() - before, 1 << 27)
         self.assertEqual((facts.recordings, facts.copied_bytes, facts.ungraphed_calls), (1, 0, 0), str(facts))
-
-
-instantiate_parametrized_tests(TestNewerSettings)
 
 
 if __name__ == "__main__":

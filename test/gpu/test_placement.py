@@ -4,13 +4,6 @@ Results are compared with eager in each call. The CPU's memory may be pinned, wr
 replays must read their own values.
 """
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy
 import torch
 from indirection import FLAG, VERIFY, Facts, reset
@@ -22,6 +15,7 @@ VERIFIED = (("input", "vector"), ("number", "as it is"), ("number", "for the CPU
 UNSTAGED = (("input", "vector"), ("number", "as it is"), ("number", "for the CPU alone"), ("constructors", "integers"))
 
 
+@instantiate_parametrized_tests
 class TestPlacement(PlacementTestCase):
     @parametrize("program", PROGRAMS, name_fn=name_of)
     def test_family(self, program):
@@ -238,8 +232,6 @@ class TestPlacement(PlacementTestCase):
             self.assertEqual(v, own, rtol=0, atol=0)
         self.assertGraphed(Facts.now(), CALLS_EACH)
 
-
-instantiate_parametrized_tests(TestPlacement)
 
 if __name__ == "__main__":
     run_tests()

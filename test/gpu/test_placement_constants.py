@@ -4,8 +4,6 @@ Small values are folded at compile time, exact ones are made on the GPU, and the
 returned or differentiated.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -25,6 +23,7 @@ BY_FAMILY = {"no kernel": NO_KERNEL, "rounded": ROUNDED, "odd": ODD, "integers":
 FOLDED = "computed once, a constant on the GPU"
 
 
+@instantiate_parametrized_tests
 class TestConstantsOnGpu(PlacementTestCase):
     def assertSameBits(self, found, wanted, where):
         self.assertEqual(found.device.type, "cuda", where)
@@ -218,8 +217,6 @@ class TestConstantsOnGpu(PlacementTestCase):
             self.assertEqual(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"], 1)
             self.assertEqual(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_bypass"], 0)
 
-
-instantiate_parametrized_tests(TestConstantsOnGpu)
 
 if __name__ == "__main__":
     run_tests()

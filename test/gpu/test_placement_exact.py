@@ -3,13 +3,6 @@
 Results without rounding must have eager's bits. Moved single-precision math may be rounded otherwise.
 """
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 from indirection import Facts, assert_same_bits
 from last_place import EQUAL, NEAR, numbers
@@ -26,6 +19,7 @@ SOME = [
 ]
 
 
+@instantiate_parametrized_tests
 class TestExactPlacement(PlacementTestCase):
     def assertLikeEager(self, found, wanted, rounds, where):
         super().assertLikeEager(found, wanted, rounds, where)
@@ -57,8 +51,6 @@ class TestExactPlacement(PlacementTestCase):
         self.assertEqual([part.graphed for part in graph.partitions], [True])
         self.assertGraphed(Facts.now(), CALLS_EACH)
 
-
-instantiate_parametrized_tests(TestExactPlacement)
 
 if __name__ == "__main__":
     run_tests()

@@ -4,13 +4,7 @@ Rewritten and original graphs agree, interpreted and compiled: values, devices, 
 minimum of the graphs must have moved something. Each realistic program is in one CUDA graph, but for one.
 """
 
-from __future__ import annotations
-
 import copy
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -89,6 +83,7 @@ class TestRandomPlacement(IndirectionTestCase):
         self.fail(f"replays of {len(replays)} programs: {replays}")
 
 
+@instantiate_parametrized_tests
 class TestRealPrograms(IndirectionTestCase):
     @parametrize("build", REAL, name_fn=lambda build: build.__name__)
     def test_one_graph(self, build):
@@ -107,9 +102,6 @@ class TestRealPrograms(IndirectionTestCase):
         self.assertEqual(len(graph.partitions), 2 if build is noise_schedule else 1)
         self.assertEqual(pygraph_trees.report().breaks, ())
         self.assertGraphed(Facts.now(), CALLS_EACH)
-
-
-instantiate_parametrized_tests(TestRealPrograms)
 
 
 if __name__ == "__main__":

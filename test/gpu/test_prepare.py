@@ -56,6 +56,7 @@ def counted() -> tuple[int, int]:
     return sum(len(f.recordings) for f in functions), sum(f.ungraphed_calls for f in functions)
 
 
+@instantiate_parametrized_tests
 class TestPrepare(SelectionTestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -126,8 +127,6 @@ class TestPrepare(SelectionTestCase):
             self.assertLessEqual(late, 1.5 * median)
             self.assertLessEqual(longest, its_longest)
 
-
-instantiate_parametrized_tests(TestPrepare)
 
 if __name__ == "__main__":
     run_tests()

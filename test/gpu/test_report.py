@@ -3,18 +3,13 @@
 Kernels, partitions, recordings, copied bytes and reasons must be those that occurred.
 """
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json
 import re
-import sys
 import tempfile
 import unittest
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import parity  # noqa: F401  (sets PYGRAPH_SELECTIVE)
 import torch

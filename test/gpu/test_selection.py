@@ -5,12 +5,8 @@ The tests cover functions that are chosen after others, in training, and with er
 
 from __future__ import annotations
 
-import sys
 import threading
-from pathlib import Path
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from indirection import Program, by_name, compiled, reset, run, tensor
@@ -248,6 +244,7 @@ PROGRAMS = (
 )  # fmt: skip
 
 
+@instantiate_parametrized_tests
 class TestBothWays(SelectionTestCase):
     """Graphed or not, in trials and after them, a function gives the bits of un-graphed Inductor. Which way is better
     depends on the machine, so these tests set the decision.
@@ -288,8 +285,6 @@ class TestBothWays(SelectionTestCase):
         self.assertFalse(manager.running_forwards_with_pending_backwards)
         self.assertEqual({str(f.decision).partition(":")[0] for f in self.functions()}, {way.value})
 
-
-instantiate_parametrized_tests(TestBothWays)
 
 if __name__ == "__main__":
     run_tests()

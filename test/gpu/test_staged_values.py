@@ -3,15 +3,9 @@
 Calls are made while the GPU is busy, and with values that are pinned, partly read or needed by later partitions.
 """
 
-from __future__ import annotations
-
 import contextlib
-import sys
 import time
-from pathlib import Path
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from indirection import Facts, reset

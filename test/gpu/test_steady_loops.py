@@ -214,6 +214,7 @@ def training_of(model: nn.Module, batch: torch.Tensor, outputs: str | None) -> T
     return Training(own, loss_of, torch.empty_like(batch))
 
 
+@instantiate_parametrized_tests
 class TestSteadyLoops(KeptTestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -268,8 +269,6 @@ class TestSteadyLoops(KeptTestCase):
         self.assertEqual(costs, [], found)
         self.assertLessEqual(found.get("allocations", 0), as_upstream.get("allocations", 0), (found, as_upstream))
 
-
-instantiate_parametrized_tests(TestSteadyLoops)
 
 if __name__ == "__main__":
     run_tests()

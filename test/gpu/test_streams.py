@@ -30,6 +30,7 @@ def generated(x: torch.Tensor) -> torch.Tensor:
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"library": library, "generated": generated}
 
 
+@instantiate_parametrized_tests
 class TestStreams(KeptTestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -208,9 +209,6 @@ class TestStreams(KeptTestCase):
 
         threads = [threading.Thread(target=work, args=(self.stream(),)) for _ in range(4)]
         run_threads(threads, errors, 120)
-
-
-instantiate_parametrized_tests(TestStreams)
 
 
 class TestExternalStreams(TestStreams):

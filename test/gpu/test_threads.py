@@ -41,6 +41,7 @@ def slow_calls() -> Counter[str]:
     return found
 
 
+@instantiate_parametrized_tests
 class TestThreads(KeptTestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -327,8 +328,6 @@ class TestThreads(KeptTestCase):
         for call in range(4):
             work(-1, call)
 
-
-instantiate_parametrized_tests(TestThreads)
 
 if __name__ == "__main__":
     run_tests()

@@ -21,6 +21,7 @@ import pygraph_trees
 STEPS = 12
 
 
+@instantiate_parametrized_tests
 class TestTouchedOutputs(KeptTestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -105,14 +106,12 @@ def changed(tensor: torch.Tensor, change: str) -> torch.Tensor:
     return torch._lazy_clone(tensor)
 
 
-instantiate_parametrized_tests(TestTouchedOutputs)
-
-
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"library": library, "generated": lambda x: x.sin() * 2}
 
 CALLS = 4
 
 
+@instantiate_parametrized_tests
 class TestSharedOutputs(KeptTestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -182,9 +181,6 @@ class TestSharedOutputs(KeptTestCase):
             process.join(30)
         finally:
             process.kill()
-
-
-instantiate_parametrized_tests(TestSharedOutputs)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ def scale(x: torch.Tensor) -> torch.Tensor:
     return x * 2 + 1
 
 
+@instantiate_parametrized_tests
 class TestTreeInputs(ParityTestCase):
     by_address = True
 
@@ -106,14 +107,12 @@ class TestTreeInputs(ParityTestCase):
                 h = torch.ones(4, 8, device=ctx.device)
 
 
-instantiate_parametrized_tests(TestTreeInputs)
-
-
 def distinct(tensors: list[torch.Tensor]) -> int:
     """The number of different tensors among ``tensors``."""
     return len({tensor.numpy().tobytes() for tensor in tensors})
 
 
+@instantiate_parametrized_tests
 class TestTreeRandom(ParityTestCase):
     by_address = True
 
@@ -169,9 +168,6 @@ class TestTreeRandom(ParityTestCase):
         parity = self.parity(program, oracle=False)
         self.assertEqual(distinct(parity.tensors), 12)
         self.assertEqual(parity.tree.depth, 2)
-
-
-instantiate_parametrized_tests(TestTreeRandom)
 
 
 if __name__ == "__main__":

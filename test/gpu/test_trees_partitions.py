@@ -49,6 +49,7 @@ SPLIT: dict[str, tuple[Callable[..., Any], int]] = {  # with the number of parti
 }
 
 
+@instantiate_parametrized_tests
 class TestTreePartitions(ParityTestCase):
     by_address = True
 
@@ -153,8 +154,6 @@ class TestTreePartitions(ParityTestCase):
         program, dynamo_config = calls(function, fullgraph=True), {"capture_dynamic_output_shape_ops": True}
         self.assertGreaterEqual(self.parity(program, dynamo_config=dynamo_config).tree.functions, 1)
 
-
-instantiate_parametrized_tests(TestTreePartitions)
 
 if __name__ == "__main__":
     run_tests()

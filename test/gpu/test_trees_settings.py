@@ -59,6 +59,7 @@ class TestCudagraphsBackend(ParityTestCase):
         self.assertIsNone(parity.tree)
 
 
+@instantiate_parametrized_tests
 class TestTreeSettings(ParityTestCase):
     @parametrize("name", list(RECORDED))
     def test_recorded(self, name: str) -> None:
@@ -139,9 +140,6 @@ class TestTreeSettings(ParityTestCase):
             ctx.call(compiled)
 
 
-instantiate_parametrized_tests(TestTreeSettings)
-
-
 def class_of_manager() -> str:
     manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
     return type(manager).__module__.partition(".")[0]
@@ -152,6 +150,7 @@ def change(ctx: Context, is_installed: bool) -> None:
     (ctx.uninstall if is_installed else ctx.install)()
 
 
+@instantiate_parametrized_tests
 class TestTreeInstall(ParityTestCase):
     @parametrize("is_installed", [False, True])
     def test_a_change_after_the_first_compilation(self, is_installed: bool) -> None:
@@ -215,9 +214,6 @@ class TestTreeInstall(ParityTestCase):
                 self.assertEqual(class_of_manager(), "pygraph_trees" if ctx.side == OURS else "torch")
 
         self.assertEqual(self.parity(program, installed=False).tree.recordings, 1)
-
-
-instantiate_parametrized_tests(TestTreeInstall)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def products(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 FUNCTIONS: dict[str, Any] = {"library": library, "generated": generated, "products": products}
 
 
+@instantiate_parametrized_tests
 class TestUserCaptures(KeptTestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -189,8 +190,6 @@ class TestUserCaptures(KeptTestCase):
                 self.close(captured, fn(x), call)
             self.close(kept, fn(given), "kept")
 
-
-instantiate_parametrized_tests(TestUserCaptures)
 
 if __name__ == "__main__":
     run_tests()

@@ -5,11 +5,6 @@ No test here sets saved-tensor hooks: after a process has set them, each call ch
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +41,7 @@ def product(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return x @ w, (x * 2).sum(0)
 
 
+@instantiate_parametrized_tests
 class TestZeros(IndirectionTestCase):
     def check(
         self,
@@ -116,8 +112,6 @@ class TestZeros(IndirectionTestCase):
             torch.cuda.synchronize()
             self.assertEqual(results[1], results[0], msg=f"call {call}")
 
-
-instantiate_parametrized_tests(TestZeros)
 
 if __name__ == "__main__":
     run_tests()
