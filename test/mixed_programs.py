@@ -1,7 +1,4 @@
-"""Random programs of a few steps on CPU and GPU, for hypothesis, and their graphs.
-
-Each input is four integers or one, on either device; steps compute, move and make values.
-"""
+"""Random programs of a few steps on CPU and GPU, for hypothesis, and their graphs."""
 
 import torch
 from hypothesis import strategies as st

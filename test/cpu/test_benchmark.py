@@ -1,7 +1,4 @@
-"""The measuring machinery: programs, input sets, clocks, the reader of traces, and a whole comparison.
-
-All of it runs without a GPU; ways are replaced by plain callables where a test is about the harness and not about them.
-"""
+"""The measuring machinery: programs, input sets, clocks, the reader of traces, and a whole comparison."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The parts in C++: where and when they are built, what a user is told, and a wheel that has them.
-
-The wheel's modules were built before; with ``TEST_WHEELS=1`` they are compiled, in another half a minute.
-"""
+"""The parts in C++: where and when they are built, what a user is told, and a wheel that has them."""
 
 import contextlib
 import importlib.util

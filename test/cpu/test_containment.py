@@ -1,7 +1,4 @@
-"""One call at a time goes through the trees. Their errors never reach the program; its own errors do.
-
-Upstream's part is a function of the test.
-"""
+"""One call at a time goes through the trees. Their errors never reach the program; its own errors do."""
 
 from __future__ import annotations
 

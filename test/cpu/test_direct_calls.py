@@ -1,7 +1,4 @@
-"""Calls of compiled functions without Dynamo's guards: whatever a guard reads is seen when it changes.
-
-Eager is the oracle. Dynamo's own guards run at the first 64 calls that skip them, and an error is raised if one fails.
-"""
+"""Calls of compiled functions without Dynamo's guards: whatever a guard reads is seen when it changes."""
 
 import gc
 import threading

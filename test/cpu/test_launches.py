@@ -1,8 +1,4 @@
-"""Launches of Triton kernels while a function is warmed up or captured: which arguments go through slots, and when.
-
-There are two kinds of kernels: fakes on CPU tensors, and kernels that Inductor generates for a fake GPU. The latter are
-compiled, and their launchers stop before they load and launch.
-"""
+"""Launches of Triton kernels while a function is warmed up or captured: which arguments go through slots, and when."""
 
 from __future__ import annotations
 

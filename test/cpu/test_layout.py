@@ -1,8 +1,4 @@
-"""The layout that CONTRIBUTING.md describes: rooms import what its table allows, and no files import each other.
-
-Imports count anywhere: at the top, inside a function, or for types alone. Importing a module also runs the
-``__init__.py`` above it, which does not count. Nothing here imports the project.
-"""
+"""The layout that CONTRIBUTING.md describes: rooms import what its table allows, and no files import each other."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Own memory of outputs: a replay writes it again only if nothing else uses it, whatever kind of object holds it.
-
-``TestBlocks`` takes blocks from C++ directly. ``TestFastPath`` replays a function whose graph fills its outputs, and
-``TestGradients`` a backward whose gradients autograd accumulates. All run without a GPU, on memory of the CPU.
-"""
+"""Own memory of outputs: a replay writes it again only if nothing else uses it, whatever kind of object holds it."""
 
 import gc
 import random

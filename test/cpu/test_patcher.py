@@ -1,7 +1,4 @@
-"""Kernels are given new addresses in C++: the tests of live inputs hold with it, and Python is asked when necessary.
-
-C++ calls the fake driver's function through its address.
-"""
+"""Kernels are given new addresses in C++: the tests of live inputs hold with it, and Python is asked when necessary."""
 
 import gc
 import struct

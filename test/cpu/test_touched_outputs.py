@@ -1,8 +1,4 @@
-"""Changes that a program makes to outputs that it drops or keeps, and interrupts while outputs are moved.
-
-Upstream returns the same tensor objects again once they are no longer held. The next call must not see what the last
-user left on them, and memory that the program assigned to an output belongs to the program.
-"""
+"""Changes that a program makes to outputs that it drops or keeps, and interrupts while outputs are moved."""
 
 import contextlib
 import inspect

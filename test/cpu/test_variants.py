@@ -1,7 +1,4 @@
-"""Kernels that take pointers from slots: loads and stores as wide as the original's, the same results, or a reason.
-
-They are compiled for an absent GPU, and interpreted on the CPU.
-"""
+"""Kernels that take pointers from slots: loads and stores as wide as the original's, the same results, or a reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Zeros without memory as inputs and outputs: upstream's code and compiled code get ordinary tensors instead.
-
-Parameters that FSDP2 has gathered, on one rank of gloo; the module state of torch 2.11 is imitated.
-"""
+"""Zeros without memory as inputs and outputs: upstream's code and compiled code get ordinary tensors instead."""
 
 from __future__ import annotations
 

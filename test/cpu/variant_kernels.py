@@ -1,7 +1,4 @@
-"""Triton kernels of the kinds that Inductor runs, with their compile options: a :class:`Case` for each.
-
-They are ordinary functions of an ordinary module, so that both the compiler and the interpreter accept them.
-"""
+"""Triton kernels of the kinds that Inductor runs, with their compile options: a :class:`Case` for each."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Actions of a program around and inside a call.
-
-Hooks on saved tensors, finalizers, collections and threads that call a compiled function during another call. Eager is
-the oracle: each call, also an inner one, must return its own result.
-"""
+"""Actions of a program around and inside a call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Compiled functions that accumulate their gradients themselves, on a GPU: streams, kept gradients, and a library.
-
-Eager is the oracle, or the same program with ``pygraph_entry="off"``; each test also asserts how often it was done.
-"""
+"""Compiled functions that accumulate their gradients themselves, on a GPU: streams, kept gradients, and a library."""
 
 from __future__ import annotations
 

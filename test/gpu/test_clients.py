@@ -1,6 +1,4 @@
 """Programs in the shape of what people run: adapters that are swapped, an agent, streams, padded batches, simulations.
-
-Each runs in eager, with upstream's graphs and with ours (``parity.py``); the values that its user sees must be equal.
 """
 
 from __future__ import annotations

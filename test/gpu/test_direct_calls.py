@@ -1,7 +1,4 @@
-"""Calls of compiled functions without Dynamo's guards, with CUDA graphs: values are the same, and graphs replay.
-
-The same program with ``pygraph_entry="short"`` is the oracle; each test also asserts how often guards were skipped.
-"""
+"""Calls of compiled functions without Dynamo's guards, with CUDA graphs: values are the same, and graphs replay."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The fast path: which calls take it, that their results are right, and that other calls take the slow path.
-
-Counters tell how many calls tried and took it. Programs have moving inputs, several recordings, branches, views and
-gradients.
-"""
+"""The fast path: which calls take it, that their results are right, and that other calls take the slow path."""
 
 import contextlib
 import unittest

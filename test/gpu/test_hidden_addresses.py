@@ -1,8 +1,4 @@
-"""Kernels that Inductor does not see, next to kernels that can be read.
-
-Their inputs are given by address if the kernels take pointers, and copied if addresses are hidden in other forms.
-Programs that could fault run in other processes.
-"""
+"""Kernels that Inductor does not see, next to kernels that can be read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Addresses and layouts of inputs: views, alignments, shared memory, outputs that come back as inputs, and parameters
 that move.
-
-Each program runs un-graphed and graphed while its inputs move (``indirection.py``). Both must leave the same bits, and
-only the announced bytes may be copied.
 """
 
 import contextlib

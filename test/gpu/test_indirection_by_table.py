@@ -1,8 +1,4 @@
-"""Live inputs whose addresses Triton kernels read from a table: a replay sets one node, however many read an input.
-
-Programs of kernels and libraries that use a table are run here too, those of other files of ``test_indirection_*``
-there.
-"""
+"""Live inputs whose addresses Triton kernels read from a table: a replay sets one node, however many read an input."""
 
 import gc
 import weakref

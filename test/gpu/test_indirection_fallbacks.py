@@ -1,7 +1,4 @@
 """Inputs that cannot be patched and driver calls that fail: right results, a working recording, a reason in the report.
-
-Each program runs un-graphed and graphed while its inputs move (``indirection.py``). Both must leave the same bits, and
-only the announced bytes may be copied. ``test/cpu/test_live_inputs.py`` has a failure of each call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Generated kernels that read live inputs: no byte is copied, for any number of kernels and inputs.
-
-Each program runs un-graphed and graphed while its inputs move (``indirection.py``). Both must leave the same bits, and
-only the announced bytes may be copied.
-"""
+"""Generated kernels that read live inputs: no byte is copied, for any number of kernels and inputs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Library kernels that read live inputs, by family: no byte is copied.
-
-Each program runs un-graphed and graphed while its inputs move (``indirection.py``). Both must leave the same bits, and
-only the announced bytes may be copied.
-"""
+"""Library kernels that read live inputs, by family: no byte is copied."""
 
 from __future__ import annotations
 

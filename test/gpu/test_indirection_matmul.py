@@ -1,8 +1,4 @@
-"""Matmuls that read live inputs: no byte is copied, whichever library or kernel computes them.
-
-Each program runs un-graphed and graphed while its inputs move (``indirection.py``). Both must leave the same bits, and
-only the announced bytes may be copied.
-"""
+"""Matmuls that read live inputs: no byte is copied, whichever library or kernel computes them."""
 
 from __future__ import annotations
 

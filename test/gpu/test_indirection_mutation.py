@@ -1,8 +1,4 @@
-"""Live inputs that are mutated: graphed, mutated in place, exactly once a call, and no graph is skipped for it.
-
-Each program also runs with inputs that keep the mutations of earlier calls, so that a mutation that is lost or happens
-twice adds up.
-"""
+"""Live inputs that are mutated: graphed, mutated in place, exactly once a call, and no graph is skipped for it."""
 
 from __future__ import annotations
 

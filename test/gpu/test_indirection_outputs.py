@@ -1,8 +1,4 @@
-"""Outputs that are live inputs, views of them, or saved for the backward: each replay rebuilds them.
-
-Each program runs un-graphed and graphed while its inputs move (``indirection.py``). Both must leave the same bits, and
-only the announced bytes may be copied.
-"""
+"""Outputs that are live inputs, views of them, or saved for the backward: each replay rebuilds them."""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,4 @@
-"""Routes chosen by the rule: a function's inputs are patched until its table is ready, and results are always right.
-
-Fewer replays are counted here than by default, so that a route is chosen within about twenty calls.
-"""
+"""Routes chosen by the rule: a function's inputs are patched until its table is ready, and results are always right."""
 
 from __future__ import annotations
 

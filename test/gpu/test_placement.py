@@ -1,8 +1,4 @@
-"""Programs that mix CPU and GPU, with all possible work moved to the GPU, and with staged values.
-
-Results are compared with eager in each call. The CPU's memory may be pinned, written to or freed meanwhile, and queued
-replays must read their own values.
-"""
+"""Programs that mix CPU and GPU, with all possible work moved to the GPU, and with staged values."""
 
 import numpy
 import torch

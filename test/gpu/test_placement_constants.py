@@ -1,8 +1,4 @@
-"""Values from constants have eager's bits on the GPU, for known, symbolic and large sizes.
-
-Small values are folded at compile time, exact ones are made on the GPU, and the others are copied. They may be mutated,
-returned or differentiated.
-"""
+"""Values from constants have eager's bits on the GPU, for known, symbolic and large sizes."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Programs that mix CPU and GPU, with floating-point work left on the CPU; and the accuracy of moved work.
-
-Results without rounding must have eager's bits. Moved single-precision math may be rounded otherwise.
-"""
+"""Programs that mix CPU and GPU, with floating-point work left on the CPU; and the accuracy of moved work."""
 
 import torch
 from indirection import Facts, assert_same_bits

@@ -1,8 +1,4 @@
-"""Random graphs and realistic programs that mix CPU and GPU.
-
-Rewritten and original graphs agree, interpreted and compiled: values, devices, types, strides and sharing of memory. A
-minimum of the graphs must have moved something. Each realistic program is in one CUDA graph, but for one.
-"""
+"""Random graphs and realistic programs that mix CPU and GPU."""
 
 import copy
 

@@ -1,7 +1,4 @@
-"""The report on a GPU: it tells what happened to the functions.
-
-Kernels, partitions, recordings, copied bytes and reasons must be those that occurred.
-"""
+"""The report on a GPU: it tells what happened to the functions."""
 
 import gzip
 import importlib.util

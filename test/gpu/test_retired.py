@@ -1,7 +1,4 @@
-"""Memory of deleted recordings returns to the driver and the allocator, but not before their launches end.
-
-The tests drop functions while launches are queued, on one stream or two, with placeholders and with tables.
-"""
+"""Memory of deleted recordings returns to the driver and the allocator, but not before their launches end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Trials on a GPU: the measurements decide, decisions are kept, and memory is given back.
-
-The tests cover functions that are chosen after others, in training, and with errors in a trial.
-"""
+"""Trials on a GPU: the measurements decide, decisions are kept, and memory is given back."""
 
 from __future__ import annotations
 

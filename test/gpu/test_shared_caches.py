@@ -1,8 +1,4 @@
-"""Processes that share a folder of caches: with ours as with torch alone, the first one misses, and later ones hit.
-
-Three ways run at the same time, each with its own folder: torch alone, ours, and ours with its flags off. Each way runs
-three processes one after another. Their programs are in ``cached_programs.py``.
-"""
+"""Processes that share a folder of caches: with ours as with torch alone, the first one misses, and later ones hit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""CPU values in graphs: one copy or node for all of them, right values in each call, no wait that the program lacks.
-
-Calls are made while the GPU is busy, and with values that are pinned, partly read or needed by later partitions.
-"""
+"""CPU values in graphs: one copy or node for all of them, right values in each call, no wait that the program lacks."""
 
 import contextlib
 import time

@@ -1,7 +1,4 @@
 """Steady training loops: each call takes the fast path, outputs cost no allocation and no node, and values are eager's.
-
-The loops of a model run one after the other in one process, as in a notebook: what one of them causes must not slow
-down the next. Each makes ten steps; then twelve are counted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
 """Programs that would be recorded again and again, or that keep all outputs: few recordings, and calls of equal length.
-
-Values are those of the same code un-graphed, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Threads that call the same functions, each on a stream of its own; eager is the oracle.
-
-Since torch 2.13, each thread has its own recordings and takes the fast path. Before, one thread uses graphs.
-"""
+"""Threads that call the same functions, each on a stream of its own; eager is the oracle."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Changes that a program makes to outputs that it drops or keeps, and outputs that another process shares.
-
-Outputs of a training forward and gradients are cached tensors, which torch returns again once they are no longer held.
-Eager is the oracle.
-"""
+"""Changes that a program makes to outputs that it drops or keeps, and outputs that another process shares."""
 
 from __future__ import annotations
 

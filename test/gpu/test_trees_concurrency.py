@@ -1,8 +1,4 @@
-"""Steps, threads and streams: how long outputs stay valid, step marks, resets, and programs with several threads.
-
-Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. With inputs by address, its user must see the same. Eager is the oracle for values.
-"""
+"""Steps, threads and streams: how long outputs stay valid, step marks, resets, and programs with several threads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Errors in the model, in the recording and on the device, and what works after them.
-
-Programs that may lose the device, or exhaust its memory, run in another process.
-"""
+"""Errors in the model, in the recording and on the device, and what works after them."""
 
 from __future__ import annotations
 

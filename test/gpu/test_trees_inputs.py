@@ -1,8 +1,4 @@
-"""Inputs of a recording, such as parameters that move or changing shapes, and random numbers: replays draw new ones.
-
-Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. With inputs by address, its user must see the same. Eager is the oracle for values.
-"""
+"""Inputs of a recording, such as parameters that move or changing shapes, and random numbers: replays draw new ones."""
 
 from __future__ import annotations
 

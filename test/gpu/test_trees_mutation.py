@@ -1,8 +1,4 @@
-"""Functions that mutate their inputs.
-
-Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. With inputs by address, its user must see the same. Eager is the oracle for values.
-"""
+"""Functions that mutate their inputs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Functions that upstream splits: operators that cannot be captured, copies between devices, CPU inputs.
-
-Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. With inputs by address, its user must see the same. Eager is the oracle for values.
-"""
+"""Functions that upstream splits: operators that cannot be captured, copies between devices, CPU inputs."""
 
 from __future__ import annotations
 

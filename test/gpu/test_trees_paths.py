@@ -1,8 +1,4 @@
-"""Paths through the tree, and memory of the pool: liveness, sharing between recordings, functions that die.
-
-Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. With inputs by address, its user must see the same. Eager is the oracle for values.
-"""
+"""Paths through the tree, and memory of the pool: liveness, sharing between recordings, functions that die."""
 
 from __future__ import annotations
 

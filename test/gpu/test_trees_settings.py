@@ -1,8 +1,4 @@
-"""The ``cudagraphs`` backend, upstream's settings for graph trees, and patches that go on and off meanwhile.
-
-Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. Eager is the oracle for values.
-"""
+"""The ``cudagraphs`` backend, upstream's settings for graph trees, and patches that go on and off meanwhile."""
 
 from __future__ import annotations
 

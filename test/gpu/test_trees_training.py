@@ -1,8 +1,4 @@
-"""Forward and backward: gradients, accumulation, pending backwards, inference and training of one module.
-
-Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
-facts. With inputs by address, its user must see the same. Eager is the oracle for values.
-"""
+"""Forward and backward: gradients, accumulation, pending backwards, inference and training of one module."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Graphs that the program captures itself, with calls of compiled functions in them; eager is the oracle.
-
-As with ``torch.compile`` alone, such a call becomes a part of the program's graph. Replays of that graph and of
-recordings do not overwrite what the other one, or the program, still reads.
-"""
+"""Graphs that the program captures itself, with calls of compiled functions in them; eager is the oracle."""
 
 from __future__ import annotations
 
