@@ -20,18 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pygraph_trees.reasons import Reason, Why
 
-from .nodes import (
-    HALVES,
-    held_tensor,
-    is_constructor,
-    is_dense,
-    is_on_cpu,
-    is_view,
-    may_write,
-    nbytes_of,
-    reached,
-    tensors_of,
-)
+from . import nodes
 from .operators import is_sum_of_another, why_not_the_same_again
 
 if TYPE_CHECKING:
@@ -42,13 +31,13 @@ MOST_FOLDED_NBYTES = 1 << 20
 # The limit for all values of one graph together, intermediate values included.
 MOST_EVALUATED_NBYTES = 64 << 20
 _MOST_INLINED = 8  # elements; Inductor writes up to this many into a kernel as literals, in one dimension at most
-_FOLDED_TYPES = HALVES | {
+_FOLDED_TYPES = nodes.HALVES | {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.float64, torch.complex64,
     torch.complex128,
 }  # fmt: skip
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})  # a kernel loads these types as single precision
-_LITERALS = HALVES | {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
+_LITERALS = nodes.HALVES | {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
 
 _log = logging.getLogger("pygraph_trees.placement")
 
@@ -76,8 +65,8 @@ class Folding:
             return Reason.NO_CONSTANT_TYPE()
         if value.is_complex() and not value.is_contiguous():
             return Reason.COMPLEX_ORDER()
-        if nbytes_of(node) > MOST_FOLDED_NBYTES:
-            return Reason.LARGE_CONSTANT(nbytes=nbytes_of(node))
+        if nodes.nbytes_of(node) > MOST_FOLDED_NBYTES:
+            return Reason.LARGE_CONSTANT(nbytes=nodes.nbytes_of(node))
         self._evaluate(node)
         if (why := self._why_stuck(node)) is not None:
             return why
@@ -107,7 +96,7 @@ class Folding:
         assert module is not None  # otherwise the value cannot be folded
         value, like = self.values[node], node.meta["val"]
         with _as_eager_runs():
-            if is_dense(like):
+            if nodes.is_dense(like):
                 constant = torch.empty_strided(value.size(), like.stride(), dtype=value.dtype, device="cpu")
             else:
                 constant = torch.empty(value.size(), dtype=value.dtype, device="cpu")
@@ -124,10 +113,10 @@ class Folding:
 
     def _evaluate(self, node: fx.Node) -> None:
         """Gives a value to a node and all that it depends on, or notes why not, so that no later node looks further."""
-        todo = reached([node], lambda n: () if n in self.values or self._why_stuck(n) else n.all_input_nodes)
+        todo = nodes.reached([node], lambda n: () if n in self.values or self._why_stuck(n) else n.all_input_nodes)
         missing = sorted(current for current in todo if current not in self.values)
         if self._failed.keys().isdisjoint(missing):
-            nbytes = sum(map(nbytes_of, missing))
+            nbytes = sum(map(nodes.nbytes_of, missing))
             if nbytes > self._left:  # less is left later
                 self._failed[node] = node, Reason.LARGE_EVALUATION(nbytes=nbytes)
             else:
@@ -149,13 +138,13 @@ class Folding:
         """Says why a node cannot be evaluated at compile time, whatever its inputs are."""
         if node not in self.constants:
             return Reason.NOT_CONSTANT()
-        if not all(isinstance(size, int) for tensor in tensors_of(node) for size in tensor.shape):
+        if not all(isinstance(size, int) for tensor in nodes.tensors_of(node) for size in tensor.shape):
             return Reason.SIZE_AT_CALL()
         if node.op == "get_attr" or node.target is operator.getitem:
             return None
         if any(part in str(node.target) for part in ("empty", "resize", "from_file")):
             return Reason.UNSET()
-        if any(not tensors_of(source) for source in node.all_input_nodes):
+        if any(not nodes.tensors_of(source) for source in node.all_input_nodes):
             return Reason.NUMBER_AT_CALL()
         return why_not_the_same_again(node) or (Reason.LAST_PLACE() if is_sum_of_another(node) else None)
 
@@ -164,7 +153,7 @@ class Folding:
         try:
             target: Any = node.target
             args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
-            value: Any = held_tensor(node) if node.op == "get_attr" else target(*args, **kwargs)
+            value: Any = nodes.held_tensor(node) if node.op == "get_attr" else target(*args, **kwargs)
         except Exception as error:  # whatever an operator raises here, eager raises in the call
             _log.debug("%s cannot be computed when the graph is compiled: %s", node, error)
             self._failed[node] = node, Reason.NOT_EVALUATED()
@@ -216,13 +205,13 @@ def _constants_of(graph: fx.Graph) -> frozenset[fx.Node]:
     """CPU values that depend on constructors and tensors of the graph alone."""
     found: set[fx.Node] = set()
     written = _written(graph)
-    for node in filter(is_on_cpu, graph.nodes):
+    for node in filter(nodes.is_on_cpu, graph.nodes):
         if node.op == "get_attr":
-            held = held_tensor(node)
+            held = nodes.held_tensor(node)
             is_constant = held is not None and held.untyped_storage().data_ptr() not in written
         else:
-            sources = [source for source in node.all_input_nodes if tensors_of(source)]
-            is_constant = is_constructor(node) or (bool(sources) and found.issuperset(sources))
+            sources = [source for source in node.all_input_nodes if nodes.tensors_of(source)]
+            is_constant = nodes.is_constructor(node) or (bool(sources) and found.issuperset(sources))
         if is_constant:
             found.add(node)
     return frozenset(found)
@@ -230,7 +219,7 @@ def _constants_of(graph: fx.Graph) -> frozenset[fx.Node]:
 
 def _written(graph: fx.Graph) -> set[int]:
     """Addresses of the graph's tensors that an operator may write to, directly or through views."""
-    writers = [node for node in graph.nodes if node.op == "call_function" and may_write(node)]
-    written = reached(writers, lambda node: filter(is_view, node.all_input_nodes))
-    held = [held_tensor(source) for node in written for source in node.all_input_nodes]
+    writers = [node for node in graph.nodes if node.op == "call_function" and nodes.may_write(node)]
+    written = nodes.reached(writers, lambda node: filter(nodes.is_view, node.all_input_nodes))
+    held = [nodes.held_tensor(source) for node in written for source in node.all_input_nodes]
     return {tensor.untyped_storage().data_ptr() for tensor in held if tensor is not None}

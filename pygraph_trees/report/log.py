@@ -21,25 +21,12 @@ from torch._logging import trace_structured
 
 from pygraph_trees.reasons import Reason, Why
 
+from . import records
 from .calls import Call
-from .records import (
-    SLOW_CALLS,
-    Branches,
-    Cause,
-    FunctionRecord,
-    GraphRecord,
-    InputRecord,
-    MovedOutput,
-    OutputRecord,
-    Partition,
-    PartitionInput,
-    Placed,
-    RecordingRecord,
-)
 
 _log = logging.getLogger("pygraph_trees.report")
 
-R = TypeVar("R", FunctionRecord, GraphRecord, RecordingRecord)
+R = TypeVar("R", records.FunctionRecord, records.GraphRecord, records.RecordingRecord)
 
 
 @dataclass(slots=True)
@@ -52,8 +39,8 @@ class RecordingLog:
     number: int = -1
     parent: int | None = None
     reason: str = ""
-    inputs: tuple[InputRecord, ...] = ()
-    outputs: tuple[OutputRecord, ...] = ()
+    inputs: tuple[records.InputRecord, ...] = ()
+    outputs: tuple[records.OutputRecord, ...] = ()
     kernels: int | None = None
     other_nodes: int | None = None
     record_s: float = 0.0
@@ -64,7 +51,7 @@ class RecordingLog:
     has_fast_path: bool = True  # whether C++ may replay it
     was_interrupted: bool = False  # whether the call that made it raised, as an interrupt does
     sets: Any = field(default_factory=Count)  # of nodes that replays gave other addresses
-    branches: Branches | None = None
+    branches: records.Branches | None = None
     why_no_branches: Why | None = None
     is_tried: bool = False  # its replays show whether lanes pay
 
@@ -81,8 +68,8 @@ class RecordingLog:
         """The number of live inputs with each route."""
         return Counter(given.route for given in self.inputs if given.route is not None)
 
-    def record(self) -> RecordingRecord:
-        return _record(RecordingRecord, self, set_nodes=self.sets.value)
+    def record(self) -> records.RecordingRecord:
+        return _record(records.RecordingRecord, self, set_nodes=self.sets.value)
 
 
 @dataclass(slots=True)
@@ -197,18 +184,20 @@ class FunctionLog:
         self.ungraphed_reason, self.is_ungraphed_by_decision = reason, False
         return is_news
 
-    def record(self) -> FunctionRecord:
+    def record(self) -> records.FunctionRecord:
         recordings = tuple(r.record() for r in list(self.recordings))
         return _record(
-            FunctionRecord,
+            records.FunctionRecord,
             self,
             partitions=max(self.partition, self.graph.functions if self.graph else 1),
             settings=dict(self.settings),
             recordings=recordings,
             ungraphed_calls=max(0, self.runs - self.warmups - len(recordings) - self.trial_runs),
             trial_calls=self.trial_runs,
-            moved_outputs=tuple(MovedOutput(n, *seen) for n, seen in sorted(self.moved.copy().items())),
-            slow_calls={why: calls.value for why, calls in zip(SLOW_CALLS, self.slow, strict=False) if calls.value},
+            moved_outputs=tuple(records.MovedOutput(n, *seen) for n, seen in sorted(self.moved.copy().items())),
+            slow_calls={
+                why: calls.value for why, calls in zip(records.SLOW_CALLS, self.slow, strict=False) if calls.value
+            },
             blocks_allocated=self.blocks_allocated.value,
             blocks_given_away=self.blocks_given_away.value,
             source=self.graph.source if self.graph else None,
@@ -220,18 +209,18 @@ class GraphLog:
     model: str
     compile_id: str | None
     mode: str
-    partitions: tuple[Partition, ...]
+    partitions: tuple[records.Partition, ...]
     dropped: str | None = None
     rebinds_storage: bool = False  # an operation replaces the memory of an input, which a replay would not repeat
     functions: int = 0  # passed to cudagraphify so far
-    placed: tuple[Placed, ...] = ()
+    placed: tuple[records.Placed, ...] = ()
     why_not_placed: str | None = None
     code: str | None = None  # a key of its generated code, the same in every process
     source: str | None = None  # where its function begins, or continues after a graph break
     calls: tuple[tuple[Call, ...], ...] = ()  # of each function, in order
 
-    def record(self) -> GraphRecord:
-        return _record(GraphRecord, self)
+    def record(self) -> records.GraphRecord:
+        return _record(records.GraphRecord, self)
 
 
 def _record(kind: type[R], log: object, **facts: Any) -> R:
@@ -303,7 +292,7 @@ class Journal:
     def functions(self) -> list[FunctionLog]:
         return list(self._functions)
 
-    def records(self) -> tuple[tuple[GraphRecord, ...], tuple[FunctionRecord, ...]]:
+    def records(self) -> tuple[tuple[records.GraphRecord, ...], tuple[records.FunctionRecord, ...]]:
         graphs, functions = list(self._graphs), list(self._functions)
         return tuple(g.record() for g in graphs), tuple(f.record() for f in functions)
 
@@ -316,8 +305,8 @@ class Journal:
 journal = Journal()
 
 
-def partition_from_json(data: dict[str, Any]) -> Partition:
+def partition_from_json(data: dict[str, Any]) -> records.Partition:
     """The inverse of :func:`dataclasses.asdict`."""
-    causes, inputs = [Cause(**c) for c in data["causes"]], [PartitionInput(**i) for i in data["inputs"]]
+    causes, inputs = [records.Cause(**c) for c in data["causes"]], [records.PartitionInput(**i) for i in data["inputs"]]
     tuples = {"causes": tuple(causes), "inputs": tuple(inputs), "outputs": tuple(data["outputs"])}
-    return Partition(**{**data, **tuples})
+    return records.Partition(**{**data, **tuples})

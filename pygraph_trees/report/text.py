@@ -11,18 +11,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from .records import (
-    OWN_MEMORY,
-    Cause,
-    Environment,
-    FunctionRecord,
-    GraphBreak,
-    GraphRecord,
-    HostWork,
-    Placed,
-    RecordingRecord,
-    Snapshot,
-)
+from . import records
 
 _MOST_CAUSES = 6  # of one graph
 _MOST_REASONS = 4  # of one function
@@ -67,7 +56,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None 
     return "\n".join(lines)
 
 
-def render(report: Snapshot, width: int) -> str:
+def render(report: records.Snapshot, width: int) -> str:
     parts = ["\n".join(environment_lines(report.environment))]
     if not report.functions and not report.graphs:
         parts.append('Nothing was compiled for CUDA graphs yet. Use torch.compile(model, mode="reduce-overhead").')
@@ -84,7 +73,7 @@ def render(report: Snapshot, width: int) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def environment_lines(environment: Environment) -> list[str]:
+def environment_lines(environment: records.Environment) -> list[str]:
     """The versions; the patches that are on; the others, by state and reason."""
     on = [f.name for f in environment.features if f.state == "on"]
     others: dict[tuple[str, str | None], list[str]] = {}
@@ -107,7 +96,7 @@ def environment_lines(environment: Environment) -> list[str]:
     ]
 
 
-def _host_work(what: str, unit: str, work: HostWork) -> Iterator[str]:
+def _host_work(what: str, unit: str, work: records.HostWork) -> Iterator[str]:
     """A line on how often C++ did the work, and how often torch, most frequent reasons first; none without work."""
     others = sorted(work.by_torch.items(), key=lambda item: -item[1])
     if work.at_once or others:
@@ -115,7 +104,7 @@ def _host_work(what: str, unit: str, work: HostWork) -> Iterator[str]:
         yield f"{what.format(counted(work.at_once, unit))}{reasons}"
 
 
-def _row(function: FunctionRecord) -> tuple[str, ...]:
+def _row(function: records.FunctionRecord) -> tuple[str, ...]:
     last = function.recordings[-1] if function.recordings else None
     return (
         title(function),
@@ -131,21 +120,21 @@ def _row(function: FunctionRecord) -> tuple[str, ...]:
     )
 
 
-def title(record: FunctionRecord | GraphRecord) -> str:
+def title(record: records.FunctionRecord | records.GraphRecord) -> str:
     return f"{record.model} {record.compile_id}" if record.compile_id else record.model
 
 
-def called(function: FunctionRecord) -> str:
+def called(function: records.FunctionRecord) -> str:
     """A name for a function: ``Net 0/0 forward, partition 2 of 3``."""
     return f"{title(function)} {mode_and_part(function)}"
 
 
-def mode_and_part(function: FunctionRecord) -> str:
+def mode_and_part(function: records.FunctionRecord) -> str:
     part = f", partition {function.partition} of {function.partitions}" if function.partitions > 1 else ""
     return function.mode + part
 
 
-def problems(report: Snapshot) -> list[str]:
+def problems(report: records.Snapshot) -> list[str]:
     """Graph breaks, un-graphed functions, copied inputs, and operations outside of CUDA graphs, a line each."""
     found = [f"graph break, {break_line(b)}" for b in report.breaks]
     for f in report.functions:
@@ -157,17 +146,17 @@ def problems(report: Snapshot) -> list[str]:
     return found
 
 
-def _ungraphed(function: FunctionRecord) -> Iterator[str]:
+def _ungraphed(function: records.FunctionRecord) -> Iterator[str]:
     if function.ungraphed_calls:
         yield f"{function.ungraphed_calls} calls un-graphed: {function.why_ungraphed}"
 
 
-def _dropped(graph: GraphRecord) -> str:
+def _dropped(graph: records.GraphRecord) -> str:
     outside = counted(graph.kernels_outside, "GPU kernel")
     return f"{title(graph)}, {graph.mode}: not graphed, {outside}: {' '.join(str(graph.dropped).split())}"
 
 
-def function_notes(function: FunctionRecord) -> Iterator[str]:
+def function_notes(function: records.FunctionRecord) -> Iterator[str]:
     """What happened to a function besides its figures, a line each, without its name."""
     reasons = Counter(r.reason for r in function.recordings[1:])
     for reason, times in reasons.most_common(_MOST_REASONS):
@@ -186,7 +175,7 @@ def function_notes(function: FunctionRecord) -> Iterator[str]:
     yield from _ungraphed(function)
 
 
-def _slow(function: FunctionRecord) -> Iterator[str]:
+def _slow(function: records.FunctionRecord) -> Iterator[str]:
     """Why calls took the slow path, if more did than until a function is recorded."""
     count = sum(function.slow_calls.values())
     if count > _USUAL_SLOW_CALLS and function.recordings:
@@ -195,7 +184,7 @@ def _slow(function: FunctionRecord) -> Iterator[str]:
         yield f"{count} calls took the slow path: {reasons}"
 
 
-def branches(recording: RecordingRecord) -> Iterator[str]:
+def branches(recording: records.RecordingRecord) -> Iterator[str]:
     """What branches gain or would gain, if that was asked for."""
     found = recording.branches
     if found is not None:
@@ -214,9 +203,11 @@ def branches(recording: RecordingRecord) -> Iterator[str]:
         yield f"no branches, because {recording.why_no_branches}"
 
 
-def _outlived(function: FunctionRecord) -> Iterator[str]:
+def _outlived(function: records.FunctionRecord) -> Iterator[str]:
     """What became of outputs that were alive when the next step began."""
-    own = {output.number for r in function.recordings[-1:] for output in r.outputs if output.place == OWN_MEMORY}
+    own = {
+        output.number for r in function.recordings[-1:] for output in r.outputs if output.place == records.OWN_MEMORY
+    }
     # An output of a warm-up is mostly moved once, and has own memory from then on.
     moved = [output for output in function.moved_outputs if output.times > 1 or output.number not in own]
     moved.sort(key=lambda output: -output.nbytes)
@@ -232,7 +223,7 @@ def _outlived(function: FunctionRecord) -> Iterator[str]:
         yield f"outputs that outlive their step are overwritten, because {function.why_not_kept}"
 
 
-def _copies(function: FunctionRecord) -> Iterator[str]:
+def _copies(function: records.FunctionRecord) -> Iterator[str]:
     """The inputs that the newest recording copies by a rule, with the rule."""
     live = [i for i in function.recordings[-1].inputs if i.kind == "live"] if function.recordings else []
     copied_by_rule = [i for i in live if i.why_copied is not None and i.copied_bytes]
@@ -247,11 +238,11 @@ def _copies(function: FunctionRecord) -> Iterator[str]:
         yield f"copied for one call: {extra} live inputs, {total}, because {why}"
 
 
-def _place(function: FunctionRecord) -> str:
+def _place(function: records.FunctionRecord) -> str:
     return f"{title(function)}, {mode_and_part(function)}"
 
 
-def _graph_notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:
+def _graph_notes(graphs: Sequence[records.GraphRecord]) -> Iterator[str]:
     for g in graphs:
         if g.dropped:
             yield _dropped(g)
@@ -262,7 +253,7 @@ def _graph_notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:
             yield from (f"  {line}" for line in first_lines([cause_line(cause) for cause in g.causes], _MOST_CAUSES))
 
 
-def _placed(graph: GraphRecord) -> Iterator[str]:
+def _placed(graph: records.GraphRecord) -> Iterator[str]:
     if graph.why_not_placed:
         yield f"{title(graph)}, {graph.mode}: CPU values stay on the CPU, because {graph.why_not_placed}"
     by_how = Counter(placed.how for placed in graph.placed)
@@ -276,7 +267,7 @@ def first_lines(lines: Sequence[str], most: int) -> list[str]:
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
-def placed_lines(placed: Sequence[Placed]) -> list[str]:
+def placed_lines(placed: Sequence[records.Placed]) -> list[str]:
     """The result of placement for each value, grouped by line of the program."""
     groups: dict[tuple[str, str | None, str | None], list[str]] = {}
     for value in placed:
@@ -288,17 +279,17 @@ def placed_lines(placed: Sequence[Placed]) -> list[str]:
     return first_lines(lines, _MOST_CAUSES)
 
 
-def facts(recording: RecordingRecord) -> str:
+def facts(recording: records.RecordingRecord) -> str:
     inside = "? kernels" if recording.kernels is None else counted(recording.kernels, "kernel")
     extra = f", {counted(recording.extra_copies, 'input')} copied for one call" if recording.extra_copies else ""
     return f"{inside}, {counted(recording.replays, 'replay')}, {recording.record_s * 1e3:.1f} ms to record{extra}"
 
 
-def break_line(found: GraphBreak) -> str:
+def break_line(found: records.GraphBreak) -> str:
     return f"{found.count}x: {found.reason}{_at(found.source)}{f'; advice: {found.advice}' if found.advice else ''}"
 
 
-def cause_line(cause: Cause) -> str:
+def cause_line(cause: records.Cause) -> str:
     return f"{cause.reason}: {cause.op}{_at(cause.source)}"
 
 

@@ -16,19 +16,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import inductor_patches
 import pygraph_trees
-from pygraph_trees.benchmark import Comparison, Effort, Measurement, Program, compare, timing
+from pygraph_trees.benchmark import Comparison, Effort, Measurement, Program, compare, timing, verify
 from pygraph_trees.benchmark.inspection import Span, read_trace, side_by_side
 from pygraph_trees.benchmark.program import NoLossError, Ring
 from pygraph_trees.benchmark.timing import CALLS, call_until_chosen, functions_so_far, is_steady, schedule, time_block
-from pygraph_trees.benchmark.verify import (
-    DiffersUngraphed,
-    NothingVerified,
-    _elsewhere,
-    _spoil,
-    _storages,
-    differences,
-    snapshot,
-)
 from pygraph_trees.benchmark.ways import (
     NotPatchedError,
     OwnInductor,
@@ -231,14 +222,14 @@ class TestDifferences(TestCase):
         """A snapshot survives a write."""
         x = torch.tensor([1.0, float("inf"), float("nan")])
         before = x.clone()
-        a = snapshot({"x": x, "n": torch.tensor([1, 5])})
+        a = verify.snapshot({"x": x, "n": torch.tensor([1, 5])})
         x.zero_()
-        b = snapshot({"x": before + 0.5, "n": torch.tensor([1, 2])})
-        self.assertEqual(list(differences(a, a)), [("['x']", 0.0), ("['n']", 0.0)])
-        self.assertEqual((list(differences(a, b)), a[0][1]), ([("['x']", 0.5), ("['n']", 3.0)], before))
+        b = verify.snapshot({"x": before + 0.5, "n": torch.tensor([1, 2])})
+        self.assertEqual(list(verify.differences(a, a)), [("['x']", 0.0), ("['n']", 0.0)])
+        self.assertEqual((list(verify.differences(a, b)), a[0][1]), ([("['x']", 0.5), ("['n']", 3.0)], before))
 
     def test_outputs_that_cannot_be_compared_are_a_problem(self):
-        one = snapshot([torch.ones(2)])
+        one = verify.snapshot([torch.ones(2)])
         for other, problem in (
             ([torch.ones(3)], "shape"),
             ([torch.ones(2, dtype=torch.float64)], "dtype"),
@@ -246,7 +237,7 @@ class TestDifferences(TestCase):
             ([torch.ones(2), torch.ones(2)], "2 output tensors"),
             ([torch.tensor([1.0, float("nan")])], "NaN"),
         ):
-            ((_, found),) = differences(snapshot(other), one)
+            ((_, found),) = verify.differences(verify.snapshot(other), one)
             self.assertIn(problem, found)
 
 
@@ -393,9 +384,9 @@ class TestVerify(TestCase):
 
     def test_what_a_copy_shares_with_an_argument_is_not_overwritten(self):
         given = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
-        copied = _elsewhere(given)
+        copied = verify._elsewhere(given)
         self.assertIs(copied.offsets(), given.offsets())
-        _spoil(copied, _storages([given]))
+        verify._spoil(copied, verify._storages([given]))
         self.assertTrue(copied.values().isnan().all())
         self.assertEqual((given.offsets().tolist(), given.values()), ([0, 2, 6], torch.ones(6, 3)))
 
@@ -410,13 +401,13 @@ class TestVerify(TestCase):
         journal.add_graph(GraphLog("M", "0/0", "inference", (), dropped="before"))
         unknown = "nothing of it was compiled for a GPU"
         for fn, why in ((torch.sin, unknown), (lambda x: None, unknown), (logged, "cpu device; mutated inputs")):
-            with self.assertRaisesRegex(NothingVerified, rf"no part of it ran in a CUDA graph \({why}\)$"):
+            with self.assertRaisesRegex(verify.NothingVerified, rf"no part of it ran in a CUDA graph \({why}\)$"):
                 self.verified(fn, torch.ones(3, 4))
 
     def test_a_recorded_program_is_compared(self):
         self.verified(lambda x: x.sin(), torch.ones(3), recorded=[object()])
         draws = itertools.count()
-        with self.assertRaises(DiffersUngraphed):
+        with self.assertRaises(verify.DiffersUngraphed):
             self.verified(torch.compiler.disable(lambda x: x + next(draws)), torch.ones(3), recorded=[object()])
 
 

@@ -14,47 +14,38 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.benchmark.inspection import Span
 from pygraph_trees.benchmark.outcome import Measurement, sections
+from pygraph_trees.report import records
 from pygraph_trees.report.page import page
-from pygraph_trees.report.records import (
-    Cause,
-    Environment,
-    FeatureState,
-    FunctionRecord,
-    GraphBreak,
-    GraphRecord,
-    InputRecord,
-    Partition,
-    PartitionInput,
-    Placed,
-    RecordingRecord,
-)
 from pygraph_trees.report.summary import Report
 
 EVIL = '</script><b onclick="x()">&'
-ENVIRONMENT = Environment("0.1.0", "2.13.0", "3.7.0", "NVIDIA H200", (FeatureState("flags", "on"),))
+ENVIRONMENT = records.Environment("0.1.0", "2.13.0", "3.7.0", "NVIDIA H200", (records.FeatureState("flags", "on"),))
 SETTINGS = {"placement": "full", "indirection": "auto"}
 INPUTS = (
-    *(InputRecord(i, f"arg{i}_1", "static", "cuda:0", 4096, 0, False) for i in range(30)),
-    InputRecord(30, "arg30_1", "live", "cuda:0", 8, 8, True, "copy", "its address is in a host array"),
-    InputRecord(31, "arg31_1", "live", "cpu", 16, 0, False, "stage"),
-    InputRecord(32, "arg32_1", "live", "cuda:0", 32, 0, False, "patch"),
+    *(records.InputRecord(i, f"arg{i}_1", "static", "cuda:0", 4096, 0, False) for i in range(30)),
+    records.InputRecord(30, "arg30_1", "live", "cuda:0", 8, 8, True, "copy", "its address is in a host array"),
+    records.InputRecord(31, "arg31_1", "live", "cpu", 16, 0, False, "stage"),
+    records.InputRecord(32, "arg32_1", "live", "cuda:0", 32, 0, False, "patch"),
 )
 
 
 def recording(number, parent=None, reason="first call", replays=1):
-    return RecordingRecord(number, parent, reason, INPUTS, 7, 0, 0.0125, 1000, replays)
+    return records.RecordingRecord(number, parent, reason, INPUTS, 7, 0, 0.0125, 1000, replays)
 
 
 def function(*recordings, mode="inference", **fields):
     given = {"warmups": 1, "warmup_pool_bytes": 0, "ungraphed_calls": 0, "ungraphed_reason": None, **fields}
-    return FunctionRecord("Net", "0/0", mode, 1, 1, SETTINGS, recordings, **given)
+    return records.FunctionRecord("Net", "0/0", mode, 1, 1, SETTINGS, recordings, **given)
 
 
 def graph():
-    cause = Cause("cpu ops", "aten.index.Tensor", f"model.py:31 in forward: {EVIL}")
-    parts = (Partition(True, {"triton": 3}), Partition(False, {"cpu": 2, "copy": 1}, (cause,)))
-    placed = (Placed("arange", "made on the GPU", None, None), Placed("arg0_1", "staged", "it is an input", None))
-    return GraphRecord("Net", "0/0", "inference", parts, None, placed)
+    cause = records.Cause("cpu ops", "aten.index.Tensor", f"model.py:31 in forward: {EVIL}")
+    parts = (records.Partition(True, {"triton": 3}), records.Partition(False, {"cpu": 2, "copy": 1}, (cause,)))
+    placed = (
+        records.Placed("arange", "made on the GPU", None, None),
+        records.Placed("arg0_1", "staged", "it is an input", None),
+    )
+    return records.GraphRecord("Net", "0/0", "inference", parts, None, placed)
 
 
 def report(functions=(), graphs=(), breaks=()):
@@ -70,8 +61,8 @@ FULL = report(
         function(recording(0, replays=90), recording(2, 1, "static input arg3_1 moved", 4), mode="forward"),
         function(recording(1, 0, replays=90), mode="backward", ungraphed_calls=3, ungraphed_reason=EVIL),
     ],
-    [graph(), GraphRecord("other", None, "inference", (), EVIL)],
-    [GraphBreak(f"data: {EVIL}", f"model.py:31 in f: {EVIL}", 2, EVIL)],
+    [graph(), records.GraphRecord("other", None, "inference", (), EVIL)],
+    [records.GraphBreak(f"data: {EVIL}", f"model.py:31 in f: {EVIL}", 2, EVIL)],
 )
 MEASURED = [
     measurement(way, regime, latency, timeline=(Span("host", True, 0.0, 5.0), Span("gpu", True, 6.0, 40.0)))
@@ -188,14 +179,14 @@ class TestPage(TestCase):
         """The text names what cuts each part off, and its inputs and outputs as in JSON."""
         record = graph()
         reads = (
-            PartitionInput("primals_1", True, "cuda:0", "float32", 4096, {"triton": 2, "extern": 1}),
-            PartitionInput(EVIL, False, "cpu", "int64", None, {}),
+            records.PartitionInput("primals_1", True, "cuda:0", "float32", 4096, {"triton": 2, "extern": 1}),
+            records.PartitionInput(EVIL, False, "cpu", "int64", None, {}),
         )
-        causes = (*record.partitions[1].causes, Cause("DeviceCopy ops", "prims.device_put.default", None))
+        causes = (*record.partitions[1].causes, records.Cause("DeviceCopy ops", "prims.device_put.default", None))
         parts = (
             replace(record.partitions[0], inputs=reads[:1], outputs=("buf1",)),
             replace(record.partitions[1], inputs=reads, outputs=("buf2", EVIL), causes=causes),
-            Partition(True, {"triton": 1}),
+            records.Partition(True, {"triton": 1}),
         )
         text = self.html([], [replace(record, partitions=parts), replace(record, partitions=parts, dropped="why")])
         one, two, three, dropped, *_ = map(self.visible, re.findall(r'<li id="graph-\d-part-\d">(.*?)</li>', text))

@@ -14,36 +14,25 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 import pygraph_trees
 from pygraph_trees.outputs.allocations import Block
 from pygraph_trees.reasons import Reason
-from pygraph_trees.report import summary
+from pygraph_trees.report import records, summary
 from pygraph_trees.report.log import Count, FunctionLog, GraphLog, Journal, RecordingLog, partition_from_json
 from pygraph_trees.report.naming import program_name
-from pygraph_trees.report.records import (
-    Cause,
-    Environment,
-    FeatureState,
-    HostWork,
-    InputRecord,
-    OutputRecord,
-    Partition,
-    PartitionInput,
-    Snapshot,
-)
 from pygraph_trees.report.summary import Report
 from pygraph_trees.report.text import environment_lines, render
 from pygraph_trees.trees.recordings.records import describe_outputs
 
-CAUSE = Cause("DeviceCopy ops", "prims.device_put.default", "model.py:31 in forward: y = table.to(x.device)")
+CAUSE = records.Cause("DeviceCopy ops", "prims.device_put.default", "model.py:31 in forward: y = table.to(x.device)")
 SPLIT = (
-    Partition(graphed=True, kernels={"triton": 3, "extern": 2}),
-    Partition(graphed=False, kernels={"copy": 1, "cpu": 4}, causes=(CAUSE,)),
-    Partition(
+    records.Partition(graphed=True, kernels={"triton": 3, "extern": 2}),
+    records.Partition(graphed=False, kernels={"copy": 1, "cpu": 4}, causes=(CAUSE,)),
+    records.Partition(
         graphed=True,
         kernels={"triton": 1},
-        inputs=(PartitionInput("x", True, "cuda:0", "float32", 256, {"triton": 1}),),
+        inputs=(records.PartitionInput("x", True, "cuda:0", "float32", 256, {"triton": 1}),),
         outputs=("buf7",),
     ),
 )
-ENVIRONMENT = Environment("0.1.0", "2.13.0", "3.7.0", "NVIDIA H200", (FeatureState("flags", "on"),))
+ENVIRONMENT = records.Environment("0.1.0", "2.13.0", "3.7.0", "NVIDIA H200", (records.FeatureState("flags", "on"),))
 
 
 def function(**fields):
@@ -62,12 +51,12 @@ INPUTS = (
 
 def recording(number, reason="first call", replays=0, inputs=INPUTS, **fields):
     given = {"kernels": 12, "other_nodes": 1, "record_s": 0.25, "counter": Count(replays), **fields}
-    return RecordingLog(number, reason=reason, inputs=tuple(InputRecord(*of) for of in inputs), **given)
+    return RecordingLog(number, reason=reason, inputs=tuple(records.InputRecord(*of) for of in inputs), **given)
 
 
 def lines(word, *functions):
     """The report's lines that contain a word."""
-    text = render(Snapshot(ENVIRONMENT, (), tuple(log.record() for log in functions)), 200)
+    text = render(records.Snapshot(ENVIRONMENT, (), tuple(log.record() for log in functions)), 200)
     return [line for line in text.splitlines() if word in line]
 
 
@@ -119,12 +108,14 @@ class TestOutputs(TestCase):
         moved = "outlived its step: moved out of the graph pool"
         for number in (2, 2, 0):
             log.output_moved(number, 4096)
-        log.recorded(RecordingLog(0, outputs=(OutputRecord(0, "pool", 4096), OutputRecord(2, "own", 4096))))
+        log.recorded(
+            RecordingLog(0, outputs=(records.OutputRecord(0, "pool", 4096), records.OutputRecord(2, "own", 4096)))
+        )
         often = f"{where} 2 {moved} 2 times, 8.2 kB, in memory of its own since"
         seldom = f"{where} 0 {moved} 1 time, 4.1 kB"
         self.assertEqual(lines("outliv", log), [often, seldom])
         log.output_moved(7, 4096)  # of a warm-up
-        log.recordings[-1].outputs += (OutputRecord(7, "own", 4096),)
+        log.recordings[-1].outputs += (records.OutputRecord(7, "own", 4096),)
         self.assertEqual(lines("outliv", log), [often, seldom])
         for number in (5, 6):
             log.output_moved(number, 1024)
@@ -145,9 +136,9 @@ class TestOutputs(TestCase):
         own = SimpleNamespace(takes=4, outputs={0: Block((0,), 2)})
         found = list(describe_outputs(node, live, own))
         wanted = [(0, "own", 16, 2), (1, "input", 8), (2, "pool", 16), (4, "input", 12)]
-        self.assertEqual(found, [OutputRecord(*of) for of in wanted])
+        self.assertEqual(found, [records.OutputRecord(*of) for of in wanted])
         own.outputs = {0: Block((0,), None)}  # a library's
-        self.assertEqual(next(describe_outputs(node, live, own)), OutputRecord(0, "own", 16, 2, 16))
+        self.assertEqual(next(describe_outputs(node, live, own)), records.OutputRecord(0, "own", 16, 2, 16))
         self.assertEqual(list(describe_outputs(node, None, None)), found[1:3])
 
 
@@ -225,10 +216,10 @@ class TestReport(TestCase):
     def test_how_gradients_were_accumulated(self):
         by_torch = {str(Reason.SOME_INPUTS()): 2, str(Reason.PARAMETER_HOOKED()): 1000}
         for backwards, line in (
-            (HostWork(), None),
-            (HostWork(1), "gradients accumulated at once in 1 backward"),
+            (records.HostWork(), None),
+            (records.HostWork(1), "gradients accumulated at once in 1 backward"),
             (
-                HostWork(2000, by_torch),
+                records.HostWork(2000, by_torch),
                 "gradients accumulated at once in 2,000 backwards; 1,000 by torch: a parameter has a hook; "
                 "2 by torch: only some gradients are asked for",
             ),
@@ -239,7 +230,7 @@ class TestReport(TestCase):
     def test_the_report_as_text(self):
         graphs, functions = self.records()
         self.assertExpectedInline(
-            render(Snapshot(ENVIRONMENT, graphs, functions), 100),
+            render(records.Snapshot(ENVIRONMENT, graphs, functions), 100),
             """\
 pygraph_trees 0.1.0, torch 2.13.0, triton 3.7.0, NVIDIA H200
 patches on: flags; native: yes
@@ -258,7 +249,7 @@ Net 0/0, inference: 1 GPU kernel outside of CUDA graphs
   DeviceCopy ops: prims.device_put.default at model.py:31 in forward: y = table.to(x.device)
 Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cpu device""",
         )
-        self.assertIn("Nothing was compiled", render(Snapshot(ENVIRONMENT, (), ()), 80))
+        self.assertIn("Nothing was compiled", render(records.Snapshot(ENVIRONMENT, (), ()), 80))
         narrow = Report(ENVIRONMENT, graphs, functions).to_text(80).splitlines()
         self.assertLessEqual(max(map(len, narrow)), 80)
         self.assertIn("ANetWithALongNameThatNoTerminalHasRoomFor 0/0", narrow)
@@ -266,8 +257,8 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
 
     def test_features_that_are_off_are_listed_by_state_and_reason(self):
         states = (("flags", "on"), ("trees", "mismatch", "no f"), ("calls", "mismatch", "no f"), ("table", "off"))
-        environment = replace(ENVIRONMENT, features=tuple(FeatureState(*found) for found in states))
-        _, on, *others = render(Snapshot(environment, (), ()), 80).splitlines()[:4]
+        environment = replace(ENVIRONMENT, features=tuple(records.FeatureState(*found) for found in states))
+        _, on, *others = render(records.Snapshot(environment, (), ()), 80).splitlines()[:4]
         self.assertIn("patches on: flags;", on)
         self.assertEqual(others, ["patches mismatch: trees, calls, no f", "patches off: table"])
         features = [feature.name for feature in pygraph_trees.report().environment.features]

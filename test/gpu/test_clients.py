@@ -1,5 +1,4 @@
-"""Programs in the shape of what people run: adapters that are swapped, an agent, streams, padded batches, simulations.
-"""
+"""Programs in the shape of what people run: swapped adapters, an agent, streams, padded batches, simulations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Inputs that cannot be patched and driver calls that fail: right results, a working recording, a reason in the report.
-"""
+"""Inputs that cannot be patched and driver calls that fail: right results, a working recording, and a reason."""
 
 from __future__ import annotations
 

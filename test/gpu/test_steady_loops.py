@@ -1,5 +1,4 @@
-"""Steady training loops: each call takes the fast path, outputs cost no allocation and no node, and values are eager's.
-"""
+"""Steady training loops: calls take the fast path, outputs cost no allocation and no node, and values are eager's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Programs that would be recorded again and again, or that keep all outputs: few recordings, and calls of equal length.
-"""
+"""Programs that would be recorded again and again, or keep all outputs: few recordings, calls of equal length."""
 
 from __future__ import annotations
 

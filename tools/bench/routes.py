@@ -22,16 +22,8 @@ import torch
 
 import pygraph_trees
 from bench.figures import has_gpu, several_of, write_figures
+from pygraph_trees.benchmark import timing
 from pygraph_trees.benchmark.program import Program
-from pygraph_trees.benchmark.timing import (
-    Effort,
-    call_until_chosen,
-    functions_so_far,
-    schedule,
-    synchroniser,
-    time_block,
-    timed_call,
-)
 from pygraph_trees.benchmark.ways import make_ways
 
 if TYPE_CHECKING:
@@ -77,12 +69,12 @@ def feed(sets: Sequence[Inputs], rate: float) -> Iterator[Inputs]:
 
 
 def measure(
-    inputs: int, consumers: int, loaded: bool, routes: Sequence[str], effort: Effort, device: torch.device
+    inputs: int, consumers: int, loaded: bool, routes: Sequence[str], effort: timing.Effort, device: torch.device
 ) -> dict[str, Any]:
     """Microseconds of one program, by route and rate, with all rounds."""
     sets = [tuple(torch.rand(_WIDTH, _WIDTH, device=device) for _ in range(inputs)) for _ in range(_SETS)]
     program = Program(fn=Consumers(consumers, loaded).to(device).eval(), args=sets[0])
-    wait = synchroniser(device)
+    wait = timing.synchroniser(device)
     ways: dict[tuple[str, float], Way] = {}
     chosen: dict[str, str | None] = {}
     cells = [(route, rate) for rate in RATES for route in routes]
@@ -90,25 +82,25 @@ def measure(
         if route != "auto" and rate != RATES[0]:
             ways[route, rate] = ways[route, RATES[0]]
             continue
-        first = functions_so_far()
+        first = timing.functions_so_far()
         (way,) = make_ways(program, ["ours"])
         ways[route, rate] = way
         with torch._inductor.config.patch({FLAG: route}), way.active():
             for _, given in zip(range(_WARM_CALLS), feed(sets, 1.0), strict=False):
-                timed_call(_step(program, way), given, wait)
+                timing.timed_call(_step(program, way), given, wait)
             if route == "auto":
                 given = feed(sets, rate)
-                call_until_chosen(
-                    lambda way=way, given=given: timed_call(_step(program, way), next(given), wait), first, rate
+                timing.call_until_chosen(
+                    lambda way=way, given=given: timing.timed_call(_step(program, way), next(given), wait), first, rate
                 )
                 chosen[str(rate)] = next((f.route for f in pygraph_trees.report().functions[first:]), None)
     samples: dict[str, dict[str, list[float]]] = {}
-    for route, rate in schedule(cells, effort.rounds):
+    for route, rate in timing.schedule(cells, effort.rounds):
         way = ways[route, rate]
         with way.active():
             given = feed(sets, rate)
-            (steady, _) = timed_call(_step(program, way), next(given), wait)
-            block = time_block(_step(program, way), given, effort.block_calls(steady), effort.settle_calls, wait)
+            (steady, _) = timing.timed_call(_step(program, way), next(given), wait)
+            block = timing.time_block(_step(program, way), given, effort.block_calls(steady), effort.settle_calls, wait)
         found = samples.setdefault(f"{route} {rate}", {"latency_us": [], "throughput_us": [], "host_us": []})
         found["latency_us"].append(block["latency_ms"] * 1e3)
         found["throughput_us"].append(block["throughput_ms"] * 1e3)
@@ -147,7 +139,7 @@ def main() -> int:
     if not has_gpu():
         return 2
     routes, found = options.routes, []
-    effort, device = Effort(rounds=options.rounds, block_s=0.03), torch.device("cuda")
+    effort, device = timing.Effort(rounds=options.rounds, block_s=0.03), torch.device("cuda")
     with torch._dynamo.config.patch(recompile_limit=4 * len(routes) * len(GRID)):
         for inputs, consumers, loaded in GRID:
             found.append(measure(inputs, consumers, loaded, routes, effort, device))
