@@ -172,12 +172,7 @@ def run(
     slots: int | Sequence[Mapping[str, str]],
     show: Callable[[Outcome], None],
 ) -> list[Outcome]:
-    """Runs jobs in order; ``show`` is given each outcome as it comes.
-
-    Args:
-        slots: how many run at a time, or one set of variables for each: a job's environment has those of its slot,
-            unless it sets them itself.
-    """
+    """Runs jobs in order, as many at a time as ``slots`` says, or as it has variables for; shows each outcome."""
     free = [{}] * slots if isinstance(slots, int) else list(slots)
     waiting, outcomes = list(jobs), list[Outcome]()
     running: dict[int, tuple[_Running, Mapping[str, str]]] = {}

@@ -2,12 +2,10 @@
 
 usage: python tools/bench/choices.py [grid] [first] [--seconds S] [--seed N] [--jobs N] [--out FILE]
 
-*grid* draws functions, and compares what was decided with the better of "compile" and "ours:graphed". Of five, four
-have 1 to 64 kernels, on 0 to 64 MB of inputs, with host work between calls; one should run un-graphed, since its large
-inputs must be copied or its sizes never come again. They are compiled side by side and timed one at a time. *ratio* is
-the function's own time by the better one's; two recordings of one function differ by some percent as well.
-*choice_ratio* is the time of the forced way that it goes by the better one's. *first* compares the longest of the first
-30 calls or training steps with upstream's.
+*grid* draws functions, of which a fifth should run un-graphed, and compares what was decided with the better of
+"compile" and "ours:graphed": *ratio* by the function's own time, which differs by some percent between recordings, and
+*choice_ratio* by the time of the forced way that it goes. *first* compares the longest of the first 30 calls with
+upstream's.
 """
 
 from __future__ import annotations

@@ -82,11 +82,7 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 
 
 def read_all(paths: Iterable[Path]) -> dict[Path, Results]:
-    """The result files among these; files with other figures, which have "results" and no "records", are skipped.
-
-    Raises:
-        ResultsFormatError: a file is neither.
-    """
+    """The result files among these, without files of other figures; ResultsFormatError if one is neither."""
     found = {}
     for path in sorted(paths):
         try:
@@ -101,14 +97,9 @@ def read_all(paths: Iterable[Path]) -> dict[Path, Results]:
 def summarise(
     files: Mapping[Path, Results], names: Sequence[str], starts: Mapping[Path, Results] | None = None
 ) -> Summary:
-    """Takes each workload from the latest file that has it; ``names`` lists all workloads in order.
+    """Takes each workload from the latest file that has it; ``names`` lists all in order. ValueError without a file.
 
-    Args:
-        starts: files of the same torch, from which times to compile and record are taken if the others have none. One
-            of another GPU is used for the workloads that those of the same GPU lack.
-
-    Raises:
-        ValueError: there is no file.
+    ``starts``: files of the same torch, preferably of the same GPU, for times to compile and record that are missing.
     """
     if not files:
         raise ValueError("there is no result file")

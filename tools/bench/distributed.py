@@ -2,10 +2,9 @@
 
 usage: torchrun --nproc-per-node N tools/bench/distributed.py [decode | bert | fsdp2 ...] [--batch B] [--out FILE]
 
-*decode* is a Llama block that decodes one token under tensor parallelism, with two all-reduces inside; *bert* is a
-training step of BERT under DistributedDataParallel, *fsdp2* one of an encoder under FSDP2. A figure is the wall time of
-a block of steps, of the slowest rank, by its number of steps; the median over rounds. Each way's first value is
-compared with eager's, and with torch.compile's bit by bit.
+*decode* is a Llama block under tensor parallelism, *bert* a training step under DistributedDataParallel, *fsdp2* one of
+an encoder under FSDP2. A figure is the wall time of a block of steps, of the slowest rank, by its number of steps; the
+median over rounds. First values are compared with eager's, and with torch.compile's bit by bit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Shared by the scripts: names on the command line, the check for a GPU, and the file of figures.
 
-A wrong name ends the script with the right ones, and with the nearest. The file is JSON: the GPU's name (null for a
-trial on a CPU), the versions of torch and triton, the hash of the code, the options of the measurement, and the
-results. Without a path, no file is written.
+The file is JSON: the GPU's name (null for a trial on a CPU), the versions of torch and triton, the hash of the code,
+the options of the measurement, and the results. Without a path, no file is written.
 """
 
 from __future__ import annotations

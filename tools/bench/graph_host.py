@@ -3,9 +3,8 @@
 usage: python tools/bench/graph_host.py [NAMES ...] [--ways WAYS] [--rounds N] [--calls N] [--out FILE]
 
 NAMES are workloads, MLP, MLP-N (the same for any batch size), ACTOR (small inputs that arrive on the CPU), CRITICS or
-GOOGLENET (independent kernels). The columns are in µs: *trees* is the time inside compiled graphs without launches,
-*outside* is Dynamo's and AOTAutograd's, *gpu* the GPU's, *rest* the remaining latency. Each figure is a median over
-calls, then over rounds. ``tools/bench/README.md`` explains the clocks.
+GOOGLENET (independent kernels). Figures are medians in µs: *trees* inside compiled graphs without launches, *outside*
+of Dynamo and AOTAutograd, *gpu*, and the *rest* of the latency. ``tools/bench/README.md`` explains the clocks.
 """
 
 from __future__ import annotations

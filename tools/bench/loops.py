@@ -115,22 +115,15 @@ def accumulated(update: Update, number: int, walk: Walk) -> None:
 
 
 Loop = Callable[[Update, int, Walk], None]
-LOOPS: dict[str, Loop] = {
-    "A": zero_grad_last,
-    "B": zero_grad_first,
-    "C": zero_grad_after_forward,
-    "E": losses_kept,
-    "F": clipped,
-    "G": accumulated,
+_TITLED: dict[str, tuple[Loop, str]] = {
+    "A": (zero_grad_last, "zero_grad last"),
+    "B": (zero_grad_first, "zero_grad first"),
+    "C": (zero_grad_after_forward, "zero_grad after the forward"),
+    "E": (losses_kept, "losses kept"),
+    "F": (clipped, "clipped, zeroed in place"),
+    "G": (accumulated, "four micro-batches"),
 }
-TITLES = {
-    "A": "zero_grad last",
-    "B": "zero_grad first",
-    "C": "zero_grad after the forward",
-    "E": "losses kept",
-    "F": "clipped, zeroed in place",
-    "G": "four micro-batches",
-}
+LOOPS, TITLES = ({name: titled[part] for name, titled in _TITLED.items()} for part in (0, 1))
 
 
 class Loops:

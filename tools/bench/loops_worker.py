@@ -1,8 +1,7 @@
 """Runs the training loops of one model in one way, on command: ``loops_worker.py JOB``, with the job as JSON.
 
-Each line on standard input is a command in JSON. ``prepare`` imports, builds and compiles; ``settle`` warms up and
-checks a loop; ``measure`` measures a turn of it. The answer is a line of JSON, with ``error`` if the command raised.
-Everything else that is printed goes to standard error. The measured package is imported only if the way is ours.
+Each line on standard input is a command in JSON: ``prepare``, ``settle`` or ``measure``. The answer is a line of JSON,
+with ``error`` if the command raised. Everything else goes to standard error. Upstream's ways import no package of ours.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 usage: python tools/bench/routes.py [--rounds N] [--routes auto,patch,...] [--out FILE]
 
 A program has n small inputs and c Triton kernels that read all of them; with load, it ends with a large matrix product.
-The table shows latency and throughput by route, in µs, for each share of calls with new addresses.
-``tools/bench/README.md`` has details.
+The table shows µs by route and share of calls with new addresses. ``tools/bench/README.md`` has details.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
@@ -24,15 +24,9 @@ import pygraph_trees
 from bench.figures import has_gpu, several_of, write_figures
 from pygraph_trees.benchmark import timing
 from pygraph_trees.benchmark.program import Program
-from pygraph_trees.benchmark.ways import make_ways
+from pygraph_trees.benchmark.ways import Way, make_ways
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from pygraph_trees.benchmark.ways import Way
-
-    Inputs = tuple[torch.Tensor, ...]
-
+Inputs = tuple[torch.Tensor, ...]
 FLAG = "triton.pygraph_indirection"
 ROUTES = ("patch", "table", "off", "auto")
 GRID = ((1, 4, False), (1, 32, False), (8, 4, False), (8, 32, False), (32, 8, False), (32, 32, False), (8, 32, True))

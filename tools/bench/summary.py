@@ -2,9 +2,8 @@
 
 usage: python tools/bench/summary.py [FILE ...] [--out DIR]
 
-Reads result files (by default those of ``tools/bench/results``), takes each workload from its latest file, and writes
-README.md and a plot. Regressions come first. Files of another GPU or torch than the latest are left out, with a note.
-For the default files, the table in the project's README.md is regenerated too.
+Takes each workload from its latest file and writes README.md and a plot; with the default files, also the table in the
+project's README.md. Files of another GPU or torch than the latest are left out, with a note.
 """
 
 from __future__ import annotations

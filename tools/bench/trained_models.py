@@ -1,8 +1,7 @@
 """The models of the training loops, and how a step trains each of them.
 
-A model is a list of :class:`Update` records, each with losses to minimize and an optimizer. Most models have one
-record; an actor with critics has two. Batches are numbered from 0 and taken from four sets of tensors in turn, whose
-addresses stay the same. Only the initial values are random, so eager code gives the same gradients.
+A model is a list of :class:`Update` records, each with losses to minimize and an optimizer. Batches are numbered from 0
+and taken from four sets of tensors in turn. Only the initial values are random, so eager gives the same gradients.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 usage: python tools/bench/training_loops.py [MODELS ...] [--ways WAY,...] [--rounds N] [--budget S] [--ranks N]
 
-Each model and way has its own process, which runs the loops one after the other, as a notebook does. All processes
-compile at the same time; after that, only one runs at a time. First each warms up its loops, then the ways take turns
-in each loop, in rounds. With ``--ranks``, models are trained under DistributedDataParallel on N GPUs. README.md
-describes the loops and the figures.
+Each model and way has its own process, which runs the loops one after the other, as a notebook does. Ways take turns in
+each loop. With ``--ranks``, models are trained under DistributedDataParallel on N GPUs. README.md has the details.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Measures one workload in this process: ``worker.py JOB``, with the job as JSON (see ``isolated.py``).
 
 A line on standard input starts each stage: the worker imports and waits; builds and prepares, reports and waits; then
-times and inspects. It does nothing on the GPU before the first line, and chooses nothing by time before the second.
-Standard output carries progress, records and stages; what programs print goes to standard error.
+times and inspects. Standard output carries progress, records and stages; what programs print does not.
 """
 
 from __future__ import annotations

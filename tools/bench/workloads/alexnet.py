@@ -1,9 +1,7 @@
 """AlexNet, from torchvision if that can be imported, otherwise our own definition of the same network.
 
-The network is that of "One weird trick for parallelizing convolutional neural networks" (arXiv 1404.5997): five
-convolutions, three maximum poolings, an adaptive pooling to 6x6, three linear layers with dropout, which does nothing
-in inference; 1000 classes, 61.1 million parameters. Images of 224x224. Weights and images are random, in float32 under
-bfloat16 autocast.
+The network is that of "One weird trick for parallelizing convolutional neural networks" (arXiv 1404.5997), with 1000
+classes, 61.1 million parameters and images of 224x224. Dropout does nothing in inference.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """BERT from transformers: masked language modelling in training, question answering in inference.
 
-Both have bert-base-uncased's size: 12 layers of 768 with 12 heads, 3072 in between, vocabulary 30522. Training has 512
-tokens per sequence. Inference, which is not on the paper's list, has 384, the length used for SQuAD, and three live
-inputs, as a tokenizer gives them. Weights are random, in float32 under bfloat16 autocast. README.md lists differences.
+Both have bert-base-uncased's size. Training has 512 tokens per sequence. Inference, which is not on the paper's list,
+has 384, the length used for SQuAD, and three live inputs, as a tokenizer gives them.
 """
 
 from __future__ import annotations

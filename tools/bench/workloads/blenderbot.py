@@ -1,8 +1,7 @@
 """Blenderbot small from transformers: predicts an answer, 128 tokens from 128 tokens.
 
-The sizes are those of blenderbot_small-90M: 8 layers of 512 in encoder and decoder, 16 heads, 2048 in between,
-vocabulary 54944 (the configuration's default is 50265), 87.5 million parameters. Weights are random, in float32 under
-bfloat16 autocast. README.md lists differences.
+The sizes are those of blenderbot_small-90M, with vocabulary 54944 (the configuration's default is 50265); 87.5 million
+parameters. README.md lists differences.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """CLIP after torchmultimodal: ViT-B/16 for images, 12 layers of 512 for text, both into 512.
 
-Our own definition with the sizes of ``clip_vit_b16``: images of 224x224 in patches of 16x16, 12 layers of 768 with 12
-heads; texts of 77 tokens from a vocabulary of 49408, 12 layers of 512 with 8 heads; 149.6 million parameters. The
-outputs are embeddings of length one; there is no loss. README.md lists CPU values and differences.
+Our own definition with the sizes of ``clip_vit_b16``: images of 224x224 in patches of 16x16, texts of 77 tokens; 149.6
+million parameters. The outputs are embeddings of length one; there is no loss. README.md lists differences.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """DALL-E 2: from a text to an image by CLIP's text encoder, one step of the prior and one step of the decoder.
 
 Our own definition, after "Hierarchical Text-Conditional Image Generation with CLIP Latents" (arXiv 2204.06125) and
-lucidrains' DALLE2-pytorch, which is no longer maintained. 291 million parameters. A whole diffusion would repeat the
-steps. A text's tokens and mask, and the times of the steps, start on the CPU. README.md gives sizes and differences.
+lucidrains' DALLE2-pytorch; 291 million parameters. Tokens, mask and times of steps start on the CPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The discriminator of DCGAN in training: a step on images of 64x64.
 
-Our own definition, after "Unsupervised Representation Learning with Deep Convolutional Generative Adversarial Networks"
-(arXiv 1511.06434); 2.8 million parameters. As in torchbench's DCGAN there is no generator: the images are random and
-all count as real. The sigmoid is part of the loss, as autocast requires. Weights are random, in float32 under bfloat16
-autocast. README.md gives sizes.
+Our own definition, after arXiv 1511.06434; 2.8 million parameters. As in torchbench's DCGAN there is no generator: the
+images are random and all count as real. The sigmoid is part of the loss, as autocast requires.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """DeBERTa from transformers: masked language modelling in training, question answering by its second version.
 
-Training has deberta-base's sizes, inference those of deberta-v2-xlarge, both with 512 tokens and relative positions
-both ways. The first version slices by a number in a tensor, at which Dynamo breaks the graph in each layer: a step
-consists of many small graphs in every way of running it. The second puts a square root into a CPU tensor. README.md
-gives sizes and differences.
+Both have 512 tokens. The first version slices by a number in a tensor, at which Dynamo breaks the graph in each layer:
+a step consists of many small graphs. The second puts a square root into a CPU tensor. README.md gives sizes.
 """
 
 from __future__ import annotations

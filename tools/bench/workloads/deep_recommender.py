@@ -1,9 +1,7 @@
 """A deep autoencoder for recommendations: a user's ratings in, all ratings of that user out.
 
 Our own definition after "Training Deep AutoEncoders for Collaborative Filtering" (arXiv 1708.01715) and NVIDIA's
-DeepRecommender: encoder 197951-512-512-1024, mirrored decoder, SELU after each layer, dropout on the code in training,
-mean squared error over existing ratings; 204.5 million parameters. Differences: ratings are random and dense (in
-training one in a hundred exists), and dropout drops nothing. Weights are random, in float32 under bfloat16 autocast.
+DeepRecommender: encoder 197951-512-512-1024, mirrored decoder, SELU, dropout on the code; 204.5 million parameters.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """DLRM: click prediction from dense features and bags of categories.
 
 Our own definition, after "Deep Learning Recommendation Model for Personalization and Recommendation Systems" (arXiv
-1906.00091): two MLPs, 26 tables of 1000000x64 with summing bags, and dot products of all pairs of vectors; 1.67 billion
-parameters, 6.7 GB. 28 live inputs: dense features, the offsets of all bags, and each feature's indices. README.md gives
-the sizes and their sources.
+1906.00091); 1.67 billion parameters, 6.7 GB, 28 live inputs. README.md gives the sizes and their sources.
 """
 
 from __future__ import annotations

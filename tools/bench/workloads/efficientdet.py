@@ -1,9 +1,7 @@
 """EfficientDet-D1 in training, on timm's EfficientNet-B1: an image of 640x640 and the boxes in it.
 
 Our own definition around that backbone, after "EfficientDet: Scalable and Efficient Object Detection" (arXiv
-1911.09070); 6.6 million parameters. As in effdet's training benchmark, each step assigns boxes to anchors. The image,
-16 boxes and their classes are random, and so are the weights, in float32 under bfloat16 autocast. README.md gives sizes
-and differences from effdet.
+1911.09070); 6.6 million parameters. As in effdet's training benchmark, each step assigns 16 boxes to anchors.
 """
 
 from __future__ import annotations

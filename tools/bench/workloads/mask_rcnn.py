@@ -1,9 +1,7 @@
 """Mask R-CNN with ResNet-50 and a feature pyramid, from torchvision: an image of 800x800.
 
 Its work depends on its data: it keeps the boxes that pass thresholds and makes a mask for each. So it has many graphs
-of different sizes, with code in between. 91 classes, 44.5 million parameters, in float32 under bfloat16 autocast. Image
-and weights are random; two kinds of weights are scaled so that 100 objects, the maximum, are found. README.md lists
-differences.
+of different sizes, with code in between. 91 classes, 44.5 million parameters. README.md lists differences.
 """
 
 from __future__ import annotations

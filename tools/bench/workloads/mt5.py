@@ -1,8 +1,7 @@
 """MT5 from transformers: predicts a target from a source, 128 tokens each.
 
-The sizes are those of mt5-small: 8 layers of 512 in encoder and decoder, 6 heads of 64, gated layers of 1024,
-vocabulary 250112, 300 million parameters. Inference gets the target as well, and returns no cache of keys and values.
-Weights are random, in float32 under bfloat16 autocast. README.md lists differences.
+The sizes are those of mt5-small, 300 million parameters. Inference gets the target as well, and returns no cache of
+keys and values. README.md lists differences.
 """
 
 from __future__ import annotations

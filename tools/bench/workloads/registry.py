@@ -1,10 +1,8 @@
 """The register of workloads.
 
-A builder returns a model, or a function, and its inputs: a tuple, or a dictionary by name. It is called with a device
-as torch's default: "cuda" to measure, "cpu" to try without a GPU, "meta" for parameters and GPU inputs without data
-(inputs that the real program has on the CPU stay there). Its keyword arguments are sizes: the defaults are the
-workload, smaller ones are for tests. Weights and inputs are random under a fixed seed. A name registered twice raises
-:class:`ValueError`.
+A builder returns a model, or a function, and its inputs. It is called with a device as torch's default: "cuda" to
+measure, "cpu" to try, "meta" to explain. Its keyword arguments are sizes: the defaults are the workload, smaller ones
+are for tests. A name registered twice raises :class:`ValueError`.
 """
 
 from __future__ import annotations

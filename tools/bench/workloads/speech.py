@@ -1,9 +1,7 @@
 """Speech-Transformer (kaituoxu/Speech-Transformer): 6 layers of 512 in the encoder and the decoder, 4233 characters.
 
-Our own definition: 8 heads, 2048 between the layers, norms after the sums, sinusoidal positions, and one embedding for
-characters and output layer; 46.5 million parameters. The input is 256 frames of 320 features, with lengths on the CPU,
-and 24 characters. All are random, and so are the weights, in float32 under bfloat16 autocast. README.md lists
-differences.
+Our own definition: 8 heads, 2048 between the layers, 46.5 million parameters. The input is 256 frames of 320 features,
+with lengths on the CPU, and 24 characters. README.md lists differences.
 """
 
 from __future__ import annotations

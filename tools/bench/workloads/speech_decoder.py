@@ -1,9 +1,7 @@
 """The decoder of Speech2Text2 in training, without an encoder, 128 tokens.
 
-transformers no longer has that model; this is TrOCR's decoder with the same settings. The sizes are the defaults of
-Speech2Text2's configuration: 6 layers of 256 with 4 heads, 2048 in between, vocabulary 10000. The attention to an
-encoder has weights, but is skipped without an encoder. Weights are random, in float32 under bfloat16 autocast.
-README.md lists settings and differences.
+transformers no longer has that model; this is TrOCR's decoder with the same settings: 6 layers of 256 with 4 heads,
+2048 in between, vocabulary 10000. The attention to an encoder is skipped. README.md lists settings.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """XLNet language modelling from transformers, base size: 12 layers of 768, vocabulary 32000.
 
-12 heads, 3072 between the layers, 116.8 million parameters, 512 tokens per sequence: the sizes of xlnet-base-cased. Up
-to transformers 5.3 the model makes its relative positions on the CPU in every forward, which is why it is here; since
-5.4 it makes them on the GPU. Weights are random, in float32 under bfloat16 autocast. README.md lists differences.
+The sizes are those of xlnet-base-cased, with 512 tokens per sequence; 116.8 million parameters. Up to transformers 5.3
+the model makes its relative positions on the CPU in every forward, which is why it is here.
 """
 
 from __future__ import annotations
