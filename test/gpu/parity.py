@@ -20,9 +20,9 @@ import time
 import traceback
 import unittest
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -74,6 +74,7 @@ BOTH_SIDES = {
 
 
 Program = Callable[["Context"], None]
+T = TypeVar("T")
 
 # One recording for a whole compiled function; by default upstream records each partition.
 WHOLE_GRAPH = {"graph_partition": False}
@@ -229,6 +230,13 @@ def run_threads(threads: Sequence[threading.Thread], errors: Sequence[BaseExcept
 def calls(function: Callable[..., Any], *shapes: tuple[int, ...], count: int = 4, **options: Any) -> Program:
     """A program that compiles ``function`` with ``options`` and calls it as :meth:`Context.call` does."""
     return lambda ctx: ctx.call(ctx.compile(function, **options), *shapes, count=count)
+
+
+def marked(items: Iterable[T]) -> Iterator[T]:
+    """These items; a step begins before each."""
+    for item in items:
+        torch.compiler.cudagraph_mark_step_begin()
+        yield item
 
 
 def clean() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from indirection import Facts, IndirectionTestCase
+from parity import marked
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -198,8 +199,7 @@ class TestFinalizers(IndirectionTestCase):
             y = torch.full((64,), value, device=self.device)
             seen.append((graphed(y).clone(), y * 2 + 1))
 
-        for number in range(12):
-            torch.compiler.cudagraph_mark_step_begin()
+        for number in marked(range(12)):
             holder = [torch.full((64,), float(number), device=self.device)]
             wanted = holder[0] * 2 + 1
             weakref.finalize(holder[0], call_again, 100.0 + number).atexit = False
@@ -318,8 +318,7 @@ class TestThreads(IndirectionTestCase):
             out.copy_(sum(x * (n + 1) for n, x in enumerate(xs)))
 
         graphed = torch.compile(fn, mode="reduce-overhead")
-        for _ in range(4):
-            torch.compiler.cudagraph_mark_step_begin()
+        for _ in marked(range(4)):
             graphed(*(torch.ones(64, 64, device=self.device) for _ in range(count + 1)))
         failures: list[str] = []
 
@@ -361,8 +360,7 @@ class TestThreads(IndirectionTestCase):
         (wanted_gradient,) = torch.autograd.grad(fn(x).sum(), w)
         with torch.no_grad():
             wanted = fn(x)
-        for _ in range(60):
-            torch.compiler.cudagraph_mark_step_begin()
+        for _ in marked(range(60)):
             out, found = graphed(x), []
             thread = threading.Thread(
                 target=lambda out=out, found=found: found.append(torch.autograd.grad(out.sum(), w)[0].clone())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from parity import Context, ParityTestCase, both_sides, in_parity
+from parity import Context, ParityTestCase, both_sides, in_parity, marked
 from torch import nn
 from torch.testing._internal.common_utils import run_tests
 
@@ -52,8 +52,7 @@ class TestClients(ParityTestCase):
         optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
         act, loss_of = ctx.compile(actor), ctx.compile(lambda x, target: F.mse_loss(actor(x), target))
         state = torch.zeros(8, 6)
-        for step in range(10):
-            torch.compiler.cudagraph_mark_step_begin()
+        for step in marked(range(10)):
             with torch.no_grad():
                 action = act(state.to(ctx.device)).cpu()
             ctx.record(action)
@@ -81,8 +80,7 @@ class TestClients(ParityTestCase):
             with torch.no_grad():
                 for _ in range(2):  # streams
                     state, last = torch.zeros(2, 8, device=ctx.device), torch.zeros(2, 4, 2, device=ctx.device)
-                    for _ in range(6):
-                        torch.compiler.cudagraph_mark_step_begin()
+                    for _ in marked(range(6)):
                         shown, state, last = compiled(torch.randn(2, 4, 5, device=ctx.device), state, last)
                         state, last = state.clone(), last.clone()
                         ctx.record(shown)
@@ -99,8 +97,7 @@ class TestClients(ParityTestCase):
                 return F.cross_entropy(head(embedding(tokens).tanh()).flatten(0, 1), tokens.flatten())
 
             compiled = ctx.compile(loss_of, dynamic=False)
-            for length in (7, 9, 7, 12, 9, 9, 7, 12, 9, 7):
-                torch.compiler.cudagraph_mark_step_begin()
+            for length in marked((7, 9, 7, 12, 9, 9, 7, 12, 9, 7)):
                 # A compilation leaves torch's ``deterministic`` off; then the next one would choose by speed, too.
                 with torch._inductor.config.patch(both_sides()):
                     loss = compiled(torch.randint(64, (4, length), device=ctx.device))
@@ -119,8 +116,7 @@ class TestClients(ParityTestCase):
 
         compiled = ctx.compile(advance)
         x, v, dt = torch.ones(64, device=ctx.device), torch.zeros(64, device=ctx.device), torch.tensor(0.5)
-        for _ in range(12):
-            torch.compiler.cudagraph_mark_step_begin()
+        for _ in marked(range(12)):
             x, v = (t.clone() for t in compiled(x, v, dt))
             if float(x.abs().max()) > 1.2:  # the step is halved, and the state is put back
                 x, dt = x.clamp(-1, 1), dt / 2

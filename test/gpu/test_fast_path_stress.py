@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from indirection import FLAG, requires_cuda
-from parity import OURS, UPSTREAM, Context, prime, run_side
+from parity import OURS, UPSTREAM, Context, marked, prime, run_side
 from test_trees_concurrency import in_thread, with_own_manager
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -179,8 +179,7 @@ class World:
     def in_another_thread(self) -> None:
         def work() -> list[float]:
             found = []
-            for _ in range(4):
-                torch.compiler.cudagraph_mark_step_begin()
+            for _ in marked(range(4)):
                 with torch.no_grad():
                     found += [float(o.double().sum()) for o in self.waves(self.fresh())]
             return found

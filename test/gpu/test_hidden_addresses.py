@@ -23,7 +23,7 @@ from hidden_operators import (
 )
 from indirection import FLAG, Facts, IndirectionTestCase, Program, by_name, compiled, run, tensor
 from isolated import run_isolated
-from parity import OURS
+from parity import OURS, marked
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.indirection import inputs as live_inputs
@@ -236,8 +236,7 @@ class TestHiddenAddresses(IndirectionTestCase):
         offsets = []
         for way in (ways.plain, ways.graphed):
             torch.manual_seed(3)
-            for _ in range(5):
-                torch.compiler.cudagraph_mark_step_begin()
+            for _ in marked(range(5)):
                 way(torch.rand(1 << 16, device=self.device))
             offsets.append(torch.cuda.default_generators[0].get_offset())
         self.assertEqual(offsets[0], offsets[1])
@@ -270,8 +269,7 @@ class TestHiddenAddresses(IndirectionTestCase):
 
         module = Counting()
         graphed = compiled(module).graphed
-        for call in range(1, 6):
-            torch.compiler.cudagraph_mark_step_begin()
+        for call in marked(range(1, 6)):
             x = torch.rand(64, device=self.device)
             self.assertEqual(graphed(x), 2 * x + call)
             self.assertEqual(module.calls, torch.full_like(x, call))

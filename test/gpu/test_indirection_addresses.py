@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from indirection import Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, run, tensor
+from parity import marked
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
@@ -145,8 +146,7 @@ class TestIndirectionAddresses(IndirectionTestCase):
         pairs = [[torch.randn(64, 64, device=self.device) for _ in range(2)] for _ in range(2)]
         per_call = []
         with recorded_addresses() as made:
-            for call in range(9):
-                torch.compiler.cudagraph_mark_step_begin()
+            for call in marked(range(9)):
                 before = nodes_set(made)
                 graphed(*pairs[call // 3 % 2])
                 per_call.append(nodes_set(made) - before)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch._inductor.config
 from indirection import FLAG, Facts, IndirectionTestCase, KeptTestCase, compiled, reset
+from parity import marked
 from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.indirection.placeholder import MAX_MAPPINGS, MAX_PIECE_NBYTES
@@ -129,8 +130,7 @@ class TestIndirectionEndurance(IndirectionTestCase):
         def step(call):
             torch._dynamo.reset()
             graphed = compiled(lambda x, c: (c.add_(x), x.sin() @ c)[1]).graphed
-            for _ in range(4):
-                torch.compiler.cudagraph_mark_step_begin()
+            for _ in marked(range(4)):
                 graphed(torch.ones(64, 64, device=self.device), torch.ones(64, 64, device=self.device))
             del graphed
             reset()
@@ -156,8 +156,7 @@ class TestIndirectionEndurance(IndirectionTestCase):
             before = gpu_bytes()
             watch = Peak()
             watch.start()
-            for _ in range(6):
-                torch.compiler.cudagraph_mark_step_begin()
+            for _ in marked(range(6)):
                 graphed(*inputs)
             torch.cuda.synchronize()
             left = gpu_bytes() - before

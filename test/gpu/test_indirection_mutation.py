@@ -18,6 +18,7 @@ from indirection import (
     run,
     tensor,
 )
+from parity import marked
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from transcript import LogLines
 
@@ -224,14 +225,12 @@ class TestIndirectionMutation(IndirectionTestCase):
         torch.compiler.cudagraph_mark_step_begin()
         produced(x)
         updated(torch.zeros(64, device=self.device))
-        for _ in range(3):
-            torch.compiler.cudagraph_mark_step_begin()
+        for _ in marked(range(3)):
             h = produced(x)
         torch.compiler.cudagraph_mark_step_begin()
         updated(h)
         assert_same_bits(h, torch.full_like(x, 3), "an output of the step before: ")
-        for call in range(6):
-            torch.compiler.cudagraph_mark_step_begin()
+        for call in marked(range(6)):
             own = torch.full_like(x, call)
             total = updated(own)
             assert_same_bits(own, torch.full_like(x, call + 1), f"call {call}: ")

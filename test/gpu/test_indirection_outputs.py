@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from indirection import Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, tensor
+from parity import marked
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 
@@ -121,13 +122,11 @@ class TestIndirectionOutputs(IndirectionTestCase):
 
     def test_outputs_do_not_keep_the_input_alive(self):
         graphed = compiled(lambda x: (x[1:], x + 1)).graphed
-        for _ in range(4):
-            torch.compiler.cudagraph_mark_step_begin()
+        for _ in marked(range(4)):
             graphed(torch.ones(1 << 20, device=self.device))
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        for _ in range(6):
-            torch.compiler.cudagraph_mark_step_begin()
+        for _ in marked(range(6)):
             graphed(torch.ones(1 << 20, device=self.device))
         self.assertEqual(torch.cuda.memory_allocated(), before)
 

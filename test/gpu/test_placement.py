@@ -3,6 +3,7 @@
 import numpy
 import torch
 from indirection import FLAG, VERIFY, Facts, reset
+from parity import marked
 from placement import CALLS_EACH, PlacementTestCase, name_of
 from placement_programs import CALLS, PROGRAMS, loud, louder
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
@@ -123,8 +124,7 @@ class TestPlacement(PlacementTestCase):
         """Queued calls each read their own values, without a wait."""
         graphed = torch.compile(lambda x, v: x + v.to("cuda", non_blocking=True), mode="reduce-overhead")
         x = torch.zeros(1 << 14, device=self.device)
-        for _ in range(4):
-            torch.compiler.cudagraph_mark_step_begin()
+        for _ in marked(range(4)):
             graphed(x, torch.zeros(1 << 14).pin_memory())
         given = [torch.full((1 << 14,), float(number)).pin_memory() for number in range(20)]
         found = []

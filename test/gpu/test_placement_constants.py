@@ -8,6 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from constant_programs import INTEGERS, NO_KERNEL, ODD, ROUNDED, count, same_bits, square
 from indirection import Facts, reset
+from parity import marked
 from placement import CALLS_EACH, PlacementTestCase
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
@@ -42,8 +43,7 @@ class TestConstantsOnGpu(PlacementTestCase):
 
         with torch._inductor.config.patch({PLACEMENT: how}):
             graphed = torch.compile(program, mode="reduce-overhead", dynamic=False)
-            for call in range(CALLS_EACH):
-                torch.compiler.cudagraph_mark_step_begin()
+            for call in marked(range(CALLS_EACH)):
                 _, *found = graphed(torch.full((24,), float(call), device=self.device))
                 for one, value in zip(programs, found, strict=True):
                     self.assertSameBits(value, one.value(24), f"{one.name}, call {call}")
@@ -101,8 +101,7 @@ class TestConstantsOnGpu(PlacementTestCase):
                 return x + 1, *(value(size).to("cuda") for value in (*values.values(), *rounded.values()))
 
             graphed = torch.compile(program, mode="reduce-overhead", dynamic=False)
-            for call in range(3):
-                torch.compiler.cudagraph_mark_step_begin()
+            for call in marked(range(3)):
                 _, *found = graphed(torch.full((24,), float(call), device=self.device))
                 for (name, value), one in zip({**values, **rounded}.items(), found, strict=True):
                     if name in values:
@@ -123,8 +122,7 @@ class TestConstantsOnGpu(PlacementTestCase):
             return x + 1, *(value().to("cuda") for value in values)
 
         graphed = torch.compile(program, mode="reduce-overhead", dynamic=False)
-        for _ in range(CALLS_EACH):
-            torch.compiler.cudagraph_mark_step_begin()
+        for _ in marked(range(CALLS_EACH)):
             _, *found = graphed(torch.rand(24, device=self.device))
             for value, one in zip(values, found, strict=True):
                 self.assertSameBits(one, value(), str(one.dtype))
@@ -203,8 +201,7 @@ class TestConstantsOnGpu(PlacementTestCase):
                 torch._dynamo.reset()
                 reset()
                 graphed = torch.compile(program, mode="reduce-overhead", dynamic=False)
-                for _ in range(CALLS_EACH):
-                    torch.compiler.cudagraph_mark_step_begin()
+                for _ in marked(range(CALLS_EACH)):
                     for number, (found, wanted) in enumerate(zip(graphed(x), program(x), strict=True)):
                         self.assertSameBits(found, wanted, str(number))
                 placed.append(self.assertOneGraph(CALLS_EACH).placed)

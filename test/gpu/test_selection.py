@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 from indirection import Program, by_name, compiled, reset, run, tensor
+from parity import marked
 from selection import CALLS, SelectionTestCase, decided
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -37,8 +38,7 @@ class TestTrials(SelectionTestCase):
 
         graphed = torch.compile(program, mode="reduce-overhead")
         x = torch.randn(16, 16, device=self.device)
-        for _ in range(CALLS):
-            torch.compiler.cudagraph_mark_step_begin()
+        for _ in marked(range(CALLS)):
             graphed(x)
             torch.cuda.synchronize()
         (function,) = self.functions()
@@ -47,8 +47,7 @@ class TestTrials(SelectionTestCase):
 
     def test_a_small_function_is_measured(self):
         graphed = torch.compile(lambda x: x.sin() + 1, mode="reduce-overhead")
-        for _ in range(CALLS):
-            torch.compiler.cudagraph_mark_step_begin()
+        for _ in marked(range(CALLS)):
             graphed(torch.ones(64, device=self.device))
             torch.cuda.synchronize()
         (function,) = self.functions()

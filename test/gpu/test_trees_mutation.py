@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from parity import FLAGS_BY_ADDRESS, OURS, WHOLE_GRAPH, Context, ParityTestCase, in_parity, run_side
+from parity import FLAGS_BY_ADDRESS, OURS, WHOLE_GRAPH, Context, ParityTestCase, in_parity, marked, run_side
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -104,8 +104,7 @@ class TestTreeMutation(ParityTestCase):
                 y.mul_(3)
                 return y + 1
 
-            for step in range(9):
-                torch.compiler.cudagraph_mark_step_begin()
+            for step in marked(range(9)):
                 x = torch.randn(4, 8, device=ctx.device)
                 y = f(x) if step not in (4, 5, 7) else x.clone()
                 ctx.record(g(y), y)

@@ -7,7 +7,7 @@ numbers and missing gradients to the code around it. With inputs by address, a p
 from __future__ import annotations
 
 import torch
-from parity import WHOLE_GRAPH, Context, ParityTestCase, in_parity
+from parity import WHOLE_GRAPH, Context, ParityTestCase, in_parity, marked
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -48,8 +48,7 @@ class TestTreeOutputs(ParityTestCase):
             f = ctx.compile(lambda x: x * 2)
             # The forward of g passes its input to its backward.
             g = ctx.compile(lambda y, w: (y * w).sin())
-            for _ in range(4):
-                torch.compiler.cudagraph_mark_step_begin()
+            for _ in marked(range(4)):
                 w = torch.randn(4, 8, device=ctx.device, requires_grad=True)
                 with torch.no_grad():
                     y = f(torch.randn(4, 8, device=ctx.device))

@@ -6,7 +6,7 @@ import gc
 from typing import Any
 
 import torch
-from parity import Context, ParityTestCase, calls, in_parity
+from parity import Context, ParityTestCase, calls, in_parity, marked
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -148,8 +148,7 @@ class TestTreeMemory(ParityTestCase):
         def program(ctx: Context) -> None:
             trunk = ctx.compile(lambda x: x * 2)
             branches = [ctx.compile(lambda y: y + 1), ctx.compile(lambda y: y.neg())]
-            for step in range(8):
-                torch.compiler.cudagraph_mark_step_begin()
+            for step in marked(range(8)):
                 y = trunk(megabytes(32, ctx.device))
                 ctx.record(branches[step // 3 % 2](y)[:3], y[:3])
 

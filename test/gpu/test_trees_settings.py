@@ -6,7 +6,7 @@ import gc
 
 import torch
 import torch._inductor.cudagraph_trees as trees
-from parity import OURS, WHOLE_GRAPH, Context, ParityTestCase, calls, in_parity
+from parity import OURS, WHOLE_GRAPH, Context, ParityTestCase, calls, in_parity, marked
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 
@@ -89,8 +89,7 @@ class TestTreeSettings(ParityTestCase):
     def test_checks_of_every_replay(ctx: Context) -> None:
         f = ctx.compile(lambda x: x * 2)
         g = ctx.compile(lambda y: (y + 1, y.sin()))
-        for _ in range(5):
-            torch.compiler.cudagraph_mark_step_begin()
+        for _ in marked(range(5)):
             y = f(torch.randn(4, 8, device=ctx.device))
             ctx.record(*g(y), y)
 
@@ -168,8 +167,7 @@ class TestTreeInstall(ParityTestCase):
         def program(ctx: Context) -> None:
             f = ctx.compile(lambda x: x * 2)
             g = ctx.compile(lambda y: y + 1)
-            for step in range(5):
-                torch.compiler.cudagraph_mark_step_begin()
+            for step in marked(range(5)):
                 y = f(torch.randn(4, 8, device=ctx.device))
                 if step == after:
                     change(ctx, is_installed)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 import torch._functorch.config
-from parity import WHOLE_GRAPH, Context, ParityTestCase, in_parity
+from parity import WHOLE_GRAPH, Context, ParityTestCase, in_parity, marked
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
@@ -65,8 +65,7 @@ class TestTreeTraining(ParityTestCase):
     def test_two_forwards_before_their_backward(ctx: Context) -> None:
         model = small_model(ctx.device)
         compiled = ctx.compile(model)
-        for _ in range(4):
-            torch.compiler.cudagraph_mark_step_begin()
+        for _ in marked(range(4)):
             first = compiled(torch.randn(4, 8, device=ctx.device))
             second = compiled(torch.randn(4, 8, device=ctx.device))
             ctx.record(first, second)
@@ -109,8 +108,7 @@ class TestTreeTraining(ParityTestCase):
         def program(ctx: Context) -> None:
             model = torch.nn.Linear(8, 4, device=ctx.device)
             compiled = ctx.compile(model)
-            for _ in range(5):
-                torch.compiler.cudagraph_mark_step_begin()
+            for _ in marked(range(5)):
                 ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
 
         parity = self.parity(program)
