@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import inductor_patches
 import pygraph_trees
-from pygraph_trees.benchmark import Comparison, Effort, Measurement, Program, compare, timing, verify
+from pygraph_trees.benchmark import Comparison, Effort, Program, compare, timing, verify
 from pygraph_trees.benchmark.inspection import Span, read_trace, side_by_side
 from pygraph_trees.benchmark.program import NoLossError, Ring
 from pygraph_trees.benchmark.timing import CALLS, call_until_chosen, functions_so_far, is_steady, schedule, time_block
@@ -304,16 +304,6 @@ class TestWays(TestCase):
         self.assertEqual(compiled, [False, True, True])
 
 
-def _ways(*ways: Way, **callables: Any) -> Any:
-    made = [*ways, *(Way(name, fn, patched=False, trees=None) for name, fn in callables.items())]
-    return mock.patch("pygraph_trees.benchmark.measure.make_ways", lambda program, names: made)
-
-
-def _compared(program: Program, **callables: Any) -> list[Measurement]:
-    with _ways(**callables):
-        return compare(program, effort=FAST)
-
-
 class TestComparison(TestCase):
     def test_four_ways_on_the_cpu(self):
         program = Program(_model(), (torch.randn(3, 4),), context=torch.no_grad, name="toy", batch=3)
@@ -352,7 +342,9 @@ class TestComparison(TestCase):
         writing = Program(lambda x: x.add_(1).clone(), (torch.zeros(3),))
         trained = Program(_model(), (torch.randn(3, 4),), training=True)
         for program, ours, last in ((doubling, stale, 2.0), (writing, writing.fn, 0.0), (trained, trained.fn, 0.0)):
-            found = _compared(program, eager=program.fn, ours=ours)
+            ways = [Way(name, fn, patched=False, trees=None) for name, fn in (("eager", program.fn), ("ours", ours))]
+            with mock.patch("pygraph_trees.benchmark.measure.make_ways", lambda *_, ways=ways: ways):
+                found = compare(program, effort=FAST)
             self.assertEqual([(m.error, m.max_diff) for m in found], [(None, d) for d in (0.0, 0.0, 0.0, last)])
         self.assertTrue(all(p.grad is None for p in trained.fn.parameters()))
 

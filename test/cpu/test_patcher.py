@@ -23,24 +23,9 @@ from pygraph_trees.native import binding
 requires_cpp = unittest.skipIf(binding.extension is None, "the part in C++ was not built")
 
 
-@requires_cpp
-class TestAddresses(test_live_inputs.TestAddresses):
-    native = True
-
-
-@requires_cpp
-class TestCopies(test_live_inputs.TestCopies):
-    native = True
-
-
-@requires_cpp
-class TestOutputs(test_live_inputs.TestOutputs):
-    native = True
-
-
-@requires_cpp
-class TestFailures(test_live_inputs.TestFailures):
-    native = True
+for name in ("TestAddresses", "TestCopies", "TestOutputs", "TestFailures"):
+    in_cpp = {"native": True, "__module__": __name__}
+    globals()[name] = requires_cpp(type(name, (getattr(test_live_inputs, name),), in_cpp))
 
 
 def addresses(inputs):
