@@ -108,17 +108,6 @@ class TestForgotten(WithoutGpu):
         self.manager.reclaiming.give_back(self.manager)
         self.assertEqual((self.manager.roots, self.first.graph, newer.graph), ({2: [newer]}, None, "captured"))
 
-    def test_no_candidates_are_left_of_what_is_given_back(self):
-        """Candidates that were found before the recording could be given back are dropped, even if no path is open."""
-        for node in (self.first, None):
-            self.manager.current_node = node
-            self.first.children, self.manager.roots = {1: [self.below]}, {2: [self.first]}
-            self.manager._candidates |= {1: "recordings that are given back", 2: "recordings that stay"}
-            self.manager.reclaiming.forgotten = [1]
-            self.manager._find(self.manager, 2, False)
-            self.assertEqual((self.manager.reclaiming.forgotten, self.first.children), ([], {}))
-            self.assertNotIn(1, self.manager._candidates)
-
     def test_a_chosen_table_has_a_function_recorded_again_and_does_not_keep_the_manager(self):
         chooser = SimpleNamespace(ready=None)
         for found in (None, chooser):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import os
 import re
@@ -24,7 +23,6 @@ from test_live_inputs import KERNEL, UNHELD, Graph, LiveInputsTestCase, at
 from torch.testing._internal.common_utils import TestCase, run_tests
 from triton.backends.compiler import GPUTarget
 
-from pygraph_trees.indirection import retired
 from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.routes import Route
@@ -199,23 +197,6 @@ class TestSlots(LiveInputsTestCase):
             self.assertFalse(self.chosen(*(at(0) for _ in range(9))).has_table)
             self.assertIsNone(tables.table_for(1, [16]))
             self.assertEqual((source.mock_calls, len(logs.output)), ([mock.call(n) for n in (8, 32, 8)], 3))
-
-    def test_the_table_outlives_queued_replays(self) -> None:
-        live, graph = self.tabled(1, read=(0,))
-        table = live._table
-        del live
-        gc.collect()
-        self.assertEqual(len(retired._retired), 0)
-        del graph
-        gc.collect()
-        (left,) = retired._retired
-        self.assertIs(left.memory, table)
-        self.assertEqual((len(table._slots), self.synchronized), (1, []))
-        live = self.chosen(at(0))
-        self.assertEqual((left.device, self.synchronized, table._slots), (0, [0], {}))
-        live.release()  # a recording that is given up
-        self.assertEqual([left.memory for left in retired._retired], [live._table])
-        self.assertEqual(self.api.leaks(), [])
 
     def test_many_inputs(self) -> None:
         live = self.chosen(*(at(0) for _ in range(140)))
