@@ -45,8 +45,13 @@ SLOWEST: tuple[str, ...] = (
     "test_bench",
     "test_commands",
     "test_fake_gpu",
+    "test_caches",
+    "test_backward_edges",
     "test_flags",
     "test_saved_tensors",
+    "test_direct_calls",
+    "test_backward_meanwhile",
+    "test_counting",
     "test_structured_traces",
 )
 PRELOADED = ("torch", "torch._inductor.compile_fx", "torch.testing._internal.common_utils")
