@@ -19,6 +19,8 @@ _MOST_INPUTS = 12  # live inputs listed per partition
 _MOST_CAUSES = 8  # per partition
 WIDTH = 100
 _HEAD = ("live input", "on", "dtype", "bytes", "read by")
+_BRANCHES = {"always": "operations of a graph that are independent run side by side"}
+_BRANCHES["auto"] = f"{_BRANCHES['always']}, if a trial of real calls finds that faster"
 _LEGEND = textwrap.fill(
     "Kernels are generated (triton) or a library's (extern). Inputs are parameters and buffers (static), outputs of an "
     "earlier graph (managed), or come with each call (live; cpu if on the CPU).",
@@ -190,14 +192,9 @@ def _features(found: Explanation) -> str:
             *(textwrap.fill(move, WIDTH, initial_indent="    ", subsequent_indent="      ") for move in moves),
             f"  indirection {settings['indirection']}: {indirection}",
             f"  selective {settings['selective']}: {done}",
-            *_branches(settings["branches"]),
+            *([f"  branches {settings['branches']}: {how}"] if (how := _BRANCHES.get(settings["branches"])) else []),
         ]
     )
-
-
-def _branches(flag: str) -> list[str]:
-    hows = {"auto": "run side by side, if a trial of real calls finds that faster", "always": "run side by side"}
-    return [f"  branches {flag}: operations of a graph that are independent {hows[flag]}"] if flag in hows else []
 
 
 def _given(graphed: Sequence[ExplainedPartition], *, by_address: bool) -> Iterator[str]:

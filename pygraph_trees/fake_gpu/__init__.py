@@ -6,18 +6,8 @@ CUDA. :func:`lower` takes a program up to Triton's source. README.md says how.
 
 from __future__ import annotations
 
-from .architectures import ARCHITECTURES, UnknownArchitectureError
 from .lowering import LoweredGraph
-from .presence import OtherArchitectureError, absent_gpu
-from .tracing import NothingToLowerError, ValueNeededError, lower
+from .presence import absent_gpu
+from .tracing import ValueNeededError, lower
 
-__all__ = [
-    "ARCHITECTURES",
-    "LoweredGraph",
-    "NothingToLowerError",
-    "OtherArchitectureError",
-    "UnknownArchitectureError",
-    "ValueNeededError",
-    "absent_gpu",
-    "lower",
-]
+__all__ = ["LoweredGraph", "ValueNeededError", "absent_gpu", "lower"]

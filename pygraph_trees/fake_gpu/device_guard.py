@@ -45,12 +45,6 @@ def _guard_slot() -> Any:
     return ctypes.c_void_p.from_address(registry + _CUDA * ctypes.sizeof(ctypes.c_void_p))
 
 
-def _cuda_hooks_table() -> Any:
-    """The method table pointer of the object that ``at::detail::getCUDAHooks()`` returns."""
-    get_hooks = ctypes.CFUNCTYPE(ctypes.c_void_p)(_symbol("_ZN2at6detail12getCUDAHooksEv"))
-    return ctypes.c_void_p.from_address(get_hooks())
-
-
 @functools.cache  # kept alive for good
 def _with_cuda_built(original: int) -> Any:
     """A copy of the CUDA hooks' method table in which CUDA is built and available."""
@@ -88,7 +82,8 @@ def no_op_device_guard() -> Iterator[None]:
         yield
         return
     slot = _guard_slot()
-    hooks = _cuda_hooks_table()
+    get_hooks = ctypes.CFUNCTYPE(ctypes.c_void_p)(_symbol("_ZN2at6detail12getCUDAHooksEv"))  # at::detail::getCUDAHooks
+    hooks = ctypes.c_void_p.from_address(get_hooks())  # its method table
     before, table_before = slot.value, hooks.value
     cuda_is_built = _with_cuda_built(table_before)
     try:

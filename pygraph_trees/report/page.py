@@ -48,7 +48,10 @@ def page(
     ]
     newest = [f.recordings[-1] for f in report.functions if f.recordings]
     before = render("summary", verdict=verdict, report=report, newest=newest)
-    return document(name, _environment(report), before, sections, {**asdict(report), **(more or {})})
+    versions, patches, *off = environment_lines(report.environment)
+    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    lines = [f"{versions}; {patches}", *off, f"{now}, {_command()}"]
+    return document(name, lines, before, sections, {**asdict(report), **(more or {})})
 
 
 def document(
@@ -59,12 +62,6 @@ def document(
     content = json.dumps(data, indent=1).replace("<", "\\u003c")
     css = _CSS.read_text(encoding="utf-8")
     return render("document", name=name, lines=lines, before=before, sections=sections, data=content, css=css)
-
-
-def _environment(report: Snapshot) -> list[str]:
-    versions, patches, *off = environment_lines(report.environment)
-    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    return [f"{versions}; {patches}", *off, f"{now}, {_command()}"]
 
 
 def _command() -> str:

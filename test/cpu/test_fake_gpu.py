@@ -17,16 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
-from pygraph_trees.fake_gpu import (
-    ARCHITECTURES,
-    LoweredGraph,
-    NothingToLowerError,
-    OtherArchitectureError,
-    UnknownArchitectureError,
-    ValueNeededError,
-    absent_gpu,
-    lower,
-)
+from pygraph_trees.fake_gpu import LoweredGraph, ValueNeededError, absent_gpu, lower
+from pygraph_trees.fake_gpu.architectures import ARCHITECTURES, UnknownArchitectureError
+from pygraph_trees.fake_gpu.presence import OtherArchitectureError
+from pygraph_trees.fake_gpu.tracing import NothingToLowerError
 from pygraph_trees.report.compiled import partitions_of
 
 # Every module and class that has an attribute replaced while the fake GPU is present, or while lowering.
