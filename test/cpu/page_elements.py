@@ -1,7 +1,5 @@
 """The elements of a page, and what the page needs besides itself."""
 
-from __future__ import annotations
-
 import html.parser
 import re
 

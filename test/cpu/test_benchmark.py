@@ -1,7 +1,5 @@
 """The measuring machinery: programs, input sets, clocks, the reader of traces, and a whole comparison."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,14 +18,7 @@ from pygraph_trees.benchmark import Comparison, Effort, Program, compare, timing
 from pygraph_trees.benchmark.inspection import Span, read_trace, side_by_side
 from pygraph_trees.benchmark.program import NoLossError, Ring
 from pygraph_trees.benchmark.timing import CALLS, call_until_chosen, functions_so_far, is_steady, schedule, time_block
-from pygraph_trees.benchmark.ways import (
-    NotPatchedError,
-    OwnInductor,
-    UnknownWayError,
-    Way,
-    make_ways,
-    patches_on,
-)
+from pygraph_trees.benchmark.ways import NotPatchedError, OwnInductor, UnknownWayError, Way, make_ways, patches_on
 from pygraph_trees.fake_gpu import absent_gpu
 from pygraph_trees.report.log import FunctionLog, GraphLog, journal
 

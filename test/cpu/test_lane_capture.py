@@ -330,10 +330,7 @@ class TestOptions(BranchesTestCase):
             seen = []
             torch._dynamo.reset()
             backend = functools.partial(compile_fx.compile_fx, inner_compile=inner, config_patches=options)
-            with (
-                torch.no_grad(),
-                config.patch(graphed | flags),
-            ):
+            with torch.no_grad(), config.patch(graphed | flags):
                 torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
             self.assertEqual((seen, config.allow_buffer_reuse), ([expected], before), (flags, options))
 

@@ -5,8 +5,6 @@ GPU takes another time for each form. Whatever is interrupted or fails, a replay
 instantiated graph are known.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from dataclasses import asdict, replace

@@ -5,8 +5,6 @@ placeholder address refers to the memory of its placeholder tensor, and a launch
 there fails the test.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import math

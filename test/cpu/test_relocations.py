@@ -1,7 +1,5 @@
 """Where captured graphs hold the addresses of placeholders, on a driver that checks its callers."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import mmap

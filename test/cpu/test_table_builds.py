@@ -1,7 +1,5 @@
 """Another process compiles the kernels for a function's table, and each step loads one of them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -253,10 +251,7 @@ class TestWorker(TestCase):
         process = worker._process
         time.sleep(0.5)
         self.assertIsNone(worker.done())
-        with (
-            mock.patch.object(builds, "_MOST_S", 0.0),
-            self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
-        ):
+        with mock.patch.object(builds, "_MOST_S", 0.0), self.assertLogs("pygraph_trees.indirection", "WARNING") as logs:
             self.assertEqual(worker.done(), {0, 1})
         self.assertIn("did not end in time", logs.output[0])
         self.assertIsNotNone(process.poll())

@@ -1,7 +1,5 @@
 """Kernels that take pointers from slots: loads and stores as wide as the original's, the same results, or a reason."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Actions of a program around and inside a call."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

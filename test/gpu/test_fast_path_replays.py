@@ -5,17 +5,7 @@ import unittest
 from unittest import mock
 
 import torch
-from indirection import (
-    KEPT,
-    REGIMES,
-    Facts,
-    IndirectionTestCase,
-    Program,
-    assert_same_bits,
-    by_name,
-    compiled,
-    reset,
-)
+from indirection import KEPT, REGIMES, Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, reset
 from indirection import tensor as given
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests

@@ -1,7 +1,5 @@
 """Kernels that Inductor does not see, next to kernels that can be read."""
 
-from __future__ import annotations
-
 import functools
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Matmuls that read live inputs: no byte is copied, whichever library or kernel computes them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from unittest import mock
 

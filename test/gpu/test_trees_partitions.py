@@ -1,7 +1,5 @@
 """Functions that upstream splits: operators that cannot be captured, copies between devices, CPU inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

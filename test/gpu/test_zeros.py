@@ -3,8 +3,6 @@
 No test here sets saved-tensor hooks: after a process has set them, each call checks its inputs and replaces such zeros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ that are equal in every run of a program: structure, kinds of inputs and outputs
 memory pool, and which outputs share a block of the pool, but no addresses.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +24,7 @@ class Facts(dict[str, Any]):
 class NodeFacts(Facts):
     """One recording and its successors."""
 
-    def walk(self) -> Iterator[NodeFacts]:
+    def walk(self) -> Iterator["NodeFacts"]:
         yield self
         for child in self.children:
             yield from child.walk()
