@@ -68,7 +68,7 @@ class Comparison:
         self.effort = effort or timing.Effort()
         self.ways = make_ways(program, ways)
         self.ring = Ring(program, self.effort.ring)
-        feeds = {"same": self.ring.same(), "fresh": self.ring.fresh()}
+        feeds = {"same": self.ring.same, "fresh": self.ring.fresh}
         self._runs = [_Run(program, way, regime, feeds[regime]) for way in self.ways for regime in REGIMES]
         self._wait = timing.synchroniser(program.device)
         self._on_gpu = program.device.type == "cuda"
@@ -124,7 +124,7 @@ class Comparison:
 
     def _prepare(self, runs: Sequence[_Run]) -> None:
         """Compiles and warms up a way, for both regimes."""
-        (first, second), functions = runs, timing.functions_so_far()
+        (first, second), functions = runs, len(journal.functions)
         self._turn(first, "compiling", self._warm_up)
         if "compile_s" in first.figures:
             second.figures["compile_s"] = first.figures["compile_s"]
@@ -135,7 +135,7 @@ class Comparison:
             gc.collect()
             if self._on_gpu:
                 torch.cuda.empty_cache()
-        first.functions = second.functions = range(functions, timing.functions_so_far())
+        first.functions = second.functions = range(functions, len(journal.functions))
 
     def _timed_call(self, run: _Run) -> float:
         return timing.timed_call(run.call, next(run.feed), self._wait)[0]
@@ -240,7 +240,7 @@ class Comparison:
         program, samples = self.program, {name: tuple(values) for name, values in run.samples.items()}
         found = Measurement(program.name, program.mode, program.batch, run.way.name, run.regime, samples=samples)
         if run.error is not None:
-            return found.failed(run.error)
+            return replace(found, error=run.error)
         medians: dict[str, Any] = {name: statistics.median(values) for name, values in samples.items()}
         ring = 1 if run.regime == "same" else len(self.ring.sets)
         functions = journal.records()[1][run.functions.start : run.functions.stop]

@@ -8,7 +8,7 @@ program's inputs (set 0) and clones of them, allocated before timing. Nothing he
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import CellType
@@ -154,15 +154,8 @@ class Ring:
         self._pristine = _clone(own)  # which the program never sees
         extra = max(1, min(sets, affordable) - 1)  # the untouched copy has a cost too
         self.sets = [own, *(_clone(own) for _ in range(extra))]
-        self._fresh = itertools.cycle(self.sets)
-
-    def same(self) -> Iterator[InputSet]:
-        """The program's own inputs, repeatedly."""
-        return itertools.repeat(self.sets[0])
-
-    def fresh(self) -> Iterator[InputSet]:
-        """The next set each time, continuing after the last iterator, so no two consecutive calls use the same set."""
-        return self._fresh
+        self.same = itertools.repeat(own)
+        self.fresh = itertools.cycle(self.sets)  # no two consecutive calls use the same set
 
     def restore(self, inputs: InputSet) -> None:
         """Gives a set the initial values of the program's inputs."""

@@ -126,10 +126,5 @@ def call_until_chosen(call: Callable[[], Any], first: int, share: float = 1.0) -
         call()
         spent_s = time.monotonic() - began
         is_long_enough = spent_s >= _MOST_S or (number >= calls and number % REPLAYS == 0)
-        if is_long_enough and (spent_s >= _AWAITED_S or not any(f.awaits_table for f in journal.records()[1][first:])):
+        if is_long_enough and (spent_s >= _AWAITED_S or not any(f.awaits_table for f in journal.functions[first:])):
             return
-
-
-def functions_so_far() -> int:
-    """The number of the next function in the report."""
-    return len(journal.records()[1])

@@ -17,7 +17,7 @@ import pygraph_trees
 from pygraph_trees.benchmark import Comparison, Effort, Program, compare, timing, verify
 from pygraph_trees.benchmark.inspection import Span, read_trace, side_by_side
 from pygraph_trees.benchmark.program import NoLossError, Ring
-from pygraph_trees.benchmark.timing import CALLS, call_until_chosen, functions_so_far, is_steady, schedule, time_block
+from pygraph_trees.benchmark.timing import CALLS, call_until_chosen, is_steady, schedule, time_block
 from pygraph_trees.benchmark.ways import NotPatchedError, OwnInductor, UnknownWayError, Way, make_ways, patches_on
 from pygraph_trees.fake_gpu import absent_gpu
 from pygraph_trees.report.log import FunctionLog, GraphLog, journal
@@ -72,12 +72,12 @@ class TestRing(TestCase):
         """There are as many sets of inputs as the budget allows, and at least two."""
         program = Program(lambda *a: None, (torch.randn(10), torch.randn(3)))
         ring = Ring(program, sets=3)
-        fresh = list(itertools.islice(ring.fresh(), 4)) + list(itertools.islice(ring.fresh(), 4))
+        fresh = list(itertools.islice(ring.fresh, 4)) + list(itertools.islice(ring.fresh, 4))
         for before, after in itertools.pairwise(fresh):
             for x, y in zip(before.args, after.args, strict=True):
                 self.assertNotEqual(x.data_ptr(), y.data_ptr())
                 self.assertEqual(x, y)
-        same = list(itertools.islice(ring.same(), 2))
+        same = list(itertools.islice(ring.same, 2))
         self.assertIs(same[0].args[0], same[1].args[0])
         for nbytes, sets in ((4 * 13 * 4, 4), (0, 2)):
             with mock.patch("pygraph_trees.benchmark.program.budget_nbytes", lambda device, nbytes=nbytes: nbytes):
@@ -121,7 +121,7 @@ class TestTiming(TestCase):
 class TestSettling(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        self.first = functions_so_far()
+        self.first = len(journal.functions)
 
     def function(self, route: str | None, *, awaits_table: bool = False) -> FunctionLog:
         found = FunctionLog("f", None, "inference", 1, {}, route=route, awaits_table=awaits_table)
@@ -160,7 +160,7 @@ class TestSettling(TestCase):
 
         self.assertEqual([self.calls(then=then), self.calls()], [3 * CALLS, CALLS])
         self.function("by address, until a table", awaits_table=True)
-        self.first = functions_so_far()
+        self.first = len(journal.functions)
         self.assertEqual(self.calls(), CALLS)
 
 

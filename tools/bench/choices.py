@@ -83,7 +83,7 @@ class Drawn:
 
     def feed(self, ring: Ring) -> Iterator[tuple[Any, ...]]:
         """The arguments of each call: at new addresses, or of sizes that never come again."""
-        for number, own in enumerate(ring.fresh()):
+        for number, own in enumerate(ring.fresh):
             yield tuple(x[: len(x) - number] for x in own.args) if self.kind == "sizes" else own.args
 
 
@@ -198,7 +198,7 @@ def longest_first_calls(device: torch.device, seed: int) -> list[dict[str, Any]]
             torch._dynamo.reset()
             program = drawn.program(device, training)
             (way,), ring, wait = make_ways(program, [name]), Ring(program, 4), synchroniser(device)
-            calls_us, feed = [], ring.fresh()
+            calls_us, feed = [], ring.fresh
             with way.active():
                 for _ in range(_FIRST):
                     own, begin = next(feed), time.perf_counter_ns()

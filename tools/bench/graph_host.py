@@ -32,10 +32,11 @@ from bench.figures import has_gpu, several_of, write_figures
 from bench.trained_models import Critic
 from pygraph_trees.benchmark.inspection import is_launch, pool_nbytes
 from pygraph_trees.benchmark.program import Program, Ring
-from pygraph_trees.benchmark.timing import call_until_chosen, collector_off, functions_so_far, schedule, synchroniser
+from pygraph_trees.benchmark.timing import call_until_chosen, collector_off, schedule, synchroniser
 from pygraph_trees.benchmark.ways import FLAGS, Way, make_ways
 from pygraph_trees.cli.target import resolve
 from pygraph_trees.report import text
+from pygraph_trees.report.log import journal
 
 _GRAPH, _LAUNCH = (CompiledFxGraph, "__call__"), (torch.cuda.CUDAGraph, "replay")
 _SETTLE = 10  # un-timed calls at the start of each block
@@ -69,14 +70,14 @@ def measure(
     with torch._dynamo.config.patch(recompile_limit=64):
         cost = clock_us()
         for way in ways:
-            first, feed = functions_so_far(), ring.fresh()
+            first, feed = len(journal.functions), ring.fresh
             with way.active():
                 for _ in ring.sets * 2:
                     _call(program, way, feed, wait)
                 if way.patched:
                     call_until_chosen(lambda way=way, feed=feed: _call(program, way, feed, wait), first)
         for way in schedule(ways, rounds):
-            for regime, feed in (("same", ring.same()), ("fresh", ring.fresh())):
+            for regime, feed in (("same", ring.same), ("fresh", ring.fresh)):
                 found = _block(program, way, feed, wait, calls, cost)
                 samples.setdefault((way.name, regime), []).append(found)
     gpu, pools = {}, {way.name: pool_nbytes(way.managers) for way in ways}
@@ -107,7 +108,7 @@ def _gpu_us(program: Program, way: Way, ring: Ring, wait: Callable[[], None]) ->
     if program.device.type != "cuda":
         return None
     found = []
-    feed = ring.same()
+    feed = ring.same
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         for _ in range(_PROFILED):

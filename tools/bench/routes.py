@@ -25,6 +25,7 @@ from bench.figures import has_gpu, several_of, write_figures
 from pygraph_trees.benchmark import timing
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.benchmark.ways import Way, make_ways
+from pygraph_trees.report.log import journal
 
 Inputs = tuple[torch.Tensor, ...]
 FLAG = "triton.pygraph_indirection"
@@ -76,7 +77,7 @@ def measure(
         if route != "auto" and rate != RATES[0]:
             ways[route, rate] = ways[route, RATES[0]]
             continue
-        first = timing.functions_so_far()
+        first = len(journal.functions)
         (way,) = make_ways(program, ["ours"])
         ways[route, rate] = way
         with torch._inductor.config.patch({FLAG: route}), way.active():
