@@ -169,7 +169,7 @@ bool Addresses::patch(const std::vector<uint64_t> &addresses) {
 bool Addresses::write_values(const Inputs &inputs) const {
     for (const Value &value : values) {
         PyObject *object = inputs.at(value.index);
-        if (object == nullptr || !is_tensor(object))
+        if (!is_tensor(object))
             return false;
         const at::Tensor &tensor = THPVariable_Unpack(object);
         if (!is_like(tensor, value.memory))

@@ -12,7 +12,6 @@
 
 #include "fast_path.h"
 
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -74,7 +73,7 @@ struct Taken {
     void accumulate(variable_list &gradients);
 };
 
-thread_local const Taken *called = nullptr; // the node whose method runs in this thread
+thread_local const Taken *current = nullptr; // the node whose method runs in this thread
 
 /* Checks and accumulates the gradients whose edges are out. */
 void Taken::accumulate(variable_list &gradients) {
@@ -100,17 +99,15 @@ void Taken::accumulate(variable_list &gradients) {
 
 /* The class's method. If the engine evaluates the node, it then accumulates, and puts None in place of gradients. */
 Ref Taken::call(PyObject *arguments) {
-    Ref found(PyObject_GetAttrString(reinterpret_cast<PyObject *>(Py_TYPE(self.get())), method));
-    if (!found)
-        throw python_error();
+    Ref found = checked(PyObject_GetAttrString(reinterpret_cast<PyObject *>(Py_TYPE(self.get())), method));
     std::vector<PyObject *> given{self.get()};
     PyObject **first = PySequence_Fast_ITEMS(arguments);
     given.insert(given.end(), first, first + PyTuple_GET_SIZE(arguments));
-    const Taken *outer = std::exchange(called, this);
+    const Taken *outer = std::exchange(current, this);
     Ref result(PyObject_Vectorcall(found.get(), given.data(), given.size(), nullptr));
-    called = outer;
+    current = outer;
     if (!result)
-        throw python_error();
+        throw py::error_already_set();
     if (!is_out || !is_evaluated(node.get()))
         return result; // for a backward that found the edges in place, or a call by other code
     TORCH_CHECK(node->post_hooks().empty(), "pygraph_trees: a hook was put on a compiled function's node during its "
@@ -122,9 +119,7 @@ Ref Taken::call(PyObject *arguments) {
         if (PyObject *item = PyTuple_GET_ITEM(result.get(), static_cast<Py_ssize_t>(i));
             item != Py_None && !(is_tensor_input[i] && is_tensor(item)))
             return result; // the engine raises
-    Ref items(PySequence_List(result.get()));
-    if (!items)
-        throw python_error();
+    Ref items = checked(PySequence_List(result.get()));
     result = Ref();
     variable_list gradients; // by edge; those whose edges stay are the engine's
     gradients.reserve(edges.size());
@@ -147,13 +142,10 @@ Ref Taken::call(PyObject *arguments) {
 }
 
 PyObject *call_taken(PyObject *capsule, PyObject *arguments) {
-    try {
+    return translated([&] {
         const auto taken = *static_cast<std::shared_ptr<Taken> *>(PyCapsule_GetPointer(capsule, nullptr));
         return taken->call(arguments).release();
-    } catch (const std::exception &) {
-        torch::translate_exception_to_python(std::current_exception());
-        return nullptr;
-    }
+    });
 }
 
 PyMethodDef call_definition{"accumulate", call_taken, METH_VARARGS, "Calls the class's method, and accumulates."};
@@ -276,9 +268,8 @@ class Run {
                 taken->others[i] = torch::autograd::Edge();
         const py::capsule capsule(new std::shared_ptr<Taken>(taken),
                                   [](void *held) { delete static_cast<std::shared_ptr<Taken> *>(held); });
-        Ref callable(PyCFunction_New(&call_definition, capsule.ptr()));
-        if (!callable || PyObject_SetAttrString(taken->self.get(), taken->method, callable.get()) < 0)
-            throw py::error_already_set();
+        Ref callable = checked(PyCFunction_New(&call_definition, capsule.ptr()));
+        checked(PyObject_SetAttrString(taken->self.get(), taken->method, callable.get()));
         taken->swap();
         taken->users = 1;
         used.push_back(taken);
@@ -356,23 +347,16 @@ PyObject *run_backward(Surroundings &around, const py::args &args, const py::kwa
             counts[static_cast<size_t>(whys[i])]++;
     }
     nodes.clear(), roots.clear(); // a node is held only by whoever holds its graph
-    PyObject *result = PyObject_Call(around.upstream.ptr(), args.ptr(), keywords.ptr());
-    if (result == nullptr)
-        throw py::error_already_set(); // what restores the edges must not see it
-    return result;
+    // What restores the edges must not see an exception of Python's.
+    return checked(PyObject_Call(around.upstream.ptr(), args.ptr(), keywords.ptr())).release();
 }
 
 PyObject *call_run_backward(PyObject *capsule, PyObject *args, PyObject *keywords) {
-    try {
+    return translated([&] {
         auto &around = *static_cast<Surroundings *>(PyCapsule_GetPointer(capsule, nullptr));
         return run_backward(around, py::reinterpret_borrow<py::args>(args),
                             keywords == nullptr ? py::kwargs() : py::reinterpret_borrow<py::kwargs>(keywords));
-    } catch (py::error_already_set &error) {
-        error.restore();
-    } catch (const std::exception &) {
-        torch::translate_exception_to_python(std::current_exception());
-    }
-    return nullptr;
+    });
 }
 
 PyMethodDef run_definition{"_engine_run_backward", (PyCFunction)(void (*)())call_run_backward,
@@ -389,7 +373,7 @@ py::object taking(const py::object &upstream, const py::dict &compiled_autograd,
 } // namespace
 
 const edge_list &pygraph::edges_of(const Node &node) {
-    return called != nullptr && called->node.get() == &node ? called->edges : node.next_edges();
+    return current != nullptr && current->node.get() == &node ? current->edges : node.next_edges();
 }
 
 void pygraph::add_backward_edges(py::module_ &module) {

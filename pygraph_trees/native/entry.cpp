@@ -1,12 +1,17 @@
-/* A fast replay, from the call of a compiled graph to its return: pygraph_trees.native._fast_path.Entry.
+/* A fast replay, from the call of a compiled graph to its return: pygraph_trees.native._fast_path.Call and Entry.
 
-   Entry(**arguments)(inputs) returns the outputs of a fast replay, which consumes the inputs, or None, and then the
-   inputs are unchanged. trees/functions/fast_path.py makes it. */
+   Call(upstream=, profiler=, debug=, conform_inputs=) is CompiledFxGraph.__call__. It returns the result of the attribute
+   `fast_call` of the object's current_callable. If that is missing or returns None, or while torch profiles or records
+   graphs for debugging, it returns the result of the function `upstream`. Once a call had hooks on saved tensors,
+   `conform_inputs` gets object and inputs first; and before `upstream`, if a tangent may be a negated or conjugate view:
+   code outside of recordings reads its memory as it is.
+
+   Entry(**arguments)(inputs), a `fast_call`, returns the outputs of a fast replay, which consumes the inputs, or None, and
+   then the inputs are unchanged. trees/functions/fast_path.py makes it. */
 
 #include "tree.h"
 
-#include <optional>
-#include <utility>
+#include <ATen/SavedTensorHooks.h>
 
 namespace {
 
@@ -65,92 +70,60 @@ void Entry::take(const py::dict &given) {
     }
 }
 
-/* The inputs that are returned unchanged; NULL with an exception. */
-Ref given_back(const Replay *replay, const Inputs &inputs) {
-    Ref given(PyTuple_New(static_cast<Py_ssize_t>(replay->returned.size())));
-    for (size_t i = 0; given && i < replay->returned.size(); i++) {
-        PyObject *input = inputs.at(replay->returned[i].input);
-        if (input == nullptr) {
-            PyErr_SetString(PyExc_IndexError, "the inputs have changed");
-            return Ref();
-        }
-        PyTuple_SET_ITEM(given.get(), static_cast<Py_ssize_t>(i), Py_NewRef(input));
-    }
-    return given;
-}
-
 /* Launches the graph for inputs that the recording has accepted, and returns the call's result. The result is made before
    the launch, which fills the caches with other data: the outputs were just read to see whether they are dead. */
 Ref replayed(Entry *state, Found &found, Replay *replay, const Inputs &inputs, const Ref &kept) {
     Ref given, result;
     {
         CollectorOff until_launched; // during the launch, other threads run
-        given = given_back(replay, inputs);
-        result = given && are_untouched(replay) ? result_at_hand(&state->results, replay, kept, given.get()) : Ref();
-        if (PyErr_Occurred())
-            return Ref();
+        given = tuple_of(replay->returned.size(),
+                         [&](size_t i) { return Py_NewRef(inputs.required(replay->returned[i].input)); });
+        if (are_untouched(replay))
+            result = result_at_hand(&state->results, replay, kept, given.get());
         order_streams(found.trees());
         replay->stream = found.trees()->stream;
-        if (!launch(replay))
-            return Ref();
+        launch(replay);
         note_launch(found.trees());
     }
-    if (!result) {
-        Ref outputs = outputs_of(found.recording.get(), replay, given.get());
-        result = outputs ? of_list(&state->results, kept, outputs) : Ref();
-    }
+    if (!result)
+        result = of_list(&state->results, kept, outputs_of(found.recording.get(), replay, given.get()));
     return result;
 }
 
 /* Lets Python replay the recording, if inputs are copied. */
-Ref replayed_in_python(const Entry *state, Found &found, Replay *replay, Inputs &inputs,
-                       const Ref &kept) {
-    if (!inputs.arrange()) {
-        PyErr_SetString(PyExc_IndexError, "the inputs have changed");
-        return Ref();
-    }
+Ref replayed_in_python(const Entry *state, Found &found, Replay *replay, Inputs &inputs, const Ref &kept) {
+    inputs.arrange();
     const AtTheEnd own(inputs);
     order_streams(found.trees());
     replay->stream = found.trees()->stream;
-    Ref outputs(own.appended ? PyObject_CallFunctionObjArgs(replay->run, found.recording.get(), inputs.list, nullptr)
-                             : nullptr);
-    note_launch(found.trees());
-    return outputs ? of_list(&state->results, kept, outputs) : Ref();
+    PyObject *outputs = PyObject_CallFunctionObjArgs(replay->run, found.recording.get(), inputs.list, nullptr);
+    note_launch(found.trees()); // even if Python raised, since it may have launched the graph
+    return of_list(&state->results, kept, checked(outputs));
 }
 
-/* Calls the entry for the values that the function's integers have at this call. */
-Answer replay_for_values(const Entry *state, PyObject *list, Ref *result) {
+/* The result of the entry for the values that the function's integers have at this call; NULL if no replay is fast. */
+Ref replayed_for_values(const Entry *state, PyObject *list) {
     const FunctionState *function = state->own();
-    const std::vector<uint64_t> *order = state->reordered();
-    Inputs inputs(list, order);
-    Items integers;
-    if (function->integers == nullptr || !integers.take(function->integers))
-        return PyErr_Occurred() ? Answer::error : Answer::no;
-    Ref values(PyTuple_New(integers.count));
-    for (Py_ssize_t i = 0; values && i < integers.count; i++) {
+    Inputs inputs(list, state->reordered());
+    if (function->integers == nullptr || !PyDict_Check(function->by_values))
+        return Ref();
+    const Items integers(function->integers);
+    Ref values = checked(PyTuple_New(integers.count));
+    for (Py_ssize_t i = 0; i < integers.count; i++) {
         PyObject *value = inputs.at(PyLong_AsUnsignedLongLong(integers.at[i]));
         if (PyErr_Occurred())
-            return Answer::error;
+            throw py::error_already_set();
         if (value == nullptr)
-            return Answer::no;
+            return Ref();
         PyTuple_SET_ITEM(values.get(), i, Py_NewRef(value));
     }
-    if (!values || !PyDict_Check(function->by_values))
-        return PyErr_Occurred() ? Answer::error : Answer::no;
-    Ref entry = Ref::dup(PyDict_GetItemWithError(function->by_values, values.get()));
-    if (!entry)
-        return PyErr_Occurred() ? Answer::error : Answer::no;
-    Ref kept = kept_inputs(&state->results, list);
-    if (!kept || !inputs.arrange())
-        return PyErr_Occurred() ? Answer::error : Answer::no;
-    Ref outputs(PyObject_CallOneArg(entry.get(), list));
-    if (outputs.get() == Py_None) {
-        if (order != nullptr)
-            inputs.arrange_back(order);
-        return Answer::no;
-    }
-    *result = outputs ? of_list(&state->results, kept, outputs) : Ref();
-    return *result ? Answer::yes : Answer::error;
+    Ref entry = Ref::dup(value_of(function->by_values, values.get()));
+    Ref kept = entry ? kept_inputs(&state->results, list) : Ref();
+    if (!kept)
+        return Ref();
+    inputs.arrange();
+    Ref outputs = called(entry.get(), list);
+    return outputs.get() == Py_None ? Ref() : of_list(&state->results, kept, std::move(outputs));
 }
 
 /* Releases the own memory that was given away at a call, once the call has no turn. */
@@ -172,60 +145,46 @@ void count_slow(const FunctionState *function, Slow why) {
         counter->value++;
 }
 
-/* Makes a fast replay. With `no`, `why` is set unless another entry, or the same one again, counts the call. */
-Answer replay_fast(Entry *state, PyObject *list, Ref *result, std::optional<Slow> *why) {
+/* The result of a fast replay; NULL if none is made. Then `why` is set, unless another entry, or the same one again,
+   counts the call. */
+Ref replayed_fast(Entry *state, PyObject *list, std::optional<Slow> *why) {
     FunctionState *function = state->own();
-    *why = std::nullopt;
     if (uses_program_pool) // Python leaves the pool and asks again
-        return Answer::no;
-    *why = Slow::not_ready;
-    if (!function->is_replayed)
-        return Answer::no;
-    if (function->by_values != nullptr) {
-        *why = std::nullopt;
-        return replay_for_values(state, list, result);
-    }
+        return Ref();
+    if (function->is_replayed && function->by_values != nullptr)
+        return replayed_for_values(state, list);
     GivenAway given_away;
     OwnTurn turn;
     Found found;
-    if (!(found.replayer = replayer_here(function)) || found.in_trees()->manager == nullptr)
-        return PyErr_Occurred() ? Answer::error : Answer::no;
-    if (!(found.manager = Ref(PyObject_CallNoArgs(found.in_trees()->manager))))
-        return Answer::error;
+    Slow &reason = why->emplace(Slow::not_ready);
+    if (!function->is_replayed || !(found.replayer = replayer_here(function)) || found.in_trees()->manager == nullptr)
+        return Ref();
+    found.manager = called(found.in_trees()->manager);
     if (in<TreeState>(found.manager.get()) == nullptr) // None: it is gone
-        return Answer::no;
+        return Ref();
     if (is_captured(found.trees())) {
-        *why = Slow::captured;
-        return Answer::no;
+        reason = Slow::captured;
+        return Ref();
     }
     counted.asked++;
-    Slow reason = Slow::not_ready;
-    const auto no = [&](Answer answer) {
-        *why = reason;
-        return answer;
-    };
-    if (const Answer answer = find_candidates(state->counters, &turn, &found, &reason); answer != Answer::yes)
-        return no(answer);
+    if (!find_candidates(state->counters, &turn, &found, &reason))
+        return Ref();
     Ref kept = kept_inputs(&state->results, list);
     if (!kept)
-        return PyErr_Occurred() ? Answer::error : Answer::no;
-    const std::vector<uint64_t> *order = state->reordered();
-    Inputs inputs(list, order);
+        return Ref();
+    Inputs inputs(list, state->reordered());
     given_away.held = Ref::dup(found.in_trees()->own);
     OwnMemory *own = given_away.own = declared<OwnMemory>(given_away.held.get());
     if (own != nullptr) {
         inputs.add(own);
         reason = Slow::no_memory;
         if (std::string error; !own->take(&error)) // Python frees some, or raises
-            return no(Answer::no);
+            return Ref();
         reason = Slow::not_found;
     }
     bool is_copied = false;
-    if (const Answer accepted = first_accepting(&found, inputs, &is_copied, &reason); accepted != Answer::yes) {
-        if (order != nullptr)
-            inputs.arrange_back(order);
-        return no(accepted);
-    }
+    if (!first_accepting(&found, inputs, &is_copied, &reason))
+        return Ref();
     counted.fast++;
     go_on_from(&found, state->execution);
     Replay *replay = in<Replay>(found.replay.get());
@@ -234,10 +193,8 @@ Answer replay_fast(Entry *state, PyObject *list, Ref *result, std::optional<Slow
         counted.in_python++;
         count_slow(function, Slow::in_python);
     }
-    *result = in_python ? replayed_in_python(state, found, replay, inputs, kept)
-                        : replayed(state, found, replay, inputs, kept);
-    if (!*result)
-        return Answer::error;
+    Ref result = in_python ? replayed_in_python(state, found, replay, inputs, kept)
+                           : replayed(state, found, replay, inputs, kept);
     if (own != nullptr)
         own->launched();
     PyObject *mode = found.all()->mode;
@@ -256,10 +213,11 @@ Answer replay_fast(Entry *state, PyObject *list, Ref *result, std::optional<Slow
     state->firsts = std::min(state->first.size(), replay->fixed.size());
     for (size_t i = 0; i < state->firsts; i++)
         state->first[i] = replay->fixed[i].known;
-    return Answer::yes;
+    return result;
 }
 
-PyObject *entry_fast_call(Entry *state, PyObject *list) {
+/* The result of a fast replay, which consumes the inputs, or None. */
+PyObject *called_fast(Entry *state, PyObject *list) {
     for (const void *object : state->near)
         Known::ahead(object, 0), Known::ahead(object, 64);
     for (size_t i = 0; i < state->firsts; i++)
@@ -269,20 +227,16 @@ PyObject *entry_fast_call(Entry *state, PyObject *list) {
         !(state->partitions == nullptr || (PyList_GET_SIZE(state->partitions) == 1 &&
                                            PyList_GET_ITEM(state->partitions, 0) == state->partition)))
         Py_RETURN_NONE;
-    Ref result;
     std::optional<Slow> why;
-    switch (replay_fast(state, list, &result, &why)) {
-    case Answer::no:
-        if (why)
-            count_slow(state->own(), *why);
-        state->own()->was_asked = state->partitions != nullptr;
-        Py_RETURN_NONE;
-    case Answer::yes: // the turn is free again, since releasing the inputs may run other code
-        return PyList_SetSlice(list, 0, PyList_GET_SIZE(list), nullptr) < 0 ? nullptr : result.release();
-    case Answer::error:
-        break;
+    Ref result = replayed_fast(state, list, &why);
+    if (result) { // the turn is free again, since releasing the inputs may run other code
+        checked(PyList_SetSlice(list, 0, PyList_GET_SIZE(list), nullptr));
+        return result.release();
     }
-    return nullptr;
+    if (why)
+        count_slow(state->own(), *why);
+    state->own()->was_asked = state->partitions != nullptr;
+    Py_RETURN_NONE;
 }
 
 PyObject *entry_call(PyObject *self, PyObject *arguments, PyObject *keywords) {
@@ -297,12 +251,96 @@ PyObject *entry_call(PyObject *self, PyObject *arguments, PyObject *keywords) {
     if (entry == nullptr) // collected, and called by other garbage
         Py_RETURN_NONE;
     Ref alive = Ref::dup(self);
-    return translated([&] { return entry_fast_call(entry, inputs); });
+    return translated([&] { return called_fast(entry, inputs); });
 }
+
+struct Call {
+    vectorcallfunc vectorcall = nullptr;
+    PyObject *upstream = nullptr, *profiler = nullptr, *debug = nullptr, *conform_inputs = nullptr;
+
+    void take(const py::dict &given);
+    void each(const auto &function) {
+        for (PyObject **held : {&upstream, &profiler, &debug, &conform_inputs})
+            function(*held);
+    }
+};
+
+/* Whether hooks on saved tensors are set in this thread, or were set at an earlier call. */
+bool hooks_were_set() {
+    static bool were_set = false; // protected by the GIL
+    if (!were_set)
+        were_set = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+    return were_set;
+}
+
+bool is_any_lazy(PyObject *inputs) {
+    const Items items = PyList_CheckExact(inputs) ? Items(inputs) : Items();
+    return std::any_of(items.at, items.at + items.count,
+                       [](PyObject *input) { return is_tensor(input) && is_lazy(THPVariable_Unpack(input)); });
+}
+
+/* Whether a variable of a module is true. */
+bool is_set(PyObject *module, PyObject *variable) {
+    PyObject *value = value_of(module, variable);
+    return value != nullptr && checked(PyObject_IsTrue(value));
+}
+
+/* The callable that replays on the fast path for an object; NULL if there is none. */
+Ref fast_call_of(const Call *call, PyObject *object) {
+    Ref callable = checked(PyObject_GetAttr(object, names.current_callable));
+    PyObject *attributes =
+        PyFunction_Check(callable.get()) ? reinterpret_cast<PyFunctionObject *>(callable.get())->func_dict : nullptr;
+    PyObject *found = attributes == nullptr ? nullptr : value_of(attributes, names.fast_call);
+    const bool is_used = found != nullptr && found != Py_None && !is_set(call->profiler, names._is_profiler_enabled) &&
+                         !is_set(call->debug, names.RECORD_GRAPH_EXECUTION);
+    return is_used ? Ref::dup(found) : Ref();
+}
+
+PyObject *call_vectorcall(PyObject *self, PyObject *const *arguments, size_t flags, PyObject *keywords) {
+    return translated([&] {
+        const Call *call = &fields_of<Call>(self);
+        if (PyVectorcall_NARGS(flags) == 2 && keywords == nullptr) {
+            const auto conform = [&] { called(call->conform_inputs, arguments[0], arguments[1]); };
+            const bool is_checked = hooks_were_set();
+            if (is_checked)
+                conform();
+            if (Ref fast_call = fast_call_of(call, arguments[0]); fast_call)
+                if (Ref outputs = called(fast_call.get(), arguments[1]); outputs.get() != Py_None)
+                    return outputs.release();
+            if (!is_checked && is_any_lazy(arguments[1]))
+                conform();
+        }
+        return PyObject_Vectorcall(call->upstream, arguments, static_cast<size_t>(PyVectorcall_NARGS(flags)), keywords);
+    });
+}
+
+void Call::take(const py::dict &given) {
+    vectorcall = call_vectorcall;
+    upstream = reference(given["upstream"]);
+    profiler = reference(given["profiler"].cast<py::dict>());
+    debug = reference(given["debug"].cast<py::dict>());
+    conform_inputs = reference(given["conform_inputs"]);
+}
+
+/* Binds an object as functions do. */
+PyObject *call_bind(PyObject *self, PyObject *object, PyObject *) {
+    return object == nullptr || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
+}
+
+PyMemberDef call_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, FIELD(Call, vectorcall), READONLY, nullptr},
+    {"__wrapped__", T_OBJECT_EX, FIELD(Call, upstream), READONLY, "What is called if no fast replay is possible."},
+    {nullptr, 0, 0, 0, nullptr},
+};
 
 } // namespace
 
 void pygraph::add_entry(py::module_ &module) {
+    add_class<Call>(module, "pygraph_trees.native._fast_path.Call",
+                    Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+                    {{Py_tp_call, reinterpret_cast<void *>(PyVectorcall_Call)},
+                     {Py_tp_descr_get, reinterpret_cast<void *>(call_bind)},
+                     {Py_tp_members, call_members}});
     add_class<Entry>(module, "pygraph_trees.native._fast_path.Entry", 0,
                      {{Py_tp_call, reinterpret_cast<void *>(entry_call)}});
     module.def("note_program_pool", [](bool is_used) { uses_program_pool = is_used; },

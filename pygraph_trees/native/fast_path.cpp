@@ -5,7 +5,6 @@
 
 #include "addresses.cpp"
 #include "backward_edges.cpp"
-#include "call.cpp"
 #include "direct_calls.cpp"
 #include "entry.cpp"
 #include "own_memory.cpp"
@@ -110,13 +109,7 @@ std::vector<std::string> intern_names() {
 
 PYBIND11_MODULE(_fast_path, module) {
     py::register_local_exception_translator([](std::exception_ptr raised) {
-        try {
-            std::rethrow_exception(raised);
-        } catch (const c10::Error &error) {
-            PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
-        } catch (const py::cast_error &error) {
-            PyErr_SetString(PyExc_TypeError, error.what());
-        }
+        translated([&]() -> PyObject * { std::rethrow_exception(raised); });
     });
     module.doc() = "The fast path.";
     module.attr("NAMES") = intern_names();
@@ -125,7 +118,6 @@ PYBIND11_MODULE(_fast_path, module) {
     add_replay(module);
     add_tree(module);
     add_entry(module);
-    add_call(module);
     add_backward_edges(module);
     add_direct_calls(module);
     module.def("collector_off", [](const py::list &is_counted) { switch_collector(is_counted, true); },

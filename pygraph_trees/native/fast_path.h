@@ -16,9 +16,6 @@
 
 namespace pygraph {
 
-/* Whether a replay is fast. With `no`, nothing has happened, except that unneeded outputs may have been released. */
-enum class Answer { no, yes, error };
-
 #define TORCH_NAMES(each)                                                                                             \
     each(steps, mark_step_counter) each(generations, generation) each(graph, replay)                                  \
     each(manager, has_live_user_visible_output_cloning) each(manager, try_end_curr_execution)                         \
@@ -56,14 +53,25 @@ __attribute__((always_inline)) inline void load_ahead(const std::vector<Watched>
         (watched[next].*what)();
 }
 
-/* The inputs of a call, in the order of the caller or in that of the recording, then the tensors of own memory. */
+/* The inputs of a call, in the order of the caller or in that of the recording, then the tensors of own memory. The list
+   is back in the caller's order once this object goes, unless its length has changed. */
 struct Inputs {
     PyObject *list;
-    const std::vector<uint64_t> *order; // NULL if the orders are the same
-    const OwnMemory *own = nullptr;     // NULL without own memory
-    uint64_t own_from = 0;              // the index of its first tensor
+    const std::vector<uint64_t> *order, *before; // NULL if the orders are the same; the caller's
+    const OwnMemory *own = nullptr;              // NULL without own memory
+    uint64_t own_from = 0;                       // the index of its first tensor
 
-    Inputs(PyObject *list, const std::vector<uint64_t> *order) : list(list), order(order) {}
+    Inputs(PyObject *list, const std::vector<uint64_t> *order) : list(list), order(order), before(order) {}
+    Inputs(const Inputs &) = delete;
+    Inputs &operator=(const Inputs &) = delete;
+    ~Inputs() {
+        if (order == before || !has_length(before))
+            return;
+        std::vector<PyObject *> items(before->size());
+        for (size_t i = 0; i < items.size(); i++)
+            items[(*before)[i]] = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i));
+        put(items);
+    }
 
     void add(const OwnMemory *memory) {
         own = memory;
@@ -78,64 +86,56 @@ struct Inputs {
 
     /* NULL if there is no such input. */
     PyObject *at(uint64_t index) const {
-        if (is_own(index))
-            return own->item(index - own_from);
-        const Py_ssize_t found = place(index);
-        return found >= 0 && found < PyList_GET_SIZE(list) ? PyList_GET_ITEM(list, found) : nullptr;
+        return is_own(index) ? own->item(index - own_from) : item_of(list, static_cast<uint64_t>(place(index)));
     }
 
-    /* Puts the list into the order of the recording; false if its length has changed. */
-    bool arrange() {
+    /* As `at`, but throws if there is no such input any more. */
+    PyObject *required(uint64_t index) const {
+        PyObject *found = at(index);
+        if (found == nullptr)
+            throw py::index_error("the inputs have changed");
+        return found;
+    }
+
+    /* Puts the list into the order of the recording. */
+    void arrange() {
         if (order == nullptr)
-            return true;
+            return;
         if (!has_length(order))
-            return false;
+            throw py::index_error("the inputs have changed");
         std::vector<PyObject *> items;
         for (const uint64_t place : *order)
             items.push_back(PyList_GET_ITEM(list, static_cast<Py_ssize_t>(place)));
-        for (size_t i = 0; i < items.size(); i++) // the list holds the same items, so no reference changes
-            PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), items[i]);
+        put(items);
         order = nullptr;
-        return true;
     }
 
-    /* Puts the list back into the order of the caller. */
-    void arrange_back(const std::vector<uint64_t> *before) {
-        if (order == before || !has_length(before))
-            return;
-        std::vector<PyObject *> items(before->size());
-        for (size_t i = 0; i < items.size(); i++)
-            items[(*before)[i]] = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i));
-        for (size_t i = 0; i < items.size(); i++)
-            PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), items[i]);
-        order = before;
-    }
-
+  private:
     /* Whether the list still has all inputs. */
     bool has_length(const std::vector<uint64_t> *inputs) const {
         return PyList_GET_SIZE(list) == static_cast<Py_ssize_t>(inputs->size());
+    }
+
+    /* The list holds the same items, so no reference changes. */
+    void put(const std::vector<PyObject *> &items) {
+        for (size_t i = 0; i < items.size(); i++)
+            PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), items[i]);
     }
 };
 
 /* Own memory at the end of the list of inputs, for a call to Python. It is there until this object goes. */
 class AtTheEnd {
   public:
-    /* `appended` is false with an exception. */
     explicit AtTheEnd(const Inputs &inputs) : list(inputs.list), count(PyList_GET_SIZE(inputs.list)) {
-        for (uint64_t index = inputs.own_from; appended && inputs.own != nullptr && inputs.at(index) != nullptr; index++)
-            appended = PyList_Append(list, inputs.at(index)) == 0;
+        for (uint64_t index = inputs.own_from; inputs.own != nullptr && inputs.at(index) != nullptr; index++)
+            checked(PyList_Append(list, inputs.at(index)));
     }
     ~AtTheEnd() {
-        if (PyList_GET_SIZE(list) <= count) // they were consumed
-            return;
-        PyObject *type, *value, *trace;
-        PyErr_Fetch(&type, &value, &trace);
-        PyList_SetSlice(list, count, PyList_GET_SIZE(list), nullptr);
-        PyErr_Restore(type, value, trace);
+        if (PyList_GET_SIZE(list) > count) // else they were consumed
+            PyList_SetSlice(list, count, PyList_GET_SIZE(list), nullptr);
     }
     AtTheEnd(const AtTheEnd &) = delete;
     AtTheEnd &operator=(const AtTheEnd &) = delete;
-    bool appended = true;
 
   private:
     PyObject *list;
@@ -160,8 +160,8 @@ struct Mortal {
         for (Run &run : runs)
             function(run.list);
     }
-    /* 1, 0, or -1 with an exception. Sets `asked` if Python had to be asked, so that other code may have run. */
-    int are_dead(bool *asked);
+    /* Sets `asked` if Python had to be asked, so that other code may have run. */
+    bool are_dead(bool *asked);
     /* Whether the outputs that are inputs too were seen to die; false if it is not known which are. */
     bool died_as(const std::vector<Watched> &inputs) const;
     /* Whether the other outputs seem dead. */
@@ -288,16 +288,24 @@ enum class Slow : size_t {
     captured,       // the program captures the call
 };
 
-/* What follows from a Python exception of the trees: `no`, since the slow path meets it again and contains it. Of other
-   kinds, which handlers of signals raise, `error`. */
-Answer passed_over();
+/* What Python code of the trees answers; false if it raises, since the slow path meets the exception again and contains
+   it. Exceptions of other kinds, which handlers of signals raise, pass. */
+bool holds(const auto &question) {
+    try {
+        return question();
+    } catch (py::error_already_set &error) {
+        if (!error.matches(PyExc_AssertionError) && !error.matches(PyExc_RuntimeError))
+            throw;
+        return false;
+    }
+}
 
 /* Whether a recording accepts the inputs of a call. If so, its graph holds their addresses, and inputs that must be dead
-   are released. Sets `is_copied` if inputs were copied for this call, so that Python must replay, and `why` with `no`. */
-Answer accept(Replay *state, Inputs &inputs, bool *is_copied, Slow *why);
+   are released. Sets `is_copied` if inputs were copied for this call, so that Python must replay, and else `why`. */
+bool accept(Replay *state, Inputs &inputs, bool *is_copied, Slow *why);
 
-/* Counts the replay and launches the graph; false with an exception. */
-bool launch(const Replay *replay);
+/* Counts the replay and launches the graph. */
+void launch(const Replay *replay);
 
 /* Outputs of a recording, valid until other code runs: cached outputs, substitutes for others, and those that are made for
    each call. These are made once, and kept in `made`: outputs without elements, `returned` ones, from the tensors
@@ -313,7 +321,7 @@ void note_made(Replay *replay);
    they can be returned again. */
 bool are_untouched(const Replay *replay);
 
-/* The outputs of a recording as a list, made in Python; NULL with an exception. */
+/* The outputs of a recording as a list, made in Python. */
 Ref outputs_of(PyObject *recording, const Replay *replay, PyObject *given);
 
 /* Where a parameter was at the last call. */
@@ -368,18 +376,17 @@ struct Results {
     void take(const py::dict &given);
 };
 
-/* The inputs that are kept, as a tuple; NULL if the list is too short, or with an exception. */
+/* The inputs that are kept, as a tuple; NULL if the list is too short. */
 Ref kept_inputs(const Results *state, PyObject *list);
 
-/* The call's result, from a list of outputs; NULL with an exception. */
-Ref of_list(const Results *state, const Ref &kept, Ref &outputs);
+/* The call's result, from a list of outputs. */
+Ref of_list(const Results *state, const Ref &kept, Ref outputs);
 
-/* The call's result, from outputs at hand; NULL if they are not, possibly with an exception. */
+/* The call's result, from outputs at hand; NULL if they are not. */
 Ref result_at_hand(Results *state, const Replay *replay, const Ref &kept, PyObject *given);
 
 /* Add the classes of the files to a module. */
 void add_backward_edges(py::module_ &module);
-void add_call(py::module_ &module);
 void add_direct_calls(py::module_ &module);
 void add_entry(py::module_ &module);
 void add_replay(py::module_ &module);

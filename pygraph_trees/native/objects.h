@@ -1,11 +1,11 @@
-/* Python objects in C++: references, classes and tensors; whether a tensor is dead.
+/* Python objects in C++: references, calls, classes and tensors; whether a tensor is dead.
 
-   "With an exception" in a comment: a function that returns this value has set a Python exception. Code that takes
-   arguments throws C++ exceptions instead. */
+   Errors are C++ exceptions, Python's included, until `translated` turns them into Python's at the boundary. */
 
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pybind.h>
@@ -31,12 +31,48 @@ template <typename Function> PyObject *translated(const Function &function) {
         PyErr_SetString(PyExc_TypeError, error.what());
     } catch (const py::builtin_exception &error) {
         error.set_error();
-    } catch (const c10::Error &error) { // the text that torch's own methods give
-        PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
-    } catch (const std::exception &error) {
-        PyErr_SetString(PyExc_RuntimeError, error.what());
+    } catch (const std::exception &) {
+        torch::translate_exception_to_python(std::current_exception());
     }
     return nullptr;
+}
+
+/* What a function of Python's API has returned; throws its exception. */
+inline Ref checked(PyObject *made) {
+    if (made == nullptr)
+        throw py::error_already_set();
+    return Ref(made);
+}
+
+inline bool checked(int answer) {
+    if (answer < 0)
+        throw py::error_already_set();
+    return answer != 0;
+}
+
+inline bool is_true(const Ref &object) { return checked(PyObject_IsTrue(const_cast<PyObject *>(object.get()))); }
+
+/* Calls a Python object. */
+template <typename... Arguments> Ref called(PyObject *callable, Arguments... arguments) {
+    PyObject *given[] = {nullptr, arguments...};
+    constexpr size_t count = sizeof...(arguments) | PY_VECTORCALL_ARGUMENTS_OFFSET;
+    return checked(PyObject_Vectorcall(callable, given + 1, count, nullptr));
+}
+
+/* A value of a dictionary, borrowed; NULL without. */
+inline PyObject *value_of(PyObject *dictionary, PyObject *key) {
+    PyObject *value = PyDict_GetItemWithError(dictionary, key);
+    if (value == nullptr && PyErr_Occurred())
+        throw py::error_already_set();
+    return value;
+}
+
+/* A tuple of the items that a function returns, each a new reference. */
+template <typename Function> Ref tuple_of(size_t count, const Function &item) {
+    Ref made = checked(PyTuple_New(static_cast<Py_ssize_t>(count)));
+    for (size_t i = 0; i < count; i++)
+        PyTuple_SET_ITEM(made.get(), static_cast<Py_ssize_t>(i), item(i));
+    return made;
 }
 
 /* The Python class of a struct, set when the module is loaded and never freed. */
@@ -175,31 +211,36 @@ struct Items {
     PyObject **at = nullptr;
     Py_ssize_t count = 0;
 
-    /* False with an exception. */
-    bool take(PyObject *sequence) {
-        if (!PyList_Check(sequence) && !PyTuple_Check(sequence)) {
-            PyErr_Format(PyExc_TypeError, "expected a list or a tuple, got %s", Py_TYPE(sequence)->tp_name);
-            return false;
-        }
+    Items() = default;
+    explicit Items(const std::vector<PyObject *> &items)
+        : at(const_cast<PyObject **>(items.data())), count(static_cast<Py_ssize_t>(items.size())) {}
+    explicit Items(PyObject *sequence) {
+        if (!PyList_Check(sequence) && !PyTuple_Check(sequence))
+            throw py::type_error(std::string("expected a list or a tuple, got ") + Py_TYPE(sequence)->tp_name);
         at = PySequence_Fast_ITEMS(sequence);
         count = PySequence_Fast_GET_SIZE(sequence);
-        return true;
     }
 };
 
+/* An item of a list, borrowed; NULL if the list is shorter. */
+inline PyObject *item_of(PyObject *list, uint64_t index) {
+    return index < static_cast<uint64_t>(PyList_GET_SIZE(list)) ? PyList_GET_ITEM(list, static_cast<Py_ssize_t>(index))
+                                                                : nullptr;
+}
+
+/* Whether there is an object and it is a tensor. */
 inline bool is_tensor(PyObject *object) {
+    if (object == nullptr)
+        return false;
     PyTypeObject *type = Py_TYPE(object), *tensor = reinterpret_cast<PyTypeObject *>(THPVariableClass);
     return type == tensor || PyType_IsSubtype(type, tensor);
 }
 
-/* The tensor of a Python object; NULL with an exception. */
-inline const at::Tensor *tensor_of(PyObject *object) {
-    if (!is_tensor(object)) {
-        PyErr_Format(PyExc_TypeError, "expected a tensor, got %s", Py_TYPE(object)->tp_name);
-        return nullptr;
-    }
-    return &THPVariable_Unpack(object);
+inline uint64_t address_of(PyObject *tensor) {
+    return reinterpret_cast<uintptr_t>(THPVariable_Unpack(tensor).data_ptr());
 }
+
+inline Ref wrapped(at::Tensor tensor) { return checked(THPVariable_Wrap(std::move(tensor))); }
 
 /* Whether a tensor reads otherwise than its memory: as a negated or conjugate view. Nothing guards tangents against it. */
 inline bool is_lazy(const at::Tensor &tensor) { return tensor.is_neg() || tensor.is_conj(); }
@@ -251,11 +292,11 @@ inline bool has_weak_references(PyObject *object) {
 inline bool is_dead(PyObject *object, Py_ssize_t references = 1) {
     if (Py_REFCNT(object) != references || has_weak_references(object))
         return false;
-    const at::Tensor *tensor = tensor_of(object);
-    if (tensor == nullptr || tensor->use_count() != 1)
+    const at::Tensor &tensor = THPVariable_Unpack(object);
+    if (tensor.use_count() != 1)
         return false;
-    const c10::TensorImpl *impl = tensor->unsafeGetTensorImpl();
-    if (impl->autograd_meta() != nullptr && tensor->grad_fn() != nullptr)
+    const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    if (impl->autograd_meta() != nullptr && tensor.grad_fn() != nullptr)
         return false;
     const c10::Storage &storage = impl->unsafe_storage(); // torch's other accessors are virtual functions
     if (!storage || storage.use_count() != 2)

@@ -84,24 +84,22 @@ bool is_untouched(PyObject *output, const Replay::Made &made, const int64_t *sha
            (made.attributes == nullptr || *made.attributes == nullptr || !has_attributes(*made.attributes));
 }
 
-/* A new tensor like a cached one, in its storage; NULL with an exception. */
+/* A new tensor like a cached one, in its storage. */
 Ref renewed(PyObject *output) {
     const c10::TensorImpl *impl = THPVariable_Unpack(output).unsafeGetTensorImpl();
-    return Ref(THPVariable_Wrap(
-        alias(output, {impl->sizes().vec(), impl->strides().vec(), impl->storage_offset(), impl->dtype()})));
+    return wrapped(alias(output, {impl->sizes().vec(), impl->strides().vec(), impl->storage_offset(), impl->dtype()}));
 }
 
-/* An output that is made for each call; NULL with an exception. */
+/* An output that is made for each call. */
 Ref made_from(const Replay::Returned &output, PyObject *given, bool sees) {
     if (output.lends && !sees)
         reset_version(THPVariable_Unpack(given).unsafeGetTensorImpl());
     if (output.is_whole || (output.lends && !sees))
         return Ref::dup(given);
-    if (output.is_own)
-        return Ref(THPVariable_Wrap(alias(given, output.layout)));
-    const at::Tensor &tensor = THPVariable_Unpack(given);
-    return Ref(THPVariable_Wrap(torch::inductor::_reinterpret_tensor(tensor, output.layout.sizes, output.layout.strides,
-                                                                     output.layout.offset)));
+    const Strided &layout = output.layout;
+    return wrapped(output.is_own ? alias(given, layout)
+                                 : torch::inductor::_reinterpret_tensor(THPVariable_Unpack(given), layout.sizes,
+                                                                        layout.strides, layout.offset));
 }
 
 /* The node of a Python function, to which it had a weak pointer before torch 2.13. */
@@ -184,14 +182,12 @@ bool pygraph::at_hand(const Replay *replay, PyObject *given, bool sees, const st
     };
     if (made->empty()) { // first, since making a tensor may run other code
         for (const Replay::Empty &like : replay->empty)
-            made->emplace_back(THPVariable_Wrap(at::empty_strided(like.sizes, like.strides, like.options)));
+            made->push_back(wrapped(at::empty_strided(like.sizes, like.strides, like.options)));
         for (size_t i = 0; i < replay->returned.size(); i++)
             made->push_back(made_from(replay->returned[i], PyTuple_GET_ITEM(given, static_cast<Py_ssize_t>(i)), sees));
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(replay->cached); i++)
             if (is_renewed(i))
                 made->push_back(renewed(PyList_GET_ITEM(replay->cached, i)));
-        if (!std::all_of(made->begin(), made->end(), [](const Ref &output) { return bool(output); }))
-            return false;
     }
     const Py_ssize_t count = PyList_GET_SIZE(replay->others);
     if (count == 0 || PyList_GET_SIZE(replay->cached) != count)
@@ -224,12 +220,10 @@ bool pygraph::at_hand(const Replay *replay, PyObject *given, bool sees, const st
 }
 
 Ref pygraph::outputs_of(PyObject *recording, const Replay *replay, PyObject *given) {
-    Ref outputs(PyObject_CallOneArg(replay->make, recording));
-    for (size_t i = 0; outputs && i < replay->returned.size(); i++) {
+    Ref outputs = called(replay->make, recording);
+    for (size_t i = 0; i < replay->returned.size(); i++) {
         Ref made = made_from(replay->returned[i], PyTuple_GET_ITEM(given, static_cast<Py_ssize_t>(i)), true);
-        if (!made ||
-            PySequence_SetItem(outputs.get(), static_cast<Py_ssize_t>(replay->returned[i].output), made.get()) < 0)
-            return Ref();
+        checked(PySequence_SetItem(outputs.get(), static_cast<Py_ssize_t>(replay->returned[i].output), made.get()));
     }
     return outputs;
 }

@@ -17,16 +17,10 @@ namespace {
 
 constexpr size_t NOWHERE = ~size_t{0};
 
-/* NULL if the list has become shorter. */
-PyObject *item_of(PyObject *list, uint64_t index) {
-    return index < static_cast<uint64_t>(PyList_GET_SIZE(list)) ? PyList_GET_ITEM(list, static_cast<Py_ssize_t>(index))
-                                                                : nullptr;
-}
-
 /* Whether an output seems dead. If the program gave it other memory, somebody may hold the storage that it had. */
 bool seems_dead(PyObject *list, uint64_t index, uint64_t address) {
     PyObject *object = item_of(list, index);
-    return object != nullptr && object != Py_None && is_dead(object) &&
+    return is_tensor(object) && is_dead(object) &&
            reinterpret_cast<uintptr_t>(THPVariable_Unpack(object).unsafeGetTensorImpl()->unsafe_storage().data()) ==
                address;
 }
@@ -51,28 +45,27 @@ Replay::Returned returned_of(const py::handle &given, const Replay &replay) {
     return made;
 }
 
-/* Checks that the fixed inputs are where they should be, and notes the addresses of the others. */
-Answer find(Replay *state, const Inputs &inputs) {
+/* Whether the fixed inputs are where they should be. Notes the addresses of the others. */
+bool find(Replay *state, const Inputs &inputs) {
     for (std::vector<Watched> *all : {&state->fixed, &state->asked})
         for (size_t i = 0; i < all->size(); i++) {
             load_ahead<&Watched::load>(*all, i);
             Watched &input = (*all)[i];
             PyObject *object = inputs.at(input.index);
-            if (object == nullptr || !is_tensor(object))
-                return Answer::no; // the slow path raises the error
-            const at::Tensor &tensor = THPVariable_Unpack(object);
-            const uint64_t address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
-            if (is_lazy(tensor))
-                return Answer::no; // as a tangent may be at one call and not at the next
+            if (!is_tensor(object))
+                return false; // the slow path raises the error
+            const uint64_t address = address_of(object);
+            if (is_lazy(THPVariable_Unpack(object)))
+                return false; // as a tangent may be at one call and not at the next
             if (all == &state->asked)
                 input.address = address;
             else if (address != input.address)
-                return Answer::no;
+                return false;
             input.known.note(object);
             if (input.dies)
                 input.dies_here = is_dead(object, 2); // the list of inputs has the other reference
         }
-    return Answer::yes;
+    return true;
 }
 
 /* Whether the graph needs no change for inputs at the addresses that were found. */
@@ -82,40 +75,27 @@ bool is_settled(const Addresses *known, const std::vector<Watched> &inputs) {
                       [](const Watched &input, uint64_t address) { return input.address == address; });
 }
 
-/* Makes the graph hold the addresses that were found, or asks Python to do so and sets `asked`. */
-Answer prepare(Replay *state, Inputs &inputs, bool *is_copied, bool *asked) {
+/* Makes the graph hold the addresses that were found, or asks Python to do so and sets `asked`; false if it cannot. */
+bool prepare(Replay *state, Inputs &inputs, bool *is_copied, bool *asked) {
     Addresses *known = state->addresses.get();
     const bool has_values = known != nullptr && !known->values.empty();
     if (known != nullptr && !has_values && is_settled(known, state->asked))
-        return Answer::yes;
+        return true;
     std::vector<uint64_t> addresses; // of this call: making a list may collect garbage, which may call the same graph
     addresses.reserve(state->asked.size());
     for (const Watched &input : state->asked)
         addresses.push_back(input.address);
     if (known != nullptr && (!has_values || known->write_values(inputs)) && known->patch(addresses))
-        return Answer::yes;
+        return true;
     *asked = true;
-    Ref seen(PyList_New(static_cast<Py_ssize_t>(addresses.size())));
-    for (size_t i = 0; seen && i < addresses.size(); i++) {
-        PyObject *number = PyLong_FromUnsignedLongLong(addresses[i]);
-        if (number == nullptr)
-            return Answer::error;
-        PyList_SET_ITEM(seen.get(), static_cast<Py_ssize_t>(i), number);
-    }
-    if (!seen)
-        return Answer::error;
-    if (!inputs.arrange()) {
-        PyErr_SetString(PyExc_IndexError, "the inputs have changed");
-        return Answer::error;
-    }
+    const py::object seen = py::cast(addresses);
+    inputs.arrange();
     const AtTheEnd own(inputs);
-    if (!own.appended)
-        return Answer::error;
-    Ref copies(PyObject_CallFunctionObjArgs(state->prepare, inputs.list, seen.get(), nullptr));
-    if (!copies)
-        return passed_over();
-    *is_copied = copies.get() == Py_True;
-    return copies.get() == Py_None ? Answer::no : Answer::yes;
+    return holds([&] {
+        Ref copies = called(state->prepare, inputs.list, seen.ptr());
+        *is_copied = copies.get() == Py_True;
+        return copies.get() != Py_None;
+    });
 }
 
 PyObject *note_cached(PyObject *self, PyObject *) {
@@ -242,14 +222,11 @@ void Mortal::take(const py::object &given) {
     }
 }
 
-int Mortal::are_dead(bool *asked) {
+bool Mortal::are_dead(bool *asked) {
     if (ask == nullptr || seem_dead())
-        return 1;
-    if (PyErr_Occurred())
-        return -1;
+        return true;
     *asked = true;
-    Ref answer(PyObject_CallNoArgs(ask));
-    return answer ? PyObject_IsTrue(answer.get()) : -1;
+    return is_true(called(ask));
 }
 
 bool Mortal::seem_dead() {
@@ -271,101 +248,82 @@ static bool are_still_there(const Replay *state, const Inputs &inputs) {
             PyObject *object = inputs.at(input.index);
             if (object == Py_None)
                 continue;
-            if (object == nullptr || !is_tensor(object) ||
-                reinterpret_cast<uintptr_t>(THPVariable_Unpack(object).data_ptr()) != input.address ||
+            if (!is_tensor(object) || address_of(object) != input.address ||
                 (inputs.is_own(input.index) && !inputs.own->is_free(input.index - inputs.own_from)))
                 return false;
         }
     return true;
 }
 
-/* Releases some inputs; false with an exception. */
-static bool release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &indices) {
+static void release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &indices) {
     for (const uint64_t index : indices) {
-        PyObject *input = inputs.at(index); // read again each time, since a release may run other code
-        if (input == nullptr) {
-            PyErr_SetString(PyExc_IndexError, "the inputs have changed");
-            return false;
-        }
+        PyObject *input = inputs.required(index); // read again each time, since a release may run other code
         PyList_SET_ITEM(inputs.list, inputs.place(index), Py_NewRef(Py_None));
         Py_DECREF(input);
     }
-    return true;
 }
 
-/* Puts tensors with the same memory in the places of inputs that were released; false with an exception. */
-static bool give_back(const Replay *state, const Inputs &inputs) {
-    Ref recording(PyObject_CallNoArgs(state->recording));
+/* Puts tensors with the same memory in the places of inputs that were released. */
+static void give_back(const Replay *state, const Inputs &inputs) {
+    Ref recording = called(state->recording);
     for (const uint64_t index : state->managed) {
         if (inputs.at(index) != Py_None)
             continue;
         Ref number(PyLong_FromUnsignedLongLong(index));
-        Ref tensor(recording && number
-                       ? PyObject_CallFunctionObjArgs(state->borrow, recording.get(), number.get(), nullptr)
-                       : nullptr);
-        if (!tensor)
-            return false;
+        Ref tensor = called(state->borrow, recording.get(), number.get());
         if (inputs.at(index) == Py_None)
             PyList_SetItem(inputs.list, inputs.place(index), tensor.release());
     }
-    return true;
 }
 
-Answer pygraph::accept(Replay *state, Inputs &inputs, bool *is_copied, Slow *why) {
+bool pygraph::accept(Replay *state, Inputs &inputs, bool *is_copied, Slow *why) {
     *is_copied = false;
     *why = Slow::not_ready;
     if (state->own.get() != inputs.own)
-        return Answer::no; // it was recorded with own memory of other outputs
+        return false; // it was recorded with own memory of other outputs
     *why = Slow::moved;
-    const Answer found = find(state, inputs);
-    if (found != Answer::yes)
-        return found;
+    if (!find(state, inputs))
+        return false;
     *why = Slow::outputs_alive;
     bool has_run = false; // whether code ran that may have changed the inputs
-    const int died = state->before.are_dead(&has_run);
-    if (died <= 0)
-        return died < 0 ? passed_over() : Answer::no;
+    if (!holds([&] { return state->before.are_dead(&has_run); }))
+        return false;
     *why = Slow::not_given;
-    if (state->prepare != nullptr) {
-        const Answer prepared = prepare(state, inputs, is_copied, &has_run);
-        if (prepared != Answer::yes)
-            return prepared;
-    }
+    if (state->prepare != nullptr && !prepare(state, inputs, is_copied, &has_run))
+        return false;
     if (has_run && !are_still_there(state, inputs)) {
         *is_copied = false;
-        return Answer::no;
+        return false;
     }
-    if (state->python_checks && (*is_copied || state->in_python))
-        return release_unneeded(inputs, state->managed) ? Answer::yes : Answer::error;
+    if (state->python_checks && (*is_copied || state->in_python)) {
+        release_unneeded(inputs, state->managed);
+        return true;
+    }
     if (!has_run && state->after.died_as(state->fixed)) {
-        if (!release_unneeded(inputs, state->lasting))
-            return Answer::error;
+        release_unneeded(inputs, state->lasting);
         if (state->after.others_seem_dead())
-            return Answer::yes; // inputs that were seen to die are released with the others, after the launch
+            return true; // inputs that were seen to die are released with the others, after the launch
     }
-    if (!release_unneeded(inputs, state->managed))
-        return Answer::error;
+    release_unneeded(inputs, state->managed);
     bool has_run_again = false;
-    const int dead = state->after.are_dead(&has_run_again);
-    if (dead < 0 && passed_over() == Answer::error)
-        return Answer::error;
-    if (dead <= 0) { // the slow path runs un-graphed
+    const bool are_dead = holds([&] { return state->after.are_dead(&has_run_again); });
+    if (!are_dead) // the slow path runs un-graphed
         *why = Slow::outputs_alive;
-        return give_back(state, inputs) ? Answer::no : Answer::error;
+    if (!are_dead || (has_run_again && !are_still_there(state, inputs))) { // or an input was given other memory meanwhile
+        give_back(state, inputs);
+        return false;
     }
-    if (has_run_again && !are_still_there(state, inputs)) // an input was given other memory meanwhile
-        return give_back(state, inputs) ? Answer::no : Answer::error;
-    if (dead == 1 && state->after.find_among(&state->fixed)) {
+    if (state->after.find_among(&state->fixed)) {
         std::unordered_set<uint64_t> dying;
         for (const Watched &input : state->fixed)
             if (input.dies)
                 dying.insert(input.index);
         std::erase_if(state->lasting, [&](uint64_t index) { return dying.count(index) != 0; });
     }
-    return Answer::yes;
+    return true;
 }
 
-bool pygraph::launch(const Replay *replay) {
+void pygraph::launch(const Replay *replay) {
     replay->replays->value++;
-    return bool(Ref(PyObject_CallMethodNoArgs(replay->graph, names.replay)));
+    checked(PyObject_CallMethodNoArgs(replay->graph, names.replay));
 }

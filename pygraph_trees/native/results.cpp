@@ -10,57 +10,49 @@ namespace {
 
 using namespace pygraph;
 
-/* An object by its number, counted through consecutive rows; NULL with an exception. */
+/* An object by its number, counted through consecutive rows. */
 PyObject *item_at(const Items *rows, size_t count, uint64_t number) {
     for (const Items *row = rows; row < rows + count; row++) {
         if (number < static_cast<uint64_t>(row->count))
             return row->at[number];
         number -= static_cast<uint64_t>(row->count);
     }
-    PyErr_SetString(PyExc_IndexError, "a graph returns what it has not");
-    return nullptr;
+    throw py::index_error("a graph returns what it has not");
 }
 
-/* The views as a tuple, or for own views that other code does not see, their bases; NULL with an exception. */
+/* The views as a tuple, or for own views that other code does not see, their bases. */
 Ref viewed(const std::vector<View> &views, bool sees, const Items *rows) {
     std::vector<Ref> items; // owned, since making a view may collect garbage
     for (const View &view : views) {
-        PyObject *item = item_at(rows, 2, view.number);
-        if (item == nullptr || tensor_of(item) == nullptr)
-            return Ref();
-        items.push_back(Ref::dup(item));
+        items.push_back(Ref::dup(item_at(rows, 2, view.number)));
+        if (!is_tensor(items.back().get()))
+            throw py::type_error("expected a tensor");
     }
-    Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(views.size())));
-    for (size_t i = 0; tuple && i < views.size(); i++) {
+    return tuple_of(views.size(), [&](size_t i) {
         const View &view = views[i];
-        const auto make_view = [&] {
-            const at::Tensor &tensor = THPVariable_Unpack(items[i].get());
-            return THPVariable_Wrap(
-                torch::inductor::_reinterpret_tensor(tensor, view.sizes, view.strides, view.offset));
-        };
-        PyObject *wrapped = view.is_own && !sees ? items[i].release() : make_view();
-        if (wrapped == nullptr)
-            return Ref();
-        PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), wrapped);
-    }
-    return tuple;
+        if (view.is_own && !sees)
+            return items[i].release();
+        const at::Tensor &tensor = THPVariable_Unpack(items[i].get());
+        return wrapped(torch::inductor::_reinterpret_tensor(tensor, view.sizes, view.strides, view.offset)).release();
+    });
 }
 
 /* The tuple that the call returns: outputs, as `take_outputs` gives them, kept inputs, views of both, and constants.
-   Unless other code `sees` the gradients, own views are replaced by their bases. If `take_outputs` returns false, the
-   result is NULL without an exception. */
+   Unless other code `sees` the gradients, own views are replaced by their bases. NULL if `take_outputs` returns false. */
 template <typename TakeOutputs>
 Ref returned(const Results *state, const Ref &kept, bool sees, const TakeOutputs &take_outputs) {
-    Items rows[4]; // taken again after any step that may run other code: a new tuple may collect garbage
-    if (!rows[1].take(const_cast<PyObject *>(kept.get())) || !rows[3].take(state->constants))
-        return Ref();
+    Items rows[4]; // outputs are taken again after any step that may run other code: a new tuple may collect garbage
+    rows[1] = Items(const_cast<PyObject *>(kept.get())), rows[3] = Items(state->constants);
     const bool views_some = !state->views.empty(), makes_views = views_some && (sees || !state->views_are_own);
     Ref views;
-    if (makes_views &&
-        (!take_outputs(&rows[0]) || !(views = viewed(state->views, sees, rows)) || !rows[2].take(views.get())))
-        return Ref();
-    Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(state->picks.size())));
-    if (!tuple || !take_outputs(&rows[0]))
+    if (makes_views) {
+        if (!take_outputs(&rows[0]))
+            return Ref();
+        views = viewed(state->views, sees, rows);
+        rows[2] = Items(views.get());
+    }
+    Ref tuple = checked(PyTuple_New(static_cast<Py_ssize_t>(state->picks.size())));
+    if (!take_outputs(&rows[0]))
         return Ref();
     const uint64_t first_view = static_cast<uint64_t>(rows[0].count) + static_cast<uint64_t>(rows[1].count);
     const uint64_t after_views = first_view + state->views.size();
@@ -68,20 +60,17 @@ Ref returned(const Results *state, const Ref &kept, bool sees, const TakeOutputs
         uint64_t number = state->picks[i];
         if (views_some && !makes_views && number >= first_view) // the row of views is empty
             number = number < after_views ? state->views[number - first_view].number : number - state->views.size();
-        PyObject *item = item_at(rows, 4, number);
-        if (item == nullptr)
-            return Ref();
-        PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), Py_NewRef(item));
+        PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), Py_NewRef(item_at(rows, 4, number)));
     }
     return tuple;
 }
 
-/* The outputs as a list; NULL if they are not at hand, possibly with an exception. */
+/* The outputs as a list; NULL if they are not at hand. */
 Ref list_at_hand(Results *state, const Replay *replay, PyObject *given) {
-    Ref list(PyList_New(PyList_GET_SIZE(replay->others)));
+    Ref list = checked(PyList_New(PyList_GET_SIZE(replay->others)));
     std::vector<Ref> made;
     const bool sees = !(replay->lends || replay->is_backward) || !are_only_accumulated(&state->parameters);
-    if (!list || !at_hand(replay, given, sees, state->whole, &made, &state->outputs) ||
+    if (!at_hand(replay, given, sees, state->whole, &made, &state->outputs) ||
         static_cast<size_t>(PyList_GET_SIZE(list.get())) != state->outputs.size())
         return Ref();
     for (size_t i = 0; i < state->outputs.size(); i++)
@@ -116,20 +105,20 @@ void Results::take(const py::dict &given) {
 }
 
 Ref pygraph::kept_inputs(const Results *state, PyObject *list) {
-    Ref kept(PyTuple_New(static_cast<Py_ssize_t>(state->kept.size())));
-    for (size_t i = 0; kept && i < state->kept.size(); i++) {
-        if (state->kept[i] >= static_cast<uint64_t>(PyList_GET_SIZE(list)))
+    Ref kept = checked(PyTuple_New(static_cast<Py_ssize_t>(state->kept.size())));
+    for (size_t i = 0; i < state->kept.size(); i++) {
+        PyObject *item = item_of(list, state->kept[i]);
+        if (item == nullptr)
             return Ref();
-        PyObject *item = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(state->kept[i]));
         PyTuple_SET_ITEM(kept.get(), static_cast<Py_ssize_t>(i), Py_NewRef(item));
     }
     return kept;
 }
 
-Ref pygraph::of_list(const Results *state, const Ref &kept, Ref &outputs) {
+Ref pygraph::of_list(const Results *state, const Ref &kept, Ref outputs) {
     if (!state->picks_some)
-        return std::move(outputs);
-    return returned(state, kept, true, [&](Items *row) { return row->take(outputs.get()); });
+        return outputs;
+    return returned(state, kept, true, [&](Items *row) { return *row = Items(outputs.get()), true; });
 }
 
 Ref pygraph::result_at_hand(Results *state, const Replay *replay, const Ref &kept, PyObject *given) {
@@ -140,7 +129,7 @@ Ref pygraph::result_at_hand(Results *state, const Replay *replay, const Ref &kep
     std::vector<Ref> made;
     return returned(state, kept, sees, [&](Items *row) {
         const bool found = at_hand(replay, given, sees, state->whole, &made, &state->outputs);
-        *row = Items{state->outputs.data(), static_cast<Py_ssize_t>(state->outputs.size())};
+        *row = Items(state->outputs);
         return found;
     });
 }

@@ -20,12 +20,11 @@ using namespace pygraph;
 
 constexpr int ASKED_BEFORE = 8; // calls before a filter is made: making one takes longer than many calls without it
 
-/* An attribute of a class that changes at each step, so the interpreter does not cache it; NULL with an exception. */
+/* An attribute of a class that changes at each step, so the interpreter does not cache it. */
 Ref of_class(PyObject *type, PyObject *name) {
-    if (!PyType_Check(type)) // the counter of generations is an object since torch 2.15
-        return Ref(PyObject_GetAttr(type, name));
-    PyObject *value = PyDict_GetItemWithError(reinterpret_cast<PyTypeObject *>(type)->tp_dict, name);
-    return value == nullptr && !PyErr_Occurred() ? Ref(PyObject_GetAttr(type, name)) : Ref::dup(value);
+    // The counter of generations is an object since torch 2.15.
+    PyObject *found = PyType_Check(type) ? value_of(reinterpret_cast<PyTypeObject *>(type)->tp_dict, name) : nullptr;
+    return found != nullptr ? Ref::dup(found) : checked(PyObject_GetAttr(type, name));
 }
 
 /* A method of the state of the trees. */
@@ -110,37 +109,25 @@ PyMemberDef replayer_members[] = {
 
 #undef ATTRIBUTE
 
-/* Whether a new step begins with this call; -1 with an exception. Finds the number of its step. */
-int begins_step(const TreeState *trees, const Counters &counters, Ref *generation) {
+/* Whether a new step begins with this call. Finds the number of its step. */
+bool begins_step(const TreeState *trees, const Counters &counters, Ref *generation) {
     Ref steps = of_class(counters.steps, names.mark_step_counter);
-    const int marked = steps ? PyObject_IsTrue(steps.get()) : -1;
-    if (marked < 0)
-        return -1;
+    const bool marked = is_true(steps);
     *generation = marked ? std::move(steps) : of_class(counters.generations, names.generation);
-    if (!*generation)
-        return -1;
-    const int differs = PyObject_RichCompareBool(trees->generation, generation->get(), Py_NE);
-    if (differs <= 0 || marked)
-        return differs;
-    const int pending = PyObject_IsTrue(trees->pending);
-    return pending < 0 ? -1 : !pending;
+    return checked(PyObject_RichCompareBool(trees->generation, generation->get(), Py_NE)) &&
+           (marked || !checked(PyObject_IsTrue(trees->pending)));
 }
 
 /* Lets Python end the last step's path, and move its outputs if one seems alive. */
-Answer keep_outputs(Found *found) {
+void keep_outputs(Found *found) {
     const TreeState *trees = found->trees();
     if (trees->current_node == Py_None)
-        return Answer::yes;
+        return;
     Ref native(PyObject_GetAttr(trees->current_node, names.native));
-    if (!native)
-        PyErr_Clear(); // upstream's own recording, or a warm-up
-    if (Replay *last = native ? in<Replay>(native.get()) : nullptr; last != nullptr) {
-        bool asked = false;
-        const int dead = last->outliving.are_dead(&asked);
-        if (dead != 0)
-            return dead < 0 ? passed_over() : Answer::yes;
-    }
-    return Ref(PyObject_CallMethodNoArgs(found->manager.get(), names.try_end_curr_execution)) ? Answer::yes : passed_over();
+    PyErr_Clear(); // upstream's own recording, or a warm-up
+    Replay *last = in<Replay>(native.get());
+    if (bool asked = false; last == nullptr || !last->outliving.are_dead(&asked))
+        checked(PyObject_CallMethodNoArgs(found->manager.get(), names.try_end_curr_execution));
 }
 
 PyObject *call_filter(PyObject *self, PyObject *arguments, PyObject *) {
@@ -151,7 +138,7 @@ PyObject *call_filter(PyObject *self, PyObject *arguments, PyObject *) {
         return nullptr;
     return translated([&]() -> PyObject * {
         auto position = static_cast<size_t>(std::max<Py_ssize_t>(begin, 0));
-        if (filter == nullptr || !filter->sift(Inputs{list, nullptr}, &position))
+        if (filter == nullptr || !filter->sift(Inputs(list, nullptr), &position))
             throw py::type_error("expected a tensor at each index");
         return PyLong_FromSize_t(position);
     });
@@ -192,13 +179,6 @@ void Candidates::take(const py::dict &given) {
     release = reference(given["release"]);
 }
 
-Answer pygraph::passed_over() {
-    if (!PyErr_ExceptionMatches(PyExc_AssertionError) && !PyErr_ExceptionMatches(PyExc_RuntimeError))
-        return Answer::error;
-    PyErr_Clear();
-    return Answer::no;
-}
-
 /* Takes a row of bits, and returns where it begins. */
 size_t CandidateFilter::take_row(const std::string &bytes) {
     if (bytes.size() != words * sizeof(uint64_t))
@@ -227,18 +207,16 @@ bool CandidateFilter::sift(const Inputs &inputs, size_t *position) const {
     for (size_t number = *position; number < count; number++)
         left[number / 64] |= uint64_t{1} << (number % 64);
     for (auto output = held.begin(); output < held.end() && !is_decided(left); output++) {
-        PyObject *object = output->index < static_cast<uint64_t>(PyList_GET_SIZE(output->list))
-                               ? PyList_GET_ITEM(output->list, static_cast<Py_ssize_t>(output->index))
-                               : Py_None;
-        if (object != Py_None && Py_REFCNT(object) != 1)
+        PyObject *object = item_of(output->list, output->index);
+        if (object != nullptr && object != Py_None && Py_REFCNT(object) != 1)
             for (size_t i = 0; i < words; i++)
                 left[i] &= ~rows[output->row + i];
     }
     for (auto input = places.begin(); input < places.end() && !is_decided(left); input++) {
         PyObject *object = inputs.at(input->index);
-        if (object == nullptr || !is_tensor(object))
+        if (!is_tensor(object))
             return false;
-        const uint64_t address = reinterpret_cast<uintptr_t>(THPVariable_Unpack(object).data_ptr());
+        const uint64_t address = address_of(object);
         const auto here = std::lower_bound(input->addresses.begin(), input->addresses.end(),
                                            std::pair<uint64_t, size_t>(address, 0));
         const bool is_known = here != input->addresses.end() && here->first == address;
@@ -267,10 +245,10 @@ Ref pygraph::replayer_here(FunctionState *function) {
     const unsigned long long here = thread_of_trees();
     if (last->thread == here)
         return Ref::dup(function->replayer);
-    Ref number(PyLong_FromUnsignedLongLong(here));
-    if (!number || function->replayers == nullptr || !PyDict_Check(function->replayers))
+    Ref number = checked(PyLong_FromUnsignedLongLong(here));
+    if (function->replayers == nullptr || !PyDict_Check(function->replayers))
         return Ref();
-    PyObject *found = PyDict_GetItemWithError(function->replayers, number.get());
+    PyObject *found = value_of(function->replayers, number.get());
     if (in<Replayer>(found) == nullptr)
         return Ref();
     assign(&function->replayer, found);
@@ -289,58 +267,41 @@ bool pygraph::OwnTurn::take(PyObject *manager) {
     return true;
 }
 
-Answer pygraph::find_candidates(const Counters &counters, OwnTurn *turn, Found *found, Slow *why) {
+bool pygraph::find_candidates(const Counters &counters, OwnTurn *turn, Found *found, Slow *why) {
     *why = Slow::another_call;
     PyObject *function_id = found->in_trees()->function_id;
     TreeState *trees = found->trees();
     if (!turn->take(found->manager.get()))
-        return Answer::no;
+        return false;
     *why = Slow::not_found;
     bool is_set = true; // unless upstream names its state otherwise
     trees->each([&](PyObject *&held) {
         is_set &= held != nullptr || &held == &trees->mode || &held == &trees->compile_id;
     });
-    if (!is_set)
-        return Answer::no;
-    if (trees->graph == Py_None || !PyDict_Check(trees->candidates) || function_id == nullptr)
-        return Answer::no;
-    const int begins = begins_step(trees, counters, &found->generation);
-    if (begins < 0)
-        return Answer::error;
-    PyObject *places = PyDict_GetItemWithError(trees->candidates, function_id);
-    PyObject *known = places != nullptr && PyDict_Check(places)
-                          ? PyDict_GetItemWithError(places, trees->current_node)
-                          : nullptr;
-    if (PyErr_Occurred())
-        return Answer::error;
+    if (!is_set || trees->graph == Py_None || !PyDict_Check(trees->candidates) || function_id == nullptr)
+        return false;
+    const bool begins = begins_step(trees, counters, &found->generation);
+    PyObject *places = value_of(trees->candidates, function_id);
+    PyObject *known = places != nullptr && PyDict_Check(places) ? value_of(places, trees->current_node) : nullptr;
     const Candidates *candidates = in<Candidates>(known);
     if (candidates == nullptr || (candidates->begins >= 0 && candidates->begins != begins)) {
-        found->candidates = Ref(PyObject_CallFunctionObjArgs(trees->find, found->manager.get(), function_id,
-                                                             begins ? Py_True : Py_False, nullptr));
-        if (!found->candidates)
-            return Answer::error;
-        return in<Candidates>(found->candidates.get()) != nullptr ? Answer::yes : Answer::no;
+        found->candidates = called(trees->find, found->manager.get(), function_id, begins ? Py_True : Py_False);
+        return in<Candidates>(found->candidates.get()) != nullptr;
     }
     found->candidates = Ref::dup(known);
-    if (begins && trees->keeps_outputs)
-        if (const Answer kept = keep_outputs(found); kept != Answer::yes)
-            return kept;
-    if (!begins || !counters.clones)
-        return Answer::yes;
-    Ref clones(PyObject_GetAttr(found->manager.get(), names.has_live_user_visible_output_cloning));
-    const int clones_now = clones ? PyObject_IsTrue(clones.get()) : -1;
-    if (clones_now > 0 && !Ref(PyObject_CallMethodNoArgs(found->manager.get(), names.try_end_curr_execution)))
-        return Answer::error;
-    return clones_now < 0 ? Answer::error : Answer::yes;
+    if (begins && trees->keeps_outputs && !holds([&] { return keep_outputs(found), true; }))
+        return false;
+    if (begins && counters.clones &&
+        is_true(checked(PyObject_GetAttr(found->manager.get(), names.has_live_user_visible_output_cloning))))
+        checked(PyObject_CallMethodNoArgs(found->manager.get(), names.try_end_curr_execution));
+    return true;
 }
 
-Answer pygraph::first_accepting(Found *found, Inputs &inputs, bool *is_copied, Slow *why) {
+bool pygraph::first_accepting(Found *found, Inputs &inputs, bool *is_copied, Slow *why) {
     Candidates *candidates = found->all();
     const auto count = static_cast<size_t>(PyTuple_GET_SIZE(candidates->replays));
     if (count > 1 && candidates->filter == nullptr && ++candidates->asked > ASKED_BEFORE) {
-        PyObject *made = PyObject_CallNoArgs(candidates->make_filter);
-        if (made == nullptr)
-            return Answer::error;
+        PyObject *made = called(candidates->make_filter).release();
         Py_XSETREF(candidates->filter, made);
     }
     const CandidateFilter *filter = in<CandidateFilter>(candidates->filter);
@@ -354,19 +315,12 @@ Answer pygraph::first_accepting(Found *found, Inputs &inputs, bool *is_copied, S
             Replay *replay = in<Replay>(found->replay.get());
             if (replay == nullptr)
                 continue;
-            found->recording = Ref(PyObject_CallNoArgs(replay->recording));
-            if (!found->recording)
-                return Answer::error;
-            const Answer accepted = found->recording.get() == Py_None ? Answer::no : accept(replay, inputs, is_copied, why);
-            if (accepted != Answer::no)
-                return accepted;
+            found->recording = called(replay->recording);
+            if (found->recording.get() != Py_None && accept(replay, inputs, is_copied, why))
+                return true;
         }
-        if (is_last)
-            return Answer::no;
-        Ref released(PyObject_CallNoArgs(candidates->release)); // one may fit once unneeded outputs are dead
-        const int any = released ? PyObject_IsTrue(released.get()) : -1;
-        if (any <= 0)
-            return any < 0 ? Answer::error : Answer::no;
+        if (is_last || !is_true(called(candidates->release))) // one may fit once unneeded outputs are dead
+            return false;
     }
 }
 

@@ -100,7 +100,7 @@ struct FunctionState {
    runs it in a thread of its own. */
 unsigned long long thread_of_trees();
 
-/* The function's replayer in this thread; NULL if there is none, or with an exception. */
+/* The function's replayer in this thread; NULL if there is none. */
 Ref replayer_here(FunctionState *function);
 
 /* The recordings of one function at one place, in upstream's order. */
@@ -150,11 +150,11 @@ struct Found {
     Candidates *all() { return &fields_of<Candidates>(candidates.get()); }
 };
 
-/* Takes the turn and finds the candidates of a call whose replayer and manager were found. Sets `why` with `no`. */
-Answer find_candidates(const Counters &counters, OwnTurn *turn, Found *found, Slow *why);
+/* Takes the turn and finds the candidates of a call whose replayer and manager were found; if there are none, sets `why`. */
+bool find_candidates(const Counters &counters, OwnTurn *turn, Found *found, Slow *why);
 
 /* Finds the first candidate that accepts the inputs; see `accept`. */
-Answer first_accepting(Found *found, Inputs &inputs, bool *is_copied, Slow *why);
+bool first_accepting(Found *found, Inputs &inputs, bool *is_copied, Slow *why);
 
 /* Sets the state of the trees once the recording is chosen. */
 void go_on_from(Found *found, PyObject *path_state);
