@@ -1,35 +1,17 @@
 /* Backwards in which compiled functions accumulate the gradients themselves: `taking` of the module.
 
-   Torch's engine evaluates an AccumulateGrad for each parameter, which takes longer than adding the gradient. While a
-   backward runs, the edges from a compiled function's node to AccumulateGrads that no other edge leads to are taken out
-   of the node, and a method of the node is shadowed: it calls the class's method, then each AccumulateGrad, as the engine
-   would, and returns None for these gradients. One edge stays, since the engine notes the stream of a leaf only when it
-   evaluates one. Why lists when all edges stay. All is restored when the backward ends, in whatever way.
-
-   A backward that begins meanwhile takes no edges. If it reaches a node without edges, these are restored when both have
-   ended, since the engine reads edges several times without the GIL; the node accumulates for both. If it asks for such a
-   gradient, the edges return while it runs in a hook; in another thread it raises. The GIL protects all of this. */
-
-#include "fast_path.h"
+   While a backward runs, edges to AccumulateGrads are taken out of a node, and a method of the node is shadowed, which
+   accumulates in their place. All is restored when the backward ends, in whatever way. native/DESIGN.md has the
+   conditions, and what happens if other backwards begin meanwhile. The GIL protects all of this. */
 
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/graph_task.h>
 
-#include <string>
-#include <typeinfo>
-#include <unordered_map>
-#include <unordered_set>
-
-using torch::autograd::AccumulateGrad;
 using torch::autograd::edge_list;
-using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 namespace {
 
-using namespace pygraph;
 using Question = std::function<bool(const NodePtr &)>;
 
 constexpr size_t MOST_NODES = 64, MOST_COUNTED = 1024; // that are searched for compiled functions, and for parameters
@@ -370,15 +352,15 @@ py::object taking(const py::object &upstream, const py::dict &compiled_autograd,
     return py::reinterpret_steal<py::object>(PyCFunction_New(&run_definition, around.ptr()));
 }
 
-} // namespace
-
-const edge_list &pygraph::edges_of(const Node &node) {
+const edge_list &edges_of(const Node &node) {
     return current != nullptr && current->node.get() == &node ? current->edges : node.next_edges();
 }
 
-void pygraph::add_backward_edges(py::module_ &module) {
+void add_backward_edges(py::module_ &module) {
     mark_name = PyUnicode_InternFromString("pygraph_entry_is_short");
     module.attr("LEAST_EDGES") = LEAST_EDGES;
     module.def("taking", taking, "A torch.autograd._engine_run_backward that takes edges out, given torch's.");
     module.def("counted_backwards", [] { return counts; }, "For each Why, of how many nodes' edges it held.");
 }
+
+} // namespace

@@ -1,19 +1,13 @@
 /* Calls of compiled functions without Dynamo: `enter_directly` of the module.
 
-   Torch puts a function of its own around a compiled one. Each call of it lets Dynamo look at a frame, run its guards, and
-   call the code that it made. Here that function keeps its identity, and its vectorcall is replaced. A Memo has one such
-   code and all that its guards read, as it was when they held: objects, dictionaries by version, tensors by metadata, and
-   the other guards as a clone of Dynamo's. If all is as it was, the code is called. Otherwise the call is torch's, and
+   The function that torch puts around a compiled one keeps its identity, and its vectorcall is replaced. If all that the
+   guards read is as a Memo has it, the memo's code is called. Otherwise the call is torch's, and
    trees/hooks/direct_calls.py may then make another memo. */
-
-#include "memo.h"
 
 #include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 namespace {
-
-using namespace pygraph;
 
 std::array<uint64_t, static_cast<size_t>(Miss::COUNT)> entries; // of functions, by what came of it
 constexpr Py_ssize_t MOST_MEMOS = 8;
@@ -153,9 +147,8 @@ struct Direct {
         }
         pause = std::min(2 * pause + 1, LONGEST_PAUSE);
         waits = pause - 1;
-        Ref given(PyTuple_New(count)), keywords(PyDict_New());
-        for (Py_ssize_t i = 0; i < count; i++)
-            PyTuple_SET_ITEM(given.get(), i, Py_NewRef(arguments[i]));
+        Ref given = tuple_of(static_cast<size_t>(count), [&](size_t i) { return Py_NewRef(arguments[i]); });
+        Ref keywords = checked(PyDict_New());
         for (Py_ssize_t i = 0; names != nullptr && i < PyTuple_GET_SIZE(names); i++)
             PyDict_SetItem(keywords.get(), PyTuple_GET_ITEM(names, i), arguments[count + i]);
         Ref memo(PyObject_CallFunctionObjArgs(learn, object, given.get(), keywords.get(), nullptr));
@@ -215,11 +208,6 @@ void set_entered(const py::function &given, bool is_entered) {
 #endif
 }
 
-PyMemberDef memo_members[] = {
-    {"function", T_OBJECT, FIELD(Memo, function), 0, "What is called."},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
 PyObject *memo_holds(PyObject *self, PyObject *arguments) {
     PyObject *locals, *globals;
     if (!PyArg_ParseTuple(arguments, "O!O!", &PyDict_Type, &locals, &PyDict_Type, &globals))
@@ -227,25 +215,17 @@ PyObject *memo_holds(PyObject *self, PyObject *arguments) {
     return PyBool_FromLong(fields_of<Memo>(self).compare(locals, globals) == Miss::TAKEN);
 }
 
-PyMethodDef memo_methods[] = {
-    {"holds", memo_holds, METH_VARARGS, "Whether all is as it was, given local and global variables."},
-    {nullptr, nullptr, 0, nullptr},
-};
-
-PyMemberDef direct_members[] = {
-    {"bind", T_OBJECT, FIELD(Direct, bind), 0, "Returns the variables of a call, by name."},
-    {"self", T_OBJECT, FIELD(Direct, self), 0, "The first argument of a method; None for other functions."},
-    {"target", T_OBJECT, FIELD(Direct, target), 0, "The function that Dynamo compiled."},
-    {"refusal", T_OBJECT, FIELD(Direct, refusal), 0, "A Counter of calls, if no memo could be made."},
-    {"memos", T_OBJECT, FIELD(Direct, memos), READONLY, "The last used one is the first."},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-} // namespace
-
-void pygraph::add_direct_calls(py::module_ &module) {
-    add_class<Memo>(module, "pygraph_trees.native._fast_path.Memo", 0, {{Py_tp_members, memo_members}, {Py_tp_methods, memo_methods}});
-    add_class<Direct>(module, "pygraph_trees.native._fast_path.Direct", 0, {{Py_tp_members, direct_members}});
+void add_direct_calls(py::module_ &module) {
+    add_class<Memo>(
+        module, "Memo", 0, {}, {{"function", T_OBJECT, FIELD(Memo, function), 0, "What is called."}},
+        {{"holds", memo_holds, METH_VARARGS, "Whether all is as it was, given local and global variables."}});
+    add_class<Direct>(
+        module, "Direct", 0, {},
+        {{"bind", T_OBJECT, FIELD(Direct, bind), 0, "Returns the variables of a call, by name."},
+         {"self", T_OBJECT, FIELD(Direct, self), 0, "The first argument of a method; None for other functions."},
+         {"target", T_OBJECT, FIELD(Direct, target), 0, "The function that Dynamo compiled."},
+         {"refusal", T_OBJECT, FIELD(Direct, refusal), 0, "A Counter of calls, if no memo could be made."},
+         {"memos", T_OBJECT, FIELD(Direct, memos), READONLY, "The last used one is the first."}});
     module.attr("HAS_VERSIONS") = PY_VERSION_HEX < 0x030d0000;
     module.def("know_dynamo",
                [](const std::string &attribute, const py::object &get_callback, const py::object &set_complete_hook,
@@ -261,3 +241,5 @@ void pygraph::add_direct_calls(py::module_ &module) {
     module.def("enter_directly", set_entered, "Whether calls of a function go to the Direct in its attributes first.");
     module.def("counted_direct_calls", [] { return entries; }, "Calls without Dynamo, and the others by reason.");
 }
+
+} // namespace

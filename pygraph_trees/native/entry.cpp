@@ -1,21 +1,11 @@
 /* A fast replay, from the call of a compiled graph to its return: pygraph_trees.native._fast_path.Call and Entry.
 
-   Call(upstream=, profiler=, debug=, conform_inputs=) is CompiledFxGraph.__call__. It returns the result of the attribute
-   `fast_call` of the object's current_callable. If that is missing or returns None, or while torch profiles or records
-   graphs for debugging, it returns the result of the function `upstream`. Once a call had hooks on saved tensors,
-   `conform_inputs` gets object and inputs first; and before `upstream`, if a tangent may be a negated or conjugate view:
-   code outside of recordings reads its memory as it is.
-
    Entry(**arguments)(inputs), a `fast_call`, returns the outputs of a fast replay, which consumes the inputs, or None, and
-   then the inputs are unchanged. trees/functions/fast_path.py makes it. */
-
-#include "tree.h"
+   then the inputs are unchanged. trees/functions/fast_path.py makes it. native/DESIGN.md describes Call. */
 
 #include <ATen/SavedTensorHooks.h>
 
 namespace {
-
-using namespace pygraph;
 
 struct {
     unsigned long long asked = 0, fast = 0, in_python = 0;
@@ -31,7 +21,7 @@ struct Entry {
     std::vector<uint64_t> order;
     Results results;
     // Addresses that the last call read, and its first inputs: loaded ahead before the candidates are known.
-    const void *near[9] = {};
+    std::array<const void *, 9> near{};
     std::array<Known, 24> first;
     size_t firsts = 0;
 
@@ -138,10 +128,9 @@ struct GivenAway {
 };
 
 void count_slow(const FunctionState *function, Slow why) {
+    const Items counters = function->slow == nullptr ? Items() : Items(function->slow);
     const auto number = static_cast<Py_ssize_t>(why);
-    if (function->slow == nullptr || !PyTuple_Check(function->slow) || PyTuple_GET_SIZE(function->slow) <= number)
-        return;
-    if (Counter *counter = declared<Counter>(PyTuple_GET_ITEM(function->slow, number)); counter != nullptr)
+    if (Counter *counter = number < counters.count ? declared<Counter>(counters.at[number]) : nullptr; counter != nullptr)
         counter->value++;
 }
 
@@ -200,16 +189,10 @@ Ref replayed_fast(Entry *state, PyObject *list, std::optional<Slow> *why) {
     PyObject *mode = found.all()->mode;
     if (mode == state->forward || mode == state->backward)
         assign(&found.trees()->pending, mode == state->forward ? Py_True : Py_False);
-    const void *read[] = {found.manager.get(),
-                          found.candidates.get(),
-                          found.replay.get(),
-                          reinterpret_cast<const char *>(replay) + 128,
-                          replay->addresses.get(),
-                          replay->replays.get(),
-                          replay->graph,
-                          state->function,
-                          found.replayer.get()};
-    std::copy(std::begin(read), std::end(read), state->near);
+    const auto *further = reinterpret_cast<const char *>(replay) + 128;
+    state->near = {found.manager.get(),     found.candidates.get(), found.replay.get(), further,
+                   replay->addresses.get(), replay->replays.get(),  replay->graph,      state->function,
+                   found.replayer.get()};
     state->firsts = std::min(state->first.size(), replay->fixed.size());
     for (size_t i = 0; i < state->firsts; i++)
         state->first[i] = replay->fixed[i].known;
@@ -327,22 +310,16 @@ PyObject *call_bind(PyObject *self, PyObject *object, PyObject *) {
     return object == nullptr || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
 }
 
-PyMemberDef call_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, FIELD(Call, vectorcall), READONLY, nullptr},
-    {"__wrapped__", T_OBJECT_EX, FIELD(Call, upstream), READONLY, "What is called if no fast replay is possible."},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-} // namespace
-
-void pygraph::add_entry(py::module_ &module) {
-    add_class<Call>(module, "pygraph_trees.native._fast_path.Call",
-                    Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
-                    {{Py_tp_call, reinterpret_cast<void *>(PyVectorcall_Call)},
-                     {Py_tp_descr_get, reinterpret_cast<void *>(call_bind)},
-                     {Py_tp_members, call_members}});
-    add_class<Entry>(module, "pygraph_trees.native._fast_path.Entry", 0,
-                     {{Py_tp_call, reinterpret_cast<void *>(entry_call)}});
+void add_entry(py::module_ &module) {
+    add_class<Call>(
+        module, "Call", Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+        {{Py_tp_call, reinterpret_cast<void *>(PyVectorcall_Call)},
+         {Py_tp_descr_get, reinterpret_cast<void *>(call_bind)}},
+        {{"__vectorcalloffset__", T_PYSSIZET, FIELD(Call, vectorcall), READONLY, nullptr},
+         {"__wrapped__", T_OBJECT_EX, FIELD(Call, upstream), READONLY, "What is called if no fast replay is possible."}});
+    add_class<Entry>(module, "Entry", 0, {{Py_tp_call, reinterpret_cast<void *>(entry_call)}});
     module.def("note_program_pool", [](bool is_used) { uses_program_pool = is_used; },
                "Whether a pool of the program takes this thread's allocations; then no replay is fast.");
 }
+
+} // namespace

@@ -3,24 +3,26 @@
 
    Must only be used with the torch for which it was compiled: see native/location.py. */
 
-#include "addresses.cpp"
-#include "backward_edges.cpp"
-#include "direct_calls.cpp"
-#include "entry.cpp"
+// In the order in which they use each other.
+#include "objects.h"
 #include "own_memory.cpp"
+#include "fast_path.h"
+#include "addresses.cpp"
 #include "own_outputs.cpp"
 #include "replay.cpp"
 #include "results.cpp"
+#include "backward_edges.cpp"
+#include "candidates.cpp"
+#include "tree.h"
 #include "streams.cpp"
 #include "tree.cpp"
+#include "entry.cpp"
+#include "memo.h"
+#include "direct_calls.cpp"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 
-pygraph::Names pygraph::names;
-
 namespace {
-
-using namespace pygraph;
 
 /* Sets the only item of a list, which tells whether its owner is counted among those that need the collector off. */
 void switch_collector(const py::list &is_counted, bool is_off) {
@@ -129,7 +131,7 @@ PYBIND11_MODULE(_fast_path, module) {
                "How many calls asked for a fast replay, got one, and got one that Python made.");
     module.def("exchange_memory", exchange_memory, "Exchanges the memory of the storages of two tensors.");
     module.def("make_resizable", make_resizable, "Lets a storage that does not own its memory get other memory.");
-    module.def("note_stream", pygraph::note_stream, "Notes that another stream uses a tensor's memory.");
+    module.def("note_stream", note_stream, "Notes that another stream uses a tensor's memory.");
     module.def("counted_host_work",
                [] {
                    return std::tuple(host_work.plain_calls, host_work.wrapped_calls, host_work.plain_saves,

@@ -1,20 +1,13 @@
-/* The types that the files of the fast path share, and TORCH_NAMES, the attributes of torch that they read by name.
+/* The inputs of a call, a recording's part in a fast replay, and TORCH_NAMES, the attributes of torch read by name.
 
    trees/functions/native_names.py checks at import that each of these attributes exists. */
 
-#pragma once
-
-#include "memory.h"
-
-#include <torch/csrc/autograd/python_cpp_function.h>
-#include <torch/csrc/autograd/python_function.h>
-
 #include <array>
-#include <functional>
-#include <utility>
-#include <vector>
+#include <optional>
 
-namespace pygraph {
+namespace {
+
+struct Addresses;
 
 #define TORCH_NAMES(each)                                                                                             \
     each(steps, mark_step_counter) each(generations, generation) each(graph, replay)                                  \
@@ -27,7 +20,7 @@ struct Names {
     PyObject *native = nullptr;    // of ours: a recording's Replay
 };
 #undef DECLARE
-extern Names names; // interned
+Names names; // interned
 
 struct Watched {
     uint64_t index, address;
@@ -160,6 +153,7 @@ struct Mortal {
         for (Run &run : runs)
             function(run.list);
     }
+
     /* Sets `asked` if Python had to be asked, so that other code may have run. */
     bool are_dead(bool *asked);
     /* Whether the outputs that are inputs too were seen to die; false if it is not known which are. */
@@ -172,6 +166,7 @@ struct Mortal {
   private:
     struct Dying {
         size_t input; // position among the inputs, or NOWHERE
+        PyObject *list;
         uint64_t index, address;
     };
     std::vector<Dying> places; // of each output; empty if not known
@@ -246,35 +241,6 @@ struct Replay {
     }
 };
 
-/* The facts that distinguish many choices, see native/tree.cpp. */
-struct CandidateFilter {
-    struct Output {
-        PyObject *list;
-        uint64_t index;
-        size_t row; // start of the row of choices
-    };
-    struct Input {
-        uint64_t index;
-        size_t row;
-        std::vector<std::pair<uint64_t, size_t>> addresses; // sorted, each with the start of a row
-    };
-    size_t count = 0, words = 0; // of a row
-    std::vector<uint64_t> rows;
-    std::vector<Output> held;
-    std::vector<Input> places;
-
-    void take(const py::dict &given);
-    void each(const auto &function) {
-        for (Output &output : held)
-            function(output.list);
-    }
-    /* Finds the first choice from `position` on that may fit, or their number; false if an input is no tensor. */
-    bool sift(const Inputs &inputs, size_t *position) const;
-
-  private:
-    size_t take_row(const std::string &bytes);
-};
-
 /* Why a call takes the slow path; `native/binding.py` has the names. */
 enum class Slow : size_t {
     not_ready,      // no recording of this thread replays the function yet, or it is measured
@@ -300,96 +266,4 @@ bool holds(const auto &question) {
     }
 }
 
-/* Whether a recording accepts the inputs of a call. If so, its graph holds their addresses, and inputs that must be dead
-   are released. Sets `is_copied` if inputs were copied for this call, so that Python must replay, and else `why`. */
-bool accept(Replay *state, Inputs &inputs, bool *is_copied, Slow *why);
-
-/* Counts the replay and launches the graph. */
-void launch(const Replay *replay);
-
-/* Outputs of a recording, valid until other code runs: cached outputs, substitutes for others, and those that are made for
-   each call. These are made once, and kept in `made`: outputs without elements, `returned` ones, from the tensors
-   `given`, and gradients that are `picked` to be returned themselves. Code that only accumulates gradients does not `see`
-   them, and gets cached ones. False if another output must be made. */
-bool at_hand(const Replay *replay, PyObject *given, bool sees, const std::vector<bool> &picked, std::vector<Ref> *made,
-             std::vector<PyObject *> *outputs);
-
-/* Notes the cached outputs, which Python has just made. */
-void note_made(Replay *replay);
-
-/* Whether the program left all cached outputs as they were made, in the same inference mode as this call's, so that
-   they can be returned again. */
-bool are_untouched(const Replay *replay);
-
-/* The outputs of a recording as a list, made in Python. */
-Ref outputs_of(PyObject *recording, const Replay *replay, PyObject *given);
-
-/* Where a parameter was at the last call. */
-struct Parameter {
-    const void *tensor = nullptr, *autograd = nullptr;
-};
-
-/* Whether all gradients of the current backward are accumulated, and no other code sees them; see native/own_outputs.cpp.
-   It notes the parameters' places, which are loaded ahead the next time. */
-bool are_only_accumulated(std::vector<Parameter> *parameters);
-
-/* Whether a node accumulates a gradient without any hook. Hooks on a parameter are tensor hooks. */
-bool is_unseen(torch::autograd::Node &node);
-
-using NodePtr = decltype(torch::autograd::Edge::function); // another pointer since torch 2.13
-
-/* The node at which a backward begins, given a tensor or a GradientEdge; an AccumulateGrad for a parameter. */
-NodePtr node_of(PyObject *root);
-
-/* Calls `visit` with the nodes that roots reach, the nearest first, but with no AccumulateGrad. */
-void walk(std::vector<NodePtr> roots, size_t most, const std::function<void(const NodePtr &)> &visit);
-
-/* Evaluates a node as the engine does, with hooks that were put on after the backward had begun. */
-void evaluate(torch::autograd::Node &node, std::vector<at::Tensor> gradient);
-
-/* Whether this thread evaluates the node in a backward to all leaves. */
-bool is_evaluated(const torch::autograd::Node *node);
-
-/* The edges of the node that this thread evaluates, with those that native/backward_edges.cpp has taken out. */
-const torch::autograd::edge_list &edges_of(const torch::autograd::Node &node);
-
-/* A view of a tensor: its number among outputs and kept inputs, and the arguments of Inductor's reinterpret_tensor. */
-struct View {
-    uint64_t number;
-    std::vector<int64_t> sizes, strides;
-    int64_t offset;
-    bool is_own = false; // it equals the gradient that it is a view of, and replaces it only for code that may see it
-};
-
-/* What a call returns: the recording's outputs, or some of them with kept inputs, views of both, and constants;
-   trees/functions/fast_path.py describes the arguments. */
-struct Results {
-    bool picks_some = false;                     // if not, all outputs are returned as a list
-    bool has_own = false, views_are_own = false; // some views, or all
-    std::vector<uint64_t> kept, picks;
-    std::vector<bool> whole; // by number of an output, whether it is returned itself; empty: all are
-    std::vector<View> views;
-    PyObject *constants = nullptr;   // a tuple
-    std::vector<PyObject *> outputs; // borrowed, and valid until other code runs
-    std::vector<Parameter> parameters; // by edge of the backward
-
-    void take(const py::dict &given);
-};
-
-/* The inputs that are kept, as a tuple; NULL if the list is too short. */
-Ref kept_inputs(const Results *state, PyObject *list);
-
-/* The call's result, from a list of outputs. */
-Ref of_list(const Results *state, const Ref &kept, Ref outputs);
-
-/* The call's result, from outputs at hand; NULL if they are not. */
-Ref result_at_hand(Results *state, const Replay *replay, const Ref &kept, PyObject *given);
-
-/* Add the classes of the files to a module. */
-void add_backward_edges(py::module_ &module);
-void add_direct_calls(py::module_ &module);
-void add_entry(py::module_ &module);
-void add_replay(py::module_ &module);
-void add_tree(py::module_ &module);
-
-} // namespace pygraph
+} // namespace

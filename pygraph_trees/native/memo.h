@@ -3,13 +3,9 @@
    Pointers are borrowed from the program. Steps are compared in an order in which each object that is read is held by one
    that was compared before it, and versions of dictionaries are never used twice. */
 
-#pragma once
-
-#include "fast_path.h"
-
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-namespace pygraph {
+namespace {
 
 /* Why a call is torch's, in the order in which trees/hooks/direct_calls.py reports it. The first ones lead to a memo. */
 enum class Miss { TAKEN, FIRST, CHANGED, ARGUMENTS, GUARD, REFUSED, INSIDE, BUSY, COUNT };
@@ -113,22 +109,23 @@ struct Step {
 };
 
 inline Step step_of(const std::string &kind, PyObject *object, PyObject *one, PyObject *two) {
-    Step step{Step::OBJECT, object};
-    step.other = {nullptr, Py_TYPE(object)};
-    const bool is_tensor_step = kind == "tensor";
+    Step step{Step::ITEM, object};
+    step.other = {one, two};
     if (kind == "dict" || kind == "empty") {
         step.kind = kind == "dict" ? Step::DICT : Step::EMPTY;
         step.version = version_of(object);
         if (!PyDict_Check(object) || (kind == "dict" && (!PyDict_CheckExact(object) || step.version == 0)))
             throw py::type_error("expected a dictionary");
-    } else if (kind == "object" || is_tensor_step) {
+    } else if (const bool is_tensor_step = kind == "tensor"; kind == "object" || is_tensor_step) {
+        step.kind = is_tensor_step ? Step::TENSOR : Step::OBJECT;
+        step.other = {nullptr, Py_TYPE(object)};
         step.slot = one == Py_None && !is_tensor_step ? nullptr : _PyObject_GetDictPtr(object);
         if (step.slot == nullptr ? one != Py_None : *step.slot != one && !is_tensor_step)
             throw py::value_error("an object has another dictionary");
         if (step.slot != nullptr && *step.slot != nullptr)
             step.other[0] = *step.slot, step.version = version_of(*step.slot);
         if (is_tensor_step)
-            step.kind = Step::TENSOR, step.metadata = Metadata::of(object);
+            step.metadata = Metadata::of(object);
     } else if (kind == "class") {
         step.kind = Step::CLASS;
         _PyType_Lookup(reinterpret_cast<PyTypeObject *>(object), names.generation); // gives it a version
@@ -141,9 +138,6 @@ inline Step step_of(const std::string &kind, PyObject *object, PyObject *one, Py
     } else if (kind == "cell") {
         step.kind = Step::CELL;
         step.other = {one};
-    } else {
-        step.kind = Step::ITEM;
-        step.other = {one, two};
     }
     return step;
 }
@@ -249,4 +243,4 @@ struct Memo {
     }
 };
 
-} // namespace pygraph
+} // namespace

@@ -2,8 +2,6 @@
 
    Errors are C++ exceptions, Python's included, until `translated` turns them into Python's at the boundary. */
 
-#pragma once
-
 #define PY_SSIZE_T_CLEAN
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -17,7 +15,7 @@
 #include <memory>
 #include <vector>
 
-namespace pygraph {
+namespace {
 
 using Ref = THPObjectPtr; // an owned reference
 
@@ -125,16 +123,23 @@ template <typename T> struct Object {
     }
 };
 
-/* Adds the class of such objects to a module. `name` and the tables in the slots must never be freed. */
+/* Adds the class of such objects to a module. */
 template <typename T>
-void add_class(py::module_ &module, const char *name, unsigned long flags, std::vector<PyType_Slot> slots) {
-    slots.insert(slots.end(), {{Py_tp_new, reinterpret_cast<void *>(Object<T>::make)},
+void add_class(py::module_ &module, const char *name, unsigned long flags, std::vector<PyType_Slot> slots,
+               std::vector<PyMemberDef> with_members = {}, std::vector<PyMethodDef> with_methods = {}) {
+    static const std::string full = std::string("pygraph_trees.native._fast_path.") + name; // Python points to these
+    static std::vector<PyMemberDef> members = std::move(with_members);
+    static std::vector<PyMethodDef> methods = std::move(with_methods);
+    members.emplace_back(), methods.emplace_back();
+    slots.insert(slots.end(), {{Py_tp_members, members.data()},
+                               {Py_tp_methods, methods.data()},
+                               {Py_tp_new, reinterpret_cast<void *>(Object<T>::make)},
                                {Py_tp_traverse, reinterpret_cast<void *>(Object<T>::traverse)},
                                {Py_tp_clear, reinterpret_cast<void *>(Object<T>::clear)},
                                {Py_tp_dealloc, reinterpret_cast<void *>(Object<T>::dealloc)},
                                {0, nullptr}});
-    PyType_Spec spec{name, sizeof(Object<T>), 0, static_cast<unsigned>(Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | flags),
-                     slots.data()};
+    flags |= Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
+    PyType_Spec spec{full.c_str(), sizeof(Object<T>), 0, static_cast<unsigned>(flags), slots.data()};
     class_of<T> = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&spec));
     if (class_of<T> == nullptr || PyModule_AddType(module.ptr(), class_of<T>) < 0)
         throw py::error_already_set();
@@ -195,6 +200,18 @@ class CollectorOff {
   private:
     static inline int inside = 0;
     static inline bool was_on = false;
+};
+
+/* A number that Python reads and writes as `value`. */
+struct Counter {
+    unsigned long long value = 0;
+
+    /* An argument; None is none. */
+    static std::shared_ptr<Counter> of(const py::object &given) {
+        if (given.is_none())
+            throw py::type_error("expected a Counter");
+        return given.cast<std::shared_ptr<Counter>>();
+    }
 };
 
 /* A new reference to an argument. */
@@ -305,4 +322,4 @@ inline bool is_dead(PyObject *object, Py_ssize_t references = 1) {
     return own != nullptr && Py_REFCNT(own) == 1 && !has_weak_references(own);
 }
 
-} // namespace pygraph
+} // namespace

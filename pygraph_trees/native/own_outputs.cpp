@@ -1,17 +1,16 @@
 /* A recording's outputs: those that it has cached, as long as the program leaves them as they were made.
 
-   are_only_accumulated tells whether no other code can see the gradients that a backward returns. It answers yes if the
-   backward runs the whole autograd graph and all of its gradients go to AccumulateGrad without a hook. Then a replay may
-   return the recording's own tensors; otherwise it returns new ones. native/DESIGN.md gives the reason, and the one case
-   that is not detected. What reads autograd's graph is also used by backward_edges.cpp. */
-
-#include "fast_path.h"
+   Gradients are returned themselves if no other code can see them, and otherwise as new tensors; see native/DESIGN.md.
+   What reads autograd's graph is also used by backward_edges.cpp. */
 
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/inductor/inductor_ops.h>
 
+#include <functional>
 #include <typeinfo>
 #include <unordered_set>
 
@@ -20,7 +19,15 @@ using torch::autograd::Node;
 
 namespace {
 
-using namespace pygraph;
+using NodePtr = decltype(torch::autograd::Edge::function); // another pointer since torch 2.13
+
+/* The edges of the node that this thread evaluates, with those that backward_edges.cpp has taken out. */
+const torch::autograd::edge_list &edges_of(const Node &node);
+
+/* Where a parameter was at the last call. */
+struct Parameter {
+    const void *tensor = nullptr, *autograd = nullptr;
+};
 
 /* Whether there are attributes besides those that AOTAutograd sets at each call on outputs of symbolic size; the second
    name is that of torch 2.11 and 2.12. */
@@ -128,9 +135,8 @@ void load(const Node *node, const Parameter &parameter) {
     Known::ahead(parameter.autograd, 80), Known::ahead(parameter.autograd, 143);
 }
 
-} // namespace
-
-void pygraph::note_made(Replay *replay) {
+/* Notes the cached outputs, which Python has just made. */
+void note_made(Replay *replay) {
     replay->made.clear();
     replay->shapes.clear();
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(replay->cached); i++) {
@@ -153,7 +159,9 @@ void pygraph::note_made(Replay *replay) {
     }
 }
 
-bool pygraph::are_untouched(const Replay *replay) {
+/* Whether the program left all cached outputs as they were made, in the same inference mode as this call's, so that
+   they can be returned again. */
+bool are_untouched(const Replay *replay) {
     constexpr size_t further = 8;
     const bool is_inference = c10::InferenceMode::is_enabled();
     const size_t count = static_cast<size_t>(PyList_GET_SIZE(replay->cached));
@@ -173,7 +181,11 @@ bool pygraph::are_untouched(const Replay *replay) {
     return true;
 }
 
-bool pygraph::at_hand(const Replay *replay, PyObject *given, bool sees, const std::vector<bool> &picked,
+/* Outputs of a recording, valid until other code runs: cached outputs, substitutes for others, and those that are made for
+   each call. These are made once, and kept in `made`: outputs without elements, `returned` ones, from the tensors
+   `given`, and gradients that are `picked` to be returned themselves. Code that only accumulates gradients does not `see`
+   them, and gets cached ones. False if another output must be made. */
+bool at_hand(const Replay *replay, PyObject *given, bool sees, const std::vector<bool> &picked,
                       std::vector<Ref> *made, std::vector<PyObject *> *outputs) {
     const auto is_renewed = [&](Py_ssize_t i) { // as long as the cached outputs do not change
         const auto number = static_cast<size_t>(i);
@@ -219,7 +231,8 @@ bool pygraph::at_hand(const Replay *replay, PyObject *given, bool sees, const st
     return true;
 }
 
-Ref pygraph::outputs_of(PyObject *recording, const Replay *replay, PyObject *given) {
+/* The outputs of a recording as a list, made in Python. */
+Ref outputs_of(PyObject *recording, const Replay *replay, PyObject *given) {
     Ref outputs = called(replay->make, recording);
     for (size_t i = 0; i < replay->returned.size(); i++) {
         Ref made = made_from(replay->returned[i], PyTuple_GET_ITEM(given, static_cast<Py_ssize_t>(i)), true);
@@ -228,13 +241,15 @@ Ref pygraph::outputs_of(PyObject *recording, const Replay *replay, PyObject *giv
     return outputs;
 }
 
-bool pygraph::is_unseen(Node &node) {
+/* Whether a node accumulates a gradient without any hook. Hooks on a parameter are tensor hooks. */
+bool is_unseen(Node &node) {
     return typeid(node) == typeid(AccumulateGrad) && node.pre_hooks().empty() && node.post_hooks().empty() &&
            node.retains_grad_hooks().empty() && node.tensor_pre_hooks().empty() &&
            node.tensor_post_acc_grad_hooks() == nullptr;
 }
 
-void pygraph::evaluate(Node &node, std::vector<at::Tensor> gradient) {
+/* Evaluates a node as the engine does, with hooks that were put on after the backward had begun. */
+void evaluate(Node &node, std::vector<at::Tensor> gradient) {
     for (const auto &hook : node.tensor_pre_hooks())
         gradient = (*hook)(gradient);
     for (const auto &hook : node.retains_grad_hooks())
@@ -247,7 +262,8 @@ void pygraph::evaluate(Node &node, std::vector<at::Tensor> gradient) {
         outputs = (*hook)(outputs, inputs);
 }
 
-NodePtr pygraph::node_of(PyObject *root) {
+/* The node at which a backward begins, given a tensor or a GradientEdge; an AccumulateGrad for a parameter. */
+NodePtr node_of(PyObject *root) {
     if (THPVariable_Check(root))
         return torch::autograd::impl::gradient_edge(THPVariable_Unpack(root)).function;
     PyObject *node = PyTuple_Check(root) && PyTuple_GET_SIZE(root) > 0 ? PyTuple_GET_ITEM(root, 0) : Py_None;
@@ -256,7 +272,8 @@ NodePtr pygraph::node_of(PyObject *root) {
     return THPFunction_Check(node) ? owned(reinterpret_cast<THPFunction *>(node)->cdata) : NodePtr();
 }
 
-void pygraph::walk(std::vector<NodePtr> found, size_t most, const std::function<void(const NodePtr &)> &visit) {
+/* Calls `visit` with the nodes that roots reach, the nearest first, but with no AccumulateGrad. */
+void walk(std::vector<NodePtr> found, size_t most, const std::function<void(const NodePtr &)> &visit) {
     std::unordered_set<Node *> seen;
     for (size_t i = 0; i < found.size() && seen.size() < most; i++) {
         const NodePtr node = found[i];
@@ -269,12 +286,15 @@ void pygraph::walk(std::vector<NodePtr> found, size_t most, const std::function<
     }
 }
 
-bool pygraph::is_evaluated(const Node *node) {
+/* Whether this thread evaluates the node in a backward to all leaves. */
+bool is_evaluated(const Node *node) {
     const auto *captured = torch::autograd::get_current_graph_task_exec_info();
     return captured != nullptr && captured->empty() && torch::autograd::get_current_node().get() == node;
 }
 
-bool pygraph::are_only_accumulated(std::vector<Parameter> *parameters) {
+/* Whether all gradients of the current backward are accumulated, and no other code sees them; see above.
+   It notes the parameters' places, which are loaded ahead the next time. */
+bool are_only_accumulated(std::vector<Parameter> *parameters) {
     const auto node = torch::autograd::get_current_node();
     if (!node || is_differentiated() || !node->post_hooks().empty() || node->name() != "CompiledFunctionBackward")
         return false; // not a node of AOTAutograd, by its name
@@ -295,3 +315,5 @@ bool pygraph::are_only_accumulated(std::vector<Parameter> *parameters) {
     }
     return true;
 }
+
+} // namespace

@@ -5,14 +5,6 @@
    Outputs that are inputs of the call too die when the call releases them: that is seen before the launch, without
    releasing them. trees/recordings/replaying.py makes it. */
 
-#include "fast_path.h"
-
-#include <optional>
-#include <unordered_map>
-#include <unordered_set>
-
-using namespace pygraph;
-
 namespace {
 
 constexpr size_t NOWHERE = ~size_t{0};
@@ -37,7 +29,7 @@ Replay::Returned returned_of(const py::handle &given, const Replay &replay) {
     if (!layout.is_none())
         made.layout = Strided::of(layout);
     if (block) {
-        const OwnMemory::Block &lent = own->blocks[*block];
+        const Block &lent = own->blocks[*block];
         if (layout.is_none())
             made.layout = lent.layout;
         made.lends = lent.lends && made.layout == lent.layout;
@@ -111,22 +103,12 @@ PyObject *is_untouched(PyObject *self, PyObject *) {
     return translated([&] { return PyBool_FromLong(replay != nullptr && are_untouched(replay)); });
 }
 
-PyMethodDef replay_methods[] = {
-    {"note_cached", note_cached, METH_NOARGS, "Notes the cached outputs, which were just made."},
-    {"is_untouched", is_untouched, METH_NOARGS, "Whether the program left the cached outputs as they were made."},
-    {nullptr, nullptr, 0, nullptr},
-};
-
-PyMemberDef replay_members[] = {
-    {"stream", T_LONGLONG, FIELD(Replay, stream), 0, "The number of the stream of the last launch."},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-} // namespace
-
-void pygraph::add_replay(py::module_ &module) {
-    add_class<Replay>(module, "pygraph_trees.native._fast_path.Replay", 0,
-                      {{Py_tp_methods, replay_methods}, {Py_tp_members, replay_members}});
+void add_replay(py::module_ &module) {
+    add_class<Replay>(
+        module, "Replay", 0, {},
+        {{"stream", T_LONGLONG, FIELD(Replay, stream), 0, "The number of the stream of the last launch."}},
+        {{"note_cached", note_cached, METH_NOARGS, "Notes the cached outputs, which were just made."},
+         {"is_untouched", is_untouched, METH_NOARGS, "Whether the program left the cached outputs as they were made."}});
 }
 
 void Replay::take(const py::dict &given) {
@@ -170,27 +152,16 @@ void Replay::take(const py::dict &given) {
 }
 
 bool Mortal::died_as(const std::vector<Watched> &inputs) const {
-    if (places.empty())
-        return false;
-    const Dying *place = places.data();
-    for (const Run &run : runs)
-        for (const Dying *end = place + run.outputs.size(); place < end; place++) {
-            if (place->input == NOWHERE)
-                continue;
-            const Watched &input = inputs[place->input];
-            if (!input.dies_here || input.known.object != item_of(run.list, place->index))
-                return false;
-        }
-    return true;
+    return !places.empty() && std::ranges::all_of(places, [&](const Dying &place) {
+        const Watched *input = place.input == NOWHERE ? nullptr : &inputs[place.input];
+        return input == nullptr || (input->dies_here && input->known.object == item_of(place.list, place.index));
+    });
 }
 
 bool Mortal::others_seem_dead() const {
-    const Dying *place = places.data();
-    for (const Run &run : runs)
-        for (const Dying *end = place + run.outputs.size(); place < end; place++)
-            if (place->input == NOWHERE && !seems_dead(run.list, place->index, place->address))
-                return false;
-    return true;
+    return std::ranges::all_of(places, [](const Dying &place) {
+        return place.input != NOWHERE || seems_dead(place.list, place.index, place.address);
+    });
 }
 
 bool Mortal::find_among(std::vector<Watched> *inputs) {
@@ -202,9 +173,10 @@ bool Mortal::find_among(std::vector<Watched> *inputs) {
     for (const Run &run : runs)
         for (const Watched &output : run.outputs) {
             const auto place = by_object.find(output.known.object);
-            places.push_back({place == by_object.end() ? NOWHERE : place->second, output.index, output.address});
-            if (place != by_object.end())
-                (*inputs)[place->second].dies = true;
+            const size_t input = place == by_object.end() ? NOWHERE : place->second;
+            places.push_back({input, run.list, output.index, output.address});
+            if (input != NOWHERE)
+                (*inputs)[input].dies = true;
         }
     return true;
 }
@@ -242,7 +214,7 @@ bool Mortal::seem_dead() {
 }
 
 /* Whether the inputs that were not released are where `find` found them, and own memory is still free. */
-static bool are_still_there(const Replay *state, const Inputs &inputs) {
+bool are_still_there(const Replay *state, const Inputs &inputs) {
     for (const std::vector<Watched> *all : {&state->fixed, &state->asked})
         for (const Watched &input : *all) {
             PyObject *object = inputs.at(input.index);
@@ -255,7 +227,7 @@ static bool are_still_there(const Replay *state, const Inputs &inputs) {
     return true;
 }
 
-static void release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &indices) {
+void release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &indices) {
     for (const uint64_t index : indices) {
         PyObject *input = inputs.required(index); // read again each time, since a release may run other code
         PyList_SET_ITEM(inputs.list, inputs.place(index), Py_NewRef(Py_None));
@@ -264,7 +236,7 @@ static void release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &
 }
 
 /* Puts tensors with the same memory in the places of inputs that were released. */
-static void give_back(const Replay *state, const Inputs &inputs) {
+void give_back(const Replay *state, const Inputs &inputs) {
     Ref recording = called(state->recording);
     for (const uint64_t index : state->managed) {
         if (inputs.at(index) != Py_None)
@@ -276,7 +248,9 @@ static void give_back(const Replay *state, const Inputs &inputs) {
     }
 }
 
-bool pygraph::accept(Replay *state, Inputs &inputs, bool *is_copied, Slow *why) {
+/* Whether a recording accepts the inputs of a call. If so, its graph holds their addresses, and inputs that must be dead
+   are released. Sets `is_copied` if inputs were copied for this call, so that Python must replay, and else `why`. */
+bool accept(Replay *state, Inputs &inputs, bool *is_copied, Slow *why) {
     *is_copied = false;
     *why = Slow::not_ready;
     if (state->own.get() != inputs.own)
@@ -309,7 +283,7 @@ bool pygraph::accept(Replay *state, Inputs &inputs, bool *is_copied, Slow *why) 
     const bool are_dead = holds([&] { return state->after.are_dead(&has_run_again); });
     if (!are_dead) // the slow path runs un-graphed
         *why = Slow::outputs_alive;
-    if (!are_dead || (has_run_again && !are_still_there(state, inputs))) { // or an input was given other memory meanwhile
+    if (!are_dead || (has_run_again && !are_still_there(state, inputs))) { // an input may have other memory
         give_back(state, inputs);
         return false;
     }
@@ -323,7 +297,10 @@ bool pygraph::accept(Replay *state, Inputs &inputs, bool *is_copied, Slow *why) 
     return true;
 }
 
-void pygraph::launch(const Replay *replay) {
+/* Counts the replay and launches the graph. */
+void launch(const Replay *replay) {
     replay->replays->value++;
     checked(PyObject_CallMethodNoArgs(replay->graph, names.replay));
 }
+
+} // namespace

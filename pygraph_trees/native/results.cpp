@@ -1,14 +1,51 @@
 /* Makes what a call returns from a recording's outputs. */
 
-#include "fast_path.h"
-
-#include <torch/csrc/inductor/inductor_ops.h>
-
-#include <utility>
-
 namespace {
 
-using namespace pygraph;
+/* A view of a tensor: its number among outputs and kept inputs, and the arguments of Inductor's reinterpret_tensor. */
+struct View {
+    uint64_t number;
+    std::vector<int64_t> sizes, strides;
+    int64_t offset;
+    bool is_own = false; // it equals the gradient that it is a view of, and replaces it only for code that may see it
+};
+
+/* What a call returns: the recording's outputs, or some of them with kept inputs, views of both, and constants;
+   trees/functions/fast_path.py describes the arguments. */
+struct Results {
+    bool picks_some = false;                     // if not, all outputs are returned as a list
+    bool has_own = false, views_are_own = false; // some views, or all
+    std::vector<uint64_t> kept, picks;
+    std::vector<bool> whole; // by number of an output, whether it is returned itself; empty: all are
+    std::vector<View> views;
+    PyObject *constants = nullptr;   // a tuple
+    std::vector<PyObject *> outputs; // borrowed, and valid until other code runs
+    std::vector<Parameter> parameters; // by edge of the backward
+
+    void take(const py::dict &given) {
+        using Numbers = std::vector<int64_t>;
+        constants = reference(given["constants"].cast<py::tuple>());
+        kept = given["kept"].cast<std::vector<uint64_t>>();
+        for (const auto &[number, sizes, strides, offset] :
+             given["views"].cast<std::vector<std::tuple<uint64_t, Numbers, Numbers, int64_t>>>())
+            views.push_back({number, sizes, strides, offset});
+        const auto own = given["own"].cast<std::vector<size_t>>();
+        for (const size_t number : own) {
+            if (number >= views.size())
+                throw py::value_error("expected numbers of views");
+            views[number].is_own = true;
+        }
+        const auto picked = given["picks"].cast<std::optional<std::vector<uint64_t>>>();
+        picks_some = picked.has_value();
+        picks = picked.value_or(std::vector<uint64_t>());
+        for (const uint64_t number : picks) {
+            whole.resize(std::max<size_t>(whole.size(), number + 1));
+            whole[number] = true;
+        }
+        views_are_own = std::all_of(views.begin(), views.end(), [](const View &view) { return view.is_own; });
+        has_own = !own.empty();
+    }
+};
 
 /* An object by its number, counted through consecutive rows. */
 PyObject *item_at(const Items *rows, size_t count, uint64_t number) {
@@ -78,33 +115,8 @@ Ref list_at_hand(Results *state, const Replay *replay, PyObject *given) {
     return list;
 }
 
-} // namespace
-
-void Results::take(const py::dict &given) {
-    using Numbers = std::vector<int64_t>;
-    constants = reference(given["constants"].cast<py::tuple>());
-    kept = given["kept"].cast<std::vector<uint64_t>>();
-    for (const auto &[number, sizes, strides, offset] :
-         given["views"].cast<std::vector<std::tuple<uint64_t, Numbers, Numbers, int64_t>>>())
-        views.push_back({number, sizes, strides, offset});
-    const auto own = given["own"].cast<std::vector<size_t>>();
-    for (const size_t number : own) {
-        if (number >= views.size())
-            throw py::value_error("expected numbers of views");
-        views[number].is_own = true;
-    }
-    const auto picked = given["picks"].cast<std::optional<std::vector<uint64_t>>>();
-    picks_some = picked.has_value();
-    picks = picked.value_or(std::vector<uint64_t>());
-    for (const uint64_t number : picks) {
-        whole.resize(std::max<size_t>(whole.size(), number + 1));
-        whole[number] = true;
-    }
-    views_are_own = std::all_of(views.begin(), views.end(), [](const View &view) { return view.is_own; });
-    has_own = !own.empty();
-}
-
-Ref pygraph::kept_inputs(const Results *state, PyObject *list) {
+/* The inputs that are kept, as a tuple; NULL if the list is too short. */
+Ref kept_inputs(const Results *state, PyObject *list) {
     Ref kept = checked(PyTuple_New(static_cast<Py_ssize_t>(state->kept.size())));
     for (size_t i = 0; i < state->kept.size(); i++) {
         PyObject *item = item_of(list, state->kept[i]);
@@ -115,13 +127,15 @@ Ref pygraph::kept_inputs(const Results *state, PyObject *list) {
     return kept;
 }
 
-Ref pygraph::of_list(const Results *state, const Ref &kept, Ref outputs) {
+/* The call's result, from a list of outputs. */
+Ref of_list(const Results *state, const Ref &kept, Ref outputs) {
     if (!state->picks_some)
         return outputs;
     return returned(state, kept, true, [&](Items *row) { return *row = Items(outputs.get()), true; });
 }
 
-Ref pygraph::result_at_hand(Results *state, const Replay *replay, const Ref &kept, PyObject *given) {
+/* The call's result, from outputs at hand; NULL if they are not. */
+Ref result_at_hand(Results *state, const Replay *replay, const Ref &kept, PyObject *given) {
     if (!state->picks_some)
         return list_at_hand(state, replay, given);
     const bool asks = state->has_own || replay->lends || replay->is_backward;
@@ -134,3 +148,4 @@ Ref pygraph::result_at_hand(Results *state, const Replay *replay, const Ref &kep
     });
 }
 
+} // namespace

@@ -1,15 +1,9 @@
 /* The order of replays that share a graph pool: a replay on another stream than the last one waits for it.
 
-   Without that, two functions, or two sizes of one, would use the same memory at the same time. The event is made only
-   when the stream changes; one on a stream that torch did not make is recorded after each launch, since the program may
-   destroy such a stream. Streams that the program names for memory of the pool are waited for at each launch of the step,
-   and at the first one of the next step. */
-
-#include "tree.h"
+   Without that, two functions, or two sizes of one, would use the same memory at the same time. native/DESIGN.md
+   describes the events, and the streams that the program names. */
 
 #include <c10/core/impl/VirtualGuardImpl.h>
-
-using namespace pygraph;
 
 namespace {
 
@@ -62,21 +56,17 @@ void wait_for_uses(TreeState *trees, const c10::Stream &now) {
     }
 }
 
-/* Torch's question in C, which is never freed; NULL if there is none. */
+/* Torch's question in C, which is never freed; None if there is none. */
 PyObject *question() {
     static PyObject *found = nullptr; // protected by the GIL
-    if (found == nullptr) {
-        Ref torch(PyImport_ImportModule("torch._C"));
-        found = torch ? PyObject_GetAttrString(torch.get(), "_cuda_isCurrentStreamCapturing") : nullptr;
-        PyErr_Clear();
-    }
+    if (const char *name = "_cuda_isCurrentStreamCapturing"; found == nullptr)
+        found = py::getattr(py::module_::import("torch._C"), name, py::none()).release().ptr();
     return found;
 }
 
-} // namespace
-
-bool pygraph::is_captured(const TreeState *trees) {
-    if (trees->device < 0 || current_stream(trees) == 0 || question() == nullptr)
+/* Whether the program captures the current stream in a graph of its own. */
+bool is_captured(const TreeState *trees) {
+    if (trees->device < 0 || current_stream(trees) == 0 || question() == Py_None)
         return false; // the default stream cannot be captured
     Ref answer(PyObject_CallNoArgs(question()));
     if (!answer)
@@ -84,7 +74,8 @@ bool pygraph::is_captured(const TreeState *trees) {
     return answer.get() == Py_True;
 }
 
-void pygraph::order_streams(TreeState *trees) {
+/* Lets the current stream wait for the last launch, if that was on another one, and notes the current stream. */
+void order_streams(TreeState *trees) {
     if (trees->device < 0)
         return;
     const c10::StreamId now = current_stream(trees);
@@ -103,7 +94,8 @@ void pygraph::order_streams(TreeState *trees) {
     trees->has_launched = 1;
 }
 
-void pygraph::note_use(TreeState *trees, const at::Tensor &tensor, c10::DeviceIndex device, c10::StreamId id) {
+/* Notes that another stream uses a tensor's memory in the pool: launches wait for it until the next step has begun. */
+void note_use(TreeState *trees, const at::Tensor &tensor, c10::DeviceIndex device, c10::StreamId id) {
     const c10::Stream stream(c10::Stream::UNSAFE, c10::Device(CUDA, device), id);
     auto storage = tensor.storage().getWeakStorageImpl();
     Ref step = Ref::dup(trees->generation == nullptr ? Py_None : trees->generation);
@@ -116,7 +108,8 @@ void pygraph::note_use(TreeState *trees, const at::Tensor &tensor, c10::DeviceIn
     trees->uses.push_back({std::move(storage), stream, std::move(step)});
 }
 
-std::vector<c10::Stream> pygraph::streams_in_use(const TreeState &trees, const c10::StorageImpl *storage) {
+/* The streams that the program has named in this step for memory of the pool. */
+std::vector<c10::Stream> streams_in_use(const TreeState &trees, const c10::StorageImpl *storage) {
     std::vector<c10::Stream> found;
     for (const Use &use : trees.uses)
         if (use.storage._unsafe_get_target() == storage && is_of_step(trees, use))
@@ -124,8 +117,11 @@ std::vector<c10::Stream> pygraph::streams_in_use(const TreeState &trees, const c
     return found;
 }
 
-void pygraph::note_launch(TreeState *trees) {
+/* Must be called after a launch. */
+void note_launch(TreeState *trees) {
     if (trees->device < 0 || !is_external(trees->stream) || current_stream(trees) != trees->stream)
         return;
     trees->event.emplace(CUDA).record(stream_of(trees, trees->stream));
 }
+
+} // namespace

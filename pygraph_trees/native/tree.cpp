@@ -1,22 +1,8 @@
-/* Finds where in the tree of recordings a call begins, see tree.h; pygraph_trees.native._fast_path.CandidateFilter.
-
-   CandidateFilter(count=, held=, places=)(begin, inputs) returns the first choice, from number `begin` on, that is not
-   ruled out for a list of inputs, or `count`. It looks at each output and each input once. Once at most one choice is
-   left, it asks nothing more, so the result may not fit. native/DESIGN.md describes the arguments. */
-
-#include "tree.h"
+/* Finds where in the tree of recordings a call begins, see tree.h. */
 
 #include <ATen/ThreadLocalPythonObjects.h>
-#include <torch/csrc/autograd/graph_task.h>
-
-#include <bit>
-#include <map>
-#include <string>
-#include <utility>
 
 namespace {
-
-using namespace pygraph;
 
 constexpr int ASKED_BEFORE = 8; // calls before a filter is made: making one takes longer than many calls without it
 
@@ -26,6 +12,44 @@ Ref of_class(PyObject *type, PyObject *name) {
     PyObject *found = PyType_Check(type) ? value_of(reinterpret_cast<PyTypeObject *>(type)->tp_dict, name) : nullptr;
     return found != nullptr ? Ref::dup(found) : checked(PyObject_GetAttr(type, name));
 }
+
+/* The turn of this call, which its destructor gives back. */
+class OwnTurn {
+  public:
+    OwnTurn() = default;
+    ~OwnTurn() {
+        if (owner)
+            fields_of<TreeState>(owner.get()).end_turn(this);
+    }
+    OwnTurn(const OwnTurn &) = delete;
+    OwnTurn &operator=(const OwnTurn &) = delete;
+
+    /* Takes it from a manager; false if another call has it. */
+    bool take(PyObject *manager) {
+        if (!fields_of<TreeState>(manager).take_turn(this))
+            return false;
+        owner = Ref::dup(manager);
+        return true;
+    }
+
+  private:
+    Ref owner;
+};
+
+/* The classes of torch that count steps, owned by the entry, and whether outputs may be cloned when a step begins. */
+struct Counters {
+    PyObject *steps = nullptr, *generations = nullptr;
+    bool clones = false;
+};
+
+/* A function's fast replay, and the state of the trees in which it was found. */
+struct Found {
+    Ref replayer, manager, generation, candidates, replay, recording;
+
+    TreeState *trees() { return &fields_of<TreeState>(manager.get()); }
+    Replayer *in_trees() { return &fields_of<Replayer>(replayer.get()); }
+    Candidates *all() { return &fields_of<Candidates>(candidates.get()); }
+};
 
 /* A method of the state of the trees. */
 template <auto function> PyObject *method(PyObject *self, PyObject *argument) {
@@ -38,76 +62,11 @@ template <auto function> PyObject *method(PyObject *self, PyObject *argument) {
     });
 }
 
-PyMethodDef tree_state_methods[] = {
-    {"order_streams", method<[](TreeState &trees, PyObject *) { order_streams(&trees); }>, METH_NOARGS,
-     "Lets the current stream wait for the last launch on another."},
-    {"note_launch", method<[](TreeState &trees, PyObject *) { note_launch(&trees); }>, METH_NOARGS,
-     "Must be called after a launch."},
-    {"take_turn", method<[](TreeState &trees, PyObject *inputs) { return trees.take_turn(inputs); }>, METH_O,
-     "Takes the turn for the call with this list, and returns whether the call has it."},
-    {"has_turn", method<[](TreeState &trees, PyObject *inputs) { return trees.turn_of == inputs; }>, METH_O,
-     "Whether the call with this list has the turn."},
-    {"end_turn", method<[](TreeState &trees, PyObject *inputs) { trees.end_turn(inputs); }>, METH_O,
-     "Gives the turn back if the call with this list has it."},
-    {"note_use",
-     method<[](TreeState &trees, PyObject *given) {
-         const auto [tensor, device, id] = py::handle(given).cast<std::tuple<at::Tensor, short, c10::StreamId>>();
-         note_use(&trees, tensor, static_cast<c10::DeviceIndex>(device), id);
-     }>,
-     METH_VARARGS, "Notes that a stream, given by device and number, uses a tensor."},
-    {"streams_in_use",
-     method<[](TreeState &trees, PyObject *storage) {
-         return streams_in_use(trees, py::handle(storage).cast<at::Storage>().unsafeGetStorageImpl());
-     }>,
-     METH_O, "The streams that the program has named in this step for a storage."},
-    {nullptr, nullptr, 0, nullptr},
-};
-
 PyGetSetDef tree_state_properties[] = {
     {"is_taken", [](PyObject *self, void *) { return PyBool_FromLong(fields_of<TreeState>(self).turn_of != nullptr); },
      nullptr, "Whether a call has the turn.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
-
-#define ATTRIBUTE(owner, name, field) {name, T_OBJECT_EX, FIELD(owner, field), 0, nullptr}
-
-PyMemberDef tree_state_members[] = {
-    ATTRIBUTE(TreeState, "graph", graph),
-    ATTRIBUTE(TreeState, "_current_node", current_node),
-    ATTRIBUTE(TreeState, "path_state", path_state),
-    ATTRIBUTE(TreeState, "mode", mode),
-    ATTRIBUTE(TreeState, "compile_id", compile_id),
-    ATTRIBUTE(TreeState, "current_gen", generation),
-    ATTRIBUTE(TreeState, "running_forwards_with_pending_backwards", pending),
-    ATTRIBUTE(TreeState, "_candidates", candidates),
-    ATTRIBUTE(TreeState, "_find", find),
-    {"ordered_device", T_SHORT, FIELD(TreeState, device), 0, "The device whose streams are ordered; negative: none."},
-    {"turns", T_ULONGLONG, FIELD(TreeState, turns), READONLY, "How often a call asked for the turn."},
-    {"last_stream", T_LONGLONG, FIELD(TreeState, stream), READONLY, "The number of the last launch's stream."},
-    {"keeps_outputs", T_BOOL, FIELD(TreeState, keeps_outputs), 0, "Whether outputs may have to be moved."},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-PyMemberDef function_state_members[] = {
-    ATTRIBUTE(FunctionState, "replayer", replayer),
-    ATTRIBUTE(FunctionState, "replayers", replayers),
-    ATTRIBUTE(FunctionState, "integers", integers),
-    ATTRIBUTE(FunctionState, "by_values", by_values),
-    ATTRIBUTE(FunctionState, "slow", slow),
-    {"is_replayed", T_BOOL, FIELD(FunctionState, is_replayed), 0, nullptr},
-    {"was_asked", T_BOOL, FIELD(FunctionState, was_asked), 0, nullptr},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-PyMemberDef replayer_members[] = {
-    ATTRIBUTE(Replayer, "manager", manager),
-    ATTRIBUTE(Replayer, "function_id", function_id),
-    ATTRIBUTE(Replayer, "own", own),
-    {"thread", T_ULONGLONG, FIELD(Replayer, thread), 0, nullptr},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-#undef ATTRIBUTE
 
 /* Whether a new step begins with this call. Finds the number of its step. */
 bool begins_step(const TreeState *trees, const Counters &counters, Ref *generation) {
@@ -130,107 +89,73 @@ void keep_outputs(Found *found) {
         checked(PyObject_CallMethodNoArgs(found->manager.get(), names.try_end_curr_execution));
 }
 
-PyObject *call_filter(PyObject *self, PyObject *arguments, PyObject *) {
-    PyObject *list;
-    Py_ssize_t begin = 0;
-    const CandidateFilter *filter = in<CandidateFilter>(self);
-    if (!PyArg_ParseTuple(arguments, "nO!", &begin, &PyList_Type, &list))
-        return nullptr;
-    return translated([&]() -> PyObject * {
-        auto position = static_cast<size_t>(std::max<Py_ssize_t>(begin, 0));
-        if (filter == nullptr || !filter->sift(Inputs(list, nullptr), &position))
-            throw py::type_error("expected a tensor at each index");
-        return PyLong_FromSize_t(position);
-    });
+#define ATTRIBUTE(owner, name, field) {name, T_OBJECT_EX, FIELD(owner, field), 0, nullptr}
+#define STATE(name, field) ATTRIBUTE(TreeState, name, field)
+
+void add_tree(py::module_ &module) {
+    add_class<TreeState>(
+        module, "TreeState", Py_TPFLAGS_BASETYPE, {{Py_tp_getset, tree_state_properties}},
+        {
+            STATE("graph", graph), STATE("_current_node", current_node), STATE("path_state", path_state),
+            STATE("mode", mode), STATE("compile_id", compile_id), STATE("current_gen", generation),
+            STATE("running_forwards_with_pending_backwards", pending),
+            STATE("_candidates", candidates), STATE("_find", find),
+            {"ordered_device", T_SHORT, FIELD(TreeState, device), 0, "The device whose streams are ordered, or negative."},
+            {"turns", T_ULONGLONG, FIELD(TreeState, turns), READONLY, "How often a call asked for the turn."},
+            {"last_stream", T_LONGLONG, FIELD(TreeState, stream), READONLY, "The number of the last launch's stream."},
+            {"keeps_outputs", T_BOOL, FIELD(TreeState, keeps_outputs), 0, "Whether outputs may have to be moved."},
+        },
+        {
+            {"order_streams", method<[](TreeState &trees, PyObject *) { order_streams(&trees); }>, METH_NOARGS,
+             "Lets the current stream wait for the last launch on another."},
+            {"note_launch", method<[](TreeState &trees, PyObject *) { note_launch(&trees); }>, METH_NOARGS,
+             "Must be called after a launch."},
+            {"take_turn", method<[](TreeState &trees, PyObject *inputs) { return trees.take_turn(inputs); }>, METH_O,
+             "Takes the turn for the call with this list, and returns whether the call has it."},
+            {"has_turn", method<[](TreeState &trees, PyObject *inputs) { return trees.turn_of == inputs; }>, METH_O,
+             "Whether the call with this list has the turn."},
+            {"end_turn", method<[](TreeState &trees, PyObject *inputs) { trees.end_turn(inputs); }>, METH_O,
+             "Gives the turn back if the call with this list has it."},
+            {"note_use",
+             method<[](TreeState &trees, PyObject *given) {
+                 using Given = std::tuple<at::Tensor, short, c10::StreamId>;
+                 const auto [tensor, device, id] = py::handle(given).cast<Given>();
+                 note_use(&trees, tensor, static_cast<c10::DeviceIndex>(device), id);
+             }>,
+             METH_VARARGS, "Notes that a stream, given by device and number, uses a tensor."},
+            {"streams_in_use",
+             method<[](TreeState &trees, PyObject *storage) {
+                 return streams_in_use(trees, py::handle(storage).cast<at::Storage>().unsafeGetStorageImpl());
+             }>,
+             METH_O, "The streams that the program has named in this step for a storage."},
+        });
+    add_class<FunctionState>(module, "FunctionState", Py_TPFLAGS_BASETYPE, {},
+                             {
+                                 ATTRIBUTE(FunctionState, "replayer", replayer),
+                                 ATTRIBUTE(FunctionState, "replayers", replayers),
+                                 ATTRIBUTE(FunctionState, "integers", integers),
+                                 ATTRIBUTE(FunctionState, "by_values", by_values),
+                                 ATTRIBUTE(FunctionState, "slow", slow),
+                                 {"is_replayed", T_BOOL, FIELD(FunctionState, is_replayed), 0, nullptr},
+                                 {"was_asked", T_BOOL, FIELD(FunctionState, was_asked), 0, nullptr},
+                             });
+    add_class<Replayer>(module, "Replayer", 0, {},
+                        {
+                            ATTRIBUTE(Replayer, "manager", manager),
+                            ATTRIBUTE(Replayer, "function_id", function_id),
+                            ATTRIBUTE(Replayer, "own", own),
+                            {"thread", T_ULONGLONG, FIELD(Replayer, thread), 0, nullptr},
+                        });
+    add_class<Candidates>(module, "Candidates", 0, {});
+    add_class<CandidateFilter>(module, "CandidateFilter", 0, {{Py_tp_call, reinterpret_cast<void *>(call_filter)}});
 }
 
-/* Whether at most one choice is left in a row. */
-bool is_decided(const std::vector<uint64_t> &left) {
-    int count = 0;
-    for (const uint64_t word : left)
-        count += std::popcount(word);
-    return count <= 1;
-}
+#undef ATTRIBUTE
+#undef STATE
 
-} // namespace
-
-void pygraph::add_tree(py::module_ &module) {
-    add_class<TreeState>(module, "pygraph_trees.native._fast_path.TreeState", Py_TPFLAGS_BASETYPE,
-                         {{Py_tp_methods, tree_state_methods},
-                          {Py_tp_members, tree_state_members},
-                          {Py_tp_getset, tree_state_properties}});
-    add_class<FunctionState>(module, "pygraph_trees.native._fast_path.FunctionState", Py_TPFLAGS_BASETYPE,
-                             {{Py_tp_members, function_state_members}});
-    add_class<Replayer>(module, "pygraph_trees.native._fast_path.Replayer", 0, {{Py_tp_members, replayer_members}});
-    add_class<Candidates>(module, "pygraph_trees.native._fast_path.Candidates", 0, {});
-    add_class<CandidateFilter>(module, "pygraph_trees.native._fast_path.CandidateFilter", 0,
-                               {{Py_tp_call, reinterpret_cast<void *>(call_filter)}});
-}
-
-void Candidates::take(const py::dict &given) {
-    begins = py::object(given["begins"]).is_none() ? -1 : given["begins"].cast<bool>();
-    replays = reference(given["replays"].cast<py::tuple>());
-    for (const py::handle replay : py::reinterpret_borrow<py::tuple>(replays))
-        if (in<Replay>(replay.ptr()) == nullptr)
-            throw py::type_error("expected a tuple of Replay objects");
-    mode = reference(given["mode"]);
-    compile_id = reference(given["compile_id"]);
-    make_filter = reference(given["make_filter"]);
-    release = reference(given["release"]);
-}
-
-/* Takes a row of bits, and returns where it begins. */
-size_t CandidateFilter::take_row(const std::string &bytes) {
-    if (bytes.size() != words * sizeof(uint64_t))
-        throw py::value_error("expected rows with a bit for each choice");
-    rows.resize(rows.size() + words);
-    std::memcpy(rows.data() + rows.size() - words, bytes.data(), bytes.size());
-    return rows.size() - words;
-}
-
-void CandidateFilter::take(const py::dict &given) {
-    count = given["count"].cast<size_t>();
-    words = (count + 63) / 64;
-    using Held = std::vector<std::tuple<py::list, uint64_t, std::string>>;
-    for (const auto &[list, index, row] : given["held"].cast<Held>())
-        held.push_back({reference(list), index, take_row(row)});
-    using Places = std::vector<std::tuple<uint64_t, std::string, std::map<uint64_t, std::string>>>;
-    for (const auto &[index, row, addresses] : given["places"].cast<Places>()) { // in the order of the addresses
-        Input &input = places.emplace_back(Input{index, take_row(row), {}});
-        for (const auto &[address, those] : addresses)
-            input.addresses.emplace_back(address, take_row(those));
-    }
-}
-
-bool CandidateFilter::sift(const Inputs &inputs, size_t *position) const {
-    std::vector<uint64_t> left(words);
-    for (size_t number = *position; number < count; number++)
-        left[number / 64] |= uint64_t{1} << (number % 64);
-    for (auto output = held.begin(); output < held.end() && !is_decided(left); output++) {
-        PyObject *object = item_of(output->list, output->index);
-        if (object != nullptr && object != Py_None && Py_REFCNT(object) != 1)
-            for (size_t i = 0; i < words; i++)
-                left[i] &= ~rows[output->row + i];
-    }
-    for (auto input = places.begin(); input < places.end() && !is_decided(left); input++) {
-        PyObject *object = inputs.at(input->index);
-        if (!is_tensor(object))
-            return false;
-        const uint64_t address = address_of(object);
-        const auto here = std::lower_bound(input->addresses.begin(), input->addresses.end(),
-                                           std::pair<uint64_t, size_t>(address, 0));
-        const bool is_known = here != input->addresses.end() && here->first == address;
-        for (size_t i = 0; i < words; i++)
-            left[i] &= ~rows[input->row + i] | (is_known ? rows[here->second + i] : 0);
-    }
-    size_t word = 0;
-    while (word < left.size() && left[word] == 0)
-        word++;
-    *position = word < left.size() ? word * 64 + static_cast<size_t>(std::countr_zero(left[word])) : count;
-    return true;
-}
-
-unsigned long long pygraph::thread_of_trees() {
+/* The number of the thread whose trees a call uses. A backward uses those of the thread that began it, although autograd
+   runs it in a thread of its own. */
+unsigned long long thread_of_trees() {
     static const std::string name = "pygraph_trees"; // trees/functions/threads.py puts an object there
     using Objects = at::impl::ThreadLocalPythonObjects;
     if (torch::autograd::get_current_graph_task_id() >= 0 && Objects::contains(name))
@@ -238,7 +163,8 @@ unsigned long long pygraph::thread_of_trees() {
     return PyThreadState_GetID(PyThreadState_Get());
 }
 
-Ref pygraph::replayer_here(FunctionState *function) {
+/* The function's replayer in this thread; NULL if there is none. */
+Ref replayer_here(FunctionState *function) {
     const Replayer *last = in<Replayer>(function->replayer);
     if (last == nullptr)
         return Ref();
@@ -255,19 +181,8 @@ Ref pygraph::replayer_here(FunctionState *function) {
     return Ref::dup(found);
 }
 
-pygraph::OwnTurn::~OwnTurn() {
-    if (owner)
-        fields_of<TreeState>(owner.get()).end_turn(this);
-}
-
-bool pygraph::OwnTurn::take(PyObject *manager) {
-    if (!fields_of<TreeState>(manager).take_turn(this))
-        return false;
-    owner = Ref::dup(manager);
-    return true;
-}
-
-bool pygraph::find_candidates(const Counters &counters, OwnTurn *turn, Found *found, Slow *why) {
+/* Takes the turn and finds the candidates of a call whose replayer and manager were found; else sets `why`. */
+bool find_candidates(const Counters &counters, OwnTurn *turn, Found *found, Slow *why) {
     *why = Slow::another_call;
     PyObject *function_id = found->in_trees()->function_id;
     TreeState *trees = found->trees();
@@ -297,7 +212,8 @@ bool pygraph::find_candidates(const Counters &counters, OwnTurn *turn, Found *fo
     return true;
 }
 
-bool pygraph::first_accepting(Found *found, Inputs &inputs, bool *is_copied, Slow *why) {
+/* Finds the first candidate that accepts the inputs; see `accept`. */
+bool first_accepting(Found *found, Inputs &inputs, bool *is_copied, Slow *why) {
     Candidates *candidates = found->all();
     const auto count = static_cast<size_t>(PyTuple_GET_SIZE(candidates->replays));
     if (count > 1 && candidates->filter == nullptr && ++candidates->asked > ASKED_BEFORE) {
@@ -324,7 +240,8 @@ bool pygraph::first_accepting(Found *found, Inputs &inputs, bool *is_copied, Slo
     }
 }
 
-void pygraph::go_on_from(Found *found, PyObject *path_state) {
+/* Sets the state of the trees once the recording is chosen. */
+void go_on_from(Found *found, PyObject *path_state) {
     TreeState *trees = found->trees();
     const Candidates *candidates = found->all();
     assign(&trees->mode, candidates->mode);
@@ -333,3 +250,5 @@ void pygraph::go_on_from(Found *found, PyObject *path_state) {
     assign(&trees->path_state, path_state);
     assign(&trees->generation, found->generation.get());
 }
+
+} // namespace

@@ -1,14 +1,8 @@
-/* Where in the tree of recordings a call begins: the state of the trees and of a function, and the candidates. */
-
-#pragma once
-
-#include "fast_path.h"
+/* The state of the trees and of a function, which each replay reads. */
 
 #include <c10/core/Event.h>
 
-#include <optional>
-
-namespace pygraph {
+namespace {
 
 /* A stream that uses memory of the pool. */
 struct Use {
@@ -56,21 +50,6 @@ struct TreeState {
     }
 };
 
-/* Whether the program captures the current stream in a graph of its own. */
-bool is_captured(const TreeState *trees);
-
-/* Lets the current stream wait for the last launch, if that was on another one, and notes the current stream. */
-void order_streams(TreeState *trees);
-
-/* Notes that another stream uses a tensor's memory in the pool: launches wait for it until the next step has begun. */
-void note_use(TreeState *trees, const at::Tensor &tensor, c10::DeviceIndex device, c10::StreamId id);
-
-/* Must be called after a launch. */
-void note_launch(TreeState *trees);
-
-/* The streams that the program has named in this step for memory of the pool. */
-std::vector<c10::Stream> streams_in_use(const TreeState &trees, const c10::StorageImpl *storage);
-
 /* What replays a function in the trees of one thread. */
 struct Replayer {
     PyObject *manager = nullptr;     // returns the manager, or None once it is gone
@@ -96,67 +75,4 @@ struct FunctionState {
     }
 };
 
-/* The number of the thread whose trees a call uses. A backward uses those of the thread that began it, although autograd
-   runs it in a thread of its own. */
-unsigned long long thread_of_trees();
-
-/* The function's replayer in this thread; NULL if there is none. */
-Ref replayer_here(FunctionState *function);
-
-/* The recordings of one function at one place, in upstream's order. */
-struct Candidates {
-    PyObject *mode = nullptr, *compile_id = nullptr;
-    PyObject *replays = nullptr;     // a tuple
-    PyObject *filter = nullptr;      // a CandidateFilter, once several candidates have been asked often
-    PyObject *make_filter = nullptr; // makes it
-    PyObject *release = nullptr;     // releases unneeded outputs and returns whether there were any
-    int begins = -1;                 // whether a new step must begin here; negative if it may or may not
-    int asked = 0;
-
-    void take(const py::dict &given);
-    void each(const auto &function) {
-        for (PyObject **held : {&mode, &compile_id, &replays, &filter, &make_filter, &release})
-            function(*held);
-    }
-};
-
-/* The turn of this call, which its destructor gives back. */
-class OwnTurn {
-  public:
-    OwnTurn() = default;
-    ~OwnTurn();
-    OwnTurn(const OwnTurn &) = delete;
-    OwnTurn &operator=(const OwnTurn &) = delete;
-
-    /* Takes it from a manager; false if another call has it. */
-    bool take(PyObject *manager);
-
-  private:
-    Ref owner;
-};
-
-/* The classes of torch that count steps, owned by the entry, and whether outputs may be cloned when a step begins. */
-struct Counters {
-    PyObject *steps = nullptr, *generations = nullptr;
-    bool clones = false;
-};
-
-/* A function's fast replay, and the state of the trees in which it was found. */
-struct Found {
-    Ref replayer, manager, generation, candidates, replay, recording;
-
-    TreeState *trees() { return &fields_of<TreeState>(manager.get()); }
-    Replayer *in_trees() { return &fields_of<Replayer>(replayer.get()); }
-    Candidates *all() { return &fields_of<Candidates>(candidates.get()); }
-};
-
-/* Takes the turn and finds the candidates of a call whose replayer and manager were found; if there are none, sets `why`. */
-bool find_candidates(const Counters &counters, OwnTurn *turn, Found *found, Slow *why);
-
-/* Finds the first candidate that accepts the inputs; see `accept`. */
-bool first_accepting(Found *found, Inputs &inputs, bool *is_copied, Slow *why);
-
-/* Sets the state of the trees once the recording is chosen. */
-void go_on_from(Found *found, PyObject *path_state);
-
-} // namespace pygraph
+} // namespace
