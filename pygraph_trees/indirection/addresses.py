@@ -107,10 +107,8 @@ class Addresses:
     def reaches(self, address: int) -> bool:
         """Whether an address is in the memory that was an input at the latest call, copies not counted."""
         seen = self._seen if self.native is None else self.native.seen or self._seen
-        for item, start in zip(self._items, seen, strict=False):  # there are no addresses if that call failed
-            if 0 <= address - (start - item.lead) < item.nbytes:
-                return True
-        return False
+        pairs = zip(self._items, seen, strict=False)  # there are no addresses if that call failed
+        return any(0 <= address - (start - item.lead) < item.nbytes for item, start in pairs)
 
     def prepare(
         self,
@@ -127,9 +125,8 @@ class Addresses:
         if seen is None:
             seen = [inputs[item.index].data_ptr() for item in self._items]
         puts = self._staged is not None and bool(self._staged.put_indices)
-        for index in self._tangents:
-            if inputs[index].is_neg():
-                return Reason.IS_VIEW()
+        if any(inputs[index].is_neg() for index in self._tangents):
+            return Reason.IS_VIEW()
         same_pool = self._pool.counter.value == self._pool_seen
         if not puts and same_pool and self.native is not None and self.native.is_settled(seen):
             return None
@@ -140,12 +137,28 @@ class Addresses:
         if self._is_preparing:
             return Reason.PREPARING()
         try:
-            self._is_preparing = True
+            self._is_preparing = True  # keeps out a finalizer's calls
             if self.native is not None:
                 self.native.unsettle()
-            return self._prepare(inputs, seen, stays, same_pool=same_pool)
+            if any(self._pool.holds(inputs[item.index].data_ptr()) for item in self._copied_back):
+                return Reason.MUTATED_IN_POOL()
+            if any(
+                inputs[index].is_conj() for index in self._complex
+            ):  # a tangent may be at one call, and not at the next
+                return Reason.IS_VIEW()
+            if seen != self._seen or self._again or not same_pool:
+                self._seen = []  # until the graph holds these addresses: an interrupt may come anywhere
+                if (why := self._find_all(seen, inputs, stays)) is not None:
+                    return why
+            self._hold(seen, inputs)
+        except PatchFailed as error:
+            self.temporary, self._again = {}, False
+            why = Reason.ADDRESS_REFUSED(error=str(error))
+            self.refused |= dict.fromkeys(self._indices_at(error.fields["index"]), why)
+            return Reason.PATCH_FAILED(**error.fields)
         finally:
             self._is_preparing = False
+        return None
 
     def prepare_fast(self, inputs: Sequence[Any], seen: list[int]) -> bool | None:
         """As :meth:`prepare`, but returns None if the inputs cannot be taken, else whether some are copied."""
@@ -155,40 +168,11 @@ class Addresses:
         """Releases the copies of a call that is over or is not launched."""
         self.temporary = {}
 
-    def _prepare(
-        self, inputs: Sequence[Any], seen: list[int], stays: Callable[[torch.Tensor], bool], *, same_pool: bool
-    ) -> Why | None:
-        """Prepares a graph that may hold other addresses. ``_is_preparing`` keeps out a finalizer's calls."""
-        why = self._why_not(inputs)
-        if why is None and (seen != self._seen or self._again or not same_pool):
-            self._seen = []  # until the graph holds these addresses: an interrupt may come anywhere
-            why = self._find_all(seen, inputs, stays)
-        if why is not None:
-            return why
-        try:
-            self._hold(seen, inputs)
-        except PatchFailed as error:
-            self.temporary, self._again = {}, False
-            why = Reason.ADDRESS_REFUSED(error=str(error))
-            self.refused |= dict.fromkeys(self._indices_at(error.fields["index"]), why)
-            return Reason.PATCH_FAILED(**error.fields)
-        return None
-
     def _indices_at(self, number: int) -> list[int]:
         """The inputs whose address has a number in the relocations; several if they are staged in the same memory."""
         if number < self._first or self._staged is None:
             return [self._numbers[number].index]
         return self._staged.indices_at(number - self._first)
-
-    def _why_not(self, inputs: Sequence[Any]) -> Why | None:
-        """Why these inputs cannot be taken: one that is copied back is in the pool, or one is a conjugate view."""
-        for item in self._copied_back:
-            if self._pool.holds(inputs[item.index].data_ptr()):
-                return Reason.MUTATED_IN_POOL()
-        for index in self._complex:
-            if inputs[index].is_conj():  # a tangent may be conjugated at one call and not at the next
-                return Reason.IS_VIEW()
-        return None
 
     def _hold(self, seen: list[int], inputs: Any) -> None:
         """Makes the graph hold the addresses found for these inputs, and those of the staging buffer."""

@@ -50,16 +50,10 @@ def choose(
     ``inputs`` does not change. If a driver call fails, all that was allocated is freed.
 
     Args:
+        managed, tabled, overwritten, own: see :class:`.live_input.Operand`.
         stage: whether copies in the graph read inputs on the CPU, so that these may be staged.
-        managed: inputs that may be in the graph pool, because they are alive while the function is recorded.
-        tabled: inputs that get a slot in a table if they are at placeholder addresses.
-        overwritten: inputs that do not count as mutated, but in whose memory a launch may leave something else.
-        own: own memory of outputs, by index, and whether only our own copies write to it, so that no other kernel can
-            hide the address.
-
-    Upstream records, and so calls this, under the capture lock.
     """
-    release_retired(is_locked=True)
+    release_retired(is_locked=True)  # upstream records under the capture lock
     operands: list[Operand] = []
     reasons: dict[int, Why] = {}
     for index in candidates:
@@ -92,12 +86,10 @@ def choose(
         return with_memory(lambda: LiveInputs(driver, device, operands, pool)), reasons
     except DriverError as error:
         why = Reason.NO_ADDRESSES(error=str(error))
-    others = [operand for operand in operands if operand.place is not Place.PLACEHOLDER]
-    for operand in operands:
-        if operand.place is Place.PLACEHOLDER and operand.mutated:
-            others.append(_in_memory(operand, why))
-        elif operand.place is Place.PLACEHOLDER:
-            reasons[operand.index] = why
+    at_placeholders = [operand for operand in operands if operand.place is Place.PLACEHOLDER]
+    others = [operand for operand in operands if operand not in at_placeholders]
+    others += [_in_memory(operand, why) for operand in at_placeholders if operand.mutated]
+    reasons |= {operand.index: why for operand in at_placeholders if not operand.mutated}
     return LiveInputs(driver, device, others, pool) if others else None, reasons
 
 

@@ -56,8 +56,7 @@ def may_wait_for_others() -> bool:
 class Rehearsal:
     """Launches of one graph before the program's first one.
 
-    The constructor saves the memory that these launches change and may raise ``torch.OutOfMemoryError``;
-    :meth:`put_back` restores it.
+    The constructor saves the memory that they change, :meth:`put_back` restores it.
     """
 
     def __init__(
@@ -85,11 +84,7 @@ class Rehearsal:
         self.put_back = self._poison.put_back  # restores everything that the launches have changed
 
     def failing(self, positions: Sequence[int], unknown: Sequence[str]) -> dict[int, Why]:
-        """By position, why an input that should be given by address cannot be.
-
-        Args:
-            unknown: the names of the unknown kernels.
-        """
+        """By position, why an input that should be given by address cannot be; ``unknown``: names of kernels."""
         kernels = listed(unknown)
         differ = Reason.HIDDEN_BY_CHANCE(kernels=kernels)
         fails: dict[int, Why] = {}
@@ -108,12 +103,12 @@ class Rehearsal:
                 if not shown or self._is_same(shown, expected):
                     return fails
                 positions = shown
-            wrong = list(positions)
+            wrong = positions
             if 1 < len(positions) <= _MOST_ALONE:
                 wrong = [position for position in positions if not self._is_same([position], expected)]
                 others = [position for position in positions if position not in wrong]
                 if not wrong or (others and not self._is_same(others, expected)):
-                    wrong = list(positions)
+                    wrong = positions
         except torch.OutOfMemoryError:
             return dict.fromkeys([*fails, *positions], Reason.HIDDEN_UNCHECKED(kernels=kernels))
         return fails | dict.fromkeys(wrong, Reason.HIDDEN_SURELY(kernels=kernels))
@@ -167,10 +162,7 @@ class Rehearsal:
 
 
 def _elements_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor's elements, which autograd does not follow.
-
-    Memory between the elements of a view belongs to other tensors, which may be written to meanwhile.
-    """
+    """The memory of a tensor's elements, which autograd does not follow; that between them belongs to other tensors."""
     memory = memory_of(tensor).view(tensor.dtype)
     overlaps = torch._debug_has_internal_overlap(tensor) == 1
     return memory if overlaps else memory.as_strided(tensor.shape, tensor.stride())
@@ -209,9 +201,9 @@ class Expected:
 
     def widen(self, results: Sequence[torch.Tensor]) -> None:
         """Takes in the results of another equal launch."""
-        found = [_elements(result) for result in results]
-        if self.is_exact and all(map(_are_same, found, self._lowest)):
+        if self.is_exact and self.includes(results):
             return
+        found = [_elements(result) for result in results]
         if self.is_exact:
             self._highest = [result.clone() for result in self._lowest]
         for lowest, highest, result in zip(self._lowest, self._highest, found, strict=True):

@@ -9,6 +9,7 @@ are copied, and when.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -27,7 +28,7 @@ from .patching import CapturedCopies, Patches, PatchFailed
 from .placeholder import Extent, Placeholders, with_memory
 from .relocations import Scan, scan
 from .retired import give_back, retire
-from .routes import NO_SLOTS, Decision, Route, Slots, alignments, decide
+from .routes import NO_SLOTS, Decision, Route, alignments, decide
 from .staged_inputs import StagedInputs
 from .table.pointer_table import table_for
 
@@ -49,27 +50,18 @@ class LiveInputs:
     def __init__(self, driver: Driver, device: int, operands: Sequence[Operand], pool: PoolRanges) -> None:
         self._driver, self._device, self._pool = driver, device, pool
         at_placeholders, held, on_cpu = ([o for o in operands if o.place is place] for place in Place)
-        spans = [span_of(operand.tensor) for operand in at_placeholders]
-        self._placeholders = Placeholders(
-            driver,
-            device,
-            [
-                Extent(span.nbytes, (operand.tensor.data_ptr() - span.lead) % 512)
-                for span, operand in zip(spans, at_placeholders, strict=True)
-            ],
-            # Upstream copies the inputs that are not mutated.
-            budget=sum(o.tensor.numel() * o.tensor.element_size() for o in at_placeholders if not o.mutated),
-        )
+        spans = [span_of(o.tensor) for o in at_placeholders]
+        pairs = list(zip(at_placeholders, spans, strict=True))
+        extents = [Extent(span.nbytes, (o.tensor.data_ptr() - span.lead) % 512) for o, span in pairs]
+        # Upstream copies the inputs that are not mutated.
+        budget = sum(o.tensor.numel() * o.tensor.element_size() for o in at_placeholders if not o.mutated)
+        self._placeholders = Placeholders(driver, device, extents, budget)
         try:
             place = torch.device("cuda", device)
             # Tensors made in inference mode could not be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
-                items = [
-                    operand.at_placeholder(span, placeholder.start, place)
-                    for operand, span, placeholder in zip(
-                        at_placeholders, spans, self._placeholders.placeholders, strict=True
-                    )
-                ]
+                starts = [placeholder.start for placeholder in self._placeholders.placeholders]
+                items = [o.at_placeholder(span, at, place) for (o, span), at in zip(pairs, starts, strict=True)]
                 held_items = [operand.in_memory() for operand in held]
             self._staged = StagedInputs(driver, {o.index: o.tensor for o in on_cpu}, device) if on_cpu else None
             tabled = [item.recorded for item, operand in zip(items, at_placeholders, strict=True) if operand.tabled]
@@ -80,9 +72,10 @@ class LiveInputs:
         self.has_placeholders, self.has_table, self.has_staged = bool(items), bool(self._table), bool(self._staged)
         # An input with a placeholder has the same position as the placeholder.
         self.items = (*items, *held_items, *(() if self._staged is None else self._staged.items))
-        self.storages = {
-            item.placeholder_tensor.untyped_storage().data_ptr(): item for item in self.items
-        }  # by address of the placeholder tensor's storage
+        # By address of the placeholder tensor's storage.
+        self.storages = {item.placeholder_tensor.untyped_storage().data_ptr(): item for item in self.items}
+        # Address and size in bytes of the memory that each staged copy reads.
+        self._sources = [] if self._staged is None else self._staged.staging.recorded
         self._overwritten = {item.index for item in self.items if item.overwritten}
         self._own = {position: o.own for position, o in enumerate(at_placeholders) if o.own is not None}
         self._held = [Decision(Route.COPY, operand.why_copied) for operand in held]
@@ -108,8 +101,7 @@ class LiveInputs:
     @property
     def in_place(self) -> list[int]:
         """The indices of the inputs that are not staged."""
-        staged = () if self._staged is None else self._staged.indices
-        return [item.index for item in self.items if item.index not in staged]
+        return [i.index for i in self.items if self._staged is None or i.index not in self._staged.indices]
 
     def captured(self) -> contextlib.AbstractContextManager[None]:
         """Wraps a whole capture, on the stream on which the capture begins."""
@@ -182,16 +174,14 @@ class LiveInputs:
         known = () if self.collectives is None else self.collectives.nodes
         found = scan(self._driver, int(graph.raw_cuda_graph()), self._placeholders, self._sources, nodes, known)
         shared = () if self.collectives is None else self.collectives.storages
-        for position, item in enumerate(self.items[: len(self._placeholders.placeholders)] if shared else ()):
+        at_placeholders = self.items[: len(self._placeholders.placeholders)]
+        for position, item in enumerate(at_placeholders if shared else ()):
             if item.placeholder_tensor.untyped_storage().data_ptr() in shared:
                 found.refused[position] = Reason.READ_BY_COLLECTIVE()
+        recorded = [item.recorded for item in at_placeholders]
+        slots = NO_SLOTS if self._table is None else self._table.found(self._driver, found, recorded)
         copied_to = [position for position, is_copied in self._own.items() if is_copied]
-        return found, decide(found, len(self._placeholders.placeholders), passed, self._slots(found), copied_to)
-
-    @property
-    def _sources(self) -> list[tuple[int, int]]:
-        """Address and size in bytes of the memory that each staged copy reads."""
-        return [] if self._staged is None else self._staged.staging.recorded
+        return found, decide(found, len(recorded), passed, slots, copied_to)
 
     def _arrange(self, graph: Any, found: Scan, decisions: Sequence[Decision]) -> None:
         """Instantiates the graph with the addresses of the inputs that are given by address."""
@@ -219,8 +209,7 @@ class LiveInputs:
         wanted = [p for p, decision in enumerate(decisions) if decision.by_address and not self._own.get(p)]
         if may_wait_for_others():
             return dict.fromkeys(wanted, Reason.HIDDEN_BY_OTHERS(kernels=listed(found.unknown)))
-        for position in range(len(decisions)):
-            self._materialise(position)
+        self._materialise(range(len(decisions)))
         scans = [found]
 
         def launch(positions: Collection[int]) -> None:
@@ -243,10 +232,6 @@ class LiveInputs:
             rehearsal.put_back()
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _slots(self, found: Scan) -> Slots:
-        recorded = [item.recorded for item in self.items[: len(self._placeholders.placeholders)]]
-        return NO_SLOTS if self._table is None else self._table.found(self._driver, found, recorded)
-
     @property
     def staged_copies(self) -> tuple[torch.Tensor | None, Callable[[torch.Tensor, torch.Tensor], None] | None]:
         """The staged inputs' memory that one copy may take to the GPU, and what captures a copy in place of torch."""
@@ -266,24 +251,16 @@ class LiveInputs:
         self._found = found
         self.patched = tuple(self.items[p] for p in patched)
         self._copied = CopiedInputs(i for i, d in zip(self.items, routes, strict=True) if d.route is Route.COPY)
-        for position, decision in enumerate(decisions):
-            if decision.route is Route.COPY:
-                self._materialise(position)
+        self._materialise(position for position, decision in enumerate(decisions) if decision.route is Route.COPY)
         point_copies()
         graph.instantiate()
         first = len(self._placeholders.placeholders)
         buffers = {} if self._staged is None else self._staged.take(None if found is _NOTHING else found, first)
         with torch.cuda.device(self._device):
             context = self._driver.context() if patched or buffers else None
-        self._patches = Patches(
-            self._driver,
-            found.nodes,
-            found.relocations,
-            [*patched, *buffers],
-            int(graph.raw_cuda_graph_exec()),
-            context,
-            [*starts.values(), *buffers.values()],
-        )
+        inputs, recorded = [*patched, *buffers], [*starts.values(), *buffers.values()]
+        exec_ = int(graph.raw_cuda_graph_exec())
+        self._patches = Patches(self._driver, found.nodes, found.relocations, inputs, exec_, context, recorded)
         self._addresses = Addresses(
             *(self._patches, self.patched, list(alignments(found, starts).values()), self._pool, self._staged),
             first=first,
@@ -293,8 +270,9 @@ class LiveInputs:
             own={self.items[position].index for position in self._own},
         )
 
-    def _materialise(self, position: int) -> None:
-        with_memory(lambda: self._placeholders.materialise(position))
+    def _materialise(self, positions: Iterable[int]) -> None:
+        for position in positions:
+            with_memory(functools.partial(self._placeholders.materialise, position))
 
     def kernels_holding(self, indices: Collection[int]) -> list[str | None]:
         """The kernel of each node that holds an address of these inputs; None for a node of another kind."""
@@ -341,13 +319,11 @@ class LiveInputs:
         if not only_ours:
             self._given = inputs.copy()
             return
-        returned = {index for index, _ in self.outputs.values()}
-        given = {}
+        dropped = {item.index for item in self.items if not item.mutated and item.index in self.addresses.temporary}
+        dropped -= {index for index, _ in self.outputs.values()}
+        self._given = {item.index: inputs[item.index] for item in self.items if item.index not in dropped}
         for item in self.items:
-            if item.mutated or item.index in returned or item.index not in self.addresses.temporary:
-                given[item.index] = inputs[item.index]
             inputs[item.index] = None
-        self._given = given
 
     def copy_in(self) -> None:
         self._copied.copy_in(self._given)
@@ -357,9 +333,9 @@ class LiveInputs:
         temporary = self.addresses.temporary
         if self._staged is not None:
             self._staged.launched()  # the graph was launched on the current stream
-        for index, copy in temporary.items() if temporary else ():
-            if any(i.mutated for i in self.patched if i.index == index):
-                write(self._given[index], copy)
+        for item in self.patched if temporary else ():
+            if item.mutated and item.index in temporary:
+                write(self._given[item.index], temporary[item.index])
         self._copied.copy_back(self._given, self._device)
         self.drop()
 
@@ -371,8 +347,7 @@ class LiveInputs:
         """This call's input itself if ``view`` is None, else the view of it that the function returns."""
         base, temporary = self._given[index], self.addresses.temporary
         copied = self._copied.get(index)
-        is_copied = copied is not None or index in temporary
-        if is_copied and (
+        if (copied is not None or index in temporary) and (
             self._pool.holds(base.data_ptr()) or not may_be_seen(base, view) or index in self._overwritten
         ):
             # The output is in the copy, or the graph may overwrite the input. The next call overwrites the placeholder.

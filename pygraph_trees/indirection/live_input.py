@@ -55,7 +55,7 @@ class Operand:
     tensor: torch.Tensor  # of the call that is recorded
     place: Place
     mutated: bool = False
-    overwritten: bool = False
+    overwritten: bool = False  # not ``mutated``, but a launch may leave something else in its memory
     managed: bool = False  # an output of an earlier recording whose address was found to change
     tabled: bool = False  # it gets a slot in a table
     own: bool | None = None  # for own memory: whether only our own copies write to it, so that no kernel hides it
@@ -74,34 +74,28 @@ class Operand:
         return Item(self.index, 0, nbytes, copy, copy.data_ptr(), mutated=True, managed=False)
 
 
-class CopiedInputs:
+class CopiedInputs(dict[int, Item]):
     """The inputs that a recording copies at each call, to the memory that the graph reads, and back if it writes there.
 
     A queued launch may use that memory until :attr:`launches` says that it is over.
     """
 
     def __init__(self, items: Iterable[Item] = ()) -> None:
-        self._items = {item.index: item for item in items}
-        self.mutated = tuple(item for item in self._items.values() if item.mutated)
+        super().__init__((item.index, item) for item in items)
+        self.mutated = tuple(item for item in self.values() if item.mutated)
         self.launches = LastLaunches()
 
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def get(self, index: int) -> Item | None:
-        return self._items.get(index)
-
     def copy_in(self, given: Given) -> None:
-        if self._items:
+        if self:
             self.launches.begin()
-        for item in self._items.values():
+        for item in self.values():
             flat(item.placeholder_tensor).copy_(flat(given[item.index]))
 
     def copy_back(self, given: Given, device: int) -> None:
         """After the launch on the current stream."""
         for item in self.mutated:
             write(given[item.index], item.placeholder_tensor)
-        if self._items:
+        if self:
             self.launches.end(device)
 
 

@@ -9,6 +9,7 @@ true, every later ``apply`` raises :class:`HalfPatched`, and the graph must not 
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -37,18 +38,10 @@ class HalfPatched(PatchFailed):
 class _Field:
     """A word that is an attribute of a node; a word in a kernel's parameters is a ``ctypes.c_uint64``."""
 
-    __slots__ = ("_name", "_node")
-
     def __init__(self, node: GraphNode, name: str) -> None:
-        self._node, self._name = node, name
+        self._set = functools.partial(setattr, node, name)
 
-    @property
-    def value(self) -> Any:
-        return getattr(self._node, self._name)
-
-    @value.setter
-    def value(self, address: Any) -> None:
-        setattr(self._node, self._name, address)
+    value = property(fset=lambda self, address: self._set(address))
 
 
 class Patches:
@@ -69,8 +62,6 @@ class Patches:
         Args:
             inputs: the placeholders to patch.
             recorded: the addresses that ``exec_`` holds, by position in ``inputs``.
-
-        Raises :class:`DriverError` if a call is missing.
         """
         self._addresses = list(recorded)
         self._is_broken = False
@@ -149,10 +140,7 @@ class Patches:
         addresses; then it is None if there are values. All inputs must be patched.
 
         Args:
-            pool_changes: counts changes of the graph pool; see :func:`.binding.new_counter`.
-            count: how many addresses are those of inputs. From the others, kernels copy ``values``.
-            values: see :attr:`.StagedInputs.values`.
-            own: the positions of own memory of outputs, which fits wherever it is aligned.
+            pool_changes, count, values, own: as for the class in C++; see ``native/DESIGN.md``.
         """
         if binding.extension is None:
             return None

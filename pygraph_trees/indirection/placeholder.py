@@ -108,9 +108,7 @@ class Arena:
     _of: ClassVar[weakref.WeakKeyDictionary[Driver, Arena]] = weakref.WeakKeyDictionary()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self) -> None:
-        self._next = 0  # start of the free addresses
-        self._end = 0
+    _next = _end = 0  # of the free addresses
 
     @classmethod
     def place(cls, driver: Driver, extents: Sequence[Extent], granularity: int, budget: int = 0) -> _AddressLayout:
@@ -125,30 +123,19 @@ class Arena:
             return layout
 
     def _reserve(self, driver: Driver, needed: int) -> None:
-        least = _round_up(needed, PAGE_NBYTES)
-        for nbytes in (*(most for most in _ARENA_NBYTES if most > needed), least):
-            try:
-                address = driver.reserve(nbytes + _WINDOW)
-            except DriverError:
-                if nbytes == least:
-                    raise
-                continue
-            begin = _round_up(address, _WINDOW)
-            self._end = begin + nbytes
-            high = LEAST_HIGH_HALF * _WINDOW
-            self._next = high if begin < high <= self._end - needed else begin
-            return
+        address, nbytes = None, _round_up(needed, PAGE_NBYTES)
+        for most in (most for most in _ARENA_NBYTES if most > needed):
+            with contextlib.suppress(DriverError):
+                address, nbytes = driver.reserve(most + _WINDOW), most
+                break
+        begin = _round_up(driver.reserve(nbytes + _WINDOW) if address is None else address, _WINDOW)
+        self._end = begin + nbytes
+        high = LEAST_HIGH_HALF * _WINDOW
+        self._next = high if begin < high <= self._end - needed else begin
 
 
 class Placeholders:
-    """The placeholders of one recording.
-
-    Raises :class:`DriverError` if the driver refuses a call; all that was reserved and mapped is freed then.
-    """
-
-    placeholders: tuple[Placeholder, ...]  # in the order of the extents
-    low: int  # of the range that contains all placeholders; equal to ``high`` without extents
-    high: int
+    """The placeholders of one recording."""
 
     def __init__(self, driver: Driver, device: int, extents: Sequence[Extent], budget: int = 0) -> None:
         """``budget``: bytes of memory that may back them so that few mappings are needed."""
@@ -158,7 +145,7 @@ class Placeholders:
         self._blocks: tuple[_Block, ...] = ()  # where the shared memory is mapped
         self._own: dict[int, _Block] = {}  # by start of a materialised unit
         self._layout: _AddressLayout | None = None
-        self.placeholders = ()
+        self.placeholders: tuple[Placeholder, ...] = ()  # in the order of the extents
         if extents:
             self._layout = layout = Arena.place(driver, extents, driver.granularity(device), budget)
             self.placeholders = layout.placeholders
@@ -170,6 +157,7 @@ class Placeholders:
                     self.close()
                 raise
         self._bounds = sorted((held.low, held.high, index) for index, held in enumerate(self.placeholders))
+        # Of the range that contains all placeholders; equal without extents.
         self.low, self.high = (self._bounds[0][0], self._bounds[-1][1]) if self._bounds else (0, 0)
 
     def find(self, address: int) -> int | None:
@@ -196,16 +184,11 @@ class Placeholders:
         self._release_handles()
 
     def release_memory(self, kept: Collection[int] | None = None) -> None:
-        """Unmaps and frees the shared memory; materialised placeholders stay.
-
-        Args:
-            kept: if given, only these materialised placeholders stay, and those on a page with them.
-        """
+        """Unmaps and frees the shared memory. Materialised placeholders stay, or those on the pages of ``kept``."""
         for block in self._blocks:
             self._unmap(block)
         if kept is not None and self._layout is not None:
-            starts = {self._layout.units[index][0] for index in kept}
-            for start in [start for start in self._own if start not in starts]:
+            for start in self._own.keys() - {self._layout.units[index][0] for index in kept}:
                 self._unmap(self._own[start])
                 del self._own[start]
         self._release_handles()
@@ -280,9 +263,9 @@ class _Unit(NamedTuple):
     guard: int  # bytes before and after them
     members: list[tuple[int, Placeholder]]  # with the index of the extent
 
-
-def _needed(unit: _Unit) -> int:
-    return unit.nbytes + 2 * unit.guard
+    @property
+    def needed(self) -> int:
+        return self.nbytes + 2 * self.guard
 
 
 def _units(extents: Sequence[Extent], granularity: int) -> list[_Unit]:
@@ -311,31 +294,28 @@ def _units(extents: Sequence[Extent], granularity: int) -> list[_Unit]:
 def _lay_out(extents: Sequence[Extent], granularity: int, frontier: int, budget: int) -> _AddressLayout:
     """Plans from an address on: units that share blocks, larger ones first, then units with blocks of their own."""
     units = _units(extents, granularity)
-    most = sum(map(_needed, units))
+    most = sum(unit.needed for unit in units)
     least = max(-(-unit.nbytes // MAX_MAPPINGS) for unit in units)
     piece = _round_up(max(least, min(most, budget, MAX_PIECE_NBYTES)), granularity)
     shared = min(piece, MAX_PIECE_NBYTES)
-    units.sort(key=lambda unit: (_needed(unit) > shared, -_needed(unit)))
+    units.sort(key=lambda unit: (unit.needed > shared, -unit.needed))
     found_at: dict[int, tuple[Placeholder, tuple[int, int], int]] = {}  # placeholder, unit, number of the block
     blocks: list[tuple[int, int]] = []
     free: list[tuple[int, int, int]] = []  # of each shared block: its first free address, bytes left, number
     end = _round_up(frontier, granularity)
     for unit in units:
-        needed = _needed(unit)
-        found = next((i for i, (_, room, _) in enumerate(free) if room >= needed), None)
-        if found is None and needed <= shared:
-            found, low = len(free), _with_low_half(end, piece, granularity)
-            free.append((low, shared, len(blocks)))
-            blocks.append((low, piece))
-            end = low + piece
-        if found is not None:
-            low, room, block = free[found]
-            free[found] = low + needed, room - needed, block
+        found = next((i for i, (_, room, _) in enumerate(free) if room >= unit.needed), None)
+        if found is None:
+            is_shared = unit.needed <= shared
+            nbytes, guard = (piece, 0) if is_shared else (_round_up(unit.nbytes, piece), unit.guard)
+            low, block = _with_low_half(end, nbytes + 2 * guard, granularity), len(blocks)
+            blocks.append((low + guard, nbytes))
+            end = low + nbytes + 2 * guard
+            if is_shared:
+                free.append((low + unit.needed, shared - unit.needed, block))
         else:
-            nbytes, block = _round_up(unit.nbytes, piece), len(blocks)
-            low = _with_low_half(end, nbytes + 2 * unit.guard, granularity)
-            blocks.append((low + unit.guard, nbytes))
-            end = low + nbytes + 2 * unit.guard
+            low, room, block = free[found]
+            free[found] = low + unit.needed, room - unit.needed, block
         place = low + unit.guard, unit.nbytes
         for index, (start, nbytes, first, last) in unit.members:
             found_at[index] = Placeholder(low + start, nbytes, low + first, low + last), place, block

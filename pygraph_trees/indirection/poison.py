@@ -19,12 +19,7 @@ _NAN, _LARGE, _NEGATIVE = 0xFF, 0x47, 0xC7
 
 
 class Poison:
-    """The memory and the generators that launches may change.
-
-    Args:
-        memory: tensors, whose elements are saved; may raise ``torch.OutOfMemoryError``.
-        generators: of torch; those on the GPU are at an offset.
-    """
+    """Memory and torch's generators that launches may change. Saving elements may raise ``OutOfMemoryError``."""
 
     def __init__(self, memory: Sequence[torch.Tensor], generators: Sequence[Any] = ()) -> None:
         self._saved = [(tensor, tensor.clone()) for tensor in memory]

@@ -8,6 +8,7 @@ after a ``forget`` takes a snapshot.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,36 +16,31 @@ from pygraph_trees.native.binding import new_counter
 
 
 class PoolRanges:
-    """The address ranges of one graph pool.
+    """The address ranges of one graph pool. ``snapshot`` returns its segments, with ``address`` and ``total_size``."""
 
-    Args:
-        snapshot: returns the pool's segments, with ``address`` and ``total_size`` in bytes.
-    """
-
-    __slots__ = ("__weakref__", "_ends", "_snapshot", "_starts", "counter")
+    __slots__ = ("__weakref__", "_ranges", "_snapshot", "counter")
 
     def __init__(self, snapshot: Callable[[], Iterable[dict[str, Any]]]) -> None:
         self._snapshot = snapshot
-        self._starts: list[int] | None = None
-        self._ends: list[int] = []
+        self._ranges: list[tuple[int, int]] | None = None  # begin and end, in order
         self.counter = new_counter()  # of possible changes, which C++ reads too
 
     def forget(self) -> None:
         """Drops the snapshot, because the pool may have changed."""
-        self._starts = None
+        self._ranges = None
         self.counter.value += 1
 
     def holds(self, address: int) -> bool:
-        starts = self._starts if self._starts is not None else self._look()
-        position = bisect.bisect_right(starts, address) - 1
-        return position >= 0 and address < self._ends[position]
+        ranges = self._look()
+        position = bisect.bisect_right(ranges, (address, math.inf)) - 1
+        return position >= 0 and address < ranges[position][1]
 
     def nbytes(self) -> int:
-        starts = self._starts if self._starts is not None else self._look()
-        return sum(self._ends) - sum(starts)
+        return sum(end - begin for begin, end in self._look())
 
-    def _look(self) -> list[int]:
-        ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._snapshot())
-        self._ends = [end for _, end in ranges]
-        self._starts = [start for start, _ in ranges]
-        return self._starts
+    def _look(self) -> list[tuple[int, int]]:
+        ranges = self._ranges
+        if ranges is None:
+            ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._snapshot())
+            self._ranges = ranges
+        return ranges

@@ -8,12 +8,13 @@ README.md gives the rules.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,10 +31,17 @@ if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
 
 
-_WITHOUT_INPUTS = (
-    *(NodeKind.EMPTY, NodeKind.WAIT_EVENT, NodeKind.EVENT_RECORD),
-    *(NodeKind.MEM_ALLOC, NodeKind.MEM_FREE),
-)
+# All other nodes take events, and memory that belongs to the graph.
+_HIDING = {
+    NodeKind.HOST: "a host node",
+    NodeKind.GRAPH: "a child graph",
+    NodeKind.OTHER: "a node that cannot be read",
+}
+_UNREAD = {
+    NodeKind.KERNEL: "a kernel whose parameters cannot be read",
+    NodeKind.MEMCPY: "a copy that cannot be read",
+    NodeKind.MEMSET: "a fill that cannot be read",
+}
 
 _HOST_CHUNK = 16 << 20  # bytes of host memory read at once; a multiple of 8
 
@@ -59,9 +67,7 @@ class Scan:
     """The recorded addresses that a graph holds."""
 
     nodes: tuple[GraphNode, ...]  # nodes with a relocation, once each, in the graph's order
-    relocations: tuple[
-        Relocation, ...
-    ]  # in the order of their nodes and offsets; relocations of refused inputs may be among them
+    relocations: tuple[Relocation, ...]  # by node and offset; those of refused inputs may be among them
     refused: dict[int, Why]  # by placeholder: why it cannot be patched, despite its relocations
     opaque: str | None  # what may hide any address, for example "a host node"; None if everything was read
     kinds: Counter[NodeKind]  # of all nodes, without those of child graphs
@@ -76,7 +82,7 @@ def scan(
     by_value: Mapping[int, int] = MappingProxyType({}),
     hide_nothing: Collection[int] = (),
 ) -> Scan:
-    """Finds the relocations of a captured graph. Raises :class:`DriverError` if the graph's nodes cannot be listed.
+    """Finds the relocations of a captured graph.
 
     Args:
         staged: address and size in bytes of each memory of staged inputs; one copy may take several inputs from it.
@@ -89,57 +95,48 @@ def scan(
     return reader.result()
 
 
+@dataclass(slots=True)
 class _Reader:
     """The findings so far in one graph; a position is that of a node in the graph."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        placeholders: Placeholders,
-        staged: Sequence[tuple[int, int]],
-        by_value: Mapping[int, int],
-        hide_nothing: Collection[int],
-    ) -> None:
-        self._driver = driver
-        self._placeholders = placeholders
-        self._staged, self._by_value, self._hide_nothing = staged, by_value, hide_nothing
-        self._nodes: dict[int, GraphNode] = {}  # by position
-        self._relocations: list[tuple[int, int, int, int]] = []  # position, offset, input, addend
-        self._refused: dict[int, Why] = {}
-        self._opaque: str | None = None
-        self._kinds: Counter[NodeKind] = Counter()
-        # By the handles of a kernel. The driver reuses them after their module is unloaded: valid for one scan.
-        self._collectives: dict[tuple[int, int], bool] = {}
-        self._unknown: dict[str, None] = {}  # names of kernels, in order
-        self._layouts: Layouts = {}
-        self._readers: dict[NodeKind, tuple[Callable[[int, int], None], str]] = {
-            NodeKind.KERNEL: (self._kernel, "a kernel whose parameters cannot be read"),
-            NodeKind.MEMCPY: (self._memcpy, "a copy that cannot be read"),
-            NodeKind.MEMSET: (self._memset, "a fill that cannot be read"),
-            # These nodes take events, and memory that belongs to the graph.
-            **dict.fromkeys(_WITHOUT_INPUTS, (lambda position, handle: None, "")),
-            NodeKind.HOST: (lambda position, handle: self._hide("a host node", handle), ""),
-            NodeKind.GRAPH: (lambda position, handle: self._hide("a child graph", handle), ""),
-            NodeKind.OTHER: (lambda position, handle: self._hide("a node that cannot be read", handle), ""),
-        }
+    driver: Driver
+    placeholders: Placeholders
+    staged: Sequence[tuple[int, int]]
+    by_value: Mapping[int, int]
+    hide_nothing: Collection[int]
+    nodes: dict[int, GraphNode] = field(default_factory=dict)  # by position
+    relocations: list[Relocation] = field(default_factory=list)  # with positions
+    refused: dict[int, Why] = field(default_factory=dict)
+    opaque: str | None = None
+    kinds: Counter[NodeKind] = field(default_factory=Counter)
+    # By the handles of a kernel. The driver reuses them after their module is unloaded: valid for one scan.
+    collectives: dict[tuple[int, int], bool] = field(default_factory=dict)
+    unknown: dict[str, None] = field(default_factory=dict)  # names of kernels, in order
+    layouts: Layouts = field(default_factory=dict)
 
     def read(self, position: int, kind: NodeKind, handle: int) -> None:
-        self._kinds[kind] += 1
-        reader, unread = self._readers[kind]
+        self.kinds[kind] += 1
         try:
-            reader(position, handle)
+            if kind in _HIDING:
+                self._hide(_HIDING[kind], handle)
+            elif kind is NodeKind.KERNEL:
+                self._kernel(position, handle)
+            elif kind is NodeKind.MEMCPY:
+                self._memcpy(position, handle)
+            elif kind is NodeKind.MEMSET:
+                self._memset(position, handle)
         except DriverError:
-            self._hide(unread)
+            self._hide(_UNREAD[kind])
 
     def _kernel(self, position: int, handle: int) -> None:
-        node = self._driver.kernel_node(handle, self._layouts)
-        if handle in self._by_value:
-            self._staged_at(position, node, BY_VALUE, self._by_value[handle])
+        node = self.driver.kernel_node(handle, self.layouts)
+        if handle in self.by_value:
+            self._staged_at(position, node, BY_VALUE, self.by_value[handle])
             return
         is_collective = self._look_at_name(node.function, node.kernel)
         if is_collective:
             self._hide("a collective", handle)
-        for offset, address in _words(node.words(), self._placeholders):
+        for offset, address in _words(node.words(), self.placeholders):
             found = self._input_at(address) if node.may_be_address(offset) else None
             if found is None:
                 continue
@@ -151,7 +148,7 @@ class _Reader:
                 self._relocation(position, node, offset, found, address)
 
     def _memcpy(self, position: int, handle: int) -> None:
-        node = self._driver.memcpy_node(handle)
+        node = self.driver.memcpy_node(handle)
         if not node.plain:
             self._hide("a copy of rows or arrays")
             return
@@ -161,21 +158,21 @@ class _Reader:
         if node.host_source is not None:
             self._staged_at(position, node, HOST_SOURCE, node.host_source)
             try:
-                for address in _host_words(node.host_source, node.nbytes, node.target or 0, self._placeholders):
+                for address in _host_words(node.host_source, node.nbytes, node.target or 0, self.placeholders):
                     self._refuse(self._near(address), Reason.IN_HOST_ARRAY())
             except OSError:
                 self._hide("a copy from host memory that cannot be read")
 
     def _staged_at(self, position: int, node: GraphNode, offset: int, address: int) -> None:
         """Notes a node that copies staged inputs from an address, if they are there."""
-        for number, (start, nbytes) in enumerate(self._staged):
+        for number, (start, nbytes) in enumerate(self.staged):
             if start <= address < start + nbytes:
-                self._nodes[position] = node
-                first = len(self._placeholders.placeholders)
-                self._relocations.append((position, offset, first + number, address - start))
+                self.nodes[position] = node
+                first = len(self.placeholders.placeholders)
+                self.relocations.append(Relocation(position, offset, first + number, address - start))
 
     def _memset(self, position: int, handle: int) -> None:
-        node = self._driver.memset_node(handle)
+        node = self.driver.memset_node(handle)
         found = self._input_at(node.target)
         if not node.plain:
             self._refuse(found, Reason.FILLED_IN_ROWS())
@@ -183,40 +180,38 @@ class _Reader:
             self._relocation(position, node, 0, found, node.target)
 
     def result(self) -> Scan:
-        order = sorted(self._nodes)
-        index = {position: i for i, position in enumerate(order)}
-        relocations = tuple(
-            Relocation(index[p], offset, found, addend) for p, offset, found, addend in sorted(self._relocations)
-        )
-        nodes = tuple(self._nodes[p] for p in order)
-        return Scan(nodes, relocations, self._refused, self._opaque, self._kinds, tuple(self._unknown))
+        order = {position: number for number, position in enumerate(sorted(self.nodes))}
+        relocations = tuple(found._replace(node=order[found.node]) for found in sorted(self.relocations))
+        nodes = tuple(map(self.nodes.__getitem__, order))
+        return Scan(nodes, relocations, self.refused, self.opaque, self.kinds, tuple(self.unknown))
 
     def _input_at(self, address: int) -> int | None:
         found = self._near(address)
-        if found is not None and self._placeholders.placeholders[found].is_far_from(address):
+        if found is not None and self.placeholders.placeholders[found].is_far_from(address):
             self._hide("a pointer far outside of every input")
             return None
         return found
 
     def _near(self, address: int) -> int | None:
         """The input in whose range or guards an address is, at any distance from the input."""
-        found = self._placeholders.find(address)
-        if found is None and self._placeholders.low <= address < self._placeholders.high:
+        found = self.placeholders.find(address)
+        if found is None and self.placeholders.low <= address < self.placeholders.high:
             self._hide("a pointer far outside of every input")
         return found
 
     def _relocation(self, position: int, node: GraphNode, offset: int, found: int, address: int) -> None:
-        self._nodes[position] = node
-        self._relocations.append((position, offset, found, address - self._placeholders.placeholders[found].start))
+        self.nodes[position] = node
+        start = self.placeholders.placeholders[found].start
+        self.relocations.append(Relocation(position, offset, found, address - start))
 
     def _refuse(self, found: int | None, why: Why) -> None:
         if found is not None:
-            self._refused.setdefault(found, why)
+            self.refused.setdefault(found, why)
 
     def _hide(self, what: str, handle: int | None = None) -> None:
         """Notes what may hide addresses; if it is a node of known tensors, it hides none."""
-        if handle is None or handle not in self._hide_nothing:
-            self._opaque = self._opaque or what
+        if handle is None or handle not in self.hide_nothing:
+            self.opaque = self.opaque or what
 
     def _look_at_name(self, function: int, kernel: int) -> bool:
         """Whether a kernel is a collective. One without a name may be anything, and hide addresses.
@@ -224,14 +219,14 @@ class _Reader:
         Notes unknown kernels. The driver is asked once for each kernel, not once for each node.
         """
         key = function, kernel
-        if key not in self._collectives:
-            name = self._driver.function_name(function, kernel)
-            self._collectives[key] = name is not None and _COLLECTIVE.match(name) is not None
+        if key not in self.collectives:
+            name = self.driver.function_name(function, kernel)
+            self.collectives[key] = name is not None and _COLLECTIVE.match(name) is not None
             if name is None:
                 self._hide("a kernel whose name cannot be told")
-            elif not self._collectives[key] and not is_known(name):
-                self._unknown[name] = None
-        return self._collectives[key]
+            elif not self.collectives[key] and not is_known(name):
+                self.unknown[name] = None
+        return self.collectives[key]
 
 
 def _words(data: bytes, placeholders: Placeholders) -> list[tuple[int, int]]:
@@ -245,15 +240,10 @@ def _words(data: bytes, placeholders: Placeholders) -> list[tuple[int, int]]:
 
 
 def _read_host(memory: int, target: memoryview, address: int) -> None:
-    """Reads this process's memory; raises :class:`OSError` if it is not mapped.
-
-    Pinned memory can be mapped such that the file cannot be read there (VM_IO); if it is mapped, it is loaded.
-    """
-    try:
+    """Reads this process's memory; raises :class:`OSError` if it is not mapped."""
+    with contextlib.suppress(OSError):  # pinned memory can be mapped such that the file cannot be read there (VM_IO)
         if os.preadv(memory, [target], address) == len(target):
             return
-    except OSError:
-        pass
     if not _is_readable(address, address + len(target)):
         raise OSError(f"{len(target)} bytes at {address:#x} are not all mapped")
     target[:] = ctypes.string_at(address, len(target))
@@ -265,20 +255,13 @@ def _is_readable(begin: int, end: int) -> bool:
         for line in lines:
             span, rights = line.split()[:2]
             first, last = (int(part, 16) for part in span.split("-"))
-            if first <= begin < last:
-                if not rights.startswith("r"):
-                    return False
+            if first <= begin < last and rights.startswith("r"):
                 begin = last
-                if begin >= end:
-                    return True
-    return False
+    return begin >= end
 
 
 def _host_words(start: int, nbytes: int, target: int, placeholders: Placeholders) -> Iterator[int]:
-    """The words among the placeholders in this process's memory, aligned as they will be at ``target``.
-
-    Memory that is not mapped raises :class:`OSError`; a plain load would end the process.
-    """
+    """The words among the placeholders in this process's memory, aligned as they will be at ``target``."""
     lead = target % 8
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for begin in range(0, nbytes, _HOST_CHUNK):

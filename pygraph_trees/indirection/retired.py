@@ -9,6 +9,7 @@ Python, so its launches are not tracked.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -83,47 +84,25 @@ _retired: deque[_Retired] = deque()
 
 
 def retire(driver: Driver, device: int, memory: Any, launches: LastLaunches | None = None) -> None:
-    """Gives memory back as soon as that needs no waiting. May be called anywhere.
-
-    Args:
-        launches: the launches that use the memory; None if they are not known.
-    """
+    """Gives memory back as soon as that needs no waiting, if the ``launches`` that use it are known. Never waits."""
     _retired.append(_Retired(driver, device, memory, launches))
     if launches is not None and not _is_capturing():
-        _give_back_idle()
+        _give_back()
 
 
 def release_retired(*, is_locked: bool = False) -> None:
     """Gives back all retired memory, and waits for the GPU if necessary.
 
-    A wait for the whole device by another thread breaks a capture. While another thread holds the capture lock,
-    memory for which a wait is necessary stays retired.
-
-    Args:
-        is_locked: whether this thread holds that lock.
+    A wait for the whole device breaks another thread's capture. Memory for which a wait is necessary stays retired
+    unless this thread holds the capture lock (``is_locked``) or no thread does.
     """
     if not _retired or _is_capturing():
         return
-    _give_back_idle()
-    if not _retired:
-        return
-    if is_locked:
-        _give_back_all()
-    else:
-        run_if_free(capture_lock(), _give_back_all)
-
-
-def _give_back_all() -> None:
-    gone = _taken()
-    try:
-        for device in {retired.device for retired in gone}:
-            torch.cuda.synchronize(device)
-        while gone:
-            give_back(gone[-1].memory.close)
-            gone.pop()
-    except BaseException:
-        _retired.extend(gone)  # after an interrupt, the next call gives these back
-        raise
+    _give_back()
+    if _retired and is_locked:
+        _give_back(waits=True)
+    elif _retired:
+        run_if_free(capture_lock(), functools.partial(_give_back, waits=True))
 
 
 def _is_capturing() -> bool:
@@ -134,23 +113,22 @@ def _is_capturing() -> bool:
         return True
 
 
-def _give_back_idle() -> None:
-    gone = _taken()
+def _give_back(*, waits: bool = False) -> None:
+    """Gives back what is retired now: everything if it ``waits`` for the GPU, else what no launch is known to use."""
+    gone: list[_Retired] = []
     try:
+        with contextlib.suppress(IndexError):
+            while True:
+                gone.append(_retired.popleft())
+        for device in {retired.device for retired in gone} if waits else ():
+            torch.cuda.synchronize(device)
         for retired in tuple(gone):
-            if retired.close_if_idle():
+            if waits:
+                give_back(retired.memory.close)
+            if waits or retired.close_if_idle():
                 gone.remove(retired)
     finally:
-        _retired.extend(gone)
-
-
-def _taken() -> list[_Retired]:
-    """Takes everything that is retired now; a finalizer may retire more meanwhile."""
-    gone: list[_Retired] = []
-    with contextlib.suppress(IndexError):
-        while True:
-            gone.append(_retired.popleft())
-    return gone
+        _retired.extend(gone)  # after an interrupt, the next call gives these back
 
 
 def give_back(call: Callable[[], None]) -> None:

@@ -30,7 +30,6 @@ _log = logging.getLogger("pygraph_trees.indirection")
 
 KernelNames = Callable[[Collection[int]], Iterable[str | None]]  # of the nodes that hold an address of these inputs
 
-
 BY_TABLE = (Reason.TABLE_AWAITED, Reason.TABLE)
 
 
@@ -109,15 +108,14 @@ class RouteChooser:
 
         ``changed``: the indices of the inputs whose addresses change. Returns whether more steps follow.
         """
-        function = self._function()
-        if function is None:
-            return False
-        try:
-            goes_on = self._go_on(function, changed, names)
-        except Exception as error:
-            _log.warning("inputs are patched, because their route was not chosen: %s: %s", type(error).__name__, error)
-            goes_on = False
-        function.log.is_choosing = goes_on
+        function, goes_on = self._function(), False
+        if function is not None:
+            try:
+                goes_on = self._go_on(function, changed, names)
+            except Exception as error:
+                kind = type(error).__name__
+                _log.warning("inputs are patched, because their route was not chosen: %s: %s", kind, error)
+            function.log.is_choosing = goes_on
         return goes_on
 
     def _go_on(self, function: Any, changed: Collection[int], names: KernelNames) -> bool:

@@ -57,11 +57,7 @@ NO_SLOTS = Slots(frozenset(), frozenset())
 
 
 def why_not_placeholder(tensor: torch.Tensor, device: int, in_pool: bool) -> Why | None:
-    """Why a live input cannot be recorded at a placeholder address on a CUDA device; None if it can.
-
-    Args:
-        in_pool: whether its memory is in the graph pool, which a replay overwrites.
-    """
+    """Why a live input, which may be in the graph pool, cannot be recorded at a placeholder address; None if it can."""
     if not tensor.is_cuda or tensor.get_device() != device:
         return Reason.ELSEWHERE(device=tensor.device)
     if tensor.layout is not torch.strided:
@@ -110,11 +106,7 @@ def decide(
 
 
 def alignments(scan: Scan, starts: Mapping[int, int]) -> dict[int, int]:
-    """By placeholder, the largest alignment in bytes of a pointer into it that a kernel holds: 1 to 512.
-
-    Args:
-        starts: the start address of each placeholder.
-    """
+    """The largest alignment in bytes of a pointer into each placeholder that a kernel holds: 1 to 512."""
     found = dict.fromkeys(starts, 1)
     for relocation in scan.relocations:
         if relocation.input in found and isinstance(scan.nodes[relocation.node], KernelNode):

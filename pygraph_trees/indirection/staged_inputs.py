@@ -37,13 +37,10 @@ def may_be_staged(tensor: torch.Tensor) -> bool:
 
 
 class StagedInputs:
-    """The staged inputs of one recording.
-
-    Args:
-        tensors: the tensors of the call that is recorded, by index of the input; at least one.
-    """
+    """The staged inputs of one recording."""
 
     def __init__(self, driver: Driver, tensors: Mapping[int, torch.Tensor], device: int) -> None:
+        """``tensors``: of the call that is recorded, by index of the input; at least one."""
         self.indices = list(tensors)
         self._device = device
         self.staging = staging_for(driver, device, list(tensors.values()))
@@ -109,15 +106,10 @@ class StagedInputs:
         return [n for n in range(len(self.indices)) if n in self._reads and self.staging.source_of(n) in copied]
 
     def take(self, found: Scan | None, first: int) -> dict[int, int]:
-        """Prepares replays of the instantiated graph.
-
-        Returns the recorded addresses that replays replace, by number in the scan's relocations. No node reads the
-        memory of an input that is only returned.
+        """Prepares replays; returns the recorded addresses that they replace, by number in the scan's relocations.
 
         Args:
             found: None if the graph could not be read; it then reads all inputs, at their recorded addresses.
-
-        Raises :class:`NotStaged` if nodes hold inputs by value in a graph that could not be read.
         """
         if found is None and not self.has_buffers:
             raise NotStaged(index=self.indices[0])
@@ -130,10 +122,7 @@ class StagedInputs:
         return {first + source: recorded[source][0] for source in sources}
 
     def put(self, inputs: Any) -> tuple[Sequence[int], Sequence[int]]:
-        """Stages a call's inputs; returns the buffers' addresses, and the numbers of those that must be set again.
-
-        Both are empty if the buffers are fixed.
-        """
+        """Stages a call's inputs; returns the buffers' addresses unless they are fixed, and those to set again."""
         buffers = self.staging.put([inputs[index] for index in self.put_indices])
         return ((), ()) if self.staging.is_fixed else (buffers, self.staging.in_place)
 

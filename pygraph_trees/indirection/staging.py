@@ -126,7 +126,6 @@ class Staging:
         """Chooses, before the first launch, the inputs that each launch is given.
 
         Args:
-            numbers: of these inputs.
             reads: how they are read, by number; in order if that is not known.
             sources: positions of the sources whose addresses the graph holds.
         """
@@ -144,6 +143,7 @@ class Staging:
         self._are_small = all(memory.nbytes <= _COPIED_BY_TORCH for memory in self._next.memories)
         self.in_place: list[int] = []
 
+    @without_disturbing_captures()
     def put(self, values: Sequence[torch.Tensor]) -> list[int]:
         """Writes the inputs of a call to a buffer, and returns the addresses of the sources.
 
@@ -152,10 +152,6 @@ class Staging:
         of sources read so until the next call. The current stream must not be capturing: a wait ends a capture, and
         the captured launch would read the buffer again after later calls have written to it.
         """
-        with without_disturbing_captures():
-            return self._put(values)
-
-    def _put(self, values: Sequence[torch.Tensor]) -> list[int]:
         if self.is_fixed:
             if self._next.read is not None:
                 self._next.read.synchronize()
@@ -173,8 +169,8 @@ class Staging:
             value = values[position]
             if not value.is_pinned():
                 continue
-            may_stay = read is HostRead.LATER and source is not None and not self.is_fixed
-            if may_stay and source is not None and _are_alike(buffer.memories[position], value):
+            may_stay = read is HostRead.LATER and not self.is_fixed and _are_alike(buffer.memories[position], value)
+            if may_stay and source is not None:
                 in_place[position] = source
                 addresses[source] = value.data_ptr()
             else:
@@ -207,14 +203,11 @@ class Staging:
         return buffers[-1]
 
     def _write(self, values: Sequence[torch.Tensor], in_place: Mapping[int, int]) -> None:
-        memories = self._next.memories
-        if self._are_small and not in_place:
-            to, of = memories, list(values)
-        else:
+        to, of = self._next.memories, list(values)
+        if not self._are_small or in_place:
+            pairs = [pair for n, pair in enumerate(zip(to, of, strict=True)) if n not in in_place]
             to, of = [], []
-            for position, (memory, value) in enumerate(zip(memories, values, strict=True)):
-                if position in in_place:
-                    continue
+            for memory, value in pairs:
                 if value.nbytes > _COPIED_BY_TORCH and _are_alike(memory, value):
                     ctypes.memmove(memory.data_ptr(), value.data_ptr(), value.nbytes)
                 else:
@@ -228,8 +221,7 @@ class Staging:
 class StagedValues(Staging):
     """Small inputs on the CPU, which kernel nodes of a recording's graph hold by value.
 
-    They are written to one block of ordinary memory, from which the driver copies them when the nodes are set. Nothing
-    waits, and the block may be written to again at once.
+    When the nodes are set, the driver copies them from one block of ordinary memory, which may be written to at once.
     """
 
     def __init__(self, kernel: ValueKernel, inputs: Sequence[torch.Tensor], layout: Layout, device: int) -> None:
@@ -278,11 +270,7 @@ class StagedValues(Staging):
 
 
 def staging_for(driver: Driver, device: int, inputs: Sequence[torch.Tensor]) -> Staging:
-    """The buffers of a recording with these inputs, which are on the CPU.
-
-    The GPU may still have to write to a pinned input, and the program need not wait for that. A pinned input is
-    therefore read in its own place, which only a copy node can do.
-    """
+    """The buffers of a recording with these inputs. Only a copy node can read a pinned one in its own place."""
     if not any(tensor.is_pinned() for tensor in inputs):
         layout = laid_out(inputs, range(len(inputs)))
         with torch.cuda.device(device):

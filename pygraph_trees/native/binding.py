@@ -57,6 +57,5 @@ class Counter:
         self.value = 0
 
 
-def new_counter() -> Counter:
-    found: Counter = Counter() if extension is None else extension.Counter()
-    return found
+def new_counter() -> Any:
+    return (Counter if extension is None else extension.Counter)()

@@ -30,8 +30,7 @@ _LOWEST_PRIORITY = 19
 _log = logging.getLogger("pygraph_trees.native")
 _COMMAND = "import sys; from pygraph_trees.__main__ import main; sys.exit(main(['build']))"
 _process: subprocess.Popen[bytes] | None = None  # a build that this process started; nobody waits for it
-_is_prevented = False
-_is_announced = False
+_is_prevented = _is_announced = False
 
 
 class BuildFailed(PygraphError):
@@ -135,8 +134,7 @@ def status() -> str:
     """``yes``, or ``no`` with what this process lacks, and the reason; then why a wheel's modules are not used."""
     why = why_missing()
     text = "yes" if why is None else f"no (replays are slower, outputs are not kept), because {why}"
-    binding = sys.modules.get("pygraph_trees.native.binding")
-    why = getattr(binding, "why_not_prebuilt", None)
+    why = getattr(sys.modules.get("pygraph_trees.native.binding"), "why_not_prebuilt", None)
     return text if why is None else f"{text}; the wheel's cannot be loaded: {why}"
 
 

@@ -7,6 +7,7 @@ brought are in this package; those built here are in torch's folder for extensio
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -39,18 +40,16 @@ def torch_version() -> str:
     """The version of the installed torch, such as ``"2.13.0+cpu"``; "none" without one. Does not import torch."""
     if "torch" in sys.modules:
         return str(sys.modules["torch"].__version__)
-    folder = torch_folder()
-    return "none" if folder is None else version_in(folder)
+    return version_in(torch_folder() or SOURCES)
 
 
 def version_in(torch: Path) -> str:
     """The version of the torch in a folder; "none" if it has none."""
-    try:
+    with contextlib.suppress(OSError):
         text = (torch / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        return "none"
-    found = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.M)
-    return "none" if found is None else found[1]
+        if (found := re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.M)) is not None:
+            return found[1]
+    return "none"
 
 
 def build_folder(torch_version: str) -> Path:
@@ -81,9 +80,7 @@ def seal(folder: Path) -> Path:
 
 def prebuilt() -> Path | None:
     """The folder of modules that a wheel brought for the installed torch; None if there are none."""
-    torch = torch_folder() if _PREBUILT.is_dir() else None
-    try:
-        folder = None if torch is None else prebuilt_folder(torch)
-    except OSError:
-        return None
-    return folder if folder is not None and folder.is_dir() else None
+    with contextlib.suppress(OSError):
+        if _PREBUILT.is_dir() and (torch := torch_folder()) is not None and (folder := prebuilt_folder(torch)).is_dir():
+            return folder
+    return None

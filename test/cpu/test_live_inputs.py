@@ -462,15 +462,15 @@ class TestCopies(LiveInputsTestCase):
         """A finalizer can make such a call. The graph still holds the addresses it is believed to hold."""
         live, graph = self.replayable(self.one_kernel(), at(0))
         a, b = at(0), at(0)
-        original, answers = live.addresses._why_not, []
+        original, answers = live.addresses._find_all, []
 
-        def why_not(inputs):
+        def find_all(*given_):
             if not answers:
                 answers.append(None)
                 answers[:] = [live.addresses.prepare([b])]
-            return original(inputs)
+            return original(*given_)
 
-        with mock.patch.object(live.addresses, "_why_not", why_not):
+        with mock.patch.object(live.addresses, "_find_all", find_all):
             self.assertIsNone(live.addresses.prepare([a]))
         self.assertRegex(answers[0], "another call")
         for given_ in (a, a, b):

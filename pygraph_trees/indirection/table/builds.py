@@ -1,9 +1,8 @@
 """Builds the variants and writers for a function's table while the program runs.
 
-:func:`begin` starts a build; each :func:`go_on` takes one step, :func:`finish` all that are left. A :class:`Worker`
-compiles in another process, then each step loads one kernel. After the last step, the function's inputs have slots, and
-its next recording has a table. A failed build is given up with one warning. A step never waits: it does nothing while
-another thread takes one, or while another function's build uses the process.
+:func:`begin` starts a build, :func:`go_on` takes one step, :func:`finish` all that are left. A :class:`Worker` compiles
+in another process, then each step loads one kernel. After the last one, the function's next recording has a table. A
+step never waits: it does nothing while another thread takes one, or another build uses the process.
 """
 
 from __future__ import annotations
@@ -101,12 +100,10 @@ def give_up(function: Any) -> None:
 
 
 def _steps(readers: Sequence[Reader], device: int) -> Generator[None, None, set[int]]:
-    """The steps of one build: all kernels are compiled together, then loaded one by one.
-
-    Returns the inputs that variants take: all at once, so that no recording has slots for a part of them.
-    """
-    found = {reader: job_of(reader.autotuner, reader.names) for reader in readers}
-    jobs: dict[Reader | int, Job] = {reader: job for reader, job in found.items() if job is not None}
+    """The steps of one build; returns the inputs that variants take. No recording has slots for a part of them."""
+    jobs: dict[Reader | int, Job] = {
+        reader: job for reader in readers if (job := job_of(reader.autotuner, reader.names)) is not None
+    }
     if not jobs:
         return set()
     with contextlib.suppress(Exception):  # without a target, a writer is compiled when a table needs it
@@ -119,7 +116,7 @@ def _steps(readers: Sequence[Reader], device: int) -> Generator[None, None, set[
         yield
     while (compiled := worker.done()) is None:
         yield
-    taken: set[int] = set()
+    taken = set[int]()
     for kernel in reversed([kernel for number, kernel in enumerate(jobs) if number in compiled]):
         yield
         with worker.cache():
@@ -155,10 +152,9 @@ _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Worker:
-    """A process that compiles jobs, at low priority and without our patches.
+    """A process that compiles jobs, at low priority and without our patches, into the Triton cache that this one uses.
 
-    It compiles into the Triton cache that this process uses when it starts, and ends; the program then loads from there
-    (:meth:`cache`). A kernel that fails is left out. Only one runs at once. It is killed when this object is freed.
+    A kernel that fails is left out. Only one process runs at once. It is killed when this object is freed.
     """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
@@ -170,33 +166,29 @@ class Worker:
         self._cache = str(knobs.cache.dir)
         self._done: set[int] | None = None
         path = [folder for folder in sys.path if isinstance(folder, str) and folder]
-        if "" in sys.path:
-            with contextlib.suppress(OSError):
-                path.append(os.getcwd())
+        with contextlib.suppress(OSError):
+            path += [os.getcwd()] if "" in sys.path else []
         variables = {"PYGRAPH_DISABLE": "1", "PYTHONPATH": os.pathsep.join(path), "TRITON_CACHE_DIR": self._cache}
-        with contextlib.ExitStack() as if_not_started:
-            self._said = if_not_started.enter_context(tempfile.TemporaryFile())
-            with tempfile.TemporaryFile() as asked:
-                pickle.dump(list(jobs), asked)
-                asked.seek(0)
-                self._process = subprocess.Popen(
-                    [executable, "-c", _COMMAND],
-                    stdin=asked,
-                    stdout=self._said,
-                    stderr=subprocess.DEVNULL,
-                    env=os.environ | variables,
-                    start_new_session=True,  # an interrupt is meant for the program alone
-                )
-            if_not_started.pop_all()  # the file is closed when the process is done
+        with contextlib.ExitStack() as stack:
+            asked, self._said = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            pickle.dump(list(jobs), asked)
+            asked.seek(0)
+            self._process = subprocess.Popen(
+                [executable, "-c", _COMMAND],
+                stdin=asked,
+                stdout=self._said,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | variables,
+                start_new_session=True,  # an interrupt is meant for the program alone
+            )
+            stack.pop_all()  # the file is closed when the process is done
+            asked.close()
         self._began = time.monotonic()
         self._end = weakref.finalize(self, _stop, self._process, self._said)
 
     @staticmethod
     def start(jobs: Sequence[Job]) -> Worker | None:
-        """Starts the process; returns None while another one is compiling.
-
-        Raises :class:`OSError` if no process can be started. Two threads must not call it at once.
-        """
+        """Starts the process; None while another one is compiling. Two threads must not call it at once."""
         if any(worker.done() is None for worker in _workers):
             return None
         _workers.add(made := Worker(jobs))
@@ -208,8 +200,7 @@ class Worker:
             return self._done
         if self._process.poll() is None and time.monotonic() - self._began < _MOST_S:
             return None
-        code = self._process.returncode
-        if code != 0:
+        if (code := self._process.returncode) != 0:
             how = "did not end in time" if code is None else f"ended with {code}"
             _log.warning("the process that compiles kernels which read addresses from a table %s", how)
         if not self._said.closed:  # it is closed when this process ends

@@ -1,9 +1,8 @@
 """Notes launches of Inductor's Triton kernels, redirects them to variants, and builds the variants.
 
 :func:`noting`, around a warmup, tells which kernels are given the addresses of live inputs, and by which parameters.
-:func:`build` compiles and loads a variant with the parameters, grid, warps, stages and options of the launcher that won
-in autotuning. :func:`through`, around a capture, launches kernels through the variants that were built.
-``CachingAutotuner.run`` is wrapped (:class:`Tap`) only while a thread is in a scope.
+:func:`build` compiles and loads a variant of the launcher that won in autotuning. :func:`through`, around a capture,
+launches the variants. ``CachingAutotuner.run`` is wrapped (:class:`Tap`) only while a thread is in a scope.
 """
 
 from __future__ import annotations
@@ -27,16 +26,9 @@ from .variants import NoVariant, with_slots
 Run = Callable[..., Any]
 Launch = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # upstream's method, autotuner, arguments
 
-_REGISTERS = 8  # a thread is given registers in such units
-
 _log = logging.getLogger("pygraph_trees.indirection")
 
-
-class _Here(threading.local):
-    launch: Launch | None = None  # of this thread
-
-
-_here = _Here()
+_here = threading.local()  # its ``launch``, if any, makes the launches of this thread
 
 
 class Tap:
@@ -60,7 +52,7 @@ class Tap:
     @contextlib.contextmanager
     def scope(self, launch: Launch) -> Iterator[None]:
         """Inside this scope, ``launch`` makes the launches of this thread."""
-        before = _here.launch
+        before = getattr(_here, "launch", None)
         self._change(1)
         try:
             _here.launch = launch
@@ -94,7 +86,7 @@ def watched(upstream: Run) -> Run:
 
     @functools.wraps(upstream)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        launch = _here.launch
+        launch: Launch | None = getattr(_here, "launch", None)
         if launch is None or kwargs.get("benchmark_run"):
             return upstream(self, *args, **kwargs)
         return launch(upstream, self, args, kwargs)
@@ -129,6 +121,7 @@ def through(slots: Mapping[int, torch.Tensor], note_reader: Callable[[VariantLau
 
     ``note_reader`` is told of each captured variant and each address that it reads; it must keep the variant alive.
     """
+    import triton
 
     def launch(run: Run, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         launcher = sole_launcher(autotuner)
@@ -142,7 +135,10 @@ def through(slots: Mapping[int, torch.Tensor], note_reader: Callable[[VariantLau
             position, address = found[name]
             given[position] = slots[address]
             note_reader(variant, address)
-        return variant.launch(autotuner, given, kwargs)
+        # Kernels that need scratch memory get it from torch, as upstream provides before a launch.
+        device = autotuner.device_props.type
+        triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
+        return variant.run(*given, **{name: value for name, value in kwargs.items() if name != "benchmark_run"})
 
     with tap.scope(launch):
         yield
@@ -158,15 +154,6 @@ class VariantLauncher:
     kernel: str  # name of the original
     slots: frozenset[str]  # the parameters that take the address of a slot
     run: Callable[..., Any]
-
-    def launch(self, autotuner: Any, args: Collection[Any], kwargs: dict[str, Any]) -> Any:
-        """Launches the variant as ``CachingAutotuner.run`` launches the original."""
-        import triton
-
-        device = autotuner.device_props.type
-        # Kernels that need scratch memory get it from torch, as upstream provides before a launch.
-        triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
-        return self.run(*args, **{name: value for name, value in kwargs.items() if name != "benchmark_run"})
 
 
 # By the original's launcher: variants by the parameters for which they were built; None if there can be no variant.
@@ -199,8 +186,7 @@ def variant_of(launcher: Any, names: Collection[str]) -> VariantLauncher | None:
 def build(autotuner: Any, names: frozenset[str]) -> VariantLauncher | None:
     """Compiles and loads the variant of a launched kernel for some pointer parameters, once; None if there can be none.
 
-    May take seconds unless Triton's cache on disk has it. Never raises: a kernel without a variant is launched as it
-    is. A variant lives at least as long as its original's launcher.
+    Takes seconds unless Triton's cache on disk has it. A variant lives at least as long as its original's launcher.
     """
     if (launcher := sole_launcher(autotuner)) is None:
         return None
@@ -217,10 +203,7 @@ def build(autotuner: Any, names: frozenset[str]) -> VariantLauncher | None:
 
 
 def compile_variant(autotuner: Any, config: Any, names: Collection[str]) -> tuple[Any, frozenset[str]]:
-    """Compiles a kernel's variant for one of Inductor's configurations; also returns the parameters that are slots.
-
-    Loads nothing. Raises :class:`~.variants.NoVariant` and the compiler's errors.
-    """
+    """Compiles a kernel's variant for one of Inductor's configurations; also returns the parameters that are slots."""
     if is_for_any_device(autotuner):
         raise NoVariant(kernel=name_of(autotuner), why=Reason.ANY_DEVICE())
     fn, reload = autotuner.fn, getattr(autotuner, "_reload_kernel", None)
@@ -256,7 +239,7 @@ def _fits_as_often(run: Any, original: Any) -> bool:
     """Whether a multiprocessor is known to hold as many blocks of one launcher's kernel as of the original's."""
     if None in (run.n_regs, run.shared, original.n_regs, original.shared):
         return False
-    units, most = (-(-each.n_regs // _REGISTERS) for each in (run, original))
+    units, most = (-(-each.n_regs // 8) for each in (run, original))  # a thread is given eight registers at a time
     return units <= most and run.shared <= original.shared
 
 

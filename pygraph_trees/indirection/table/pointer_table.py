@@ -2,8 +2,7 @@
 
 The captured graph begins with the writers (:meth:`Table.captured`), whose parameters are the addresses; a replay only
 patches these. Inputs get slots if a warmup (:class:`Warmups`) saw them given to a kernel that has a variant by now. A
-table must live until no queued replay reads it. If a writer cannot be made, :func:`table_for` logs a warning and the
-inputs are patched.
+table must live until no queued replay reads it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import itertools
 import linecache
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 WRITER = "pygraph_write_slots"  # a writer's name begins so; the number of its slots follows
 WIDTHS = (8, 32, 128)  # slots of a writer: at most 1 KiB of parameters, and at most three compilations
 
-_Writer = Callable[..., None]  # takes the table's memory from the writer's first slot on, and an address for each slot
-
 _log = logging.getLogger("pygraph_trees.indirection")
 
 # By function: the indices of inputs that have slots, and the kernels that warmups noted without building variants.
@@ -50,14 +47,13 @@ class Table:
     def __init__(self, device: int, addresses: Sequence[int]) -> None:
         widths = widths_for(len(addresses))
         padded = [*addresses, *[0] * (sum(widths) - len(addresses))]
-        self._launches: list[tuple[_Writer, torch.Tensor, list[int]]] = []
+        self._launches: list[tuple[Any, torch.Tensor, list[int]]] = []
         self._readers: dict[int, dict[VariantLauncher, None]] = {}  # by address
         with torch.cuda.device(device):
             memory = torch.empty(len(padded), dtype=torch.int64, device=torch.device("cuda", device))
             for end, width in zip(itertools.accumulate(widths), widths, strict=True):
-                writer, begin = loaded_writer(device, width), end - width
-                assert writer is not None
-                self._launches.append((writer, memory[begin:], padded[begin:end]))
+                begin = end - width
+                self._launches.append((loaded_writer(device, width), memory[begin:], padded[begin:end]))
             self._slots = {address: memory[i : i + 1] for i, address in enumerate(addresses)}
             self._write()  # loads the writers, which a capture must not do
 
@@ -65,13 +61,11 @@ class Table:
         for writer, memory, addresses in self._launches:
             writer(memory, *addresses)
 
-    @contextlib.contextmanager
-    def captured(self) -> Iterator[None]:
+    def captured(self) -> contextlib.AbstractContextManager[None]:
         """Wraps a whole capture, on the stream on which it begins; kernels in the capture read the slots."""
         self._readers.clear()
         self._write()
-        with through(self._slots, self._is_read_by):
-            yield
+        return through(self._slots, self._is_read_by)
 
     def _is_read_by(self, variant: VariantLauncher, address: int) -> None:
         self._readers.setdefault(address, {})[variant] = None
@@ -89,9 +83,8 @@ class Table:
 
     def close(self) -> None:
         """Releases the memory and the variants."""
-        self._launches.clear()
-        self._slots.clear()
-        self._readers.clear()
+        for held in (self._launches, self._slots, self._readers):
+            held.clear()
 
 
 def widths_for(count: int) -> list[int]:
@@ -132,12 +125,14 @@ def compile_writer(width: int, target: Any) -> Any:
 
 
 @functools.cache
-def loaded_writer(device: int, width: int) -> _Writer | None:
-    """The writer, loaded on a device; None if that failed, which the log says once."""
+def loaded_writer(device: int, width: int) -> Any:
+    """The writer, loaded on a device: a function of the memory from its first slot on, and an address for each slot.
+
+    None if that failed, which the log says once.
+    """
     try:
         with torch.cuda.device(device):
-            made: _Writer = compile_writer(width, current_target())[(1, 1, 1)]
-            return made
+            return compile_writer(width, current_target())[(1, 1, 1)]
     except Exception as error:  # from Triton or the driver
         _log.warning("no kernel can write a table of addresses: %s: %s", type(error).__name__, error)
         return None
@@ -168,10 +163,7 @@ class Reader:
         return launches.name_of(self.autotuner)
 
     def build(self) -> set[int]:
-        """Builds the variant, and returns the indices of the inputs that it takes from slots.
-
-        It compiles, unless Triton's cache has the variant, and never raises.
-        """
+        """Builds the variant, and returns the indices of the inputs that it takes from slots."""
         variant = launches.build(self.autotuner, self.names)
         return set() if variant is None else {index for name, index in self.inputs if name in variant.slots}
 
@@ -209,8 +201,7 @@ class Warmups:
         """Wraps a function's warmup: notes which kernels read live inputs and, if ``builds``, builds variants.
 
         Live inputs of a forward that its backward takes are still static for the backward, and will be found to be
-        live. If another static input turns out to move, the function is recorded again without a warmup, and the input
-        is patched. Upstream warms up under the capture lock, so retired memory is given back here.
+        live. Upstream warms up under the capture lock, so retired memory is given back here.
         """
         release_retired(is_locked=True)
         if step != self._step:

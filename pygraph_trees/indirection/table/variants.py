@@ -57,10 +57,9 @@ def with_slots(
     names: Collection[str],
     options: Mapping[str, Any] | None = None,
 ) -> Variant:
-    """The variant of a kernel in which the parameters named by ``names`` are slots, except those that cannot be.
+    """The variant of a kernel that ``triton.jit`` made. The parameters ``names`` are slots, if they can be.
 
-    ``fn`` is the kernel that ``triton.jit`` made; ``signature``, ``constants`` and ``attrs`` are the original's, as for
-    ``ASTSource``; it is compiled with ``options``, if they are known. Raises :class:`NoVariant`.
+    ``signature``, ``constants`` and ``attrs`` are the original's, as for ``ASTSource``.
     """
     refusal = functools.partial(NoVariant, kernel=getattr(fn, "__name__", type(fn).__name__))
     if (why_not := _why_not(fn, options or {})) is not None:
@@ -120,10 +119,7 @@ def _element(ty: str) -> str | None:
 
 
 def _left_out_of_keys(fn: Any) -> str | None:
-    """A global that a kernel or a function it calls uses, and whose value is not in their cache keys.
-
-    Globals of Triton's own modules do not count, since they do not change.
-    """
+    """A global of a kernel, or of a function it calls, that is not Triton's and whose value is not in cache keys."""
     from triton.language import constexpr
     from triton.runtime.jit import JITCallable
 
@@ -174,10 +170,7 @@ def _load(slot: str, ty: str, attributes: Any) -> ast.stmt:
 
 
 def _rebuilt(fn: Any, text: str, slots: Collection[str]) -> Any:
-    """The kernel with another text, as ``triton.jit`` makes it.
-
-    Defaults and annotations are the original's objects: the names in their source may be gone.
-    """
+    """The kernel with another text. Defaults and annotations are objects: names in their source may be gone."""
     import triton
 
     original = fn.fn
