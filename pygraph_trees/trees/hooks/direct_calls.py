@@ -62,18 +62,20 @@ class _Refused(Exception):
 
 
 def offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """Lets functions that are made from now on be entered directly, until the result is called."""
+    """Lets functions be entered directly that are made from now on, or were before, until the result is called."""
     if binding.extension is None:
         return lambda: None
     undo = put_on()
 
+    def enter_all(is_entered: bool) -> None:
+        for function in list(_entered):
+            binding.extension.enter_directly(function, is_entered)
+
     def withdraw() -> None:
         undo()
-        for function in list(_entered):
-            binding.extension.enter_directly(function, False)
-            vars(function).pop(_ATTRIBUTE, None)
-            _entered.discard(function)
+        enter_all(False)
 
+    enter_all(True)
     return withdraw
 
 
