@@ -240,7 +240,7 @@ class Comparison:
         program, samples = self.program, {name: tuple(values) for name, values in run.samples.items()}
         found = Measurement(program.name, program.mode, program.batch, run.way.name, run.regime, samples=samples)
         if run.error is not None:
-            return replace(found, error=run.error)
+            return found.failed(run.error)
         medians: dict[str, Any] = {name: statistics.median(values) for name, values in samples.items()}
         ring = 1 if run.regime == "same" else len(self.ring.sets)
         functions = journal.records()[1][run.functions.start : run.functions.stop]

@@ -77,6 +77,11 @@ class Measurement:
     timeline: tuple[Span, ...] = ()  # of one call
     launches: tuple[str, ...] = ()  # of that call: the recording of each graph launch, if known
 
+    def failed(self, error: str) -> Measurement:
+        """The same measurement without figures, for the given reason."""
+        which = self.workload, self.mode, self.batch, self.way, self.regime
+        return Measurement(*which, error=error, samples=self.samples)
+
 
 def text_table(measurements: Iterable[Measurement]) -> str:
     """Both tables, and a line for each failure, with no line longer than :data:`WIDTH`."""
