@@ -297,10 +297,7 @@ class FakeApi(FakeEdges, FakeMemory):
         return [self.is_reserved(address) for address in _addresses(values)]
 
     def exec_parameters(self, exec_: int, node: int) -> bytes:
-        """The parameters that an executable graph holds, at the offsets of relocations.
-
-        A kernel's block; source and target of a memcpy, 8 bytes each; target of a memset, 8 bytes.
-        """
+        """By offset of relocations: a kernel's block; a memcpy's source and target, a memset's target, 8 bytes each."""
         held = self._execs[exec_][node]
         if isinstance(held, bytes):
             return held

@@ -46,10 +46,7 @@ def _tensor_of(metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch
 
 
 class Function:
-    """A function whose outputs all hold the value of the step; each :meth:`call` begins a step.
-
-    The last output has no elements if it ``ends_empty``.
-    """
+    """A function whose outputs hold the value of the step that :meth:`call` begins; the last one may be empty."""
 
     def __init__(
         self, outputs: int = 1, mode: CompilationMode = CompilationMode.INFERENCE, *, ends_empty: bool = False

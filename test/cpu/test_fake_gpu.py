@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import sys
 from typing import Any
 from unittest import mock
 
@@ -324,4 +323,4 @@ class TestRealCompilation(TestCase):
 
 
 if __name__ == "__main__":
-    sys.exit(run_tests())
+    run_tests()

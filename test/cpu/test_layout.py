@@ -130,10 +130,7 @@ def _quoted(text: str) -> list[str]:
 
 
 def room(file: str) -> str | None:
-    """``cuda`` for ``pygraph_trees/cuda/driver.py``. A file in no room, such as ``errors.py``, is its own room.
-
-    Folders of ``trees`` are rooms, such as ``trees/hooks``.
-    """
+    """``cuda`` for ``pygraph_trees/cuda/driver.py``, ``trees/hooks`` in ``trees``; a file in no room is its own."""
     package, _, below = file.partition("/")
     if package == "pygraph_trees":
         folder, _, rest = below.partition("/")

@@ -26,12 +26,7 @@ from torch._inductor import cudagraph_trees, output_code, scheduler
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import inductor_patches
-from inductor_patches.fingerprints import (
-    FINGERPRINTS,
-    Fingerprint,
-    parse,
-    parse_version,
-)
+from inductor_patches.fingerprints import FINGERPRINTS, Fingerprint, parse, parse_version
 from inductor_patches.patch import FeatureOff, LiveProbe, PatchOverwritten, PatchWarning, Rebind
 from pygraph_trees import compat
 from pygraph_trees.native import binding

@@ -266,4 +266,4 @@ class TestInterpreted(TestCase):
 
 
 if __name__ == "__main__":
-    sys.exit(run_tests())
+    run_tests()

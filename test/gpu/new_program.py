@@ -11,10 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def printed(program: str, *arguments: object, folders: tuple[Path, ...] = (), **environment: str) -> Any:
-    """What the last line of the output holds as JSON.
-
-    ``folders`` are added to the import path, and ``environment`` to this process's. Raises AssertionError if it fails.
-    """
+    """What the output's last line holds as JSON; ``folders`` go on the import path. AssertionError on failure."""
     path = os.pathsep.join([str(ROOT), *map(str, folders), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],

@@ -196,10 +196,7 @@ def comparable_warnings(caught: Sequence[warnings.WarningMessage]) -> list[tuple
 
 
 class LogLines(logging.Handler):
-    """Keeps the warnings and errors of our loggers and of those for graph capture.
-
-    The message on whether the native parts exist is logged once per process, so it is left out.
-    """
+    """Warnings and errors of our loggers and of graph capture, except on missing native parts, logged only once."""
 
     _COMPARED = re.compile(r"cudagraph|pygraph(?!_trees\.native)|inductor_patches")
 
