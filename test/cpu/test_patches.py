@@ -297,9 +297,9 @@ COMMENT = re.compile(r"# (Since|After|Up to) (\d+\.\d+)\.$", re.MULTILINE)
 
 
 def questions():
-    """All questions that have one answer per process."""
+    """All questions that have one answer per process, yes or no."""
     found = [value for name, value in vars(compat).items() if inspect.isfunction(value) and not name.startswith("_")]
-    return [question for question in found if not inspect.signature(question).parameters]
+    return [question for question in found if question.__annotations__ == {"return": "bool"}]
 
 
 def answer_by_comment(question):
