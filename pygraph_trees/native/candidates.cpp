@@ -67,7 +67,7 @@ struct CandidateFilter {
             PyObject *object = inputs.at(input->index);
             if (!is_tensor(object))
                 return false;
-            const uint64_t address = address_of(object);
+            const uint64_t address = address_of(THPVariable_Unpack(object));
             const auto here = std::lower_bound(input->addresses.begin(), input->addresses.end(),
                                                std::pair<uint64_t, size_t>(address, 0));
             const bool is_known = here != input->addresses.end() && here->first == address;

@@ -253,9 +253,7 @@ inline bool is_tensor(PyObject *object) {
     return type == tensor || PyType_IsSubtype(type, tensor);
 }
 
-inline uint64_t address_of(PyObject *tensor) {
-    return reinterpret_cast<uintptr_t>(THPVariable_Unpack(tensor).data_ptr());
-}
+inline uint64_t address_of(const at::Tensor &tensor) { return reinterpret_cast<uintptr_t>(tensor.data_ptr()); }
 
 inline Ref wrapped(at::Tensor tensor) { return checked(THPVariable_Wrap(std::move(tensor))); }
 

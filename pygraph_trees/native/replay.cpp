@@ -46,8 +46,9 @@ bool find(Replay *state, const Inputs &inputs) {
             PyObject *object = inputs.at(input.index);
             if (!is_tensor(object))
                 return false; // the slow path raises the error
-            const uint64_t address = address_of(object);
-            if (is_lazy(THPVariable_Unpack(object)))
+            const at::Tensor &tensor = THPVariable_Unpack(object);
+            const uint64_t address = address_of(tensor);
+            if (is_lazy(tensor))
                 return false; // as a tangent may be at one call and not at the next
             if (all == &state->asked)
                 input.address = address;
@@ -220,7 +221,7 @@ bool are_still_there(const Replay *state, const Inputs &inputs) {
             PyObject *object = inputs.at(input.index);
             if (object == Py_None)
                 continue;
-            if (!is_tensor(object) || address_of(object) != input.address ||
+            if (!is_tensor(object) || address_of(THPVariable_Unpack(object)) != input.address ||
                 (inputs.is_own(input.index) && !inputs.own->is_free(input.index - inputs.own_from)))
                 return false;
         }

@@ -64,7 +64,7 @@ class TestChooser(TestCase):
             (route_rule, "_waiting", weakref.WeakSet()),
             (builds, "_builds", weakref.WeakKeyDictionary()),
             (builds, "go_on", self.build),
-            (table, "_readers", weakref.WeakKeyDictionary()),
+            (table, "READERS", weakref.WeakKeyDictionary()),
             (table, "TAKEN", weakref.WeakKeyDictionary()),
         ):
             self.enterContext(mock.patch.object(target, name, value))
@@ -73,7 +73,7 @@ class TestChooser(TestCase):
     def renew(self) -> None:
         self.steps, self.reasons = 2, list[str]()
         self.function = Function()
-        table._readers[self.function] = self.readers
+        table.READERS[self.function] = self.readers
 
     def build(self, function: Any, device: int) -> bool | None:
         self.steps -= 1
@@ -179,7 +179,7 @@ class TestChooser(TestCase):
         self.assertFalse(chooser.may_choose(range(3), self.names) or self.function.log.is_choosing)
         with mock.patch.object(self, "kernels", self.kernels[5:]):
             self.assertFalse(chooser.may_choose(range(6), self.names))
-        with mock.patch.dict(table._readers, {self.function: {}}):
+        with mock.patch.dict(table.READERS, {self.function: {}}):
             self.assertIsNone(chooser_for(self.function, 0, 0))
 
     def test_a_chooser_does_not_keep_its_function(self) -> None:

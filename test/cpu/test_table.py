@@ -20,13 +20,15 @@ from test_live_inputs import KERNEL, UNHELD, Graph, LiveInputsTestCase, at
 from torch.testing._internal.common_utils import TestCase, run_tests
 from triton.backends.compiler import GPUTarget
 
+from pygraph_trees.indirection import warmups as warmups_module
 from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.table import launches
 from pygraph_trees.indirection.table import pointer_table as tables
 from pygraph_trees.indirection.table.launches import VariantLauncher
-from pygraph_trees.indirection.table.pointer_table import WIDTHS, WRITER, Warmups
+from pygraph_trees.indirection.table.pointer_table import WIDTHS, WRITER
+from pygraph_trees.indirection.warmups import Warmups
 from pygraph_trees.trees.recordings import recording
 
 TABLE, PATCH, COPY = Route.TABLE, Route.PATCH, Route.COPY
@@ -219,7 +221,10 @@ class TestSlots(LiveInputsTestCase):
             return "it is that" if tensor is pooled else None
 
         of_live = [{live.data_ptr()}]
-        with mock.patch.object(tables, "noting", noting), mock.patch.object(tables, "why_not_placeholder", why_not):
+        with (
+            mock.patch.object(warmups_module, "noting", noting),
+            mock.patch.object(warmups_module, "why_not_placeholder", why_not),
+        ):
             self.assertEqual(looked_at(static, 3, live, pooled, None), of_live)
             # A backward's static inputs that were live in its forward; no others, and not in another step.
             self.assertEqual(looked_at(live), [])
@@ -248,8 +253,8 @@ class TestSlots(LiveInputsTestCase):
         def other() -> None: ...
 
         with (
-            mock.patch.object(tables, "noting", noting),
-            mock.patch.object(tables, "why_not_placeholder", lambda *_: None),
+            mock.patch.object(warmups_module, "noting", noting),
+            mock.patch.object(warmups_module, "why_not_placeholder", lambda *_: None),
             mock.patch.object(launches, "build", lambda *_: self.variant("in_ptr1")),
         ):
             warm_up(one, a, 3, b, c, builds=True)

@@ -96,10 +96,7 @@ def watched(upstream: Run) -> Run:
 
 @contextlib.contextmanager
 def noting(addresses: Mapping[int, int]) -> Iterator[dict[tuple[Any, frozenset[str]], set[tuple[str, int]]]]:
-    """Notes which kernels are given one of these addresses, by index of the input, inside the scope.
-
-    Yields, by autotuner and by the parameters that one launch gives addresses, each parameter and its input's index.
-    """
+    """Yields, by autotuner and by the parameters that a launch gives one of these addresses, parameter and input."""
     found: dict[tuple[Any, frozenset[str]], set[tuple[str, int]]] = {}
 
     def launch(run: Run, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,10 +114,7 @@ def noting(addresses: Mapping[int, int]) -> Iterator[dict[tuple[Any, frozenset[s
 
 @contextlib.contextmanager
 def through(slots: Mapping[int, torch.Tensor], note_reader: Callable[[VariantLauncher, int], None]) -> Iterator[None]:
-    """Launches kernels with the slots, by address, in place of the addresses.
-
-    ``note_reader`` is told of each captured variant and each address that it reads; it must keep the variant alive.
-    """
+    """Launches variants with slots in place of addresses; ``note_reader`` gets each with the address, and keeps it."""
     import triton
 
     def launch(run: Run, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,10 +178,7 @@ def variant_of(launcher: Any, names: Collection[str]) -> VariantLauncher | None:
 
 
 def build(autotuner: Any, names: frozenset[str]) -> VariantLauncher | None:
-    """Compiles and loads the variant of a launched kernel for some pointer parameters, once; None if there can be none.
-
-    Takes seconds unless Triton's cache on disk has it. A variant lives at least as long as its original's launcher.
-    """
+    """Compiles and loads a launched kernel's variant for some pointer parameters, once; None if there can be none."""
     if (launcher := sole_launcher(autotuner)) is None:
         return None
     built = _built.setdefault(launcher, {})

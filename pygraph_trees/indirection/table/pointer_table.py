@@ -1,7 +1,7 @@
 """The table of a recording: 8-byte slots on the GPU for inputs, and the kernels that write them.
 
 The captured graph begins with the writers (:meth:`Table.captured`), whose parameters are the addresses; a replay only
-patches these. Inputs get slots if a warmup (:class:`Warmups`) saw them given to a kernel that has a variant by now. A
+patches these. Inputs get slots if a warmup (:mod:`..warmups`) saw them given to a kernel that has a variant by now. A
 table must live until no queued replay reads it.
 """
 
@@ -13,22 +13,20 @@ import itertools
 import linecache
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pygraph_trees.cuda.graph_nodes import KernelNode
-from pygraph_trees.indirection.retired import release_retired
-from pygraph_trees.indirection.routes import Slots, why_not_placeholder
+from pygraph_trees.indirection.routes import Slots
 
 from . import launches
-from .launches import VariantLauncher, available, noting, through
+from .launches import VariantLauncher, available, through
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
-    from pygraph_trees.indirection.pool import PoolRanges
     from pygraph_trees.indirection.relocations import Scan
 
 WRITER = "pygraph_write_slots"  # a writer's name begins so; the number of its slots follows
@@ -38,7 +36,7 @@ _log = logging.getLogger("pygraph_trees.indirection")
 
 # By function: the indices of inputs that have slots, and the kernels that warmups noted without building variants.
 TAKEN: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
-_readers: weakref.WeakKeyDictionary[Any, dict[tuple[Any, frozenset[str]], Reader]] = weakref.WeakKeyDictionary()
+READERS: weakref.WeakKeyDictionary[Any, dict[tuple[Any, frozenset[str]], Reader]] = weakref.WeakKeyDictionary()
 
 
 class Table:
@@ -175,55 +173,4 @@ def taken_by_variants(function: Any) -> frozenset[int]:
 
 def readers_of(function: Any) -> list[Reader]:
     """The kernels that could read a function's inputs from slots, as noted by warmups that built no variants."""
-    return list(_readers.get(function, {}).values())
-
-
-class Warmups:
-    """Notes which inputs may get a slot, for the functions that one manager warms up."""
-
-    def __init__(self) -> None:
-        self._step: Any = None
-        self._live: set[int] = set()  # addresses of such inputs in this step
-
-    @contextlib.contextmanager
-    def begin(
-        self,
-        function: Any,
-        step: Any,
-        inputs: Sequence[Any],
-        static: Collection[int],
-        device: int,
-        pool: PoolRanges,
-        *,
-        is_backward: bool,
-        builds: bool,
-    ) -> Iterator[None]:
-        """Wraps a function's warmup: notes which kernels read live inputs and, if ``builds``, builds variants.
-
-        Live inputs of a forward that its backward takes are still static for the backward, and will be found to be
-        live. Upstream warms up under the capture lock, so retired memory is given back here.
-        """
-        release_retired(is_locked=True)
-        if step != self._step:
-            self._step, self._live = step, set()
-        addresses = {}
-        with contextlib.suppress(RuntimeError):  # an output that was overwritten; upstream raises when it reads it
-            addresses = {
-                index: value.data_ptr()
-                for index, value in enumerate(inputs if available() else ())
-                if isinstance(value, torch.Tensor)
-                if index not in static or (is_backward and value.data_ptr() in self._live)
-                if why_not_placeholder(value, device, value.is_cuda and pool.holds(value.data_ptr())) is None
-            }
-        if not addresses:
-            yield
-            return
-        self._live.update(addresses.values())
-        with noting(addresses) as found:
-            yield
-        known = _readers.setdefault(function, {})
-        for key, inputs_of in found.items():
-            if builds:
-                TAKEN[function] = taken_by_variants(function) | Reader(*key, frozenset(inputs_of)).build()
-            else:
-                known[key] = Reader(*key, frozenset(inputs_of).union(known[key].inputs if key in known else ()))
+    return list(READERS.get(function, {}).values())

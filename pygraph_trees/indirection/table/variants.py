@@ -54,13 +54,10 @@ def with_slots(
     signature: Mapping[str, Any],
     constants: Mapping[Any, Any],
     attrs: Mapping[tuple[int, ...], Any],
-    names: Collection[str],
+    names: Collection[str],  # of the parameters that are slots, if they can be
     options: Mapping[str, Any] | None = None,
 ) -> Variant:
-    """The variant of a kernel that ``triton.jit`` made. The parameters ``names`` are slots, if they can be.
-
-    ``signature``, ``constants`` and ``attrs`` are the original's, as for ``ASTSource``.
-    """
+    """The variant of a kernel that ``triton.jit`` made, given the original's arguments for ``ASTSource``."""
     refusal = functools.partial(NoVariant, kernel=getattr(fn, "__name__", type(fn).__name__))
     if (why_not := _why_not(fn, options or {})) is not None:
         raise refusal(why=why_not)

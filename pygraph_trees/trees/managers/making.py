@@ -35,7 +35,7 @@ from .storms import MOST_ON_PATH, why_stopped
 from .verification import Verification
 
 if TYPE_CHECKING:
-    from pygraph_trees.indirection.table.pointer_table import Warmups
+    from pygraph_trees.indirection.warmups import Warmups
     from pygraph_trees.report.log import FunctionLog, RecordingLog
 
 _log = logging.getLogger("pygraph_trees.trees")

@@ -19,7 +19,7 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.compat import has_skip_table
 from pygraph_trees.indirection.retired import release_retired
-from pygraph_trees.indirection.table.pointer_table import Warmups
+from pygraph_trees.indirection.warmups import Warmups
 from pygraph_trees.native import build
 from pygraph_trees.outputs.policy import OutputPolicy
 from pygraph_trees.reasons import Reason
