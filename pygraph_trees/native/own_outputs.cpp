@@ -3,7 +3,6 @@
    Gradients are returned themselves if no other code can see them, and otherwise as new tensors; see native/DESIGN.md.
    What reads autograd's graph is also used by backward_edges.cpp. */
 
-#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_cpp_function.h>

@@ -113,7 +113,6 @@ void add_replay(py::module_ &module) {
 }
 
 void Replay::take(const py::dict &given) {
-    const auto flag = [&](const char *name) { return given[name].cast<bool>(); };
     recording = reference(given["recording"]);
     prepare = py::object(given["prepare"]).is_none() ? nullptr : reference(given["prepare"]);
     graph = reference(given["graph"]);
@@ -125,10 +124,9 @@ void Replay::take(const py::dict &given) {
     addresses = given["addresses"].cast<std::shared_ptr<Addresses>>();
     replays = Counter::of(given["replays"]);
     own = given["own"].cast<std::shared_ptr<OwnMemory>>();
-    in_python = flag("in_python");
-    python_checks = flag("python_checks");
-    has_new_history = flag("has_new_history");
-    is_backward = flag("is_backward");
+    for (const auto &[flag, name] : {std::pair(&in_python, "in_python"), {&python_checks, "python_checks"},
+                                     {&has_new_history, "has_new_history"}, {&is_backward, "is_backward"}})
+        *flag = given[name].cast<bool>();
     for (const auto &[index, address] : given["places"].cast<std::vector<std::pair<uint64_t, uint64_t>>>())
         fixed.push_back({index, address, {}});
     for (const uint64_t index : given["patched"].cast<std::vector<uint64_t>>())
@@ -141,14 +139,11 @@ void Replay::take(const py::dict &given) {
     before.take(given["before"]);
     after.take(given["after"]);
     outliving.take(given["outliving"]);
-    size_t number = 0;
-    for (const py::handle other : py::list(given["others"])) {
-        if (py::isinstance<py::tuple>(other)) {
-            const auto [like] = other.cast<std::tuple<at::Tensor>>();
+    for (size_t number = 0; PyObject *other = item_of(others, number); number++)
+        if (PyTuple_Check(other)) {
+            const auto [like] = py::handle(other).cast<std::tuple<at::Tensor>>();
             empty.push_back({number, like.sizes().vec(), like.strides().vec(), like.options()});
         }
-        number++;
-    }
     note_made(this);
 }
 

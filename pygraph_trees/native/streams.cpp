@@ -3,8 +3,6 @@
    Without that, two functions, or two sizes of one, would use the same memory at the same time. native/DESIGN.md
    describes the events, and the streams that the program names. */
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 namespace {
 
 constexpr auto CUDA = c10::DeviceType::CUDA;

@@ -90,16 +90,16 @@ void keep_outputs(Found *found) {
 }
 
 #define ATTRIBUTE(owner, name, field) {name, T_OBJECT_EX, FIELD(owner, field), 0, nullptr}
-#define STATE(name, field) ATTRIBUTE(TreeState, name, field)
 
 void add_tree(py::module_ &module) {
     add_class<TreeState>(
         module, "TreeState", Py_TPFLAGS_BASETYPE, {{Py_tp_getset, tree_state_properties}},
         {
-            STATE("graph", graph), STATE("_current_node", current_node), STATE("path_state", path_state),
-            STATE("mode", mode), STATE("compile_id", compile_id), STATE("current_gen", generation),
-            STATE("running_forwards_with_pending_backwards", pending),
-            STATE("_candidates", candidates), STATE("_find", find),
+            ATTRIBUTE(TreeState, "graph", graph), ATTRIBUTE(TreeState, "_current_node", current_node),
+            ATTRIBUTE(TreeState, "path_state", path_state), ATTRIBUTE(TreeState, "mode", mode),
+            ATTRIBUTE(TreeState, "compile_id", compile_id), ATTRIBUTE(TreeState, "current_gen", generation),
+            ATTRIBUTE(TreeState, "running_forwards_with_pending_backwards", pending),
+            ATTRIBUTE(TreeState, "_candidates", candidates), ATTRIBUTE(TreeState, "_find", find),
             {"ordered_device", T_SHORT, FIELD(TreeState, device), 0, "The device whose streams are ordered, or negative."},
             {"turns", T_ULONGLONG, FIELD(TreeState, turns), READONLY, "How often a call asked for the turn."},
             {"last_stream", T_LONGLONG, FIELD(TreeState, stream), READONLY, "The number of the last launch's stream."},
@@ -129,29 +129,21 @@ void add_tree(py::module_ &module) {
              }>,
              METH_O, "The streams that the program has named in this step for a storage."},
         });
-    add_class<FunctionState>(module, "FunctionState", Py_TPFLAGS_BASETYPE, {},
-                             {
-                                 ATTRIBUTE(FunctionState, "replayer", replayer),
-                                 ATTRIBUTE(FunctionState, "replayers", replayers),
-                                 ATTRIBUTE(FunctionState, "integers", integers),
-                                 ATTRIBUTE(FunctionState, "by_values", by_values),
-                                 ATTRIBUTE(FunctionState, "slow", slow),
-                                 {"is_replayed", T_BOOL, FIELD(FunctionState, is_replayed), 0, nullptr},
-                                 {"was_asked", T_BOOL, FIELD(FunctionState, was_asked), 0, nullptr},
-                             });
-    add_class<Replayer>(module, "Replayer", 0, {},
-                        {
-                            ATTRIBUTE(Replayer, "manager", manager),
-                            ATTRIBUTE(Replayer, "function_id", function_id),
-                            ATTRIBUTE(Replayer, "own", own),
-                            {"thread", T_ULONGLONG, FIELD(Replayer, thread), 0, nullptr},
-                        });
+    add_class<FunctionState>(
+        module, "FunctionState", Py_TPFLAGS_BASETYPE, {},
+        {ATTRIBUTE(FunctionState, "replayer", replayer), ATTRIBUTE(FunctionState, "replayers", replayers),
+         ATTRIBUTE(FunctionState, "integers", integers), ATTRIBUTE(FunctionState, "by_values", by_values),
+         ATTRIBUTE(FunctionState, "slow", slow), {"is_replayed", T_BOOL, FIELD(FunctionState, is_replayed), 0, nullptr},
+         {"was_asked", T_BOOL, FIELD(FunctionState, was_asked), 0, nullptr}});
+    add_class<Replayer>(
+        module, "Replayer", 0, {},
+        {ATTRIBUTE(Replayer, "manager", manager), ATTRIBUTE(Replayer, "function_id", function_id),
+         ATTRIBUTE(Replayer, "own", own), {"thread", T_ULONGLONG, FIELD(Replayer, thread), 0, nullptr}});
     add_class<Candidates>(module, "Candidates", 0, {});
     add_class<CandidateFilter>(module, "CandidateFilter", 0, {{Py_tp_call, reinterpret_cast<void *>(call_filter)}});
 }
 
 #undef ATTRIBUTE
-#undef STATE
 
 /* The number of the thread whose trees a call uses. A backward uses those of the thread that began it, although autograd
    runs it in a thread of its own. */
