@@ -50,6 +50,7 @@ def begin(s: Scope) -> str:
 def continued(s: Scope, name: str) -> str:
     """Draws an operator on an earlier value of the chain; some do not fit every dtype."""
     family = s.one_of("arithmetic", "function", "rounding", "comparison", "extremes", "cast", "product", "other")
+    ones = "({0} > 1).to(torch.float32)"  # the last place of other sums may differ from eager, with torch.compile, too
     forms = {
         "arithmetic": ("{0} + 3", "{0} * 0.1", "{0} / 61", "{0} - 7", "1 / {0}", "{0} // 3", "{0} % 5", "-{0}"),
         "function": ("{0} ** 2", "{0}.pow(-0.5)", "{0}.exp()", "{0}.log()", "{0}.sqrt()", "{0}.sin()", "{0}.tanh()"),
@@ -57,7 +58,7 @@ def continued(s: Scope, name: str) -> str:
         "comparison": ("{0} > 2", "{0} == 0", "{0} <= -{0}", "{0} != {0}"),
         "extremes": ("torch.minimum({0}, -{0})", "torch.maximum({0}, -{0})", "{0}.clamp(-0.0, 3)", "{0}.clamp(max=2)"),
         "cast": tuple(f"{{0}}.to(torch.{dtype})" for dtype in DTYPES),
-        "product": ("{0}.reshape(-1, 1) @ {0}.reshape(1, -1)", "{0}.reshape(1, -1) @ {0}.reshape(-1, 1)"),
+        "product": ("{0}.reshape(-1, 1) @ {0}.reshape(1, -1)", f"{ones}.reshape(1, -1) @ {ones}.reshape(-1, 1)"),
         "other": ("{0}.cumsum(-1)", "torch.where({0} > 1, {0}, {0} * 2)", "{0}.flip(0)", "{0}.sum(-1, keepdim=True)"),
     }
     return s.one_of(*forms[family]).format(name)
