@@ -1,8 +1,8 @@
 """The addresses that an instantiated graph holds for its live inputs, and those that each replay makes it hold.
 
 :meth:`Addresses.prepare` gives the graph the addresses of a call before anything of the call is consumed, or returns
-the reason if it cannot. With the native parts, :attr:`Addresses.native` remembers addresses that fitted once, for the
-fast path, while the graph pool stays the same. This module patches for the slow path and reports to the fast one.
+the reason if it cannot. It patches for the slow path, and reports the addresses that fit to the fast path
+(:attr:`Addresses.native`), which remembers them while the graph pool stays the same.
 """
 
 from __future__ import annotations

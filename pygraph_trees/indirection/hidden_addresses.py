@@ -54,10 +54,7 @@ def may_wait_for_others() -> bool:
 
 
 class Rehearsal:
-    """Launches of one graph before the program's first one.
-
-    The constructor saves the memory that they change, :meth:`put_back` restores it.
-    """
+    """Launches of one graph before the program's first one; :meth:`put_back` restores the memory that they change."""
 
     def __init__(
         self,
@@ -116,10 +113,8 @@ class Rehearsal:
     def _shows(self, position: int) -> bool:
         """Whether results that differ by rounding would show that a launch still uses an input's placeholder.
 
-        A NaN stays one in sums and products, whatever the factors. A maximum, comparison or selection may drop it, but
-        then a large number of one sign or the other changes the result. This fails only if the change is scaled down
-        below the spread. Integers have no NaN, so they would not show it. Nor would an input that is added to: the
-        sum may be too small to change a large number, or to be missed in the input.
+        A NaN stays one in sums and products; if a maximum, comparison or selection drops it, a large number of one sign
+        or the other shows. Integers have no NaN, and a sum may be too small to be missed in an input that is added to.
         """
         item = self._items[position]
         is_changed = (item.mutated or item.overwritten) and position not in self._own
@@ -185,9 +180,7 @@ def listed(names: Sequence[str]) -> str:
 class Expected:
     """The smallest and largest results of equal launches, by element.
 
-    Bits are compared, unless equal launches differ by rounding. Results that are floating-point numbers are then
-    compared within their spread, since the order of atomic additions differs at each launch. All others must still be
-    equal bit by bit, and so must results that are infinite or not a number.
+    Bits are compared. If equal launches differ by rounding, finite numbers are compared within their spread.
     """
 
     def __init__(self, results: Sequence[torch.Tensor]) -> None:

@@ -42,10 +42,7 @@ if TYPE_CHECKING:
 
 
 class LiveInputs:
-    """The inputs of one recording: at placeholder addresses, mutated ones in ordinary memory, and staged ones.
-
-    The constructor calls the driver only if an input is at placeholder addresses. It may raise :class:`DriverError`.
-    """
+    """The inputs of one recording: at placeholder addresses, mutated ones in ordinary memory, and staged ones."""
 
     def __init__(self, driver: Driver, device: int, operands: Sequence[Operand], pool: PoolRanges) -> None:
         self._driver, self._device, self._pool = driver, device, pool
@@ -312,10 +309,7 @@ class LiveInputs:
         self._given = {index: inputs[index] for index, _ in self.outputs.values()}
 
     def take(self, inputs: list[Any], *, only_ours: bool = False) -> None:
-        """Holds the inputs of a call until :meth:`finish`.
-
-        With ``only_ours``, removes its inputs from the list, and at once releases those copied for this call only.
-        """
+        """Holds a call's inputs until :meth:`finish`; or removes ours from the list, and releases those only copied."""
         if not only_ours:
             self._given = inputs.copy()
             return

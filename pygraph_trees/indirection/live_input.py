@@ -75,10 +75,7 @@ class Operand:
 
 
 class CopiedInputs(dict[int, Item]):
-    """The inputs that a recording copies at each call, to the memory that the graph reads, and back if it writes there.
-
-    A queued launch may use that memory until :attr:`launches` says that it is over.
-    """
+    """The inputs that a recording copies at each call, to memory that ``launches`` use, and back if mutated."""
 
     def __init__(self, items: Iterable[Item] = ()) -> None:
         super().__init__((item.index, item) for item in items)

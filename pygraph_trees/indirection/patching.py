@@ -232,10 +232,7 @@ class Patches:
 
 
 class CapturedCopies:
-    """The copies and fills of a captured graph that hold addresses of its inputs, before it is instantiated.
-
-    If they were instantiated on placeholders, they would refuse addresses in memory of another kind.
-    """
+    """A captured graph's copies and fills; instantiated on placeholders, they would refuse memory of another kind."""
 
     def __init__(self, scan_nodes: Sequence[GraphNode], relocations: Sequence[Relocation]) -> None:
         # Node, placeholder, the word that holds its address, addend.

@@ -167,10 +167,9 @@ class Placeholders:
         return index if address < high else None
 
     def materialise(self, index: int) -> None:
-        """Gives a placeholder its own memory until ``close``, for kernels that hide its address.
+        """Gives a placeholder, with others on its page, memory until ``close``, for kernels that hide its address.
 
-        A page of small placeholders is materialised as a whole, and neighbouring placeholders may lose the shared
-        memory. After a :class:`DriverError` the placeholder may be unmapped.
+        Neighbours may lose the shared memory. After a :class:`DriverError` the placeholder may be unmapped.
         """
         assert self._layout is not None
         start, nbytes = self._layout.units[index]

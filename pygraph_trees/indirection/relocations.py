@@ -214,10 +214,7 @@ class _Reader:
             self.opaque = self.opaque or what
 
     def _look_at_name(self, function: int, kernel: int) -> bool:
-        """Whether a kernel is a collective. One without a name may be anything, and hide addresses.
-
-        Notes unknown kernels. The driver is asked once for each kernel, not once for each node.
-        """
+        """Whether a kernel is a collective; notes unknown ones. One without a name may hide addresses."""
         key = function, kernel
         if key not in self.collectives:
             name = self.driver.function_name(function, kernel)

@@ -1,9 +1,8 @@
 """Memory of recordings whose graph is gone: materialised placeholders, and tables. Queued launches may still use it.
 
 Finalizers call :func:`retire`, which never waits: it gives memory back if the last launches (:class:`LastLaunches`) are
-known to be over. The rest waits for :func:`release_retired`, which is called when a function is recorded or warmed up,
-when recordings are given up, and in ``torch._dynamo.reset()``. A graph that has only a table is launched without
-Python, so its launches are not tracked.
+known to be over. The rest waits for :func:`release_retired`, when a function is recorded or warmed up, recordings are
+given up, or torch is reset. A graph that has only a table is launched without Python: its launches are not tracked.
 """
 
 from __future__ import annotations

@@ -104,10 +104,7 @@ class RouteChooser:
         return may
 
     def go_on(self, changed: Collection[int], names: KernelNames) -> bool:
-        """Chooses, or takes one step of the build; it may load a kernel or start a process, and never raises.
-
-        ``changed``: the indices of the inputs whose addresses change. Returns whether more steps follow.
-        """
+        """Chooses by the inputs whose addresses change, or takes a step of the build; whether more steps follow."""
         function, goes_on = self._function(), False
         if function is not None:
             try:

@@ -118,12 +118,8 @@ def alignments(scan: Scan, starts: Mapping[int, int]) -> dict[int, int]:
 def fits(address: int, recorded: int, aligned: int = 1) -> bool:
     """Whether a graph recorded at one address may be given another.
 
-    Kernels are chosen by alignment, so the new address must be as aligned as the recorded one, up to 512. For an
-    alignment below 16, a kernel may have been told how many elements precede the first aligned one; then both addresses
-    must be equal modulo 16.
-
-    Args:
-        aligned: alignment in bytes of the pointers that kernels hold (see :func:`alignments`). A pointer into the
-            middle of an input may be more aligned than its first element, and must stay so.
+    Kernels are chosen by alignment, so the new address must be as aligned as the recorded one, up to 512, and so must
+    pointers into the middle of an input (``aligned``: see :func:`alignments`). For an alignment below 16, a kernel may
+    have been told how many elements precede the first aligned one; then both addresses must be equal modulo 16.
     """
     return (address - recorded) % max(math.gcd(recorded, MAX_ALIGNMENT), _VECTOR, aligned) == 0

@@ -64,10 +64,7 @@ class StagedInputs:
         return [(index, *place) for index, place in zip(self.put_indices, places, strict=False)]
 
     def note_reads(self, reads: Iterable[tuple[int, HostRead]]) -> None:
-        """``reads``: addresses in staging buffers, and when the program reads there.
-
-        An input whose parts are read at different times is read in order.
-        """
+        """Notes when addresses in staging buffers are read; an input is read in order if its parts differ."""
         found: dict[int, HostRead] = {}
         for address, read in reads:
             for number, item in enumerate(self.items):

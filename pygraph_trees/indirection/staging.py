@@ -147,10 +147,9 @@ class Staging:
     def put(self, values: Sequence[torch.Tensor]) -> list[int]:
         """Writes the inputs of a call to a buffer, and returns the addresses of the sources.
 
-        The buffer may be overwritten until :meth:`launched` is called. The GPU may still have to write to an input in
-        pinned memory: such an input is waited for, or read in its own place, and :attr:`in_place` holds the positions
-        of sources read so until the next call. The current stream must not be capturing: a wait ends a capture, and
-        the captured launch would read the buffer again after later calls have written to it.
+        The buffer may be overwritten until :meth:`launched` is called. An input in pinned memory is waited for, or read
+        in its own place, and :attr:`in_place` holds the positions of sources read so until the next call. The current
+        stream must not be capturing: a captured launch would read the buffer after later calls have written to it.
         """
         if self.is_fixed:
             if self._next.read is not None:
@@ -219,10 +218,7 @@ class Staging:
 
 
 class StagedValues(Staging):
-    """Small inputs on the CPU, which kernel nodes of a recording's graph hold by value.
-
-    When the nodes are set, the driver copies them from one block of ordinary memory, which may be written to at once.
-    """
+    """Small inputs on the CPU, which kernel nodes hold by value: the driver copies them when the nodes are set."""
 
     def __init__(self, kernel: ValueKernel, inputs: Sequence[torch.Tensor], layout: Layout, device: int) -> None:
         self._kernel = kernel
@@ -235,10 +231,7 @@ class StagedValues(Staging):
             return torch.zeros(nbytes + self._kernel.width, dtype=torch.uint8, device="cpu")
 
     def capture(self, target: torch.Tensor, host: torch.Tensor) -> None:
-        """Captures a kernel that writes the bytes of ``host``, a part of the block, to new memory of the GPU.
-
-        Until the node is set it holds zeros, in which a scan finds no address.
-        """
+        """Captures a kernel that will write ``host``, a part of the block, to new memory of the GPU; it holds zeros."""
         at, nbytes = host.data_ptr() - self._recorded.data_ptr(), host.numel() * host.element_size()
         if at < 0 or at + nbytes > self._nbytes:
             target.copy_(host, non_blocking=True)  # memory of another tensor: the graph will be refused

@@ -42,11 +42,7 @@ class Warmups:
         is_backward: bool,
         builds: bool,
     ) -> Iterator[None]:
-        """Wraps a function's warmup: notes which kernels read live inputs and, if ``builds``, builds variants.
-
-        Live inputs of a forward that its backward takes are still static for the backward, and will be found to be
-        live.
-        """
+        """Wraps a function's warmup: notes which kernels read live inputs and, if ``builds``, builds variants."""
         release_retired(is_locked=True)  # upstream warms up under the capture lock
         if step != self._step:
             self._step, self._live = step, set()
@@ -56,6 +52,7 @@ class Warmups:
                 index: value.data_ptr()
                 for index, value in enumerate(inputs if available() else ())
                 if isinstance(value, torch.Tensor)
+                # A forward's live inputs are still static for its backward, and will be found to be live.
                 if index not in static or (is_backward and value.data_ptr() in self._live)
                 if why_not_placeholder(value, device, value.is_cuda and pool.holds(value.data_ptr())) is None
             }

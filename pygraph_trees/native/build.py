@@ -64,8 +64,7 @@ def build() -> Path:
     """Compiles the module if it is missing, in about half a minute, and returns its folder.
 
     A wheel's module will do if it can be loaded. Raises :class:`BuildFailed` if another process is building, if
-    there is no torch, compiler or setuptools, or if the compiler fails; its output goes to standard output and standard
-    error.
+    there is no torch, compiler or setuptools, or if the compiler fails, whose output is shown.
     """
     if is_built():
         return FOLDER

@@ -62,10 +62,9 @@ def build_folder(torch_version: str) -> Path:
 
 
 def prebuilt_folder(torch: Path) -> Path:
-    """The folder in this package of modules for the torch in a folder; it need not exist.
+    """The folder in this package of modules for the torch in a folder, see DESIGN.md; it need not exist.
 
-    Builds of one minor version share it, for the CPU or for CUDA, if their libraries use the same strings of C++ and
-    their objects have the same layout. Raises ``OSError`` if torch's library or headers cannot be read.
+    Raises ``OSError`` if torch's library or headers cannot be read.
     """
     hashes = [files_hash(), *(files_hash(torch / "include" / folder, ".h") for folder in _LAYOUTS)]
     strings = "cxx11" if b"__cxx11" in (torch / "lib" / "libc10.so").read_bytes() else "cxx98"

@@ -152,10 +152,7 @@ _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Worker:
-    """A process that compiles jobs, at low priority and without our patches, into the Triton cache that this one uses.
-
-    A kernel that fails is left out. Only one process runs at once. It is killed when this object is freed.
-    """
+    """A process that compiles jobs into this one's Triton cache, without our patches. Only one runs at once."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         from triton import knobs
