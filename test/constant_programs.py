@@ -1,5 +1,7 @@
 """Values that programs compute from constants alone, by family; each must have the bits that the CPU computes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 

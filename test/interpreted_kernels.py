@@ -5,6 +5,8 @@ output, whose elements are zeros like those of all inputs; it is replaced by the
 Triton decides at import whether functions are interpreted.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import re

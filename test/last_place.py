@@ -1,5 +1,7 @@
 """Floating-point functions that the GPU may compute in place of the CPU, and how close the results are."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

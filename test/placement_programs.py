@@ -1,5 +1,7 @@
 """Programs that mix CPU and GPU, at least three per family, and the number of partitions of each."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,6 +4,8 @@ Functions return ``(callable, arguments)``, so that ``python -m pygraph_trees co
 measures it. ``small`` makes one for tests.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

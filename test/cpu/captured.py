@@ -1,5 +1,7 @@
 """A command's main function, called in this process: its exit status, and what it wrote to both streams."""
 
+from __future__ import annotations
+
 import contextlib
 import io
 from collections.abc import Callable

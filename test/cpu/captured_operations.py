@@ -3,6 +3,8 @@
 Tensors are in a small pool on the CPU. Operators and launches capture kernels, with temporaries between the tensors.
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 from collections.abc import Sequence
@@ -172,7 +174,7 @@ class FakeStream:
     def __init__(self, api: FakeApi, stream: int) -> None:
         self._api, self.cuda_stream = api, stream
 
-    def wait_stream(self, other: "FakeStream") -> None:
+    def wait_stream(self, other: FakeStream) -> None:
         self._api.wait(self.cuda_stream, other.cuda_stream)
 
 

@@ -1,5 +1,7 @@
 """The CPU lane: a garbage collection in a test visits only objects of that test, and no test starts a native build."""
 
+from __future__ import annotations
+
 import gc
 import os
 

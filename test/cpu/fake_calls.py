@@ -1,5 +1,7 @@
 """What all calls of the fake driver share: results, handles, and failures that a test asks for; and edges of graphs."""
 
+from __future__ import annotations
+
 import enum
 import itertools
 import weakref
@@ -20,7 +22,7 @@ class CUresult(enum.IntEnum):
 
 
 class Handle:
-    def __init__(self, value: "int | Handle" = 0) -> None:
+    def __init__(self, value: int | Handle = 0) -> None:
         self._value = int(value)
 
     def __int__(self) -> int:

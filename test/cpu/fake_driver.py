@@ -14,6 +14,8 @@ Nodes with parameters: ``make_graph(make_kernel([0x7000, b"abcd"]), make_memcpy(
 parameters are in real memory, since the driver's callers read them through pointers; device addresses are only numbers.
 """
 
+from __future__ import annotations
+
 import ctypes
 import enum
 import re
@@ -63,7 +65,7 @@ class CUgraphExec(Handle): ...
 class CUgraphNode(Handle): ...
 
 
-_structs: weakref.WeakValueDictionary[int, "CUDA_KERNEL_NODE_PARAMS"] = weakref.WeakValueDictionary()  # by "address"
+_structs: weakref.WeakValueDictionary[int, CUDA_KERNEL_NODE_PARAMS] = weakref.WeakValueDictionary()  # by "address"
 
 
 class CUDA_KERNEL_NODE_PARAMS:
@@ -79,7 +81,7 @@ class CUDA_KERNEL_NODE_PARAMS:
         return id(self)
 
     @staticmethod
-    def at(address: int) -> "CUDA_KERNEL_NODE_PARAMS":
+    def at(address: int) -> CUDA_KERNEL_NODE_PARAMS:
         return _structs[address]
 
 

@@ -5,6 +5,8 @@ part of one, or if anything is given back twice. The fake chooses where reservat
 may limit the number of bytes of all reservations.
 """
 
+from __future__ import annotations
+
 import enum
 from dataclasses import dataclass
 

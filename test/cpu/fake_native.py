@@ -1,5 +1,7 @@
 """What the native parts ask of the driver, on the fake driver, and a library written in C."""
 
+from __future__ import annotations
+
 import atexit
 import ctypes
 import functools

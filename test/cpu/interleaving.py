@@ -5,6 +5,8 @@ starts, and gives all a value when it ends: a hash of what it read. All that nod
 never show in the final memory.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,6 +4,8 @@
 ends in ``unittest.main``, since torch's ``run_tests`` needs another package if ``CI`` is set.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import inspect
 import itertools

@@ -1,5 +1,7 @@
 """Python in a new process, which imports this checkout."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """The elements of a page, and what the page needs besides itself."""
 
+from __future__ import annotations
+
 import html.parser
 import re
 

@@ -3,6 +3,8 @@
 Recordings are made without upstream's constructor, which needs a GPU; pool and allocator are a tensor.
 """
 
+from __future__ import annotations
+
 import collections
 import unittest
 from collections.abc import Callable

@@ -3,6 +3,8 @@ Addresses in a graph pool, compared with a walk through its segments, and stream
 generated code overwrites, as its source tells.
 """
 
+from __future__ import annotations
+
 import functools
 import gc
 import threading

@@ -1,5 +1,7 @@
 """The measuring machinery: programs, input sets, clocks, the reader of traces, and a whole comparison."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -5,6 +5,8 @@ Tensors are in a small pool on the CPU. Operators and launches capture kernels o
 between the tensors, and the executor knows what each kernel really does.
 """
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from unittest import mock
 

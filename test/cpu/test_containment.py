@@ -1,5 +1,7 @@
 """One call at a time goes through the trees. Their errors never reach the program; its own errors do."""
 
+from __future__ import annotations
+
 import functools
 import gc
 import weakref

@@ -2,6 +2,8 @@
 units in conflict, none is redundant, and a graph that cannot have them keeps its chain.
 """
 
+from __future__ import annotations
+
 import ctypes
 import itertools
 from dataclasses import dataclass, replace

@@ -1,5 +1,7 @@
 """The fake GPU: what torch sees inside the context, what is left afterwards, and what lowering for it gives."""
 
+from __future__ import annotations
+
 import functools
 import importlib
 from typing import Any

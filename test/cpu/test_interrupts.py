@@ -1,5 +1,7 @@
 """Interrupts and garbage collections wait while trees change; afterwards they reach the program, and are as before."""
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import itertools

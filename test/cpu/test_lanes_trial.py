@@ -5,6 +5,8 @@ GPU takes another time for each form. Whatever is interrupted or fails, a replay
 instantiated graph are known.
 """
 
+from __future__ import annotations
+
 import itertools
 import weakref
 from dataclasses import asdict, replace

@@ -1,5 +1,7 @@
 """Launches of Triton kernels while a function is warmed up or captured: which arguments go through slots, and when."""
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import gc

@@ -1,5 +1,7 @@
 """The layout that CONTRIBUTING.md describes: rooms import what its table allows, and no files import each other."""
 
+from __future__ import annotations
+
 import ast
 import graphlib
 import re
@@ -91,7 +93,7 @@ class Table:
     allowed: Mapping[str, frozenset[str]]
 
     @staticmethod
-    def read(text: str) -> "Table":
+    def read(text: str) -> Table:
         """Reads the table of CONTRIBUTING.md, whose first column names rooms and whose last column names their imports.
 
         "all" and "all but ..." are understood; a sentence of the form "`name` is `this` and `that`" gives a name to

@@ -4,6 +4,8 @@ Inputs and their placeholder tensors are CPU tensors; the latter report placehol
 the instantiated graph holds at that time: the address of an input, of a copy, or of a placeholder tensor.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import itertools
@@ -110,7 +112,7 @@ class Graph:
 class Event:
     """An event after the latest launch on a stream; it is over if the test case says that the GPU is idle there."""
 
-    def __init__(self, test: "LiveInputsTestCase") -> None:
+    def __init__(self, test: LiveInputsTestCase) -> None:
         self.test = test
 
     def record(self, stream: Any) -> None:

@@ -1,5 +1,7 @@
 """What programs of torch 2.12 and later ask for works as with torch alone, or the graph is left to torch or to them."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import json

@@ -2,6 +2,8 @@
 nothing else in it changes. No node is set without need. A patch that fails half-way is never taken for a whole one.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections import Counter
 from dataclasses import dataclass

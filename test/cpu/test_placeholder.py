@@ -1,5 +1,7 @@
 """Placeholder addresses, on a driver that checks its callers."""
 
+from __future__ import annotations
+
 import itertools
 import sys
 import threading

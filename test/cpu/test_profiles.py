@@ -1,5 +1,7 @@
 """Profiles on disk: round trips, keys, damage, and the command that lists them."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

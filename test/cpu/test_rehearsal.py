@@ -5,6 +5,8 @@ placeholder address refers to the memory of its placeholder tensor, and a launch
 there fails the test.
 """
 
+from __future__ import annotations
+
 import ctypes
 import itertools
 import math

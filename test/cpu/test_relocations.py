@@ -1,5 +1,7 @@
 """Where captured graphs hold the addresses of placeholders, on a driver that checks its callers."""
 
+from __future__ import annotations
+
 import ctypes
 import itertools
 import mmap

@@ -1,5 +1,7 @@
 """The routes of inputs: the rules for one input, the choice of a table, the steps to it, and replays until then."""
 
+from __future__ import annotations
+
 import dataclasses
 import gc
 import itertools

@@ -1,5 +1,7 @@
 """Replacements of Inductor's code around a graph's only partition: they do the same, or nothing is replaced."""
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 import itertools

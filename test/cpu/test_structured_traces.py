@@ -1,5 +1,7 @@
 """Artifacts in torch's structured trace, logs of ``TORCH_LOGS``, and the report's lines and advice for graph breaks."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import inspect

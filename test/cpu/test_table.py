@@ -1,5 +1,7 @@
 """The table of a recording: its writers, and live inputs that have slots, on a driver that checks its callers."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import inspect

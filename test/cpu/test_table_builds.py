@@ -1,5 +1,7 @@
 """Another process compiles the kernels for a function's table, and each step loads one of them."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import os

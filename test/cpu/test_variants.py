@@ -1,5 +1,7 @@
 """Kernels that take pointers from slots: loads and stores as wide as the original's, the same results, or a reason."""
 
+from __future__ import annotations
+
 import os
 import re
 import subprocess

@@ -1,5 +1,7 @@
 """Zeros without memory as inputs and outputs: upstream's code and compiled code get ordinary tensors instead."""
 
+from __future__ import annotations
+
 import sys
 from types import SimpleNamespace
 from unittest import mock

@@ -1,5 +1,7 @@
 """Triton kernels of the kinds that Inductor runs, with their compile options: a :class:`Case` for each."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import triton

@@ -5,6 +5,8 @@ program, it returns the caches' counts, the number of recorded graphs, and the r
 imports only this file of the project.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from pathlib import Path

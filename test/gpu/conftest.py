@@ -4,6 +4,8 @@
 of a file are disjoint and together hold all of its tests.
 """
 
+from __future__ import annotations
+
 import os
 
 import pytest

@@ -4,6 +4,8 @@ Some of the kernels are given addresses as pointers, and some in other forms: in
 Importing this module registers the operators. Triton must be importable.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -6,6 +6,8 @@ guards, must be equal. :class:`IndirectionTestCase` checks the report's :class:`
 bytes and reasons.
 """
 
+from __future__ import annotations
+
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,7 +113,7 @@ class Facts:
     reasons: tuple[str, ...]  # of each recording after a function's first one
 
     @staticmethod
-    def now() -> "Facts":
+    def now() -> Facts:
         functions = pygraph_trees.report().functions
         recordings = [r for f in functions for r in f.recordings]
         live: list[InputRecord] = [i for r in recordings for i in r.inputs if i.kind == "live"]

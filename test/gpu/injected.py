@@ -5,6 +5,8 @@ of the module code that reports before the statement, or before the loop or cond
 reached although nothing is wrong. The :class:`Injection` tells the code where to raise.
 """
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import inspect

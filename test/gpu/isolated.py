@@ -6,6 +6,8 @@ findings as plain data. The child takes only the environment and the import path
     {"facts": {path: leaf}, "errors": [[type, message]], "lost": [type, message] or None}
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 import multiprocessing

@@ -1,5 +1,7 @@
 """Runs the text of a program in a new process, for settings of a process and for signals."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

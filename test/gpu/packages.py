@@ -1,5 +1,7 @@
 """Packages that are installed and do not work, because they were built for another torch."""
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 import signal

@@ -6,6 +6,8 @@ runs must be equal. If they differ, upstream runs again, since a process's first
 exception fails the test. With inputs by address, only the facts that a program's user sees must be equal.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools

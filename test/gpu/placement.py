@@ -4,6 +4,8 @@ Values, devices, types and strides must be equal, and the same outputs must shar
 partitions as the program announces.
 """
 
+from __future__ import annotations
+
 import torch
 from indirection import Facts, IndirectionTestCase
 from placement_programs import CALLS, TABLE, Mixed

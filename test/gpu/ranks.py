@@ -5,6 +5,8 @@ Rank 0 prints the facts of the report as JSON: recordings made by the end of eac
 un-graphed calls and copied bytes.
 """
 
+from __future__ import annotations
+
 import argparse
 import copy
 import datetime

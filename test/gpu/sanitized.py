@@ -3,6 +3,8 @@
 It takes about a minute under a tool. CONTRIBUTING.md has the commands.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

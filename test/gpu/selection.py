@@ -4,6 +4,8 @@ The flag is on, and decisions are stored in a temporary folder. :func:`decided` 
 measurements depend on the machine.
 """
 
+from __future__ import annotations
+
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator

@@ -1,5 +1,7 @@
 """The process to which a test sends outputs; it imports no more than it needs."""
 
+from __future__ import annotations
+
 from typing import Any
 
 

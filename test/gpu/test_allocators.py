@@ -1,5 +1,7 @@
 """Other settings of torch's allocator, each in a process of its own: eager is the oracle."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from indirection import IndirectionTestCase

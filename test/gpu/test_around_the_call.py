@@ -1,5 +1,7 @@
 """Actions of a program around and inside a call."""
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import sys

@@ -1,5 +1,7 @@
 """Compiled functions that accumulate their gradients themselves, on a GPU: streams, kept gradients, and a library."""
 
+from __future__ import annotations
+
 import copy
 import importlib.util
 import unittest

@@ -7,6 +7,8 @@ with random delays before random operations, so that a missing edge shows. Twin 
 select different block sizes for their reductions, which changes the rounding.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -54,7 +56,7 @@ def whole(*shape, dtype=torch.float32):
 class Looked(branches.Chain):
     """A chain that remembers what it was made of, and the device addresses that each kernel holds."""
 
-    seen: ClassVar[list["Looked"]] = []
+    seen: ClassVar[list[Looked]] = []
 
     def __init__(self, calls, graph, nodes, units):
         super().__init__(calls, graph, nodes, units)

@@ -1,5 +1,7 @@
 """Programs in the shape of what people run: swapped adapters, an agent, streams, padded batches, simulations."""
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 from parity import Context, ParityTestCase, both_sides, in_parity, marked

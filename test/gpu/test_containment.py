@@ -1,5 +1,7 @@
 """Whatever the graph trees raise about themselves, a program gets un-graphed code's values; eager is the oracle."""
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import itertools

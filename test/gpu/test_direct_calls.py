@@ -1,5 +1,7 @@
 """Calls of compiled functions without Dynamo's guards, with CUDA graphs: values are the same, and graphs replay."""
 
+from __future__ import annotations
+
 import unittest
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Several GPUs: ranks over NCCL, with eager's values and soon no more recordings, and two GPUs in one process."""
 
+from __future__ import annotations
+
 import json
 import os
 import socket

@@ -6,6 +6,8 @@ or runs in another thread, if that has trees of its own; sometimes it reads outp
 only in marked steps: if torch guesses the steps, one more recording changes the guess.
 """
 
+from __future__ import annotations
+
 import os
 import random
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Kernels that Inductor does not see, next to kernels that can be read."""
 
+from __future__ import annotations
+
 import functools
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any

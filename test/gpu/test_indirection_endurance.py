@@ -6,6 +6,8 @@ Of many steps that keep a random half of their outputs for random times, values 
 number of steps, 10,000 by default. The tests read the memory in use of the whole GPU.
 """
 
+from __future__ import annotations
+
 import gc
 import itertools
 import os

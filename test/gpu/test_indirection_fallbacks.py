@@ -1,5 +1,7 @@
 """Inputs that cannot be patched and driver calls that fail: right results, a working recording, and a reason."""
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 

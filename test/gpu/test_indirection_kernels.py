@@ -1,5 +1,7 @@
 """Generated kernels that read live inputs: no byte is copied, for any number of kernels and inputs."""
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 import triton

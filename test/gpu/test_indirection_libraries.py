@@ -1,5 +1,7 @@
 """Library kernels that read live inputs, by family: no byte is copied."""
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 from indirection import Facts, IndirectionTestCase, Program, by_name, compiled, tensor

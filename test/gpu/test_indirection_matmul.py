@@ -1,5 +1,7 @@
 """Matmuls that read live inputs: no byte is copied, whichever library or kernel computes them."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from unittest import mock
 

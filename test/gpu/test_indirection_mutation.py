@@ -1,5 +1,7 @@
 """Live inputs that are mutated: graphed, mutated in place, exactly once a call, and no graph is skipped for it."""
 
+from __future__ import annotations
+
 import warnings
 
 import torch

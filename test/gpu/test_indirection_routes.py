@@ -1,5 +1,7 @@
 """Routes chosen by the rule: a function's inputs are patched until its table is ready, and results are always right."""
 
+from __future__ import annotations
+
 import time
 import weakref
 from collections.abc import Callable, Sequence

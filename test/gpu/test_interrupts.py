@@ -1,5 +1,7 @@
 """A program that catches KeyboardInterrupt goes on as if it had not come. Each runs in a process of its own."""
 
+from __future__ import annotations
+
 from indirection import KeptTestCase
 from new_program import printed
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests

@@ -1,5 +1,7 @@
 """Outputs that outlive their step keep their values, without clones or step marks; eager is the oracle."""
 
+from __future__ import annotations
+
 import copy
 import gc
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Hooks on replays, overrides, policies and settings of CUDA graphs, which torch has since 2.12, 2.14 or 2.15."""
 
+from __future__ import annotations
+
 import contextlib
 import unittest
 from collections.abc import Iterator

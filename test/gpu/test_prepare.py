@@ -1,5 +1,7 @@
 """Programs that are prepared for traffic, on a GPU: nothing is recorded or tried afterwards, and values are eager's."""
 
+from __future__ import annotations
+
 import os
 import unittest
 from collections.abc import Callable

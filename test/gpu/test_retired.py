@@ -1,5 +1,7 @@
 """Memory of deleted recordings returns to the driver and the allocator, but not before their launches end."""
 
+from __future__ import annotations
+
 import gc
 from unittest import mock
 

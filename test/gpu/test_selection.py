@@ -1,5 +1,7 @@
 """Trials on a GPU: the measurements decide, decisions are kept, and memory is given back."""
 
+from __future__ import annotations
+
 import threading
 from unittest import mock
 

@@ -1,5 +1,7 @@
 """Processes that share a folder of caches: with ours as with torch alone, the first one misses, and later ones hit."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

@@ -1,5 +1,7 @@
 """Steady training loops: calls take the fast path, outputs cost no allocation and no node, and values are eager's."""
 
+from __future__ import annotations
+
 import copy
 import math
 from collections import Counter
@@ -147,7 +149,7 @@ class Facts:
     slow_calls: Counter[str]
 
     @staticmethod
-    def now() -> "Facts":
+    def now() -> Facts:
         report = pygraph_trees.report()
         functions = report.functions
         slow_calls: Counter[str] = Counter()
@@ -164,7 +166,7 @@ class Facts:
             slow_calls=slow_calls,
         )
 
-    def since(self, before: "Facts") -> dict[str, int]:
+    def since(self, before: Facts) -> dict[str, int]:
         """The counts between two moments, without zeros; slow calls by their reasons."""
         names = ("asked", "fast", "in_python", "allocations", "recordings", "set_nodes")
         names += ("blocks_allocated", "blocks_given_away", "at_once")

@@ -1,5 +1,7 @@
 """Programs that would be recorded again and again, or keep all outputs: few recordings, calls of equal length."""
 
+from __future__ import annotations
+
 import copy
 import time
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Programs with several streams that wait for each other only if eager code must; eager is the oracle."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import threading

@@ -1,5 +1,7 @@
 """Threads that call the same functions, each on a stream of its own; eager is the oracle."""
 
+from __future__ import annotations
+
 import contextvars
 import gc
 import math

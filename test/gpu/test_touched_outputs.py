@@ -1,5 +1,7 @@
 """Changes that a program makes to outputs that it drops or keeps, and outputs that another process shares."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Steps, threads and streams: how long outputs stay valid, step marks, resets, and programs with several threads."""
 
+from __future__ import annotations
+
 import contextvars
 import gc
 import threading

@@ -1,5 +1,7 @@
 """Errors in the model, in the recording and on the device, and what works after them."""
 
+from __future__ import annotations
+
 import torch
 from isolated import compare_isolated
 from parity import Context, ParityTestCase

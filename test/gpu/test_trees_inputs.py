@@ -1,5 +1,7 @@
 """Inputs of a recording, such as parameters that move or changing shapes, and random numbers: replays draw new ones."""
 
+from __future__ import annotations
+
 import torch
 from parity import WHOLE_GRAPH, Context, ParityTestCase, in_parity
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests

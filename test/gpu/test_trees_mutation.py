@@ -1,5 +1,7 @@
 """Functions that mutate their inputs."""
 
+from __future__ import annotations
+
 import torch
 from parity import FLAGS_BY_ADDRESS, OURS, WHOLE_GRAPH, Context, ParityTestCase, in_parity, marked, run_side
 from torch.testing._internal.common_utils import run_tests

@@ -4,6 +4,8 @@ Tests that assert the kinds of outputs turn partitioning off: a partition return
 numbers and missing gradients to the code around it. With inputs by address, a program's user must see the same.
 """
 
+from __future__ import annotations
+
 import torch
 from parity import WHOLE_GRAPH, Context, ParityTestCase, in_parity, marked
 from torch.testing._internal.common_utils import run_tests

@@ -1,5 +1,7 @@
 """Functions that upstream splits: operators that cannot be captured, copies between devices, CPU inputs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

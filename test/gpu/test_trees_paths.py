@@ -1,5 +1,7 @@
 """Paths through the tree, and memory of the pool: liveness, sharing between recordings, functions that die."""
 
+from __future__ import annotations
+
 import gc
 from typing import Any
 

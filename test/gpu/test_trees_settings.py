@@ -1,5 +1,7 @@
 """The ``cudagraphs`` backend, upstream's settings for graph trees, and patches that go on and off meanwhile."""
 
+from __future__ import annotations
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """Forward and backward: gradients, accumulation, pending backwards, inference and training of one module."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import torch

@@ -1,5 +1,7 @@
 """Graphs that the program captures itself, with calls of compiled functions in them; eager is the oracle."""
 
+from __future__ import annotations
+
 import gc
 import types
 from typing import Any

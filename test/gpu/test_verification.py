@@ -5,6 +5,8 @@ A planted fault uses a mapped address, so that no kernel crashes: a *stale* one,
 that of another input of the same size.
 """
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import dataclasses

@@ -3,6 +3,8 @@
 ``tools/gpu_suite --without-native`` runs these tests; with the native parts they are skipped.
 """
 
+from __future__ import annotations
+
 import unittest
 
 import torch

@@ -3,6 +3,8 @@
 No test here sets saved-tensor hooks: after a process has set them, each call checks its inputs and replaces such zeros.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

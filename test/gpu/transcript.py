@@ -6,6 +6,8 @@ two of them. A transcript keeps no device memory alive. Text is normalised, sinc
 processes, cache paths and frames of libraries vary between runs.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import logging
@@ -70,7 +72,7 @@ class TensorNote:
     facts: dict[str, Any]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "TensorNote":
+    def of(cls, tensor: torch.Tensor) -> TensorNote:
         facts: dict[str, Any] = {name: getattr(tensor, name) for name in ("dtype", "shape", "requires_grad")}
         facts |= {"stride": tensor.stride(), "storage_offset": tensor.storage_offset(), "device": tensor.device.type}
         facts |= {"grad_fn": type(tensor.grad_fn).__name__, "bits": hashlib.sha256(bits(tensor)).hexdigest()[:16]}
@@ -83,10 +85,10 @@ class ErrorNote:
 
     type: str
     message: str
-    cause: "ErrorNote | None"
+    cause: ErrorNote | None
 
     @classmethod
-    def of(cls, error: BaseException) -> "ErrorNote":
+    def of(cls, error: BaseException) -> ErrorNote:
         cause = error.__cause__
         return cls(
             type=f"{type(error).__module__}.{type(error).__qualname__}",
@@ -214,7 +216,7 @@ class LogLines(logging.Handler):
             self._seen[id(record)] = record
             self.lines.append((record.levelname, normalise(record.getMessage())))
 
-    def __enter__(self) -> "LogLines":
+    def __enter__(self) -> LogLines:
         for name in self._watched:
             logging.getLogger(name).addHandler(self)
         return self

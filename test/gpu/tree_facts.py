@@ -5,6 +5,8 @@ that are equal in every run of a program: structure, kinds of inputs and outputs
 memory pool, and which outputs share a block of the pool, but no addresses.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +26,7 @@ class Facts(dict[str, Any]):
 class NodeFacts(Facts):
     """One recording and its successors."""
 
-    def walk(self) -> Iterator["NodeFacts"]:
+    def walk(self) -> Iterator[NodeFacts]:
         yield self
         for child in self.children:
             yield from child.walk()

@@ -3,6 +3,8 @@
 Importing this module registers them. Indirection must notice that an address is hidden, and patch copies and fills.
 """
 
+from __future__ import annotations
+
 import ctypes
 
 import torch
