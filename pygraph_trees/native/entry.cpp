@@ -86,9 +86,11 @@ Ref replayed_in_python(const Entry *state, Found &found, Replay *replay, Inputs 
     const AtTheEnd own(inputs);
     order_streams(found.trees());
     replay->stream = found.trees()->stream;
-    PyObject *outputs = PyObject_CallFunctionObjArgs(replay->run, found.recording.get(), inputs.list, nullptr);
+    Ref outputs(PyObject_CallFunctionObjArgs(replay->run, found.recording.get(), inputs.list, nullptr));
     note_launch(found.trees()); // even if Python raised, since it may have launched the graph
-    return of_list(&state->results, kept, checked(outputs));
+    if (!outputs)
+        throw py::error_already_set();
+    return of_list(&state->results, kept, std::move(outputs));
 }
 
 /* The result of the entry for the values that the function's integers have at this call; NULL if no replay is fast. */

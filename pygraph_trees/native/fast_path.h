@@ -121,18 +121,24 @@ class AtTheEnd {
   public:
     explicit AtTheEnd(const Inputs &inputs) : list(inputs.list), count(PyList_GET_SIZE(inputs.list)) {
         for (uint64_t index = inputs.own_from; inputs.own != nullptr && inputs.at(index) != nullptr; index++)
-            checked(PyList_Append(list, inputs.at(index)));
+            if (PyList_Append(list, inputs.at(index)) < 0) {
+                const py::error_already_set error;
+                cut();
+                throw error;
+            }
     }
-    ~AtTheEnd() {
-        if (PyList_GET_SIZE(list) > count) // else they were consumed
-            PyList_SetSlice(list, count, PyList_GET_SIZE(list), nullptr);
-    }
+    ~AtTheEnd() { cut(); }
     AtTheEnd(const AtTheEnd &) = delete;
     AtTheEnd &operator=(const AtTheEnd &) = delete;
 
   private:
     PyObject *list;
     Py_ssize_t count;
+
+    void cut() {
+        if (PyList_GET_SIZE(list) > count) // else they were consumed
+            PyList_SetSlice(list, count, PyList_GET_SIZE(list), nullptr);
+    }
 };
 
 /* Outputs that must be dead, or are expected to be; see native/replay.cpp. */

@@ -127,9 +127,10 @@ template <typename T> struct Object {
 template <typename T>
 void add_class(py::module_ &module, const char *name, unsigned long flags, std::vector<PyType_Slot> slots,
                std::vector<PyMemberDef> with_members = {}, std::vector<PyMethodDef> with_methods = {}) {
-    static const std::string full = std::string("pygraph_trees.native._fast_path.") + name; // Python points to these
-    static std::vector<PyMemberDef> members = std::move(with_members);
-    static std::vector<PyMethodDef> methods = std::move(with_methods);
+    // Python points to these, also while the process ends.
+    static const auto &full = *new std::string(std::string("pygraph_trees.native._fast_path.") + name);
+    static auto &members = *new std::vector(std::move(with_members));
+    static auto &methods = *new std::vector(std::move(with_methods));
     members.emplace_back(), methods.emplace_back();
     slots.insert(slots.end(), {{Py_tp_members, members.data()},
                                {Py_tp_methods, methods.data()},

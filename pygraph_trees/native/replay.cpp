@@ -237,7 +237,7 @@ void give_back(const Replay *state, const Inputs &inputs) {
     for (const uint64_t index : state->managed) {
         if (inputs.at(index) != Py_None)
             continue;
-        Ref number(PyLong_FromUnsignedLongLong(index));
+        Ref number = checked(PyLong_FromUnsignedLongLong(index));
         Ref tensor = called(state->borrow, recording.get(), number.get());
         if (inputs.at(index) == Py_None)
             PyList_SetItem(inputs.list, inputs.place(index), tensor.release());
