@@ -2,6 +2,7 @@
 
 import builtins
 import unittest
+from collections import OrderedDict
 from types import ModuleType
 
 import torch
@@ -60,6 +61,7 @@ class Net(nn.Module):
         self.names, self.layers = {"a": 1.5}, nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
         self.config = type("Config", (), {})()
         self.config.bias = 0.5
+        self.ordered = OrderedDict(a=2.0)
 
     def forward(self, x, y=None, *more, flag=True, **named):
         x = helper(self.part(x)) * self.number + self.items[0] + len(self.items) + self.config.bias
@@ -67,7 +69,7 @@ class Net(nn.Module):
             x = layer(x) * self.power
         if y is not None:
             x = x + y
-        for tensor in (*more, *named.values()):
+        for tensor in (*more, *named.values(), *self.ordered.values()):
             x = x + tensor
         if self.names.get("a") and flag:
             x = x * self.names["a"]
@@ -146,6 +148,7 @@ m.items[0] = 5
 m.items.append(5)
 m.names["a"] = 2.5
 m.names.clear()
+m.ordered["a"] = 2.5
 Net.power = 3
 Net.forward = lambda self, x: x + 1
 m.forward = lambda x: x + 2

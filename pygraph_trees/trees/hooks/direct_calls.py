@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._dynamo import eval_frame
@@ -45,7 +45,7 @@ _HARMLESS = ("OptimizeContext.__init__.<locals>.on_enter", "call_on_enter", "_ma
 
 _log = logging.getLogger("pygraph_trees.trees")
 _frames = torch._C._dynamo.eval_frame
-_entered: WeakSet[Callable[..., Any]] = WeakSet()
+_entered: WeakKeyDictionary[Callable[..., Any], tuple[Any, str]] = WeakKeyDictionary()  # with backend and mode
 _refusals: dict[Why, Any] = {}  # from the reason to a Counter of calls
 _tested = 0  # calls of the self-test
 
@@ -67,16 +67,21 @@ def offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         return lambda: None
     undo = put_on()
 
-    def enter_all(is_entered: bool) -> None:
-        for function in list(_entered):
-            binding.extension.enter_directly(function, is_entered)
+    for function, how in list(_entered.items()):
+        if _ATTRIBUTE not in vars(function):
+            enter(function, *how)
 
     def withdraw() -> None:
         undo()
-        enter_all(False)
+        for function in list(_entered):
+            _leave(function)
 
-    enter_all(True)
     return withdraw
+
+
+def _leave(function: Callable[..., Any]) -> None:
+    binding.extension.enter_directly(function, False)
+    vars(function).pop(_ATTRIBUTE, None)
 
 
 def entering(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,7 +121,7 @@ def enter(made: Any, backend: Any, mode: str) -> None:
         every=CHECK_EVERY if mode == "check" else 0,
     )
     binding.extension.enter_directly(made, True)
-    _entered.add(made)
+    _entered[made] = backend, mode
 
 
 def counts() -> tuple[int, dict[Why, int]]:
@@ -188,7 +193,7 @@ def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dic
 
 def _held(kind: str, value: Any, *of_kind: Any) -> Any:
     """What must live as long as a memo, so that its address is not used again."""
-    own = (value.__code__, value.__defaults__, value.__name__) if kind == "function" else ()
+    own = (value, value.__code__, value.__defaults__, value.__name__) if kind == "function" else ()
     return type(value), own, of_kind if kind in ("item", "cell") else ()
 
 

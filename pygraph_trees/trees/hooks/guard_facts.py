@@ -12,7 +12,7 @@ import builtins
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from pygraph_trees.compat import dynamic_mark
 
 _IDENTITY = frozenset({"ID_MATCH", "TYPE_MATCH", "NOT_NONE"})
-_OF_DICT = _IDENTITY | {"DICT_CONTAINS", "DICT_LENGTH", "DICT_VERSION", "MAPPING_KEYS_CHECK"}
+_OF_DICT = _IDENTITY | {"DICT_CONTAINS", "DICT_LENGTH", "DICT_VERSION"}
 _OF_TENSOR = _IDENTITY | {
     *("TENSOR_MATCH", "DIMENSION_DYNAMIC_MARKING_GUARD", "DYNAMIC_INDICES", "NO_HASATTR", "NO_TENSOR_ALIASING"),
     "SYMBOLIC_SHAPE_GUARD",  # reads sizes, strides and offsets only
@@ -34,16 +34,17 @@ _KEPT = (_OF_DICT | _OF_CONSTANT | _OF_TENSOR) - {"TENSOR_MATCH", "NO_TENSOR_ALI
 _CONSTANTS = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
 _OF_FUNCTION = {"Code": "__code__", "Closure": "__closure__"}  # by accessor
 _OF_FUNCTION |= {"FuncDefaults": "__defaults__", "FuncKwDefaults": "__kwdefaults__"}
-_STEPS: dict[Any, str | None] = {
-    FunctionType: "function",
-    tuple: None,
-    MappingProxyType: None,
-}  # the last two are parts of what is fixed
-_FIXED: dict[Any, frozenset[str]] = {tuple: _IDENTITY | {"LENGTH_CHECK"}, MappingProxyType: _OF_DICT}
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 Step = tuple[str, Any, Any, Any]  # kind, object, and two values whose meaning depends on the kind
 Variable = tuple[bool, str, Any, Any, bool]  # global or not, name, item or None, object, whether its offset counts
+
+
+class _ClassDict(dict[str, Any]):
+    """The attributes of a class."""
+
+
+_FIXED: dict[Any, frozenset[str]] = {tuple: _IDENTITY | {"LENGTH_CHECK"}, _ClassDict: _OF_DICT}  # with their class
 
 
 class Unknown(Exception):
@@ -137,7 +138,7 @@ def _visit(facts: Facts, node: Any, value: Any) -> bool:
         is_covered = _is_plain_tensor(node, value)
         if is_covered:
             facts.steps.append(("tensor", value, None, None))
-    elif type(value) is dict:
+    elif type(value) is dict and value is not vars(builtins):
         facts.steps.append(("dict", value, None, None))
         is_covered = _visit_items(facts, node, value) and leaves <= _OF_DICT
     elif _has_dict(value):
@@ -147,10 +148,12 @@ def _visit(facts: Facts, node: Any, value: Any) -> bool:
     elif _is_constant(value):
         is_covered = all(_leaves(child) <= _OF_CONSTANT for child in _nodes(node))
     else:
-        kind = "class" if isinstance(value, type) else _STEPS.get(type(value), "object")
-        if kind is not None:
+        if type(value) not in _FIXED:
+            kind = "function" if isinstance(value, FunctionType) else "object"
             facts.steps.append((kind, value, None, None))
         is_covered = _visit_parts(facts, value, children) and leaves <= _FIXED.get(type(value), _IDENTITY)
+    if type(value) is not dict and hasattr(node, "get_key_value_managers"):
+        is_covered = False  # an ordered dictionary, for example
     if is_covered:
         facts.dropped.update(child.get_source() for child in _nodes(node))
     elif type(value) in _TENSORS or _is_constant(value):
@@ -165,14 +168,14 @@ def _visit_parts(facts: Facts, value: Any, children: list[tuple[Any, Any]]) -> b
     for accessor, child in children:
         try:
             is_covered &= _visit(facts, child, _part_of(facts, value, accessor))
-        except LookupError:
+        except (LookupError, TypeError, ValueError):
             _keep(facts, child)
             is_covered = False
     return is_covered
 
 
 def _part_of(facts: Facts, value: Any, accessor: Any) -> Any:
-    """What an accessor reads of an object that facts hold, and that they then hold, too; LookupError for others."""
+    """What an accessor reads of an object that facts hold, and that they then hold, too; an error for others."""
     kind = type(accessor).__name__.removesuffix("GuardAccessor")
     attribute = accessor.repr()[len("GetAttrGuardAccessor(") : -1] if kind == "GetAttr" else _OF_FUNCTION.get(kind, "")
     if isinstance(value, FunctionType) and attribute in ("__name__", *_OF_FUNCTION.values()):
@@ -180,11 +183,14 @@ def _part_of(facts: Facts, value: Any, accessor: Any) -> Any:
     if isinstance(value, CellType) and attribute == "cell_contents" and _is_fixed(value.cell_contents):
         facts.steps.append(("cell", value, value.cell_contents, None))
         return value.cell_contents
-    if type(value) is ModuleType and _is_fixed(vars(value)[attribute]):
-        facts.steps.append(("item", vars(value), attribute, vars(value)[attribute]))
-        return vars(value)[attribute]
+    if type(value) is ModuleType or value is vars(builtins):
+        items: Any = vars(value) if type(value) is ModuleType else value
+        if _is_fixed(items[name := attribute or _key_of(accessor)]):
+            facts.steps.append(("item", items, name, items[name]))
+            return items[name]
     if isinstance(value, type) and kind in ("TypeDict", "TypeMRO"):
-        return value.__dict__ if kind == "TypeDict" else value.__mro__
+        facts.steps.append(("class", value, None, None))
+        return _ClassDict(value.__dict__) if kind == "TypeDict" else value.__mro__
     if type(value) in _FIXED and kind in ("TupleGetItem", "GetItem", "DictGetItem"):
         return value[_key_of(accessor)]
     if _has_dict(value) and kind in ("GetGenericDict", "Type"):
