@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,6 @@ from pygraph_trees.indirection import addresses
 from pygraph_trees.indirection.route_rule import LEAST_KERNELS, RouteChooser
 from pygraph_trees.indirection.table import launches
 from pygraph_trees.indirection.table.builds import Job, Worker, compile_jobs
-from pygraph_trees.indirection.table.launches import VariantLauncher
 
 START = Worker.start  # of a process
 INPUTS = 8
@@ -148,13 +148,17 @@ class TestRouteChoice(IndirectionTestCase):
 
     def test_a_table_that_cannot_be_recorded(self) -> None:
         """If a recording with a table fails, that call and all later ones are patched."""
-        ways, failures = compiled(wide), []
+        ways, failures, variant_of = compiled(wide), [], launches.variant_of
 
-        def launch(variant: Any, autotuner: Any, *given: Any) -> Any:
-            failures.append(autotuner)
+        def launch(*given: Any, **named: Any) -> Any:
+            failures.append(given)
             torch.empty(-1)  # a statement that raises would be the program's
 
-        with mock.patch.object(VariantLauncher, "launch", launch):
+        def failing(launcher: Any, names: Any) -> Any:
+            variant = variant_of(launcher, names)
+            return None if variant is None else replace(variant, run=launch)
+
+        with mock.patch.object(launches, "variant_of", failing):
             self.until(lambda: bool(failures), lambda number: self.call(ways, number))
             for number in range(2 * CALLS):
                 self.call(ways, number)
