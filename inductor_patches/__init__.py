@@ -103,7 +103,7 @@ def _install_after(module: str) -> None:
 
 
 def _install_at_first_load() -> None:
-    """Lets a program that another process compiled apply the patches: it is used without the compiler's import."""
+    """Applies the patches once a program is loaded that another process compiled: then nothing imports the compiler."""
     from .patch import IfThere
 
     def installing(upstream: Callable[..., object]) -> Callable[..., object]:

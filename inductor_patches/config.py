@@ -67,7 +67,7 @@ def _attribute_entry(flag: Flag, unset: object) -> type:
 
 
 def _mark_dirty(config: Any) -> None:
-    """Makes the config compute its dictionary and hash, of which each thread may keep its own, again."""
+    """Makes the config compute its dictionary and hash again. Each thread may have cached them."""
     from pygraph_trees.compat import has_dirty_keys, has_hash_variable
 
     if has_dirty_keys():

@@ -82,7 +82,7 @@ def _names(code: CodeType) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """The base of patches, which have ``apply``: it changes the target and returns the function that undoes this."""
+    """The base of patches. ``apply`` changes the target and returns the function that undoes this."""
 
     feature: str  # for example "trees"; a feature is on or off as a whole
     module: str

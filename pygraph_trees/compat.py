@@ -92,7 +92,7 @@ def are_call_marks_wrapped() -> bool:
 
 
 def dynamic_mark() -> str:
-    """The attribute with which compiled code marks the dynamic dimensions of a tensor, and which no guard reads."""
+    """The attribute in which compiled code notes a tensor's dynamic dimensions. No guard reads it."""
     from torch._functorch._aot_autograd import runtime_wrappers
 
     has_own = hasattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices")  # torch 2.13

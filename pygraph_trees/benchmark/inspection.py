@@ -201,7 +201,7 @@ def side_by_side(traces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def profile_call(call: Callable[[], Sequence[str]], wait: Callable[[], None]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Figures and trace of a call, made twice, that names what it replays; both empty if profiling fails."""
+    """Profiles the second of two calls, which returns names of kernels: its figures and trace, empty if that fails."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")

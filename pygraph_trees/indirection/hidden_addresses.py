@@ -157,7 +157,7 @@ class Rehearsal:
 
 
 def _elements_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor's elements, which autograd does not follow; that between them belongs to other tensors."""
+    """A tensor's elements without autograd. The memory between them belongs to other tensors."""
     memory = memory_of(tensor).view(tensor.dtype)
     overlaps = torch._debug_has_internal_overlap(tensor) == 1
     return memory if overlaps else memory.as_strided(tensor.shape, tensor.stride())

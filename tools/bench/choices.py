@@ -2,9 +2,9 @@
 
 usage: python tools/bench/choices.py [grid] [first] [--seconds S] [--seed N] [--jobs N] [--out FILE]
 
-*grid* draws functions, of which a fifth should run un-graphed, and compares what was decided with the better of
-"compile" and "ours:graphed": *ratio* by the function's own time, which differs by some percent between recordings, and
-*choice_ratio* by the time of the forced way that it goes. *first* compares the longest of the first 30 calls with
+*grid* draws functions and compares each decision with the better of "compile" and "ours:graphed". A fifth of the
+functions should run un-graphed. *ratio* uses the function's own time, which varies by a few percent between recordings;
+*choice_ratio* uses the time of the way that was chosen. *first* compares the longest of the first 30 calls with
 upstream's.
 """
 

@@ -27,7 +27,7 @@ _MOST_NAMES = 4  # of inputs that moved
 def describe(
     node: Any, live: LiveInputs | None, copied: Collection[int], why_copied: Mapping[int, Why]
 ) -> Iterator[InputRecord]:
-    """Yields the record of each input, tensor or not, of a recording of which only upstream's attributes are read.
+    """Yields a record for each input of a recording, tensor or not. It reads only attributes that upstream's have too.
 
     In the bytes that each replay copies, elements that a dimension of stride 0 repeats count once.
     """
