@@ -17,13 +17,31 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import torch
+from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.locks import run_if_free
 from pygraph_trees.native import binding
 from pygraph_trees.trees.pools import collector, interrupts
 from pygraph_trees.trees.pools.collector import paused
-from pygraph_trees.trees.pools.interrupts import deferred
+from pygraph_trees.trees.pools.interrupts import cleaned_up, deferred
+
+
+def interrupted_at(moment: int, block: Callable[[], None]) -> bool:
+    """Raises KeyboardInterrupt at a call or return in a block; False if it ends before that."""
+    left = iter(range(moment))
+
+    def profile(*_: Any) -> None:
+        if next(left, None) is None:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.setprofile(profile)
+        block()
+        sys.setprofile(None)
+    return next(left, None) is None
 
 
 class TestDeferred(TestCase):
@@ -106,19 +124,82 @@ class TestRunIfFree(TestCase):
         def block() -> None:
             self.assertTrue(run_if_free(lock, lambda: self.assertFalse(run_if_free(lock, self.fail))))
 
-        def profile(*_: Any) -> None:
-            if next(left, None) is None:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-        for moment in range(60):
-            left = iter(range(moment))
-            with contextlib.suppress(KeyboardInterrupt):
-                sys.setprofile(profile)
-                block()
-                sys.setprofile(None)
+        for moment in itertools.count():
+            was_interrupted = interrupted_at(moment, block)
             self.assertFalse(lock.locked(), f"moment {moment}")
-        self.assertIsNotNone(next(left, None))
+            if not was_interrupted:
+                return
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.waited_for: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other)
+
+
+class Allocator:
+    """What torch does for a thread that allocates in a graph pool, on the stream of the graphs."""
+
+    def __init__(self) -> None:
+        self.taking = self.users = 0  # of the pool
+        self.current = Stream()
+
+    def begin(self, device: int, pool: Any) -> None:
+        self.taking += 1
+        self.users += 1
+
+    def end(self, device: int, pool: Any) -> None:
+        if not self.taking:
+            raise RuntimeError("not currently recording to the pool")
+        self.taking -= 1
+
+    def release(self, device: int, pool: Any) -> None:
+        self.users -= 1
+
+    def set_stream(self, stream: Stream) -> None:
+        self.current = stream
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield  # an error leaves the stream
+        self.current = before
+
+
+class TestCleanedUp(TestCase):
+    def test_an_interrupt_at_any_call_or_return_of_torch(self) -> None:
+        """The pool takes no allocation afterwards; the stream is the program's, and has waited for the graphs'."""
+        allocator, of_graphs = Allocator(), Stream()
+        of_program = allocator.current
+        for owner, name, function in (
+            (torch._C, "_cuda_beginAllocateCurrentThreadToPool", allocator.begin),
+            (torch._C, "_cuda_endAllocateToPool", allocator.end),
+            (torch._C, "_cuda_releasePool", allocator.release),
+            (torch.cuda, "synchronize", lambda: None),
+            (torch.cuda, "is_initialized", lambda: True),
+            (torch.cuda, "current_stream", lambda *_: allocator.current),
+            (torch.cuda, "set_stream", allocator.set_stream),
+            (torch.cuda, "stream", allocator.on),
+            (torch, "device", lambda _: nullcontext()),
+        ):
+            self.enterContext(mock.patch.object(owner, name, function, create=True))
+
+        def block() -> None:
+            with cleaned_up(0, (0, 1), of_graphs), cudagraph_trees._use_cuda_memory_pool_manager(0, (0, 1), of_graphs):
+                ran.append((allocator.taking, allocator.current))
+
+        for moment in itertools.count():
+            ran: list[Any] = []
+            of_program.waited_for.clear()
+            was_interrupted = interrupted_at(moment, block)
+            self.assertEqual((allocator.taking, allocator.current), (0, of_program), f"moment {moment}")
+            self.assertTrue(of_graphs in of_program.waited_for or not ran, f"moment {moment}")
+            if not was_interrupted:
+                break
+        self.assertEqual(ran, [(1, of_graphs)])
+        self.assertLess(allocator.users, 4)  # torch's `finally` has two statements, and the second may not run
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Runs a case in several ways and compares each call: outputs, gradients, aliasing, and the memory of all inputs.
 
 Eager is the oracle; the tolerance depends on the narrowest dtype. If the way under test disagrees, a control, a way of
-torch's own, runs too. Its differences from eager count as :attr:`Verdict.torch_differs` if the way under test does as
-the control does: both raise, or both give the same values. Moved constants must have eager's bits, unless
-un-graphed code has others, too. After a fault, calls must be graphed again. A failure raises :class:`Mismatch`.
+torch's own, runs too. Differences count as :attr:`Verdict.torch_differs` if both raise, or both give the same values.
+Moved constants must have eager's bits, unless un-graphed code has others, too. After a fault, calls must be graphed
+again, and memory and stream be the program's. A failure raises :class:`Mismatch`.
 """
 
 from __future__ import annotations
@@ -218,6 +218,8 @@ def _compare(
             # Outputs of a warm-up or a recording must not be used in a later step; torch raises if they are.
             for runner in runners if any(runner.recorded() for runner in runners) else ():
                 runner.detach_outputs()
+        if device.type == "cuda" and not _is_as_before(torch.empty(1, device=device)):
+            raise Mismatch(f"{subject} left the program in the graph pool, or on another stream")
         last = _ungraphed_calls() - ungraphed
         caught, why = runners[1].caught, {f.why_ungraphed for f in journal.records()[1] if f.ungraphed_calls}
     if caught and last > (usual := _ungraphed_at_the_end(case, device, subject) if last else 0):
@@ -225,6 +227,13 @@ def _compare(
             f"after {caught} faults, {last} functions run un-graphed in the last call; usually {usual}: {sorted(why)}"
         )
     return Verdict(agreed, inside, caught)
+
+
+def _is_as_before(tensor: torch.Tensor) -> bool:
+    """Whether a new tensor is in torch's own memory, and the default stream is current."""
+    blocks = [s for s in torch.cuda.memory_snapshot() if 0 <= tensor.data_ptr() - s["address"] < s["total_size"]]
+    is_here = torch.cuda.current_stream(tensor.device) == torch.cuda.default_stream(tensor.device)
+    return is_here and all(tuple(block["segment_pool_id"]) == (0, 0) for block in blocks)
 
 
 def _ungraphed_calls() -> int:

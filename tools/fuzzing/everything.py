@@ -1,7 +1,6 @@
 """Turns on what is off by default: kernels side by side, with random delays, and calls that skip Dynamo's guards.
 
-Each call that skips them checks them. Delays are spin kernels in front of a random half of the operations that are
-captured, so that an edge that is missing between two lanes shows.
+Each such call checks them. Delays are spin kernels before a random half of the operations: they show missing edges.
 """
 
 from __future__ import annotations

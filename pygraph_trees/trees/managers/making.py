@@ -25,6 +25,7 @@ from ..functions.function import FunctionModel
 from ..functions.outputs import give_memory
 from ..pools.capture_lock import locked_by_torch
 from ..pools.collector import paused
+from ..pools.interrupts import cleaned_up
 from ..recordings.kept_outputs import keeps_outputs
 from ..recordings.recording import Recording
 from ..recordings.records import siblings_of, why_recorded
@@ -64,7 +65,7 @@ class Making(Calls):
         function = self._log_of(function_id)
         give_memory(inputs)
         # A finalizer that a collection ran here could wait for the lock.
-        with paused(), locked_by_torch():
+        with paused(), locked_by_torch(), cleaned_up(self.device_index, self.cuda_graphs_thread_pool, self.stream):
             if function is not None:
                 return ours(inputs, function_id, function)
             try:

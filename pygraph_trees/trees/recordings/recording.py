@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -256,9 +256,12 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
 
         try:
             outputs = super()._record(on_placeholder_tensors, inputs)
-        except Exception as error:
-            if flag == "auto":  # lanes may need more memory than there is
+        except BaseException as error:
+            if flag == "auto" and isinstance(error, Exception):  # lanes may need more memory than there is
                 self.wrapped_function.model.lanes.give_up(self.wrapped_function.id, Reason.NO_CHAIN(why=error))
+            if self.graph is not None and torch.cuda.is_current_stream_capturing():  # interrupted before its `try`
+                with suppress(RuntimeError):
+                    self.graph.capture_end()
             raise
         if self.graph is not None:
             # Torch sets the offset of random numbers on the capture's stream, and for a replay on the current stream.
