@@ -8,6 +8,7 @@ except that :mod:`.streams` may run them on the streams of lanes.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ _LIBRARIES = ("aten", "pygraph_trees")  # namespaces of operators whose schemas 
 _PLAIN = (torch.Tensor, int, float, str, type(None))  # arguments of kernels
 # Operators that write to arguments that their schemas do not mark, or read addresses in device memory.
 _NOT_BELIEVED = re.compile(r"batch_norm|rnn|lstm|gru|grouped")
+_WINDOW = 9  # elements of a tensor that a kernel of Inductor's reads in one iteration, as in pooling
+_LOOKS_UP = re.compile(r"embedding|gather|index|take")  # operators that read the rows that indices name
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Operation:
     known: bool  # whether it accesses nothing but what is declared and what its nodes hold addresses of
     declared: tuple[Access, ...]  # whole storages
     alive: Regions  # storages that are alive after it, and where no temporary of its own can have been
-    nbytes: int  # of its tensors
+    nbytes: int  # of its tensors, as far as it reads them
     lane: int = 0
 
 
@@ -79,7 +82,15 @@ class Operations(TorchDispatchMode):
         given = _tensors_of(func, args, kwargs)
         # Operators of this package keep copies by stream, so they stay on one.
         may_move = known and library == "aten"
-        return self._note(lambda _: func(*args, **kwargs), given, known, self._current_stream(), may_move=may_move)
+        indices = [tensor.numel() for tensor, _ in given if tensor.dtype in (torch.int32, torch.int64)]
+        rows = sum(indices) if _LOOKS_UP.search(str(func)) else None
+
+        def read(tensor: torch.Tensor) -> int:
+            return tensor.numel() if rows is None else min(tensor.numel(), rows * math.prod(tensor.shape[1:]))
+
+        return self._note(
+            lambda _: func(*args, **kwargs), given, known, self._current_stream(), read, may_move=may_move
+        )
 
     def launch(self, run: Callable[..., Any], autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Launches a Triton kernel, as :meth:`.launches.Tap.scope` asks."""
@@ -91,14 +102,30 @@ class Operations(TorchDispatchMode):
         ]
         # A descriptor, for example, has an address, but is no tensor.
         known = bool(names) and not autotuner.custom_kernel and all(isinstance(value, _PLAIN) for value in args)
+        sizes = [value for name, value in zip(names, args, strict=False) if name.endswith("numel")]  # of its loops
+
+        def read(tensor: torch.Tensor) -> int:
+            return min(tensor.numel(), _WINDOW * math.prod(sizes)) if sizes else tensor.numel()
 
         def call(stream: int) -> Any:
             return run(autotuner, *args, **{**kwargs, "stream": stream})
 
-        return self._note(call, given, known, kwargs["stream"], may_move=known)
+        return self._note(call, given, known, kwargs["stream"], read, may_move=known)
 
-    def _note(self, call: Callable[[int], Any], given: Given, known: bool, stream: int, *, may_move: bool) -> Any:
-        """Notes a call, which is given the stream to launch on: this one, or a lane's if it may move there."""
+    def _note(
+        self,
+        call: Callable[[int], Any],
+        given: Given,
+        known: bool,
+        stream: int,
+        read: Callable[[torch.Tensor], int],
+        *,
+        may_move: bool,
+    ) -> Any:
+        """Notes a call, which is given the stream to launch on: this one, or a lane's if it may move there.
+
+        ``read`` returns the most elements of a tensor that it accesses.
+        """
         if self._is_inside:
             return call(stream)
         before = self._last()
@@ -128,7 +155,7 @@ class Operations(TorchDispatchMode):
         if stream != self._stream:
             self.why_not = self.why_not or Reason.OTHER_STREAMS()
         if after != before:
-            sizes = {id(tensor): tensor.numel() * tensor.element_size() for tensor, _ in [*given, *made]}
+            sizes = {id(tensor): read(tensor) * tensor.element_size() for tensor, _ in [*given, *made]}
             kept = Regions(alive & self._alive())
             nbytes = sum(sizes.values())
             self.found.append(Operation(before, after, known, tuple(declared), kept, nbytes, lane))

@@ -111,7 +111,7 @@ class Captured(TorchDispatchMode):
             assert made is not None
             self.kernel([], [made], name=self.name)
             return made
-        if func is ops.cat.out:
+        if func in (ops.cat.out, ops.index_select.out):
             self.work(leaves, [kwargs["out"]], self.name)
             return kwargs["out"]
         if func is ops.add_.Tensor:

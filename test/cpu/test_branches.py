@@ -95,6 +95,17 @@ class TestAccesses(BranchesTestCase):
             self.assertFalse(unit.barrier)
             self.assertEqual(tuple(access.write for access in unit.accesses), expected)
 
+    def test_of_a_large_table_only_what_is_looked_up_counts(self):
+        """A kernel reads at most some elements in each iteration, and an operator the rows that its indices name."""
+        captured = Captured()
+        table, index, out = captured.tensor(64).view(16, 4), captured.tensor().view(torch.int64), captured.tensor()
+
+        with self.operations(captured, table, index, out) as operations:
+            ops.index_select.out(table, 0, index, out=out)
+            FakeAutotuner(captured).run(table, index, out, 2, stream=captured.stream)
+            ops.cat.out([table], out=out)
+        self.assertEqual([operation.nbytes for operation in operations.found], [4 + 8 + 1, 2 * 9 + 8 + 8, 64 + 8])
+
     def test_an_address_in_another_storage_is_a_write_of_all_of_it(self):
         def run(captured, a, b, c, d):
             captured.work = lambda read, written, name: captured.kernel(read, [*written, d], name=name)

@@ -12,16 +12,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
@@ -30,7 +29,7 @@ from torch._inductor.output_code import CompiledFxGraph
 
 from bench.figures import has_gpu, several_of, write_figures
 from bench.trained_models import Critic
-from pygraph_trees.benchmark.inspection import is_launch, pool_nbytes
+from pygraph_trees.benchmark.inspection import pool_nbytes
 from pygraph_trees.benchmark.program import Program, Ring
 from pygraph_trees.benchmark.timing import call_until_chosen, collector_off, schedule, synchroniser
 from pygraph_trees.benchmark.ways import FLAGS, Way, make_ways
@@ -40,9 +39,9 @@ from pygraph_trees.report.log import journal
 
 _GRAPH, _LAUNCH = (CompiledFxGraph, "__call__"), (torch.cuda.CUDAGraph, "replay")
 _SETTLE = 10  # un-timed calls at the start of each block
-_PROFILED = 5  # calls
+_MARKED = 9  # calls
+_SPIN_CYCLES = 2_000_000  # about 1 ms
 _FIGURES = ("host", "trees", "launch", "latency")
-_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,38 +103,26 @@ def _call(program: Program, way: Way, feed: Iterator[Any], wait: Callable[[], No
 
 
 def _gpu_us(program: Program, way: Way, ring: Ring, wait: Callable[[], None]) -> float | None:
-    """The median over several calls; None without a GPU."""
+    """The median over several calls; None without a GPU. A spin kernel keeps the GPU busy until the launch is done."""
     if program.device.type != "cuda":
         return None
-    found = []
-    feed = ring.same
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        for _ in range(_PROFILED):
-            own = next(feed)
-            wait()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-                program.step(way.callable, own.args, own.kwargs)
-                wait()
-            profiler.export_chrome_trace(str(path))
-            found.append(spans_us(json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)))
+    owner, name = _LAUNCH
+    replay, marks, found = getattr(owner, name), [], []
+
+    def marked(graph: Any) -> None:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_SPIN_CYCLES)
+        begin.record()
+        replay(graph)
+        end.record()
+        marks.append((begin, end))
+
+    with mock.patch.object(owner, name, marked):
+        for _ in range(_MARKED):
+            marks.clear()
+            _call(program, way, ring.same, wait)
+            found.append(sum(begin.elapsed_time(end) for begin, end in marks) * 1e3)
     return median(found)
-
-
-def spans_us(trace: Mapping[str, Any]) -> float:
-    """The time from the first to the last work of each launched graph, summed over a Chrome trace."""
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    launches = {event.get("args", {}).get("correlation") for event in events if is_launch(event)} - {None}
-    total = 0.0
-    for launch in launches:
-        work = [
-            (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-            for event in events
-            if event.get("cat") in _WORK and event["args"].get("correlation") == launch
-        ]
-        if work:
-            total += max(end for _, end in work) - min(start for start, _ in work)
-    return total
 
 
 def _block(program: Program, way: Way, feed: Iterator[Any], wait: Callable[[], None], calls: int, cost: float) -> Times:

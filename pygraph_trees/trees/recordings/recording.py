@@ -37,6 +37,7 @@ from ..functions.function import FunctionModel
 from ..functions.lanes import Number
 from ..functions.outputs import as_they_read, is_on_live_input, makers_of_empty, without_staged
 from ..pools import pools
+from ..pools.capture_lock import is_captured
 from ..pools.liveness import deaths, release_unneeded
 from ..pools.pools import ranges_of
 from .attempts import Attempts
@@ -259,7 +260,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         except BaseException as error:
             if flag == "auto" and isinstance(error, Exception):  # lanes may need more memory than there is
                 self.wrapped_function.model.lanes.give_up(self.wrapped_function.id, Reason.NO_CHAIN(why=error))
-            if self.graph is not None and torch.cuda.is_current_stream_capturing():  # interrupted before its `try`
+            if self.graph is not None and is_captured():  # interrupted before its `try`
                 with suppress(RuntimeError):
                     self.graph.capture_end()
             raise
