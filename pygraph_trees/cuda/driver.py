@@ -20,8 +20,7 @@ from typing import Any
 
 from pygraph_trees.errors import NOT_FOUND, DriverError, InvalidValue, PygraphWarning, refused
 
-from .copy_nodes import MemcpyNode, MemsetNode
-from .graph_nodes import KernelNode, Layout, Layouts, NodeKind
+from .graph_nodes import Layout, NodeKind
 
 # The calls that indirection makes, by the driver version that each needs: the version that the bindings 12.8 to 13.5
 # pass to cuGetProcAddress. The bindings define functions that the installed driver lacks, so a name in them proves
@@ -150,16 +149,6 @@ class Driver:
                     counts[kind] += 1
         return counts
 
-    def kernel_node(self, node: int, layouts: Layouts | None = None) -> KernelNode:
-        """Reads a kernel node; ``layouts`` are known. Raises :class:`DriverError` also if its own is unknown."""
-        return KernelNode(self, node, {} if layouts is None else layouts)
-
-    def memcpy_node(self, node: int) -> MemcpyNode:
-        return MemcpyNode(self, node)
-
-    def memset_node(self, node: int) -> MemsetNode:
-        return MemsetNode(self, node)
-
     def function_name(self, function: int, kernel: int) -> str | None:
         """A kernel's mangled name, by the handle that is not 0 (``cuFuncGetName``); None if it is unknown."""
         call, handle = ("cuFuncGetName", function) if function else ("cuKernelGetName", kernel)
@@ -237,21 +226,22 @@ class Driver:
         """Asks for one parameter after another until the driver refuses: the call that counts them needs CUDA 13.2."""
         call, handle = ("cuFuncGetParamInfo", function) if function else ("cuKernelGetParamInfo", kernel)
         ask = self.find(call)
-        places: list[tuple[int, int]] = []
+        layout: Layout = []
+        end = 0
         try:
             for index in itertools.count():
                 code, *place = ask(handle, index)
                 if code != 0:
                     break
-                places.append((place[0], place[1]))
+                if place[0] < end:
+                    raise DriverError(call=call, code="parameters in disorder")
+                layout.append((place[0], place[1]))
+                end = sum(place)
         except RuntimeError as error:
             raise DriverError(call=call, code=NOT_FOUND) from error
         if not isinstance(refused(call, code), InvalidValue):
             raise refused(call, code)  # an exception kept by a frame, and keeping that frame, keeps graphs alive
-        try:
-            return Layout(places)
-        except ValueError:
-            raise DriverError(call=call, code="parameters in disorder") from None
+        return layout
 
 
 class _OnStack(ctypes.Structure):

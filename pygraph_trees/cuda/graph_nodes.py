@@ -33,41 +33,7 @@ class NodeKind(enum.Enum):
     OTHER = "other"  # semaphores, conditionals, batched memory operations
 
 
-class Layout:
-    """Offset and size of each of a kernel's parameters in its block, in bytes."""
-
-    def __init__(self, places: list[tuple[int, int]]) -> None:
-        """Raises :class:`ValueError` if the parameters are not in order."""
-        self._places = places
-        self.nbytes = 0
-        for i, (offset, nbytes) in enumerate(places):
-            if offset < self.nbytes:
-                raise ValueError(f"parameter {i} begins inside of another one")
-            self.nbytes = offset + nbytes
-        self.words = {offset: i for i, (offset, nbytes) in enumerate(places) if nbytes == 8}
-        self._pointers: type[ctypes.Array[ctypes.c_uint64]] = ctypes.c_uint64 * len(places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def divides(self, offset: int) -> bool:
-        """Whether the 8 bytes at an offset span several parameters."""
-        return any(offset < begin < offset + 8 for begin, _ in self._places)
-
-    def pointers_into(self, start: int) -> ctypes.Array[ctypes.c_uint64]:
-        return self._pointers(*[start + offset for offset, _ in self._places])
-
-    def copied_pointers(self, given: int) -> ctypes.Array[ctypes.c_uint64]:
-        return self._pointers.from_buffer_copy(ctypes.string_at(given, 8 * len(self)))
-
-    def read(self, given: int) -> bytes:
-        """The block that the pointers at an address describe, with zeros in its gaps."""
-        block = bytearray(self.nbytes)
-        for (offset, nbytes), pointer in zip(self._places, self._pointers.from_address(given), strict=True):
-            block[offset : offset + nbytes] = ctypes.string_at(pointer, nbytes)
-        return bytes(block)
-
-
+Layout = list[tuple[int, int]]  # offset and size in bytes of each of a kernel's parameters in its block, in order
 Layouts = dict[tuple[int, int], Layout]  # by a kernel's handles
 
 
@@ -98,20 +64,20 @@ class GraphNode:
 
 
 class KernelNode(GraphNode):
-    """A kernel launch: change parameters with :meth:`word` or :meth:`take_from`, then call :meth:`set`."""
+    """A kernel launch: change parameters with :meth:`word` or :meth:`pointer`, then call :meth:`set`."""
 
     kind = NodeKind.KERNEL
     _get, _set = "cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"
     _in_context = False
     nbytes: int  # of the parameters, at the offsets that the kernel sees
 
-    def __init__(self, driver: Any, handle: int, layouts: Layouts) -> None:
+    def __init__(self, driver: Any, handle: int, layouts: Layouts | None = None) -> None:
+        """``layouts`` are known. Raises :class:`DriverError` also if the kernel's own is unknown."""
         super().__init__(driver, handle)
         self.function, self.kernel = int(self._params.func), int(self._params.kern)  # one of them is 0
         self._layout: Layout | None = None  # None if the parameters are passed as one block
-        self._pointers: ctypes.Array[ctypes.c_uint64] | None = None  # ours, once the struct points to it
-        self._taken: list[int] = []  # parameters read from a table
         # The struct points to the node's memory, which is only read here.
+        layouts = {} if layouts is None else layouts
         self._recorded = self._read_packed() if self._params.extra else self._read_plain(layouts)
         self.nbytes = len(self._recorded)
 
@@ -123,14 +89,16 @@ class KernelNode(GraphNode):
         return ctypes.string_at(entries[_BUFFER], ctypes.c_uint64.from_address(entries[_SIZE]).value)
 
     def _read_plain(self, layouts: Layouts) -> bytes:
-        self._given = given = int(self._params.kernelParams)
-        key = self.function, self.kernel
+        given, key = int(self._params.kernelParams), (self.function, self.kernel)
         if (layout := layouts.get(key)) is None:
             layout = layouts[key] = self._driver.layout(*key)
-        if bool(given) != bool(len(layout)):  # an unknown handle looks like one without parameters
+        if bool(given) != bool(layout):  # an unknown handle looks like one without parameters
             raise DriverError(call=self._get, code="parameters of unknown layout")
         self._layout = layout
-        return layout.read(given) if given else b""
+        block = bytearray(sum(layout[-1]) if layout else 0)  # with zeros in its gaps
+        for (offset, nbytes), pointer in zip(layout, (ctypes.c_uint64 * len(layout)).from_address(given), strict=True):
+            block[offset : offset + nbytes] = ctypes.string_at(pointer, nbytes)
+        return bytes(block)
 
     @property
     def address(self) -> int:
@@ -145,27 +113,20 @@ class KernelNode(GraphNode):
         if self._layout is None:
             self._nbytes = ctypes.c_size_t(self.nbytes)
             pairs = (_BUFFER, start, _SIZE, ctypes.addressof(self._nbytes), _END)
-            self._point_to((ctypes.c_uint64 * 5)(*pairs))
-        elif len(self._layout):
-            pointers = self._layout.pointers_into(start)
-            if self._pointers is not None:
-                for parameter in self._taken:
-                    pointers[parameter] = self._pointers[parameter]
-            self._point_to(pointers)
+            self._pointers = (ctypes.c_uint64 * 5)(*pairs)
+            self._params.extra = ctypes.addressof(self._pointers)
+        elif self._layout:
+            self._pointers = (ctypes.c_uint64 * len(self._layout))(*(start + offset for offset, _ in self._layout))
+            self._params.kernelParams = ctypes.addressof(self._pointers)
         return block
 
-    def _point_to(self, pointers: ctypes.Array[ctypes.c_uint64]) -> ctypes.Array[ctypes.c_uint64]:
-        self._pointers = pointers
-        setattr(self._params, "extra" if self._layout is None else "kernelParams", ctypes.addressof(pointers))
-        return pointers
-
     def may_be_address(self, offset: int) -> bool:
-        """Whether the 8 bytes at an offset may be one parameter, or part of one."""
-        return self._layout is None or not self._layout.divides(offset)
+        """Whether the 8 bytes at an offset may be one parameter, or part of one: they do not span several."""
+        return not any(offset < begin < offset + 8 for begin, _ in self._layout or ())
 
     def is_word(self, offset: int) -> bool:
         """Whether the 8 bytes at an offset are known to be a parameter of their own."""
-        return self._layout is not None and offset in self._layout.words
+        return self._layout is not None and (offset, 8) in self._layout
 
     def words(self) -> bytes:
         """The recorded parameters, padded with zeros to a multiple of 8 bytes."""
@@ -179,18 +140,8 @@ class KernelNode(GraphNode):
         """Where the struct has the address of a parameter's bytes, in place; raises ValueError if it is none."""
         if self._layout is None or parameter >= len(self._layout):
             raise ValueError(f"the kernel has no parameter {parameter} of its own")
-        pointers = self._pointers or self._point_to(self._layout.copied_pointers(self._given))  # the rest as recorded
-        self._taken.append(parameter)
-        return ctypes.c_uint64.from_buffer(pointers, 8 * parameter)
-
-    def take_from(self, offset: int, table: ctypes.Array[ctypes.c_uint64], index: int) -> bool:
-        """Makes :meth:`set` read a parameter from a shared table; False if it is no separate one of 8 bytes."""
-        parameter = None if self._layout is None else self._layout.words.get(offset)
-        if parameter is None:
-            return False
-        self.pointer(parameter).value = ctypes.addressof(table) + 8 * index
-        self._table = table  # keeps the table alive, which the struct does not
-        return True
+        _ = self.block  # makes the pointers
+        return ctypes.c_uint64.from_buffer(self._pointers, 8 * parameter)
 
 
 def _aligned_block(content: bytes) -> ctypes.Array[ctypes.c_char]:

@@ -10,9 +10,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from pygraph_trees.cuda.copy_nodes import MemcpyNode, MemsetNode
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.cuda.edges import Edge
-from pygraph_trees.cuda.graph_nodes import Layouts, NodeKind
+from pygraph_trees.cuda.graph_nodes import KernelNode, Layouts, NodeKind
 from pygraph_trees.errors import DriverError, InvalidValue, PygraphError
 from pygraph_trees.indirection.known_kernels import is_known
 from pygraph_trees.reasons import Reason
@@ -105,9 +106,9 @@ class _Reader:
         if kind is NodeKind.KERNEL:
             yield from self._of_kernel(node, operation)
         elif kind is NodeKind.MEMSET:
-            yield self._at(self._driver.memset_node(node).target, operation, write=True)
+            yield self._at(MemsetNode(self._driver, node).target, operation, write=True)
         elif kind is NodeKind.MEMCPY:
-            copy = self._driver.memcpy_node(node)
+            copy = MemcpyNode(self._driver, node)
             if copy.target is None or (copy.source is None and copy.host_source is None):
                 raise _Unknown
             if copy.host_source is not None:
@@ -119,7 +120,7 @@ class _Reader:
             raise _Unknown
 
     def _of_kernel(self, handle: int, operation: Operation) -> Iterator[Access]:
-        node = self._driver.kernel_node(handle, self._layouts)
+        node = KernelNode(self._driver, handle, self._layouts)
         name = self._driver.function_name(node.function, node.kernel)
         if name is None or not is_known(name) or _READS_TABLES.match(name) or self._waits_for_all_blocks(handle):
             raise _Unknown

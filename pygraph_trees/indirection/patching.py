@@ -9,14 +9,12 @@ true, every later ``apply`` raises :class:`HalfPatched`, and the graph must not 
 from __future__ import annotations
 
 import ctypes
-import functools
-import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from pygraph_trees.cuda.copy_nodes import CopyNode, MemcpyNode
+from pygraph_trees.cuda.copy_nodes import HOST_SOURCE, CopyNode
 from pygraph_trees.cuda.driver import CONTEXT_GETTER, KERNEL_SETTER, Driver
 from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode
 from pygraph_trees.cuda.value_kernel import BYTES
@@ -24,7 +22,7 @@ from pygraph_trees.errors import DriverError, PygraphError
 from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason
 
-from .relocations import BY_VALUE, HOST_SOURCE, SOURCE, Relocation
+from .relocations import BY_VALUE, Relocation
 
 
 class PatchFailed(PygraphError):
@@ -33,15 +31,6 @@ class PatchFailed(PygraphError):
 
 class HalfPatched(PatchFailed):
     template = "an earlier change of addresses failed half-way; the graph must be recorded again"
-
-
-class _Field:
-    """A word that is an attribute of a node; a word in a kernel's parameters is a ``ctypes.c_uint64``."""
-
-    def __init__(self, node: GraphNode, name: str) -> None:
-        self._set = functools.partial(setattr, node, name)
-
-    value = property(fset=lambda self, address: self._set(address))
 
 
 class Patches:
@@ -69,27 +58,17 @@ class Patches:
         self._native: Any = None  # sets nodes too
         self._inputs = tuple(inputs)
         positions = {index: position for position, index in enumerate(inputs)}
-        # By position in inputs and addend: an entry of the table from which most kernels take the address.
-        entries: dict[tuple[int, int], int] = {}
-        own: list[tuple[int, int, int, int, int]] = []  # relocations with the input's position, and the entry
-        for number, offset, index, addend in relocations:
-            position = positions.get(index)
-            if position is not None:
-                own.append((number, offset, position, addend, entries.setdefault((position, addend), len(entries))))
-        self._entries = tuple(entries)
-        self._table = (ctypes.c_uint64 * len(self._entries))()
-        self._pack = struct.Struct(f"{len(self._entries)}Q").pack_into
-        # By position in inputs: the other words that hold its address, with the addend, and the nodes that hold it.
+        # By position in inputs: the words that hold its address, with the addend, and the nodes that hold it.
         self._words: list[list[tuple[Any, int]]] = [[] for _ in inputs]
         self._nodes: list[set[int]] = [set() for _ in inputs]
         self.always: set[int] = set()  # nodes that are set even if nothing changed
-        for number, offset, position, addend, entry in own:
+        for number, offset, index, addend in relocations:
+            if (position := positions.get(index)) is None:
+                continue
             node = scan_nodes[number]
             self._nodes[position].add(number)
-            if isinstance(node, KernelNode):
-                if offset != BY_VALUE and node.take_from(offset, self._table, entry):
-                    continue
-            elif offset != HOST_SOURCE:  # a staging buffer keeps its address; the program's own memory is in ``forced``
+            # A staging buffer keeps its address; the program's own memory is in ``forced``.
+            if isinstance(node, CopyNode) and offset != HOST_SOURCE:
                 self.always.add(number)
             self._words[position].append((_word(node, offset), addend))
         self._used = {number: scan_nodes[number] for number in sorted(set().union(*self._nodes))}
@@ -154,15 +133,13 @@ class Patches:
         nodes: list[KernelNode] = []
         holders: list[tuple[int, int]] = []
         if can_set:
-            table = ctypes.addressof(self._table)
-            words += [(table + 8 * number, *entry) for number, entry in enumerate(self._entries)]
             for position, found in enumerate(self._words):
                 words += [(ctypes.addressof(word), position, addend) for word, addend in found]
             numbers = {node: number for number, node in enumerate(kernels)}
             nodes += kernels.values()
             holders += [(position, numbers[node]) for position, held in enumerate(self._nodes) for node in sorted(held)]
         self._native = binding.extension.Addresses(
-            owner=(self._table, nodes, self._words),
+            owner=(nodes, self._words),
             pool_changes=pool_changes,
             sets=self.sets,
             held=self._addresses,
@@ -219,7 +196,6 @@ class Patches:
                 self._driver.enter(before)
 
     def _write(self, changed: Iterable[int], addresses: Sequence[int]) -> None:
-        self._pack(self._table, 0, *(addresses[position] + addend for position, addend in self._entries))
         for position in changed:
             for word, addend in self._words[position]:
                 word.value = addresses[position] + addend
@@ -267,9 +243,6 @@ class CapturedCopies:
         return list(dict.fromkeys(node for node, _, _ in written))
 
 
-def _word(node: GraphNode, offset: int) -> Any:
+def _word(node: Any, offset: int) -> Any:
     """The word of a node at a relocation's offset (see ``Relocation.offset``)."""
-    if isinstance(node, KernelNode):
-        return node.pointer(BYTES) if offset == BY_VALUE else node.word(offset)
-    name = {SOURCE: "source", HOST_SOURCE: "host_source"}.get(offset, "target")
-    return _Field(node, name if isinstance(node, MemcpyNode) else "target")
+    return node.pointer(BYTES) if offset == BY_VALUE else node.word(offset)

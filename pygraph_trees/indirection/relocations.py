@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pygraph_trees.cuda.graph_nodes import GraphNode, Layouts, NodeKind
+from pygraph_trees.cuda.copy_nodes import HOST_SOURCE, SOURCE, TARGET, MemcpyNode, MemsetNode
+from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode, Layouts, NodeKind
 from pygraph_trees.errors import DriverError
 from pygraph_trees.reasons import Reason, Why
 
@@ -49,7 +50,6 @@ _HOST_CHUNK = 16 << 20  # bytes of host memory read at once; a multiple of 8
 _COLLECTIVE = re.compile(r"(_ZN?\d+)?nccl\w*Kernel")
 
 
-SOURCE, TARGET, HOST_SOURCE = 0, 8, 16  # values of Relocation.offset in a memcpy node
 BY_VALUE = -1  # in a kernel node that holds staged bytes by value: the address from which it copies them
 
 
@@ -57,7 +57,7 @@ class Relocation(NamedTuple):
     """A place where a graph holds an input's address."""
 
     node: int  # index into Scan.nodes
-    offset: int  # bytes into a kernel's parameter block, or one of the values above; for a memset 0
+    offset: int  # bytes into a kernel's parameter block, or ``BY_VALUE``; the word of a copy or fill
     input: int  # index of the placeholder; after the placeholders, of the memory of staged inputs
     addend: int  # bytes from the start; in the guards it is negative, or not less than the size
 
@@ -129,7 +129,7 @@ class _Reader:
             self._hide(_UNREAD[kind])
 
     def _kernel(self, position: int, handle: int) -> None:
-        node = self.driver.kernel_node(handle, self.layouts)
+        node = KernelNode(self.driver, handle, self.layouts)
         if handle in self.by_value:
             self._staged_at(position, node, BY_VALUE, self.by_value[handle])
             return
@@ -148,7 +148,7 @@ class _Reader:
                 self._relocation(position, node, offset, found, address)
 
     def _memcpy(self, position: int, handle: int) -> None:
-        node = self.driver.memcpy_node(handle)
+        node = MemcpyNode(self.driver, handle)
         if not node.plain:
             self._hide("a copy of rows or arrays")
             return
@@ -172,7 +172,7 @@ class _Reader:
                 self.relocations.append(Relocation(position, offset, first + number, address - start))
 
     def _memset(self, position: int, handle: int) -> None:
-        node = self.driver.memset_node(handle)
+        node = MemsetNode(self.driver, handle)
         found = self._input_at(node.target)
         if not node.plain:
             self._refuse(found, Reason.FILLED_IN_ROWS())

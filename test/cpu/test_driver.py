@@ -20,8 +20,9 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.cuda import driver as driver_module
 from pygraph_trees.cuda import driver as drivers
 from pygraph_trees.cuda import progress
+from pygraph_trees.cuda.copy_nodes import SOURCE, TARGET, MemcpyNode, MemsetNode
 from pygraph_trees.cuda.driver import Driver, IndirectionOff, usable_driver
-from pygraph_trees.cuda.graph_nodes import NodeKind
+from pygraph_trees.cuda.graph_nodes import KernelNode, NodeKind
 from pygraph_trees.errors import NOT_FOUND, DriverError
 from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.settings import Settings
@@ -49,7 +50,7 @@ class DriverTestCase(TestCase):
     def bound(self, kind, node):
         """A node's wrapper, bound to the only executable graph that has it, and that graph."""
         exec_ = self.api.instantiate(self.api.make_graph(node))
-        wrapper = getattr(self.driver, f"{kind}_node")(node)
+        wrapper = kind(self.driver, node)
         wrapper.bind(exec_, self.driver.context())
         return wrapper, exec_
 
@@ -149,10 +150,10 @@ class TestMissingCalls(DriverTestCase):
         host = self.api.make_host(b"12345678")
         memcpy, memset = self.api.make_memcpy(host, 0x2000, 8, "UNIFIED"), self.api.make_memset(0x2000, 8)
         exec_ = self.api.instantiate(self.api.make_graph(*kernels, memcpy, memset))
-        copies = [self.driver.memcpy_node(memcpy), self.driver.memset_node(memset)]
+        copies = [MemcpyNode(self.driver, memcpy), MemsetNode(self.driver, memset)]
         for node in copies:
             node.set_captured()
-        for node in (*map(self.driver.kernel_node, kernels), *copies):
+        for node in (*(KernelNode(self.driver, kernel) for kernel in kernels), *copies):
             node.bind(exec_, self.driver.context())
             node.set()
         nbytes = self.driver.granularity(DEVICE)
@@ -172,7 +173,7 @@ class TestKernelNode(DriverTestCase):
     @given(parameters, st.booleans(), st.booleans(), st.booleans(), st.data())
     def test_sets_what_was_written_and_nothing_else(self, words, packed, func, apart, data):
         handle = self.api.make_kernel(words, packed, func=func, apart=apart)
-        node, exec_ = self.bound("kernel", handle)
+        node, exec_ = self.bound(KernelNode, handle)
         kernel = self.api._nodes[handle].content
         recorded = kernel.block
         inside = [at for start, nbytes in kernel.layout for at in range(start, start + nbytes - 7)]
@@ -186,22 +187,22 @@ class TestKernelNode(DriverTestCase):
         self.assertEqual(bytes(node.block), expected)
         self.assertEqual(self.api.exec_parameters(exec_, handle), recorded)
         self.check_set(node, exec_, expected)
-        self.assertEqual(bytes(self.driver.kernel_node(handle).block), recorded)
+        self.assertEqual(bytes(KernelNode(self.driver, handle).block), recorded)
 
     def test_parameters_that_cannot_be_located_are_refused(self):
         handle = self.api.make_kernel([1, 2])
         self.api._nodes[handle].content.layout.reverse()
-        self.assertRefused("cuFuncGetParamInfo", "parameters in disorder", self.driver.kernel_node, handle)
+        self.assertRefused("cuFuncGetParamInfo", "parameters in disorder", KernelNode, self.driver, handle)
         handle = self.api.make_kernel([1], packed=True)
         self.api._nodes[handle].content._entries[2] = 3  # an unknown launch parameter
-        self.assertRaises(DriverError, self.driver.kernel_node, handle)
+        self.assertRaises(DriverError, KernelNode, self.driver, handle)
         for func, call in ((True, "cuFuncGetParamInfo"), (False, "cuKernelGetParamInfo")):
             handle = self.api.make_kernel([1, 2], func=func, known=False)
-            self.assertRaisesRegex(DriverError, "parameters of unknown layout", self.driver.kernel_node, handle)
+            self.assertRaisesRegex(DriverError, "parameters of unknown layout", KernelNode, self.driver, handle)
             handle = self.api.make_kernel([1, 2], func=func)
             self.api.fail(call, 1, CUresult.CUDA_ERROR_OUT_OF_MEMORY)
-            self.assertRefused(call, "CUDA_ERROR_OUT_OF_MEMORY", self.driver.kernel_node, handle)
-        self.assertEqual(len(self.driver.kernel_node(self.api.make_kernel([1], packed=True, known=False)).block), 8)
+            self.assertRefused(call, "CUDA_ERROR_OUT_OF_MEMORY", KernelNode, self.driver, handle)
+        self.assertEqual(len(KernelNode(self.driver, self.api.make_kernel([1], packed=True, known=False)).block), 8)
 
     def test_packed_pairs_come_in_either_order_and_parameters_may_lie_apart(self):
         handle = self.api.make_kernel([1, 2], packed=True)
@@ -209,15 +210,15 @@ class TestKernelNode(DriverTestCase):
         first, second = entries[:2], entries[2:4]
         for pairs in (first + second, second + first):
             entries[:4] = pairs
-            self.assertEqual(bytes(self.driver.kernel_node(handle).block), struct.pack("<QQ", 1, 2))
-        apart = self.driver.kernel_node(self.api.make_kernel([1, 2], apart=True))
+            self.assertEqual(bytes(KernelNode(self.driver, handle).block), struct.pack("<QQ", 1, 2))
+        apart = KernelNode(self.driver, self.api.make_kernel([1, 2], apart=True))
         self.assertEqual(bytes(apart.block), struct.pack("<QQ", 1, 2))
 
     def test_a_kernel_is_named_if_the_driver_knows_its_name(self):
         for func in (True, False):
-            node = self.driver.kernel_node(self.api.make_kernel([1], name="_Z3addPf", func=func))
+            node = KernelNode(self.driver, self.api.make_kernel([1], name="_Z3addPf", func=func))
             self.assertEqual(self.driver.function_name(node.function, node.kernel), "_Z3addPf")
-            nameless = self.driver.kernel_node(self.api.make_kernel([1], name=None, func=func))
+            nameless = KernelNode(self.driver, self.api.make_kernel([1], name=None, func=func))
             self.assertIsNone(self.driver.function_name(nameless.function, nameless.kernel))
         self.api.lack("cuKernelGetName")
         self.assertIsNone(self.driver.function_name(node.function, node.kernel))
@@ -227,7 +228,7 @@ class TestMemcpyNode(DriverTestCase):
     SOURCE, TARGET = 0x1000, 0x2000
 
     def sides(self, *types, source=SOURCE, target=TARGET, **more):
-        node = self.driver.memcpy_node(self.api.make_memcpy(source, target, 64, *types, **more))
+        node = MemcpyNode(self.driver, self.api.make_memcpy(source, target, 64, *types, **more))
         self.assertEqual(node.nbytes, 64 * max(1, more.get("Height", 1)) * max(1, more.get("Depth", 1)))
         return node.source, node.target, node.host_source, node.plain
 
@@ -263,31 +264,29 @@ class TestMemcpyNode(DriverTestCase):
 
     @given(addresses, addresses, st.tuples(*[st.sampled_from(["DEVICE", "UNIFIED"])] * 2))
     def test_set(self, source, target, types):
-        node, exec_ = self.bound("memcpy", self.api.make_memcpy(self.SOURCE, self.TARGET, 64, *types))
+        node, exec_ = self.bound(MemcpyNode, self.api.make_memcpy(self.SOURCE, self.TARGET, 64, *types))
         self.assertEqual((node.kind, node.nbytes), (NodeKind.MEMCPY, 64))
-        node.source = source
+        node.word(SOURCE).value = source
         for expected in ((source, self.TARGET), (source, target)):
-            node.target = expected[1]
+            node.word(TARGET).value = expected[1]
             self.check_set(node, exec_, struct.pack("<QQ", *expected))
-            self.assertEqual((node.source, node.target), expected)
 
     def test_set_keeps_a_host_side(self):
-        node, exec_ = self.bound("memcpy", self.api.make_memcpy(self.SOURCE, self.TARGET, 64, "HOST"))
-        node.target = 0x3000
+        node, exec_ = self.bound(MemcpyNode, self.api.make_memcpy(self.SOURCE, self.TARGET, 64, "HOST"))
+        node.word(TARGET).value = 0x3000
         self.check_set(node, exec_, struct.pack("<QQ", self.SOURCE, 0x3000))
 
 
 class TestMemsetNode(DriverTestCase):
     @given(addresses, st.sampled_from([1, 2, 4]))
     def test_set(self, target, element):
-        node, exec_ = self.bound("memset", self.api.make_memset(0x1000, 64, element))
+        node, exec_ = self.bound(MemsetNode, self.api.make_memset(0x1000, 64, element))
         self.assertEqual((node.kind, node.target, node.nbytes, node.plain), (NodeKind.MEMSET, 0x1000, 64, True))
-        node.target = target
+        node.word(0).value = target
         self.check_set(node, exec_, struct.pack("<Q", target))
-        self.assertEqual(node.target, target)
 
     def test_a_fill_of_several_rows_is_not_plain(self):
-        node = self.driver.memset_node(self.api.make_memset(0x1000, 64, 4, rows=3, pitch=512))
+        node = MemsetNode(self.driver, self.api.make_memset(0x1000, 64, 4, rows=3, pitch=512))
         self.assertEqual((node.target, node.nbytes, node.plain), (0x1000, 2 * 512 + 64, False))
 
 

@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+from pygraph_trees.cuda.copy_nodes import MemsetNode
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection import choosing, live_input, retired
@@ -984,7 +985,7 @@ class TestFailures(LiveInputsTestCase):
         graph.refuses = [DriverError(call="cuGraphInstantiate", code=self.code.name)]
         live.set_up(graph)
         self.assertEqual({decision.route for decision in live.decisions.values()}, {Route.COPY})
-        self.assertEqual(self.driver.memset_node(graph._nodes[3]).target, self.places[3] + 8)
+        self.assertEqual(MemsetNode(self.driver, graph._nodes[3]).target, self.places[3] + 8)
         self.check_launch(live, graph, inputs)
 
     def test_without_memory_for_a_copy_nothing_is_launched(self):

@@ -7,19 +7,18 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass
-from unittest import mock
 
 from fake_driver import CUresult, FakeApi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.cuda.copy_nodes import MemcpyNode
+from pygraph_trees.cuda.copy_nodes import HOST_SOURCE, TARGET, MemcpyNode, MemsetNode
 from pygraph_trees.cuda.driver import Driver
-from pygraph_trees.cuda.graph_nodes import GraphNode
+from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode
 from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection.patching import CapturedCopies, HalfPatched, Patches, PatchFailed
-from pygraph_trees.indirection.relocations import HOST_SOURCE, TARGET, Relocation
+from pygraph_trees.indirection.relocations import Relocation
 
 SET_CALLS = {kind: f"cuGraphExec{kind.title()}NodeSetParams" for kind in ("kernel", "memcpy", "memset")}
 SET_CAPTURED_CALLS = {kind: f"cuGraph{kind.title()}NodeSetParams" for kind in ("memcpy", "memset")}
@@ -96,7 +95,7 @@ class Setup:
     def scan(self, order=sorted) -> tuple[list[GraphNode], list[Relocation]]:
         """What a scan would find."""
         driver, specs = self.driver, self.specs
-        makers = {"kernel": driver.kernel_node, "memcpy": driver.memcpy_node, "memset": driver.memset_node}
+        makers = {"kernel": KernelNode, "memcpy": MemcpyNode, "memset": MemsetNode}
         nodes = [i for i, spec in enumerate(specs) if spec.inputs()]
         relocations = [
             Relocation(node=position, offset=8 * word, input=held.input, addend=held.value)
@@ -104,7 +103,7 @@ class Setup:
             for word, held in enumerate(specs[i].held)
             if held.input is not None
         ]
-        made = [makers[specs[i].kind](self.handles[i]) for i in nodes]
+        made = [makers[specs[i].kind](driver, self.handles[i]) for i in nodes]
         self.api.calls.clear()
         return made, order(relocations, key=lambda relocation: (relocation.node, relocation.offset))
 
@@ -281,14 +280,19 @@ class TestCapturedCopies(TestCase):
 
     def test_a_source_on_the_host_is_taken_back_too(self):
         """Patches may have put the program's own memory in the node."""
-        node = mock.Mock(MemcpyNode, target=PLACEHOLDERS[0], host_source=0x1008)
+        api = FakeApi()
+        node = MemcpyNode(Driver(api), api.make_memcpy(0x1008, PLACEHOLDERS[0], 64, "HOST"))
+        graph = api.make_graph(node.handle)
         copies = CapturedCopies([node], [Relocation(0, TARGET, 0, 0), Relocation(0, HOST_SOURCE, 1, 8)])
+
+        def captured() -> bytes:
+            return api.exec_parameters(api.instantiate(graph), node.handle)
+
         copies.point({0: 0x7F00_0000_0000})
-        self.assertEqual((node.target, node.host_source), (0x7F00_0000_0000, 0x1008))
-        node.host_source = 0x5555_0000
+        self.assertEqual(captured(), words(0x1008, 0x7F00_0000_0000))
+        node.word(HOST_SOURCE).value = 0x5555_0000
         copies.point_back({0: PLACEHOLDERS[0], 1: 0x1000})
-        self.assertEqual((node.target, node.host_source), (PLACEHOLDERS[0], 0x1008))
-        self.assertEqual(node.set_captured.call_count, 2)
+        self.assertEqual(captured(), words(0x1008, PLACEHOLDERS[0]))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
 from pygraph_trees.cuda.driver import driver
-from pygraph_trees.cuda.graph_nodes import NodeKind
+from pygraph_trees.cuda.graph_nodes import KernelNode, NodeKind
 from pygraph_trees.edges import branches, trial
 from pygraph_trees.edges.data_flow import Forecast
 from pygraph_trees.edges.order import reduced
@@ -66,7 +66,7 @@ class Looked(branches.Chain):
         self.words = {}
         for node in nodes:
             if api.node_kind(node) is NodeKind.KERNEL:
-                block = api.kernel_node(node).words()
+                block = KernelNode(api, node).words()
                 found = {int.from_bytes(block[at : at + 8], "little") for at in range(0, len(block), 8)}
                 self.words[node] = {word for word in found if word and api.memory_type(word) == device}
         self.seen.append(self)
