@@ -7,7 +7,6 @@ in ordinary memory, and the others are copied.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from pygraph_trees.errors import DriverError
 from pygraph_trees.reasons import Reason, Why
 
 from .inputs import LiveInputs
-from .live_input import Operand, Place
+from .live_input import Operand
 from .placeholder import with_memory
 from .retired import release_retired
 from .routes import why_not_placeholder
@@ -54,44 +53,33 @@ def choose(
         stage: whether copies in the graph read inputs on the CPU, so that these may be staged.
     """
     release_retired(is_locked=True)  # upstream records under the capture lock
-    operands: list[Operand] = []
+    at_placeholders: list[Operand] = []
+    in_memory: dict[int, tuple[torch.Tensor, Why]] = {}  # mutated inputs, and why they are copied
+    staged: dict[int, torch.Tensor] = {}
     reasons: dict[int, Why] = {}
     for index in candidates:
         value = inputs[index]
         if not isinstance(value, torch.Tensor):
             continue
         if stage and index not in refused and may_be_staged(value):
-            operands.append(Operand(index, value, Place.STAGING_BUFFER))
+            staged[index] = value
             continue
         in_pool = index not in managed and value.is_cuda and pool.holds(value.data_ptr())
         why = refused.get(index) if stage and value.device.type == "cpu" else None
         why = why or why_not_placeholder(value, device, in_pool)
-        at_placeholder = Operand(
-            *(index, value, Place.PLACEHOLDER),
-            mutated=index in mutated,
-            overwritten=index in overwritten,
-            managed=index in managed,
-            tabled=index in tabled,
-            own=own.get(index),
-        )
         if why is None and index not in refused:
-            operands.append(at_placeholder)
+            facts = index in mutated, index in overwritten, index in managed, index in tabled
+            at_placeholders.append(Operand(index, value, *facts, own.get(index)))
         elif why is None and index in mutated:
-            operands.append(_in_memory(at_placeholder, refused[index]))
+            in_memory[index] = value, refused[index]
         else:
             reasons[index] = why or refused[index]
-    if not operands:
+    if not (at_placeholders or in_memory or staged):
         return None, reasons
     try:
-        return with_memory(lambda: LiveInputs(driver, device, operands, pool)), reasons
+        return with_memory(lambda: LiveInputs(driver, device, at_placeholders, in_memory, staged, pool)), reasons
     except DriverError as error:
         why = Reason.NO_ADDRESSES(error=str(error))
-    at_placeholders = [operand for operand in operands if operand.place is Place.PLACEHOLDER]
-    others = [operand for operand in operands if operand not in at_placeholders]
-    others += [_in_memory(operand, why) for operand in at_placeholders if operand.mutated]
+    in_memory |= {operand.index: (operand.tensor, why) for operand in at_placeholders if operand.mutated}
     reasons |= {operand.index: why for operand in at_placeholders if not operand.mutated}
-    return LiveInputs(driver, device, others, pool) if others else None, reasons
-
-
-def _in_memory(operand: Operand, why: Why) -> Operand:
-    return dataclasses.replace(operand, place=Place.MEMORY, why_copied=why)
+    return LiveInputs(driver, device, (), in_memory, staged, pool) if in_memory or staged else None, reasons

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +23,12 @@ from pygraph_trees.reasons import Reason, Why
 
 from .addresses import Addresses
 from .hidden_addresses import Rehearsal, Surroundings, listed, may_wait_for_others
-from .live_input import CopiedInputs, Item, Operand, Place, copy_at, may_be_seen, seen_as, span_of, write
+from .live_input import CopiedInputs, Item, Operand, copied_in_memory, copy_at, may_be_seen, seen_as, span_of, write
 from .patching import CapturedCopies, Patches, PatchFailed
 from .placeholder import Extent, Placeholders, with_memory
 from .relocations import Scan, scan
 from .retired import give_back, retire
-from .routes import NO_SLOTS, Decision, Route, alignments, decide
+from .routes import Decision, Route, alignments, decide
 from .staged_inputs import StagedInputs
 from .table.pointer_table import table_for
 
@@ -44,14 +44,21 @@ if TYPE_CHECKING:
 class LiveInputs:
     """The inputs of one recording: at placeholder addresses, mutated ones in ordinary memory, and staged ones."""
 
-    def __init__(self, driver: Driver, device: int, operands: Sequence[Operand], pool: PoolRanges) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        at_placeholders: Sequence[Operand],
+        in_memory: Mapping[int, tuple[torch.Tensor, Why]],
+        staged: Mapping[int, torch.Tensor],
+        pool: PoolRanges,
+    ) -> None:
+        """``in_memory``: mutated inputs in ordinary memory, by index, and why they are copied."""
         self._driver, self._device, self._pool = driver, device, pool
-        at_placeholders, held, on_cpu = ([o for o in operands if o.place is place] for place in Place)
-        spans = [span_of(o.tensor) for o in at_placeholders]
-        pairs = list(zip(at_placeholders, spans, strict=True))
+        pairs = [(operand, span_of(operand.tensor)) for operand in at_placeholders]
         extents = [Extent(span.nbytes, (o.tensor.data_ptr() - span.lead) % 512) for o, span in pairs]
         # Upstream copies the inputs that are not mutated.
-        budget = sum(o.tensor.numel() * o.tensor.element_size() for o in at_placeholders if not o.mutated)
+        budget = sum(o.tensor.nbytes for o in at_placeholders if not o.mutated)
         self._placeholders = Placeholders(driver, device, extents, budget)
         try:
             place = torch.device("cuda", device)
@@ -59,8 +66,8 @@ class LiveInputs:
             with torch.inference_mode(False), torch.no_grad():
                 starts = [placeholder.start for placeholder in self._placeholders.placeholders]
                 items = [o.at_placeholder(span, at, place) for (o, span), at in zip(pairs, starts, strict=True)]
-                held_items = [operand.in_memory() for operand in held]
-            self._staged = StagedInputs(driver, {o.index: o.tensor for o in on_cpu}, device) if on_cpu else None
+                held_items = [copied_in_memory(index, tensor) for index, (tensor, _) in in_memory.items()]
+            self._staged = StagedInputs(driver, staged, device) if staged else None
             tabled = [item.recorded for item, operand in zip(items, at_placeholders, strict=True) if operand.tabled]
             self._table = table_for(device, tabled)
         except BaseException:
@@ -75,10 +82,14 @@ class LiveInputs:
         self._sources = [] if self._staged is None else self._staged.staging.recorded
         self._overwritten = {item.index for item in self.items if item.overwritten}
         self._own = {position: o.own for position, o in enumerate(at_placeholders) if o.own is not None}
-        self._held = [Decision(Route.COPY, operand.why_copied) for operand in held]
+        self._held = [Decision(Route.COPY, why) for _, why in in_memory.values()]
         self.decisions: dict[int, Decision] = {}  # by index, once set up
         # The tensors of this call, by index.
-        self._given: dict[int, torch.Tensor] | Sequence[Any] = {o.index: o.tensor for o in operands}
+        self._given: dict[int, torch.Tensor] | Sequence[Any] = {
+            **{operand.index: operand.tensor for operand in at_placeholders},
+            **{index: tensor for index, (tensor, _) in in_memory.items()},
+            **staged,
+        }
         self.kinds: Counter[NodeKind] = Counter()  # the graph's nodes; empty if it could not be read
         self._found = _NOTHING
         self._addresses: Addresses | None = None  # of the instantiated graph
@@ -176,9 +187,10 @@ class LiveInputs:
             if item.placeholder_tensor.untyped_storage().data_ptr() in shared:
                 found.refused[position] = Reason.READ_BY_COLLECTIVE()
         recorded = [item.recorded for item in at_placeholders]
-        slots = NO_SLOTS if self._table is None else self._table.found(self._driver, found, recorded)
+        table = self._table
+        writers, read = (set(), set()) if table is None else table.found(self._driver, found, recorded)
         copied_to = [position for position, is_copied in self._own.items() if is_copied]
-        return found, decide(found, len(recorded), passed, slots, copied_to)
+        return found, decide(found, len(recorded), passed, writers, read, copied_to)
 
     def _arrange(self, graph: Any, found: Scan, decisions: Sequence[Decision]) -> None:
         """Instantiates the graph with the addresses of the inputs that are given by address."""
@@ -241,7 +253,7 @@ class LiveInputs:
         self, graph: Any, found: Scan, decisions: Sequence[Decision], point_copies: Callable[[], None]
     ) -> None:
         on_cpu = () if self._staged is None else self._staged.items
-        routes = [*decisions, *self._held, *(Decision(Route.STAGE, None) for _ in on_cpu)]
+        routes = [*decisions, *self._held, *(Decision(Route.STAGE) for _ in on_cpu)]
         self.decisions = {item.index: decision for item, decision in zip(self.items, routes, strict=True)}
         patched = [p for p, d in enumerate(decisions) if d.by_address]
         starts = {p: self._placeholders.placeholders[p].start for p in patched}
@@ -352,4 +364,4 @@ class LiveInputs:
 
 
 _NOTHING = Scan(nodes=(), relocations=(), refused={}, opaque=None, kinds=Counter())
-_AT_PLACEHOLDER = Decision(Route.COPY, None)
+_AT_PLACEHOLDER = Decision(Route.COPY)

@@ -9,7 +9,6 @@ are in bytes, offsets and strides in elements.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,20 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from pygraph_trees.cuda.extent import extent, flat
-from pygraph_trees.reasons import Why
 
 from .retired import LastLaunches
 
 Given = Mapping[int, torch.Tensor] | Sequence[Any]  # a call's tensors, by index
 WHOLE_STORAGE = 64 << 20  # bytes up to which a placeholder stands for the whole storage of a view
-
-
-class Place(enum.Enum):
-    """The location of the tensor that stands for an input."""
-
-    PLACEHOLDER = enum.auto()
-    MEMORY = enum.auto()
-    STAGING_BUFFER = enum.auto()
 
 
 @dataclass(slots=True)  # a frozen one takes four times as long to make
@@ -49,17 +39,15 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A live input, or own memory of an output."""
+    """A live input that is recorded at a placeholder address, or own memory of an output."""
 
     index: int  # among the function's inputs
     tensor: torch.Tensor  # of the call that is recorded
-    place: Place
-    mutated: bool = False
-    overwritten: bool = False  # not ``mutated``, but a launch may leave something else in its memory
-    managed: bool = False  # an output of an earlier recording whose address was found to change
-    tabled: bool = False  # it gets a slot in a table
-    own: bool | None = None  # for own memory: whether only our own copies write to it, so that no kernel hides it
-    why_copied: Why | None = None  # for one in ordinary memory
+    mutated: bool
+    overwritten: bool  # not ``mutated``, but a launch may leave something else in its memory
+    managed: bool  # an output of an earlier recording whose address was found to change
+    tabled: bool  # it gets a slot in a table
+    own: bool | None  # for own memory: whether only our own copies write to it, so that no kernel hides it
 
     def at_placeholder(self, span: Span, start: int, device: torch.device) -> Item:
         """``start``: the address of the placeholder."""
@@ -67,11 +55,11 @@ class Operand:
         recorded = start + span.lead
         return Item(*(self.index, span.lead, span.nbytes, made, recorded, self.mutated, self.managed, self.overwritten))
 
-    def in_memory(self) -> Item:
-        """A mutated input that is copied; its copy includes gaps between rows: views of the input may be there."""
-        copy = copy_at(self.tensor, self.tensor.data_ptr() % 512)
-        nbytes = extent(copy) * copy.element_size()
-        return Item(self.index, 0, nbytes, copy, copy.data_ptr(), mutated=True, managed=False)
+
+def copied_in_memory(index: int, tensor: torch.Tensor) -> Item:
+    """A mutated input that is copied; its copy includes gaps between rows: views of the input may be there."""
+    copy = copy_at(tensor, tensor.data_ptr() % 512)
+    return Item(index, 0, extent(copy) * copy.element_size(), copy, copy.data_ptr(), mutated=True, managed=False)
 
 
 class CopiedInputs(dict[int, Item]):

@@ -89,53 +89,59 @@ def scan(
         by_value: the kernel nodes that hold staged bytes by value, and the address from which each copies them.
         hide_nothing: nodes of collectives whose tensors are known.
     """
-    reader = _Reader(driver, placeholders, staged, by_value, hide_nothing)
-    for position, handle in enumerate(driver.nodes(graph)):
-        reader.read(position, driver.node_kind(handle), handle)
-    return reader.result()
+    found = _Reader(driver, placeholders, staged, by_value, hide_nothing)
+    for handle in driver.nodes(graph):
+        found.read(driver.node_kind(handle), handle)
+    return Scan(
+        *(tuple(found.nodes), tuple(found.relocations), found.refused, found.opaque, found.kinds, tuple(found.unknown))
+    )
 
 
 @dataclass(slots=True)
 class _Reader:
-    """The findings so far in one graph; a position is that of a node in the graph."""
+    """The findings so far in one graph."""
 
     driver: Driver
     placeholders: Placeholders
     staged: Sequence[tuple[int, int]]
     by_value: Mapping[int, int]
     hide_nothing: Collection[int]
-    nodes: dict[int, GraphNode] = field(default_factory=dict)  # by position
-    relocations: list[Relocation] = field(default_factory=list)  # with positions
+    nodes: list[GraphNode] = field(default_factory=list)
+    relocations: list[Relocation] = field(default_factory=list)
     refused: dict[int, Why] = field(default_factory=dict)
     opaque: str | None = None
     kinds: Counter[NodeKind] = field(default_factory=Counter)
-    # By the handles of a kernel. The driver reuses them after their module is unloaded: valid for one scan.
-    collectives: dict[tuple[int, int], bool] = field(default_factory=dict)
     unknown: dict[str, None] = field(default_factory=dict)  # names of kernels, in order
+    # The driver reuses handles of kernels after their module is unloaded: valid for one scan.
     layouts: Layouts = field(default_factory=dict)
 
-    def read(self, position: int, kind: NodeKind, handle: int) -> None:
+    def read(self, kind: NodeKind, handle: int) -> None:
         self.kinds[kind] += 1
         try:
             if kind in _HIDING:
                 self._hide(_HIDING[kind], handle)
             elif kind is NodeKind.KERNEL:
-                self._kernel(position, handle)
+                self._kernel(handle)
             elif kind is NodeKind.MEMCPY:
-                self._memcpy(position, handle)
+                self._memcpy(handle)
             elif kind is NodeKind.MEMSET:
-                self._memset(position, handle)
+                self._memset(handle)
         except DriverError:
             self._hide(_UNREAD[kind])
 
-    def _kernel(self, position: int, handle: int) -> None:
+    def _kernel(self, handle: int) -> None:
         node = KernelNode(self.driver, handle, self.layouts)
         if handle in self.by_value:
-            self._staged_at(position, node, BY_VALUE, self.by_value[handle])
+            self._staged_at(node, BY_VALUE, self.by_value[handle])
             return
-        is_collective = self._look_at_name(node.function, node.kernel)
-        if is_collective:
+        name = self.driver.function_name(node.function, node.kernel)
+        is_collective = name is not None and _COLLECTIVE.match(name) is not None
+        if name is None:
+            self._hide("a kernel whose name cannot be told")
+        elif is_collective:
             self._hide("a collective", handle)
+        elif not is_known(name):
+            self.unknown[name] = None
         for offset, address in _words(node.words(), self.placeholders):
             found = self._input_at(address) if node.may_be_address(offset) else None
             if found is None:
@@ -145,45 +151,37 @@ class _Reader:
             elif offset % 8 or offset + 8 > node.nbytes or not (stands_out(address) or node.is_word(offset)):
                 self._refuse(found, Reason.AMBIGUOUS())
             else:
-                self._relocation(position, node, offset, found, address)
+                self._relocation(node, offset, found, address)
 
-    def _memcpy(self, position: int, handle: int) -> None:
+    def _memcpy(self, handle: int) -> None:
         node = MemcpyNode(self.driver, handle)
         if not node.plain:
             self._hide("a copy of rows or arrays")
             return
         for offset, address in ((SOURCE, node.source), (TARGET, node.target)):
             if address is not None and (found := self._input_at(address)) is not None:
-                self._relocation(position, node, offset, found, address)
+                self._relocation(node, offset, found, address)
         if node.host_source is not None:
-            self._staged_at(position, node, HOST_SOURCE, node.host_source)
+            self._staged_at(node, HOST_SOURCE, node.host_source)
             try:
                 for address in _host_words(node.host_source, node.nbytes, node.target or 0, self.placeholders):
                     self._refuse(self._near(address), Reason.IN_HOST_ARRAY())
             except OSError:
                 self._hide("a copy from host memory that cannot be read")
 
-    def _staged_at(self, position: int, node: GraphNode, offset: int, address: int) -> None:
+    def _staged_at(self, node: GraphNode, offset: int, address: int) -> None:
         """Notes a node that copies staged inputs from an address, if they are there."""
         for number, (start, nbytes) in enumerate(self.staged):
             if start <= address < start + nbytes:
-                self.nodes[position] = node
-                first = len(self.placeholders.placeholders)
-                self.relocations.append(Relocation(position, offset, first + number, address - start))
+                self._held(node, offset, len(self.placeholders.placeholders) + number, address - start)
 
-    def _memset(self, position: int, handle: int) -> None:
+    def _memset(self, handle: int) -> None:
         node = MemsetNode(self.driver, handle)
         found = self._input_at(node.target)
         if not node.plain:
             self._refuse(found, Reason.FILLED_IN_ROWS())
         elif found is not None:
-            self._relocation(position, node, 0, found, node.target)
-
-    def result(self) -> Scan:
-        order = {position: number for number, position in enumerate(sorted(self.nodes))}
-        relocations = tuple(found._replace(node=order[found.node]) for found in sorted(self.relocations))
-        nodes = tuple(map(self.nodes.__getitem__, order))
-        return Scan(nodes, relocations, self.refused, self.opaque, self.kinds, tuple(self.unknown))
+            self._relocation(node, 0, found, node.target)
 
     def _input_at(self, address: int) -> int | None:
         found = self._near(address)
@@ -199,10 +197,13 @@ class _Reader:
             self._hide("a pointer far outside of every input")
         return found
 
-    def _relocation(self, position: int, node: GraphNode, offset: int, found: int, address: int) -> None:
-        self.nodes[position] = node
-        start = self.placeholders.placeholders[found].start
-        self.relocations.append(Relocation(position, offset, found, address - start))
+    def _relocation(self, node: GraphNode, offset: int, found: int, address: int) -> None:
+        self._held(node, offset, found, address - self.placeholders.placeholders[found].start)
+
+    def _held(self, node: GraphNode, offset: int, number: int, addend: int) -> None:
+        if not self.nodes or self.nodes[-1] is not node:
+            self.nodes.append(node)
+        self.relocations.append(Relocation(len(self.nodes) - 1, offset, number, addend))
 
     def _refuse(self, found: int | None, why: Why) -> None:
         if found is not None:
@@ -212,18 +213,6 @@ class _Reader:
         """Notes what may hide addresses; if it is a node of known tensors, it hides none."""
         if handle is None or handle not in self.hide_nothing:
             self.opaque = self.opaque or what
-
-    def _look_at_name(self, function: int, kernel: int) -> bool:
-        """Whether a kernel is a collective; notes unknown ones. One without a name may hide addresses."""
-        key = function, kernel
-        if key not in self.collectives:
-            name = self.driver.function_name(function, kernel)
-            self.collectives[key] = name is not None and _COLLECTIVE.match(name) is not None
-            if name is None:
-                self._hide("a kernel whose name cannot be told")
-            elif not self.collectives[key] and not is_known(name):
-                self.unknown[name] = None
-        return self.collectives[key]
 
 
 def _words(data: bytes, placeholders: Placeholders) -> list[tuple[int, int]]:

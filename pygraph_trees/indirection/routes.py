@@ -36,24 +36,11 @@ class Route(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Decision:
     route: Route
-    reason: Why | None  # why it is copied; None for a patch
+    reason: Why | None = None  # why it is copied
 
     @property
     def by_address(self) -> bool:
         return self.route is Route.PATCH or self.route is Route.TABLE
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """A scan's findings about a recording's table."""
-
-    writers: frozenset[int]  # nodes that write the table
-    read: frozenset[int]  # placeholders whose address a kernel reads in the table
-
-
-_PATCH = Decision(Route.PATCH, None)
-_TABLE = Decision(Route.TABLE, None)
-NO_SLOTS = Slots(frozenset(), frozenset())
 
 
 def why_not_placeholder(tensor: torch.Tensor, device: int, in_pool: bool) -> Why | None:
@@ -80,28 +67,31 @@ def decide(
     scan: Scan,
     count: int,
     passed_through: Collection[int],
-    slots: Slots = NO_SLOTS,
+    writers: Collection[int] = (),
+    read: Collection[int] = (),
     copied_to: Collection[int] = (),
 ) -> list[Decision]:
     """The route of each of ``count`` placeholders.
 
     Args:
         passed_through: inputs that are returned, so that no node has to hold their addresses.
+        writers: the nodes that write the recording's table.
+        read: the placeholders whose address a kernel reads in the table.
         copied_to: inputs that were only given to our own copies, so that no other node can hide their addresses.
     """
-    written = {relocation.input for relocation in scan.relocations if relocation.node in slots.writers}
-    with_relocation = {relocation.input for relocation in scan.relocations if relocation.node not in slots.writers}
+    written = {relocation.input for relocation in scan.relocations if relocation.node in writers}
+    with_relocation = {relocation.input for relocation in scan.relocations if relocation.node not in writers}
     decisions = []
     for index in range(count):
         why = scan.refused.get(index)
         if why is None and scan.opaque is not None and index not in copied_to:
             why = Reason.HIDDEN(node=scan.opaque)
-        if why is None and index in slots.read and index not in written:
+        if why is None and index in read and index not in written:
             why = Reason.SLOT_UNWRITTEN()
-        if why is None and not (index in with_relocation or index in slots.read or index in passed_through):
+        if why is None and not (index in with_relocation or index in read or index in passed_through):
             why = Reason.UNHELD()
-        given = _TABLE if index in slots.read else _PATCH
-        decisions.append(given if why is None else Decision(Route.COPY, why))
+        route = Route.COPY if why is not None else Route.TABLE if index in read else Route.PATCH
+        decisions.append(Decision(route, why))
     return decisions
 
 

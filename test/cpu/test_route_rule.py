@@ -29,7 +29,7 @@ from pygraph_trees.indirection import route_rule
 from pygraph_trees.indirection.addresses import Addresses
 from pygraph_trees.indirection.relocations import Relocation, Scan
 from pygraph_trees.indirection.route_rule import REPLAYS, RouteChooser, choose_route, chooser_for
-from pygraph_trees.indirection.routes import Decision, Route, Slots, alignments, decide, fits, why_not_placeholder
+from pygraph_trees.indirection.routes import Decision, Route, alignments, decide, fits, why_not_placeholder
 from pygraph_trees.indirection.table import builds
 from pygraph_trees.indirection.table import pointer_table as table
 from pygraph_trees.indirection.table.pointer_table import Reader
@@ -247,12 +247,12 @@ class TestDecide(TestCase):
         # Node 0 writes slots 0 to 3; kernels read slots 0, 2 and 4, and another node holds the addresses of 1 and 2.
         relocations = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
         scan = Scan((), tuple(Relocation(node, 0, index, 0) for node, index in relocations), {}, None, Counter())
-        slots = Slots(frozenset({0}), frozenset({0, 2, 4}))
+        slots = {0}, {0, 2, 4}
         unheld, unwritten = copy("no node holds its address"), copy("no node writes its slot")
-        self.assertEqual(decide(scan, 5, (), slots), [TABLE, PATCH, TABLE, unheld, unwritten])
-        self.assertEqual(decide(scan, 5, {3}, slots), [TABLE, PATCH, TABLE, PATCH, unwritten])
+        self.assertEqual(decide(scan, 5, (), *slots), [TABLE, PATCH, TABLE, unheld, unwritten])
+        self.assertEqual(decide(scan, 5, {3}, *slots), [TABLE, PATCH, TABLE, PATCH, unwritten])
         hidden = dataclasses.replace(scan, opaque="a host node")
-        self.assertEqual({d.route for d in decide(hidden, 5, (), slots)}, {Route.COPY})
+        self.assertEqual({d.route for d in decide(hidden, 5, (), *slots)}, {Route.COPY})
         self.assertEqual([d.by_address for d in (TABLE, PATCH, unheld)], [True, True, False])
 
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pygraph_trees.cuda.graph_nodes import KernelNode
-from pygraph_trees.indirection.routes import Slots
 
 from . import launches
 from .launches import VariantLauncher, available, through
@@ -72,12 +71,12 @@ class Table:
         """The names of the kernels that read an address in this table."""
         return list(dict.fromkeys(variant.kernel for variant in self._readers.get(address, ())))
 
-    def found(self, driver: Driver, scan: Scan, addresses: Sequence[int]) -> Slots:
-        """A scan's findings about this table; ``addresses``: of each placeholder, with or without a slot."""
+    def found(self, driver: Driver, scan: Scan, addresses: Sequence[int]) -> tuple[set[int], set[int]]:
+        """The nodes that write the table, and the placeholders, at these addresses, that a kernel reads in it."""
         kernels = [(number, node) for number, node in enumerate(scan.nodes) if isinstance(node, KernelNode)]
         names = ((number, driver.function_name(node.function, node.kernel) or "") for number, node in kernels)
-        writers = frozenset(number for number, name in names if name.startswith(WRITER))
-        return Slots(writers, frozenset(i for i, address in enumerate(addresses) if address in self._readers))
+        writers = {number for number, name in names if name.startswith(WRITER)}
+        return writers, {number for number, address in enumerate(addresses) if address in self._readers}
 
     def close(self) -> None:
         """Releases the memory and the variants."""
