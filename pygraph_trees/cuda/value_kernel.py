@@ -80,9 +80,10 @@ class ValueKernel:
     function: int
     width: int
 
-    def launch(self, stream: int, target: int, nbytes: int) -> None:
-        """Writes zeros to ``target``, an address that is a multiple of 16."""
-        parameters = ctypes.c_uint64(target), ctypes.c_uint32(nbytes), (ctypes.c_char * self.width)()
+    def launch(self, stream: int, target: int, values: bytes) -> None:
+        """Writes at most ``width`` bytes to ``target``, an address that is a multiple of 16."""
+        nbytes, block = len(values), (ctypes.c_char * self.width).from_buffer_copy(values.ljust(self.width, b"\0"))
+        parameters = ctypes.c_uint64(target), ctypes.c_uint32(nbytes), block
         pointers = (ctypes.c_uint64 * len(parameters))(*map(ctypes.addressof, parameters))
         blocks = max(1, -(-nbytes // (_AT_ONCE * _THREADS)))
         self.driver.launch(self.function, blocks, _THREADS, stream, ctypes.addressof(pointers))
@@ -99,9 +100,9 @@ def value_kernel(driver: Driver, device: int, stream: int, nbytes: int) -> Value
     try:
         with driver.without_disturbing_captures():
             kernel = ValueKernel(driver, driver.load_kernel(device, source(width), f"{NAME}_{width}"), width)
-            kernel.launch(stream, 0, 0)
+            kernel.launch(stream, 0, b"")
     except DriverError as error:
         _failed.add((device, width))
-        _log.warning("inputs on the CPU are copied from pinned memory: %s", error)
+        _log.warning("no kernel can hold %d bytes of inputs on the CPU, or of addresses: %s", width, error)
         return None
     return kernel

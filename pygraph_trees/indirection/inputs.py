@@ -69,7 +69,7 @@ class LiveInputs:
                 held_items = [copied_in_memory(index, tensor) for index, (tensor, _) in in_memory.items()]
             self._staged = StagedInputs(driver, staged, device) if staged else None
             tabled = [item.recorded for item, operand in zip(items, at_placeholders, strict=True) if operand.tabled]
-            self._table = table_for(device, tabled)
+            self._table = table_for(driver, device, tabled)
         except BaseException:
             give_back(self._placeholders.close)
             raise

@@ -19,9 +19,7 @@ _FAMILIES = (
     # alone if config.triton.unique_kernel_names is off.
     r"triton_(poi|red|per|spl|tem|for|unk)_",
     r"triton_$",
-    # The writer of a recording's table, whose parameters are the addresses.
-    r"pygraph_write_slots_\d+$",
-    # The kernel that holds staged bytes by value.
+    # The kernel that holds staged bytes, or the addresses of a table, by value.
     r"pygraph_put_\d+$",
     # ATen: elementwise, reductions, foreach, indexing, embedding bag, sort. Its grouped matmuls read tables that an
     # earlier kernel of the same graph makes.

@@ -87,10 +87,10 @@ def _tell(function: Any, choice: Why) -> None:
 class RouteChooser:
     """Chooses the route of one recording whose inputs are patched, then takes the steps to its table."""
 
-    def __init__(self, function: Any, sizes: Hashable, device: int) -> None:
+    def __init__(self, function: Any, sizes: Hashable) -> None:
         """``function``: its ``log`` gets the choice."""
         self.ready: Callable[[Why], None] | None = None  # called with a reason if it must be recorded again
-        self._function, self._sizes, self._device = weakref.ref(function), sizes, device
+        self._function, self._sizes = weakref.ref(function), sizes
         self._patience = _PATIENCE
 
     def may_choose(self, indices: Collection[int], names: KernelNames) -> bool:
@@ -121,11 +121,11 @@ class RouteChooser:
             choice = choose_route(*_counts(function, changed, names))
             take_choice(function, self._sizes, choice)
             if choice.reason is Reason.TABLE_AWAITED:
-                builds.begin(function, self._device)
+                builds.begin(function)
             return choice.reason is Reason.TABLE_AWAITED
         if choice.reason not in BY_TABLE:
             return False
-        is_built = builds.go_on(function, self._device)
+        is_built = builds.go_on(function)
         if is_built is None:
             return True
         if not is_built:
@@ -147,11 +147,11 @@ class RouteChooser:
 _waiting: weakref.WeakSet[RouteChooser] = weakref.WeakSet()  # of functions that can be recorded with a table
 
 
-def chooser_for(function: Any, sizes: Hashable, device: int) -> RouteChooser | None:
+def chooser_for(function: Any, sizes: Hashable) -> RouteChooser | None:
     """For a recording without a table; None if no kernel could read one, or if the route is chosen."""
     if not readers_of(function) or builds.is_over(function) or not may_use_table(function, sizes):
         return None
-    return RouteChooser(function, sizes, device)
+    return RouteChooser(function, sizes)
 
 
 def _counts(function: Any, indices: Collection[int], names: KernelNames) -> tuple[int, int]:

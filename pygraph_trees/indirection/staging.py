@@ -237,7 +237,7 @@ class StagedValues(Staging):
             target.copy_(host, non_blocking=True)  # memory of another tensor: the graph will be refused
             return
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._kernel.launch(stream, target.data_ptr(), nbytes)
+        self._kernel.launch(stream, target.data_ptr(), bytes(nbytes))
         nodes = self._kernel.driver.captured_last(stream)
         if len(nodes) == 1:  # otherwise the graph will be refused
             self.nodes[nodes[0]] = host.data_ptr()

@@ -26,7 +26,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase
 
-from pygraph_trees.indirection.table.pointer_table import WIDTHS, writer_function
 from pygraph_trees.indirection.table.variants import Variant, with_slots
 
 TYPES = {
@@ -94,13 +93,6 @@ class TestKernels(InterpretedTestCase):
             slots[0], slots[1] = source.data_ptr(), target.data_ptr()
             variant.fn[(1,)](slots[:1], slots[1:], **case.constants)
             self.assertEqual(target, source.long())
-
-    def test_writers(self) -> None:
-        for width in WIDTHS:
-            table = torch.full((width + 2,), -1)
-            addresses = [0x7A00_0000_0000 + 0x1234 * i for i in range(width)]
-            writer_function(width)[(1,)](table, *addresses)
-            self.assertEqual(table.tolist(), [*addresses, -1, -1])
 
 
 @st.composite

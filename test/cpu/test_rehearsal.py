@@ -39,7 +39,7 @@ class TestNames(TestCase):
         for name in (
             "triton_poi_fused_add_0",
             "triton_",
-            "pygraph_write_slots_32",
+            "pygraph_put_1024",
             "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIfEESt5arrayIPcLm1EEEEviT0_T1_",
             "_ZN43_GLOBAL__N__1082b6eb_10_SoftMax_cu_75209b9c20softmax_warp_forwardIfffLi9ELb1ELb0EEEvPT0_PKT_iiiPKbib",
             "_ZN14at_cuda_detail3cub6detail10merge_sort26DeviceMergeSortMergeKernelE",

@@ -77,7 +77,7 @@ class TestChooser(TestCase):
         self.function = Function()
         table.READERS[self.function] = self.readers
 
-    def build(self, function: Any, device: int) -> bool | None:
+    def build(self, function: Any) -> bool | None:
         self.steps -= 1
         if self.steps > 0:
             return None
@@ -88,7 +88,7 @@ class TestChooser(TestCase):
 
     def made(self) -> RouteChooser:
         """The chooser of a recording that was just made."""
-        chooser = chooser_for(self.function, 0, 0)
+        chooser = chooser_for(self.function, 0)
         assert chooser is not None
         chooser.ready = self.reasons.append
         return chooser
@@ -116,7 +116,7 @@ class TestChooser(TestCase):
         route_rule.recorded(self.function, 0, reads_table=True)
         self.assertEqual((self.choice, self.function.log.awaits_table), (Reason.TABLE, False))
         self.assertEqual(self.function.log.route, "by table: 20 kernels read 5 inputs whose addresses change")
-        self.assertIsNone(chooser_for(self.function, 0, 0))
+        self.assertIsNone(chooser_for(self.function, 0))
 
     def test_a_decision_against_a_table_is_final(self) -> None:
         for changed, kernels, reason in (
@@ -133,19 +133,19 @@ class TestChooser(TestCase):
             self.assertEqual((self.steps_of(other), self.choice), (1, reason))  # another recording takes it over
             # Recorded again it is patched at once, also if another size of the function has a table by then.
             table.TAKEN[self.function] = frozenset({0})
-            self.assertIsNone(chooser_for(self.function, 0, 0))
+            self.assertIsNone(chooser_for(self.function, 0))
             self.assertFalse(route_rule.may_use_table(self.function, 0))
             self.assertTrue(route_rule.may_use_table(self.function, 1))
 
     def test_functions_wait_for_each_other_but_not_for_ever(self) -> None:
         """A function after another one in a step is recorded again with it."""
         chooser, other = self.made(), Function()
-        builds.begin(other, 0)
+        builds.begin(other)
         self.assertEqual((self.steps_of(chooser, most=20), self.reasons), (20, []))
         builds.give_up(other)
         self.assertEqual((self.steps_of(chooser), len(self.reasons)), (1, 1))
         self.renew()
-        builds.begin(third := Function(), 0)
+        builds.begin(third := Function())
         self.assertEqual(self.steps_of(self.made()), 2 + route_rule._PATIENCE)
         self.assertEqual((len(self.reasons), builds.is_over(third)), (1, False))
 
@@ -172,7 +172,7 @@ class TestChooser(TestCase):
         self.assertEqual(self.function.log.route, "by address: recording it with a table failed: of the {test}")
         self.assertEqual(table.taken_by_variants(self.function), frozenset())
         for sizes in (0, 1):
-            self.assertIsNone(chooser_for(self.function, sizes, 0))
+            self.assertIsNone(chooser_for(self.function, sizes))
 
     def test_nothing_is_counted_for_a_recording_that_no_table_can_pay_for(self) -> None:
         chooser = self.made()
@@ -182,7 +182,7 @@ class TestChooser(TestCase):
         with mock.patch.object(self, "kernels", self.kernels[5:]):
             self.assertFalse(chooser.may_choose(range(6), self.names))
         with mock.patch.dict(table.READERS, {self.function: {}}):
-            self.assertIsNone(chooser_for(self.function, 0, 0))
+            self.assertIsNone(chooser_for(self.function, 0))
 
     def test_a_chooser_does_not_keep_its_function(self) -> None:
         chooser, gone = self.made(), weakref.ref(self.function)

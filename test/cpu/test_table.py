@@ -1,13 +1,10 @@
-"""The table of a recording: its writers, and live inputs that have slots, on a driver that checks its callers."""
+"""The table of a recording: its writer, and live inputs that have slots, on a driver that checks its callers."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import os
-import re
-import tempfile
+import ctypes
+import struct
 from collections import Counter
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace
@@ -15,13 +12,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-import triton
-from hypothesis import given
-from hypothesis import strategies as st
 from test_live_inputs import KERNEL, UNHELD, Graph, LiveInputsTestCase, at
-from torch.testing._internal.common_utils import TestCase, run_tests
-from triton.backends.compiler import GPUTarget
+from torch.testing._internal.common_utils import run_tests
 
+from pygraph_trees.cuda import value_kernel
 from pygraph_trees.indirection import warmups as warmups_module
 from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.inputs import LiveInputs
@@ -29,33 +23,12 @@ from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.table import launches
 from pygraph_trees.indirection.table import pointer_table as tables
 from pygraph_trees.indirection.table.launches import VariantLauncher
-from pygraph_trees.indirection.table.pointer_table import WIDTHS, WRITER
 from pygraph_trees.indirection.warmups import Warmups
 from pygraph_trees.trees.recordings import recording
 
 TABLE, PATCH, COPY = Route.TABLE, Route.PATCH, Route.COPY
-TARGET = GPUTarget("cuda", 90, 32)
-WRITER_OF = inspect.unwrap(tables.loaded_writer)  # without its cache
-
-
-class TestWriters(TestCase):
-    @given(st.integers(0, 1000))
-    def test_widths(self, count: int) -> None:
-        widths = tables.widths_for(count)
-        self.assertLessEqual(set(widths), set(WIDTHS))
-        self.assertGreaterEqual(sum(widths), count)
-        self.assertLess(sum(widths[:-1]), max(count, 1))
-
-    def test_compiled(self) -> None:
-        folder = self.enterContext(tempfile.TemporaryDirectory())
-        self.enterContext(mock.patch.dict(os.environ, TRITON_CACHE_DIR=os.path.join(folder, "cache")))
-        for width in WIDTHS:
-            compiled = tables.compile_writer(width, TARGET)
-            ptx = compiled.asm["ptx"]
-            # The addresses by value, as whole 64-bit words, each stored as it is.
-            self.assertEqual(len(re.findall(r"\.param \.u64 (?!\.ptr)\w+_param_\d+", ptx)), width, ptx[:2000])
-            self.assertEqual(len(re.findall(r"st\.global\.b64", ptx)), width)
-            self.assertEqual(compiled.metadata.name, f"{WRITER}_{width}")
+WIDTH = 64  # bytes that the writer takes
+WRITER = f"pygraph_put_{WIDTH}"
 
 
 class TestSlots(LiveInputsTestCase):
@@ -65,7 +38,8 @@ class TestSlots(LiveInputsTestCase):
         super().setUp()
         self.written: list[tuple[int, ...]] = []
         self.memory: list[torch.Tensor] = []
-        self.enterContext(mock.patch.object(tables, "loaded_writer", lambda device, width: self.write))
+        writer = SimpleNamespace(width=WIDTH, launch=self.write)
+        self.enterContext(mock.patch.object(tables, "value_kernel", lambda *_: writer))
         empty = torch.empty
 
         def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -76,9 +50,9 @@ class TestSlots(LiveInputsTestCase):
 
         self.enterContext(mock.patch.object(torch, "empty", on_cpu))
 
-    def write(self, memory: torch.Tensor, *addresses: int) -> None:
-        self.written.append(addresses)
-        memory[: len(addresses)] = torch.tensor(addresses)
+    def write(self, stream: int, target: int, values: bytes) -> None:
+        self.written.append(struct.unpack(f"{len(values) // 8}Q", values))
+        ctypes.memmove(target, values, len(values))
 
     def chosen(self, *inputs: torch.Tensor, tabled: Collection[int] | None = None) -> LiveInputs:
         """``tabled``: inputs that have slots; None for all."""
@@ -109,10 +83,12 @@ class TestSlots(LiveInputsTestCase):
         (*_, addresses) = self.written
         wanted = [item.recorded for item in live.items]
         given = [address for i, address in enumerate(wanted) if slots is None or i in slots]
-        self.assertEqual(list(addresses), [*given, *[0] * (8 - len(given))])
+        self.assertEqual(list(addresses), given)
         if written is not None:
-            addresses = [a if a == 0 or wanted.index(a) in written else 1 for a in addresses]
-        nodes = [self.api.make_kernel([self.memory[-1].data_ptr(), *addresses], name=f"{WRITER}_8")]
+            addresses = [a if wanted.index(a) in written else 1 for a in addresses]
+        values = struct.pack(f"{len(addresses)}Q", *addresses)
+        writer = [self.memory[-1].data_ptr(), struct.pack("I", len(values)), values.ljust(WIDTH, b"\0")]
+        nodes = [self.api.make_kernel(writer, name=WRITER)]
         if held:
             nodes.append(self.api.make_kernel([wanted[i] for i in held]))
         graph = Graph(self.api, nodes + [self.api.make_kernel([7], name=None)] * hidden)
@@ -132,8 +108,8 @@ class TestSlots(LiveInputsTestCase):
             self.api.calls.clear()
             self.begin(live, a, b)
             self.assertEqual(self.api.calls, [KERNEL])
-            self.assertEqual(graph.launch()[0][1:3], [a.data_ptr(), b.data_ptr()])
-        self.assertEqual(live.kernels_of(0), [f"{WRITER}_8", "reader"])
+            self.assertEqual(graph.launch()[0][2:4], [a.data_ptr(), b.data_ptr()])
+        self.assertEqual(live.kernels_of(0), [WRITER, "reader"])
 
     def test_kernels_that_hold_an_address_beside(self) -> None:
         live, graph = self.tabled(2, read=(0,), held=(0, 1))
@@ -141,7 +117,7 @@ class TestSlots(LiveInputsTestCase):
         c, d = at(0), at(0)
         self.begin(live, c, d)
         writer, kernel = graph.launch()
-        self.assertEqual([writer[1:3], kernel], [[c.data_ptr(), d.data_ptr()]] * 2)
+        self.assertEqual([writer[2:4], kernel], [[c.data_ptr(), d.data_ptr()]] * 2)
 
     def test_inputs_that_are_copied_and_why(self) -> None:
         """Writing a slot is no use of an input, and a slot must be written."""
@@ -154,7 +130,7 @@ class TestSlots(LiveInputsTestCase):
             self.assertEqual(self.decided(live), routes)
             self.assertIn(why, live.decisions[1].reason)
         # Slots lead to the memory that holds the copies.
-        self.assertEqual(graph.launch()[0][1:3], [item.recorded for item in live.items])
+        self.assertEqual(graph.launch()[0][2:4], [item.recorded for item in live.items])
 
     def test_no_table_without_need(self) -> None:
         """There are no placeholders, or no variant takes an input, or launches cannot be watched."""
@@ -175,34 +151,40 @@ class TestSlots(LiveInputsTestCase):
         live.finish()
         a, b = at(0), at(0)
         writer, kernel = self.call(live, graph, a, b)
-        self.assertEqual((writer[1:3], kernel), ([b.data_ptr(), 0], [a.data_ptr()]))
+        self.assertEqual((writer[2:4], kernel), ([b.data_ptr(), 0], [a.data_ptr()]))
 
-    def test_a_writer_that_cannot_be_compiled_is_tried_once(self) -> None:
-        source = mock.Mock(side_effect=RuntimeError("of the test"))
-        target = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: TARGET))
+    def test_the_graph_holds_the_addresses(self) -> None:
+        stream, graph = self.api.make_stream(), self.api.make_graph()
+        with mock.patch.object(tables, "value_kernel", value_kernel.value_kernel):
+            live = self.chosen(at(0), at(0))
+        self.stream = stream
+        self.api.capture(stream, graph)
+        live.captured()
+        (writer,) = self.api._graphs[graph]
+        block = self.api.exec_parameters(self.api.instantiate(graph), writer)
+        recorded = [item.recorded for item in live.items]
+        self.assertEqual(struct.unpack_from("QQQQ", block), (self.memory[-1].data_ptr(), 16, *recorded))
+
+    def test_a_writer_that_cannot_be_loaded_is_tried_once(self) -> None:
+        self.enterContext(mock.patch.object(value_kernel, "_failed", set()))
         with (
-            mock.patch.object(tables, "loaded_writer", functools.cache(WRITER_OF)),
-            mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
-            mock.patch.object(tables, "writer_function", source),
-            mock.patch.object(triton.runtime, "driver", target),
-            self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
+            mock.patch.object(tables, "value_kernel", value_kernel.value_kernel),
+            self.assertLogs("pygraph_trees.cuda", "WARNING") as logs,
         ):
+            self.api.fail("cuModuleLoadData")
             for _ in range(3):
                 live = self.chosen(at(0))
                 self.assertFalse(live.has_table)
                 live.set_up(self.capture(self.one_kernel(), live))
                 self.assertEqual(self.decided(live), [PATCH])
-            self.assertEqual((source.mock_calls, len(logs.output)), ([mock.call(8)], 1))
-            self.assertIn("of the test", logs.output[0])
-            # Writers of other widths and devices are made if possible.
-            self.assertFalse(self.chosen(*(at(0) for _ in range(9))).has_table)
-            self.assertIsNone(tables.table_for(1, [16]))
-            self.assertEqual((source.mock_calls, len(logs.output)), ([mock.call(n) for n in (8, 32, 8)], 3))
+            self.assertEqual(len(logs.output), 1)
+            self.assertTrue(self.chosen(*(at(0) for _ in range(33))).has_table)  # another width
 
     def test_many_inputs(self) -> None:
         live = self.chosen(*(at(0) for _ in range(140)))
-        slots = [*(item.recorded for item in live.items), *[0] * 20]
-        self.assertEqual(self.written, [tuple(slots[:128]), tuple(slots[128:])])
+        slots = [item.recorded for item in live.items]
+        live.captured()
+        self.assertEqual([len(written) for written in self.written], [WIDTH // 8] * 17 + [4])
         (memory,) = self.memory
         self.assertEqual(memory.tolist(), slots)
         for position in (0, 127, 128, 139):
@@ -267,7 +249,7 @@ class TestSlots(LiveInputsTestCase):
             self.assertEqual(reader.inputs, {(name, index) for name in ("in_ptr1", "in_ptr2") for index in (2, 3)})
             self.assertEqual((reader.build(), tables.taken_by_variants(other)), ({2, 3}, set()))  # until it is taken
 
-    def test_a_capture_begins_with_the_writers(self) -> None:
+    def test_a_capture_begins_with_the_writer(self) -> None:
         done = mock.MagicMock(model=mock.Mock(return_value=[3]))
         live = SimpleNamespace(items=(), has_staged=False, staged_copies=(None, None), kinds=Counter())
         live.captured, live.set_up = done.captured, done.set_up

@@ -16,10 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
 from test_launches import FakeAutotuner, autotuners, of_inductor, on_gpu
 from torch.testing._internal.common_utils import TestCase, run_tests
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pygraph_trees.indirection.table import builds, launches
@@ -52,17 +50,14 @@ class TestBuilding(TestCase):
     def setUp(self) -> None:
         super().setUp()
         self.function, self.started = Function(), list[FakeWorker]()
-        self.built = list[Any]()  # kernels and writers
+        self.built = list[Any]()  # kernels
         inputs = frozenset({("in_ptr0", 0)})
         self.readers = [Reader(FakeAutotuner(kernel), frozenset({"in_ptr0"}), inputs) for kernel in ("a", "b", "c")]
         self.error: Exception | None = None
         for target, name, value in (
             (table, "readers_of", lambda function: self.readers),
             (builds, "job_of", self.job_of),
-            (table, "current_target", lambda: "a target"),
-            (table, "loaded_writer", lambda device, width: self.load((device, width)) or "a writer"),
             (Worker, "start", self.start),
-            (torch.cuda, "device", lambda device: contextlib.nullcontext(self.assertEqual(device, 3))),
             (builds, "_builds", weakref.WeakKeyDictionary()),
             (table, "TAKEN", weakref.WeakKeyDictionary()),
             (launches, "build", self.build),
@@ -70,7 +65,7 @@ class TestBuilding(TestCase):
             self.enterContext(mock.patch.object(target, name, value))
 
     def begin(self) -> None:
-        builds.begin(self.function, 3)
+        builds.begin(self.function)
 
     def job_of(self, autotuner: FakeAutotuner, names: frozenset[str]) -> Job | None:
         return None if autotuner.fn.__name__ == "b" else Job(compile, autotuner.fn.__name__, names)
@@ -81,37 +76,32 @@ class TestBuilding(TestCase):
         self.started.append(FakeWorker(jobs))
         return self.started[-1]
 
-    def load(self, what: Any) -> None:
+    def build(self, autotuner: FakeAutotuner, names: frozenset[str]) -> Any:
         self.assertEqual(self.started[-1].inside, 1)  # it is loaded from the worker's cache
         self.assertEqual(table.taken_by_variants(self.function), frozenset())  # all are taken at once, at the end
-        self.built.append(what)
-
-    def build(self, autotuner: FakeAutotuner, names: frozenset[str]) -> Any:
-        self.load(autotuner.fn.__name__)
+        self.built.append(autotuner.fn.__name__)
         return SimpleNamespace(slots=names)
 
     def go_on(self) -> bool | None:
-        return builds.go_on(self.function, 3)
+        return builds.go_on(self.function)
 
     def test_one_is_loaded_at_a_step(self) -> None:
         self.begin()
         self.assertEqual([self.go_on(), self.go_on()], [None, None])
         self.assertFalse(builds.is_over(self.function))
         (worker,) = self.started
-        *kernels, writer = worker.jobs
-        self.assertEqual([job.args[0] for job in kernels], ["a", "c"])
-        self.assertEqual((writer.func, writer.args), (table.compile_writer, (8, "a target")))
-        worker.compiled = {0, 1, 2}
-        for built in ([], [(3, 8)], [(3, 8), "c"]):
+        self.assertEqual([job.args[0] for job in worker.jobs], ["a", "c"])
+        worker.compiled = {0, 1}
+        for built in ([], ["a"]):
             self.assertIsNone(self.go_on())
             self.assertEqual(self.built, built)
         self.assertIs(self.go_on(), True)
-        self.assertEqual(self.built, [(3, 8), "c", "a"])
+        self.assertEqual(self.built, ["a", "c"])
         self.assertEqual(table.taken_by_variants(self.function), {0})
         self.begin()
         self.assertIs(self.go_on(), True)  # another recording asks
         self.assertTrue(builds.is_over(self.function))
-        self.assertEqual((len(self.built), len(self.started)), (3, 1))
+        self.assertEqual((len(self.built), len(self.started)), (2, 1))
         for function in (self.function, Function()):  # the latter has no build
             builds.give_up(function)
             self.assertEqual(table.taken_by_variants(function), frozenset())
@@ -122,10 +112,10 @@ class TestBuilding(TestCase):
         self.begin()
         builds.finish(0.03)
         self.assertFalse(builds.is_over(self.function))
-        self.enterContext(mock.patch.object(FakeWorker, "done", lambda worker: {0, 1, 2}))
+        self.enterContext(mock.patch.object(FakeWorker, "done", lambda worker: {0, 1}))
         builds.finish(60.0)
         self.assertTrue(builds.is_over(self.function))
-        self.assertEqual(self.built, [(3, 8), "c", "a"])
+        self.assertEqual(self.built, ["a", "c"])
 
     def test_a_build_that_fails_is_over(self) -> None:
         with self.subTest("no process can be made"), self.assertLogs("pygraph_trees.indirection", "WARNING") as logs:
@@ -135,20 +125,11 @@ class TestBuilding(TestCase):
             self.assertIs(self.go_on(), False)  # it is not tried again
         self.assertEqual(len(logs.output), 1)
         self.assertIn("of the test", logs.output[0])
-        with self.subTest("a writer cannot be loaded"):
-            self.error, self.function = None, Function()
-            self.begin()
-            self.go_on()
-            self.started[0].compiled = {0, 1, 2}
-            self.go_on()
-            with mock.patch.object(table, "loaded_writer", return_value=None):
-                self.assertIs(self.go_on(), False)
-            self.assertTrue(builds.is_over(self.function))
         with self.subTest("no kernel can be compiled elsewhere"):
-            self.readers, self.function = self.readers[1:2], Function()
+            self.error, self.readers, self.function = None, self.readers[1:2], Function()
             self.begin()
             self.assertIs(self.go_on(), False)
-            self.assertEqual(len(self.started), 1)
+            self.assertEqual(self.started, [])
 
     def test_a_finalizer_may_begin_one(self) -> None:
         """It waits for no lock: a finalizer may run while this thread holds the lock."""
@@ -195,8 +176,7 @@ class TestWorker(TestCase):
         self.assertEqual(Path(path), self.folder / f"{kernel}.py")
         # The process has no GPU either.
         Path(path).write_text(PRESENCE + Path(path).read_text())
-        target = GPUTarget("cuda", 90, 32)
-        jobs = [Job(job.func, path, "none of that name", *options), job, Job(table.compile_writer, 8, target)]
+        jobs = [Job(job.func, path, "none of that name", *options), job]
         (self.folder / "triton").mkdir()  # nothing is imported from the working folder
         (self.folder / "triton" / "__init__.py").write_text("raise ImportError")
         before = os.getcwd()
@@ -205,7 +185,7 @@ class TestWorker(TestCase):
         worker = Worker.start(jobs)
         os.chdir(before)
         self.assertIsNone(Worker.start([job]))  # one at a time
-        self.assertEqual(self.wait(worker), {1, 2})
+        self.assertEqual(self.wait(worker), {1})
         # Wherever this process looks by then.
         is_compiled = mock.patch.object(ASTSource, "make_ir", side_effect=AssertionError("it is compiled already"))
         for elsewhere in (None, str(self.folder / "elsewhere")):
@@ -215,7 +195,6 @@ class TestWorker(TestCase):
                     os.environ["TRITON_CACHE_DIR"] = elsewhere
                 with is_compiled, worker.cache():
                     _, slots = launches.compile_variant(autotuner, *options)
-                    table.compile_writer(8, target)
                 self.assertEqual(os.environ.get("TRITON_CACHE_DIR"), elsewhere)
         self.assertEqual(slots, {"in_ptr0", "in_ptr1"})
 

@@ -1,4 +1,4 @@
-"""Builds the variants and writers for a function's table while the program runs.
+"""Builds the variants for a function's table while the program runs.
 
 :func:`begin` starts a build, :func:`go_on` takes one step, :func:`finish` all that are left. A :class:`Worker` compiles
 in another process, then each step loads one kernel. After the last one, the function's next recording has a table. A
@@ -24,12 +24,10 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pygraph_trees.locks import run_if_free
 
 from . import launches, pointer_table
-from .pointer_table import Reader, compile_writer
+from .pointer_table import Reader
 
 _MOST_S = 600.0  # time limit of the process
 _NICE = 10
@@ -37,26 +35,26 @@ _COMMAND = f"import sys; sys.path[:] = filter(None, sys.path); from {__name__} i
 
 _log = logging.getLogger("pygraph_trees.indirection")
 
-Job = functools.partial  # the compilation of a variant or a writer, which can be sent to another process
+Job = functools.partial  # the compilation of a variant, which can be sent to another process
 
 _lock = threading.Lock()  # a function may have recordings in several threads; no thread waits for the lock
 # By function: the steps that are left, None if the build is over.
 _builds: weakref.WeakKeyDictionary[Any, Generator[None, None, set[int]] | None] = weakref.WeakKeyDictionary()
 
 
-def begin(function: Any, device: int) -> Generator[None, None, set[int]] | None:
+def begin(function: Any) -> Generator[None, None, set[int]] | None:
     """Starts a build for a function that has none yet; returns the steps that are left."""
-    return _builds.setdefault(function, _steps(pointer_table.readers_of(function), device))
+    return _builds.setdefault(function, _steps(pointer_table.readers_of(function)))
 
 
-def go_on(function: Any, device: int) -> bool | None:
+def go_on(function: Any) -> bool | None:
     """Takes a step of a build. Returns None if more steps follow, else whether the function's inputs have slots."""
-    run_if_free(_lock, functools.partial(_take_step, function, device))
+    run_if_free(_lock, functools.partial(_take_step, function))
     return bool(pointer_table.taken_by_variants(function)) if is_over(function) else None
 
 
-def _take_step(function: Any, device: int) -> None:
-    steps, taken = begin(function, device), set[int]()
+def _take_step(function: Any) -> None:
+    steps, taken = begin(function), set[int]()
     if steps is None:
         return
     try:
@@ -89,7 +87,7 @@ def finish(most_s: float) -> None:
     end = time.monotonic() + most_s
     while is_any_under_way() and time.monotonic() < end:
         for function in list(_builds):
-            go_on(function, 0)  # the build knows its device
+            go_on(function)
         time.sleep(0.01)
 
 
@@ -99,31 +97,20 @@ def give_up(function: Any) -> None:
     _builds[function] = None
 
 
-def _steps(readers: Sequence[Reader], device: int) -> Generator[None, None, set[int]]:
+def _steps(readers: Sequence[Reader]) -> Generator[None, None, set[int]]:
     """The steps of one build; returns the inputs that variants take. No recording has slots for a part of them."""
-    jobs: dict[Reader | int, Job] = {
-        reader: job for reader in readers if (job := job_of(reader.autotuner, reader.names)) is not None
-    }
+    jobs = {reader: job for reader in readers if (job := job_of(reader.autotuner, reader.names)) is not None}
     if not jobs:
         return set()
-    with contextlib.suppress(Exception):  # without a target, a writer is compiled when a table needs it
-        with torch.cuda.device(device):
-            target = pointer_table.current_target()
-        inputs = {index for reader in readers for _, index in reader.inputs}
-        most = max(pointer_table.widths_for(len(inputs)))  # inputs may get no slot
-        jobs |= {width: Job(compile_writer, width, target) for width in pointer_table.WIDTHS if width <= most}
     while (worker := Worker.start(list(jobs.values()))) is None:
         yield
     while (compiled := worker.done()) is None:
         yield
     taken = set[int]()
-    for kernel in reversed([kernel for number, kernel in enumerate(jobs) if number in compiled]):
+    for reader in [reader for number, reader in enumerate(jobs) if number in compiled]:
         yield
         with worker.cache():
-            if isinstance(kernel, Reader):
-                taken |= kernel.build()
-            elif pointer_table.loaded_writer(device, kernel) is None:
-                return set()
+            taken |= reader.build()
     return taken
 
 

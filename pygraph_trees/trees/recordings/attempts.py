@@ -114,7 +114,7 @@ class Attempts:
             return None
         try:
             is_chosen = live.has_table or not may_choose
-            live.chooser = None if is_chosen else chooser_for(model, sizes, device)
+            live.chooser = None if is_chosen else chooser_for(model, sizes)
             if (live.has_placeholders or live.has_staged) and may_be_kept:
                 self._kept = list(inputs)
             live.is_of_backward = model.log.mode == BACKWARD
