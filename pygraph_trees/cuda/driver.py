@@ -22,23 +22,9 @@ from pygraph_trees.errors import NOT_FOUND, DriverError, InvalidValue, PygraphWa
 
 from .graph_nodes import Layout, NodeKind
 
-# The calls that indirection makes, by the driver version that each needs: the version that the bindings 12.8 to 13.5
-# pass to cuGetProcAddress. The bindings define functions that the installed driver lacks, so a name in them proves
-# nothing.
-_NEEDED = {
-    10020: (
-        *("cuMemAddressReserve", "cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap"),
-        *("cuMemSetAccess", "cuMemGetAllocationGranularity", "cuPointerGetAttribute"),
-        *("cuCtxGetCurrent", "cuCtxSetCurrent"),
-        *("cuGraphMemcpyNodeGetParams", "cuGraphMemsetNodeGetParams"),
-        *("cuGraphMemcpyNodeSetParams", "cuGraphMemsetNodeSetParams"),
-        *("cuGraphExecMemcpyNodeSetParams", "cuGraphExecMemsetNodeSetParams"),
-    ),
-    12000: ("cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"),
-    12040: ("cuFuncGetParamInfo", "cuKernelGetParamInfo"),
-}
-
-
+# The newest calls that indirection makes: a driver of CUDA 12.4 has all others, too. The bindings define functions that
+# the installed driver lacks, so a name in them proves nothing.
+_NEEDED, _SINCE = ("cuFuncGetParamInfo", "cuKernelGetParamInfo"), 12040
 KERNEL_SETTER, CONTEXT_GETTER = "cuGraphExecKernelNodeSetParams_v2", "cuCtxGetCurrent"  # in the driver's library
 
 
@@ -81,8 +67,8 @@ class Driver:
 
     def missing_calls(self) -> list[str]:
         """The calls that indirection needs and the bindings or the installed driver lack."""
-        version = self.version()
-        return [c for since, calls in _NEEDED.items() for c in calls if version < since or not hasattr(self.api, c)]
+        is_old = self.version() < _SINCE
+        return [call for call in _NEEDED if is_old or not hasattr(self.api, call)]
 
     def capturing_graph(self, stream: int) -> int | None:
         """The graph that a stream is capturing; None if it captures nothing (``cuStreamGetCaptureInfo``)."""
@@ -103,10 +89,6 @@ class Driver:
             (function,) = self.call("cuModuleGetFunction", module, name.encode())
             self._loaded[device, name] = int(function)
         return self._loaded[device, name]
-
-    def launch(self, function: int, blocks: int, threads: int, stream: int, parameters: int) -> None:
-        """Launches a kernel in the current context; ``parameters``: the address of its parameters' addresses."""
-        self.call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
 
     def context(self) -> Any:
         """The current context, for :meth:`GraphNode.bind`; a node can name its own only since CUDA 13.2."""

@@ -46,7 +46,7 @@ class GraphNode:
     _in_context: ClassVar[bool] = True  # whether the setter takes the context
 
     def __init__(self, driver: Any, handle: int) -> None:
-        """``driver``: a :class:`~pygraph_trees.cuda.driver.Driver`, which makes nodes."""
+        """``driver``: a :class:`~pygraph_trees.cuda.driver.Driver`."""
         self.handle = handle
         self._driver = driver
         (self._params,) = driver.call(self._get, handle)

@@ -36,12 +36,6 @@ def is_over(work: Any) -> bool:
         return bool(work.query())
 
 
-def us_between(begin: Any, end: Any) -> float | None:
-    """GPU time between two events of ``torch.cuda`` that take times; None if the GPU has not reached the second one."""
-    with without_disturbing_captures():
-        return begin.elapsed_time(end) * 1e3 if end.query() else None
-
-
 class CudaDevice:
     """The CUDA device with this index, and its current stream."""
 
@@ -56,7 +50,11 @@ class CudaDevice:
         event.record(torch.cuda.current_stream(self._index))
         return event
 
-    us_between = staticmethod(us_between)  # of two marks; None if the GPU has not reached the second one
+    @staticmethod
+    def us_between(begin: Any, end: Any) -> float | None:
+        """GPU time between two marks; None if the GPU has not reached the second one."""
+        with without_disturbing_captures():
+            return begin.elapsed_time(end) * 1e3 if end.query() else None
 
 
 def wait_for_device(index: int) -> bool:

@@ -86,7 +86,8 @@ class ValueKernel:
         parameters = ctypes.c_uint64(target), ctypes.c_uint32(nbytes), block
         pointers = (ctypes.c_uint64 * len(parameters))(*map(ctypes.addressof, parameters))
         blocks = max(1, -(-nbytes // (_AT_ONCE * _THREADS)))
-        self.driver.launch(self.function, blocks, _THREADS, stream, ctypes.addressof(pointers))
+        grid = blocks, 1, 1, _THREADS, 1, 1
+        self.driver.call("cuLaunchKernel", self.function, *grid, 0, stream, ctypes.addressof(pointers), 0)
 
 
 def value_kernel(driver: Driver, device: int, stream: int, nbytes: int) -> ValueKernel | None:

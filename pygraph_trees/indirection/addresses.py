@@ -142,9 +142,8 @@ class Addresses:
                 self.native.unsettle()
             if any(self._pool.holds(inputs[item.index].data_ptr()) for item in self._copied_back):
                 return Reason.MUTATED_IN_POOL()
-            if any(
-                inputs[index].is_conj() for index in self._complex
-            ):  # a tangent may be at one call, and not at the next
+            # A tangent may be conjugated at one call, and not at the next.
+            if any(inputs[index].is_conj() for index in self._complex):
                 return Reason.IS_VIEW()
             if seen != self._seen or self._again or not same_pool:
                 self._seen = []  # until the graph holds these addresses: an interrupt may come anywhere

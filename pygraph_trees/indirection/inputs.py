@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 class LiveInputs:
     """The inputs of one recording: at placeholder addresses, mutated ones in ordinary memory, and staged ones."""
 
+    addresses: Addresses  # of the instantiated graph, after ``set_up``
+
     def __init__(
         self,
         driver: Driver,
@@ -92,19 +94,12 @@ class LiveInputs:
         }
         self.kinds: Counter[NodeKind] = Counter()  # the graph's nodes; empty if it could not be read
         self._found = _NOTHING
-        self._addresses: Addresses | None = None  # of the instantiated graph
         self.patched: tuple[Item, ...] = ()  # the inputs given by address
         self._copied = CopiedInputs()
         self.chooser: RouteChooser | None = None  # passed on by ``set_up``
         self.is_of_backward = False  # whether inputs may be tangents; assigned before ``set_up``
         self.collectives: Collectives | None = None  # of the capture, if any; assigned before ``set_up``
         self.outputs: dict[int, tuple[int, tuple[Any, ...] | None]] = {}  # by output: its input, and the view of it
-
-    @property
-    def addresses(self) -> Addresses:
-        """The addresses of the instantiated graph, after :meth:`set_up`."""
-        assert self._addresses is not None
-        return self._addresses
 
     @property
     def in_place(self) -> list[int]:
@@ -270,7 +265,7 @@ class LiveInputs:
         inputs, recorded = [*patched, *buffers], [*starts.values(), *buffers.values()]
         exec_ = int(graph.raw_cuda_graph_exec())
         self._patches = Patches(self._driver, found.nodes, found.relocations, inputs, exec_, context, recorded)
-        self._addresses = Addresses(
+        self.addresses = Addresses(
             *(self._patches, self.patched, list(alignments(found, starts).values()), self._pool, self._staged),
             first=first,
             numbers=patched,

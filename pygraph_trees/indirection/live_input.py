@@ -1,10 +1,8 @@
 """One live input of a recording: an :class:`Operand` of the call that is recorded, then an :class:`Item`.
 
-An item has the tensor that stands for the input while the function is recorded. That tensor is at a placeholder
-address, in a copy in ordinary memory (a mutated input without a placeholder), or in a staging buffer (an input on the
-CPU). :class:`CopiedInputs` copies some inputs there at each call, and back. :func:`copy_at` makes a copy for one call,
-and :func:`seen_as` an output that is a view of the input. Autograd follows none of these tensors. Addresses and sizes
-are in bytes, offsets and strides in elements.
+An item has the tensor that stands for the input while the function is recorded: at a placeholder address, in a copy in
+ordinary memory (a mutated input without a placeholder), or in a staging buffer (an input on the CPU). Autograd follows
+none of these tensors. Addresses and sizes are in bytes, offsets and strides in elements.
 """
 
 from __future__ import annotations

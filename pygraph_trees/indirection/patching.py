@@ -129,24 +129,22 @@ class Patches:
         can_set = has_calls and 0 < len(kernels) == len(self._used)
         if values and not can_set:
             return None
-        words: list[tuple[int, int, int]] = []
-        nodes: list[KernelNode] = []
-        holders: list[tuple[int, int]] = []
-        if can_set:
-            for position, found in enumerate(self._words):
-                words += [(ctypes.addressof(word), position, addend) for word, addend in found]
-            numbers = {node: number for number, node in enumerate(kernels)}
-            nodes += kernels.values()
-            holders += [(position, numbers[node]) for position, held in enumerate(self._nodes) for node in sorted(held)]
+        nodes = list(kernels.values()) if can_set else []
+        numbers = {node: number for number, node in enumerate(kernels)}
+        all_words, all_nodes = (self._words, self._nodes) if can_set else ((), ())
         self._native = binding.extension.Addresses(
             owner=(nodes, self._words),
             pool_changes=pool_changes,
             sets=self.sets,
             held=self._addresses,
             own=own,
-            words=[[number % 2**64 for number in word] for word in words],
+            words=[
+                (ctypes.addressof(word), position, addend % 2**64)
+                for position, found in enumerate(all_words)
+                for word, addend in found
+            ],
             nodes=[(node.handle, node.address) for node in nodes],
-            holders=holders,
+            holders=[(position, numbers[node]) for position, held in enumerate(all_nodes) for node in sorted(held)],
             exec=self._exec,
             set=setter or 0,
             get_context=context_getter or 0,

@@ -268,26 +268,22 @@ class _Unit(NamedTuple):
 
 
 def _units(extents: Sequence[Extent], granularity: int) -> list[_Unit]:
-    page = _round_up(PAGE_NBYTES, granularity)
+    page = end = _round_up(PAGE_NBYTES, granularity)  # the end of the placeholders on the latest page
     units: list[_Unit] = []
-    large: list[_Unit] = []
-    members: list[tuple[int, Placeholder]] = []
-    end = 0  # of the placeholders on the current page
+    members: list[tuple[int, Placeholder]] = []  # of the latest page
     for index, extent in enumerate(extents):
         if extent.nbytes >= SMALL_NBYTES:
             nbytes, start = _round_up(extent.residue + extent.nbytes, granularity), granularity + extent.residue
             placeholder = Placeholder(start, extent.nbytes, 0, nbytes + 2 * granularity)
-            large.append(_Unit(nbytes, granularity, [(index, placeholder)]))
+            units.append(_Unit(nbytes, granularity, [(index, placeholder)]))
             continue
         placeholder = _small_placeholder(extent, end)
         if placeholder.high > page:
-            units.append(_Unit(page, 0, members))
             members, placeholder = [], _small_placeholder(extent, 0)
+            units.append(_Unit(page, 0, members))
         members.append((index, placeholder))
         end = placeholder.high
-    if members:
-        units.append(_Unit(page, 0, members))
-    return units + large
+    return units
 
 
 def _lay_out(extents: Sequence[Extent], granularity: int, frontier: int, budget: int) -> _AddressLayout:

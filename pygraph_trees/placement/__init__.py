@@ -22,8 +22,6 @@ from .plan import Placed
 if TYPE_CHECKING:
     from torch import fx
 
-__all__ = ["Placed", "counting_depth", "place", "place_for_graphs", "placing"]
-
 _log = logging.getLogger("pygraph_trees.placement")
 _depth: ContextVar[int] = ContextVar("pygraph_placement_depth", default=0)  # 2 or more: in a branch or loop
 
