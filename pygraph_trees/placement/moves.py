@@ -18,18 +18,8 @@ from torch.utils._pytree import tree_map
 from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.reasons import Reason
 
-from .nodes import (
-    HALVES,
-    aten,
-    is_a_whole,
-    is_constructor,
-    is_integral,
-    is_view,
-    may_write,
-    prims,
-    tensors_given,
-    tensors_of,
-)
+from . import nodes
+from .nodes import HALVES, aten, prims
 from .operators import is_conversion, keeps_memory
 from .plan import How, Placed, Plan, Value
 from .readers import copies_to_gpu, itself_and_views
@@ -49,7 +39,7 @@ def place(
     ``folds``: the graph may have new constants, which Inductor loses in branches and loops.
     """
     placed = Placed() if placed is None else placed
-    devices = {tensor.device for node in graph.nodes for tensor in tensors_of(node)}
+    devices = {tensor.device for node in graph.nodes for tensor in nodes.tensors_of(node)}
     gpus = {device for device in devices if device.type == "cuda"}
     if len(gpus) != 1:
         placed.why_not = Reason.SEVERAL_GPUS() if gpus else Reason.NO_GPU()
@@ -62,15 +52,15 @@ def place(
 class _Rewriting:
     def __init__(self, graph: fx.Graph, gpu: torch.device, plan: Plan, placed: Placed) -> None:
         self._graph, self._gpu, self._plan, self._placed = graph, gpu, plan, placed
-        self._mode = detect_fake_mode([tensor for node in graph.nodes for tensor in tensors_of(node)])
+        self._mode = detect_fake_mode([tensor for node in graph.nodes for tensor in nodes.tensors_of(node)])
         self._there: dict[fx.Node, fx.Node] = {}  # from a CPU value to the same value on the GPU
 
     def run(self) -> None:
-        nodes = list(self._graph.nodes)
+        before = list(self._graph.nodes)
         if are_staged := [node for node, value in self._plan.values.items() if value.how is How.STAGED]:
-            with self._graph.inserting_after(_after_placeholders(nodes[0])):  # tells staged values their GPU
+            with self._graph.inserting_after(_after_placeholders(before[0])):  # tells staged values their GPU
                 self._anchor = self._call(aten.empty.memory_format, ([0],), min(are_staged), {"device": self._gpu})
-        for node in nodes:
+        for node in before:
             if (value := self._plan.values.get(node)) is not None:
                 self._there[node] = self._put(value)
                 (self._placed.moves if value.why is None else self._placed.stays).append(value)
@@ -102,7 +92,7 @@ class _Rewriting:
                     return
             if wanted.dtype != there.meta["val"].dtype:
                 there = self._converted(there, wanted.dtype, copy)
-            elif any(user.op == "output" or may_write(user) for user in users):
+            elif any(user.op == "output" or nodes.may_write(user) for user in users):
                 # A copy shares its memory with nothing, and a tensor may be the source of values written to it.
                 there = self._call(aten.clone.default, (there,), copy)
         copy.replace_all_uses_with(there)
@@ -126,11 +116,11 @@ class _Rewriting:
                 case How.CONSTANT:
                     return self._constant(node, node)
                 case How.STAGED:
-                    host = node if is_a_whole(node) else self._call(aten.clone.default, (node,), node)
+                    host = node if nodes.is_a_whole(node) else self._call(aten.clone.default, (node,), node)
                     return self._call(staged, (self._anchor, host, int(value.read)), node)
                 case How.COPIED:
                     # Of a view, torch may copy elements that the CPU gathers during the call.
-                    is_late = value.read is HostRead.LATER and not any(map(is_view, node.users))
+                    is_late = value.read is HostRead.LATER and not any(map(nodes.is_view, node.users))
                     return self._call(prims.device_put.default, (node, self._gpu, is_late), node)
 
     def _made(self, node: fx.Node, sources: list[fx.Node]) -> fx.Node:
@@ -140,7 +130,7 @@ class _Rewriting:
         if node.target is aten.neg.default and value.is_floating_point():
             # A GPU's compiler makes a negation ``0 - x``, which loses -0.0.
             return self._call(aten.mul.Tensor, (sources[0], -1.0), node)
-        computes = not (is_constructor(node) or keeps_memory(node))
+        computes = not (nodes.is_constructor(node) or keeps_memory(node))
         argument = functools.partial(self._argument, node=node, computes=computes)
         args, kwargs = tree_map(argument, (node.args, dict(node.kwargs)))
         if "device" in kwargs:
@@ -154,12 +144,12 @@ class _Rewriting:
     def _argument(self, arg: Any, node: fx.Node, *, computes: bool) -> Any:
         """An argument as the GPU's call of a node takes it; a number beside half precision is rounded to that."""
         if isinstance(arg, float):
-            halves = {tensor.dtype for tensor in [*tensors_given(node), *tensors_of(node)]} & HALVES
+            halves = {tensor.dtype for tensor in [*nodes.tensors_given(node), *nodes.tensors_of(node)]} & HALVES
             return torch.tensor(arg, dtype=halves.pop()).item() if len(halves) == 1 else arg
         if not isinstance(arg, fx.Node) or arg not in self._there:
             return arg
         there = self._there[arg]
-        counts = any(is_integral(tensor) and tensor.dtype != torch.bool for tensor in tensors_of(there))
+        counts = any(nodes.is_integral(tensor) and tensor.dtype != torch.bool for tensor in nodes.tensors_of(there))
         return self._stored(there, node) if counts and computes else there
 
     def _folded(self, node: fx.Node) -> fx.Node:

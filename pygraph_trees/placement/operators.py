@@ -19,23 +19,11 @@ from torch.utils import _pytree as pytree
 
 from pygraph_trees.reasons import Reason, Why
 
-from .nodes import (
-    HALVES,
-    REARRANGES,
-    aten,
-    is_integral,
-    is_on_gpu,
-    is_view,
-    named,
-    packet_of,
-    prims,
-    reached,
-    tensors_given,
-    tensors_of,
-)
+from . import nodes
+from .nodes import HALVES, aten, named, prims
 
 # The result consists of elements of the inputs, or of given numbers. It is the same on every device, for every type.
-_MOVES_ELEMENTS = REARRANGES | named(
+_MOVES_ELEMENTS = nodes.REARRANGES | named(
     "full zeros ones scalar_tensor full_like zeros_like ones_like new_full new_zeros new_ones eye tril_indices "
     "triu_indices view split split_with_sizes unbind diagonal unfold roll cat stack tril triu index index_select "
     "gather embedding where masked_fill constant_pad_nd select_scatter slice_scatter diagonal_scatter neg abs empty "
@@ -110,7 +98,7 @@ def why_not_the_same_again(node: fx.Node) -> Why | None:
         torch.Tag.dynamic_output_shape in target.tags and not is_by_integers(node)
     ):
         return Reason.NUMBER_NEEDED()
-    if any(t.layout != torch.strided for t in tensors_of(node)):
+    if any(t.layout != torch.strided for t in nodes.tensors_of(node)):
         return Reason.SPARSE()
     return None
 
@@ -132,7 +120,7 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> Why | None:
     if any(map(_is_large, node.all_input_nodes)):
         return Reason.LARGE_NUMBER()
     # A fractional quotient becomes infinite instead.
-    divides = packet_of(node) in _DIVIDES and all(map(is_integral, tensors_of(node)))
+    divides = nodes.packet_of(node) in _DIVIDES and all(map(nodes.is_integral, nodes.tensors_of(node)))
     if divides and (isinstance(node.args[1], fx.Node) or node.args[1] == 0):
         return Reason.DIVIDES()
     if exact and kind.value[-1]:
@@ -149,9 +137,9 @@ def kind_of(node: fx.Node) -> Kind | None:
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return Kind.MOVES  # one item of several
-    packet, given, result = target.overloadpacket, tensors_given(node), tensors_of(node)
+    packet, given, result = target.overloadpacket, nodes.tensors_given(node), nodes.tensors_of(node)
     types = {tensor.dtype for tensor in [*given, *result]}
-    to_integers, of_integers = all(map(is_integral, result)), all(map(is_integral, given))
+    to_integers, of_integers = all(map(nodes.is_integral, result)), all(map(nodes.is_integral, given))
     # The absolute value of a complex number is a computation, and not every GPU has the other types.
     if not (types <= _SINGLE | HALVES | {torch.float64} and _numbers_fit(node)):
         return None
@@ -176,7 +164,7 @@ def kind_of(node: fx.Node) -> Kind | None:
 
 
 def _single_kind(node: fx.Node) -> Kind | None:
-    packet = packet_of(node)
+    packet = nodes.packet_of(node)
     if "rounding_mode" in node.kwargs or node.kwargs.get("decimals"):
         return None
     if node.target is aten.pow.Tensor_Scalar and node.args[1] in (0.5, -0.5):
@@ -200,7 +188,7 @@ def error_of(node: fx.Node, given: Error) -> Error | None:
 
 def indices_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
     """The inputs whose numbers select the node's elements, each with the dimension that it indexes."""
-    position: Any = _LOOKUPS.get(packet_of(node))
+    position: Any = _LOOKUPS.get(nodes.packet_of(node))
     if position is None:
         return []
     given = node.args[position]
@@ -232,29 +220,29 @@ def is_by_integers(node: fx.Node) -> bool:
 def is_sum_of_another(node: fx.Node) -> bool:
     """Whether a floating-point sum stands for another operator, such as a product of vectors, that rounds otherwise."""
     original = node.meta.get("original_aten")
-    is_sum = packet_of(node) is aten.sum and not is_integral(node.meta["val"])
+    is_sum = nodes.packet_of(node) is aten.sum and not nodes.is_integral(node.meta["val"])
     return is_sum and original is not None and getattr(original, "overloadpacket", original) is not aten.sum
 
 
 def is_elementwise(node: fx.Node) -> bool:
     """Whether the GPU computes a known operator inside the kernel that reads it."""
-    return packet_of(node) not in _REDUCES | _LOOKUPS.keys()
+    return nodes.packet_of(node) not in _REDUCES | _LOOKUPS.keys()
 
 
 def keeps_memory(node: fx.Node) -> bool:
     """Whether the node only rearranges or looks up elements, each with the bits that it has."""
-    return is_view(node) or packet_of(node) in REARRANGES | _LOOKUPS.keys()
+    return nodes.is_view(node) or nodes.packet_of(node) in nodes.REARRANGES | _LOOKUPS.keys()
 
 
 def is_conversion(node: fx.Node) -> bool:
     """Whether the node gives its input's elements in another type."""
-    return packet_of(node) in _CONVERTS and tensors_given(node)[0].dtype != node.meta["val"].dtype
+    return nodes.packet_of(node) in _CONVERTS and nodes.tensors_given(node)[0].dtype != node.meta["val"].dtype
 
 
 def may_wait(node: fx.Node) -> bool:
     """Whether the call may wait for the GPU, copies apart; operators that can be captured do not wait."""
     target: Any = node.target
-    if node.op != "call_function" or not any(is_on_gpu(n) for n in (node, *node.all_input_nodes)):
+    if node.op != "call_function" or not any(nodes.is_on_gpu(n) for n in (node, *node.all_input_nodes)):
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return not (str(target) == "<built-in function getitem>" or "triton_kernel" in str(target))
@@ -264,10 +252,10 @@ def may_wait(node: fx.Node) -> bool:
 
 def _counts_alike(node: fx.Node) -> bool:
     """Whether the integers that a kernel counts fit the 32 bits that it has for them; true for any other node."""
-    if packet_of(node) not in _COUNTS:
+    if nodes.packet_of(node) not in _COUNTS:
         return True
     start, step = (0, 1) if node.target is aten.arange.default else (node.kwargs.get("start"), node.kwargs.get("step"))
-    (counted,) = tensors_of(node)
+    (counted,) = nodes.tensors_of(node)
     count = counted.shape[0] if isinstance(counted.shape[0], int) else _MOST_ELEMENTS
     if not isinstance(step, int):
         return False
@@ -278,28 +266,28 @@ def _counts_alike(node: fx.Node) -> bool:
 def _is_fraction(number: fx.Node) -> bool:
     """Whether a number that is made of sizes may be a fraction, or is made of one (``int(n / 3)``)."""
     value = number.meta.get("val")
-    parts = reached([value.node.expr], lambda part: part.args) if isinstance(value, torch.SymInt) else []
+    parts = nodes.reached([value.node.expr], lambda part: part.args) if isinstance(value, torch.SymInt) else []
     return isinstance(value, torch.SymFloat) or not all(getattr(part, "is_integer", None) for part in parts)
 
 
 def _is_large(number: fx.Node) -> bool:
     """Whether a number, or one that it is made of, exceeds what is assumed of all numbers known only at the call."""
-    parts = reached(_of_sizes([number]), lambda part: _of_sizes(part.all_input_nodes))
+    parts = nodes.reached(_of_sizes([number]), lambda part: _of_sizes(part.all_input_nodes))
     hints = [part.meta["val"].node.hint for part in parts]
     return any(hint is not None and abs(int(hint)) > _MOST_SYMBOLIC for hint in hints)
 
 
-def _of_sizes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    return [node for node in nodes if isinstance(node.meta.get("val"), torch.SymInt)]
+def _of_sizes(numbers: Iterable[fx.Node]) -> list[fx.Node]:
+    return [node for node in numbers if isinstance(node.meta.get("val"), torch.SymInt)]
 
 
 def _numbers_fit(node: fx.Node) -> bool:
     """Whether the given numbers fit the types of the node's tensors; devices convert others differently."""
-    types = {tensor.dtype for tensor in [*tensors_given(node), *tensors_of(node)]} - {torch.bool}
+    types = {tensor.dtype for tensor in [*nodes.tensors_given(node), *nodes.tensors_of(node)]} - {torch.bool}
     if keeps_memory(node) or any(dtype.is_floating_point for dtype in types):
         return True
     numbers = [arg for arg in pytree.tree_leaves((node.args, node.kwargs)) if type(arg) in (int, float)]
     if any(isinstance(number, float) for number in numbers):
-        return packet_of(node) in _COMPARES  # which happens in floating point
+        return nodes.packet_of(node) in _COMPARES  # which happens in floating point
     limits = [(torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in types]
     return all(least <= number <= most for least, most in limits for number in numbers)

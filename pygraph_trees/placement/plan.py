@@ -20,21 +20,8 @@ from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report import records
 from pygraph_trees.report.naming import source_line
 
+from . import nodes
 from .folding import Folding
-from .nodes import (
-    aten,
-    cpu_inputs,
-    is_constructor,
-    is_copy_between_devices,
-    is_integral,
-    is_on_cpu,
-    is_on_gpu,
-    is_row_of_input,
-    is_view,
-    nbytes_of,
-    reached,
-    tensors_of,
-)
 from .operators import Error, error_of, indices_of, is_elementwise, keeps_memory, looks_up_within, why_not_elsewhere
 from .readers import needs, waits_for_stream, when_read
 
@@ -93,20 +80,20 @@ class Plan:
         self.reads = {node: sources for node in graph.nodes if (sources := needs(node))}  # by GPU operators
         self._decided: dict[fx.Node, Value] = {}
         needed = [source for sources in self.reads.values() for source in sources]
-        for node in sorted(reached(needed, self._undecided)):
+        for node in sorted(nodes.reached(needed, self._undecided)):
             if node not in self._decided:
                 self._decided[node] = self._from_inputs(node)
         # All that must be on the GPU for these reads; what is neither read nor makes another value is left out.
-        self.values = {node: self._decided[node] for node in reached(needed, self.made_from)}
+        self.values = {node: self._decided[node] for node in nodes.reached(needed, self.made_from)}
 
     def made_from(self, node: fx.Node) -> list[fx.Node]:
-        return cpu_inputs(node) if self._decided[node].how is How.MADE else []
+        return nodes.cpu_inputs(node) if self._decided[node].how is How.MADE else []
 
     def _undecided(self, node: fx.Node) -> list[fx.Node]:
         """Decides for a node if that needs no decision for its inputs; otherwise returns these."""
         value = self._without_inputs(node)
         if value is None:
-            return cpu_inputs(node)
+            return nodes.cpu_inputs(node)
         self._decided[node] = value
         return []
 
@@ -118,20 +105,20 @@ class Plan:
             return self._folded_or_copied(node, Reason.LITERALS())
         if node.op == "placeholder":
             return self._copied(node, Reason.INPUT())
-        if is_copy_between_devices(node) and is_on_gpu(node.args[0]):
+        if nodes.is_copy_between_devices(node) and nodes.is_on_gpu(node.args[0]):
             if node.args[0].op != "placeholder" and node.meta["val"].dtype in _NARROW:
                 return self._copied(node, Reason.NARROW())
             return Value(node, How.KEPT, leaves=frozenset([node]))
         is_constant = node in self.folding.constants
         why = why_not_elsewhere(node, exact=self._exact or is_constant)
-        if why is None and any(not is_on_cpu(source) for source in node.all_input_nodes if tensors_of(source)):
+        if why is None and not all(map(nodes.is_on_cpu, filter(nodes.tensors_of, node.all_input_nodes))):
             why = Reason.SEVERAL_DEVICES()
         if why is None:
             return None
         return self._folded_or_copied(node, why) if is_constant else self._copied(node, why)
 
     def _from_inputs(self, node: fx.Node) -> Value:
-        sources = [self._decided[source] for source in cpu_inputs(node)]
+        sources = [self._decided[source] for source in nodes.cpu_inputs(node)]
         fuses = is_elementwise(node) and all(source.how in (How.MADE, How.CONSTANT) for source in sources)
         folds = node in self.folding.constants and not (fuses or _shows_constant(node))
         if folds and self.folding.why_not(node) is None:
@@ -139,7 +126,7 @@ class Plan:
         leaves = frozenset().union(*(source.leaves for source in sources))
         copied = [leaf for leaf in map(self._decided.__getitem__, leaves) if leaf.how is not How.KEPT]
         stuck = next((leaf for leaf in copied if leaf.node.op != "placeholder"), None)
-        nbytes = sum(nbytes_of(leaf.node) for leaf in copied)
+        nbytes = sum(nodes.nbytes_of(leaf.node) for leaf in copied)
         inexact = max(sources, key=lambda source: source.error, default=Value(node, How.MADE))
         error = error_of(node, inexact.error)
         indices = indices_of(node)
@@ -151,7 +138,7 @@ class Plan:
             return self._copied(node, Reason.INDEX_UNPROVEN())
         if error is None:
             return self._copied(node, Reason.INEXACT(name=inexact.node.name))
-        if nbytes > MOST_NBYTES and nbytes > nbytes_of(node):
+        if nbytes > MOST_NBYTES and nbytes > nodes.nbytes_of(node):
             return self._copied(node, Reason.SOURCES_LARGER(nbytes=nbytes))
         return Value(node, How.MADE, leaves=leaves, error=error)
 
@@ -161,11 +148,11 @@ class Plan:
 
     def _copied(self, node: fx.Node, why: Why) -> Value:
         """A value that is staged if that is possible, and otherwise copied outside of the graph."""
-        read, nbytes = when_read(node), nbytes_of(node)
+        read, nbytes = when_read(node), nodes.nbytes_of(node)
         why_not = None
         if not self._stages:
             why_not = Reason.NO_STAGING()
-        elif read is not HostRead.AT_ONCE and is_row_of_input(node):  # otherwise the CPU would copy it at the call
+        elif read is not HostRead.AT_ONCE and nodes.is_row_of_input(node):  # otherwise the CPU copies it at the call
             why_not = Reason.GAPS()
         elif nbytes > MOST_STAGED_NBYTES and not (node in self.folding.constants and _computes_integers(node)):
             why_not = Reason.SIZE_UNKNOWN() if nbytes == math.inf else Reason.TOO_LARGE(nbytes=nbytes)
@@ -179,7 +166,7 @@ class Plan:
 def _shows_constant(node: fx.Node) -> bool:
     """Whether the node is a view of a constant, or its copy, so that one constant serves both."""
     is_operator = isinstance(node.target, torch._ops.OpOverload)
-    return is_operator and (is_view(node) or node.target is aten.lift_fresh_copy.default)
+    return is_operator and (nodes.is_view(node) or node.target is nodes.aten.lift_fresh_copy.default)
 
 
 def _computes_integers(node: fx.Node) -> bool:
@@ -188,6 +175,7 @@ def _computes_integers(node: fx.Node) -> bool:
     Instead of a copy, Inductor computes what reads no input on the GPU, where they may be others.
     """
     return any(
-        any(map(is_integral, tensors_of(current))) and not (is_constructor(current) or keeps_memory(current))
-        for current in reached([node], lambda current: current.all_input_nodes)
+        any(map(nodes.is_integral, nodes.tensors_of(current)))
+        and not (nodes.is_constructor(current) or keeps_memory(current))
+        for current in nodes.reached([node], lambda current: current.all_input_nodes)
     )
