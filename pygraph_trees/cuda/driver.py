@@ -39,7 +39,7 @@ class Driver:
         names = {kind: f"CU_GRAPH_NODE_TYPE_{kind.name}" for kind in NodeKind if kind is not NodeKind.OTHER}
         self._kinds = {int(getattr(api.CUgraphNodeType, name)): kind for kind, name in names.items()}
         self._accesses: dict[int, Any] = {}  # to the memory of each device
-        self._loaded: dict[tuple[int, str], int] = {}  # functions of kernels, by device and name
+        self.value_kernels: dict[tuple[int, int], Any] = {}  # see value_kernel.py
 
     def find(self, name: str) -> Any:
         try:
@@ -81,14 +81,6 @@ class Driver:
         call = "cuStreamGetCaptureInfo"  # in bindings of CUDA 12, this is the call that refuses edges with data
         _, _, _, nodes, *_ = self.call(f"{call}_v3" if hasattr(self.api, f"{call}_v3") else call, stream)
         return [int(node) for node in nodes]
-
-    def load_kernel(self, device: int, source: str, name: str) -> int:
-        """Loads a kernel from PTX for the current device, once and for as long as the process lives."""
-        if (device, name) not in self._loaded:
-            (module,) = self.call("cuModuleLoadData", source.encode() + b"\0")
-            (function,) = self.call("cuModuleGetFunction", module, name.encode())
-            self._loaded[device, name] = int(function)
-        return self._loaded[device, name]
 
     def context(self) -> Any:
         """The current context, for :meth:`GraphNode.bind`; a node can name its own only since CUDA 13.2."""

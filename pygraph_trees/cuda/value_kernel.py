@@ -22,7 +22,6 @@ BYTES = 2  # the number of the parameter that holds the bytes
 _AT_ONCE, _THREADS = 16, 32  # bytes that a thread writes, threads of a block
 
 _log = logging.getLogger("pygraph_trees.cuda")
-_failed: set[tuple[int, int]] = set()  # device, and width of a kernel that could not be loaded there
 
 
 def source(width: int) -> str:
@@ -91,19 +90,23 @@ class ValueKernel:
 
 
 def value_kernel(driver: Driver, device: int, stream: int, nbytes: int) -> ValueKernel | None:
-    """The kernel for so many bytes on the current device; None if there is none, or if the driver refused to load it.
-
-    It is launched on ``stream`` without bytes: its first launch loads it, which a capture must not do.
-    """
+    """The kernel for so many bytes on the current device; None if there is none, or if it could not be loaded."""
+    kernels = driver.value_kernels
     width = next((width for width in WIDTHS if nbytes <= width), None)
-    if width is None or (device, width) in _failed:
-        return None
+    if width is not None and (device, width) not in kernels:
+        kernels[device, width] = _loaded(driver, stream, width)
+    return None if width is None else kernels[device, width]
+
+
+def _loaded(driver: Driver, stream: int, width: int) -> ValueKernel | None:
+    """Loads a kernel, for as long as the process lives, by a launch without bytes, which a capture must not do."""
     try:
         with driver.without_disturbing_captures():
-            kernel = ValueKernel(driver, driver.load_kernel(device, source(width), f"{NAME}_{width}"), width)
+            (module,) = driver.call("cuModuleLoadData", source(width).encode() + b"\0")
+            (function,) = driver.call("cuModuleGetFunction", module, f"{NAME}_{width}".encode())
+            kernel = ValueKernel(driver, int(function), width)
             kernel.launch(stream, 0, b"")
     except DriverError as error:
-        _failed.add((device, width))
         _log.warning("no kernel can hold %d bytes of inputs on the CPU, or of addresses: %s", width, error)
         return None
     return kernel

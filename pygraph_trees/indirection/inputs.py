@@ -311,10 +311,6 @@ class LiveInputs:
         """Whether an input of this call is copied."""
         return bool(self._copied or self.addresses.temporary)
 
-    def take_returned(self, inputs: list[Any]) -> None:
-        """Holds the inputs that are returned until :meth:`finish`, for a call that copies none."""
-        self._given = {index: inputs[index] for index, _ in self.outputs.values()}
-
     def take(self, inputs: list[Any], *, only_ours: bool = False) -> None:
         """Holds a call's inputs until :meth:`finish`; or removes ours from the list, and releases those only copied."""
         if not only_ours:

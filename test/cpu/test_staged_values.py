@@ -45,7 +45,6 @@ class ValuesTestCase(StagingTestCase):
 
     def setUp(self):
         super().setUp()
-        value_kernel._failed.clear()
         self.on_gpu = []
         for target, name, value in (
             (operator, "_is_captured", lambda there: True),
@@ -159,7 +158,6 @@ class TestInPython(ValuesTestCase):
             self.assertIsNone(self.chosen(observation()).staged_copies[1])
         for call in ("cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"):
             self.restart()
-            value_kernel._failed.clear()
             self.api.fail(call, 0, CUresult.CUDA_ERROR_NOT_SUPPORTED)
             with self.assertLogs("pygraph_trees.cuda", "WARNING") as logs:
                 for _ in range(2):

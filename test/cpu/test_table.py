@@ -166,7 +166,6 @@ class TestSlots(LiveInputsTestCase):
         self.assertEqual(struct.unpack_from("QQQQ", block), (self.memory[-1].data_ptr(), 16, *recorded))
 
     def test_a_writer_that_cannot_be_loaded_is_tried_once(self) -> None:
-        self.enterContext(mock.patch.object(value_kernel, "_failed", set()))
         with (
             mock.patch.object(tables, "value_kernel", value_kernel.value_kernel),
             self.assertLogs("pygraph_trees.cuda", "WARNING") as logs,

@@ -139,7 +139,7 @@ class Replayed(Upstream):
             self.check_what_died()
         if live is not None:
             self._hold()
-            live.take_returned(inputs)
+            live.take(inputs)
         try:
             self.run_graph()
             outputs = self.reconstruct_outputs()
