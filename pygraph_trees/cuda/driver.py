@@ -38,7 +38,6 @@ class Driver:
         self._library = library
         names = {kind: f"CU_GRAPH_NODE_TYPE_{kind.name}" for kind in NodeKind if kind is not NodeKind.OTHER}
         self._kinds = {int(getattr(api.CUgraphNodeType, name)): kind for kind, name in names.items()}
-        self._accesses: dict[int, Any] = {}  # to the memory of each device
         self.value_kernels: dict[tuple[int, int], Any] = {}  # see value_kernel.py
 
     def find(self, name: str) -> Any:
@@ -154,13 +153,10 @@ class Driver:
 
     def allow_access(self, address: int, nbytes: int, device: int) -> None:
         """Lets a device read and write a range of whole mappings without gaps."""
-        access = self._accesses.get(device)
-        if access is None:
-            # A location is a bare pointer into its owner, which must live until the location is copied.
-            access, memory = self.api.CUmemAccessDesc(), self._memory_on(device)
-            access.location = memory.location
-            access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-            self._accesses[device] = access
+        # A location is a bare pointer into its owner, which must live until the location is copied.
+        access, memory = self.api.CUmemAccessDesc(), self._memory_on(device)
+        access.location = memory.location
+        access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self.call("cuMemSetAccess", address, nbytes, [access], 1)
 
     def unmap(self, address: int, nbytes: int) -> None:
