@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .graph_nodes import GraphNode, NodeKind
+from .graph_nodes import GraphNode
 
 SOURCE, TARGET, HOST_SOURCE = 0, 8, 16  # the words of a memcpy node; a memset node has word 0
 
@@ -42,7 +42,6 @@ class MemcpyNode(CopyNode):
     ``host_source`` is None unless the source is host memory, which may be pageable.
     """
 
-    kind = NodeKind.MEMCPY
     _get, _set = "cuGraphMemcpyNodeGetParams", "cuGraphExecMemcpyNodeSetParams"
     _set_captured = "cuGraphMemcpyNodeSetParams"
     plain: bool  # one row and no offsets: the copies that the driver lets us change
@@ -77,16 +76,10 @@ class MemcpyNode(CopyNode):
 class MemsetNode(CopyNode):
     """A fill. ``target`` is a recorded address of device memory: change word 0, then call :meth:`set`."""
 
-    kind = NodeKind.MEMSET
     _get, _set = "cuGraphMemsetNodeGetParams", "cuGraphExecMemsetNodeSetParams"
     _set_captured = "cuGraphMemsetNodeSetParams"
-    plain: bool  # one row
-    nbytes: int  # from the first byte to the last, gaps between rows included
 
     def __init__(self, driver: Any, handle: int) -> None:
         super().__init__(driver, handle)
-        params = self._params
-        rows = max(1, int(params.height))
-        self._fields, self.target = {0: "dst"}, int(params.dst)
-        self.plain = rows == 1
-        self.nbytes = int(params.width) * int(params.elementSize) + int(params.pitch) * (rows - 1)
+        self._fields, self.target = {0: "dst"}, int(self._params.dst)
+        self.plain = int(self._params.height) <= 1  # one row

@@ -40,7 +40,6 @@ Layouts = dict[tuple[int, int], Layout]  # by a kernel's handles
 class GraphNode:
     """A node of a captured graph, with its parameters for one instantiated graph."""
 
-    kind: ClassVar[NodeKind]
     _get: ClassVar[str]
     _set: ClassVar[str]
     _in_context: ClassVar[bool] = True  # whether the setter takes the context
@@ -66,7 +65,6 @@ class GraphNode:
 class KernelNode(GraphNode):
     """A kernel launch: change parameters with :meth:`word` or :meth:`pointer`, then call :meth:`set`."""
 
-    kind = NodeKind.KERNEL
     _get, _set = "cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"
     _in_context = False
     nbytes: int  # of the parameters, at the offsets that the kernel sees

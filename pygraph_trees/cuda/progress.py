@@ -30,12 +30,6 @@ def capture_lock() -> Any:
     return cudagraph_trees.graph_capture_lock
 
 
-def is_over(work: Any) -> bool:
-    """Whether the GPU has finished ``work``, an event or stream; raises RuntimeError if it is part of a capture."""
-    with without_disturbing_captures():
-        return bool(work.query())
-
-
 class CudaDevice:
     """The CUDA device with this index, and its current stream."""
 
@@ -43,7 +37,9 @@ class CudaDevice:
         self._index = index
 
     def is_idle(self) -> bool:
-        return is_over(torch.cuda.current_stream(self._index))
+        """Whether the GPU has finished the stream's work; raises RuntimeError if the stream captures."""
+        with without_disturbing_captures():
+            return bool(torch.cuda.current_stream(self._index).query())
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)

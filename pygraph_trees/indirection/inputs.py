@@ -110,10 +110,6 @@ class LiveInputs:
         """Wraps a whole capture, on the stream on which the capture begins."""
         return contextlib.nullcontext() if self._table is None else self._table.captured()
 
-    def item_under(self, tensor: torch.Tensor) -> Item | None:
-        """The input whose placeholder tensor shares a storage with ``tensor``."""
-        return self.storages.get(tensor.untyped_storage().data_ptr())
-
     def given(self, index: int) -> torch.Tensor:
         return self._given[index]
 
