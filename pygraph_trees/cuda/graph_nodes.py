@@ -20,17 +20,8 @@ _END, _BUFFER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_END, CU_LAUNCH_PARAM_BUFFER_PO
 class NodeKind(enum.Enum):
     """The kind of a CUDA graph node, by the names of ``CUgraphNodeType``."""
 
-    KERNEL = "kernel"
-    MEMCPY = "memcpy"
-    MEMSET = "memset"
-    HOST = "host"
-    GRAPH = "graph"
-    EMPTY = "empty"
-    WAIT_EVENT = "wait_event"
-    EVENT_RECORD = "event_record"
-    MEM_ALLOC = "mem_alloc"
-    MEM_FREE = "mem_free"
-    OTHER = "other"  # semaphores, conditionals, batched memory operations
+    KERNEL, MEMCPY, MEMSET, HOST, GRAPH, EMPTY, WAIT_EVENT, EVENT_RECORD, MEM_ALLOC, MEM_FREE = range(10)
+    OTHER = 10  # semaphores, conditionals, batched memory operations
 
 
 Layout = list[tuple[int, int]]  # offset and size in bytes of each of a kernel's parameters in its block, in order
