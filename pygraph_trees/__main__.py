@@ -25,7 +25,7 @@ from .native.location import torch_folder, torch_version
 from .version import __version__
 
 if TYPE_CHECKING:
-    from pygraph_trees.report.markup import Shown
+    from pygraph_trees.report.page import Shown
 
 
 class OutputError(PygraphError):

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pygraph_trees.errors import PygraphError
-from pygraph_trees.report.markup import Section, Shown, render
-from pygraph_trees.report.page import page
+from pygraph_trees.report.page import Section, Shown, page, render
 from pygraph_trees.report.summary import Report
 from pygraph_trees.report.text import nbytes, table
 

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from pygraph_trees.report.markup import Section, Shown, preformatted, render
-from pygraph_trees.report.page import document
+from pygraph_trees.report.page import Section, Shown, document, preformatted, render
 from pygraph_trees.report.records import GraphBreak, Partition, PartitionInput, Placed
 from pygraph_trees.report.text import amounts, break_line, cause_line, counted, first_lines, nbytes, placed_lines, table
 
