@@ -7,169 +7,132 @@ without a parameter has one answer per process, even while patches are on. Torch
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from typing import Any
 
 
 def has_trees_per_thread() -> bool:
     """Whether each thread has its own trees for a function."""
-    # Since 2.13.
-    from torch._inductor import compile_fx
-
-    return "thread_local" in inspect.unwrap(compile_fx.cudagraphify).__code__.co_cellvars
+    cudagraphify = inspect.unwrap(_torch("_inductor.compile_fx").cudagraphify)
+    return "thread_local" in cudagraphify.__code__.co_cellvars  # since 2.13
 
 
 def has_capture_lock() -> bool:
     """Whether captures hold a lock, because another thread's wait for the device breaks them."""
-    # Since 2.13.
-    from torch._inductor import cudagraph_trees
-
-    return hasattr(cudagraph_trees, "graph_capture_lock")
+    return hasattr(_torch("_inductor.cudagraph_trees"), "graph_capture_lock")  # since 2.13
 
 
 def registers_generators() -> bool:
     """Whether a node registers generators with its graph, because a capture does not find them."""
-    # Up to 2.13.
-    return _is_named("register_generator_state", "CUDAGraphNode", "__init__")
+    return _is_named("register_generator_state", "CUDAGraphNode", "__init__")  # up to 2.13
 
 
 def clones_live_outputs() -> bool:
     """Whether a manager may clone outputs that are alive at a new step."""
-    # Since 2.14.
-    return _is_named("has_live_user_visible_output_cloning", "CUDAGraphTreeManager", "__init__")
+    return _is_named("has_live_user_visible_output_cloning", "CUDAGraphTreeManager", "__init__")  # since 2.14
 
 
 def has_skip_table() -> bool:
     """Whether ``non_cudagraph_managed_mutation_hint`` of a manager is named ``skip_cudagraph``."""
-    # Since 2.15.
-    return _is_named("skip_cudagraph", "CUDAGraphTreeManager", "__init__")
+    return _is_named("skip_cudagraph", "CUDAGraphTreeManager", "__init__")  # since 2.15
 
 
 def checks_deaths_after_copies() -> bool:
     """Whether ``run`` checks that inputs are dead after it has copied them, and not before."""
-    # Since 2.15.
-    return _is_named("expected_dead_indices_after_graph", "CUDAGraphNode", "run")
+    return _is_named("expected_dead_indices_after_graph", "CUDAGraphNode", "run")  # since 2.15
 
 
 def lists_static_tensors(node: Any) -> bool:
     """Whether a recording has a list of the static inputs that are tensors."""
-    # Since 2.12.
-    return hasattr(node, "tensor_static_input_idxs")
+    return hasattr(node, "tensor_static_input_idxs")  # since 2.12
 
 
 def lists_copied_inputs(node: Any) -> bool:
     """Whether a recording has a list of the inputs that it copies; otherwise it copies all that are not static."""
-    # Since 2.15.
-    return hasattr(node, "input_copy_idxs")
+    return hasattr(node, "input_copy_idxs")  # since 2.15
 
 
 def lists_groups_of_parameters(state: Any) -> bool:
     """Whether FSDP2's state of a module has a list of groups of parameters; otherwise it has one group or None."""
-    # Since 2.12.
-    return hasattr(state, "_fsdp_param_groups")
+    return hasattr(state, "_fsdp_param_groups")  # since 2.12
 
 
 def is_kernel_free(function: Any) -> bool:
     """Whether a wrapped function is recorded without a graph, since it launches no kernel."""
-    # Since 2.14.
-    return getattr(function, "kernel_free_cudagraph", False)
+    return getattr(function, "kernel_free_cudagraph", False)  # since 2.14
 
 
 def has_size_hint() -> bool:
     """Whether the example of a symbolic number is ``size_hint``, and not ``optimization_hint``."""
-    # Up to 2.12.
-    from torch._inductor.sizevars import SizeVarAllocator
-
-    return hasattr(SizeVarAllocator, "size_hint")
+    return hasattr(_torch("_inductor.sizevars").SizeVarAllocator, "size_hint")  # up to 2.12
 
 
 def are_call_marks_wrapped() -> bool:
     """Whether the marks around a compiled function's inputs go through ``torch._dynamo.disable``."""
-    # Up to 2.14.
-    from torch._dynamo import utils
-
-    return hasattr(utils.record_pregraph_bytecode_enter, "__wrapped__")
+    return hasattr(_torch("_dynamo.utils").record_pregraph_bytecode_enter, "__wrapped__")  # up to 2.14
 
 
 def dynamic_mark() -> str:
     """The attribute in which compiled code notes a tensor's dynamic dimensions. No guard reads it."""
-    from torch._functorch._aot_autograd import runtime_wrappers
-
-    has_own = hasattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices")  # torch 2.13
+    wrappers = _torch("_functorch._aot_autograd.runtime_wrappers")
+    has_own = hasattr(wrappers, "mark_dynamo_propagated_dynamic_indices")  # since 2.13
     return "_dynamo_propagated_dynamic_indices" if has_own else "_dynamo_weak_dynamic_indices"
 
 
 def unwraps_in_python() -> bool:
     """Whether torch looks for dead functorch wrappers among the arguments of autograd functions in Python."""
-    # Up to 2.13.
-    from torch._C import _functorch
-
-    return not hasattr(_functorch, "unwrap_dead_wrappers")
+    return not hasattr(_torch("_C")._functorch, "unwrap_dead_wrappers")  # up to 2.13
 
 
 def knows_saved_inputs() -> bool:
     """Whether AOTAutograd knows which saved tensors are a function's inputs, and does not detach them."""
-    # Since 2.14.
-    from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
-
-    return "saved_tensor_is_graph_input" in {field.name for field in dataclasses.fields(ViewAndMutationMeta)}
+    fields = dataclasses.fields(_torch("_functorch._aot_autograd.schemas").ViewAndMutationMeta)
+    return "saved_tensor_is_graph_input" in {field.name for field in fields}  # since 2.14
 
 
 def has_context_overrides() -> bool:
     """Whether the override of a configuration entry is a context variable, and not an attribute."""
-    # Since 2.12.
-    from torch.utils import _config_module
-
-    fields = {field.name: field for field in dataclasses.fields(_config_module._ConfigEntry)}
-    return fields["user_override"].default is dataclasses.MISSING
+    fields = {field.name: field for field in dataclasses.fields(_torch("utils._config_module")._ConfigEntry)}
+    return fields["user_override"].default is dataclasses.MISSING  # since 2.12
 
 
 def has_hash_variable() -> bool:
     """Whether a context variable, and not an attribute, tells that a configuration's hash is out of date."""
-    # After 2.11.
-    from torch._inductor import config
-
-    return hasattr(config, "_hash_dirty_var")
+    return hasattr(_torch("_inductor.config"), "_hash_dirty_var")  # after 2.11
 
 
 def has_dirty_keys() -> bool:
     """Whether a configuration remembers which of its keys changed since its dictionary was made."""
-    # After 2.11.
-    from torch._inductor import config
-
-    return hasattr(config, "_get_dict_dirty_keys_var")
+    return hasattr(_torch("_inductor.config"), "_get_dict_dirty_keys_var")  # after 2.11
 
 
 def has_replay_hooks() -> bool:
     """Whether a graph calls hooks of the program when it is replayed."""
-    # Since 2.14.
-    import torch
-
-    return hasattr(torch.cuda.CUDAGraph, "register_replay_start_hook")
+    return hasattr(_torch("cuda").CUDAGraph, "register_replay_start_hook")  # since 2.14
 
 
 def graph_policy(config: Any) -> Any:
     """The program's policy for making CUDA graphs; None without."""
-    # Since 2.12.
-    return getattr(config, "cudagraph_policy", None)
+    return getattr(config, "cudagraph_policy", None)  # since 2.12
 
 
 def has_plugins(autotuner: Any) -> bool:
     """Whether an autotuner has plugins, which take part in its launches."""
-    # Since 2.12.
-    return bool(getattr(autotuner, "_plugins", ()))
+    return bool(getattr(autotuner, "_plugins", ()))  # since 2.12
 
 
 def is_for_any_device(autotuner: Any) -> bool:
     """Whether a kernel is compiled for the device on which it is launched, not for a fixed one."""
-    # Since 2.14.
-    return autotuner.triton_meta["device"] is None
+    return autotuner.triton_meta["device"] is None  # since 2.14
+
+
+def _torch(module: str) -> Any:
+    return importlib.import_module(f"torch.{module}")
 
 
 def _is_named(name: str, kind: str, method: str) -> bool:
     """Whether a method of one of torch's classes uses a name, also while a class of ours replaces torch's."""
-    from torch._inductor import cudagraph_trees
-
-    bases = getattr(cudagraph_trees, kind).__mro__
+    bases = getattr(_torch("_inductor.cudagraph_trees"), kind).__mro__
     upstream = next(base for base in bases if not base.__module__.startswith("pygraph_trees."))
     return name in getattr(upstream, method).__code__.co_names
