@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -134,6 +135,18 @@ def is_upstream_debugged() -> bool:
     from torch._inductor.config import triton
 
     return triton.fast_path_cudagraph_asserts or triton.force_cudagraph_sync or triton.force_cudagraphs_warmup
+
+
+def is_disturbed() -> bool:
+    """Whether a profiler, a debugger, a blocking launch mode or a check at each call slows down calls."""
+    from torch.autograd import profiler
+
+    return (
+        bool(profiler._is_profiler_enabled)
+        or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+        or (sys.gettrace() or sys.getprofile()) is not None
+        or is_upstream_debugged()
+    )
 
 
 def checking_options(upstream: Callable[..., Any]) -> Callable[..., Any]:

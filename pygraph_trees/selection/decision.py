@@ -1,8 +1,7 @@
-"""Decides whether functions are graphed, by rules over plain numbers, without a GPU or a clock.
+"""Decides whether functions are graphed, by rules over plain numbers; README.md describes the model.
 
 :func:`plain_way` decides from :class:`Facts` about recordings, if the answer is plain. Otherwise calls are measured in
-pairs: :func:`next_way` returns the way of the next call, :func:`compare` the gain of un-graphed code in latency and in
-throughput, and :func:`decide` the way to take. README.md describes the model.
+pairs: :func:`next_way` gives the way of the next call, :func:`compare` the gain, and :func:`decide` the way to take.
 """
 
 from __future__ import annotations
@@ -42,21 +41,13 @@ class Execution(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Part of a step's work, as the model sees it."""
-
-    host_us: float
-    gpu_us: float
-    launches: int = 1  # pieces in which the host launches the work
-
-
-@dataclass(frozen=True, slots=True)
 class Call:
-    """One measured call."""
+    """One call, measured or as the model sees it."""
 
     host_us: float  # until the call returns
     gpu_us: float  # between an event before and one after the call, without host work: copies included
     from_idle_us: float | None = None  # between the same events, host work included, if the GPU was idle before
+    launches: int = 1  # pieces in which the host launches the work, for the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +75,13 @@ class Part:
         ungraphed, graphed = self.ungraphed[number].from_idle_us, self.graphed[number].from_idle_us
         return None if ungraphed is None or graphed is None else (ungraphed + _PATCH_US * self.handed, graphed)
 
-    def loads(self, number: int) -> tuple[list[Load], list[Load]]:
-        """The loads of a measured pair, un-graphed and graphed."""
+    def modelled(self, number: int) -> tuple[list[Call], list[Call]]:
+        """A measured pair as the model sees it, un-graphed and graphed."""
         ungraphed, graphed = self.ungraphed[number], self.graphed[number]
         # Between the events of an un-graphed call, the GPU may wait for the host; in a graph it does not.
         gpu_us = min(ungraphed.gpu_us, statistics.median(call.gpu_us for call in self.graphed))
-        own = Load(ungraphed.host_us, gpu_us, max(1, self.facts.launches or 0))
-        return [own, Load(_PATCH_US * self.handed, 0.0)], [Load(graphed.host_us, graphed.gpu_us)]
+        own = Call(ungraphed.host_us, gpu_us, launches=max(1, self.facts.launches or 0))
+        return [own, Call(_PATCH_US * self.handed, 0.0)], [graphed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,27 +164,26 @@ def plain_text(way: Execution, parts: Sequence[Facts]) -> str:
     return f"{way.value}: {_work(parts)}, without a measurement"
 
 
-def latency_us(loads: Sequence[Load]) -> float:
-    """The time of a step with these loads, in order, from idle to idle."""
+def latency_us(calls: Sequence[Call]) -> float:
+    """The time of a step with these calls, in order, from idle to idle."""
     host_us = gpu_us = 0.0  # times at which each is free
-    for load in loads:
-        pieces = max(1, load.launches)
-        first, last = load.host_us / pieces + load.gpu_us, load.host_us + load.gpu_us / pieces
-        gpu_us = max(gpu_us + load.gpu_us, host_us + max(first, last))
-        host_us += load.host_us
+    for call in calls:
+        first, last = call.host_us / call.launches + call.gpu_us, call.host_us + call.gpu_us / call.launches
+        gpu_us = max(gpu_us + call.gpu_us, host_us + max(first, last))
+        host_us += call.host_us
     return max(host_us, gpu_us)
 
 
-def throughput_us(loads: Sequence[Load]) -> float:
-    """The time of a step with these loads among many, without a wait in between."""
-    return max(sum(load.host_us for load in loads), sum(load.gpu_us for load in loads))
+def throughput_us(calls: Sequence[Call]) -> float:
+    """The time of a step with these calls among many, without a wait in between."""
+    return max(sum(call.host_us for call in calls), sum(call.gpu_us for call in calls))
 
 
 def compare(parts: Sequence[Part]) -> Comparison:
     """Compares graphed with un-graphed steps of parts that change together, each with a measured call each way."""
     pairs = range(min(len(calls) for part in parts for calls in (part.ungraphed, part.graphed)))
-    by_part = [zip(*(part.loads(number) for part in parts), strict=True) for number in pairs]
-    steps = [[list(itertools.chain(*loads)) for loads in ways] for ways in by_part]
+    by_part = [zip(*(part.modelled(number) for part in parts), strict=True) for number in pairs]
+    steps = [[list(itertools.chain(*calls)) for calls in ways] for ways in by_part]
     latencies = [parts[0].latencies_us(number) for number in pairs] if len(parts) == 1 else []
     measured = [found for found in latencies if found is not None]
     is_modelled = len(measured) < FEWEST_PAIRS

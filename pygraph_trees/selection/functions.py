@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from torch._guards import TracingContext
+from torch._inductor import config, cudagraph_utils
 
 from pygraph_trees.compat import graph_policy
 from pygraph_trees.reasons import Reason, Why
@@ -51,8 +52,6 @@ def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
     Graphs that the program's own policy wraps, or for which it overrides CUDA graphs to be off, are compiled without
     placement: nothing is staged for recordings that are not ours.
     """
-    from torch._inductor import config
-
     signature = inspect.signature(upstream)
 
     @functools.wraps(upstream)
@@ -105,8 +104,6 @@ def _noting(**facts: Any) -> Iterator[None]:
 
 
 def _unplaced_without_graphs(upstream: Callable[..., Any], override: Any) -> Callable[..., Any]:
-    from torch._inductor import config
-
     @functools.wraps(upstream)
     def inner_compile(*args: Any, **kwargs: Any) -> Any:
         placement = contextlib.nullcontext() if kwargs.get("cudagraphs") else config.patch(_UNPLACED)
@@ -118,16 +115,12 @@ def _unplaced_without_graphs(upstream: Callable[..., Any], override: Any) -> Cal
 
 def are_graphs_asked_for() -> bool:
     """Whether the program that is being compiled asks for CUDA graphs: by configuration, or overriding that."""
-    from torch._inductor import config
-
     override = _compiling.override
     return bool(config.triton.cudagraphs if override is None or override.fwd is None else override.fwd)
 
 
 def why_overridden(*, is_backward: bool) -> Why | None:
     """Says that the program turned off the CUDA graphs of the graph that is being installed; None if it did not."""
-    from torch._inductor import config
-
     override = _compiling.override
     if override is None or not (config.triton.cudagraphs or override.fwd):
         return None
@@ -137,8 +130,6 @@ def why_overridden(*, is_backward: bool) -> Why | None:
 
 def has_own_policy() -> bool:
     """Whether the program has a policy that makes CUDA graphs in its own way, not as torch does."""
-    from torch._inductor import config, cudagraph_utils
-
     policy = graph_policy(config)
     if policy is None:
         return False

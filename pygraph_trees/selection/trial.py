@@ -1,7 +1,8 @@
 """Decides whether functions are graphed: at once if the answer is plain, otherwise by measured calls of both ways.
 
-A :class:`Trial` makes the calls of functions that are decided together. If their recordings leave a doubt, steps run
-graphed and un-graphed in turn. No call is repeated. README.md describes the procedure.
+A :class:`Trial` makes the calls of functions that are decided together, its :class:`TrialMember` objects. If their
+recordings leave a doubt, steps run graphed and un-graphed in turn. The first call of each way is not measured, nor is a
+graphed call that is not a plain replay. No call is repeated, and nothing waits for the GPU. README.md has more.
 """
 
 from __future__ import annotations
@@ -10,26 +11,40 @@ import contextlib
 import enum
 import functools
 import logging
-import os
-import sys
 import threading
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import date
-from typing import TYPE_CHECKING, Any
-
-from torch.autograd import profiler
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pygraph_trees.locks import run_if_free
+from pygraph_trees.reasons import Why
 from pygraph_trees.report.naming import BACKWARD, FORWARD
-from pygraph_trees.settings import is_upstream_debugged
+from pygraph_trees.settings import is_disturbed
 
-from .decision import FEWEST_PAIRS, Comparison, Execution, Facts, compare, decide, next_way, plain_text, plain_way
+from .decision import (
+    FEWEST_PAIRS,
+    Call,
+    Comparison,
+    Execution,
+    Facts,
+    Part,
+    compare,
+    decide,
+    next_way,
+    plain_text,
+    plain_way,
+)
 
 if TYPE_CHECKING:
-    from .member import TimedCall, TrialMember
+    from pygraph_trees.cuda.progress import CudaDevice
+    from pygraph_trees.report.log import FunctionLog
+
     from .profiles import Kept
+
+    Run = Callable[[list[Any]], Any]
 
 _log = logging.getLogger("pygraph_trees.selection")
 
@@ -37,6 +52,113 @@ _MOST_STEPS = 60  # until all functions are recorded, and without a measured cal
 _MOST_CALLS = 300  # of one function in a step
 _MOST_REFUSED = 200  # requests of one trial for the turn after the holder's last one
 _LOST_AFTER = 16  # forwards of one step among which backwards come: another backward never comes
+
+
+class Environment:
+    """What a member asks of the function's surroundings; the answers here are those of a function alone."""
+
+    def ended(self, way: Execution) -> None:
+        """Notes the way that is taken from now on."""
+
+    def handed(self) -> int:
+        """The outputs that graphed functions downstream take by address if this one is un-graphed."""
+        return 0
+
+    def why_not_tried(self) -> Why | None:
+        """Why un-graphed calls would disturb other functions too much; None if they would not."""
+        return None
+
+
+class TimedCall(NamedTuple):
+    """A call whose GPU work may still be running."""
+
+    way: Execution
+    was_idle: bool  # whether the GPU was idle before the call
+    host_us: float
+    marks: tuple[Any, Any]  # in the stream, around the call
+
+
+class TrialMember:
+    """A function of a trial, with the state of its measurements."""
+
+    def __init__(
+        self, log: FunctionLog, graphed: Run, ungraphed: Run, device: CudaDevice, environment: Environment
+    ) -> None:
+        """``graphed`` warms up, records and replays; ``ungraphed`` runs the compiled code. Both consume the inputs."""
+        self.log, self._device, self.environment = log, device, environment
+        log.is_tried = True
+        self.run = {Execution.GRAPHED: graphed, Execution.UNGRAPHED: ungraphed}  # makes a call that is not measured
+        self._thread: int | None = None
+        self.begins_steps = False  # whether a call may begin a step: one member's do
+        self.calls = 0  # since a step began
+        self.start_over()
+
+    def start_over(self) -> None:
+        self._made: set[Execution] = set()  # ways whose first call, which fills caches, is made
+        self.finished: dict[Execution, list[Call]] = {way: [] for way in Execution}  # measured calls
+        self._pending: deque[TimedCall] = deque()  # the GPU has not finished them
+
+    def timed(self, way: Execution, inputs: list[Any]) -> tuple[Any, TimedCall | None]:
+        """Makes a call; returns its outputs and its times, None for a graphed call that is no plain replay."""
+        self.log.trial_runs += way is Execution.UNGRAPHED
+        before = self._counts()
+        was_idle, begin = self._device.is_idle(), self._device.mark()
+        start = time.perf_counter_ns()
+        outputs = self.run[way](inputs)
+        host_us = (time.perf_counter_ns() - start) / 1e3
+        if way is Execution.GRAPHED and self._counts() != (before[0] + 1, before[1]):  # other graph activity
+            return outputs, None
+        return outputs, TimedCall(way, was_idle, host_us, (begin, self._device.mark()))
+
+    def _counts(self) -> tuple[int, int]:
+        """The number of replays, and of recordings and warm-ups."""
+        return self.log.replays, len(self.log.recordings) + self.log.warmups
+
+    def add(self, call: TimedCall) -> bool:
+        """Adds a call; returns whether it is measured, as all but the first of its way are."""
+        is_measured = call.way in self._made
+        self._made.add(call.way)
+        if is_measured:
+            self._pending.append(call)
+        return is_measured
+
+    def collect(self) -> None:
+        """Reads the times of the calls that the GPU has finished."""
+        while self._pending and (gpu_us := self._device.us_between(*self._pending[0].marks)) is not None:
+            call = self._pending.popleft()
+            from_idle_us = gpu_us if call.was_idle else None
+            if call.way is Execution.GRAPHED and call.was_idle:
+                gpu_us = max(0.0, gpu_us - call.host_us)
+            self.finished[call.way].append(Call(call.host_us, gpu_us, from_idle_us))
+
+    def made(self, way: Execution) -> int:
+        """Measured calls, including those that the GPU has not finished."""
+        pending = list(self._pending)  # while Python code iterates, a finalizer may call the function
+        return len(self.finished[way]) + sum(call.way is way for call in pending)
+
+    def is_in_its_thread(self) -> bool:
+        """Whether the calling thread is the one of the first call."""
+        self._thread = self._thread or threading.get_ident()
+        return threading.get_ident() == self._thread
+
+    def facts(self) -> Facts | None:
+        """The facts of its newest recording; None if there is none."""
+        if not self.log.recordings:
+            return None
+        last = self.log.recordings[-1]
+        routes, launches = last.routes, None if last.kernels is None else last.kernels + (last.other_nodes or 0)
+        by_address = routes.total() - routes["copy"]
+        return Facts(launches, by_address, routes["copy"], last.copied_bytes, last.has_fast_path)
+
+    def part(self, facts: Facts) -> Part:
+        ungraphed, graphed = self.finished[Execution.UNGRAPHED], self.finished[Execution.GRAPHED]
+        return Part(ungraphed, graphed, facts, self.environment.handed())
+
+    def end(self, way: Execution, why: str | None) -> None:
+        self.start_over()
+        self.log.is_tried = False
+        self.log.decided(why, graphed=way is Execution.GRAPHED)
+        self.environment.ended(way)
 
 
 class Phase(enum.Enum):
@@ -49,9 +171,8 @@ class Phase(enum.Enum):
 class Turn:
     """The turn to measure, which the trials of a process pass on: un-graphed calls change the measurements of others.
 
-    A trial asks for the turn at each of its steps, and keeps it until it is over. If its functions are no longer
-    called, the turn goes to another trial. There is no lock, since a finalizer might wait for it: if two threads take
-    the turn at once, one loses it at its next step.
+    A trial keeps it until it is over, or until its functions are no longer called. There is no lock, since a finalizer
+    might wait for it: if two threads take the turn at once, one loses it at its next step.
     """
 
     def __init__(self) -> None:
@@ -118,7 +239,7 @@ class Trial:
             self._end(Execution.GRAPHED, None)
 
     def give_up(self) -> None:
-        """Ends the trial without a decision, for example because calls do not repeat."""
+        """Ends the trial without a decision."""
         self._change(functools.partial(self._end, Execution.GRAPHED, None))
 
     def _change(self, change: Callable[[], object], *, is_needed: bool = True) -> bool:
@@ -134,18 +255,14 @@ class Trial:
         if self._later:  # otherwise another thread has made it
             self._later.popleft()()
 
-    def _begin(self, member: TrialMember, inputs: Sequence[object]) -> bool:
-        """Prepares for a call; returns False if another thread, or a call around this one, does so."""
-        if self.is_over:
-            return True
-        if not member.is_in_its_thread():
-            self.give_up()
-            return False
-        return self._change(functools.partial(self._go_on, member, inputs), is_needed=False)
-
     def call(self, member: TrialMember, inputs: list[Any]) -> Any:
         """Makes a function's call; returns its outputs. It is measured if its step has the measured integers."""
-        is_alone = self._begin(member, inputs)
+        is_alone = True  # whether no other thread, and no call around this one, prepares for a call
+        if not self.is_over:
+            if is_alone := member.is_in_its_thread():
+                is_alone = self._change(functools.partial(self._go_on, member, inputs), is_needed=False)
+            else:
+                self.give_up()
         way = self.way
         if self.phase is not Phase.MEASURING or not is_alone:
             return member.run[way](inputs)
@@ -164,7 +281,6 @@ class Trial:
         return [member for reference in self._members if (member := reference()) is not None]
 
     def _go_on(self, member: TrialMember, inputs: Sequence[object]) -> None:
-        """Begins or continues a step."""
         members = self._alive()
         if self.is_over or member not in members:  # or its joining waits for another thread's change
             return
@@ -259,13 +375,3 @@ def _is_step_over(first: TrialMember, members: Sequence[TrialMember]) -> bool:
     counts = (member.calls for member in members if member.log.mode == BACKWARD)
     backwards = next(counts, first.calls)  # one partition counts
     return first.calls <= backwards or (backwards > 0 and first.calls > _LOST_AFTER)
-
-
-def is_disturbed() -> bool:
-    """Whether a profiler, a debugger, a blocking launch mode or a check at each call slows down calls."""
-    return (
-        bool(profiler._is_profiler_enabled)
-        or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
-        or (sys.gettrace() or sys.getprofile()) is not None
-        or is_upstream_debugged()
-    )

@@ -14,7 +14,6 @@ from pygraph_trees.selection.decision import (
     Execution,
     Facts,
     Gain,
-    Load,
     Part,
     compare,
     decide,
@@ -28,7 +27,7 @@ from pygraph_trees.selection.decision import (
 GRAPHED, UNGRAPHED = Execution.GRAPHED, Execution.UNGRAPHED
 
 times = st.floats(0, 1e5)
-loads = st.builds(Load, times, times, st.integers(1, 40))
+loads = st.builds(Call, times, times, launches=st.integers(1, 40))
 facts = st.builds(Facts, st.integers(0, 400), st.integers(0, 40), st.integers(0, 40), st.integers(0, 10**9))
 
 

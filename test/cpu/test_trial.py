@@ -25,12 +25,10 @@ from pygraph_trees.report.log import Count, FunctionLog, GraphLog, RecordingLog,
 from pygraph_trees.report.naming import compile_id
 from pygraph_trees.report.records import InputRecord
 from pygraph_trees.selection import functions as selection
-from pygraph_trees.selection import member as members
 from pygraph_trees.selection import trial as trials
 from pygraph_trees.selection.decision import Execution
-from pygraph_trees.selection.member import Environment, TrialMember
 from pygraph_trees.selection.profiles import Profile
-from pygraph_trees.selection.trial import Phase, Trial, Turn
+from pygraph_trees.selection.trial import Environment, Phase, Trial, TrialMember, Turn
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
 from pygraph_trees.trees.hooks import choice
@@ -123,7 +121,7 @@ def if_aligned(inputs, static):
 class TrialTestCase(TestCase):
     def setUp(self):
         self.world, self.turn = World(), Turn()
-        self.enterContext(mock.patch.object(members.time, "perf_counter_ns", lambda: self.world.now_ns))
+        self.enterContext(mock.patch.object(trials.time, "perf_counter_ns", lambda: self.world.now_ns))
 
     def trial(self, found=None):
         """A trial whose memory has ``found``. Replays are on the slow path, so that few kernels leave a doubt."""
@@ -529,7 +527,7 @@ class TestTrial(TrialTestCase):
 
         def trace(frame, event, arg):
             nonlocal left
-            if frame.f_code.co_filename not in (trials.__file__, members.__file__):
+            if frame.f_code.co_filename != trials.__file__:
                 return None
             if event == "line" and not thread.ident:
                 left -= 1

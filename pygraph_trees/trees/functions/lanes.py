@@ -14,11 +14,10 @@ from pygraph_trees.edges.trial import Tried
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.profiles import Kept
-from pygraph_trees.selection.trial import is_disturbed
+from pygraph_trees.settings import Settings, is_disturbed
 
 if TYPE_CHECKING:
     from pygraph_trees.report.log import FunctionLog, RecordingLog
-    from pygraph_trees.settings import Settings
 
 _MORE_MEMORY, _MORE_BYTES = 0.15, 128 << 20  # of the graph pool, whichever is more
 

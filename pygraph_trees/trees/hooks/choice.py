@@ -19,7 +19,7 @@ from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.naming import BACKWARD, FORWARD
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.functions import trial_of
-from pygraph_trees.selection.member import Environment, TrialMember
+from pygraph_trees.selection.trial import Environment, TrialMember
 
 from ..functions.dispatch import Way
 from ..functions.function import Aligned, FunctionModel
