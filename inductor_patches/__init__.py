@@ -15,13 +15,11 @@ import threading
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .environment import disabled
+from .fingerprints import parse_version
 from .import_hook import ImportHook, is_loaded
-
-if TYPE_CHECKING:
-    from .patch import Patch
+from .patch import FeatureOff, IfThere, LiveProbe, Patch, TorchUnknown
 
 # In order of application.
 FEATURES = ("flags", "trees", "report", "calls", "backward", "entry", "saving", "placement", "table")
@@ -104,7 +102,6 @@ def _install_after(module: str) -> None:
 
 def _install_at_first_load() -> None:
     """Applies the patches once a program is loaded that another process compiled: then nothing imports the compiler."""
-    from .patch import IfThere
 
     def installing(upstream: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(upstream)
@@ -170,9 +167,6 @@ def _put_on(feature: str) -> None:
 
 def why_unsupported(torch: str) -> str | None:
     """Why nothing is patched on a version of torch; None if the patches were written for it."""
-    from .fingerprints import parse_version
-    from .patch import TorchUnknown
-
     trees = patches("trees")[0]
     is_known = torch != "none" and trees.fingerprints_for(parse_version(torch))
     return None if is_known else str(TorchUnknown(torch=torch, known=trees.versions))
@@ -180,9 +174,6 @@ def why_unsupported(torch: str) -> str | None:
 
 def _check(feature: str, wanted: tuple[Patch, ...]) -> tuple[str, ...]:
     import torch
-
-    from .fingerprints import parse_version
-    from .patch import FeatureOff, LiveProbe, TorchUnknown
 
     version = parse_version(torch.__version__)
     probe = LiveProbe()

@@ -42,15 +42,10 @@ def _entry(flag: Flag) -> Any:
     # `torch.compile(options=...)` does not check the value of an entry whose type is a union.
     kind = int if flag.is_number else str | bool if flag.is_switch else str
     declared = _config_module._Config(default=flag.default, value_type=kind)
-    if not has_context_overrides():
-        return _attribute_entry(flag, unset)(declared)
-    entry = _config_module._ConfigEntry(declared, _PREFIX + flag.name)
-    entry.user_override = _CheckedOverride(entry.user_override, flag, unset)
-    return entry
-
-
-def _attribute_entry(flag: Flag, unset: object) -> type:
-    from torch.utils import _config_module
+    if has_context_overrides():
+        entry = _config_module._ConfigEntry(declared, _PREFIX + flag.name)
+        entry.user_override = _CheckedOverride(entry.user_override, flag, unset)
+        return entry
 
     class CheckedEntry(_config_module._ConfigEntry):
         _override: Any = unset
@@ -63,7 +58,7 @@ def _attribute_entry(flag: Flag, unset: object) -> type:
         def user_override(self, value: Any) -> None:
             self._override = value if value is unset else flag.check(value)
 
-    return CheckedEntry
+    return CheckedEntry(declared)
 
 
 def _mark_dirty(config: Any) -> None:

@@ -12,17 +12,16 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch._inductor.utils import fresh_cache
 
 import inductor_patches
 from pygraph_trees.errors import PygraphError
+from pygraph_trees.trees.managers.containers import Trees
 
 from .program import Program
-
-if TYPE_CHECKING:
-    from pygraph_trees.trees.managers.containers import Trees
 
 WAYS = ("eager", "compile", "upstream", "ours")
 FORCED = ("ours:patch", "ours:table")  # ours, with the named route of inputs, whichever is faster
@@ -92,8 +91,6 @@ def check(names: Sequence[str]) -> None:
 def make_ways(program: Program, names: Sequence[str] = WAYS) -> list[Way]:
     """The named ways of running ``program``, in the given order; compiles nothing yet."""
     check(names)
-    from pygraph_trees.trees.managers.containers import Trees
-
     ways = []
     for name in names:
         patched, is_graphed = name.startswith("ours"), name not in ("eager", "compile")
@@ -146,8 +143,6 @@ def _switch(on: bool) -> None:
 @contextlib.contextmanager
 def own_cache(folder: Path) -> Iterator[None]:
     """Caches of Inductor and Triton under ``folder``, in which only choices by benchmark stay (README.md)."""
-    from torch._inductor.utils import fresh_cache
-
     kept = folder / "choices"
     with fresh_cache(dir=str(folder), delete=False):
         own = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])

@@ -11,13 +11,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 from torch.utils import _pytree as pytree
 
 import inductor_patches
+from pygraph_trees.benchmark.program import Program
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.fake_gpu import LoweredGraph, ValueNeededError, absent_gpu, lower
 from pygraph_trees.fake_gpu.architectures import architecture_of
@@ -33,9 +34,6 @@ from pygraph_trees.settings import Settings
 from .doctor import TO_DO
 from .explanation import ExplainedGraph, ExplainedPartition, Explanation, Input, split_of
 from .target import OnCpuError
-
-if TYPE_CHECKING:
-    from pygraph_trees.benchmark.program import Program
 
 
 class PatchesOffError(PygraphError):

@@ -19,6 +19,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.utils._pytree as pytree
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._inductor import compile_fx, cpp_builder, cpu_vec_isa, output_code
 from torch._inductor.graph import GraphLowering
@@ -191,8 +192,6 @@ class Lowerings:
         self._forward_names: dict[str, str] = {}  # placeholder of its forward → readable name
 
     def backend(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
         self._sources = []
         for node in gm.graph.find_nodes(op="placeholder"):
             arg = node.meta.get("grapharg")

@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._dynamo import device_interface, trace_rules
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses import fake_tensor
 
 from pygraph_trees.errors import PygraphError
@@ -110,8 +112,6 @@ def _rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
 
 def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
     """(owner, attribute, value while the GPU is faked)."""
-    import torch._dynamo.device_interface as device_interface
-
     # Triton's package attribute of this name is the object, not the module.
     triton_driver = importlib.import_module("triton.runtime.driver").driver
     driver = _triton_driver(properties)
@@ -165,15 +165,6 @@ def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
     return out
 
 
-def _fill_dynamo_tables() -> None:
-    """Makes Dynamo build its tables keyed by function object while the functions are torch's own."""
-    from torch._dynamo import trace_rules
-    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-
-    TorchInGraphFunctionVariable._get_handlers()
-    trace_rules.get_torch_obj_rule_map()
-
-
 def _forget_memoised() -> None:
     for module, names in _MEMOISED.items():
         for name in names.split() if module in sys.modules else ():
@@ -205,7 +196,9 @@ def absent_gpu(arch: str = "sm_90") -> Iterator[None]:
         if not _entered:
             if torch.cuda.is_available():
                 torch.cuda.init()  # torch's C++ code notes that this was done, and would not do it later
-            _fill_dynamo_tables()
+            # Dynamo's tables are keyed by function object: they are built while the functions are torch's own.
+            TorchInGraphFunctionVariable._get_handlers()
+            trace_rules.get_torch_obj_rule_map()
             with contextlib.ExitStack() as entering:
                 entering.callback(_forget_memoised)
                 entering.enter_context(no_op_device_guard())

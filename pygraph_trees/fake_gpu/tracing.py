@@ -18,7 +18,10 @@ from unittest import mock
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._dynamo import convert_frame, eval_frame, pgo
 from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
+from torch._dynamo.utils import counters
+from torch._inductor import metrics
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -130,10 +133,6 @@ def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> It
 @contextlib.contextmanager
 def _compiler_state_restored() -> Iterator[None]:
     """Restores, afterwards, what Dynamo and Inductor remember of compilations in this process."""
-    from torch._dynamo import convert_frame, eval_frame, pgo
-    from torch._dynamo.utils import counters
-    from torch._inductor import metrics
-
     codes = convert_frame.Tracker()
     fresh = {
         convert_frame: {"input_codes": codes, "FRAME_COUNTER": 0, "FRAME_COMPILE_COUNTER": Counter()},

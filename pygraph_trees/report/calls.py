@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from .naming import source_line
-
-if TYPE_CHECKING:
-    import torch
 
 _FUNCTION = re.compile(r"\s*def (\w+)\(")
 _NODES = re.compile(r"\s*# .*Source Nodes: \[(.*?)\], Original ATen: ")

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch._inductor import config
 
 from pygraph_trees.compat import graph_policy
 from pygraph_trees.reasons import Reason, Why
@@ -129,8 +130,6 @@ def _code(source: str) -> str | None:
 
 
 def _why_dropped(artifact: Any, *, is_wrapped: bool) -> str:
-    from torch._inductor import config
-
     has_policy = graph_policy(config) is not None
     if has_policy and is_wrapped:
         return Reason.POLICY_WRAPS()

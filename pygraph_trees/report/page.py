@@ -16,15 +16,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup
 
 from . import text
 from .records import IN_POOL, ON_INPUT, OWN_MEMORY, FunctionRecord, RecordingRecord, Snapshot
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 _MOST_ROWS = 400  # of one table of inputs
 _FEW_ROWS = 24  # a longer table of inputs is closed: hundreds of parameters are no news
@@ -79,7 +76,7 @@ class Shown:
 
 
 @functools.cache
-def _environment() -> Environment:
+def _environment() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

@@ -9,16 +9,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.scheduler import (
+    BaseSchedulerNode,
+    GroupedSchedulerNode,
+    NopKernelSchedulerNode,
+    Scheduler,
+)
+from torch._inductor.virtualized import V
 
 from pygraph_trees.reasons import Reason
 
 from .naming import FRAME, source_line
 from .records import Cause, Partition, PartitionInput
-
-if TYPE_CHECKING:
-    import torch
-    from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
 _MOST_CAUSES = 20  # of one partition; its kernels are counted in full
 
@@ -47,9 +53,6 @@ def whole(scheduler: Scheduler) -> tuple[Partition, ...]:
 
 def _kinds(node: BaseSchedulerNode) -> Iterator[str]:
     """The kinds of kernels that a scheduled node becomes; a fused node is one kernel."""
-    from torch._inductor import ir
-    from torch._inductor.scheduler import GroupedSchedulerNode, NopKernelSchedulerNode
-
     if isinstance(node, GroupedSchedulerNode):
         for part in node.snodes:
             yield from _kinds(part)
@@ -88,9 +91,6 @@ def _operation(node: BaseSchedulerNode) -> tuple[str, str | None]:
 def _inputs(
     scheduler: Scheduler, input_nodes: dict[str, Any], nodes: Sequence[BaseSchedulerNode]
 ) -> Iterator[PartitionInput]:
-    import torch
-    from torch._inductor.virtualized import V
-
     consumers: dict[str, Counter[str]] = {name: Counter() for name in input_nodes}
     for node in nodes:
         kinds = list(_kinds(node))

@@ -39,6 +39,10 @@ class Execution(enum.Enum):
     GRAPHED = "graphed"
     UNGRAPHED = "un-graphed"
 
+    def plain_text(self, parts: Sequence[Facts]) -> str:
+        """One line: ``graphed: 12 launches in one replay, without a measurement``."""
+        return f"{self.value}: {_work(parts)}, without a measurement"
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -157,11 +161,6 @@ def plain_way(parts: Sequence[Facts]) -> Execution | None:
     if is_graphed:
         return Execution.GRAPHED
     return Execution.UNGRAPHED if gpu_us >= 2 * _SLOW_HOST * launches_us else None
-
-
-def plain_text(way: Execution, parts: Sequence[Facts]) -> str:
-    """One line: ``graphed: 12 launches in one replay, without a measurement``."""
-    return f"{way.value}: {_work(parts)}, without a measurement"
 
 
 def latency_us(calls: Sequence[Call]) -> float:

@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 from torch._guards import TracingContext
@@ -20,14 +20,12 @@ from torch._inductor import config, cudagraph_utils
 
 from pygraph_trees.compat import graph_policy
 from pygraph_trees.reasons import Reason, Why
+from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.report.naming import BACKWARD, INFERENCE
 from pygraph_trees.settings import NATIVE, Settings, allocator_backend
 
 from .profiles import Kept
 from .trial import Trial
-
-if TYPE_CHECKING:
-    from pygraph_trees.report.log import FunctionLog
 
 # From a program to its newest trial. No lock: a finalizer may come under it and wait for a backward in another thread,
 # which is compiled there and comes here.

@@ -74,7 +74,6 @@ def machine(device: int) -> dict[str, str]:
 
 @functools.cache
 def _cpu() -> str:
-    """The name of the host's processor model."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         return next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
@@ -82,7 +81,6 @@ def _cpu() -> str:
 
 
 def _inductors_folder() -> str:
-    """Where Inductor's cache is, or would be."""
     if (folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) is not None:
         return os.path.abspath(folder)
     try:

@@ -17,34 +17,19 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import date
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from pygraph_trees.cuda.progress import CudaDevice
 from pygraph_trees.locks import run_if_free
 from pygraph_trees.reasons import Why
+from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.report.naming import BACKWARD, FORWARD
 from pygraph_trees.settings import is_disturbed
 
-from .decision import (
-    FEWEST_PAIRS,
-    Call,
-    Comparison,
-    Execution,
-    Facts,
-    Part,
-    compare,
-    decide,
-    next_way,
-    plain_text,
-    plain_way,
-)
+from .decision import FEWEST_PAIRS, Call, Comparison, Execution, Facts, Part, compare, decide, next_way, plain_way
+from .profiles import Kept
 
-if TYPE_CHECKING:
-    from pygraph_trees.cuda.progress import CudaDevice
-    from pygraph_trees.report.log import FunctionLog
-
-    from .profiles import Kept
-
-    Run = Callable[[list[Any]], Any]
+Run = Callable[[list[Any]], Any]
 
 _log = logging.getLogger("pygraph_trees.selection")
 
@@ -54,19 +39,12 @@ _MOST_REFUSED = 200  # requests of one trial for the turn after the holder's las
 _LOST_AFTER = 16  # forwards of one step among which backwards come: another backward never comes
 
 
-class Environment:
-    """What a member asks of the function's surroundings; the answers here are those of a function alone."""
+class Environment(Protocol):
+    """What a member asks of the function's surroundings."""
 
-    def ended(self, way: Execution) -> None:
-        """Notes the way that is taken from now on."""
-
-    def handed(self) -> int:
-        """The outputs that graphed functions downstream take by address if this one is un-graphed."""
-        return 0
-
-    def why_not_tried(self) -> Why | None:
-        """Why un-graphed calls would disturb other functions too much; None if they would not."""
-        return None
+    def ended(self, way: Execution) -> None: ...  # notes the way that is taken from now on
+    def handed(self) -> int: ...  # the outputs that graphed functions take by address if this one is un-graphed
+    def why_not_tried(self) -> Why | None: ...  # why un-graphed calls would disturb other functions too much
 
 
 class TimedCall(NamedTuple):
@@ -111,7 +89,6 @@ class TrialMember:
         return outputs, TimedCall(way, was_idle, host_us, (begin, self._device.mark()))
 
     def _counts(self) -> tuple[int, int]:
-        """The number of replays, and of recordings and warm-ups."""
         return self.log.replays, len(self.log.recordings) + self.log.warmups
 
     def add(self, call: TimedCall) -> bool:
@@ -314,7 +291,7 @@ class Trial:
         if len(facts) < len(members):
             self._steps += 1
         elif (plain := plain_way(facts)) is not None:
-            self._end(plain, plain_text(plain, facts))
+            self._end(plain, plain.plain_text(facts))
         elif reasons := [why for member in members if (why := member.environment.why_not_tried()) is not None]:
             self._end(Execution.GRAPHED, f"{Execution.GRAPHED.value}: {reasons[0]}")
         else:
@@ -344,8 +321,7 @@ class Trial:
 
     def _decide(self, compared: Comparison) -> None:
         way = decide(compared)
-        text = compared.text(way)
-        self._end(way, text)
+        self._end(way, text := compared.text(way))
         self.compared = compared
         modes = {member.log.mode for member in self._alive()}
         is_whole = BACKWARD in modes or FORWARD not in modes  # a later process may have the backward
@@ -365,7 +341,6 @@ class Trial:
 
 
 def _facts(members: Sequence[TrialMember]) -> list[Facts]:
-    """The facts of the members that have a recording."""
     return [facts for member in members if (facts := member.facts()) is not None]
 
 

@@ -19,7 +19,6 @@ from pygraph_trees.selection.decision import (
     decide,
     latency_us,
     next_way,
-    plain_text,
     plain_way,
     throughput_us,
 )
@@ -218,8 +217,8 @@ class TestText(TestCase):
     def test_a_decision_as_text(self):
         equal, later = gain(1500.0, 1500.0), gain(1500.0, 1600.0)
         lines = [
-            plain_text(GRAPHED, [Facts(12), Facts(30)]),
-            plain_text(UNGRAPHED, [Facts(1, copied=1, copied_bytes=25_000_000)]),
+            GRAPHED.plain_text([Facts(12), Facts(30)]),
+            UNGRAPHED.plain_text([Facts(1, copied=1, copied_bytes=25_000_000)]),
             compared(gain(3.0, 2.4)).text(GRAPHED),
             compared(gain(41.2, 58.4), copied_bytes=4096).text(UNGRAPHED),
             compared(equal, later, 1, copied_bytes=1_200_000).text(UNGRAPHED),

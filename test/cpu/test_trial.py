@@ -85,6 +85,12 @@ class Function(Environment):
     def ended(self, way):
         self.went.append(way)
 
+    def handed(self):
+        return 0
+
+    def why_not_tried(self):
+        return None
+
     def ungraph(self, inputs):
         self.calls.append("u")
         self.log.runs += 1
@@ -222,7 +228,7 @@ class TestTrial(TrialTestCase):
             self.assertEqual(self.memory.store.called, mode == "inference")  # in another process it may train
 
     def test_finalizers_call_while_measured_calls_are_counted(self):
-        counted = TrialMember(FunctionLog("Net", None, "inference", 1, {}), None, None, None, Environment())
+        counted = TrialMember(FunctionLog("Net", None, "inference", 1, {}), None, None, None, None)
         for _ in range(4):  # the first one is not measured
             counted.add(SimpleNamespace(way=Execution.GRAPHED))
         left = iter(range(1, 100))
