@@ -158,15 +158,15 @@ def _deliver(found: Shown, options: argparse.Namespace) -> None:
 
 def _check_before_torch(options: argparse.Namespace) -> None:
     """Raises if a file cannot be written, the target is not there, or torch or its compiler cannot be used."""
-    from .cli import destination, target
+    from .cli import files, target
     from .selection.profiles import NoCacheFolder, Profiles
 
     trace = getattr(options, "trace", None)
-    destination.check({"--json": options.json, "--html": options.html, "--trace": trace})
+    files.check({"--json": options.json, "--html": options.html, "--trace": trace})
     target.check(options.target)
     _check_torch()
     folder = Profiles.default().folder.parent
-    if (why := destination.problem_in(folder)) is not None:
+    if (why := files.problem_in(folder)) is not None:
         raise NoCacheFolder(folder=folder, why=why)
 
 
@@ -182,10 +182,10 @@ def _compare(options: argparse.Namespace) -> int:
     import torch
 
     from .benchmark import WAYS, Effort, compare
-    from .benchmark.outcome import Baseline, NeedsGpu, Outcome
+    from .benchmark.outcome import NeedsGpu, Outcome
     from .benchmark.verify import NO_GPU, NothingVerified
     from .benchmark.ways import check
-    from .cli import target
+    from .cli import files, target
     from .cli.progress import Progress
     from .settings import Settings
 
@@ -203,7 +203,8 @@ def _compare(options: argparse.Namespace) -> int:
         _show("compare needs a GPU, and torch finds none here; `explain` shows what it would run.\n")
         return _explain(options)
 
-    baseline = Baseline.read(options.baseline, torch.cuda.get_device_name()) if options.baseline else None
+    baseline: Path | None = options.baseline
+    times = {} if baseline is None else files.read_baseline(baseline, torch.cuda.get_device_name())
     program = target.resolve(options.target, torch.device("cuda"))
     measurements = compare(program, ways, Effort(rounds=options.rounds), Progress(), options.trace)
     found = Outcome(tuple(measurements), report())
@@ -211,9 +212,9 @@ def _compare(options: argparse.Namespace) -> int:
     has_ours = any(way.startswith("ours") for way in ways)
     if verifies and has_ours and not any(function.recordings for function in found.report.functions):
         raise NothingVerified(why="no part of the target ran in a CUDA graph of ours; the report says why")
-    slower = [] if baseline is None else list(baseline.slower(found.measurements, options.tolerance / 100))
+    slower = list(files.slower(found.measurements, baseline, times, options.tolerance / 100)) if baseline else []
     for line in slower:
-        _show(f"slower than {options.baseline}: {line}")
+        _show(f"slower than {baseline}: {line}")
     return 1 if found.failed or slower else 0
 
 

@@ -88,20 +88,19 @@ def watch_replays(managers: Sequence[Any]) -> Iterator[Counter[Any]]:
 
 def launched(replays: Mapping[Any, int]) -> list[str]:
     """Names of what one call replays, in launch order; empty unless that is a path down a tree without repetitions."""
+
+    def name(node: Any) -> str:
+        function = node.wrapped_function
+        if hasattr(node, "log") and hasattr(function.model, "log"):
+            return f"{called(function.model.log.record())}, recording {node.log.number}"  # as in the report
+        return f"function {function.id.id}, recording {node.id.id}"
+
     after = {getattr(node, "parent", None): node for node in replays}
     path = [node for parent, node in after.items() if parent not in replays][:1]
     while path and path[-1] in after:
         path.append(after[path[-1]])
     is_path = len(path) == len(replays) and all(count == 1 for count in replays.values())
-    return [_name(node) for node in path] if is_path else []
-
-
-def _name(node: Any) -> str:
-    """A recording's name; for ours, the report's."""
-    function = node.wrapped_function
-    if hasattr(node, "log") and hasattr(function.model, "log"):
-        return f"{called(function.model.log.record())}, recording {node.log.number}"
-    return f"function {function.id.id}, recording {node.id.id}"
+    return list(map(name, path)) if is_path else []
 
 
 class Span(NamedTuple):
@@ -149,7 +148,6 @@ def read_trace(trace: Mapping[str, Any], names: Sequence[str] = ()) -> dict[str,
 
 
 def is_launch(call: Mapping[str, Any]) -> bool:
-    """Whether an event is the host's launch of a graph."""
     return str(call.get("name", "")).startswith(_LAUNCHES)
 
 

@@ -1,8 +1,7 @@
 """Names the kernels of replayed graphs in a profiler's trace: module, line, compile id, function.
 
-Captured kernels have the order of the calls in generated code (:mod:`pygraph_trees.report.calls`). Triton kernels are
-found by name; those of libraries between two of them are divided among the operators by kind. A kernel that may be
-another call's stays unnamed.
+Captured kernels have the order of the calls in generated code (``report/calls.py``). Triton kernels are found by name;
+those of libraries between two of them are divided among the operators by kind. A doubtful one stays unnamed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Runs a program in several ways and measures them, in the four stages that README.md describes.
+"""Runs a program in several ways and measures them; README.md has the four stages, the protocols and the clocks.
 
 A :class:`Comparison` takes a program and the names of ways, and yields a measurement for each way and regime after each
-stage. If a way raises, its measurements carry the error and no figures, and the others continue.
+stage. If a way raises, its measurements carry the error and no figures, and the others continue. The garbage collector
+is off while a clock runs, and a call's outputs are dropped before the next call.
 """
 
 from __future__ import annotations
@@ -13,36 +14,61 @@ import itertools
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from pygraph_trees.indirection.route_rule import REPLAYS
 from pygraph_trees.report.log import journal
 from pygraph_trees.report.text import title
+from pygraph_trees.trees.pools.collector import paused
 
-from . import inspection, timing
+from . import inspection
 from .kernels import name_events
 from .outcome import REGIMES, Measurement
 from .program import InputSet, Program, Ring
 from .verify import Snapshot, differences, snapshot
-from .ways import FORCED, WAYS, Way, make_ways, own_cache, wake_compiler
+from .ways import WAYS, Way, make_ways, own_cache, wake_compiler
 
 Progress = Callable[[int, int, str], None]  # gets the steps done, the total and the name of the next step
+T = TypeVar("T")
 
+STEADY_CALLS = 4
+CALLS = 2 * REPLAYS  # calls with new addresses, within which a route is chosen
+_MOST_S = 3.0  # limit of the time, for programs with long calls
+_AWAITED_S = 60.0  # time in which a chosen table has to be in use
 _SEED = 1234
 _MOST_COMPILATIONS = 64  # of one code object in one way
 
 
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """The amount of measurement. More rounds and longer blocks give steadier figures."""
+
+    rounds: int = 7
+    block_s: float = 0.2  # duration of one block of calls
+    calls: tuple[int, int] = (10, 200)  # fewest and most calls in a block
+    settle_calls: int = 3  # un-timed calls at the start of each block
+    warm_calls: tuple[int, int] = (8, 40)  # fewest and most calls until a way counts as steady
+    ring: int = 8  # sets of inputs in the "fresh" regime
+    fresh_caches: bool = True  # each way compiles for itself; only choices found by benchmark are shared
+    inspect: bool = True  # profile, count recordings and memory, after the timing
+
+    def block_calls(self, steady_s: float) -> int:
+        """The number of calls in a block, given the time of one."""
+        fewest, most = self.calls
+        return max(fewest, min(most, round(self.block_s / max(steady_s, 1e-9))))
+
+
 @dataclass(slots=True)
 class _Run:
-    """The state of one way in one regime."""
-
     program: Program
     way: Way
-    regime: str
+    regime: str  # in which the way runs
     feed: Iterator[InputSet]
     error: str | None = None
     steady_s: float = 0.0
@@ -61,23 +87,22 @@ class Comparison:
         self,
         program: Program,
         ways: Sequence[str] = WAYS,
-        effort: timing.Effort | None = None,
+        effort: Effort | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.program = program
-        self.effort = effort or timing.Effort()
+        self.effort = effort or Effort()
         self.ways = make_ways(program, ways)
         self.ring = Ring(program, self.effort.ring)
-        feeds = {"same": self.ring.same, "fresh": self.ring.fresh}
-        self._runs = [_Run(program, way, regime, feeds[regime]) for way in self.ways for regime in REGIMES]
-        self._wait = timing.synchroniser(program.device)
+        self._runs = [_Run(program, way, regime, getattr(self.ring, regime)) for way in self.ways for regime in REGIMES]
+        self._wait = synchroniser(program.device)
         self._on_gpu = program.device.type == "cuda"
         self._references: dict[str, Snapshot] = {}
         self.traces: dict[str, dict[str, Any]] = {}  # of a call with fresh inputs, by way
         self._progress = progress or (lambda done, total, text: None)
         self._done = 0
-        patched = (run for run in self._runs if run.way.patched and self._on_gpu)
-        self._choosing = [run for run in patched if run.regime == "fresh" and run.way.name not in FORCED]
+        fresh = (run for run in self._runs if run.regime == "fresh" and run.way.patched and self._on_gpu)
+        self._choosing = [run for run in fresh if "triton.pygraph_indirection" not in run.way.flags]
         self._total = len(self._runs) * (1 + self.effort.rounds + self.effort.inspect) + len(self._choosing)
 
     def stages(self) -> Iterator[tuple[str, list[Measurement]]]:
@@ -100,7 +125,7 @@ class Comparison:
             yield "settled", self._measurements()
             self._references.clear()
             in_turn = sorted(self._runs, key=lambda run: run.regime, reverse=True)  # ways alternate, not regimes
-            for run in timing.schedule(in_turn, self.effort.rounds):
+            for run in schedule(in_turn, self.effort.rounds):
                 self._turn(run, "timing", self._time)
             yield "timed", self._measurements()
             for run in self._runs if self.effort.inspect else ():
@@ -123,7 +148,6 @@ class Comparison:
             self._progress(self._total, self._total, "done")
 
     def _prepare(self, runs: Sequence[_Run]) -> None:
-        """Compiles and warms up a way, for both regimes."""
         (first, second), functions = runs, len(journal.functions)
         self._turn(first, "compiling", self._warm_up)
         if "compile_s" in first.figures:
@@ -137,33 +161,30 @@ class Comparison:
                 torch.cuda.empty_cache()
         first.functions = second.functions = range(functions, len(journal.functions))
 
-    def _timed_call(self, run: _Run) -> float:
-        return timing.timed_call(run.call, next(run.feed), self._wait)[0]
-
     def _warm_up(self, run: _Run) -> None:
         if "compile_s" not in run.figures:
-            run.figures["compile_s"] = self._timed_call(run)
+            run.figures["compile_s"], _ = timed_call(run.call, next(run.feed), self._wait)
         durations, recordings = list[float](), list[int]()
         fewest, most = self.effort.warm_calls
         fewest = max(fewest, len(self.ring.sets) + 1)
-        while len(durations) < most and not (len(durations) >= fewest and timing.is_steady(durations, recordings)):
-            durations.append(self._timed_call(run))
+        while len(durations) < most and not (len(durations) >= fewest and is_steady(durations, recordings)):
+            durations.append(timed_call(run.call, next(run.feed), self._wait)[0])
             recordings.append(len(inspection.recordings(run.way.managers)))
-        run.steady_s = statistics.median(durations[-timing.STEADY_CALLS :])
+        run.steady_s = statistics.median(durations[-STEADY_CALLS:])
         run.figures["record_s"] = max(0.0, sum(durations) - run.steady_s * len(durations))
         self._check(run)
 
     def _settle(self, run: _Run) -> None:
-        timing.call_until_chosen(lambda: self._timed_call(run), run.functions.start)
+        call_until_chosen(lambda: timed_call(run.call, next(run.feed), self._wait), run.functions.start)
         self._check(run)
 
     def _check(self, run: _Run) -> None:
         """Compares the outputs of one call with those of eager and upstream."""
         target = self.ring.sets[0 if run.regime == "same" else 1]
         self.ring.restore(target)
-        others = [inputs for inputs in self.ring.sets if inputs is not target and run.regime == "fresh"]
-        for storage in itertools.chain.from_iterable(inputs.storages for inputs in others):
-            storage.fill_(0)  # which reveals a program that still reads another set
+        for inputs in self.ring.sets if run.regime == "fresh" else ():
+            for storage in inputs.storages if inputs is not target else ():
+                storage.fill_(0)  # which reveals a program that still reads another set
         torch.manual_seed(_SEED)
         outputs = snapshot(run.call(target))
         for inputs in self.ring.sets:
@@ -182,7 +203,7 @@ class Comparison:
 
     def _time(self, run: _Run) -> None:
         calls = run.figures["calls"] = self.effort.block_calls(run.steady_s)
-        block = timing.time_block(run.call, run.feed, calls, self.effort.settle_calls, self._wait)
+        block = time_block(run.call, run.feed, calls, self.effort.settle_calls, self._wait)
         for name, value in block.items():
             run.samples.setdefault(name, []).append(value)
 
@@ -233,8 +254,7 @@ class Comparison:
         return self.program.resident_nbytes + inspection.pool_nbytes(managers) + temporaries
 
     def _measurements(self) -> list[Measurement]:
-        """One measurement for each way and regime, in the order of the ways."""
-        return [self._measurement(run) for run in self._runs]
+        return list(map(self._measurement, self._runs))
 
     def _measurement(self, run: _Run) -> Measurement:
         program, samples = self.program, {name: tuple(values) for name, values in run.samples.items()}
@@ -248,10 +268,90 @@ class Comparison:
         return replace(found, ring=ring, routes=routes, **medians, **run.figures)
 
 
+def synchroniser(device: torch.device) -> Callable[[], None]:
+    """Waits for all work on ``device``; does nothing for the CPU."""
+    return functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Collects garbage now, and not while the block runs."""
+    gc.collect()
+    with paused():
+        yield
+
+
+def timed_call(call: Callable[[T], object], inputs: T, wait: Callable[[], None]) -> tuple[float, float]:
+    """Seconds until one call is done, and until it returns, with the GPU idle before it."""
+    clock = time.perf_counter_ns
+    wait()
+    start = clock()
+    call(inputs)
+    returned = clock()
+    wait()
+    return (clock() - start) * 1e-9, (returned - start) * 1e-9
+
+
+def time_block(
+    call: Callable[[T], object], inputs: Iterator[T], calls: int, settle: int, wait: Callable[[], None]
+) -> dict[str, float]:
+    """Makes ``settle`` un-timed, ``calls`` synchronised and ``calls`` streamed calls; gives a measurement's figures."""
+
+    def stream(given: Iterable[T]) -> None:
+        for each in given:
+            call(each)
+
+    feed = [next(inputs) for _ in range(settle + 2 * calls)]
+    stream(feed[:settle])
+    with collector_off():
+        latency_s, host_s = zip(*(timed_call(call, each, wait) for each in feed[settle : settle + calls]), strict=True)
+        streamed_s, _ = timed_call(stream, feed[settle + calls :], wait)
+    return {
+        "latency_ms": statistics.median(latency_s) * 1e3,
+        "latency_p90_ms": statistics.quantiles(latency_s, n=10, method="inclusive")[-1] * 1e3,
+        "throughput_ms": streamed_s / calls * 1e3,
+        "host_us": statistics.median(host_s) * 1e6,
+    }
+
+
+def schedule(items: Sequence[T], rounds: int) -> list[T]:
+    """Each item once a round; every second round reverses the one before, and each pair starts one item later."""
+    order: list[T] = []
+    for number in range(rounds):
+        start = number // 2 % len(items) if items else 0
+        turn = [*items[start:], *items[:start]]
+        order += reversed(turn) if number % 2 else turn
+    return order
+
+
+def is_steady(durations: Sequence[float], recordings: Sequence[int]) -> bool:
+    """Whether the last calls took about the same time and recorded nothing, given the recordings after each call."""
+    if len(durations) <= STEADY_CALLS:
+        return False
+    usual = statistics.median(durations[-2 * STEADY_CALLS :])
+    quiet = len(set(recordings[-STEADY_CALLS - 1 :])) == 1
+    return quiet and all(d <= 1.25 * usual for d in durations[-STEADY_CALLS:])
+
+
+def call_until_chosen(call: Callable[[], Any], first: int, share: float = 1.0) -> None:
+    """Calls a program until the routes of its inputs are chosen and in use, within a limit of calls and time.
+
+    ``first``: the number of its first function in the report; ``share``: of the calls whose inputs move, 0 if none do.
+    """
+    calls = CALLS / share if share else CALLS
+    began = time.monotonic()
+    for number in itertools.count(1):
+        call()
+        spent_s = time.monotonic() - began
+        is_long_enough = spent_s >= _MOST_S or (number >= calls and number % REPLAYS == 0)
+        if is_long_enough and (spent_s >= _AWAITED_S or not any(f.awaits_table for f in journal.functions[first:])):
+            return
+
+
 def compare(
     program: Program,
     ways: Sequence[str] = WAYS,
-    effort: timing.Effort | None = None,
+    effort: Effort | None = None,
     progress: Progress | None = None,
     trace: Path | None = None,
 ) -> list[Measurement]:

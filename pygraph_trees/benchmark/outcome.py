@@ -6,12 +6,9 @@ Fields may be added, but never dropped: files that ``compare --json`` wrote have
 
 from __future__ import annotations
 
-import json
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
 
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.report.page import Section, Shown, page, render
@@ -45,8 +42,6 @@ _COSTS: Columns = {
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The figures of one way in one regime."""
-
     workload: str
     mode: str  # "inference" or "training"
     batch: int
@@ -184,7 +179,6 @@ def sections(measurements: Sequence[Measurement]) -> list[Section]:
 
 
 def _name(way: str) -> str:
-    """The way's name for readers."""
     return PLAIN_NAMES.get(way, way)
 
 
@@ -194,12 +188,8 @@ def _timeline(timed: Sequence[Measurement]) -> Section:
     scaled = [m for m in shown if any(span.graphed for span in m.timeline)] or shown
     end_us = max(span.end_us for m in scaled for span in m.timeline)
     step_us = next(s * 10**power for power in range(9) for s in (1, 2, 5) if end_us / (s * 10**power) <= 6)
-    body = render("timeline", shown=shown, end_us=end_us, step_us=step_us, name=_name, what=_what, of=_of, rows=_rows)
+    body = render("timeline", shown=shown, end_us=end_us, step_us=step_us, name=_name, what=_what, of=_of)
     return Section("timeline", "A call in time", body)
-
-
-def _rows(m: Measurement) -> list[list[str]]:
-    return [[s.lane, _what(s), _of(s, m), f"{s.start_us:.1f}", f"{s.end_us:.1f}", f"{s.us:.1f}"] for s in m.timeline]
 
 
 def _what(span: Span) -> str:
@@ -217,42 +207,3 @@ def _of(span: Span, m: Measurement) -> str:
     if names:
         return "; ".join(names if len(names) <= _MOST_NAMES else [*names[:_MOST_NAMES], f"{len(names)} in all"])
     return f"launch {first + 1}" if first == last else f"launches {first + 1} to {last + 1}"
-
-
-class NoBaseline(PygraphError):
-    template = "{path} is not a baseline: {why}; expected a file written by compare --json"
-
-
-class OtherGpu(PygraphError):
-    template = "{path} was measured on {before}, and this is {now}: times of different GPUs are not compared"
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    path: Path
-    latency_ms: Mapping[tuple[str, str, str], float | None]  # by workload, way and regime
-
-    @staticmethod
-    def read(path: Path, gpu: str) -> Baseline:
-        """The measurements in a file, which must be of this ``gpu``."""
-        try:
-            found: Any = json.loads(path.read_text(encoding="utf-8"))
-            before = found["report"]["environment"]["gpu"]
-            times = {(m["workload"], m["way"], m["regime"]): m["latency_ms"] for m in found["measurements"]}
-        except (OSError, ValueError) as error:
-            raise NoBaseline(path=path, why=str(error)) from error
-        except (KeyError, TypeError) as error:
-            raise NoBaseline(path=path, why="it has no measurements") from error
-        if before != gpu:
-            raise OtherGpu(path=path, before=before, now=gpu)
-        return Baseline(path, times)
-
-    def slower(self, measurements: Sequence[Measurement], tolerance: float) -> Iterator[str]:
-        """A line for each way and regime slower by over ``tolerance``, a share; NoBaseline if none was measured."""
-        found = [(m, self.latency_ms.get((m.workload, m.way, m.regime))) for m in measurements]
-        if not any(before for _, before in found):
-            raise NoBaseline(path=self.path, why="it has no measurement of this program")
-        for m, before in found:
-            if before and m.latency_ms and m.latency_ms > before * (1 + tolerance):
-                more = m.latency_ms / before - 1
-                yield f"{m.way}, {m.regime} inputs: {m.latency_ms:.3f} ms, {before:.3f} ms before ({more:+.0%})"

@@ -1,8 +1,7 @@
 """A program to measure, one call of it, and sets of inputs: the same tensors in each call, or tensors at new addresses.
 
-:meth:`Program.step` makes one call with a compiled form of the program, which begins a step of CUDA graph trees in
-every way. The next call may overwrite the outputs: clone them first (``verify.snapshot``). A :class:`Ring` holds the
-program's inputs (set 0) and clones of them, allocated before timing. Nothing here synchronises with the GPU.
+:meth:`Program.step` makes a call, which begins a step of CUDA graph trees in every way. The next one may overwrite the
+outputs: clone them first (``verify.snapshot``). A :class:`Ring` holds the program's inputs and clones of them.
 """
 
 from __future__ import annotations
@@ -135,8 +134,6 @@ def _differentiable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tor
 
 @dataclass(frozen=True, slots=True)
 class InputSet:
-    """Arguments for one call."""
-
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     storages: tuple[torch.UntypedStorage, ...]  # of the tensors, in the same order in each set

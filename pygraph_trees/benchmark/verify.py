@@ -1,8 +1,8 @@
 """Compares the outputs of two ways of running a program, and verifies CUDA graphs by it.
 
 :func:`differences` compares :func:`snapshot` objects tensor by tensor. :func:`verify` runs a function with and without
-CUDA graphs on arguments that are at another address in each call, and overwrites those of earlier calls, which reveals
-a graph that still reads an old address. Arguments and modules are copied, so the caller's stay unchanged.
+CUDA graphs on copies of its arguments, at other addresses in each call; it overwrites those of earlier calls, which
+reveals a graph that still reads an old address.
 """
 
 from __future__ import annotations
@@ -82,12 +82,10 @@ def _difference(output: str, ours: torch.Tensor, theirs: torch.Tensor) -> float 
 
 
 def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:
-    """Compares a module or function, not compiled yet, under CUDA graphs with the same compiled without.
+    """Does what :func:`pygraph_trees.verify` says; raises :class:`DiffersUngraphed` or :class:`NothingVerified`.
 
-    A module is copied; tensors in the arguments are copied for each call, with their strides. The first of the
-    ``calls`` warms up, the second records, and at least one must follow. Raises :class:`DiffersUngraphed` if an output
-    or an argument that is written to differs in any bit, and :class:`NothingVerified` if there is no GPU, or no part of
-    the function was recorded as a CUDA graph.
+    A module, not compiled yet, is copied; tensors in the arguments are copied for each call, with their strides. The
+    first of the ``calls`` warms up, the second records, and at least one must follow.
     """
     if calls < 3:
         raise ValueError(f"the first two calls replay nothing: expected at least 3 calls, got {calls}")

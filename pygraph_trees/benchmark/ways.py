@@ -1,7 +1,7 @@
 """The ways of running a program: eager, ``torch.compile``, upstream's CUDA graphs, ours.
 
-A :class:`Way` is called inside :meth:`Way.active`, which sets its patches and trees, restores the previous ones, and is
-never timed. :data:`FLAGS` has the flags of each way. README.md says how ways share a process.
+A :class:`Way` is called inside :meth:`Way.active`, which sets its patches, flags and trees, and restores the previous
+ones. It is never timed. README.md says how ways share a process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pygraph_trees.trees.managers.containers import Trees
 from .program import Program
 
 WAYS = ("eager", "compile", "upstream", "ours")
-FORCED = ("ours:patch", "ours:table")  # ours, with the named route of inputs, whichever is faster
 
 FLAGS: Mapping[str, Mapping[str, str]] = {  # of all ways, by name: overrides of the user's flags
     **{name: {} for name in WAYS},
@@ -75,7 +74,6 @@ class Way:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Makes this way's patches and trees the current ones."""
         trees = contextlib.nullcontext() if self.trees is None else self.trees.active()
         with _patches(self.patched), torch._inductor.config.patch(dict(self.flags)), trees:  # patches create the flags
             yield

@@ -16,10 +16,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import inductor_patches
 import pygraph_trees
-from pygraph_trees.benchmark import Comparison, Effort, Program, compare, timing, verify
+from pygraph_trees.benchmark import Comparison, Effort, Program, compare, measure, verify
 from pygraph_trees.benchmark.inspection import Span, read_trace, side_by_side
+from pygraph_trees.benchmark.measure import CALLS, call_until_chosen, is_steady, schedule, time_block
 from pygraph_trees.benchmark.program import NoLossError, Ring
-from pygraph_trees.benchmark.timing import CALLS, call_until_chosen, is_steady, schedule, time_block
 from pygraph_trees.benchmark.ways import NotPatchedError, OwnInductor, UnknownWayError, Way, make_ways, patches_on
 from pygraph_trees.fake_gpu import absent_gpu
 from pygraph_trees.report.log import FunctionLog, GraphLog, journal
@@ -139,7 +139,7 @@ class TestSettling(TestCase):
             count += 1
             then(count)
 
-        with mock.patch.object(timing, "time", SimpleNamespace(monotonic=lambda: count * each_s)):
+        with mock.patch.object(measure, "time", SimpleNamespace(monotonic=lambda: count * each_s)):
             call_until_chosen(call, self.first, share)
         return count
 

@@ -29,8 +29,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 
 from bench.figures import has_gpu, one_of, write_figures
+from pygraph_trees.benchmark.measure import collector_off, schedule, synchroniser
 from pygraph_trees.benchmark.program import Program, Ring
-from pygraph_trees.benchmark.timing import collector_off, schedule, synchroniser
 from pygraph_trees.benchmark.ways import Way, make_ways
 from pygraph_trees.report.log import journal
 

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.figures import has_gpu, one_of, write_figures
 from pygraph_trees.benchmark import Program
-from pygraph_trees.benchmark.timing import schedule
+from pygraph_trees.benchmark.measure import schedule
 from pygraph_trees.benchmark.ways import make_ways
 
 WAYS = ("compile", "upstream", "ours")

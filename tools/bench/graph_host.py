@@ -30,8 +30,8 @@ from torch._inductor.output_code import CompiledFxGraph
 from bench.figures import has_gpu, several_of, write_figures
 from bench.trained_models import Critic
 from pygraph_trees.benchmark.inspection import pool_nbytes
+from pygraph_trees.benchmark.measure import call_until_chosen, collector_off, schedule, synchroniser
 from pygraph_trees.benchmark.program import Program, Ring
-from pygraph_trees.benchmark.timing import call_until_chosen, collector_off, schedule, synchroniser
 from pygraph_trees.benchmark.ways import FLAGS, Way, make_ways
 from pygraph_trees.cli.target import resolve
 from pygraph_trees.report import text

@@ -24,7 +24,7 @@ from torch._inductor import cudagraph_trees
 
 import inductor_patches
 from bench.figures import has_gpu, write_figures
-from pygraph_trees.benchmark.timing import collector_off
+from pygraph_trees.benchmark.measure import collector_off
 
 _CALLS = 300
 _SETTLE = 6  # calls until a function is recorded and replays normally

@@ -22,7 +22,7 @@ import torch
 
 import pygraph_trees
 from bench.figures import has_gpu, several_of, write_figures
-from pygraph_trees.benchmark import timing
+from pygraph_trees.benchmark import measure as timing
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.benchmark.ways import Way, make_ways
 from pygraph_trees.report.log import journal
