@@ -259,7 +259,7 @@ torch.a f
     2.12-2.14  f(x,
                    y): new and
                    more
-    2.11-2.14  K
+    torch.c K
   in torch.b
     2.11-2.14  g()
 """
@@ -268,7 +268,7 @@ torch.a f
         wanted = (
             Fingerprint((2, 11), (2, 11), "torch.a", "f", ("x",), ("old",)),
             Fingerprint((2, 12), (2, 14), "torch.a", "f", ("x", "y"), ("new", "and", "more")),
-            Fingerprint((2, 11), (2, 14), "torch.a", "K"),
+            Fingerprint((2, 11), (2, 15), "torch.c", "K"),
             Fingerprint((2, 11), (2, 14), "torch.b", "g", ()),
         )
         self.assertEqual(parse(self.TABLE), {"torch.a.f": wanted})
@@ -285,7 +285,7 @@ torch.a f
                 self.assertTrue(named, target)
 
     def test_text_that_is_no_row_is_refused(self):
-        for line in ("    f(x): old", "    2.11  f(x", "    2.11-  f", "    2.11  f: a, b"):
+        for line in ("    other f(x): old", "    2.11  f(x", "    2.11-  f", "    2.11  f: a, b"):
             table = f"torch.a f\n{line}"
             self.assertRaisesRegex(ValueError, "expected 'VERSIONS", parse, table)
         for table in ("torch.a\n    2.11  f", "    2.11  f"):
