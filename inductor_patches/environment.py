@@ -55,26 +55,15 @@ def check(flags: Iterable[tuple[str, Sequence[str], str | int]]) -> None:
 
 
 def value_of(variable: str, values: Sequence[str], default: str | int) -> str | int | None:
-    """As :func:`choice`, for the variable of a flag. A flag without ``values`` takes an integer, 0 or more."""
-    instead = f"The default {default!r} stays in force."
-    if values:
-        return choice(variable, values, instead)
-    value = os.environ.get(variable, "")
-    word = value.strip()
-    if not word:
-        return None
-    if word.isascii() and word.isdigit():
-        with contextlib.suppress(ValueError):  # Python's limit of digits
-            return int(word)
-    _warn(ValueIgnored, variable, value, "", allowed="0, 1, 2 and so on", instead=instead)
-    return None
+    return choice(variable, values, f"The default {default!r} stays in force.")
 
 
-def choice(variable: str, values: Sequence[str], instead: str) -> str | None:
+def choice(variable: str, values: Sequence[str], instead: str) -> str | int | None:
     """The one of ``values`` that a variable names; None if it is unset, or after a warning if it names none.
 
     Args:
-        values: lower case; if these are "off" and "on", the variable is a switch, and other words count too.
+        values: lower case; if these are "off" and "on", the variable is a switch, and other words count too; without
+            any, the variable takes an integer, 0 or more.
         instead: a sentence that tells what holds if the value is ignored.
     """
     value = os.environ.get(variable, "")
@@ -84,10 +73,14 @@ def choice(variable: str, values: Sequence[str], instead: str) -> str | None:
     is_switch = set(values) == {"off", "on"}
     if is_switch and word in (*_ON, *_OFF):
         return "on" if word in _ON else "off"
+    if not values and word.isascii() and word.isdigit():
+        with contextlib.suppress(ValueError):  # Python's limit of digits
+            return int(word)
     words = [*_ON, *_OFF] if is_switch else values
     near = difflib.get_close_matches(word, words, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    _warn(ValueIgnored, variable, value, hint, allowed=", ".join(map(repr, words)), instead=instead)
+    allowed = ", ".join(map(repr, words)) or "0, 1, 2 and so on"
+    _warn(ValueIgnored, variable, value, hint, allowed=allowed, instead=instead)
     return None
 
 

@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from pygraph_trees.version import __version__, triton_version
 
 from . import breaks
@@ -70,8 +72,6 @@ def _changes(before: Snapshot, after: Snapshot) -> Iterator[str]:
 
 def report(features: tuple[FeatureState, ...], native: str, host_work: Mapping[str, HostWork]) -> Report:
     """The report on all that this process has compiled; ``host_work``: by the field of :class:`.Environment`."""
-    import torch
-
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     environment = Environment(__version__, torch.__version__, triton_version(), gpu, features, native, **host_work)
     return Report(environment, *journal.records(), breaks.records())
