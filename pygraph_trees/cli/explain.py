@@ -23,7 +23,7 @@ import inductor_patches
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.fake_gpu import LoweredGraph, ValueNeededError, absent_gpu, lower
-from pygraph_trees.fake_gpu.architectures import architecture_of
+from pygraph_trees.fake_gpu.presence import architecture_of
 from pygraph_trees.fake_gpu.tracing import modules_of
 from pygraph_trees.reasons import Reason
 from pygraph_trees.report import breaks

@@ -17,8 +17,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
 from pygraph_trees.fake_gpu import LoweredGraph, ValueNeededError, absent_gpu, lower
-from pygraph_trees.fake_gpu.architectures import ARCHITECTURES, UnknownArchitectureError
-from pygraph_trees.fake_gpu.presence import OtherArchitectureError
+from pygraph_trees.fake_gpu.presence import ARCHITECTURES, OtherArchitectureError, UnknownArchitectureError
 from pygraph_trees.fake_gpu.tracing import NothingToLowerError
 from pygraph_trees.report.compiled import partitions_of
 
