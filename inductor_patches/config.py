@@ -89,14 +89,13 @@ def _ignored_prefix_lists(config: Any) -> list[list[str]]:
 @functools.cache
 def _version() -> str:
     """The version of the code that shapes artifacts; if it cannot be read, one for this process, which shares none."""
-    from pygraph_trees.code_hash import artifact_hash
-    from pygraph_trees.version import ArtifactVersion, __version__
+    from pygraph_trees import version
 
     try:
-        code = artifact_hash()
+        code = version.artifact_hash()
     except OSError:
         code = secrets.token_hex(32)
-    return ArtifactVersion(f"{__version__}+{code}")
+    return version.ArtifactVersion(f"{version.__version__}+{code}")
 
 
 class Flags(Patch):

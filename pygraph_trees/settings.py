@@ -51,15 +51,14 @@ class Flag:
 
     def check(self, value: Any) -> Any:
         """Returns the value, or the one that a bool means for a switch; raises :class:`InvalidFlag` if it is wrong."""
-        if self.is_number:
-            if type(value) is int and value >= 0:
-                return value
-            raise InvalidFlag(name=self.name, allowed="0, 1, 2 and so on", value=value, hint="")
+        if self.is_number and type(value) is int and value >= 0:
+            return value
         if self.is_switch and isinstance(value, bool):
             return "on" if value else "off"
         if isinstance(value, str) and value in self.values:
             return value
-        allowed = ", ".join(map(repr, (*self.values, False, True) if self.is_switch else self.values))
+        words = (*self.values, False, True) if self.is_switch else self.values
+        allowed = ", ".join(map(repr, words)) or "0, 1, 2 and so on"
         near = difflib.get_close_matches(value, self.values, n=1) if isinstance(value, str) else []
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise InvalidFlag(name=self.name, allowed=allowed, value=value, hint=hint)

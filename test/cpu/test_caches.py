@@ -34,9 +34,9 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 import inductor_patches
 import pygraph_trees
 from inductor_patches import config as config_patch
-from pygraph_trees.code_hash import artifact_files, artifact_hash
 from pygraph_trees.report.summary import clear
 from pygraph_trees.settings import FLAGS
+from pygraph_trees.version import artifact_files, artifact_hash
 
 OFF = {"triton.pygraph_placement": "off", "triton.pygraph_indirection": "off", "triton.pygraph_selective": "always"}
 COUNTED = "(fxgraph|autograd)_cache_(hit|miss|bypass|saved)"
@@ -171,7 +171,7 @@ class TestKeys(CachesTestCase):
         for digest, expected in (("a" * 64, MISSED), ("b" * 64, MISSED), ("a" * 64, HIT), ("b" * 64, HIT)):
             inductor_patches.uninstall()
             config_patch._version.cache_clear()
-            with mock.patch("pygraph_trees.code_hash.artifact_hash", return_value=digest):
+            with mock.patch("pygraph_trees.version.artifact_hash", return_value=digest):
                 inductor_patches.install()
             self.assertEqual(self.run_as_if_new(product)[1], expected, digest[0])
 

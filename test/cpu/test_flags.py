@@ -20,12 +20,12 @@ import inductor_patches
 import pygraph_trees
 from inductor_patches import config as config_patch
 from inductor_patches import environment
-from pygraph_trees.code_hash import artifact_hash
 from pygraph_trees.report import compiled
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.functions import _noting, are_graphs_left_out, why_not_graphed
 from pygraph_trees.settings import FLAGS, InvalidFlag, Settings, UnknownFlag
 from pygraph_trees.trees.hooks.entry_points import putting_to_use
+from pygraph_trees.version import artifact_hash
 
 
 def product(x):
@@ -144,7 +144,7 @@ class TestFlags(TestCase):
         for _ in range(2):
             config_patch._version.cache_clear()
             inductor_patches.uninstall()
-            with mock.patch("pygraph_trees.code_hash.artifact_hash", side_effect=OSError):
+            with mock.patch("pygraph_trees.version.artifact_hash", side_effect=OSError):
                 inductor_patches.install()
             keys.append(config.triton.pygraph_version)
         self.assertEqual(len(set(keys)), 3)
