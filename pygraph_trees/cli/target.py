@@ -21,7 +21,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.errors import PygraphError
-from pygraph_trees.report.naming import FRAME
 
 if TYPE_CHECKING:
     import torch
@@ -199,6 +198,8 @@ def _problem(error: BaseException) -> str:
             return f"there is no module {error.name}"
         return f"it needs the package {error.name}, which is not installed: pip install {error.name}"
     import torch
+
+    from pygraph_trees.report.naming import FRAME
 
     root = error
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # Dynamo raises it for what the program raised

@@ -12,13 +12,13 @@ import re
 from types import CodeType
 from typing import Any
 
+import torch
+
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
 FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
 def compile_id() -> str | None:
-    import torch
-
     current = torch._guards.CompileContext.current_compile_id()
     return None if current is None else str(current)
 
@@ -43,8 +43,6 @@ def program_name() -> str | None:
 
 def program_line() -> str | None:
     """Where the function that Dynamo traces begins, or continues after a graph break: ``model.py:31 in forward``."""
-    import torch
-
     code, module = _traced()
     if code is None:
         return None
@@ -60,7 +58,6 @@ def program_line() -> str | None:
 
 def _traced() -> tuple[CodeType | None, Any]:
     """The code that Dynamo traces, if any, and the module whose method it is."""
-    import torch
     from torch._dynamo import symbolic_convert
 
     tracer = getattr(symbolic_convert.tls, "current_tx", None)

@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.scheduler import (
-    BaseSchedulerNode,
-    GroupedSchedulerNode,
-    NopKernelSchedulerNode,
-    Scheduler,
-)
+from torch._inductor.scheduler import BaseSchedulerNode, GroupedSchedulerNode, NopKernelSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
 
 from pygraph_trees.reasons import Reason
