@@ -63,18 +63,13 @@ def _entry(flag: Flag) -> Any:
 
 def _mark_dirty(config: Any) -> None:
     """Makes the config compute its dictionary and hash again. Each thread may have cached them."""
-    from pygraph_trees.compat import has_dirty_keys, has_hash_variable
+    from pygraph_trees.compat import has_dirty_variables
 
-    if has_dirty_keys():
-        _replace_variable(config, "_get_dict_dirty_keys_var", None)
-    if has_hash_variable():
-        _replace_variable(config, "_hash_dirty_var", True)
+    if has_dirty_variables():
+        for name, default in (("_get_dict_dirty_keys_var", None), ("_hash_dirty_var", True)):
+            vars(config)[name] = ContextVar(vars(config)[name].name, default=default)
     else:
         config._is_dirty = True
-
-
-def _replace_variable(config: Any, name: str, default: object) -> None:
-    vars(config)[name] = ContextVar(vars(config)[name].name, default=default)
 
 
 def _ignored_prefix_lists(config: Any) -> list[list[str]]:

@@ -97,14 +97,9 @@ def has_context_overrides() -> bool:
     return fields["user_override"].default is dataclasses.MISSING  # since 2.12
 
 
-def has_hash_variable() -> bool:
-    """Whether a context variable, and not an attribute, tells that a configuration's hash is out of date."""
-    return hasattr(_torch("_inductor.config"), "_hash_dirty_var")  # after 2.11
-
-
-def has_dirty_keys() -> bool:
-    """Whether a configuration remembers which of its keys changed since its dictionary was made."""
-    return hasattr(_torch("_inductor.config"), "_get_dict_dirty_keys_var")  # after 2.11
+def has_dirty_variables() -> bool:
+    """Whether context variables, and not an attribute, tell that a configuration's hash and dictionary are outdated."""
+    return hasattr(_torch("_inductor.config"), "_hash_dirty_var")  # since 2.13
 
 
 def has_replay_hooks() -> bool:

@@ -293,7 +293,7 @@ torch.a f
 
 
 INSTALLED = parse_version(torch.__version__)
-COMMENT = re.compile(r"# (since|after|up to) (\d+\.\d+)$", re.MULTILINE)
+COMMENT = re.compile(r"# (since|up to) (\d+\.\d+)$", re.MULTILINE)
 
 
 def questions():
@@ -305,7 +305,7 @@ def questions():
 def answer_by_comment(question):
     word, version = COMMENT.search(inspect.getsource(question)).groups()
     named = parse_version(version)
-    return {"since": named <= INSTALLED, "after": named < INSTALLED, "up to": named >= INSTALLED}[word]
+    return {"since": named <= INSTALLED, "up to": named >= INSTALLED}[word]
 
 
 class TestVersionQuestions(TestCase):
