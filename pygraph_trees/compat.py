@@ -65,7 +65,7 @@ def is_kernel_free(function: Any) -> bool:
 
 def has_size_hint() -> bool:
     """Whether the example of a symbolic number is ``size_hint``, and not ``optimization_hint``."""
-    return hasattr(_torch("_inductor.sizevars").SizeVarAllocator, "size_hint")  # up to 2.12
+    return hasattr(_torch("_inductor.sizevars").SizeVarAllocator, "size_hint")  # up to 2.11
 
 
 def are_call_marks_wrapped() -> bool:
