@@ -130,21 +130,14 @@ class FunctionLog:
 
     def recorded(self, recording: RecordingLog) -> None:
         self.recordings.append(recording)
-        _log.info(
-            "%s: recording %d: %s; %s kernels, %d bytes copied a replay, %.3f s",
-            self.name,
-            recording.number,
-            recording.reason,
-            "?" if recording.kernels is None else recording.kernels,
-            recording.copied_bytes,
-            recording.record_s,
-        )
-        if recording.branches or recording.why_no_branches:
-            found = recording.branches or recording.why_no_branches
-            _log.info("%s: recording %d: branches: %s", self.name, recording.number, found)
+        name, kernels = f"{self.name}: recording {recording.number}", recording.kernels
+        facts = recording.reason, "?" if kernels is None else kernels, recording.copied_bytes, recording.record_s
+        _log.info("%s: %s; %s kernels, %d bytes copied a replay, %.3f s", name, *facts)
+        if found := recording.branches or recording.why_no_branches:
+            _log.info("%s: branches: %s", name, found)
         _trace("pygraph_function", self)
         for given in recording.inputs if _log.isEnabledFor(logging.DEBUG) else ():
-            _log.debug("%s: recording %d: input %s", self.name, recording.number, given)
+            _log.debug("%s: input %s", name, given)
 
     def output_moved(self, number: int, nbytes: int) -> None:
         """Notes that an output outlived its step and was moved out of the graph pool."""

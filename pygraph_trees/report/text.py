@@ -188,17 +188,15 @@ def branches(recording: records.RecordingRecord) -> Iterator[str]:
     """What branches gain or would gain, if that was asked for."""
     found = recording.branches
     if found is not None:
-        yield (
-            f"branches: {counted(found.operations, 'operation')}, {found.depth} deep, "
-            f"{counted(found.barriers, 'barrier')}, {counted(found.edges, 'edge')}; predicted {found.chain_us:.0f} us, "
-            + ", ".join(f"on {lanes} lanes {us:.0f}" for lanes, us in found.lanes_us.items())
-            + (
-                f"; captured on {found.lanes}, without {counted(found.dropped, 'edge')} of the chain"
-                if found.lanes > 1
-                else ""
-            )
-            + ("; measured {:.3g} us, on lanes {:.3g}".format(*found.measured_us) if found.measured_us else "")
-        )
+        counts = [counted(found.operations, "operation"), f"{found.depth} deep"]
+        counts += [counted(found.barriers, "barrier"), counted(found.edges, "edge")]
+        times = [f"{found.chain_us:.0f} us", *(f"on {lanes} lanes {us:.0f}" for lanes, us in found.lanes_us.items())]
+        text = f"branches: {', '.join(counts)}; predicted {', '.join(times)}"
+        if found.lanes > 1:
+            text += f"; captured on {found.lanes}, without {counted(found.dropped, 'edge')} of the chain"
+        if found.measured_us:
+            text += "; measured {:.3g} us, on lanes {:.3g}".format(*found.measured_us)
+        yield text
     if recording.why_no_branches:
         yield f"no branches, because {recording.why_no_branches}"
 
