@@ -205,13 +205,15 @@ def run(
 
 
 def preload() -> None:
-    """Imports torch, so that all forks have its modules."""
+    """Imports torch and asks what takes seconds, so that all forks have its modules and the answers."""
     # Compile workers and threads of each process would wait for the cores of the others.
     for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     sys.path.insert(0, str(ROOT))
     for name in PRELOADED:
         importlib.import_module(name)
+    # Inductor asks which vector instructions work, by small programs and under a lock. Forks have the answer.
+    importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
 
 
 def job_of(files: Sequence[Path]) -> Job:
