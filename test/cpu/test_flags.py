@@ -265,20 +265,29 @@ class TestEnvironment(TestCase):
         self.assertEqual(told, [])
 
     def test_no_value_stops_an_import(self):
-        code = (
-            "import pygraph_trees, torch._inductor.compile_fx, inductor_patches as p; "
-            "from pygraph_trees.settings import Settings; print(Settings.current(), {s.state for s in p.status()})"
+        """Each import is in a fork of a process that has torch's compiler."""
+        code = """if True:
+            import os, sys, torch._inductor.compile_fx
+            for values in sys.argv[1:]:
+                if not os.fork():
+                    names = "PYGRAPH_SELECTIVE", "PYGRAPH_VERIFY", "PYGRAPH_DISABLE"
+                    os.environ.update(zip(names, values.split()), PYGRAPH_VERFY="1")
+                    import pygraph_trees, inductor_patches as p
+                    from pygraph_trees.settings import Settings
+                    print(Settings.current(), {s.state for s in p.status()}, flush=True)
+                    os._exit(0)
+                os.wait()
+                print("the next one", file=sys.stderr)"""
+        cases = (
+            ("never 1 false", r"selective='never', verify='on'.* \{'on'\}", 1),
+            ("nevr 2 x", r"selective='auto', verify='off'.* \{'on'\}", 4),
+            ("never 1 TRUE", r"\{'disabled'\}", 0),
         )
-        for selective, verify, disable, wanted, ignored in (
-            ("never", "1", "false", r"selective='never', verify='on'.* \{'on'\}", 1),
-            ("nevr", "2", "x", r"selective='auto', verify='off'.* \{'on'\}", 4),
-            ("never", "1", "TRUE", r"\{'disabled'\}", 0),
-        ):
-            variables = {"PYGRAPH_SELECTIVE": selective, "PYGRAPH_VERIFY": verify, "PYGRAPH_DISABLE": disable}
-            done = python("-c", code, **variables, PYGRAPH_VERFY="1")
-            self.assertEqual(done.returncode, 0, done.stderr)
-            self.assertRegex(done.stdout, wanted)
-            self.assertEqual(done.stderr.count("Ignored: pygraph_trees:"), ignored, done.stderr)
+        done = python("-c", code, *(values for values, *_ in cases))
+        told = done.stderr.split("the next one")
+        for (_, wanted, ignored), shown, warned in zip(cases, done.stdout.splitlines(), told[:-1], strict=True):
+            self.assertRegex(shown, wanted)
+            self.assertEqual(warned.count("Ignored: pygraph_trees:"), ignored, warned)
 
 
 NEVER = {"triton.cudagraphs": True, "triton.pygraph_selective": "never"}

@@ -158,7 +158,6 @@ class TestTorchLogs(TestCase):
     def test_a_name_works_if_its_owner_is_imported_first(self):
         """The short name also works next to other names, and the variable stays unchanged. Logs are off by default."""
         for first, then, logs, info, debug in (
-            ("pygraph_trees", "torch", "+pygraph", True, True),
             ("pygraph_trees", "torch", "pygraph", True, False),
             ("pygraph_trees", "torch", "+pygraph, graph_breaks", True, True),
             ("torch", "pygraph_trees", "+pygraph_trees", True, True),
