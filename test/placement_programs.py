@@ -258,3 +258,7 @@ PROGRAMS = [
     Mixed("stays", "a product of matrices", _product, (X, IDS), OUTSIDE),
     Mixed("stays", "a side effect", lambda x, v: x.sin() * loud(v).to(GPU), (X, V), OUTSIDE),
 ]
+# Those that run with "exact", too: results are not rounded, or partitions differ; and the first one of each family.
+EXACT = [
+    p for n, p in enumerate(PROGRAMS) if p.exact or not p.rounds or p.family not in [q.family for q in PROGRAMS[:n]]
+]

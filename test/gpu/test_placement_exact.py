@@ -4,16 +4,10 @@ import torch
 from indirection import Facts, assert_same_bits
 from last_place import EQUAL, NEAR, numbers
 from placement import CALLS_EACH, PlacementTestCase, name_of
-from placement_programs import PROGRAMS
+from placement_programs import EXACT
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
-
-# All whose results are not rounded, or that are partitioned differently if floating-point work is moved, and the first
-# one of each family.
-SOME = [
-    p for n, p in enumerate(PROGRAMS) if p.exact or not p.rounds or p.family not in [q.family for q in PROGRAMS[:n]]
-]
 
 
 @instantiate_parametrized_tests
@@ -23,7 +17,7 @@ class TestExactPlacement(PlacementTestCase):
         if not rounds:
             assert_same_bits(found, wanted, where)
 
-    @parametrize("program", SOME, name_fn=name_of)
+    @parametrize("program", EXACT, name_fn=name_of)
     def test_family(self, program):
         self.check_family(program, "exact")
 
