@@ -23,7 +23,7 @@ from fuzzing.programs import program
 from fuzzing.reduction import reductions
 
 CPU = torch.device("cpu")
-SEED = 1
+SEED = 27  # its first program is small
 
 
 def _wrong(start):
