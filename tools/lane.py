@@ -36,24 +36,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 MOST_JOBS = 4
 # Files of test/cpu that take longer than their size suggests, the slowest first; the others follow by size.
-SLOWEST: tuple[str, ...] = (
-    "test_fuzz",
-    "test_placement_graphs",
-    "test_import",
-    "test_constants",
-    "test_variants",
-    "test_bench",
-    "test_commands",
-    "test_fake_gpu",
-    "test_caches",
-    "test_backward_edges",
-    "test_flags",
-    "test_saved_tensors",
-    "test_direct_calls",
-    "test_backward_meanwhile",
-    "test_counting",
-    "test_structured_traces",
-)
+SLOWEST = (
+    "import placement_graphs backward_edges commands variants bench newer_torch constants direct_calls build fuzz "
+    "counting benchmark backward_meanwhile structured_traces flags caches saved_tensors launches table_builds patches"
+).split()
 PRELOADED = ("torch", "torch._inductor.compile_fx", "torch.testing._internal.common_utils")
 KINDS = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
@@ -204,14 +190,17 @@ def run(
     return outcomes
 
 
-def preload() -> None:
-    """Imports torch and asks what takes seconds, so that all forks have its modules and the answers."""
+def preload(*more: str) -> None:
+    """Imports torch and more, and asks what takes seconds, so that all forks have the modules and the answers."""
     # Compile workers and threads of each process would wait for the cores of the others.
     for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     sys.path.insert(0, str(ROOT))
-    for name in PRELOADED:
+    # Modules ask for GPUs while they are imported; with this variable that does not start CUDA, which cannot be forked.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    for name in (*PRELOADED, *more):
         importlib.import_module(name)
+    del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
     # Inductor asks which vector instructions work, by small programs and under a lock. Forks have the answer.
     importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
 
@@ -229,7 +218,8 @@ def groups_of(files: Iterable[Path]) -> list[list[Path]]:
         (of_the_gpu if file.parent.name == "gpu" else alone).append(file)
 
     def rank(file: Path) -> tuple[int, int]:
-        return SLOWEST.index(file.stem) if file.stem in SLOWEST else len(SLOWEST), -file.stat().st_size
+        name = file.stem.removeprefix("test_")
+        return SLOWEST.index(name) if name in SLOWEST else len(SLOWEST), -file.stat().st_size
 
     return [group for group in [sorted(of_the_gpu)] if group] + [[file] for file in sorted(alone, key=rank)]
 
@@ -244,7 +234,8 @@ def main() -> int:
 
     processes.end_on_termination()
     os.chdir(ROOT)
-    preload()
+    os.environ.setdefault("PYGRAPH_BUILD", "0")  # as in test/cpu/conftest.py, before the package is imported
+    preload("pygraph_trees")
     start = time.monotonic()
     jobs_to_run = [job_of(group) for group in groups_of(files)]
     outcomes = run(jobs_to_run, options.jobs, lambda outcome: print(outcome, flush=True))
