@@ -452,7 +452,7 @@ class ParityTestCase(TestCase):
 def in_parity(
     *, skips: int | None = None, least_recordings: int = 0, overwritten: bool = False, **more: Any
 ) -> Callable[[Program], Callable[[ParityTestCase], None]]:
-    """Makes a test of a program: it runs in parity, and the tree has these facts, given by attribute.
+    """Makes a test of a program: it runs in parity, and the tree has these facts, or meets conditions, by attribute.
 
     ``overwritten``: the first error is that an output was overwritten. Other arguments are those of ``parity``.
     """
@@ -467,7 +467,9 @@ def in_parity(
                 self.assertOverwritten(found.errors[0])
             if least_recordings:
                 self.assertGreaterEqual(found.tree.recordings, least_recordings)
-            self.assertEqual({name: getattr(found.tree, name) for name in more}, more)
+            for name, wanted in more.items():
+                has = getattr(found.tree, name)
+                self.assertTrue(wanted(has) if callable(wanted) else has == wanted, f"{name} is {has}, not {wanted}")
 
         test.__name__, test.__qualname__, test.__doc__ = program.__name__, program.__qualname__, program.__doc__
         return test

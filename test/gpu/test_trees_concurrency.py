@@ -126,18 +126,16 @@ class TestTreeConcurrency(ParityTestCase):
         self.assertEqual([parity.trees[f"thread {factor}"].recordings for factor in (2.0, 3.0, 4.0)], [1, 1, 1])
         self.assertEqual(parity.tree.recordings, 1)
 
-    def test_recorded_on_another_stream(self) -> None:
-        def program(ctx: Context) -> None:
-            model = torch.nn.Linear(8, 4, device=ctx.device)
-            compiled = ctx.compile(model)
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                ctx.train(compiled, model)
-            torch.cuda.current_stream().wait_stream(stream)
-
-        # Upstream of torch 2.15 keeps one of the two.
-        self.assertIn(self.parity(program).tree.recordings, (1, 2))
+    # Upstream of torch 2.15 keeps one of the two.
+    @in_parity(recordings=(1, 2).__contains__)
+    def test_recorded_on_another_stream(ctx: Context) -> None:
+        model = torch.nn.Linear(8, 4, device=ctx.device)
+        compiled = ctx.compile(model)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            ctx.train(compiled, model)
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 def mark_step() -> None:
@@ -200,21 +198,16 @@ class TestTreeGenerations(ParityTestCase):
             outputs = [f(torch.randn(4, 8, device=ctx.device)) for _ in range(3)]
             ctx.record(*outputs)
 
-    def test_marks_begin_late(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(double)
-            g = ctx.compile(lambda y: y.cos())
-            for step in range(8):
-                if step > 3:
-                    mark_step()
-                y = f(torch.randn(4, 8, device=ctx.device))
-                ctx.record(y)
-                ctx.record(g(y.clone() if step < 4 else y))
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.functions, 2)
-        self.assertEqual(len(tree.roots), 2)
-        self.assertEqual(tree.recordings, 3)
+    @in_parity(functions=2, roots=lambda roots: len(roots) == 2, recordings=3)
+    def test_marks_begin_late(ctx: Context) -> None:
+        f = ctx.compile(double)
+        g = ctx.compile(lambda y: y.cos())
+        for step in range(8):
+            if step > 3:
+                mark_step()
+            y = f(torch.randn(4, 8, device=ctx.device))
+            ctx.record(y)
+            ctx.record(g(y.clone() if step < 4 else y))
 
     def test_reset_of_the_trees(self) -> None:
         def program(ctx: Context) -> None:

@@ -55,17 +55,13 @@ class TestTreeMutation(ParityTestCase):
         for _ in range(4):
             ctx.record(f(torch.randn(4, 8, device=ctx.device), total), total)
 
-    def test_mutated_buffer_is_captured(self) -> None:
-        def program(ctx: Context) -> None:
-            model = Counter().to(ctx.device)
-            compiled = ctx.compile(model)
-            with torch.no_grad():
-                for _ in range(6):
-                    ctx.record(compiled(torch.randn(3, 4, device=ctx.device)), model.calls)
-
-        parity = self.parity(program)
-        self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.recordings), (0, 1))
-        self.assertEqual(len(parity.tree.nodes[0].mutated_inputs), 1)
+    @in_parity(skips=0, recordings=1, nodes=lambda nodes: len(nodes[0].mutated_inputs) == 1)
+    def test_mutated_buffer_is_captured(ctx: Context) -> None:
+        model = Counter().to(ctx.device)
+        compiled = ctx.compile(model)
+        with torch.no_grad():
+            for _ in range(6):
+                ctx.record(compiled(torch.randn(3, 4, device=ctx.device)), model.calls)
 
     @in_parity(skips=0, recordings=1)
     def test_mutated_marked_tensor_is_captured(ctx: Context) -> None:
@@ -80,39 +76,34 @@ class TestTreeMutation(ParityTestCase):
             position = torch.tensor([step], device=ctx.device)
             ctx.record(f(cache, position, torch.ones(1, 4, device=ctx.device) * step), cache)
 
-    def test_mutated_output_of_an_earlier_recording(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                y = x * 2
-                torch._dynamo.graph_break()
-                y.add_(1)
-                return y
+    @in_parity(skips=0, depth=2, nodes=lambda nodes: [len(node.mutated_inputs) for node in nodes] == [0, 1])
+    def test_mutated_output_of_an_earlier_recording(ctx: Context) -> None:
+        @ctx.compile
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            torch._dynamo.graph_break()
+            y.add_(1)
+            return y
 
-            ctx.call(f, count=5)
+        ctx.call(f, count=5)
 
-        parity = self.parity(program)
-        self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.depth), (0, 2))
-        self.assertEqual([len(node.mutated_inputs) for node in parity.tree.nodes], [0, 1])
+    @in_parity(
+        skips=1,
+        shape=((0, ((1, ()),)),),
+        mutation_hints=lambda hints: any(hint for _, function, hint in hints if function == 1),
+    )
+    def test_mutation_of_outputs_and_then_of_others(ctx: Context) -> None:
+        f = ctx.compile(lambda x: x * 2)
 
-    def test_mutation_of_outputs_and_then_of_others(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * 2)
+        @ctx.compile
+        def g(y: torch.Tensor) -> torch.Tensor:
+            y.mul_(3)
+            return y + 1
 
-            @ctx.compile
-            def g(y: torch.Tensor) -> torch.Tensor:
-                y.mul_(3)
-                return y + 1
-
-            for step in marked(range(9)):
-                x = torch.randn(4, 8, device=ctx.device)
-                y = f(x) if step not in (4, 5, 7) else x.clone()
-                ctx.record(g(y), y)
-
-        parity = self.parity(program)
-        self.assertEqual(parity.counter("cudagraph_skips"), 1)
-        self.assertEqual(parity.tree.shape, ((0, ((1, ()),)),))
-        self.assertIn(True, [hint for _, function, hint in parity.tree.mutation_hints if function == 1])
+        for step in marked(range(9)):
+            x = torch.randn(4, 8, device=ctx.device)
+            y = f(x) if step not in (4, 5, 7) else x.clone()
+            ctx.record(g(y), y)
 
     def test_mutation_not_supported_by_setting(self) -> None:
         self.assertIsNone(self.parity(mutating, config={"triton.cudagraph_support_input_mutation": False}).tree)

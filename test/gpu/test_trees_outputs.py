@@ -6,9 +6,15 @@ numbers and missing gradients to the code around it. With inputs by address, a p
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from parity import WHOLE_GRAPH, Context, ParityTestCase, in_parity, marked
 from torch.testing._internal.common_utils import run_tests
+
+
+def kinds(nodes: list[Any]) -> list[str]:
+    return [output.kind for node in nodes for output in node.outputs]
 
 
 class TestTreeOutputs(ParityTestCase):
@@ -28,7 +34,7 @@ class TestTreeOutputs(ParityTestCase):
                 ctx.record(b, c)
 
         tree = self.parity(program, config=WHOLE_GRAPH).tree
-        self.assertEqual([output.kind for output in tree.nodes[0].outputs], ["new", "with output 0", "with output 0"])
+        self.assertEqual(kinds(tree.nodes[:1]), ["new", "with output 0", "with output 0"])
         self.assertEqual([output.unaliased for output in tree.nodes[0].outputs], [False, False, False])
 
     @in_parity(recordings=1)
@@ -57,83 +63,66 @@ class TestTreeOutputs(ParityTestCase):
                 ctx.record(y, z, w.grad)
 
         tree = self.parity(program, config=WHOLE_GRAPH).tree
-        kinds = [output.kind for node in tree.nodes for output in node.outputs]
-        self.assertIn("prior (0, 0)", kinds)
+        self.assertIn("prior (0, 0)", kinds(tree.nodes))
         self.assertTrue(any(any(node.preserved_inputs) for node in tree.nodes))
 
-    def test_gradients_that_do_not_exist(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x, w, scale: (x * w * scale).cos())
-            w = torch.randn(8, device=ctx.device, requires_grad=True)
-            for _ in range(4):
-                w.grad = None
-                x = torch.randn(4, 8, device=ctx.device)
-                scale = torch.randn(8, device=ctx.device)
-                f(x, w, scale).sum().backward()
-                ctx.record(w.grad, x.grad, scale.grad)
+    @in_parity(config=WHOLE_GRAPH, nodes=lambda nodes: "none" in kinds(nodes))
+    def test_gradients_that_do_not_exist(ctx: Context) -> None:
+        f = ctx.compile(lambda x, w, scale: (x * w * scale).cos())
+        w = torch.randn(8, device=ctx.device, requires_grad=True)
+        for _ in range(4):
+            w.grad = None
+            x = torch.randn(4, 8, device=ctx.device)
+            scale = torch.randn(8, device=ctx.device)
+            f(x, w, scale).sum().backward()
+            ctx.record(w.grad, x.grad, scale.grad)
 
-        tree = self.parity(program, config=WHOLE_GRAPH).tree
-        self.assertIn("none", [output.kind for node in tree.nodes for output in node.outputs])
+    @in_parity(config=WHOLE_GRAPH, nodes=lambda nodes: {"int 4", "int 6"} <= {*kinds(nodes)})
+    def test_numbers_among_the_outputs(ctx: Context) -> None:
+        # The forward passes the symbolic size to the backward.
+        f = ctx.compile(lambda x, w: (x * w).sum(0) * x.size(0), dynamic=True)
+        for size in (4, 4, 4, 6, 6, 6, 4):
+            w = torch.ones(size, 8, device=ctx.device, requires_grad=True)
+            f(torch.randn(size, 8, device=ctx.device), w).sum().backward()
+            ctx.record(w.grad)
 
-    def test_numbers_among_the_outputs(self) -> None:
-        def program(ctx: Context) -> None:
-            # The forward passes the symbolic size to the backward.
-            f = ctx.compile(lambda x, w: (x * w).sum(0) * x.size(0), dynamic=True)
-            for size in (4, 4, 4, 6, 6, 6, 4):
-                w = torch.ones(size, 8, device=ctx.device, requires_grad=True)
-                f(torch.randn(size, 8, device=ctx.device), w).sum().backward()
-                ctx.record(w.grad)
+    @in_parity(modes=("INFERENCE", "FORWARD", "BACKWARD"))
+    def test_parameter_and_its_view(ctx: Context) -> None:
+        class Model(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.randn(8, 4))
 
-        tree = self.parity(program, config=WHOLE_GRAPH).tree
-        kinds = {output.kind for node in tree.nodes for output in node.outputs}
-        self.assertTrue({"int 4", "int 6"} <= kinds, kinds)
+            def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                return self.weight, self.weight.t(), x @ self.weight
 
-    def test_parameter_and_its_view(self) -> None:
-        def program(ctx: Context) -> None:
-            class Model(torch.nn.Module):
-                def __init__(self) -> None:
-                    super().__init__()
-                    self.weight = torch.nn.Parameter(torch.randn(8, 4))
+        model = Model().to(ctx.device)
+        compiled = ctx.compile(model)
+        for requires_grad in (False, True):
+            for _ in range(3):
+                with torch.set_grad_enabled(requires_grad):
+                    weight, view, y = compiled(torch.randn(4, 8, device=ctx.device))
+                ctx.record(weight, view, y, weight is model.weight)
+                if requires_grad:
+                    (y.sum() + view.sum()).backward()
+                    ctx.record(model.weight.grad)
+                    model.weight.grad = None
 
-                def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-                    return self.weight, self.weight.t(), x @ self.weight
+    @in_parity(config=WHOLE_GRAPH, roots=lambda roots: "static" in kinds(roots[:1]))
+    def test_parameter_saved_for_backward_is_static(ctx: Context) -> None:
+        model = torch.nn.Linear(8, 4, device=ctx.device)
+        compiled = ctx.compile(model)
+        for _ in range(4):
+            x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+            compiled(x).sum().backward()
+            ctx.record(x.grad, model.weight.grad, model.bias.grad)
+            model.zero_grad()
 
-            model = Model().to(ctx.device)
-            compiled = ctx.compile(model)
-            for requires_grad in (False, True):
-                for _ in range(3):
-                    with torch.set_grad_enabled(requires_grad):
-                        weight, view, y = compiled(torch.randn(4, 8, device=ctx.device))
-                    ctx.record(weight, view, y, weight is model.weight)
-                    if requires_grad:
-                        (y.sum() + view.sum()).backward()
-                        ctx.record(model.weight.grad)
-                        model.weight.grad = None
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.modes, ("INFERENCE", "FORWARD", "BACKWARD"))
-
-    def test_parameter_saved_for_backward_is_static(self) -> None:
-        def program(ctx: Context) -> None:
-            model = torch.nn.Linear(8, 4, device=ctx.device)
-            compiled = ctx.compile(model)
-            for _ in range(4):
-                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
-                compiled(x).sum().backward()
-                ctx.record(x.grad, model.weight.grad, model.bias.grad)
-                model.zero_grad()
-
-        tree = self.parity(program, config=WHOLE_GRAPH).tree
-        self.assertIn("static", [output.kind for output in tree.roots[0].outputs])
-
-    def test_nothing_in_them(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x, full: (x * 2, full + 1, torch.cat([x, full]).neg()))
-            for _ in range(4):
-                ctx.record(*f(torch.randn(0, 8, device=ctx.device), torch.randn(4, 8, device=ctx.device)))
-
-        tree = self.parity(program, config=WHOLE_GRAPH).tree
-        self.assertEqual([output.kind for output in tree.nodes[0].outputs], ["static", "new", "new"])
+    @in_parity(config=WHOLE_GRAPH, nodes=lambda nodes: kinds(nodes[:1]) == ["static", "new", "new"])
+    def test_nothing_in_them(ctx: Context) -> None:
+        f = ctx.compile(lambda x, full: (x * 2, full + 1, torch.cat([x, full]).neg()))
+        for _ in range(4):
+            ctx.record(*f(torch.randn(0, 8, device=ctx.device), torch.randn(4, 8, device=ctx.device)))
 
     def test_offset_into_a_larger_storage(self) -> None:
         def program(ctx: Context) -> None:

@@ -51,20 +51,15 @@ class TestTreePaths(ParityTestCase):
         self.assertEqual((tree.recordings, tree.depth, tree.functions), (5, 5, 5))
         self.assertEqual(len(tree.nodes[-1].managed_inputs), 4)
 
-    def test_branches_of_functions(self) -> None:
-        def program(ctx: Context) -> None:
-            trunk = ctx.compile(lambda x: x.exp() + 1)
-            left = ctx.compile(lambda y: y * 2)
-            right = ctx.compile(lambda y: y.neg() + 3)
-            for branch in (left, left, left, right, right, right, left, right):
-                mark_step()
-                y = trunk(torch.randn(4, 8, device=ctx.device))
-                ctx.record(branch(y), y)
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ((1, ()), (2, ()))),))
-        self.assertEqual(tree.fail_count, 2)
-        self.assertGreaterEqual(tree.checkpoint_count, 2)
+    @in_parity(shape=((0, ((1, ()), (2, ()))),), fail_count=2, checkpoint_count=lambda count: count >= 2)
+    def test_branches_of_functions(ctx: Context) -> None:
+        trunk = ctx.compile(lambda x: x.exp() + 1)
+        left = ctx.compile(lambda y: y * 2)
+        right = ctx.compile(lambda y: y.neg() + 3)
+        for branch in (left, left, left, right, right, right, left, right):
+            mark_step()
+            y = trunk(torch.randn(4, 8, device=ctx.device))
+            ctx.record(branch(y), y)
 
     def test_liveness_asks_for_a_second_recording(self) -> None:
         def program(ctx: Context) -> None:
@@ -133,40 +128,29 @@ def megabytes(count: int, device: str) -> torch.Tensor:
 
 
 class TestTreeMemory(ParityTestCase):
-    def test_roots_share_their_memory(self) -> None:
-        def program(ctx: Context) -> None:
-            functions = [ctx.compile(lambda x: x * 2), ctx.compile(lambda x: x + 3), ctx.compile(lambda x: x.neg())]
-            for step in range(9):
-                ctx.record(functions[step // 3](megabytes(32, ctx.device))[:3])
+    # An input and an output of 32 MiB: three recordings take less than two without sharing.
+    @in_parity(roots=lambda roots: len(roots) == 3, pool_bytes=lambda nbytes: nbytes < 128 * MIB)
+    def test_roots_share_their_memory(ctx: Context) -> None:
+        functions = [ctx.compile(lambda x: x * 2), ctx.compile(lambda x: x + 3), ctx.compile(lambda x: x.neg())]
+        for step in range(9):
+            ctx.record(functions[step // 3](megabytes(32, ctx.device))[:3])
 
-        tree = self.parity(program).tree
-        self.assertEqual(len(tree.roots), 3)
-        # An input and an output of 32 MiB: three recordings take less than two without sharing.
-        self.assertLess(tree.pool_bytes, 128 * MIB)
+    @in_parity(shape=((0, ((1, ()), (2, ()))),), pool_bytes=lambda nbytes: nbytes < 160 * MIB)
+    def test_branches_share_their_memory(ctx: Context) -> None:
+        trunk = ctx.compile(lambda x: x * 2)
+        branches = [ctx.compile(lambda y: y + 1), ctx.compile(lambda y: y.neg())]
+        for step in marked(range(8)):
+            y = trunk(megabytes(32, ctx.device))
+            ctx.record(branches[step // 3 % 2](y)[:3], y[:3])
 
-    def test_branches_share_their_memory(self) -> None:
-        def program(ctx: Context) -> None:
-            trunk = ctx.compile(lambda x: x * 2)
-            branches = [ctx.compile(lambda y: y + 1), ctx.compile(lambda y: y.neg())]
-            for step in marked(range(8)):
-                y = trunk(megabytes(32, ctx.device))
-                ctx.record(branches[step // 3 % 2](y)[:3], y[:3])
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ((1, ()), (2, ()))),))
-        self.assertLess(tree.pool_bytes, 160 * MIB)
-
-    def test_intermediates_are_not_kept(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x, w: (((x @ w) @ w) @ w).sum(0))
-            w = torch.eye(512, device=ctx.device)
-            torch._dynamo.mark_static_address(w)
-            for _ in range(4):
-                ctx.record(f(torch.ones(16384, 512, device=ctx.device), w))
-
-        tree = self.parity(program).tree
-        # Between steps, the output of 2 KiB and the library's workspace are in use.
-        self.assertLess(tree.pool_active_bytes, 40 * MIB)
+    # Between steps, the output of 2 KiB and the library's workspace are in use.
+    @in_parity(pool_active_bytes=lambda nbytes: nbytes < 40 * MIB)
+    def test_intermediates_are_not_kept(ctx: Context) -> None:
+        f = ctx.compile(lambda x, w: (((x @ w) @ w) @ w).sum(0))
+        w = torch.eye(512, device=ctx.device)
+        torch._dynamo.mark_static_address(w)
+        for _ in range(4):
+            ctx.record(f(torch.ones(16384, 512, device=ctx.device), w))
 
 
 if __name__ == "__main__":

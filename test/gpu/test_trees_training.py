@@ -73,21 +73,17 @@ class TestTreeTraining(ParityTestCase):
             ctx.record(*gradients(model.parameters()))
             model.zero_grad()
 
-    def test_graph_break_in_training(self) -> None:
-        def program(ctx: Context) -> None:
-            first, second = torch.nn.Linear(8, 8, device=ctx.device), torch.nn.Linear(8, 4, device=ctx.device)
+    @in_parity(modes=lambda modes: sorted(modes) == ["BACKWARD", "BACKWARD", "FORWARD", "FORWARD"], depth=4)
+    def test_graph_break_in_training(ctx: Context) -> None:
+        first, second = torch.nn.Linear(8, 8, device=ctx.device), torch.nn.Linear(8, 4, device=ctx.device)
 
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                h = first(x).tanh()
-                torch._dynamo.graph_break()
-                return second(h)
+        @ctx.compile
+        def f(x: torch.Tensor) -> torch.Tensor:
+            h = first(x).tanh()
+            torch._dynamo.graph_break()
+            return second(h)
 
-            ctx.train(f, first, second)
-
-        tree = self.parity(program).tree
-        self.assertEqual(sorted(tree.modes), ["BACKWARD", "BACKWARD", "FORWARD", "FORWARD"])
-        self.assertEqual(tree.depth, 4)
+        ctx.train(f, first, second)
 
     def test_forwards_without_backwards_are_warned_of(self) -> None:
         def program(ctx: Context) -> None:
@@ -115,25 +111,21 @@ class TestTreeTraining(ParityTestCase):
         self.assertEqual([text for _, text in parity.warnings if "fast path" in text], [])
         self.assertEqual(parity.tree.recordings, 1)
 
-    def test_inference_then_training_then_inference(self) -> None:
-        def program(ctx: Context) -> None:
-            model = small_model(ctx.device)
-            compiled = ctx.compile(model)
-            for mode in ("inference", "training", "no_grad", "training", "inference"):
-                for _ in range(3):
-                    x = torch.randn(4, 8, device=ctx.device)
-                    if mode == "training":
-                        y = compiled(x)
-                        y.square().sum().backward()
-                        ctx.record(y, *gradients(model.parameters()))
-                        model.zero_grad()
-                    else:
-                        with torch.inference_mode() if mode == "inference" else torch.no_grad():
-                            ctx.record(compiled(x))
-
-        tree = self.parity(program).tree
-        self.assertEqual({"INFERENCE", "FORWARD", "BACKWARD"}, set(tree.modes))
-        self.assertFalse(tree.pending_backwards)
+    @in_parity(modes=lambda modes: {*modes} == {"INFERENCE", "FORWARD", "BACKWARD"}, pending_backwards=False)
+    def test_inference_then_training_then_inference(ctx: Context) -> None:
+        model = small_model(ctx.device)
+        compiled = ctx.compile(model)
+        for mode in ("inference", "training", "no_grad", "training", "inference"):
+            for _ in range(3):
+                x = torch.randn(4, 8, device=ctx.device)
+                if mode == "training":
+                    y = compiled(x)
+                    y.square().sum().backward()
+                    ctx.record(y, *gradients(model.parameters()))
+                    model.zero_grad()
+                else:
+                    with torch.inference_mode() if mode == "inference" else torch.no_grad():
+                        ctx.record(compiled(x))
 
     @in_parity(least_recordings=3)
     def test_evaluation_between_forward_and_backward(ctx: Context) -> None:
@@ -159,21 +151,16 @@ class TestTreeTraining(ParityTestCase):
                 (second,) = torch.autograd.grad(y, x)
                 ctx.record(second)
 
-    def test_batch_norm_updates_its_buffers(self) -> None:
-        def program(ctx: Context) -> None:
-            model = torch.nn.BatchNorm1d(8, device=ctx.device)
-            compiled = ctx.compile(model)
-            # Integers, whose sums are exact in any order.
-            weights = (torch.arange(16 * 8, device=ctx.device) % 5).reshape(16, 8).float()
-            for _ in range(5):
-                (compiled(torch.randn(16, 8, device=ctx.device)) * weights).sum().backward()
-                ctx.record(model.running_mean, model.running_var, model.num_batches_tracked, model.bias.grad)
-                model.zero_grad()
-
-        parity = self.parity(program)
-        self.assertEqual(parity.counter("cudagraph_skips"), 0)
-        self.assertEqual(parity.tree.recordings, 2)
-        self.assertTrue(parity.tree.nodes[0].mutated_inputs)
+    @in_parity(skips=0, recordings=2, nodes=lambda nodes: nodes[0].mutated_inputs)
+    def test_batch_norm_updates_its_buffers(ctx: Context) -> None:
+        model = torch.nn.BatchNorm1d(8, device=ctx.device)
+        compiled = ctx.compile(model)
+        # Integers, whose sums are exact in any order.
+        weights = (torch.arange(16 * 8, device=ctx.device) % 5).reshape(16, 8).float()
+        for _ in range(5):
+            (compiled(torch.randn(16, 8, device=ctx.device)) * weights).sum().backward()
+            ctx.record(model.running_mean, model.running_var, model.num_batches_tracked, model.bias.grad)
+            model.zero_grad()
 
     @in_parity(recordings=2)
     def test_activation_checkpointing(ctx: Context) -> None:
