@@ -280,18 +280,6 @@ New 0/0 inference: new, 0 recordings, 0 replays
 ANetWithALongNameThatNoTerminalHasRoomFor 0/0 forward: gone""",
         )
 
-    def test_a_graph_break_is_told_with_its_reason(self):
-        table = torch.arange(8.0)
-        summary.clear()
-        # Dynamo asks for the number.
-        torch.compile(lambda x, t: x * table[t + 1], backend="eager")(torch.ones(4), torch.tensor(3))
-        found = pygraph_trees.report()
-        self.assertEqual([broken.count for broken in found.breaks], [1])
-        self.assertIn("aten._local_scalar_dense", found.breaks[0].reason)
-        self.assertIn("graph break, 1x: Data dependent operator: ", " ".join(str(found).split()))
-        summary.clear()
-        self.assertEqual(pygraph_trees.report().breaks, ())
-
     def test_an_error_of_the_compiler_is_told_with_its_line(self):
         table = torch.arange(8.0)
         summary.clear()

@@ -245,7 +245,9 @@ class TestBreaks(TestCase):
                 code, first = inspect.getsourcelines(function)
                 place = f"{__file__}:{first + line} in {function.__name__}: {code[line].strip()}"
                 self.assertEqual((found.source, found.count, found.advice), (place, 1, advice))
-                self.assertIn(f"{place}; advice: {advice}", " ".join(str(pygraph_trees.report()).split()))
+                told = " ".join(str(pygraph_trees.report()).split())
+                self.assertIn(f"graph break, 1x: {found.reason}", told)
+                self.assertIn(f"{place}; advice: {advice}", told)
 
     def test_breaks_of_a_kind_are_told_apart_by_their_lines(self):
         def twice(x):
