@@ -449,14 +449,24 @@ class ParityTestCase(TestCase):
         self.assertError(error, "RuntimeError", "accessing (gradient )?tensor output of CUDAGraphs .* overwritten")
 
 
+def first_is(kind: str, text: str) -> Callable[[list[ErrorNote]], bool]:
+    """The condition that the first error is of the class named ``kind``, with this text in its message."""
+    return lambda errors: errors[0].type.rpartition(".")[2] == kind and text in errors[0].message
+
+
 def in_parity(
     *, skips: int | None = None, least_recordings: int = 0, overwritten: bool = False, **more: Any
 ) -> Callable[[Program], Callable[[ParityTestCase], None]]:
-    """Makes a test of a program: it runs in parity, and the tree has these facts, or meets conditions, by attribute.
+    """Makes a test of a program: it runs in parity, and what was found or its tree has these values by attribute, or
+    meets these conditions.
 
     ``overwritten``: the first error is that an output was overwritten. Other arguments are those of ``parity``.
     """
-    options = {name: more.pop(name) for name in ("config", "dynamo_config", "oracle", "installed") if name in more}
+    options = {
+        name: more.pop(name)
+        for name in ("config", "dynamo_config", "oracle", "installed", "by_address")
+        if name in more
+    }
 
     def decorate(program: Program) -> Callable[[ParityTestCase], None]:
         def test(self: ParityTestCase) -> None:
@@ -468,7 +478,7 @@ def in_parity(
             if least_recordings:
                 self.assertGreaterEqual(found.tree.recordings, least_recordings)
             for name, wanted in more.items():
-                has = getattr(found.tree, name)
+                has = getattr(found if hasattr(found, name) else found.tree, name)
                 self.assertTrue(wanted(has) if callable(wanted) else has == wanted, f"{name} is {has}, not {wanted}")
 
         test.__name__, test.__qualname__, test.__doc__ = program.__name__, program.__qualname__, program.__doc__

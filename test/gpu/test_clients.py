@@ -23,28 +23,25 @@ class Adapted(nn.Module):
 class TestClients(ParityTestCase):
     by_address = True
 
-    def test_compiled_regions_with_adapters_that_are_swapped(self) -> None:
+    @in_parity()
+    def test_compiled_regions_with_adapters_that_are_swapped(ctx: Context) -> None:
         """Of a diffusion model, only its repeated blocks are compiled; adapters are copied into place, or replaced."""
-
-        def program(ctx):
-            blocks = nn.ModuleList(Adapted() for _ in range(3)).to(ctx.device)
-            adapters = [[torch.randn_like(b.up.weight) for b in blocks] for _ in range(2)]
-            compiled = [ctx.compile(block) for block in blocks]
-            with torch.no_grad():
-                for step in range(12):
-                    if step in (4, 8):
-                        for block, adapter in zip(blocks, adapters[step == 8], strict=True):
-                            if step == 4:
-                                block.up.weight.copy_(adapter)
-                            else:
-                                block.up.weight = nn.Parameter(adapter)
-                    torch.compiler.cudagraph_mark_step_begin()
-                    x = torch.randn(4, 16, device=ctx.device)
-                    for block in compiled:
-                        x = block(x)
-                    ctx.record(x)
-
-        self.parity(program)
+        blocks = nn.ModuleList(Adapted() for _ in range(3)).to(ctx.device)
+        adapters = [[torch.randn_like(b.up.weight) for b in blocks] for _ in range(2)]
+        compiled = [ctx.compile(block) for block in blocks]
+        with torch.no_grad():
+            for step in range(12):
+                if step in (4, 8):
+                    for block, adapter in zip(blocks, adapters[step == 8], strict=True):
+                        if step == 4:
+                            block.up.weight.copy_(adapter)
+                        else:
+                            block.up.weight = nn.Parameter(adapter)
+                torch.compiler.cudagraph_mark_step_begin()
+                x = torch.randn(4, 16, device=ctx.device)
+                for block in compiled:
+                    x = block(x)
+                ctx.record(x)
 
     @in_parity()
     def test_an_agent_whose_environment_is_on_the_cpu(ctx: Context) -> None:
@@ -64,48 +61,42 @@ class TestClients(ParityTestCase):
             optimizer.step()
             optimizer.zero_grad()
 
-    def test_a_stream_that_keeps_its_state(self) -> None:
+    @in_parity()
+    def test_a_stream_that_keeps_its_state(ctx: Context) -> None:
         """A recogniser gets chunks of sound, with the state and the last frames of the chunk before."""
+        front, cell = nn.Conv1d(4, 8, 3).to(ctx.device), nn.GRUCell(8, 8).to(ctx.device)
 
-        def program(ctx):
-            front, cell = nn.Conv1d(4, 8, 3).to(ctx.device), nn.GRUCell(8, 8).to(ctx.device)
+        def recognise(chunk, state, last):
+            frames = front(torch.cat((last, chunk), -1))
+            for frame in frames.unbind(-1):
+                state = cell(frame, state)
+            return state.softmax(-1), state, chunk[..., -2:].clone()
 
-            def recognise(chunk, state, last):
-                frames = front(torch.cat((last, chunk), -1))
-                for frame in frames.unbind(-1):
-                    state = cell(frame, state)
-                return state.softmax(-1), state, chunk[..., -2:].clone()
+        compiled = ctx.compile(recognise)
+        with torch.no_grad():
+            for _ in range(2):  # streams
+                state, last = torch.zeros(2, 8, device=ctx.device), torch.zeros(2, 4, 2, device=ctx.device)
+                for _ in marked(range(6)):
+                    shown, state, last = compiled(torch.randn(2, 4, 5, device=ctx.device), state, last)
+                    state, last = state.clone(), last.clone()
+                    ctx.record(shown)
 
-            compiled = ctx.compile(recognise)
-            with torch.no_grad():
-                for _ in range(2):  # streams
-                    state, last = torch.zeros(2, 8, device=ctx.device), torch.zeros(2, 4, 2, device=ctx.device)
-                    for _ in marked(range(6)):
-                        shown, state, last = compiled(torch.randn(2, 4, 5, device=ctx.device), state, last)
-                        state, last = state.clone(), last.clone()
-                        ctx.record(shown)
-
-        self.parity(program)
-
-    def test_batches_that_are_padded_to_their_longest_text(self) -> None:
+    @in_parity()
+    def test_batches_that_are_padded_to_their_longest_text(ctx: Context) -> None:
         """Each length is compiled alone: kernels for all lengths are chosen by their speed, and may round otherwise."""
+        embedding, head = nn.Embedding(64, 16).to(ctx.device), nn.Linear(16, 64).to(ctx.device)
 
-        def program(ctx):
-            embedding, head = nn.Embedding(64, 16).to(ctx.device), nn.Linear(16, 64).to(ctx.device)
+        def loss_of(tokens):
+            return F.cross_entropy(head(embedding(tokens).tanh()).flatten(0, 1), tokens.flatten())
 
-            def loss_of(tokens):
-                return F.cross_entropy(head(embedding(tokens).tanh()).flatten(0, 1), tokens.flatten())
-
-            compiled = ctx.compile(loss_of, dynamic=False)
-            for length in marked((7, 9, 7, 12, 9, 9, 7, 12, 9, 7)):
-                # A compilation leaves torch's ``deterministic`` off; then the next one would choose by speed, too.
-                with torch._inductor.config.patch(both_sides()):
-                    loss = compiled(torch.randint(64, (4, length), device=ctx.device))
-                    loss.backward()
-                ctx.record(loss, head.weight.grad)
-                head.weight.grad = head.bias.grad = embedding.weight.grad = None
-
-        self.parity(program)
+        compiled = ctx.compile(loss_of, dynamic=False)
+        for length in marked((7, 9, 7, 12, 9, 9, 7, 12, 9, 7)):
+            # A compilation leaves torch's ``deterministic`` off; then the next one would choose by speed, too.
+            with torch._inductor.config.patch(both_sides()):
+                loss = compiled(torch.randint(64, (4, length), device=ctx.device))
+                loss.backward()
+            ctx.record(loss, head.weight.grad)
+            head.weight.grad = head.bias.grad = embedding.weight.grad = None
 
     @in_parity()
     def test_a_simulation_that_looks_at_its_state(ctx: Context) -> None:

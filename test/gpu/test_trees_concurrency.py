@@ -63,16 +63,12 @@ class TestTreeConcurrency(ParityTestCase):
     by_address = True
 
     @refused_before_2_13
-    def test_first_call_in_another_thread(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * 2 + 1)
-            x = torch.randn(4, 8, device=ctx.device)
-            for _ in range(4):
-                ctx.fact("result", in_thread(lambda: f(x)))
-
-        notes = self.parity(program, oracle=False).notes
-        self.assertEqual(len(notes), 4)
-        self.assertEqual(len({type(note.value) for note in notes}), 1)
+    @in_parity(oracle=False, notes=lambda notes: [len(notes), len({type(note.value) for note in notes})] == [4, 1])
+    def test_first_call_in_another_thread(ctx: Context) -> None:
+        f = ctx.compile(lambda x: x * 2 + 1)
+        x = torch.randn(4, 8, device=ctx.device)
+        for _ in range(4):
+            ctx.fact("result", in_thread(lambda: f(x)))
 
     @in_parity(recordings=1)
     def test_later_calls_in_another_thread(ctx: Context) -> None:
@@ -86,45 +82,45 @@ class TestTreeConcurrency(ParityTestCase):
         ctx.call(f, count=2)
 
     @refused_before_2_13
-    def test_backward_in_another_thread(self) -> None:
-        def program(ctx: Context) -> None:
-            model = torch.nn.Linear(8, 4, device=ctx.device)
-            compiled = ctx.compile(model)
+    @in_parity(
+        oracle=False,
+        modes=lambda modes: "FORWARD" in modes,
+        notes=lambda notes: [note.label for note in notes].count("backward") == 4,
+    )
+    def test_backward_in_another_thread(ctx: Context) -> None:
+        model = torch.nn.Linear(8, 4, device=ctx.device)
+        compiled = ctx.compile(model)
 
-            def backward(y: torch.Tensor) -> None:
-                y.square().sum().backward()
-                torch.cuda.synchronize()
+        def backward(y: torch.Tensor) -> None:
+            y.square().sum().backward()
+            torch.cuda.synchronize()
 
-            for _ in range(4):
-                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
-                y = compiled(x)
-                torch.cuda.synchronize()
-                ctx.fact("backward", in_thread(lambda y=y: backward(y)))
-                ctx.fact("gradients", [x.grad, model.weight.grad])
-                model.zero_grad()
+        for _ in range(4):
+            x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+            y = compiled(x)
+            torch.cuda.synchronize()
+            ctx.fact("backward", in_thread(lambda y=y: backward(y)))
+            ctx.fact("gradients", [x.grad, model.weight.grad])
+            model.zero_grad()
 
-        parity = self.parity(program, oracle=False)
-        self.assertIn("FORWARD", parity.tree.modes)
-        self.assertEqual(len([note for note in parity.notes if note.label == "backward"]), 4)
+    # Each thread compiles for itself: a factor that became dynamic would share the code of an ended thread.
+    @in_parity(
+        dynamo_config={"specialize_float": True},
+        recordings=1,
+        trees=lambda trees: [trees[f"thread {factor}"].recordings for factor in (2.0, 3.0, 4.0)] == [1] * 3,
+    )
+    def test_threads_with_managers_of_their_own(ctx: Context) -> None:
+        def work(factor: float) -> list[torch.Tensor]:
+            f = ctx.compile(lambda x: x * factor + 1)
+            generator = torch.Generator(ctx.device).manual_seed(int(factor))
+            outputs = [f(torch.randn(4, 8, device=ctx.device, generator=generator)).clone() for _ in range(4)]
+            ctx.tree(f"thread {factor}")
+            torch.cuda.synchronize()
+            return outputs
 
-    def test_threads_with_managers_of_their_own(self) -> None:
-        def program(ctx: Context) -> None:
-            def work(factor: float) -> list[torch.Tensor]:
-                f = ctx.compile(lambda x: x * factor + 1)
-                generator = torch.Generator(ctx.device).manual_seed(int(factor))
-                outputs = [f(torch.randn(4, 8, device=ctx.device, generator=generator)).clone() for _ in range(4)]
-                ctx.tree(f"thread {factor}")
-                torch.cuda.synchronize()
-                return outputs
-
-            for factor in (2.0, 3.0):
-                ctx.record(in_thread(with_own_manager(lambda factor=factor: work(factor))))
-            ctx.record(work(4.0))
-
-        # Each thread compiles for itself: a factor that became dynamic would share the code of an ended thread.
-        parity = self.parity(program, dynamo_config={"specialize_float": True})
-        self.assertEqual([parity.trees[f"thread {factor}"].recordings for factor in (2.0, 3.0, 4.0)], [1, 1, 1])
-        self.assertEqual(parity.tree.recordings, 1)
+        for factor in (2.0, 3.0):
+            ctx.record(in_thread(with_own_manager(lambda factor=factor: work(factor))))
+        ctx.record(work(4.0))
 
     # Upstream of torch 2.15 keeps one of the two.
     @in_parity(recordings=(1, 2).__contains__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from isolated import compare_isolated
-from parity import Context, ParityTestCase
+from parity import Context, ParityTestCase, first_is, in_parity
 from torch.testing._internal.common_utils import run_tests
 
 # The action of the operators below when they run; programs set it.
@@ -101,54 +101,50 @@ class TestTreeFailures(ParityTestCase):
         MOOD.update(fail="", leak=False)
         LEAKED.clear()
 
-    def test_model_fails_in_the_warmup_of_a_child(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * 2)
-            g = ctx.compile(lambda y: moody(y).relu())
+    @in_parity(oracle=False, depth=2, errors=first_is("ValueError", "the operator fails when it runs"))
+    def test_model_fails_in_the_warmup_of_a_child(ctx: Context) -> None:
+        f = ctx.compile(lambda x: x * 2)
+        g = ctx.compile(lambda y: moody(y).relu())
 
-            def step() -> None:
-                torch.compiler.cudagraph_mark_step_begin()
-                y = f(torch.randn(4, 8, device=ctx.device))
-                ctx.record(y, g(y))
+        def step() -> None:
+            torch.compiler.cudagraph_mark_step_begin()
+            y = f(torch.randn(4, 8, device=ctx.device))
+            ctx.record(y, g(y))
 
-            for number in range(8):
-                MOOD["fail"] = "run" if number < 2 else ""
-                ctx.attempt(step)
-                ctx.tree()
-            torch.compiler.reset()
-            for _ in range(3):
-                step()
+        for number in range(8):
+            MOOD["fail"] = "run" if number < 2 else ""
+            ctx.attempt(step)
+            ctx.tree()
+        torch.compiler.reset()
+        for _ in range(3):
+            step()
 
-        parity = self.parity(program, oracle=False)
-        self.assertError(parity.errors[0], "ValueError", "the operator fails when it runs")
-        self.assertEqual(parity.tree.depth, 2)
+    @in_parity(
+        oracle=False,
+        least_recordings=2,
+        errors=lambda errors: [error.type for error in errors] == ["builtins.KeyError"] * 3,
+    )
+    def test_python_between_graphs_fails(ctx: Context) -> None:
+        broken = {"now": False}
 
-    def test_python_between_graphs_fails(self) -> None:
-        def program(ctx: Context) -> None:
-            broken = {"now": False}
+        @torch._dynamo.disable
+        def check(y: torch.Tensor) -> None:
+            if broken["now"]:
+                raise KeyError("between two graphs")
 
-            @torch._dynamo.disable
-            def check(y: torch.Tensor) -> None:
-                if broken["now"]:
-                    raise KeyError("between two graphs")
+        @ctx.compile
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            check(y)
+            return y + 1
 
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                y = x * 2
-                check(y)
-                return y + 1
-
-            for step in range(9):
-                broken["now"] = step in (0, 2, 5)
-                x = torch.randn(4, 8, device=ctx.device)
-                if broken["now"]:
-                    ctx.raises(f, x)
-                else:
-                    ctx.record(f(x))
-
-        parity = self.parity(program, oracle=False)
-        self.assertEqual([error.type for error in parity.errors], ["builtins.KeyError"] * 3)
-        self.assertGreaterEqual(parity.tree.recordings, 2)
+        for step in range(9):
+            broken["now"] = step in (0, 2, 5)
+            x = torch.randn(4, 8, device=ctx.device)
+            if broken["now"]:
+                ctx.raises(f, x)
+            else:
+                ctx.record(f(x))
 
     def test_backward_fails(self) -> None:
         def program(ctx: Context) -> None:
@@ -172,18 +168,14 @@ class TestTreeFailures(ParityTestCase):
         self.assertError(parity.errors[0], "ArithmeticError", "in a hook")
         self.assertIn("BACKWARD", parity.tree.modes)
 
-    def test_tensor_that_is_kept_inside(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: moody(x + 1).relu())
-            MOOD["leak"] = True
-            ctx.raises(f, torch.randn(4, 8, device=ctx.device))
-            MOOD["leak"] = False
-            LEAKED.clear()
-            ctx.call(f)
-
-        parity = self.parity(program, oracle=False)
-        self.assertError(parity.errors[0], "RuntimeError", "not tracked as outputs")
-        self.assertEqual(parity.tree.recordings, 1)
+    @in_parity(oracle=False, recordings=1, errors=first_is("RuntimeError", "not tracked as outputs"))
+    def test_tensor_that_is_kept_inside(ctx: Context) -> None:
+        f = ctx.compile(lambda x: moody(x + 1).relu())
+        MOOD["leak"] = True
+        ctx.raises(f, torch.randn(4, 8, device=ctx.device))
+        MOOD["leak"] = False
+        LEAKED.clear()
+        ctx.call(f)
 
     def test_operator_fails_while_it_is_captured(self) -> None:
         seen = compare_isolated("test_trees_failures", "fails_in_recording")

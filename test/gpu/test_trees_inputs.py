@@ -76,16 +76,13 @@ class TestTreeInputs(ParityTestCase):
         for size in (4, 4, 4, 8, 8, 8, 4, 8, 16, 16, 4):
             ctx.record(f(torch.randint(-4, 4, (size, 8), device=ctx.device).float()))
 
-    def test_too_many_shapes_are_warned_of(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(scale, dynamic=True)
-            for size in range(2, 13):
-                ctx.record(f(torch.randn(size, 8, device=ctx.device)))
-
-        parity = self.parity(program)
-        self.assertEqual(parity.tree.functions, 11)
-        warned = [line for _, line in parity.logs if "We have observed 9 distinct sizes" in line]
-        self.assertEqual(len(warned), 1)
+    @in_parity(
+        functions=11, logs=lambda logs: sum("We have observed 9 distinct sizes" in line for _, line in logs) == 1
+    )
+    def test_too_many_shapes_are_warned_of(ctx: Context) -> None:
+        f = ctx.compile(scale, dynamic=True)
+        for size in range(2, 13):
+            ctx.record(f(torch.randn(size, 8, device=ctx.device)))
 
     @in_parity(oracle=False, overwritten=True)
     def test_output_of_the_last_call_as_input_without_a_copy(ctx: Context) -> None:
@@ -120,47 +117,41 @@ class TestTreeRandom(ParityTestCase):
         self.assertEqual(distinct(parity.tensors), 6)
         self.assertGreaterEqual(parity.tree.recordings, 1)
 
-    def test_generator_state_repeats_the_numbers(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x * torch.randn_like(x))
-            for _ in range(4):
-                f(torch.ones(16, 16, device=ctx.device))
-            state = torch.cuda.get_rng_state()
-            ctx.record(f(torch.ones(16, 16, device=ctx.device)))
-            torch.cuda.set_rng_state(state)
-            ctx.record(f(torch.ones(16, 16, device=ctx.device)))
+    @in_parity(oracle=False, tensors=lambda tensors: distinct(tensors) == 1)
+    def test_generator_state_repeats_the_numbers(ctx: Context) -> None:
+        f = ctx.compile(lambda x: x * torch.randn_like(x))
+        for _ in range(4):
+            f(torch.ones(16, 16, device=ctx.device))
+        state = torch.cuda.get_rng_state()
+        ctx.record(f(torch.ones(16, 16, device=ctx.device)))
+        torch.cuda.set_rng_state(state)
+        ctx.record(f(torch.ones(16, 16, device=ctx.device)))
 
-        self.assertEqual(distinct(self.parity(program, oracle=False).tensors), 1)
+    @in_parity(
+        oracle=False,
+        notes=lambda notes: {note.value for note in notes if note.label == "same mask"} == {True},
+        tensors=lambda tensors: distinct(tensors) == 5,
+    )
+    def test_mask_of_the_forward_is_that_of_the_backward(ctx: Context) -> None:
+        f = ctx.compile(lambda x: torch.nn.functional.dropout(x, 0.5) * 2)
+        for _ in range(5):
+            x = torch.ones(16, 16, device=ctx.device, requires_grad=True)
+            y = f(x)
+            y.sum().backward()
+            ctx.fact("same mask", bool(((y != 0) == (x.grad != 0)).all()))
+            ctx.fact("output", y)
 
-    def test_mask_of_the_forward_is_that_of_the_backward(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: torch.nn.functional.dropout(x, 0.5) * 2)
-            for _ in range(5):
-                x = torch.ones(16, 16, device=ctx.device, requires_grad=True)
-                y = f(x)
-                y.sum().backward()
-                ctx.fact("same mask", bool(((y != 0) == (x.grad != 0)).all()))
-                ctx.fact("output", y)
+    @in_parity(oracle=False, depth=2, tensors=lambda tensors: distinct(tensors) == 12)
+    def test_two_recordings_draw_from_one_generator(ctx: Context) -> None:
+        @ctx.compile
+        def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = x + torch.rand_like(x)
+            torch._dynamo.graph_break()
+            return y, y - x + torch.rand_like(x)
 
-        parity = self.parity(program, oracle=False)
-        self.assertEqual({note.value for note in parity.notes if note.label == "same mask"}, {True})
-        self.assertEqual(distinct(parity.tensors), 5)
-
-    def test_two_recordings_draw_from_one_generator(self) -> None:
-        def program(ctx: Context) -> None:
-            @ctx.compile
-            def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                y = x + torch.rand_like(x)
-                torch._dynamo.graph_break()
-                return y, y - x + torch.rand_like(x)
-
-            for _ in range(4):
-                y, z = f(torch.zeros(8, 8, device=ctx.device))
-                ctx.record(y, z, torch.rand(4, device=ctx.device))
-
-        parity = self.parity(program, oracle=False)
-        self.assertEqual(distinct(parity.tensors), 12)
-        self.assertEqual(parity.tree.depth, 2)
+        for _ in range(4):
+            y, z = f(torch.zeros(8, 8, device=ctx.device))
+            ctx.record(y, z, torch.rand(4, device=ctx.device))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from parity import FLAGS_BY_ADDRESS, OURS, WHOLE_GRAPH, Context, ParityTestCase, in_parity, marked, run_side
+from parity import FLAGS_BY_ADDRESS, OURS, WHOLE_GRAPH, Context, ParityTestCase, first_is, in_parity, marked, run_side
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -108,15 +108,16 @@ class TestTreeMutation(ParityTestCase):
     def test_mutation_not_supported_by_setting(self) -> None:
         self.assertIsNone(self.parity(mutating, config={"triton.cudagraph_support_input_mutation": False}).tree)
 
-    def test_mutation_is_an_error_by_setting(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(increased)
-            for _ in range(2):
-                ctx.raises(f, torch.randn(4, 8, device=ctx.device))
-
-        config = {"triton.cudagraph_or_error": True}
-        errors = self.parity(program, by_address=False, config=config, oracle=False).errors
-        self.assertError(errors[0], "RuntimeError", "skipping cudagraphs due to mutated inputs")
+    @in_parity(
+        config={"triton.cudagraph_or_error": True},
+        by_address=False,
+        oracle=False,
+        errors=first_is("RuntimeError", "skipping cudagraphs due to mutated inputs"),
+    )
+    def test_mutation_is_an_error_by_setting(ctx: Context) -> None:
+        f = ctx.compile(increased)
+        for _ in range(2):
+            ctx.raises(f, torch.randn(4, 8, device=ctx.device))
 
     def test_mutation_is_no_error_with_inputs_by_address(self) -> None:
         """We skip no graph, so nothing raises: the input is mutated in place."""

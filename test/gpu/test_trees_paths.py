@@ -61,31 +61,29 @@ class TestTreePaths(ParityTestCase):
             y = trunk(torch.randn(4, 8, device=ctx.device))
             ctx.record(branch(y), y)
 
-    def test_liveness_asks_for_a_second_recording(self) -> None:
-        def program(ctx: Context) -> None:
-            held: dict[str, Any] = {"hold": False, "value": None}
+    @in_parity(
+        shape=((0, ((1, ()), (1, ()))),),
+        roots=lambda roots: [len(child.dead_before) for child in roots[0].children] == [1, 0],
+    )
+    def test_liveness_asks_for_a_second_recording(ctx: Context) -> None:
+        held: dict[str, Any] = {"hold": False, "value": None}
 
-            @torch._dynamo.disable
-            def maybe_hold(a: torch.Tensor) -> None:
-                held["value"] = a if held["hold"] else None
+        @torch._dynamo.disable
+        def maybe_hold(a: torch.Tensor) -> None:
+            held["value"] = a if held["hold"] else None
 
-            @ctx.compile
-            def f(x: torch.Tensor) -> torch.Tensor:
-                b = x + 1
-                maybe_hold(x * 2)
-                return b * 3
+        @ctx.compile
+        def f(x: torch.Tensor) -> torch.Tensor:
+            b = x + 1
+            maybe_hold(x * 2)
+            return b * 3
 
-            for hold in (False, False, False, True, True, False, True):
-                held["hold"] = hold
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-                if hold:
-                    ctx.record(held["value"])
-                held["value"] = None
-
-        tree = self.parity(program).tree
-        self.assertEqual(tree.shape, ((0, ((1, ()), (1, ()))),))
-        dead, live = tree.roots[0].children
-        self.assertEqual((len(dead.dead_before), len(live.dead_before)), (1, 0))
+        for hold in (False, False, False, True, True, False, True):
+            held["hold"] = hold
+            ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+            if hold:
+                ctx.record(held["value"])
+            held["value"] = None
 
     # Once to warm the new function up, once to record it.
     @in_parity(shape=((0, ((1, ()),)),), checkpoint_count=2)

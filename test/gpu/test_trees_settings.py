@@ -74,16 +74,16 @@ class TestTreeSettings(ParityTestCase):
         tree = self.parity(calls(products, options={"triton.cudagraphs": True})).tree
         self.assertEqual(tree.recordings, 1)
 
-    def test_no_warmup(self) -> None:
-        def program(ctx: Context) -> None:
-            f = ctx.compile(lambda x: x.sin() + 1)
-            for step in range(3):
-                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
-                ctx.tree(f"step {step}")
-
-        parity = self.parity(program, config={"triton.skip_cudagraph_warmup": True})
-        self.assertEqual([parity.trees[f"step {step}"].recordings for step in range(3)], [1, 1, 1])
-        self.assertEqual(parity.tree.warmed_up, ())
+    @in_parity(
+        config={"triton.skip_cudagraph_warmup": True},
+        warmed_up=(),
+        trees=lambda trees: [trees[f"step {step}"].recordings for step in range(3)] == [1] * 3,
+    )
+    def test_no_warmup(ctx: Context) -> None:
+        f = ctx.compile(lambda x: x.sin() + 1)
+        for step in range(3):
+            ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+            ctx.tree(f"step {step}")
 
     @in_parity(config={"triton.fast_path_cudagraph_asserts": True}, depth=2)
     def test_checks_of_every_replay(ctx: Context) -> None:

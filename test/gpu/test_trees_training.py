@@ -85,31 +85,25 @@ class TestTreeTraining(ParityTestCase):
 
         ctx.train(f, first, second)
 
-    def test_forwards_without_backwards_are_warned_of(self) -> None:
-        def program(ctx: Context) -> None:
-            model = torch.nn.Linear(8, 4, device=ctx.device)
-            compiled = ctx.compile(model)
-            held = []
-            for _ in range(5):
-                held.append(compiled(torch.randn(4, 8, device=ctx.device)))
-            ctx.record(*held)
+    @in_parity(
+        pending_backwards=True,
+        warned=(0,),
+        warnings=lambda found: sum("Unable to hit fast path of CUDAGraphs" in text for _, text in found) == 1,
+    )
+    def test_forwards_without_backwards_are_warned_of(ctx: Context) -> None:
+        model = torch.nn.Linear(8, 4, device=ctx.device)
+        compiled = ctx.compile(model)
+        held = []
+        for _ in range(5):
+            held.append(compiled(torch.randn(4, 8, device=ctx.device)))
+        ctx.record(*held)
 
-        parity = self.parity(program)
-        warned = [text for _, text in parity.warnings if "Unable to hit fast path of CUDAGraphs" in text]
-        self.assertEqual(len(warned), 1)
-        self.assertTrue(parity.tree.pending_backwards)
-        self.assertEqual(parity.tree.warned, (0,))
-
-    def test_marked_steps_need_no_backward(self) -> None:
-        def program(ctx: Context) -> None:
-            model = torch.nn.Linear(8, 4, device=ctx.device)
-            compiled = ctx.compile(model)
-            for _ in marked(range(5)):
-                ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
-
-        parity = self.parity(program)
-        self.assertEqual([text for _, text in parity.warnings if "fast path" in text], [])
-        self.assertEqual(parity.tree.recordings, 1)
+    @in_parity(recordings=1, warnings=lambda found: not any("fast path" in text for _, text in found))
+    def test_marked_steps_need_no_backward(ctx: Context) -> None:
+        model = torch.nn.Linear(8, 4, device=ctx.device)
+        compiled = ctx.compile(model)
+        for _ in marked(range(5)):
+            ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
 
     @in_parity(modes=lambda modes: {*modes} == {"INFERENCE", "FORWARD", "BACKWARD"}, pending_backwards=False)
     def test_inference_then_training_then_inference(ctx: Context) -> None:
