@@ -171,8 +171,7 @@ class TestFinalizers(IndirectionTestCase):
             return [torch.randint(9, (257,), device=self.device).float() for _ in range(count)]
 
         for _ in range(4):
-            for function in (graphed, inner[0]):
-                torch.compiler.cudagraph_mark_step_begin()
+            for function in marked((graphed, inner[0])):
                 function(*some())
         gc.collect()
         for call in range(200):
@@ -277,9 +276,8 @@ class TestHooksThatCall(IndirectionTestCase):
 
         for number in range(8):
             results = []
-            for way in (fn, graphed):
+            for way in marked((fn, graphed)):
                 x = torch.linspace(-1, 1, 32, device=self.device).mul_(number / 8).requires_grad_()
-                torch.compiler.cudagraph_mark_step_begin()
                 with saved_tensors_hooks(call, call) if way is graphed else contextlib.nullcontext():
                     out = way(x)
                 if way is graphed:

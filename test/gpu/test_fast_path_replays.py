@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 from indirection import KEPT, REGIMES, Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, reset
 from indirection import tensor as given
+from parity import marked
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -74,8 +75,7 @@ class TestFastPath(IndirectionTestCase):
                     self.assertGreaterEqual(found.call_count, 3)
                     found.reset_mock()
                 results = []
-                for way in (ways.plain, ways.graphed):
-                    torch.compiler.cudagraph_mark_step_begin()
+                for way in marked((ways.plain, ways.graphed)):
                     made = [way(x, others[0])]
                     for other in others[1:]:
                         made.append(way(made[-1], other))
@@ -107,9 +107,8 @@ class TestFastPath(IndirectionTestCase):
         patterns = 2**5
 
         def run():
-            for pattern in range(patterns):
+            for pattern in marked(range(patterns)):
                 x = torch.full((100,), float(pattern), device=self.device)
-                torch.compiler.cudagraph_mark_step_begin()
                 outputs = list(first.graphed(x))
                 kept = {n: outputs[n] for n in range(5) if pattern >> n & 1}
                 del outputs
@@ -152,9 +151,8 @@ class TestFastPath(IndirectionTestCase):
                 return execute(self, node, inputs)
 
             with mock.patch.object(Manager, "execute_node", watched):
-                for call in range(7):
+                for call in marked(range(7)):
                     x = torch.randn(4, 6, device=self.device)
-                    torch.compiler.cudagraph_mark_step_begin()
                     outputs = ways.graphed(x)
                     assert_same_bits(outputs, ways.plain(x), f"call {call}: ")
                     self.assertEqual([o.stride() for o in outputs], [o.stride() for o in ways.plain(x)])
@@ -170,8 +168,7 @@ class TestFastPath(IndirectionTestCase):
         ways = compiled(lambda x: model(x).view(2, 2, 8))  # a view of a library's result in another shape
         for call in range(6):
             x, gradients = torch.randn(4, 6, device=self.device), []
-            for way in (ways.plain, ways.graphed):
-                torch.compiler.cudagraph_mark_step_begin()
+            for way in marked((ways.plain, ways.graphed)):
                 model.zero_grad()
                 y = way(x)
                 y.retain_grad()
@@ -189,8 +186,7 @@ class TestFastPath(IndirectionTestCase):
         for call in range(calls):
             xs = [torch.randn(2, 4, 6, device=self.device) for _ in range(2)]
             found = []
-            for way in (ways.plain, ways.graphed):
-                torch.compiler.cudagraph_mark_step_begin()
+            for way in marked((ways.plain, ways.graphed)):
                 model.zero_grad()
                 found.append([gradient.clone() for gradient in steps(call, way, xs, model)])
             assert_same_bits(found[1], found[0], f"call {call}: ")

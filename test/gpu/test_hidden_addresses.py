@@ -156,9 +156,8 @@ class TestHiddenAddresses(IndirectionTestCase):
     def nearly(self, fn, *shapes):
         """Calls a function both ways with new inputs; results are equal except for roundings."""
         ways = compiled(fn)
-        for call in range(6):
+        for call in marked(range(6)):
             given = [torch.rand(shape, device=self.device) for shape in shapes]
-            torch.compiler.cudagraph_mark_step_begin()
             self.assertEqual(ways.graphed(*given), ways.plain(*given), rtol=1e-4, atol=1e-4, msg=f"call {call}")
         facts = Facts.now()
         self.assertGreater(facts.replays, 0, str(facts))
@@ -181,10 +180,9 @@ class TestHiddenAddresses(IndirectionTestCase):
                 return added_up(grad.repeat(1 << 15)).sum() * grad.repeat_interleave(1 << 10)
 
         ways = compiled(lambda x, w: Summed.apply(x * w))
-        for call in range(6):
+        for call in marked(range(6)):
             given = [torch.rand(3 << 10, device=self.device, requires_grad=True) for _ in range(2)]
             tangent = torch.rand(3, device=self.device)
-            torch.compiler.cudagraph_mark_step_begin()
             one, other = (torch.autograd.grad(way(*given), given, tangent) for way in (ways.graphed, ways.plain))
             self.assertEqual(one, other, rtol=1e-4, atol=1e-4, msg=f"call {call}")
         facts = Facts.now()
@@ -201,8 +199,7 @@ class TestHiddenAddresses(IndirectionTestCase):
         for call in range(8):
             given = [torch.rand(shape, device=self.device, requires_grad=True) for shape in shapes]
             found = []
-            for way in (ways.graphed, ways.plain):
-                torch.compiler.cudagraph_mark_step_begin()
+            for way in marked((ways.graphed, ways.plain)):
                 with torch.autograd.graph.saved_tensors_hooks(
                     lambda t: t, torch.clone if call < hooked else lambda t: t
                 ):
@@ -223,10 +220,9 @@ class TestHiddenAddresses(IndirectionTestCase):
     def test_integers_next_to_sums_that_depend_on_the_order(self):
         """They may be copied, since a wrong integer may not show."""
         ways = compiled(lambda v, i, x: (picked_halves(v, i), i + 1, added_up(x)))
-        for call in range(6):
+        for call in marked(range(6)):
             index = torch.randint(100, (500,), device=self.device)
             given = torch.rand(100, device=self.device), index, torch.rand(1 << 16, device=self.device)
-            torch.compiler.cudagraph_mark_step_begin()
             self.assertEqual(ways.graphed(*given), ways.plain(*given), rtol=1e-4, atol=0, msg=f"call {call}")
         facts = Facts.now()
         self.assertEqual(facts.copied_bytes, 500 * 8, str(facts))

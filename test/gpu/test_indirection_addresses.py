@@ -159,10 +159,9 @@ class TestIndirectionAddresses(IndirectionTestCase):
         x = torch.randn(64, 64, device=self.device)
         states = [torch.ones(64, 64, device=self.device) for _ in range(2)]
         for call in range(8):
-            for side, way in enumerate((ways.plain, ways.graphed)):
+            for side, way in marked(enumerate((ways.plain, ways.graphed))):
                 # Results of a warmup or a recording cannot be used in the next step, under upstream either.
                 given = states[side].clone() if call < 3 else states[side]
-                torch.compiler.cudagraph_mark_step_begin()
                 states[side] = way(given, x)
             assert_same_bits(states[1], states[0], f"call {call}: ")
         facts = Facts.now()
@@ -174,10 +173,9 @@ class TestIndirectionAddresses(IndirectionTestCase):
         ways = compiled(lambda h: (h * 2).sin() + 1)
         states = [None, None]
         for call in range(12):
-            for side, way in enumerate((ways.plain, ways.graphed)):
+            for side, way in marked(enumerate((ways.plain, ways.graphed))):
                 own = states[side] is None or call < 4 or call % 3 == 0
                 given = torch.full((1 << 16,), call + 0.5, device=self.device) if own else states[side]
-                torch.compiler.cudagraph_mark_step_begin()
                 states[side] = way(given)
             assert_same_bits(states[1], states[0], f"call {call}: ")
 
@@ -284,8 +282,7 @@ class TestIndirectionAddresses(IndirectionTestCase):
         for call in range(24):
             x = torch.full((64, 64), call / 24, device=self.device)
             results = []
-            for kind in ("plain", "graphed"):
-                torch.compiler.cudagraph_mark_step_begin()
+            for kind in marked(("plain", "graphed")):
                 with torch.no_grad():
                     results.append(step(call, kind, x).clone())
             assert_same_bits(results[1], results[0], f"call {call}")
@@ -341,14 +338,12 @@ class TestIndirectionAddresses(IndirectionTestCase):
     def test_launches_that_are_still_queued_keep_their_addresses(self):
         graphed = compiled(lambda x: x + 1).graphed
         inputs = [torch.full((1 << 20,), float(i), device=self.device) for i in range(40)]
-        for x in inputs[:3]:
-            torch.compiler.cudagraph_mark_step_begin()
+        for x in marked(inputs[:3]):
             graphed(x)
         results = [torch.empty_like(x) for x in inputs]
         torch.cuda.synchronize()
         torch.cuda._sleep(50_000_000)
-        for x, result in zip(inputs, results, strict=True):
-            torch.compiler.cudagraph_mark_step_begin()
+        for x, result in marked(zip(inputs, results, strict=True)):
             result.copy_(graphed(x))
         for i, result in enumerate(results):
             self.assertEqual(result, torch.full_like(result, i + 1.0))

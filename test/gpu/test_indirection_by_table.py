@@ -17,7 +17,7 @@ from indirection import (
     run,
     tensor,
 )
-from parity import BOTH_SIDES
+from parity import BOTH_SIDES, marked
 from test_indirection_addresses import nodes_set, recorded_addresses
 from test_indirection_fallbacks import RANDOM
 from test_indirection_kernels import MANY, POINTWISE, REDUCTION
@@ -151,12 +151,10 @@ class TestTable(IndirectionTestCase):
             graphed = compiled(lambda x: x * 2 + 1).graphed
             inputs = [torch.full((1 << 16,), float(i), device=self.device) for i in range(12)]
             results = []
-            for x in inputs[:3]:
-                torch.compiler.cudagraph_mark_step_begin()
+            for x in marked(inputs[:3]):
                 graphed(x)
             torch.cuda._sleep(20_000_000)
-            for x in inputs:
-                torch.compiler.cudagraph_mark_step_begin()
+            for x in marked(inputs):
                 results.append(graphed(x).clone())
             del graphed
             torch._dynamo.reset()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from indirection import FLAG, Facts, IndirectionTestCase, Program, by_name, compiled, run, tensor
 from isolated import run_isolated
-from parity import OURS
+from parity import OURS, marked
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from user_operators import chunk_cat, cloned, host_call, zeroed
 
@@ -33,9 +33,8 @@ def reads_freed_memory(ctx):
     api.allow_access(address, nbytes, 0)
     x = tensor_in(memory_at(address, nbytes, device), (1024,), (1,), torch.float32, 0)
     f = ctx.compile(lambda x: x * 2)
-    for call in range(5):
+    for call in marked(range(5)):
         x.fill_(call)
-        torch.compiler.cudagraph_mark_step_begin()
         ctx.record(f(x))
     torch.cuda.synchronize()
     api.unmap(address, nbytes)
@@ -100,9 +99,8 @@ class TestIndirectionFallbacks(IndirectionTestCase):
     def test_negated_views(self):
         """A copy resolves the negative bit; un-graphed, torch reads the memory as it is."""
         graphed = compiled(lambda x: x * 2 + 1).graphed
-        for call in range(6):
+        for call in marked(range(6)):
             x = torch.full((100,), complex(1, call), device=self.device).conj().imag
-            torch.compiler.cudagraph_mark_step_begin()
             result = graphed(x)
             if call:
                 self.assertEqual(result, x * 2 + 1)
@@ -114,9 +112,8 @@ class TestIndirectionFallbacks(IndirectionTestCase):
         graphed = torch.compile(fn, mode="reduce-overhead")
         for call in range(9):
             gradients = []
-            for way in (fn, graphed):
+            for way in marked((fn, graphed)):
                 x = torch.full((64,), call + 1.0, device=self.device, requires_grad=True)
-                torch.compiler.cudagraph_mark_step_begin()
                 y = way(x)
                 z = torch.complex(torch.zeros_like(y), y)
                 (z.conj() if call > 4 else z).backward(torch.tensor(1j, device=self.device))
@@ -182,10 +179,9 @@ class TestIndirectionFailures(IndirectionTestCase):
 
         fails.register_fake(lambda x: torch.empty_like(x))
         other, graphed = compiled(lambda x: x.cos() + 1).graphed, compiled(lambda x: fails(x).sin()).graphed
-        for call in range(9):
+        for call in marked(range(9)):
             failing[:] = [True] if call < 4 else []
             x = torch.full((1 << 16,), float(call), device=self.device)
-            torch.compiler.cudagraph_mark_step_begin()
             self.assertEqual(other(x), x.cos() + 1)
             if failing:
                 self.assertRaisesRegex(ValueError, "of the program", graphed, x)
@@ -208,10 +204,9 @@ class TestIndirectionFailures(IndirectionTestCase):
 
         interrupted.register_fake(lambda x: torch.empty_like(x))
         graphed = compiled(lambda x: interrupted(x).sin()).graphed
-        for call in range(8):
+        for call in marked(range(8)):
             armed[:] = [True] if call in (1, 2) else []
             x = torch.full((1 << 16,), float(call), device=self.device)
-            torch.compiler.cudagraph_mark_step_begin()
             if armed:
                 with self.assertRaisesRegex(KeyboardInterrupt, "in the model"):
                     graphed(x)

@@ -267,8 +267,7 @@ class TestIndirectionMutation(IndirectionTestCase):
                 for call, offset in enumerate((first, first, first, later, first, later, later)):
                     x = torch.full((1000,), call + 1.0, device=self.device)
                     results = []
-                    for block, way in zip(blocks, (ways.plain, ways.graphed), strict=True):
-                        torch.compiler.cudagraph_mark_step_begin()
+                    for block, way in marked(zip(blocks, (ways.plain, ways.graphed), strict=True)):
                         results.append(way(block[offset : offset + 1000], x).clone())
                     assert_same_bits([results[1], blocks[1]], [results[0], blocks[0]], f"call {call}")
 
@@ -277,9 +276,8 @@ class TestIndirectionMutation(IndirectionTestCase):
         blocks = [torch.ones(2048, device=self.device) for _ in range(2)]
         for call in range(8):
             results = []
-            for block, way in zip(blocks, (ways.plain, ways.graphed), strict=True):
+            for block, way in marked(zip(blocks, (ways.plain, ways.graphed), strict=True)):
                 c, x = block[:1024], block[1024:] if call < 4 else block[:1024]
-                torch.compiler.cudagraph_mark_step_begin()
                 results.append(way(c, x).clone())
             assert_same_bits([results[1], blocks[1]], [results[0], blocks[0]], f"call {call}")
 
@@ -308,9 +306,8 @@ class TestIndirectionMutation(IndirectionTestCase):
         ways = compiled(program)
         for call in range(5):
             results = []
-            for way in (ways.plain, ways.graphed):
+            for way in marked((ways.plain, ways.graphed)):
                 c, x = (torch.full((64,), float(value), device=self.device) for value in (-1, call))
-                torch.compiler.cudagraph_mark_step_begin()
                 results.append([way(c, x).clone(), c.clone(), c.data_ptr() == x.data_ptr()])
             assert_same_bits(results[1], results[0], f"call {call}")
 
@@ -325,9 +322,8 @@ class TestIndirectionMutation(IndirectionTestCase):
             generator = torch.Generator(self.device).manual_seed(call)
             x = torch.randn(32, 16, device=self.device, generator=generator)
             results = []
-            for mean, way in zip(means, (ways.plain, ways.graphed), strict=True):
+            for mean, way in marked(zip(means, (ways.plain, ways.graphed), strict=True)):
                 weight = torch.full((16,), 0.5, device=self.device, requires_grad=True)
-                torch.compiler.cudagraph_mark_step_begin()
                 way(x, mean, weight).sum().backward()
                 results.append(weight.grad.clone())
             assert_same_bits([results[1], means[1]], [results[0], means[0]], f"call {call}")

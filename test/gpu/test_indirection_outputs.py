@@ -93,10 +93,9 @@ class TestIndirectionOutputs(IndirectionTestCase):
         plain, graphed = zip(*((w.plain, w.graphed) for w in (compiled(first), compiled(second))), strict=True)
         for call in range(calls):
             results = []
-            for f, g in (plain, graphed):
+            for f, g in marked((plain, graphed)):
                 generator = torch.Generator(self.device).manual_seed(call)
                 x = torch.randn(64, 48, device=self.device, generator=generator)
-                torch.compiler.cudagraph_mark_step_begin()
                 results.append([t.clone() for t in g(*f(x))] + [x])
             assert_same_bits(results[1], results[0], f"call {call}")
         return Facts.now()
@@ -143,22 +142,20 @@ class TestIndirectionOutputs(IndirectionTestCase):
             graphed = torch.compile(program, mode="reduce-overhead")
             for call in range(6):
                 gradients = []
-                for way in (program, graphed):
+                for way in marked((program, graphed)):
                     generator = torch.Generator(self.device).manual_seed(call)
                     options = {"dtype": torch.complex64, "device": self.device, "generator": generator}
                     x, w = torch.randn(16, 16, **options), torch.randn(16, 16, **options).requires_grad_()
-                    torch.compiler.cudagraph_mark_step_begin()
                     way(x, w).abs().sum().backward()
                     gradients.append(w.grad.clone())
                 self.assertEqual(gradients[1], gradients[0], rtol=1e-4, atol=1e-4, msg=f"{name}, call {call}")
 
     def test_a_saved_input_that_is_written_later_is_an_error(self):
         graphed = compiled(lambda x: x.sin() * 2).graphed
-        for _ in range(4):
+        for _ in marked(range(4)):
             x = torch.ones(64, device=self.device)
             leaf = torch.ones(64, device=self.device, requires_grad=True)
             x = x * leaf
-            torch.compiler.cudagraph_mark_step_begin()
             y = graphed(x)
             with torch.no_grad():
                 x.add_(1)

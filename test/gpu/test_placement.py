@@ -58,9 +58,8 @@ class TestPlacement(PlacementTestCase):
                 reset()
                 graphed = torch.compile(lambda x, v: (x.sin(), v.to("cuda") * 2), mode="reduce-overhead", dynamic=False)
                 x = torch.rand(64, device=self.device)
-                for call in range(CALLS_EACH):
+                for call in marked(range(CALLS_EACH)):
                     v = make(call)
-                    torch.compiler.cudagraph_mark_step_begin()
                     found = graphed(x, v)[1].clone()
                     self.assertEqual(found, v.to("cuda") * 2, rtol=0, atol=0)
                 facts = Facts.now()
@@ -82,11 +81,10 @@ class TestPlacement(PlacementTestCase):
             graphed = torch.compile(function, mode="reduce-overhead")
             x, v = torch.rand(64, device=self.device), torch.zeros(64, dtype=torch.int64 if integers else None)
             v = v.pin_memory()
-            for call in range(CALLS_EACH):
+            for call in marked(range(CALLS_EACH)):
                 value = (numbers * (call + 1) % 64).to(v.dtype)
                 torch.cuda._sleep(50_000_000)
                 v.copy_(value, non_blocking=True)
-                torch.compiler.cudagraph_mark_step_begin()
                 found = graphed(x, v).clone()
                 torch.cuda.synchronize()
                 self.assertEqual(found, function(x, v), rtol=0, atol=0, msg=f"{name}, call {call}")
@@ -96,11 +94,10 @@ class TestPlacement(PlacementTestCase):
         """An input with gaps is not staged, and its rows are read after the GPU has written them."""
         graphed = torch.compile(lambda x, v: x * v[3].to("cuda"), mode="reduce-overhead", dynamic=False)
         x, wide = torch.ones(256, device=self.device), torch.zeros(128, 512).pin_memory()
-        for call in range(CALLS_EACH):
+        for call in marked(range(CALLS_EACH)):
             value = torch.full((128, 512), float(call + 1), device=self.device)
             torch.cuda._sleep(50_000_000)
             wide.copy_(value, non_blocking=True)
-            torch.compiler.cudagraph_mark_step_begin()
             self.assertEqual(graphed(x, wide[:, :256]), x * (call + 1), rtol=0, atol=0)
 
     def test_pinned_memory_is_the_callers_behind_a_copy_that_is_waited_for(self):
@@ -111,10 +108,9 @@ class TestPlacement(PlacementTestCase):
 
         graphed = torch.compile(function, mode="reduce-overhead", dynamic=False)
         x, v = torch.zeros(64, device=self.device), torch.zeros(64).pin_memory()
-        for call in range(CALLS_EACH):
+        for call in marked(range(CALLS_EACH)):
             torch.cuda._sleep(50_000_000)
             v.fill_(call)
-            torch.compiler.cudagraph_mark_step_begin()
             found = graphed(x, v, torch.full((64,), 100.0)).clone()
             v.fill_(-1)
             self.assertEqual(found, torch.full_like(x, 100.0 + call), rtol=0, atol=0)
@@ -131,12 +127,10 @@ class TestPlacement(PlacementTestCase):
         torch.cuda._sleep(1_000_000_000)
         done = torch.cuda.Event()
         done.record()
-        for v in given[:6]:
-            torch.compiler.cudagraph_mark_step_begin()
+        for v in marked(given[:6]):
             found.append(graphed(x, v).clone())
         self.assertFalse(done.query())
-        for v in given[6:]:
-            torch.compiler.cudagraph_mark_step_begin()
+        for v in marked(given[6:]):
             found.append(graphed(x, v).clone())
         del given, v
         for number, value in enumerate(found):
@@ -144,10 +138,9 @@ class TestPlacement(PlacementTestCase):
 
     def test_gradients_of_inputs_on_the_cpu(self):
         graphed = torch.compile(lambda x, w: (x * w.to("cuda")).sin().sum(), mode="reduce-overhead")
-        for _ in range(6):
+        for _ in marked(range(6)):
             x, w = torch.rand(64, device=self.device), torch.rand(64).requires_grad_()
             own = w.detach().clone().requires_grad_()
-            torch.compiler.cudagraph_mark_step_begin()
             graphed(x, w).backward()
             (x * own.to("cuda")).sin().sum().backward()
             self.assertEqual(w.grad, own.grad)
@@ -157,11 +150,10 @@ class TestPlacement(PlacementTestCase):
         busy = torch.randn(4096, 4096, device=self.device)
         graphed = torch.compile(lambda x, v: x + v.to("cuda"), mode="reduce-overhead")
         x, found = torch.zeros(1 << 16, device=self.device), []
-        for call in range(30):
+        for call in marked(range(30)):
             for _ in range(5):
                 busy = (busy @ busy).clamp(-1, 1)
             v = torch.full((1 << 16,), float(call))
-            torch.compiler.cudagraph_mark_step_begin()
             found.append(graphed(x, v).clone())
             del v
             reused = torch.full((1 << 16,), -1.0)
@@ -182,12 +174,11 @@ class TestPlacement(PlacementTestCase):
                 reset()
                 graphed = torch.compile(lambda x, v: x + v.to("cuda"), mode="reduce-overhead", dynamic=False)
                 x, v, found = torch.zeros(count, device=self.device), torch.zeros(count).pin_memory(), []
-                for call in range(CALLS_EACH):
+                for call in marked(range(CALLS_EACH)):
                     if call:  # the first call compiles, and the GPU would finish meanwhile
                         for _ in range(20):
                             busy = (busy @ busy).clamp(-1, 1)
                     v.fill_(call)
-                    torch.compiler.cudagraph_mark_step_begin()
                     found.append(graphed(x, v).clone())
                 v.fill_(-1)
                 for call, one in enumerate(found):
@@ -200,9 +191,8 @@ class TestPlacement(PlacementTestCase):
             ),
             mode="reduce-overhead",
         )
-        for call in range(CALLS_EACH):
+        for call in marked(range(CALLS_EACH)):
             x, v = torch.full((64,), call - 2.5, device=self.device), torch.full((64,), float(call))
-            torch.compiler.cudagraph_mark_step_begin()
             wanted = (x * call if call > 2 else x - call) + 1
             self.assertEqual(graphed(x, v), wanted)
 
@@ -217,10 +207,9 @@ class TestPlacement(PlacementTestCase):
 
         graphed = torch.compile(program, mode="reduce-overhead")
         v, own = torch.zeros(64), torch.zeros(64)
-        for call in range(CALLS_EACH):
+        for call in marked(range(CALLS_EACH)):
             x = torch.rand(64, device=self.device)
             CALLS.clear()
-            torch.compiler.cudagraph_mark_step_begin()
             found = graphed(x, v)
             self.assertEqual(CALLS, [("loud", 64.0 * call), ("louder", 64.0 * (call + 1))])
             self.assertEqual(found, program(x, own))

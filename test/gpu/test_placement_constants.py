@@ -61,11 +61,10 @@ class TestConstantsOnGpu(PlacementTestCase):
             return x + 1, *(one.value(x.shape[0]).to("cuda") for one in programs)
 
         graphed = torch.compile(program, mode="reduce-overhead", dynamic=None if mark else True)
-        for size in (24, 40, 24, 97, 40, 24, 97, 40, 97):
+        for size in marked((24, 40, 24, 97, 40, 24, 97, 40, 97)):
             x = torch.rand(size, device=self.device)
             if mark:
                 torch._dynamo.mark_dynamic(x, 0)
-            torch.compiler.cudagraph_mark_step_begin()
             moved, *found = graphed(x)
             self.assertEqual(moved, x + 1, rtol=0, atol=0)
             for one, value in zip(programs, found, strict=True):
@@ -148,9 +147,8 @@ class TestConstantsOnGpu(PlacementTestCase):
             return one, other, kinds(), torch.copysign(x, kinds()[3]), kinds().half()
 
         graphed = torch.compile(program, mode="reduce-overhead", dynamic=False)
-        for _ in range(CALLS_EACH):
+        for _ in marked(range(CALLS_EACH)):
             x = torch.rand(24, device=self.device)
-            torch.compiler.cudagraph_mark_step_begin()
             for number, (found, wanted) in enumerate(zip(graphed(x), eager(x), strict=True)):
                 self.assertSameBits(found, wanted, str(number))
         self.assertOneGraph(CALLS_EACH)
@@ -165,9 +163,8 @@ class TestConstantsOnGpu(PlacementTestCase):
             return table, kept, kept.view(4, 6)[1]
 
         graphed = torch.compile(program, mode="reduce-overhead", dynamic=False)
-        for call in range(CALLS_EACH):
+        for call in marked(range(CALLS_EACH)):
             x = torch.full((24,), float(call), device=self.device)
-            torch.compiler.cudagraph_mark_step_begin()
             outputs = graphed(x)
             found = [value.clone() for value in outputs]
             for value, wanted in zip(found, program(x), strict=True):
@@ -180,10 +177,9 @@ class TestConstantsOnGpu(PlacementTestCase):
             return (x * (torch.arange(24) / 9).exp().to("cuda")).sin().sum()
 
         graphed = torch.compile(program, mode="reduce-overhead", dynamic=False)
-        for _ in range(CALLS_EACH):
+        for _ in marked(range(CALLS_EACH)):
             x = torch.rand(24, device=self.device).requires_grad_()
             own = x.detach().clone().requires_grad_()
-            torch.compiler.cudagraph_mark_step_begin()
             graphed(x).backward()
             program(own).backward()
             self.assertEqual(x.grad, own.grad)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from indirection import Facts, IndirectionTestCase, reset
 from mixed_programs import GPU, programs, run_steps, traced
 from packages import is_torchvision_broken
+from parity import marked
 from placement import CALLS_EACH
 from real_programs import REAL, noise_schedule, tokens
 from torch import fx
@@ -67,8 +68,7 @@ class TestRandomPlacement(IndirectionTestCase):
             reset()
             program = run_steps(steps, outputs)
             graphed = torch.compile(program, mode="reduce-overhead", dynamic=False)
-            for call in range(5):
-                torch.compiler.cudagraph_mark_step_begin()
+            for call in marked(range(5)):
                 self.assertSame(graphed(*on_devices(inputs, call)), program(*on_devices(inputs, call)))
             replays.append(Facts.now().replays)
 
@@ -88,10 +88,9 @@ class TestRealPrograms(IndirectionTestCase):
         program, inputs = build(self.device, small=True)
         graphed = torch.compile(program, mode="reduce-overhead")
         with torch.backends.cudnn.flags(allow_tf32=False):  # otherwise another layout gives another result
-            for call in range(CALLS_EACH):
+            for call in marked(range(CALLS_EACH)):
                 # CPU inputs change at each call.
                 given_ = [t.flip(0).clone() if t.device.type == "cpu" and call % 2 else t.clone() for t in inputs]
-                torch.compiler.cudagraph_mark_step_begin()
                 self.assertEqual(graphed(*given_), program(*given_), atol=1e-4, rtol=1e-4)
         (graph,) = pygraph_trees.report().graphs
         self.assertEqual(sum(p.graphed for p in graph.partitions), 1)

@@ -11,6 +11,7 @@ from pathlib import Path
 import parity  # noqa: F401  (sets PYGRAPH_SELECTIVE)
 import torch
 from packages import is_torchvision_broken
+from parity import marked
 from torch._inductor import config
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -46,8 +47,7 @@ class TestCoverage(TestCase):
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).to(DEVICE)
         f = compiled(model)
         with torch.no_grad():
-            for _ in range(6):
-                step()
+            for _ in marked(range(6)):
                 f(torch.randn(16, 64, device=DEVICE))
         function = self.only_function()
         self.assertEqual(
@@ -65,8 +65,7 @@ class TestCoverage(TestCase):
 
     def test_max_autotune_uses_graphs_too(self):
         f = compiled(lambda x: x.sin() * 2, mode="max-autotune")
-        for _ in range(4):
-            step()
+        for _ in marked(range(4)):
             x = torch.randn(64, device=DEVICE)
             self.assertEqual(f(x), x.sin() * 2)
         function = self.only_function()
@@ -79,8 +78,7 @@ class TestCoverage(TestCase):
 
         f = compiled(fn)
         x, y = torch.randn(128, 128, device=DEVICE), torch.randn(128, 128, device=DEVICE)
-        for _ in range(4):
-            step()
+        for _ in marked(range(4)):
             f(x, y)
         (recording,) = self.only_function().recordings
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -99,8 +97,7 @@ class TestCoverage(TestCase):
 
         with fresh_cache(), config.patch(UNPLACED):
             f = compiled(fn)
-            for _ in range(4):
-                step()
+            for _ in marked(range(4)):
                 f(torch.ones(8, 8, device=DEVICE))
         report = pygraph_trees.report()
         self.assertEqual([(f.partition, f.partitions, f.replays) for f in report.functions], [(1, 2, 2), (2, 2, 2)])
@@ -121,8 +118,7 @@ class TestCoverage(TestCase):
 
         f = compiled(fn, options={"triton.cudagraphs": True, "triton.pygraph_indirection": "off"})
         a, b = torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)
-        for _ in range(3):
-            step()
+        for _ in marked(range(3)):
             f(a, b)
         function = self.only_function()
         self.assertEqual((function.ungraphed_calls, function.recordings), (3, ()))
@@ -146,8 +142,7 @@ class TestKernelNames(TestCase):
         self.enterContext(torch.no_grad())
         for replays in (4, 2):
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                for _ in range(replays):
-                    step()
+                for _ in marked(range(replays)):
                     f(ids.clone(), torch.ones_like(ids))
                 torch.cuda.synchronize()
         profile.export_chrome_trace(str(file))

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch._dynamo
 from indirection import FLAG, Facts, IndirectionTestCase, reset
+from parity import marked
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import run_tests
 from user_operators import host_call
@@ -49,9 +50,8 @@ class TestRetired(IndirectionTestCase):
     def copied(self, device: int = 0):
         """A function after replays that copied its input."""
         graphed = torch.compile(summed, mode="reduce-overhead")
-        for call in range(5):
+        for call in marked(range(5)):
             x = torch.full((INPUT_NBYTES // 4,), float(call % 2), device=f"cuda:{device}")
-            torch.compiler.cudagraph_mark_step_begin()
             self.assertEqual(graphed(x).item(), call % 2 * 2.0 * x.numel())
         self.assertGreater(Facts.now().copied_bytes, 0)
         return graphed
@@ -121,9 +121,8 @@ class TestRetired(IndirectionTestCase):
     def test_tables_are_given_back(self):
         def called():
             graphed = torch.compile(many_readers, mode="reduce-overhead")
-            for _ in range(5):
+            for _ in marked(range(5)):
                 x, y = torch.rand(64, 64, device=self.device), torch.rand(64, 64, device=self.device)
-                torch.compiler.cudagraph_mark_step_begin()
                 graphed(x, y)
             return graphed
 

@@ -58,9 +58,8 @@ class TestTrials(SelectionTestCase):
         """After the first sizes, calls run un-graphed, and neither recordings nor memory grow."""
         graphed = torch.compile(lambda x: (x.sin() * 2).cumsum(0), mode="reduce-overhead", dynamic=True)
         reserved = []
-        for call in range(3 * CALLS):
+        for call in marked(range(3 * CALLS)):
             x = torch.full((4096 + 8 * call, 16), call / 8, device=self.device)
-            torch.compiler.cudagraph_mark_step_begin()
             self.assertEqual(graphed(x), (x.sin() * 2).cumsum(0), rtol=1e-4, atol=1e-2)
             reserved.append(torch.cuda.memory_reserved())
         (function,) = self.functions()
@@ -75,9 +74,8 @@ class TestTrials(SelectionTestCase):
             for fn in (lambda x: tuple(x + n for n in range(1, 7)), lambda x: x.sin() * 2)
         )
         with mock.patch.object(trial, "plain_way", lambda facts: Execution.GRAPHED):
-            for pattern in range(2**6):
+            for pattern in marked(range(2**6)):
                 x = torch.full((100,), float(pattern), device=self.device)
-                torch.compiler.cudagraph_mark_step_begin()
                 outputs = list(first(x))
                 kept = {n: outputs[n] for n in range(6) if pattern >> n & 1}
                 del outputs
@@ -96,8 +94,7 @@ class TestTrials(SelectionTestCase):
             for call in range(6):
                 x = torch.full((8, 32), 0.1 * call, device=self.device, requires_grad=True)
                 results = []
-                for step in (layer, block):
-                    torch.compiler.cudagraph_mark_step_begin()
+                for step in marked((layer, block)):
                     h = x
                     for _ in range(depth):
                         h = step(h)
@@ -115,13 +112,11 @@ class TestTrials(SelectionTestCase):
             steps = [torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x @ x + 1, lambda x: (x @ x).sin())]
             x = torch.randn(3072, 3072, device=self.device)
             for _ in range(CALLS // 4):
-                for step in steps:
-                    torch.compiler.cudagraph_mark_step_begin()
+                for step in marked(steps):
                     step(x)
         reasons = [r.reason for function in self.functions() for r in function.recordings]
         self.assertTrue(any("pygraph_pool_bytes" in reason for reason in reasons), reasons)
-        for step, wanted in zip(steps, (x @ x + 1, (x @ x).sin()), strict=True):
-            torch.compiler.cudagraph_mark_step_begin()
+        for step, wanted in marked(zip(steps, (x @ x + 1, (x @ x).sin()), strict=True)):
             self.assertEqual(step(x), wanted, rtol=1e-2, atol=1e-1)
 
     def test_behind_a_trial_replays_are_steady(self):
@@ -157,10 +152,9 @@ class TestTrials(SelectionTestCase):
             x = torch.randn(2048, 2048, device=self.device)
             outputs, most = (), 0
             with decided(Execution.UNGRAPHED):
-                for number in range(CALLS):
+                for number in marked(range(CALLS)):
                     if not is_held:
                         outputs = ()
-                    torch.compiler.cudagraph_mark_step_begin()
                     outputs = graphed(x)
                     most = max(most, in_pools())
                     if number % 7 == 0:
@@ -184,9 +178,8 @@ class TestTrials(SelectionTestCase):
                 return at_home(gradient)
 
         graphed = torch.compile(lambda x: Double.apply(x.sin()), mode="reduce-overhead")
-        for _ in range(CALLS):
+        for _ in marked(range(CALLS)):
             x = torch.ones(64, device=self.device, requires_grad=True)
-            torch.compiler.cudagraph_mark_step_begin()
             graphed(x).sum().backward()
             self.assertEqual(x.grad, 2 * torch.ones_like(x).cos())
 

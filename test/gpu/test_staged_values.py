@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from indirection import Facts, reset
 from isolated import run_isolated
-from parity import OURS
+from parity import OURS, marked
 from placement import PlacementTestCase
 from selection import CALLS, SelectionTestCase, decided
 from torch._inductor import config, cudagraph_trees
@@ -24,10 +24,6 @@ from pygraph_trees.trees.recordings.recording import Recording
 NUMBERS = 48
 SLEEP = 2_000_000_000  # cycles, about a second
 DTYPES = (torch.float32, torch.int64, torch.float64, torch.bool, torch.bfloat16, torch.int32)
-
-
-def step():
-    torch.compiler.cudagraph_mark_step_begin()
 
 
 def of_numbers(x, *numbers):
@@ -70,10 +66,9 @@ class TestOneCopy(PlacementTestCase):
         given = [make(call) for call in range(calls)]
         wanted = [fn(x, *values) for values in given]
         found = []
-        for call, values in enumerate(given):
+        for call, values in marked(enumerate(given)):
             if call == 3:
                 torch.cuda._sleep(SLEEP // 10)
-            step()
             found.append([output.clone() for output in graphed(x, *values)])
         if expected_copies is not None:
             self.assertEqual(copies(), expected_copies)
@@ -123,8 +118,7 @@ class TestOneCopy(PlacementTestCase):
         self.check_calls(fn, lambda call: [torch.full((256,), float(call + n)) for n in range(5)], None)
         graphed = torch.compile(fn, mode="reduce-overhead", dynamic=False)
         x = torch.rand(256, device=self.device)
-        for call in range(4):
-            step()
+        for call in marked(range(4)):
             found = graphed(x, *(torch.full((256,), float(call + n)) for n in range(5)))
             storages = [output.untyped_storage() for output in found]
             self.assertEqual(len({storage.data_ptr() for storage in storages}), 5)
@@ -152,10 +146,9 @@ class TestOneCopy(PlacementTestCase):
                 reset()
                 graphed = torch.compile(fn, mode="reduce-overhead", dynamic=False)
                 x, found = torch.rand(256, device=self.device), []
-                for call in range(12):
+                for call in marked(range(12)):
                     p = torch.full((256,), float(call))
                     p = p.pin_memory() if (call < 4) is first else p
-                    step()
                     values = torch.tensor(float(call)), torch.tensor(float(-call))
                     found.append([o.clone() for o in graphed(x, p, *values)])
                 for call, one in enumerate(found):
@@ -169,10 +162,9 @@ class TestOneCopy(PlacementTestCase):
 
         graphed = torch.compile(fn, mode="reduce-overhead", dynamic=False)
         x = torch.rand(256, device=self.device)
-        for call in range(8):
+        for call in marked(range(8)):
             values = [value for value in numbers(call) if value.is_floating_point()]
             w, own = (torch.full((256,), 0.5, device=self.device, requires_grad=True) for _ in range(2))
-            step()
             graphed(x, w, *values).backward()
             fn(x, own, *values).backward()
             self.assertEqual(w.grad, own.grad, rtol=1e-4, atol=1e-3)
@@ -187,9 +179,8 @@ class TestOneCopy(PlacementTestCase):
             return first, chosen * there[0] * s, there + 1
 
         graphed = torch.compile(fn, mode="reduce-overhead", dynamic=False)
-        for call in range(8):
+        for call in marked(range(8)):
             x, v, s = torch.rand(256, device=self.device), torch.full((256,), float(call)), torch.tensor(float(call))
-            step()
             self.assertEqual([o.clone() for o in graphed(x, v, s)], list(fn(x, v, s)))
 
     def test_under_verification(self):
@@ -201,10 +192,9 @@ class TestOneCopy(PlacementTestCase):
         x, stream, found = torch.rand(256, device=self.device), torch.cuda.Stream(), []
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for call in range(10):
+            for call in marked(range(10)):
                 if call == 4:
                     torch.cuda._sleep(SLEEP // 10)
-                step()
                 found.append([o.clone() for o in graphed(x, *numbers(call))])
         stream.synchronize()
         for call, one in enumerate(found):
@@ -243,16 +233,14 @@ class TestByValue(PlacementTestCase):
     def check_in_cpp(self, fn, make, calls=50):
         """Makes calls without a wait; the memory of each call's values is written to at once."""
         graphed, found, x = graphed_of(fn), [], torch.rand(512, device=self.device)
-        for call in range(5):
-            step()
+        for call in marked(range(5)):
             graphed(x, *make(call))
         given = [make(call) for call in range(calls)]
         torch.cuda.synchronize()
         torch.cuda._sleep(SLEEP // 10)
         with self.in_cpp(calls):
-            for values in given:
+            for values in marked(given):
                 own = [value.clone() for value in values]
-                step()
                 found.append([output.clone() for output in graphed(x, *own)])
                 for value in own:
                     value.zero_()
@@ -267,15 +255,13 @@ class TestByValue(PlacementTestCase):
         given = [torch.randn(32, 64) for _ in range(200)]
         with torch.no_grad():
             wanted = []
-            for values in given:
-                step()
+            for values in marked(given):
                 wanted.append(graphed(values).clone())
                 torch.cuda.synchronize()
             self.assertEqual(wanted, [fn(values) for values in given], rtol=1e-3, atol=1e-4)
             with Busy() as busy, self.in_cpp(len(given)):
-                for values in given:
+                for values in marked(given):
                     memory.copy_(values)
-                    step()
                     found.append(graphed(memory).clone())
                 memory.fill_(float("nan"))
         self.assertFalse(busy.waited)
@@ -303,8 +289,7 @@ class TestByValue(PlacementTestCase):
                 graphed, found = graphed_of(lambda x, v: x + v.to("cuda")), []
                 x = torch.zeros(count, dtype=torch.uint8, device=self.device)
                 given = [(torch.arange(count) * 7 + call).to(torch.uint8) for call in range(8)]
-                for values in given:
-                    step()
+                for values in marked(given):
                     found.append(graphed(x, values).clone())
                 self.assertEqual([output.cpu() for output in found], given)
                 self.assertEqual(copies(), int(count > 16384))
@@ -316,15 +301,13 @@ class TestByValue(PlacementTestCase):
                 reset()
                 graphed = graphed_of(lambda x, v: x * v.to("cuda", non_blocking=non_blocking))  # noqa: B023
                 x, pinned = torch.rand(256, device=self.device), torch.zeros(256).pin_memory()
-                for call in range(5):
-                    step()
+                for call in marked(range(5)):
                     graphed(x, torch.full((256,), float(call)))
                 self.assertEqual(copies(), 0)
-                for call in range(10, 13):
+                for call in marked(range(10, 13)):
                     there = torch.full((256,), float(call), device=self.device)
                     torch.cuda._sleep(SLEEP // 10)
                     pinned.copy_(there, non_blocking=True)
-                    step()
                     found = graphed(x, pinned)
                     torch.cuda.synchronize()
                     pinned.zero_()
@@ -334,8 +317,7 @@ class TestByValue(PlacementTestCase):
         """If the driver cannot load it, values are copied from pinned memory."""
         graphed, x = graphed_of(of_numbers), torch.rand(256, device=self.device)
         with mock.patch.object(staging, "value_kernel", return_value=None):
-            for call in range(8):
-                step()
+            for call in marked(range(8)):
                 self.assertEqual(graphed(x, *numbers(call)), of_numbers(x, *numbers(call)))
         self.assertEqual(copies(), 1)
 
@@ -362,15 +344,13 @@ class TestWaits(SelectionTestCase):
             with self.subTest(name), decided(Execution.UNGRAPHED):
                 reset()
                 called = torch.compile(fn, mode="reduce-overhead", dynamic=False)
-                for call in range(CALLS):
-                    step()
+                for call in marked(range(CALLS)):
                     called(x, *make(call))
                 before = [f.replays for f in self.functions()]
                 given = [make(call) for call in range(3)]
                 found = []
                 with Busy() as busy:
-                    for values in given:
-                        step()
+                    for values in marked(given):
                         found.append(called(x, *values))
                 self.assertFalse(busy.waited)
                 self.assertLess(busy.seconds, 0.3)
@@ -384,11 +364,10 @@ class TestWaits(SelectionTestCase):
         with decided(Execution.UNGRAPHED):
             called = torch.compile(lambda x, v: x * v.to("cuda"), mode="reduce-overhead", dynamic=False)
             v = torch.zeros(1 << 14)
-            for call in range(CALLS):
+            for call in marked(range(CALLS)):
                 if call >= CALLS - 5:
                     torch.cuda._sleep(SLEEP // 50)
                 v.fill_(call)
-                step()
                 found.append(called(x, v).clone())
                 v.fill_(-1)
         for call, one in enumerate(found):
@@ -401,9 +380,8 @@ def captures(fn):
     def child(ctx):
         x = torch.rand(256, device="cuda")
         graphed = ctx.compile(fn, dynamic=False)
-        for call in range(5):
+        for call in marked(range(5)):
             v = torch.full((256,), float(call))
-            step()
             ctx.fact(f"call {call}", torch.allclose(graphed(x, v), fn(x, v)))
         try:
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -434,14 +412,12 @@ class TestGraphsOfThePrograms(PlacementTestCase):
         """As with torch, the program's graph reads the program's tensor, not a buffer that other calls write to."""
         x = torch.rand(256, device=self.device)
         graphed = torch.compile(lambda x, v: x * v.to("cuda", non_blocking=True), mode="reduce-overhead", dynamic=False)
-        for call in range(5):
-            step()
+        for call in marked(range(5)):
             self.assertEqual(graphed(x, torch.full((256,), float(call)).pin_memory()), x * call)
         v, graph = torch.ones(256).pin_memory(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = graphed(x, v)
-        for call in range(4):
-            step()
+        for call in marked(range(4)):
             graphed(x, torch.full((256,), -1.0).pin_memory())
             v.fill_(call)
             graph.replay()

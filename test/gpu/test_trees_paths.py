@@ -10,10 +10,6 @@ from parity import Context, ParityTestCase, calls, in_parity, marked
 from torch.testing._internal.common_utils import run_tests
 
 
-def mark_step() -> None:
-    torch.compiler.cudagraph_mark_step_begin()
-
-
 class TestTreePaths(ParityTestCase):
     by_address = True
 
@@ -56,8 +52,7 @@ class TestTreePaths(ParityTestCase):
         trunk = ctx.compile(lambda x: x.exp() + 1)
         left = ctx.compile(lambda y: y * 2)
         right = ctx.compile(lambda y: y.neg() + 3)
-        for branch in (left, left, left, right, right, right, left, right):
-            mark_step()
+        for branch in marked((left, left, left, right, right, right, left, right)):
             y = trunk(torch.randn(4, 8, device=ctx.device))
             ctx.record(branch(y), y)
 
@@ -90,8 +85,7 @@ class TestTreePaths(ParityTestCase):
     def test_step_grows_after_replays(ctx: Context) -> None:
         f = ctx.compile(lambda x: x * 2)
         g = ctx.compile(lambda y: y.cos())
-        for step in range(8):
-            mark_step()
+        for step in marked(range(8)):
             y = f(torch.randn(4, 8, device=ctx.device))
             ctx.record(y)
             if step > 3:

@@ -172,9 +172,8 @@ class TestTreeTraining(ParityTestCase):
         def step() -> None:
             optimizer.step()
 
-        for _ in range(5):
+        for _ in marked(range(5)):
             # One step for both; otherwise the backward's gradients are overwritten before the optimizer reads them.
-            torch.compiler.cudagraph_mark_step_begin()
             compiled(torch.randn(4, 8, device=ctx.device)).square().sum().backward()
             step()
             ctx.record(*model.parameters())
