@@ -13,4 +13,4 @@ ROOT = Path(__file__).resolve().parents[2]
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """``environment``: variables besides those of this process."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=300)

@@ -4,17 +4,15 @@ import contextlib
 import functools
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
 import captured
 import torch
+from new_process import python
 from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -81,10 +79,9 @@ class Folder(TestCase):
         self.file.with_name("beside.py").write_text("SIZE = 16\n")
         self.html, self.json = (self.file.with_name(name) for name in ("page.html", "out.json"))
 
-    def in_a_process(self, *arguments, options=("-m", "pygraph_trees"), stdout=subprocess.PIPE, **environment):
+    def in_a_process(self, *arguments, options=("-m", "pygraph_trees"), **environment):
         """A command in a new process: its exit status, and what it wrote to both streams."""
-        command, env = [sys.executable, *options, *map(str, arguments)], os.environ | environment
-        done = subprocess.run(command, cwd=ROOT, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)
+        done = python(*options, *map(str, arguments), **environment)
         return done.returncode, done.stdout, done.stderr
 
     def data(self):

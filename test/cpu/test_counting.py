@@ -2,14 +2,13 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 import tempfile
 import unittest
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from new_process import python
 from torch._inductor import config
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -69,7 +68,8 @@ class TestLowered(TestCase):
             path = Path(folder, "kernels.pt")
             torch.save(kernels, path)
             script = Path(__file__).resolve().parents[1] / "interpreted_kernels.py"
-            subprocess.run([sys.executable, script, path], check=True, capture_output=True)
+            done = python(str(script), str(path))
+            self.assertEqual(done.returncode, 0, done.stderr)
             for value, found in zip(COUNTED.values(), torch.load(path), strict=True):
                 self.assertEqual(found, value("cpu").double(), rtol=0, atol=0)
 

@@ -535,14 +535,6 @@ class TestCopies(LiveInputsTestCase):
         live.finish()
         self.assertIsNone(kept())
 
-    def test_addresses_of_earlier_calls_may_come_back_in_any_order(self):
-        live, graph = self.record(self.one_kernel(), at(0), at(16))
-        pairs = [(at(0), at(16)) for _ in range(5)]
-        for turn in (0, 1, 0, 1, 2, 3, 4, 3, 0, 4, 4, 2):
-            self.check_call(live, graph, *pairs[turn])
-        self.check_call(live, graph, pairs[0][0], pairs[1][1])  # each was there before, never together
-        self.assertEqual(live.addresses.extra_copies, 0)
-
     def test_a_mutated_input_in_the_pool_is_refused(self):
         """Whether it is patched or copied back, it would overwrite what the graph put in the pool."""
         h = at(0)

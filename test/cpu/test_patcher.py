@@ -8,6 +8,7 @@ from unittest import mock
 
 import test_live_inputs
 import torch
+from fake_driver import CUresult
 from fake_trees import Trees as FakeTrees
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,9 +168,17 @@ class TestPatcher(PatcherTestCase):
         self.assertFalse(patch(live, sets[1]))
         self.assertTrue(live.addresses._patches.broken)
         for inputs in sets:
-            self.assertFalse(patch(live, inputs))
             self.assertEqual(live.addresses.prepare(inputs), "a driver call failed")
         self.assertEqual(list(live.addresses.refused), [0, 1])  # they will be copied
+
+    def test_a_graph_that_is_broken_stays_so(self):
+        live, _, sets = self.recorded()
+        refuse = mock.Mock(return_value=(CUresult.CUDA_ERROR_INVALID_VALUE,))
+        with mock.patch.object(self.api, "cuGraphExecKernelNodeSetParams", refuse):
+            self.assertIsNotNone(live.addresses.prepare(sets[1]))
+        for inputs in sets:
+            self.assertFalse(patch(live, inputs))
+            self.assertEqual(live.addresses.prepare(inputs), "a driver call failed")
 
     def test_what_cpp_does_not_set(self):
         """C++ sets no nodes other than kernels, and no nodes at all if the driver's calls have no addresses."""

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import pkgutil
 import re
-import subprocess
 import sys
 import tempfile
 import types
@@ -20,6 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch
 import torch._inductor.config as config
+from new_process import python
 from source_probe import SourceProbe
 from torch._dynamo import utils as dynamo_utils
 from torch._inductor import cudagraph_trees, output_code, scheduler
@@ -334,8 +334,7 @@ class TestSourceProbe(TestCase):
 
 class TestTool(TestCase):
     def run_tool(self, *arguments):
-        command = [sys.executable, ROOT / "tools" / "check_compat", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        done = python(str(ROOT / "tools" / "check_compat"), *map(str, arguments))
         return done.returncode, done.stdout, done.stderr
 
     def test_the_installed_torch_fits_and_a_changed_one_does_not(self):

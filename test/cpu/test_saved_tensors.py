@@ -1,17 +1,15 @@
 """Tensors that are saved for a backward: how they are saved, and what hooks on saved tensors make of them."""
 
-import subprocess
-import sys
 import textwrap
 import unittest
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from new_process import python
 from torch import nn
 from torch._dynamo import reset
 from torch._functorch._aot_autograd import runtime_wrappers
@@ -28,8 +26,6 @@ from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason
 from pygraph_trees.trees.hooks import host_work, saved_tensors
 from pygraph_trees.trees.hooks.saved_tensors import conform, conforming, layouts_of
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def conformed(saved, returned):
@@ -179,7 +175,8 @@ class TestCalls(TestCase):
                 os._exit(0)
             sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
         """
-        subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, check=True, timeout=300)
+        done = python("-c", textwrap.dedent(program))
+        self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_a_function_of_another_compiler_keeps_its_first_layout(self):
         seen = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 import variant_kernels as kernels
+from new_process import python
 from test_launches import autotuners, of_a_user, of_inductor, on_gpu
 from torch import nn
 from torch._inductor import config as inductor_config
@@ -141,9 +140,8 @@ class TestCache(VariantsTestCase):
         originals = [case.fn.cache_key for case in kernels.CASES.values()]
         self.assertEqual(len({*ours, *originals}), 2 * len(kernels.CASES))
         code = self.KEYS.format(paths=[str(HERE.parents[2]), str(HERE.parent)])
-        env = {**os.environ, "PYTHONHASHSEED": "1"}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-        self.assertEqual(done.stdout.split(), ours)
+        done = python("-c", code, PYTHONHASHSEED="1")
+        self.assertEqual(done.stdout.split(), ours, done.stderr)
 
     def test_each_choice_of_slots_has_a_key(self) -> None:
         case = kernels.CASES["pointwise"]
@@ -259,10 +257,8 @@ class TestInductor(VariantsTestCase):
 
 class TestInterpreted(TestCase):
     def test_interpreted_variants_give_the_same_results(self) -> None:
-        env = {**os.environ, "TRITON_INTERPRET": "1", "CI": "true"}  # With CI, nothing else may be needed.
-        done = subprocess.run(
-            [sys.executable, HERE.with_name("interpreted_variants.py")], env=env, capture_output=True, text=True
-        )
+        # With CI, nothing else may be needed.
+        done = python(str(HERE.with_name("interpreted_variants.py")), TRITON_INTERPRET="1", CI="true")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertRegex(done.stderr, r"Ran 3 tests in .*\n\nOK\n")
 
