@@ -36,7 +36,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 MOST_JOBS = 4
 # Files of test/cpu that take longer than their size suggests, the slowest first; the others follow by size.
-SLOWEST = ["import", "placement_graphs", "backward_edges", "commands", "variants", "bench", "newer_torch", "constants", "direct_calls", "build", "fuzz", "counting", "benchmark", "backward_meanwhile", "structured_traces", "flags", "caches", "saved_tensors", "launches", "table_builds", "patches"]
+SLOWEST = (
+    *("import", "placement_graphs", "backward_edges", "commands", "variants", "bench", "newer_torch", "constants"),
+    *("direct_calls", "build", "fuzz", "counting", "benchmark", "backward_meanwhile", "structured_traces", "flags"),
+    *("caches", "saved_tensors", "launches", "table_builds", "patches"),
+)
 PRELOADED = ("torch", "torch._inductor.compile_fx", "torch.testing._internal.common_utils")
 KINDS = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
