@@ -18,13 +18,15 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._inductor.cudagraph_trees import CUDAGraphNode
 
-from pygraph_trees.compat import checks_deaths_after_copies, has_replay_hooks
+from pygraph_trees.compat import has_replay_hooks
 from pygraph_trees.errors import PygraphError, Reported
-from pygraph_trees.indirection.live_input import memory_at, tensor_in
+from pygraph_trees.indirection.live_input import memory_at
 from pygraph_trees.reasons import Reason, Why
 
 from ..pools.capture_lock import DeviceBusy
+from . import fast_path
 
 _log = logging.getLogger("pygraph_trees.trees")
 
@@ -32,7 +34,6 @@ MOST_FAILURES = 2  # contained errors of a function before it runs un-graphed fo
 _RAISES = {"RAISE_VARARGS", "RERAISE"}
 _NOT_OF_PROGRAM = {"torch", "triton", "cuda", "pygraph_trees", "inductor_patches"}  # packages
 _NO_MEMORY = 2  # CUDA's number of the error
-_ASKS_LATE = checks_deaths_after_copies()
 _HAS_HOOKS = has_replay_hooks()
 
 
@@ -115,23 +116,14 @@ def progress_of(model: Any) -> Progress | None:
 
 def place_of(tensor: torch.Tensor) -> dict[str, Any]:
     """Upstream's metadata of a tensor, from which :func:`in_place` makes another one."""
-    storage = tensor.untyped_storage()
-    return {
-        "nbytes": storage.nbytes(),
-        "data_ptr": storage.data_ptr(),
-        "size": tensor.shape,
-        "stride": tensor.stride(),
-        "dtype": tensor.dtype,
-        "device": tensor.device,
-        "storage_offset": tensor.storage_offset(),
-    }
+    metadata: dict[str, Any] = CUDAGraphNode._tensor_metadata(tensor, ignore_storage_offset=False)
+    return metadata
 
 
 def in_place(metadata: dict[str, Any]) -> torch.Tensor:
     """A tensor with upstream's ``metadata`` that does not own its memory."""
     storage = memory_at(metadata["data_ptr"], metadata["nbytes"], metadata["device"])
-    layout = (metadata[name] for name in ("size", "stride", "dtype", "storage_offset"))
-    return tensor_in(storage, *layout)
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
 
 
 def contained(manager: Any, run: Callable[[], Any], inputs: list[Any], function_id: Any) -> Any:
@@ -197,9 +189,7 @@ def _is_held(error: Exception, manager: Any, progress: Progress) -> bool:
     """Whether a replay was refused because an input is held that died while it was recorded."""
     if isinstance(error, HeldForTooLong):
         return True
-    if not _ASKS_LATE:
-        return False
-    deaths = getattr(manager.current_node, "deaths_after", None)
+    deaths = getattr(manager.current_node, "deaths_after", None) if fast_path.CHECKS_LATE else None
     return progress.stage is Stage.PREPARED and deaths is not None and not deaths.ask()
 
 

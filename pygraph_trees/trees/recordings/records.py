@@ -53,8 +53,8 @@ def describe(
         is_copied, device = route is Route.COPY, value.device
         yield InputRecord(
             *(index, name, kind, devices.get(device) or devices.setdefault(device, str(device))),
-            _nbytes(value),
-            _nbytes(index_expanded_dims(value, node.expanded_dims[index])) if is_copied else 0,
+            value.nbytes,
+            index_expanded_dims(value, node.expanded_dims[index]).nbytes if is_copied else 0,
             index in mutated,
             route.value if kind in ("live", "output") else None,
             why if is_copied else None,
@@ -76,10 +76,6 @@ def describe_outputs(node: Any, live: LiveInputs | None, own: OwnMemory | None) 
             yield OutputRecord(number, OWN_MEMORY, sizes[index], len(live.kernels_holding([index])), copied)
         elif isinstance(made_of, dict):
             yield OutputRecord(number, ON_INPUT if alias is None else IN_POOL, made_of["nbytes"])
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def siblings_of(tree: Any, function_id: Any) -> Sequence[Any]:
