@@ -33,7 +33,7 @@ from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.settings import Settings
 
-from .guard_facts import Step, Unknown, cloned, facts_of
+from .guard_facts import Refused, Step, cloned, facts_of
 
 CHECK_EVERY = 64  # of the calls without guards one is checked, under "check"; so are that many at first
 
@@ -55,10 +55,6 @@ class GuardsDiffer(PygraphError):
         "a call of {name} was about to skip Dynamo's guards, but they do not hold; please report this, and set "
         "pygraph_entry to 'short'"
     )
-
-
-class _Refused(Exception):
-    """There is no memo; ``args`` has the reason."""
 
 
 def offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
@@ -142,10 +138,8 @@ def _learn(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: di
         memo = _memo(fn, backend, direct, args, kwargs)
         direct.refusal = None
         return memo
-    except _Refused as refused:
+    except Refused as refused:
         (why,) = refused.args
-    except Unknown as unknown:
-        why = Reason.GUARD_UNKNOWN(kind=unknown.args[0])
     except Exception:
         _log.debug("no memo of %s", fn, exc_info=True)
         why = Reason.ERROR()
@@ -164,7 +158,7 @@ def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dic
     entry = _entry(target.__code__, backend, local_variables)
     guards, code = entry.guard_manager, entry.code
     if guards.global_scope["G"] is not target.__globals__:  # of another function with the same code
-        raise _Refused(Reason.CALLED_OTHERWISE())
+        raise Refused(Reason.CALLED_OTHERWISE())
     # None once torch has dropped the entry.
     steps += [("object", guards, vars(guards), None), ("item", vars(guards), "cache_entry", guards.cache_entry)]
     function = _function(target, code)
@@ -184,9 +178,9 @@ def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dic
         variables=facts.variables,
     )
     if not (guards.check(local_variables) and clone.check(local_variables)):
-        raise _Refused(Reason.DIRECT_GUARD())
+        raise Refused(Reason.DIRECT_GUARD())
     if not memo.holds(local_variables, target.__globals__):  # a tensor is given twice
-        raise _Refused(Reason.DIRECT_ARGUMENTS())
+        raise Refused(Reason.DIRECT_ARGUMENTS())
     memo.function = functools.partial(_first_call, direct, memo, function)
     return memo
 
@@ -201,14 +195,12 @@ def _settings() -> list[Step]:
     """Facts on variables of torch that decide how it treats all calls."""
     stance = eval_frame._stance
     if stance.stance != "default" or stance.backend is not None or stance.skip_guard_eval_unsafe:
-        raise _Refused(Reason.STANCE())
-    if TracingContext.try_get() is not None:
-        raise _Refused(Reason.DIRECT_INSIDE())
+        raise Refused(Reason.STANCE())
     switches = {profiler: "_is_profiler_enabled", _symbolic_trace: "_is_fx_tracing_flag"}
     switches[torch.compiler] = "_is_exporting_flag"
-    if any(vars(place)[name] is not False for place, name in switches.items()):
-        raise _Refused(Reason.DIRECT_INSIDE())
     off = [("item", vars(place), name, False) for place, name in switches.items()]
+    if TracingContext.try_get() is not None or any(items[name] is not value for _, items, name, value in off):
+        raise Refused(Reason.DIRECT_INSIDE())
     return [("item", vars(eval_frame), "_stance", stance), *off]
 
 
@@ -217,7 +209,7 @@ def _target(fn: Any) -> tuple[FunctionType, Any, list[Step]]:
     if isinstance(fn, FunctionType):
         return fn, None, [("function", fn, None, None)]
     if not isinstance(fn, MethodType) or not isinstance(fn.__func__, FunctionType):
-        raise _Refused(Reason.CALLED_OTHERWISE())
+        raise Refused(Reason.CALLED_OTHERWISE())
     own: Any = fn.__self__
     function = fn.__func__
     if function is not torch.nn.Module._wrapped_call_impl:
@@ -226,11 +218,11 @@ def _target(fn: Any) -> tuple[FunctionType, Any, list[Step]]:
     is_plain = isinstance(forward, MethodType) and forward.__self__ is own
     is_plain = is_plain and isinstance(forward.__func__, FunctionType) and calls is torch.nn.Module._call_impl
     if not is_plain or own._compiled_call_impl is not None:
-        raise _Refused(Reason.CALLED_OTHERWISE())
+        raise Refused(Reason.CALLED_OTHERWISE())
     of_all = [("item", vars(modules), f"_global{name}", getattr(modules, f"_global{name}")) for name in _HOOKS]
     hooks = [*(getattr(own, name) for name in _HOOKS), *(item[3] for item in of_all)]
     if any(hooks):
-        raise _Refused(Reason.MODULE_HOOKED())
+        raise Refused(Reason.MODULE_HOOKED())
     facts = [
         ("object", own, own.__dict__, None),
         ("dict", own.__dict__, None, None),
@@ -267,7 +259,7 @@ def _entry(code: Any, backend: Any, local_variables: dict[str, Any]) -> Any:
             is_ours = entry.backend is backend and getattr(entry, "isolate_recompiles_id", -1) == -1
             if is_ours and entry.guard_manager.check(local_variables):
                 return entry
-    raise _Refused(Reason.NO_ENTRY())
+    raise Refused(Reason.NO_ENTRY())
 
 
 def _function(target: FunctionType, code: Any) -> FunctionType:
@@ -278,9 +270,9 @@ def _function(target: FunctionType, code: Any) -> FunctionType:
     is_alike = all(getattr(of, name) == getattr(code, name) for name in names)
     is_alike &= of.co_flags & variadic == code.co_flags & (variadic | others | inspect.CO_ASYNC_GENERATOR)
     if not is_alike or of.co_varnames[:count] != code.co_varnames[:count]:
-        raise _Refused(Reason.CALLED_OTHERWISE())
+        raise Refused(Reason.CALLED_OTHERWISE())
     if any(name.startswith("__resume_at") for name in code.co_names):
-        raise _Refused(Reason.GRAPH_BREAKS())
+        raise Refused(Reason.GRAPH_BREAKS())
     made = FunctionType(code, target.__globals__, target.__name__, target.__defaults__, target.__closure__)
     made.__kwdefaults__ = target.__kwdefaults__
     return made

@@ -2,7 +2,7 @@
 
 :func:`facts_of` walks the tree of guards with the objects of one call. Guards on module trees and on tensors become
 facts, and their nodes are ``dropped``; all others stay in a clone of the tree. A guard is only dropped if its result
-follows from the facts, and only kept if it works in a clone: :class:`Unknown` is raised for any other one.
+follows from the facts, and only kept if it works in a clone: :class:`Refused` is raised for any other one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from pygraph_trees.compat import dynamic_mark
+from pygraph_trees.reasons import Reason
 
 _IDENTITY = frozenset({"ID_MATCH", "TYPE_MATCH", "NOT_NONE"})
 _OF_DICT = _IDENTITY | {"DICT_CONTAINS", "DICT_LENGTH", "DICT_VERSION"}
@@ -47,8 +48,8 @@ class _ClassDict(dict[str, Any]):
 _FIXED: dict[Any, frozenset[str]] = {tuple: _IDENTITY | {"LENGTH_CHECK"}, _ClassDict: _OF_DICT}  # with their class
 
 
-class Unknown(Exception):
-    """A guard that is neither known to follow from facts nor to work in a clone; ``args`` has its kind."""
+class Refused(Exception):
+    """There is no memo; ``args`` has the reason, for example a guard that must stay and does not work in a clone."""
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ def cloned(root: Any, facts: Facts) -> Any:
     for node in _nodes(clone):
         for leaf in (*_leaves(node), *(_names(clone.get_epilogue_lambda_guards()) if node is clone else ())):
             if leaf not in _KEPT:
-                raise Unknown(leaf)
+                raise Refused(Reason.GUARD_UNKNOWN(kind=leaf))
     return clone
 
 
