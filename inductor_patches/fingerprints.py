@@ -42,7 +42,7 @@ torch._inductor.cudagraph_trees CUDAGraphNode
     CUDAGraphNode.check_invariants(self, inputs): CheckInvariantStatus cudagraph_managed_idxs
         expected_dead_indices_before_graph rerecord_if_static_inputs_change static_input_data_ptrs
         preserved_aliased_inputs
-    CUDAGraphNode._tensor_metadata(x, ignore_storage_offset)
+    CUDAGraphNode._tensor_metadata(x, ignore_storage_offset): untyped_storage data_ptr storage_offset
     CUDAGraphNode._is_cuda_graph_recorded_tensor(self, t)
     CUDAGraphNode._is_alias_of_live_recorded_tensor(self, t): path_weakrefs
     CUDAGraphNode.reconstruct_outputs(self): static_output_tensors

@@ -12,16 +12,18 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor.utils import fresh_cache
 
 import inductor_patches
 from pygraph_trees.errors import PygraphError
-from pygraph_trees.trees.managers.containers import Trees
 
 from .program import Program
+
+if TYPE_CHECKING:
+    from pygraph_trees.trees.hooks.manager_container import Trees
 
 WAYS = ("eager", "compile", "upstream", "ours")
 
@@ -89,6 +91,8 @@ def check(names: Sequence[str]) -> None:
 def make_ways(program: Program, names: Sequence[str] = WAYS) -> list[Way]:
     """The named ways of running ``program``, in the given order; compiles nothing yet."""
     check(names)
+    from pygraph_trees.trees.hooks.manager_container import Trees
+
     ways = []
     for name in names:
         patched, is_graphed = name.startswith("ours"), name not in ("eager", "compile")

@@ -32,9 +32,9 @@ from pygraph_trees.trees.functions.containment import HeldForTooLong
 from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
 from pygraph_trees.trees.functions.outputs import as_they_read
 from pygraph_trees.trees.hooks import entry_points
+from pygraph_trees.trees.hooks.manager_container import Trees
 from pygraph_trees.trees.managers import input_rules
 from pygraph_trees.trees.managers.calls import Upstream
-from pygraph_trees.trees.managers.containers import Trees
 from pygraph_trees.trees.managers.input_rules import Given
 from pygraph_trees.trees.managers.manager import Manager
 from pygraph_trees.trees.pools import liveness, pools

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from pygraph_trees.compat import has_trees_per_thread
-from pygraph_trees.trees.managers.containers import Trees
+from pygraph_trees.trees.hooks.manager_container import Trees
 
 from .around import STREAMS
 

@@ -57,6 +57,55 @@ def new_trees() -> dict[str, Any]:
 _of_others = new_trees()
 
 
+def _containers() -> dict[int, Any]:
+    """The calling thread's containers, by device."""
+    found: dict[int, Any] = get_obj(local, "tree_manager_containers")
+    return found
+
+
+class Trees:
+    """Tree managers that are separate from those of the rest of the process.
+
+    Two ways of running a program would share the managers of a thread, and each would end the other's path. Inside
+    :meth:`active`, the current thread and the autograd threads that it starts use these. A function stays with the
+    manager that it was added to.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, Any] = {}  # containers by device index; while active, the thread's earlier ones
+        self._active = False
+
+    def managers(self) -> list[Any]:
+        """The tree managers that exist, at most one per device."""
+        containers = _containers() if self._active else self._held
+        return [c.tree_manager for c in containers.values() if c.tree_manager is not None]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[Trees]:
+        """Replaces the current thread's containers by these; only one thread at a time may do so."""
+        assert not self._active, "these trees are active already"
+        current = _containers()
+        self._exchange(current)
+        try:
+            yield self
+        finally:
+            self._exchange(current)
+
+    def clear(self) -> None:
+        """Shuts these managers down, and no others; their functions must not be called afterwards."""
+        for manager in self.managers():
+            manager.shutdown()
+        (_containers() if self._active else self._held).clear()
+
+    def _exchange(self, current: dict[int, Any]) -> None:
+        # The dictionary itself must stay: replacing it crashes a later garbage collection (README.md).
+        before = dict(current)
+        current.clear()
+        current.update(self._held)
+        self._held = before
+        self._active = not self._active
+
+
 def has_trees() -> bool:
     """Whether the calling thread has trees, or, in a backward, the thread that began it."""
     return all(hasattr(local, name) or torch._C._is_key_in_tls(name) for name in _of_others)
@@ -79,7 +128,7 @@ def without_others() -> Iterator[None]:
     if PER_THREAD or not has_trees():  # upstream resets nothing of a thread without trees
         yield
         return
-    shared, trees = _of_others["tree_manager_containers"], get_obj(local, "tree_manager_containers")
+    shared, trees = _of_others["tree_manager_containers"], _containers()
     devices = [device for device in list(trees) if trees is not shared or not is_used_elsewhere(device)]
     try:
         if trees is not shared:
