@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -81,75 +81,67 @@ def _row(size: PreparedSize) -> tuple[str, ...]:
 
 def prepare(fn: Callable[..., Any], sizes: Iterable[Any], *, most_calls: int = 1000) -> Prepared:
     """Calls ``fn`` with each of the ``sizes`` until nothing changes any more; see :func:`pygraph_trees.prepare`."""
-    found = [_Size(fn, entry) for entry in sizes]
+    found = [(entry, PreparedSize()) for entry in sizes]
     with graphing_new_sizes():
         for _ in range(_MOST_ROUNDS):  # a size may change what an earlier one has made
             outputs, is_over = None, True
-            for size in found:
-                outputs, changed = size.settle(outputs, most_calls)
+            for entry, record in found:
+                outputs, changed = _settle(fn, entry, record, outputs, most_calls)
                 is_over = is_over and not changed
-            if is_over or any(size.record.calls >= most_calls for size in found):
+            if is_over or any(record.calls >= most_calls for _, record in found):
                 break
-    return Prepared(tuple(size.record for size in found), status())
+    return Prepared(tuple(record for _, record in found), status())
 
 
-@dataclass(frozen=True, slots=True)
-class _Size:
-    fn: Callable[..., Any]
-    entry: Any
-    record: PreparedSize = field(default_factory=PreparedSize)
+def _settle(
+    fn: Callable[..., Any], entry: Any, record: PreparedSize, outputs: Any, most_calls: int
+) -> tuple[Any, bool]:
+    """Makes calls with one of the sizes; returns the last one's outputs, and whether anything was made or decided.
 
-    def settle(self, outputs: Any, most_calls: int) -> tuple[Any, bool]:
-        """Makes calls; returns the last one's outputs, and whether anything was made or decided.
+    ``outputs``: of the call before, which die when the first call ends.
+    """
+    began, memory, made = time.perf_counter(), _memory(), _recordings()
+    kept: deque[Any] = deque(maxlen=_KEPT)
+    changed, quiet, needed = False, 0, _QUIET
+    while quiet < needed and record.calls < most_calls:
+        given = entry if isinstance(entry, torch.Tensor) or not callable(entry) else entry()
+        record.size = record.size or ", ".join(map(_shown, pytree.tree_leaves(given))) or "-"
+        args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
+        kept.append(given)
+        before = {id(log): (log.happened, log.runs, log.replays, log.set_nodes) for log in journal.functions}
+        outputs = fn(*(args if isinstance(args, (tuple, list)) else (args,)), **kwargs)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        record.calls += 1
+        is_quiet, needed = _look(record, before)
+        quiet = quiet + 1 if is_quiet else 0
+        changed = changed or not is_quiet
+    record.settled = quiet >= needed
+    record.seconds += time.perf_counter() - began
+    record.recordings += _recordings() - made
+    pool, own, other = (now - was for now, was in zip(_memory(), memory, strict=True))
+    record.pool_bytes, record.own_bytes = record.pool_bytes + pool, record.own_bytes + own
+    record.other_bytes += other
+    return outputs, changed
 
-        ``outputs``: of the call before, which die when the first call ends.
-        """
-        record, began, memory, made = self.record, time.perf_counter(), _memory(), _recordings()
-        kept: deque[Any] = deque(maxlen=_KEPT)
-        changed, quiet, needed = False, 0, _QUIET
-        while quiet < needed and record.calls < most_calls:
-            given, named = self._arguments()
-            kept.append((given, named))
-            before = {id(log): (log.happened, log.runs, log.replays, log.set_nodes) for log in journal.functions}
-            outputs = self.fn(*given, **named)
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
-            record.calls += 1
-            is_quiet, needed = self._look(before)
-            quiet = quiet + 1 if is_quiet else 0
-            changed = changed or not is_quiet
-        record.settled = quiet >= needed
-        record.seconds += time.perf_counter() - began
-        record.recordings += _recordings() - made
-        pool, own, other = (now - was for now, was in zip(_memory(), memory, strict=True))
-        record.pool_bytes, record.own_bytes = record.pool_bytes + pool, record.own_bytes + own
-        record.other_bytes += other
-        return outputs, changed
 
-    def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
-        made = self.entry if isinstance(self.entry, torch.Tensor) or not callable(self.entry) else self.entry()
-        self.record.size = self.record.size or ", ".join(map(_shown, pytree.tree_leaves(made))) or "-"
-        if isinstance(made, dict):
-            return (), made
-        return (made if isinstance(made, (tuple, list)) else (made,)), {}
-
-    def _look(self, before: dict[int, tuple[Any, int, int, int]]) -> tuple[bool, int]:
-        """Whether a call changed nothing, and how many such calls in a row are needed."""
-        is_quiet, needed, self.record.replays, ungraphed = True, _QUIET, 0, []
-        for log in journal.functions:
-            happened, runs, replays, set_nodes = before.get(id(log), (None, 0, 0, 0))
-            is_quiet = is_quiet and happened == log.happened
-            if (runs, replays) == (log.runs, log.replays):
-                continue  # it was not called
-            self.record.replays += log.replays - replays
-            ungraphed += [str(log.record().why_ungraphed)] if log.runs > runs else []
-            if log.awaits_table:
-                builds.finish(_BUILD_S)
-            is_quiet = is_quiet and not (log.is_tried or any(recording.is_tried for recording in log.recordings[-1:]))
-            if log.is_choosing and log.set_nodes > set_nodes:  # its inputs move
-                needed = 2 * REPLAYS
-        self.record.ungraphed = tuple(ungraphed)
-        return is_quiet, needed
+def _look(record: PreparedSize, before: dict[int, tuple[Any, int, int, int]]) -> tuple[bool, int]:
+    """Whether a call changed nothing, and how many such calls in a row are needed."""
+    is_quiet, needed, record.replays, ungraphed = True, _QUIET, 0, []
+    for log in journal.functions:
+        happened, runs, replays, set_nodes = before.get(id(log), (None, 0, 0, 0))
+        is_quiet = is_quiet and happened == log.happened
+        if (runs, replays) == (log.runs, log.replays):
+            continue  # it was not called
+        record.replays += log.replays - replays
+        ungraphed += [str(log.record().why_ungraphed)] if log.runs > runs else []
+        if log.awaits_table:
+            builds.finish(_BUILD_S)
+        is_quiet = is_quiet and not (log.is_tried or any(recording.is_tried for recording in log.recordings[-1:]))
+        if log.is_choosing and log.set_nodes > set_nodes:  # its inputs move
+            needed = 2 * REPLAYS
+    record.ungraphed = tuple(ungraphed)
+    return is_quiet, needed
 
 
 def _shown(value: Any) -> str:
