@@ -23,7 +23,6 @@ from torch.testing._internal.common_utils import TestCase, instantiate_parametri
 
 from pygraph_trees.reasons import Reason
 from pygraph_trees.trees.functions import function as trees_function
-from pygraph_trees.trees.functions.dispatch import Way
 from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
 from pygraph_trees.trees.hooks import choice, entry_points
 from pygraph_trees.trees.pools import capture_lock, pools, program_pools
@@ -227,9 +226,9 @@ class TestProgramPools(TestCase):
         call([1])
         with self.use(1), self.use(2):
             self.assertEqual(call([1]), [2])
-            function.dispatch.go(Way.UNGRAPHED, aligned)
+            function.dispatch.go(aligned, is_graphed=False)
             self.assertEqual(call([1]), [2])
-            function.dispatch.go(Way.UNGRAPHED, lambda inputs: inputs[7])
+            function.dispatch.go(lambda inputs: inputs[7], is_graphed=False)
             self.assertRaises(IndexError, call, [1])
             self.assertEqual((self.active, set(self.users.values())), ([(0, 1), (0, 2)], {1}))
         self.assertEqual(self.seen, [("graph",), ("graph",), ("code", (0, 1), (0, 2))])

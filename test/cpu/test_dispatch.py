@@ -16,7 +16,7 @@ from torch._inductor.cudagraph_trees import FunctionID
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.trees.functions.dispatch import Dispatch, Way
+from pygraph_trees.trees.functions.dispatch import Dispatch
 from pygraph_trees.trees.functions.fast_path import entry
 from pygraph_trees.trees.hooks import choice
 from pygraph_trees.trees.managers.calls import Upstream
@@ -76,9 +76,9 @@ class TestManagers(TestCase):
         self.assertEqual([fast_call([*first]), fast_call([*second])], [[IDS[7]], [IDS[8]]])
         self.assertIsNone(fast_call(["z", 3, "y", 4]))
 
-        dispatch.go(Way.UNGRAPHED, len)
+        dispatch.go(len, is_graphed=False)
         self.assertIsNone(fast_call([*first]))
-        dispatch.go(Way.REPLAYED)
+        dispatch.go()
         self.assertEqual(fast_call([*first]), [IDS[7]])
         dispatch.add(of_integers=True)  # again
         dispatch.add_values(manager, IDS[10], {1: 3, 3: 4})
@@ -174,16 +174,14 @@ class TestThreads(TestCase):
 class TestWays(TestCase):
     def test_only_replayed_calls_are_given_a_manager(self):
         dispatch, manager = replayed()
-        for way in Way:
-            call = None if way is Way.REPLAYED else len
-            dispatch.go(way, call)
-            self.assertEqual((dispatch.way, dispatch.call), (way, call))
-            self.assertIs(manager_of(dispatch), manager if way is Way.REPLAYED else None)
+        for call in (None, len):
+            dispatch.go(call)
+            self.assertIs(manager_of(dispatch), manager if call is None else None)
             seen = []
             self.assertEqual(dispatch.replay(lambda _: seen.append(manager_of(dispatch)) or "outputs", []), "outputs")  # noqa: B023
             self.assertEqual(seen, [manager])
-            self.assertIs(manager_of(dispatch), manager if way is Way.REPLAYED else None)
-        dispatch.go(Way.MEASURED, len)
+            self.assertIs(manager_of(dispatch), manager if call is None else None)
+        dispatch.go(len)
         self.assertRaises(ZeroDivisionError, dispatch.replay, lambda _: 1 / 0, [])
         self.assertIsNone(manager_of(dispatch))
 

@@ -17,7 +17,6 @@ from pygraph_trees.report.log import FunctionLog, RecordingLog, journal
 from pygraph_trees.report.summary import clear
 from pygraph_trees.serving import prepare as preparing
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees.functions.dispatch import Way
 from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
 from pygraph_trees.trees.hooks import choice
 from pygraph_trees.trees.managers import storms
@@ -181,7 +180,7 @@ class TestSizes(TestCase):
         self.assertEqual(set(self.ways(first)), {"graphed"})
         for _ in range(2):
             self.assertEqual(set(self.ways(range(100, 100 + 2 * storms.REFUSED))), {"un-graphed"})
-            self.assertIs(self.model.dispatch.way, Way.UNGRAPHED)
+            self.assertFalse(self.model.dispatch.is_graphed)
             if fast := preparing.status() == "yes":
                 known = replaying(lambda inputs, function_id: ["in C++"] if inputs[0] in first else None)
                 replay_with(self.model.dispatch, known, 7)

@@ -16,7 +16,6 @@ from pygraph_trees.reasons import Reason
 from pygraph_trees.report.log import Count, FunctionLog, RecordingLog
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees.functions.dispatch import Way
 from pygraph_trees.trees.functions.function import Aligned, FunctionModel
 from pygraph_trees.trees.hooks import choice
 from pygraph_trees.trees.managers import calls, storms
@@ -226,10 +225,10 @@ class TestFunctions(TestCase):
             self.check(self.limited, n)
         self.assertEqual(self.graphed, list(range(storms.FIRST_SIZES)))
         self.assertIs(self.model.log.ungraphed_reason.reason, Reason.OTHER_SIZES)
-        self.assertIs(self.model.dispatch.way, Way.UNGRAPHED)
+        self.assertFalse(self.model.dispatch.is_graphed)
         self.check(self.model.dispatch.call, -2)
         self.assertIsNone(self.model.dispatch.call([3, torch.ones(2)]))
-        self.assertIs(self.model.dispatch.way, Way.REPLAYED)
+        self.assertIsNone(self.model.dispatch.call)
         self.assertIsNone(self.model.dispatch.call)
 
     def test_sizes_that_are_replayed_in_between_go_on_being_replayed_and_measured(self):
@@ -239,7 +238,7 @@ class TestFunctions(TestCase):
             self.check(self.limited, n)
             self.model.log.recordings[:] = [recording]
             recording.counter.value += 1
-        self.assertIs(self.model.dispatch.way, Way.REPLAYED)
+        self.assertIsNone(self.model.dispatch.call)
         self.model.trial.give_up.assert_not_called()
 
     def test_the_first_call_decides_which_inputs_must_be_aligned(self):
@@ -259,12 +258,12 @@ class TestFunctions(TestCase):
         ):
             kept = choice.chooser(0)(model, lambda inputs: self.fail("graphed"), self.aligned)
             model.stop("of the test")
-            self.assertIs(model.dispatch.way, Way.UNGRAPHED)
+            self.assertFalse(model.dispatch.is_graphed)
             self.check(model.dispatch.call, 3)
             self.assertTrue(model.trial.is_over)  # it has no other function
             self.check(model.dispatch.call, 3)
             kept.environment.ended(Execution.GRAPHED)
-            self.assertIs(model.dispatch.way, Way.UNGRAPHED)
+            self.assertFalse(model.dispatch.is_graphed)
         manager.forget.assert_called_once_with(model, later=True)
         self.assertEqual(model.log.ungraphed_reason, "of the test")
 

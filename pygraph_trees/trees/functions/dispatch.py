@@ -7,7 +7,6 @@ function of integers as a separate function for each set of their values, so eac
 from __future__ import annotations
 
 import contextlib
-import enum
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,14 +22,8 @@ PER_THREAD = has_trees_per_thread()
 _known: weakref.WeakSet[Dispatch] = weakref.WeakSet()
 
 
-class Way(enum.Enum):
-    REPLAYED = enum.auto()  # on the fast path if that is possible, otherwise by upstream's code
-    MEASURED = enum.auto()  # as the trial decides for each call
-    UNGRAPHED = enum.auto()
-
-
 class Dispatch(FunctionState):
-    """The state of one function. ``call`` makes its calls unless the way is ``REPLAYED``."""
+    """The state of one function. ``call`` makes its calls; if it is None, they are replayed, or upstream makes them."""
 
     __slots__ = ("__dict__", "__weakref__", "call")  # a slot for the attribute that each call reads
     is_replayed: bool  # whether calls may be replayed now
@@ -49,13 +42,13 @@ class Dispatch(FunctionState):
         self._with_values: dict[tuple[int, ...], Dispatch] = {}
         # By manager: by id, the dispatch of the function with some values.
         self._by_id: weakref.WeakKeyDictionary[Any, dict[Any, Dispatch]] = weakref.WeakKeyDictionary()
-        self.go(Way.REPLAYED)
+        self.go()
         _known.add(self)
 
-    def go(self, way: Way, call: Call | None = None) -> None:
-        """Lets the next calls go another way; ``call`` makes them, or None if they are replayed."""
-        self.way, self.call = way, call
-        self.is_replayed = way is Way.REPLAYED
+    def go(self, call: Call | None = None, *, is_graphed: bool = True) -> None:
+        """Lets the next calls go another way. ``is_graphed``: whether ``call`` may use graphs, as a trial does."""
+        self.is_graphed, self.call = is_graphed, call
+        self.is_replayed = call is None
 
     def replay(self, fast_call: Call, inputs: list[Any]) -> Any:
         """Makes a fast replay, whatever the way; returns None if that is not possible."""
@@ -63,7 +56,7 @@ class Dispatch(FunctionState):
         try:
             return fast_call(inputs)
         finally:
-            self.is_replayed = self.way is Way.REPLAYED
+            self.is_replayed = self.call is None
 
     def add(self, *, of_integers: bool) -> None:
         """Notes that this thread added it to a manager: once, or once for each set of values of its integers."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._guards import TracingContext
+from torch.utils._ordered_set import OrderedSet
 
 from pygraph_trees.indirection.collectives import NAMESPACES
 from pygraph_trees.native import binding
@@ -28,7 +29,7 @@ from pygraph_trees.settings import Settings
 from ..pools import program_pools
 from ..pools.capture_lock import is_captured
 from .containment import Progress, progress_of
-from .dispatch import Dispatch, Way
+from .dispatch import Call, Dispatch
 from .fast_path import entry
 from .lanes import Lanes
 from .outputs import as_it_reads, give_memory
@@ -68,7 +69,7 @@ def _names_in(model: Callable[..., Any]) -> Sequence[str]:
 class FunctionModel:
     """The compiled code of one function, with its settings and its log."""
 
-    def __init__(self, model: Callable[[list[Any]], Any], settings: Settings, log: FunctionLog) -> None:
+    def __init__(self, model: Call, settings: Settings, log: FunctionLog) -> None:
         self.model = model
         self.settings = settings
         self.log = log
@@ -119,7 +120,7 @@ class FunctionModel:
         return outputs if allocations is None else allocations.finished(outputs)
 
     @staticmethod
-    def of(model: Callable[[list[Any]], Any], *, is_backward: bool, is_inference: bool) -> FunctionModel:
+    def of(model: Call, *, is_backward: bool, is_inference: bool) -> FunctionModel:
         """Wraps the model that ``cudagraphify`` is given, as part of the graph being compiled, if it is not wrapped."""
         if isinstance(model, FunctionModel):
             return model
@@ -143,6 +144,19 @@ class FunctionModel:
         return function
 
 
+def aligning(
+    run: Call, inputs: Sequence[Any], static: Sequence[int], mutated: Collection[int], *, only_mutated: bool = False
+) -> Call:
+    """``run``, but inputs that are aligned in this call are copied first if they are not, and back if mutated."""
+    from torch._inductor.compile_fx import get_input_idxs_to_check
+    from torch._inductor.utils import align_inputs_from_check_idxs
+
+    checked = get_input_idxs_to_check(inputs, static)
+    written = OrderedSet(index for index in checked if index in mutated)
+    made: Call = align_inputs_from_check_idxs(run, list(written) if only_mutated else checked, written)
+    return made
+
+
 class Aligned:
     """Un-graphed calls of a function: misaligned inputs are copied first, and copied back if they are mutated.
 
@@ -151,20 +165,14 @@ class Aligned:
 
     def __init__(self, function: FunctionModel, static_input_idxs: Sequence[int], mutated: Collection[int]) -> None:
         self._function, self._static_input_idxs, self._mutated = function, static_input_idxs, mutated
-        self._run: Callable[[list[Any]], Any] | None = None
+        self._run: Call | None = None
 
-    def decide(self, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def decide(self, inputs: Sequence[Any]) -> Call:
         """Returns the code for all calls; ``inputs`` matter in the first call."""
         if self._run is None:
-            from torch._inductor.compile_fx import get_input_idxs_to_check
-            from torch._inductor.utils import align_inputs_from_check_idxs
-            from torch.utils._ordered_set import OrderedSet
-
             # If the first call is un-graphed, torch is not asked for a graph.
             self._function.note_tangents(len(inputs), self._static_input_idxs)
-            checked = get_input_idxs_to_check(inputs, self._static_input_idxs)
-            mutated = OrderedSet(self._mutated) & OrderedSet(checked)
-            self._run = align_inputs_from_check_idxs(self._function, checked, mutated)
+            self._run = aligning(self._function, inputs, self._static_input_idxs, self._mutated)
         return self._run
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -173,11 +181,11 @@ class Aligned:
 
 def entered(
     function: FunctionModel,
-    run: Callable[[list[Any]], Any],
+    run: Call,
     aligned: Aligned,
-    choose: Callable[[FunctionModel, Callable[[list[Any]], Any], Aligned], object] | None = None,
-    way_elsewhere: Callable[[bool], Callable[[list[Any]], Any] | None] | None = None,
-) -> Callable[[list[Any]], Any]:
+    choose: Callable[[FunctionModel, Call, Aligned], object] | None = None,
+    way_elsewhere: Callable[[bool], Call | None] | None = None,
+) -> Call:
     """``run``, but a fast replay is tried first, and a call that the program captures runs un-graphed.
 
     A function is entered in one place only, the outermost. The returned callable has the attribute ``function``.
@@ -212,7 +220,7 @@ def entered(
     def missed(inputs: list[Any], *, asks_again: bool) -> Any:
         aligned.decide(inputs)
         if way_elsewhere is not None:
-            elsewhere = way_elsewhere(dispatch.way is not Way.UNGRAPHED)
+            elsewhere = way_elsewhere(dispatch.is_graphed)
             if elsewhere is not None:
                 return elsewhere(inputs)
         instead = dispatch.call

@@ -21,7 +21,6 @@ from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.functions import trial_of
 from pygraph_trees.selection.trial import Environment, TrialMember
 
-from ..functions.dispatch import Way
 from ..functions.function import Aligned, FunctionModel
 from ..managers.manager import Manager, recordings_in
 from ..managers.storms import COMES_AGAIN, FIRST_SIZES, REFUSED, Sizes
@@ -46,7 +45,7 @@ def chooser(device: int) -> Callable[[FunctionModel, Run, Aligned], TrialMember 
         made = TrialMember(function.log, graphed, choice.ungraphed, CudaDevice(device), choice)
         choice.member = weakref.ref(made)
         function.trial, function.stop = trial, choice.stop
-        function.dispatch.go(Way.MEASURED, choice.measured)
+        function.dispatch.go(choice.measured)
         trial.join(made)
         return made
 
@@ -76,14 +75,14 @@ class _Choice(Environment):
         self._tries -= 1
         manager = self._manager() if (member := self.member()) is not None and member.is_in_its_thread() else None
         if (manager is not None and manager.give_pool_back()) or self._tries <= 0:
-            self._dispatch.go(Way.UNGRAPHED, self.ungraphed)
+            self._dispatch.go(self.ungraphed, is_graphed=False)
         return self.ungraphed(inputs)
 
     def stop(self, why: Why) -> None:
         """Lets the function run un-graphed from the next call on, whatever its trial decides."""
         self._is_stopped = True
         self._function.log.not_graphed(why)
-        self._dispatch.go(Way.UNGRAPHED, self.ungraphed)
+        self._dispatch.go(self.ungraphed, is_graphed=False)
         if (member := self.member()) is not None:
             self._trial.leave(member)
         if (manager := self._manager()) is not None:
@@ -97,9 +96,9 @@ class _Choice(Environment):
         if self._is_stopped:
             return
         if way is Execution.GRAPHED:
-            self._dispatch.go(Way.REPLAYED)
+            self._dispatch.go()
             return
-        self._dispatch.go(Way.UNGRAPHED, self.until_given_back)
+        self._dispatch.go(self.until_given_back, is_graphed=False)
         if (manager := self._manager()) is not None:
             manager.forget(self._function)
 
@@ -144,7 +143,7 @@ def only_sizes_that_come_again(
     def instead(inputs: list[Any]) -> Any:
         """After many un-graphed calls, makes calls without other checks; None for one with sizes that are graphed."""
         if sizes.are_graphed(tuple([inputs[index] for index in indices])):
-            dispatch.go(Way.REPLAYED)
+            dispatch.go()
             return None
         return ungraphed(inputs)
 
@@ -160,8 +159,8 @@ def only_sizes_that_come_again(
         if sizes.refused >= REFUSED:
             if function.trial is not None:
                 function.trial.give_up()
-            if dispatch.way is Way.REPLAYED:
-                dispatch.go(Way.UNGRAPHED, instead)
+            if dispatch.call is None:
+                dispatch.go(instead, is_graphed=False)
         return ungraphed(inputs)
 
     return call

@@ -30,7 +30,7 @@ from pygraph_trees.settings import Settings
 from ..functions import home
 from ..functions.containment import described
 from ..functions.dispatch import PER_THREAD
-from ..functions.function import LOADED, Aligned, FunctionModel, entered
+from ..functions.function import LOADED, Aligned, FunctionModel, aligning, entered
 from ..functions.threads import for_each_thread
 from ..pools import pools
 from ..pools.capture_lock import is_by_torch, is_captured
@@ -229,19 +229,15 @@ def capture_begin(upstream: Callable[..., None]) -> Callable[..., None]:
         for manager in pools.managers() if pool not in pools.OWNED and not is_by_torch() else ():
             thread, device = manager.thread, manager.device_index
             if thread in (None, threading.get_ident()) if PER_THREAD else not home.is_used_elsewhere(device):
-                _end_step(manager)
+                try:
+                    why: object = None if manager.end_step() else "another call is under way"
+                except Exception as error:  # for example, no memory is free
+                    why = described(error)
+                if why is not None:
+                    _log.warning("outputs that a graph of the program may read could not be kept: %s", why)
         upstream(self, *args, **kwargs)
 
     return capture_begin
-
-
-def _end_step(manager: Any) -> None:
-    try:
-        why: object = None if manager.end_step() else "another call is under way"
-    except Exception as error:  # for example, no memory is free
-        why = described(error)
-    if why is not None:
-        _log.warning("outputs that a graph of the program may read could not be kept: %s", why)
 
 
 def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:
@@ -249,19 +245,13 @@ def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callab
 
     The first call with the same integers decides which inputs must be aligned, as in :class:`.Aligned`.
     """
-    from torch._inductor.compile_fx import get_input_idxs_to_check
-    from torch._inductor.utils import align_inputs_from_check_idxs
-    from torch.utils._ordered_set import OrderedSet
-
     by_integers: dict[tuple[int, ...], Callable[[list[Any]], Any]] = {}
 
     def call(inputs: list[Any]) -> Any:
         integers = tuple(value for value in inputs if isinstance(value, int))
-        aligned = by_integers.get(integers)
-        if aligned is None:
-            written = [index for index in get_input_idxs_to_check(inputs, static_input_idxs) if index in mutated]
-            aligned = by_integers[integers] = align_inputs_from_check_idxs(run, written, OrderedSet(written))
-        return aligned(inputs)
+        if integers not in by_integers:
+            by_integers[integers] = aligning(run, inputs, static_input_idxs, mutated, only_mutated=True)
+        return by_integers[integers](inputs)
 
     return call
 
