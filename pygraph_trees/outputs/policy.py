@@ -32,23 +32,19 @@ class OwnFunction(WrappedFunction):
 class OutputPolicy:
     """Own memory of the functions of one manager. Methods are given the manager and do not keep it."""
 
-    __slots__ = ("_changing", "_given", "_storages")
+    __slots__ = ("_given", "_storages", "changing")
 
     def __init__(self) -> None:
         self._storages: dict[Any, tuple[Storage, ...]] = {}  # by function: where a warm-up found its outputs
         self._given: dict[Any, tuple[Block, ...]] = {}  # by function: the blocks for which it was given memory
-        self._changing: list[tuple[Any, set[int]]] = []  # compiled code, and its outputs that change at the next call
-
-    @property
-    def changes_next(self) -> bool:
-        """Whether outputs of functions get own memory from the next :meth:`call` on."""
-        return bool(self._changing)
+        # Compiled code, and its outputs that get own memory from the next call on.
+        self.changing: list[tuple[Any, set[int]]] = []
 
     @contextlib.contextmanager
     def call(self, manager: Any, function_id: Any, inputs: list[Any]) -> Iterator[None]:
         """Wraps a call of the manager, and appends own memory to its inputs."""
-        while self._changing:
-            self._change(manager, *self._changing.pop(), Reason.OUTPUTS_OUTLIVE())
+        while self.changing:
+            self._change(manager, *self.changing.pop(), Reason.OUTPUTS_OUTLIVE())
         own = getattr(manager.ids_to_funcs[function_id], "own", None)
         if own is None:
             yield
@@ -140,7 +136,7 @@ class OutputPolicy:
         """
         for model in models:  # those that the manager of another thread has changed
             if any(self._given.get(id_) != model.outputs.blocks for id_ in self._ids(manager, model)):
-                self._changing.append((model, set()))
+                self.changing.append((model, set()))
         may_change = [model.outputs.changes < MOST_CHANGES for model in models]
         wanted_by = (n for n, model in enumerate(models) if may_change[n] and self._wanted(manager, model, _OUTLIVED))
         first = next(wanted_by, len(models))
@@ -150,8 +146,8 @@ class OutputPolicy:
             is_last = model.outputs.changes == MOST_CHANGES
             wanted = self._wanted(manager, model, 1, with_seen=is_last)
             if wanted:
-                self._changing.append((model, wanted))
-        if self._changing:
+                self.changing.append((model, wanted))
+        if self.changing:
             manager._candidates.clear()  # the next call finds none, and calls upstream
 
     def _wanted(self, manager: Any, model: Any, times: int, *, with_seen: bool = False) -> set[int]:

@@ -155,9 +155,9 @@ class TestCandidates(TestCase):
                 setattr(self.manager, *fact)
 
         def own_memory_once_the_path_ends(number, node):
-            policy, end = Plain(changes_next=False), self.manager.try_end_curr_execution
+            policy, end = Plain(changing=False), self.manager.try_end_curr_execution
             self.manager.output_policy = policy
-            self.manager.try_end_curr_execution = lambda: (end(), setattr(policy, "changes_next", True))
+            self.manager.try_end_curr_execution = lambda: (end(), setattr(policy, "changing", True))
 
         changes = {
             "it was never recorded": lambda number, _: self.wrapped[number].model.dispatch.may_be_replayed_by(
@@ -170,7 +170,7 @@ class TestCandidates(TestCase):
             "it is not graphed after the node": lambda number, node: self.skips(number, node),
             "it is not graphed at the roots": lambda number, _: self.skips(number, None),
             "it was recorded too often": lambda *_: put(exceed_rerecord_limit=lambda node_id, _: node_id is None),
-            "outputs are given own memory": lambda *_: put(output_policy=Plain(changes_next=True), current_node=None),
+            "outputs are given own memory": lambda *_: put(output_policy=Plain(changing=True), current_node=None),
             "outputs are found that are given own memory": own_memory_once_the_path_ends,
             "upstream's own recording is asked first": lambda number, _: self.roots[number].insert(0, object()),
             "only upstream can check it": lambda number, node: setattr(node, "native", None),

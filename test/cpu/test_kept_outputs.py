@@ -382,15 +382,15 @@ class TestPolicy(TestCase):
         early, forward, backward = (self.warm_up(function(mode=m)) for m in ("backward", "forward", "backward"))
         self.manager._candidates["known"] = {}
         self.outlive((early, 0), (forward, 1), (backward, 0), (backward, 2))
-        self.assertEqual((self.policy.changes_next, self.manager._candidates), (False, {"known": {}}))
+        self.assertEqual((bool(self.policy.changing), self.manager._candidates), (False, {"known": {}}))
         with self.policy.call(self.manager, forward, inputs := [X]):
             self.outlive((forward, 1))
-            state = self.policy.changes_next, self.manager._candidates, len(inputs), self.again
+            state = bool(self.policy.changing), self.manager._candidates, len(inputs), self.again
             self.assertEqual(state, (True, {}, 1, []))  # this call goes on without memory
         calls = [self.call(id_) for id_ in (early, forward, backward)]
         self.assertEqual((calls, sorted(self.again)), ([[], [SECOND], [FIRST]], [forward, backward]))
         self.outlive()
-        self.assertFalse(self.policy.changes_next)
+        self.assertFalse(self.policy.changing)
         self.assertEqual([self.functions[id_].model.outputs.changes for id_ in (early, forward, backward)], [0, 1, 1])
 
     def test_outputs_change_three_times_and_the_last_time_all_that_the_program_sees(self):

@@ -7,7 +7,6 @@ part is not used, and the log names the attribute.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,8 +47,5 @@ def check() -> None:
 
 
 def _has(owner: Any, name: str) -> bool:
-    if hasattr(owner, name):
-        return True
-    if isinstance(owner, ModuleType):
-        return False
-    return any(name in getattr(base, "__annotations__", ()) for base in owner.__mro__)
+    bases = getattr(owner, "__mro__", ())  # a module has none
+    return hasattr(owner, name) or any(name in getattr(base, "__annotations__", ()) for base in bases)

@@ -26,22 +26,6 @@ _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 _MOST_PLACES = 1024
 
 
-def candidates_of(begins: bool | None, recordings: Sequence[Recording], mode: Any, compile_id: Any) -> Any:
-    """Returns the C++ object for the recordings of one function at one place: after one recording, or at the roots.
-
-    ``begins``: whether a new step must begin here; None if it may or may not.
-    """
-    facts = [(recording.fixed, recording.deaths_before) for recording in recordings]
-    return binding.extension.Candidates(
-        begins=begins,
-        mode=mode,
-        compile_id=compile_id,
-        replays=tuple(recording.native for recording in recordings),
-        make_filter=functools.partial(candidate_filter, facts),
-        release=functools.partial(release_unneeded, recordings[0].cuda_graphs_pool),
-    )
-
-
 def candidate_filter(facts: Sequence[tuple[Sequence[tuple[int, int]], Any]]) -> Any:
     """Returns a filter that rules out most of several recordings for the inputs of a call.
 
@@ -83,11 +67,11 @@ def find(manager: Any, function_id: Any, begins: bool) -> Any:
 
 
 def _find(manager: Any, function_id: Any, begins: bool) -> Any:
-    changes = manager.output_policy.changes_next or manager.why_start_over is not None
+    changes = manager.output_policy.changing or manager.why_start_over is not None
     if changes or function_id not in manager.warmed_up_functions:
         return None
     node = manager.current_node
-    wanted: bool | None = None
+    wanted: bool | None = None  # whether a new step must begin here; None if it may or may not
     siblings = None
     if node is not None:
         if manager.path_state is not _EXECUTION:
@@ -100,7 +84,7 @@ def _find(manager: Any, function_id: Any, begins: bool) -> Any:
             wanted = False if manager.ends_steps else None
         else:
             manager.try_end_curr_execution()
-            if manager.current_node is not None or manager.output_policy.changes_next:
+            if manager.current_node is not None or manager.output_policy.changing:
                 return None
             wanted = True
     if not siblings:
@@ -117,7 +101,15 @@ def _find(manager: Any, function_id: Any, begins: bool) -> Any:
         places.clear()
     found = places.get(True) if wanted else None
     if found is None:
-        found = candidates_of(wanted, fast, manager.id_to_mode[function_id], manager.id_to_compile_id[function_id])
+        facts = [(recording.fixed, recording.deaths_before) for recording in fast]
+        found = binding.extension.Candidates(
+            begins=wanted,
+            mode=manager.id_to_mode[function_id],
+            compile_id=manager.id_to_compile_id[function_id],
+            replays=tuple(recording.native for recording in fast),
+            make_filter=functools.partial(candidate_filter, facts),
+            release=functools.partial(release_unneeded, fast[0].cuda_graphs_pool),
+        )
         if wanted:
             places[True] = found
     if begins or not wanted:  # otherwise the path ended because its outputs are dead, which each call checks

@@ -8,7 +8,6 @@ function must not be recorded again. Both work with bounded memory, and are aske
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -105,16 +104,15 @@ def is_endless(path: Sequence[Any], is_forward: Callable[[Any], bool], *, others
     """
     if len(path) <= MOST_DEAD:
         return False
-    begins_dead = functools.partial(_begins_dead, path, is_forward, others)
+
+    def begins_dead() -> bool:
+        dead = list(itertools.takewhile(_is_dead, path))
+        return len(dead) >= MOST_DEAD and sum(map(is_forward, dead)) + others >= MOST_DEAD
+
     if begins_dead() or (release_unneeded(path[-1].cuda_graphs_pool) and begins_dead()):
         return True
     # Looking at all recordings takes long, so it is not done at each call.
     return len(path) % MOST_ON_ENDLESS == 0 and 2 * sum(map(is_forward, filter(_is_dead, path))) > len(path)
-
-
-def _begins_dead(path: Sequence[Any], is_forward: Callable[[Any], bool], others: int) -> bool:
-    dead = list(itertools.takewhile(_is_dead, path))
-    return len(dead) >= MOST_DEAD and sum(map(is_forward, dead)) + others >= MOST_DEAD
 
 
 def _is_dead(node: Any) -> bool:

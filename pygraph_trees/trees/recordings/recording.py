@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.host_reads import HostRead
     from pygraph_trees.edges.branches import Branching
-    from pygraph_trees.indirection.hidden_addresses import Surroundings
 
 _IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # called twice per input
 
@@ -268,7 +267,9 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             # Torch sets the offset of random numbers on the capture's stream, and for a replay on the current stream.
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
         if live is not None:
-            around = functools.partial(self._surroundings, outputs, live)
+            assert self._attempts is not None
+            overwritten = self._attempts.overwritten
+            around = functools.partial(surroundings, self, outputs, live, self._copied_indices(), overwritten)
             with torch.cuda.device(self.device):
                 live.set_up(self.graph, reads, copied, around, with_branches)
             self._count_nodes(live.kinds)
@@ -291,10 +292,6 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             live.collectives = Collectives(api, torch.cuda.current_stream().cuda_stream)
             return live.collectives
         return nullcontext()
-
-    def _surroundings(self, outputs: Sequence[Any], live: LiveInputs) -> Surroundings:
-        assert self._attempts is not None
-        return surroundings(self, outputs, live, self._copied_indices(), self._attempts.overwritten)
 
     def _branches_flag(self) -> tuple[str, int]:
         """``pygraph_branches`` for this recording, and the number of lanes to capture on.
