@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import re
 import textwrap
 import tokenize
 from collections import Counter, defaultdict
@@ -26,12 +27,19 @@ from pygraph_trees.report.naming import BACKWARD
 from ..functions.fast_path import View, entry
 
 _VIEW = "reinterpret_tensor"  # takes a tensor, sizes, strides and an offset
-_GIVEN = "partition0_args"
-_RESERVED = frozenset({"self", "args", _GIVEN, _VIEW})
+_RESERVED = frozenset({"self", "args", "partition0_args", _VIEW})
 
 
-class _Unknown(Exception):
-    """The code does something that is not known here."""
+# What Inductor writes, as ``ast.unparse`` shows it: some versions of Python leave out parentheses.
+_DEL = r"(?:\n    del [\w, ]+)*"
+_METHOD = re.compile(
+    r"def call\(self, args\):"
+    r"(?:\n    \(?([\w, ]+)\)? = args)?(?:\n    args\.clear\(\))?"
+    rf"((?:\n    \w+ = \w+)*){_DEL}"
+    rf"\n    partition0_args = \[([\w, ]*)\]{_DEL}"
+    rf"\n    \(?([\w, ]*)\)? = self\.partitions\[0\]\(partition0_args\){_DEL}"
+    r"\n    return .*"
+)
 
 
 def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
@@ -47,7 +55,7 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     try:
         (method,) = ast.parse(textwrap.dedent(_source(call.__func__.__code__))).body
         code = _read(method)
-    except (_Unknown, AttributeError, OSError, SyntaxError, TypeError, ValueError, tokenize.TokenError):
+    except (AttributeError, LookupError, OSError, SyntaxError, TypeError, ValueError, tokenize.TokenError):
         return None
     names: dict[str, Any] = call.__func__.__globals__
     function: Any = getattr(partitions[0], "function", None)
@@ -175,60 +183,25 @@ class _Code:
 
 
 def _read(method: ast.stmt) -> _Code:
-    if not isinstance(method, ast.FunctionDef) or [a.arg for a in method.args.args] != ["self", "args"]:
-        raise _Unknown
-    numbers: dict[str, int] = {}  # input numbers, by name
-    count = 0
-    inputs: set[str] = set()  # all names that an input ever had
-    given: list[int] | None = None
-    outputs: list[str] | None = None
-    made: set[str] = set()
-    for statement in method.body:
-        match statement:
-            case ast.Expr(ast.Call(ast.Attribute(ast.Name("args"), "clear"), [], [])):
-                pass
-            case ast.Delete(targets):
-                for name in _names(targets):
-                    if name != _GIVEN and numbers.pop(name, None) is None:
-                        raise _Unknown
-            case ast.Assign([ast.Tuple(targets)], ast.Name("args")) if not count:
-                count = len(targets)
-                numbers = {name: number for number, name in enumerate(_names(targets))}
-                inputs = set(numbers)
-                if len(numbers) != count or not numbers.keys().isdisjoint(_RESERVED):
-                    raise _Unknown
-            case ast.Assign([ast.Name(name)], ast.List(values)) if name == _GIVEN and given is None:
-                if any(value not in numbers for value in _names(values)):
-                    raise _Unknown
-                given = [numbers[value] for value in _names(values)]
-            case ast.Assign([ast.Name(name)], ast.Name(source)) if source in numbers and name not in _RESERVED:
-                if outputs is not None:
-                    raise _Unknown
-                numbers[name] = numbers[source]
-                inputs.add(name)
-            case ast.Assign([ast.Tuple(targets)], call) if given is not None and outputs is None:
-                if ast.unparse(call) != f"self.partitions[0]({_GIVEN})":
-                    raise _Unknown
-                outputs = _names(targets)
-                if len(set(outputs)) != len(outputs) or not _RESERVED.isdisjoint(outputs):
-                    raise _Unknown
-                made = set(outputs) - inputs
-                numbers = {name: number for name, number in numbers.items() if name not in outputs}
-            case ast.Return(ast.Tuple(values)) if given is not None and outputs is not None:
-                kept = [name for name in _used(values) if name not in outputs]
-                if any(name not in numbers for name in kept):
-                    raise _Unknown
-                return _Code(count, given, outputs, made, [numbers[name] for name in kept], kept, values)
-            case _:
-                raise _Unknown
-    raise _Unknown
-
-
-def _names(expressions: Sequence[ast.expr]) -> list[str]:
-    names = [e.id for e in expressions if isinstance(e, ast.Name)]
-    if len(names) != len(expressions):
-        raise _Unknown
-    return names
+    """Raises an error if the code is not as Inductor writes it."""
+    found = _METHOD.fullmatch(text := ast.unparse(method))
+    match method:
+        case ast.FunctionDef(body=[*_, ast.Return(ast.Tuple(values))]) if found is not None:
+            inputs, aliases, given, outputs = (re.findall(r"\w+", names or "") for names in found.groups())
+        case _:
+            raise ValueError
+    numbers = {name: number for number, name in enumerate(inputs)}  # of inputs, by each name that they have
+    if len(numbers) != len(inputs) or len(set(outputs)) != len(outputs):
+        raise ValueError
+    for name, source in zip(aliases[::2], aliases[1::2], strict=True):
+        numbers[name] = numbers[source]
+    kept = [name for name in _used(values) if name not in outputs]
+    deleted = re.findall(r"\w+", " ".join(re.findall(r"\n    del (.*)", text)))
+    if not _RESERVED.isdisjoint({*numbers, *outputs}) or not {"args", *kept}.isdisjoint(deleted):
+        raise ValueError
+    made = set(outputs) - numbers.keys()
+    passed = [numbers[name] for name in given]
+    return _Code(len(inputs), passed, outputs, made, [numbers[name] for name in kept], kept, values)
 
 
 def _used(values: list[ast.expr]) -> list[str]:
@@ -245,5 +218,5 @@ def _used(values: list[ast.expr]) -> list[str]:
             case ast.Constant(None | int()):
                 pass
             case _:
-                raise _Unknown
+                raise ValueError
     return list(dict.fromkeys(names))
