@@ -575,6 +575,9 @@ class TestManager(TestCase):
         self.model = inference(indirection=flag)
         recording = attempts.Attempts(self.wrapped(self.model), given_)
 
+        node = SimpleNamespace(device=0, cuda_graphs_pool=None, cudagraph_managed_idxs=(), own=None)
+        node._copied_indices = lambda: [0]
+
         def choose(*_, tabled, **__):
             items = [SimpleNamespace(index=0)]
             live = SimpleNamespace(has_table=bool(tabled), has_placeholders=True, in_place=(0,), items=items)
@@ -582,7 +585,7 @@ class TestManager(TestCase):
 
         def attempt():
             self.assertEqual(given_, ["an input"])
-            live = recording.choose_live(None, 0, given_, [0], None, (), may_be_kept=True)
+            live = recording.choose_live(node, None, given_)
             seen.append("memory" if live is None else "table" if live.has_table else "address")
             given_[:] = [0]
             try:
@@ -593,7 +596,8 @@ class TestManager(TestCase):
                 raise
 
         replaced = {"choose": choose, "may_use_table": lambda *_: not left, "taken_by_variants": lambda _: (0,)}
-        replaced |= {"chooser_for": lambda *_: None, "leave_table": lambda *what: left.append(what[1])}
+        replaced |= {"leave_table": lambda *what: left.append(what[1])}
+        replaced |= dict.fromkeys(("chooser_for", "ranges_of"), mock.Mock())
         fails = self.assertRaises(RuntimeError) if last is None else contextlib.nullcontext()
         with mock.patch.multiple(attempts, **replaced), fails:
             recording.until_one_works(attempt, given_)
@@ -618,9 +622,8 @@ class TestManager(TestCase):
         function = self.wrapped(inference(placement="off", indirection="patch"), mutated=(1,))
         node = self.node(log=RecordingLog(number=3), wrapped_function=function, device=0, cudagraph_managed_idxs=[])
         node._attempts = attempts.Attempts(function, inputs)
-        node._may_be_kept = lambda *_: True
         self.enterContext(mock.patch.object(attempts, "choose", lambda *_, **__: (None, {})))
-        self.enterContext(mock.patch.object(recording_module, "ranges_of"))
+        self.enterContext(mock.patch.object(attempts, "ranges_of"))
         upstream = recording_module.Upstream, "_allocate_and_copy_recording_inputs"
         self.enterContext(mock.patch.object(*upstream, lambda *_: "done"))
         loses = self.assertRaisesRegex(recording_module.WouldLoseWrites, "recording 3: input 1 is written")

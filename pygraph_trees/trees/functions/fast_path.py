@@ -31,35 +31,31 @@ class _TreeState:
     keeps_outputs = False
     ordered_device, last_stream = -1, 0
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = super().__new__(cls)
-        made._turn, made.turns = {}, 0
-        return made
+    turns = 0  # how often a call asked for the turn
+    _turn: list[Any]  # the inputs of the call that has it
 
     @property
     def is_taken(self) -> bool:
-        return bool(self._turn)
+        return "_turn" in vars(self)
 
     def take_turn(self, inputs: list[Any]) -> bool:
         """Takes the turn for the call with this list, and returns whether the call has it."""
         self.turns += 1
-        return self._turn.setdefault("call", inputs) is inputs  # atomic: no other thread or interrupt comes in between
+        # Atomic: no other thread or interrupt comes in between.
+        return vars(self).setdefault("_turn", inputs) is inputs
 
     def has_turn(self, inputs: list[Any]) -> bool:
-        return self._turn.get("call") is inputs
+        return vars(self).get("_turn") is inputs
 
     def end_turn(self, inputs: list[Any]) -> None:
         """Gives the turn back if the call with this list has it."""
         if self.has_turn(inputs):
-            del self._turn["call"]
+            del self._turn
 
     def order_streams(self) -> None:
         """As upstream: replays on different streams are not put in order."""
 
     note_launch = order_streams
-
-    _turn: dict[str, list[Any]]
-    turns: int  # how often a call asked for the turn
 
 
 native_names.check()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict
+from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
@@ -60,10 +62,25 @@ def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
     return 0 if is_backward else int(meta.num_forward)
 
 
-def _names_in(model: Callable[..., Any]) -> Sequence[str]:
+def _code_of(model: Any) -> CodeType | None:
+    return getattr(getattr(model, "__func__", model), "__code__", None)
+
+
+def _names_in(model: Call) -> Sequence[str]:
     """The attributes and globals of generated code, such as those of ``torch.ops._c10d_functional.all_reduce_``."""
-    code = getattr(getattr(model, "__func__", model), "__code__", None)
-    return () if code is None else tuple(code.co_names)
+    return () if (code := _code_of(model)) is None else code.co_names
+
+
+def text_of(model: Any) -> str:
+    """The lines of a function, from its file; "" if they cannot be read. ``inspect`` would keep the whole file."""
+    if (code := _code_of(model)) is None:
+        return ""
+    try:
+        lines = Path(code.co_filename).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    last = max((line for _, _, line in code.co_lines() if line is not None), default=0)
+    return "\n".join(lines[code.co_firstlineno - 1 : last])
 
 
 class FunctionModel:

@@ -8,16 +8,12 @@ function is from this package, it returns some of the views itself, so that a re
 from __future__ import annotations
 
 import ast
-import inspect
 import itertools
 import re
 import textwrap
-import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +21,7 @@ import torch
 from pygraph_trees.report.naming import BACKWARD
 
 from ..functions.fast_path import View, entry
+from ..functions.function import text_of
 
 _VIEW = "reinterpret_tensor"  # takes a tensor, sizes, strides and an offset
 _RESERVED = frozenset({"self", "args", "partition0_args", _VIEW})
@@ -53,9 +50,9 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     if not is_known or not isinstance(partitions, list) or len(partitions) != 1:
         return None
     try:
-        (method,) = ast.parse(textwrap.dedent(_source(call.__func__.__code__))).body
+        (method,) = ast.parse(textwrap.dedent(text_of(call))).body
         code = _read(method)
-    except (AttributeError, LookupError, OSError, SyntaxError, TypeError, ValueError, tokenize.TokenError):
+    except (AttributeError, LookupError, SyntaxError, TypeError, ValueError):
         return None
     names: dict[str, Any] = call.__func__.__globals__
     function: Any = getattr(partitions[0], "function", None)
@@ -77,12 +74,6 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     if sorted(code.given) == list(range(code.count)):
         run.fast_call = _fast_call(runner, code, finish, names.get(_VIEW))  # type: ignore[attr-defined]
     return run
-
-
-def _source(code: CodeType) -> str:
-    """The source of a function, from its file; ``inspect.getsource`` would keep the lines of the whole file."""
-    lines = Path(code.co_filename).read_text(encoding="utf-8").splitlines(keepends=True)
-    return "".join(inspect.getblock(lines[code.co_firstlineno - 1 :]))
 
 
 def _fast_call(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> Callable[[list[Any]], Any] | None:

@@ -7,9 +7,7 @@ next attempt. Inputs that were refused are also copied in later recordings of th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.indirection.choosing import choose
@@ -21,11 +19,12 @@ from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.naming import BACKWARD
 
 from ..functions.containment import forget_frames, passes
-from ..functions.function import FunctionModel
+from ..functions.function import FunctionModel, text_of
+from ..pools.pools import ranges_of
+from .captured_graph import is_cuda
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
-    from pygraph_trees.indirection.pool import PoolRanges
 
 _WORDS = re.compile(r"\w+")
 _INPUTS = re.compile(r"^ *(.+) = args$", re.MULTILINE)
@@ -80,35 +79,28 @@ class Attempts:
         if is_tried_again:
             self.model.refused.update(self.refused)
 
-    def choose_live(
-        self,
-        api: Driver,
-        device: int,
-        inputs: list[Any],
-        copied: list[int],
-        pool: PoolRanges,
-        managed: Collection[int],
-        *,
-        may_be_kept: bool,
-        own: Mapping[int, bool] = MappingProxyType({}),
-    ) -> LiveInputs | None:
-        """Chooses the inputs that this attempt gives by address, as :func:`.choosing.choose`; None if there are none.
+    def choose_live(self, node: Any, api: Driver, inputs: list[Any]) -> LiveInputs | None:
+        """Chooses the inputs that ``node`` is given by address, as :func:`.choosing.choose`; None if there are none.
 
-        Args:
-            inputs: each chosen input is replaced by the number 0.
-            copied: the indices of the inputs that upstream would copy; the chosen ones are removed.
-            may_be_kept: whether the inputs may be held while the function is recorded.
+        In ``inputs``, each of them is replaced by the number 0. Upstream does not copy it.
         """
-        model, sizes = self.model, self._function.id  # a function of integers has an id for each value
+        model, sizes, copied = self.model, self._function.id, node._copied_indices()  # integers have ids of their own
+        pool = ranges_of(node.device, node.cuda_graphs_pool)
+        # Managed inputs that move are alive, so this recording does not use their memory.
+        managed = {i for i, t in self.moving.items() if node._is_alias_of_live_recorded_tensor(t) is not None}
+        # If inputs in the pool were held while the function is recorded, the graph would use other memory.
+        in_pool = (is_cuda(value) and pool.holds(value.data_ptr()) for value in inputs)
+        may_be_kept = not node.cudagraph_managed_idxs and not any(in_pool)
         # If a recording with a table fails, the next attempt needs the inputs again.
         may_choose = model.settings.indirection == "auto" and may_be_kept
         may_use = may_use_table(model, sizes) if may_choose else model.settings.indirection == "table"
+        mutated = set(self._function.mutated_input_idxs)
         live, self.why_copied = choose(
-            *(api, device, inputs, copied, set(self._function.mutated_input_idxs), pool, self.refused, managed),
+            *(api, node.device, inputs, copied, mutated, pool, self.refused, managed),
             stage=model.settings.placement != "off",
             tabled=taken_by_variants(model) if may_use else (),
             overwritten=self.overwritten,
-            own=own,
+            own={} if node.own is None else node.own.inputs,
         )
         if live is None:
             return None
@@ -152,21 +144,8 @@ def overwritten_inputs(model: Callable[..., Any], count: int, *, is_backward: bo
     Nobody else reads them: a backward's saved tensors (*donated buffers*), and buffers of other partitions. They do not
     count as mutated. If the code cannot be read, these may be all ``count`` inputs of a backward.
     """
-    text = _text_of(model)
+    text = text_of(model)
     if (inputs := _INPUTS.search(text)) is None:
         return frozenset(range(count) if is_backward else ())
     reused = {word for right in _REUSES.findall(text) for word in _WORDS.findall(right)}
     return frozenset(index for index, name in enumerate(_WORDS.findall(inputs[1])) if name in reused)
-
-
-def _text_of(model: Callable[..., Any]) -> str:
-    """The lines of a function; "" if they cannot be read."""
-    code = getattr(getattr(model, "__func__", model), "__code__", None)
-    if code is None:
-        return ""
-    try:
-        lines = Path(code.co_filename).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    last = max((line for _, _, line in code.co_lines() if line is not None), default=0)
-    return "\n".join(lines[code.co_firstlineno - 1 : last])

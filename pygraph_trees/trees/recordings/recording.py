@@ -39,7 +39,6 @@ from ..functions.outputs import as_they_read, is_on_live_input, makers_of_empty,
 from ..pools import pools
 from ..pools.capture_lock import is_captured
 from ..pools.liveness import deaths, release_unneeded
-from ..pools.pools import ranges_of
 from .attempts import Attempts
 from .captured_graph import branches_noted, captured_nodes, is_cuda, kept_graph, surroundings, try_lanes
 from .kept_outputs import kept_indices
@@ -169,14 +168,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         if isinstance(api, Why):
             attempts.why_copied = dict.fromkeys(copied, api)
         elif not compat.is_kernel_free(self.wrapped_function):
-            pool = ranges_of(self.device, self.cuda_graphs_pool)
-            # Managed inputs that move are alive, so this recording does not use their memory.
-            moving = {i for i, t in attempts.moving.items() if self._is_alias_of_live_recorded_tensor(t) is not None}
-            self.live = attempts.choose_live(
-                *(api, self.device, inputs, copied, pool, moving),
-                may_be_kept=self._may_be_kept(inputs),
-                own={} if self.own is None else self.own.inputs,
-            )
+            self.live = attempts.choose_live(self, api, inputs)
             for index in self.wrapped_function.mutated_input_idxs:
                 if index in copied and isinstance(inputs[index], torch.Tensor) and inputs[index].numel():
                     raise WouldLoseWrites(recording=self.log.number, index=index)
@@ -211,11 +203,6 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             # Upstream's manager does not tell when its graph pool grows.
             return Reason.UNPATCHED_MANAGER()
         return usable_driver() or Reason.NO_DRIVER(error=why_unusable() or "there was no driver to be used")
-
-    def _may_be_kept(self, inputs: list[Any]) -> bool:
-        """Whether the graph has the same memory of the pool to use if the inputs are held while it is recorded."""
-        pool = ranges_of(self.device, self.cuda_graphs_pool)
-        return not self.cudagraph_managed_idxs and not any(is_cuda(v) and pool.holds(v.data_ptr()) for v in inputs)
 
     def _record(self, model: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         live = self.live if self.graph is not None else None
