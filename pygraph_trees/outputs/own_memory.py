@@ -10,14 +10,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pygraph_trees.cuda.extent import extent
 from pygraph_trees.native import binding
+from pygraph_trees.report.naming import BACKWARD
 
 from .allocations import Allocations, Block, Storage
+
+if TYPE_CHECKING:
+    from pygraph_trees.report.log import FunctionLog
 
 MOST_CHANGES = 3  # of the outputs of one function that have own memory, not counting those before its first recording
 
@@ -70,24 +74,14 @@ class OwnMemory:
     """The blocks of one function, for one set of its integers."""
 
     def __init__(
-        self,
-        blocks: Sequence[Block],
-        storages: Iterable[Storage],
-        device: torch.device,
-        counters: tuple[Any, Any],
-        *,
-        takes: int,
-        is_backward: bool,
-        holds: bool,
+        self, blocks: Sequence[Block], storages: Iterable[Storage], device: torch.device, log: FunctionLog, takes: int
     ) -> None:
+        """``storages``: where a warm-up found the outputs of each block; ``takes``: how many inputs precede the blocks.
+
+        Whether blocks are kept from call to call depends on how long outputs have lived before, and later, on how long
+        they live.
         """
-        Args:
-            storages: where a warm-up found the outputs of each block.
-            counters: of blocks that are allocated and given away.
-            takes: how many inputs precede the blocks.
-            is_backward: whether outputs are gradients.
-            holds: whether blocks are kept from call to call at first. Later, that depends on how long outputs live.
-        """
+        is_backward, holds = log.mode == BACKWARD, bool(log.moved)
         self.blocks, self.takes = tuple(blocks), takes
         # By index of each block among the inputs, whether only a copy at the end of the graph writes to it.
         self.inputs = {index: block.allocation is None for index, block in enumerate(blocks, takes)}
@@ -96,8 +90,8 @@ class OwnMemory:
         self.native = binding.extension.OwnMemory(
             like=torch.empty(0, device=device),
             blocks=[_described(by_outputs[block.outputs], block, is_backward, holds) for block in blocks],
-            allocated=counters[0],
-            given_away=counters[1],
+            allocated=log.blocks_allocated,
+            given_away=log.blocks_given_away,
         )
 
     def __len__(self) -> int:

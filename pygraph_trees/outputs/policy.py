@@ -190,15 +190,7 @@ class OutputPolicy:
         if isinstance(wrapped, OwnFunction) and wrapped.own is not None:
             wrapped.own.native.release()
         if blocks and OwnMemory.fits(blocks, storages):
-            own = OwnMemory(
-                blocks,
-                storages,
-                torch.device("cuda", manager.device_index),
-                (model.log.blocks_allocated, model.log.blocks_given_away),
-                takes=takes,
-                is_backward=model.log.mode == BACKWARD,
-                holds=bool(model.log.moved),
-            )
+            own = OwnMemory(blocks, storages, torch.device("cuda", manager.device_index), model.log, takes)
         outputs = () if own is None else [block.outputs[0] for block in own.blocks]
         mutated = [index for index in wrapped.mutated_input_idxs if index < takes]
         placeholders = [PlaceholderInfo(f"output {number}", None, [], None) for number in outputs]

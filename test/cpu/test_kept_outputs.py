@@ -292,8 +292,8 @@ class TestFastPath(TestCase):
 
 
 class _OnCpu(OwnMemory):
-    def __init__(self, blocks, storages, device, counters, **facts):
-        super().__init__(blocks, storages, torch.device("cpu"), counters, **facts)
+    def __init__(self, blocks, storages, device, *facts):
+        super().__init__(blocks, storages, torch.device("cpu"), *facts)
 
 
 def many(count):

@@ -12,6 +12,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.native import binding
 from pygraph_trees.outputs.allocations import Block, Storage, View
 from pygraph_trees.outputs.own_memory import OwnMemory
+from pygraph_trees.report.naming import BACKWARD, FORWARD
 
 CPU, SIZE = torch.device("cpu"), 6  # elements of a block
 
@@ -27,9 +28,9 @@ def storage(number, *views, allocation=0, size=(SIZE,), dtype=torch.float32):
 
 def own_memory(*storages, takes=1, is_backward=False, holds=True):
     counters = binding.new_counter(), binding.new_counter()
-    made = OwnMemory(
-        *([s.block for s in storages], storages, CPU, counters), takes=takes, is_backward=is_backward, holds=holds
-    )
+    log = Plain(mode=BACKWARD if is_backward else FORWARD, moved=holds)
+    log.blocks_allocated, log.blocks_given_away = counters
+    made = OwnMemory([s.block for s in storages], storages, CPU, log, takes)
     made.allocated, made.given_away = counters
     made.counts = lambda: tuple(counter.value for counter in counters)
     return made

@@ -472,14 +472,17 @@ class TestSurroundings(TestCase):
             static_input_data_ptrs=[storage[3:].data_ptr(), storage[6:].data_ptr(), None, None],
             cudagraph_managed_idxs=[1],
             device=0,
+            _copied_indices=lambda: [2],
+            _attempts=SimpleNamespace(overwritten=set()),
         )
         live = SimpleNamespace(items=(), outputs={})
         with (
             mock.patch.object(captured_graph, "is_cuda", lambda value: isinstance(value, torch.Tensor)),
             mock.patch.object(torch.cuda, "default_generators", [None]),
         ):
-            found = captured_graph.surroundings(node, (), live, [2])
-            donated = captured_graph.surroundings(node, (), live, [], [2])
+            found = captured_graph.surroundings(node, (), live)
+            node._copied_indices, node._attempts = lambda: [], SimpleNamespace(overwritten={2})
+            donated = captured_graph.surroundings(node, (), live)
         self.assertEqual(found.kept, [storage[3:6], storage[6:], copied])
         self.assertEqual((donated.kept, donated.written), (found.kept, found.written))
         self.assertEqual([t.data_ptr() for t in found.written], [storage[3:].data_ptr()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -119,13 +119,8 @@ def _allocated() -> int:
     return int(torch.cuda.memory_stats_as_nested_dict()["allocation"]["all"]["allocated"])
 
 
-def surroundings(
-    node: Any, outputs: Sequence[Any], live: LiveInputs, copied: Collection[int], overwritten: Collection[int] = ()
-) -> Surroundings:
-    """The tensors that a launch reads and writes besides the live inputs; the captured outputs must still exist.
-
-    Upstream copies the inputs ``copied``; in the memory of ``overwritten`` ones, a launch may leave other values.
-    """
+def surroundings(node: Any, outputs: Sequence[Any], live: LiveInputs) -> Surroundings:
+    """The tensors that a launch reads and writes besides the live inputs; the captured outputs must still exist."""
     mutated, own = set(node.wrapped_function.mutated_input_idxs), {item.index for item in live.items}
 
     def tensors(indices: set[int]) -> list[torch.Tensor]:
@@ -133,11 +128,11 @@ def surroundings(
         return [_at(node.static_input_data_ptrs[i], value) for i, value in found if is_cuda(value) and _is_plain(value)]
 
     # These are in the graph pool, where the graph may overwrite them as soon as it has read them.
-    in_pool = {*node.cudagraph_managed_idxs, *copied}
+    in_pool = {*node.cudagraph_managed_idxs, *node._copied_indices()}
     generators = [value for value in node.reconstructed_inputs if isinstance(value, torch.Generator)]
     return Surroundings(
         outputs=[o for i, o in enumerate(outputs) if i not in live.outputs and is_cuda(o) and _is_plain(o)],
-        kept=tensors(in_pool | mutated | set(overwritten)),
+        kept=tensors(in_pool | mutated | node._attempts.overwritten),
         written=tensors(mutated),
         generators=[torch.cuda.default_generators[node.device], *generators],
     )

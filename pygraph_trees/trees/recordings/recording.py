@@ -254,9 +254,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             # Torch sets the offset of random numbers on the capture's stream, and for a replay on the current stream.
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
         if live is not None:
-            assert self._attempts is not None
-            overwritten = self._attempts.overwritten
-            around = functools.partial(surroundings, self, outputs, live, self._copied_indices(), overwritten)
+            around = functools.partial(surroundings, self, outputs, live)
             with torch.cuda.device(self.device):
                 live.set_up(self.graph, reads, copied, around, with_branches)
             self._count_nodes(live.kinds)
