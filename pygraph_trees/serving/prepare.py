@@ -160,4 +160,4 @@ def _memory() -> list[int]:
         free, total = torch.cuda.mem_get_info()
         other = total - free - torch.cuda.memory_reserved()
     own = sum(manager.output_policy.held_bytes(manager) for manager in managers)
-    return [sum(manager.pool_bytes for manager in managers), own, other]
+    return [sum(manager.pool.nbytes() for manager in managers), own, other]

@@ -67,7 +67,7 @@ class Function:
             num_rerecord=collections.defaultdict(lambda: collections.defaultdict(int)),
             keeps_outputs=True,
         )
-        model.dispatch.add(of_integers=False)
+        model.dispatch.add()
         model.dispatch.may_be_replayed_by(self.manager, self.id)
         self._entry = fast_path.entry(model.dispatch)
         for _ in range(2):  # makes the outputs that later calls return again

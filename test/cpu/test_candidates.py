@@ -68,7 +68,7 @@ class TestCandidates(TestCase):
         """A function's number, and its entry."""
         model = FunctionModel.of(lambda inputs: inputs, is_backward=False, is_inference=True)
         model.settings = dataclasses.replace(model.settings, indirection="auto")
-        model.dispatch.add(of_integers=False)
+        model.dispatch.add()
         number = len(self.wrapped)
         self.wrapped[number] = SimpleNamespace(id=number, model=model, mutated_input_idxs=())
         model.dispatch.may_be_replayed_by(self.manager, number)

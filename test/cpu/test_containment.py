@@ -49,7 +49,7 @@ class TestContained(TestCase):
         self.model = FunctionModel(doubled, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
         self.manager = bare_manager(ids_to_funcs={ID: SimpleNamespace(model=self.model)}, warmed_up_functions={ID})
         self.manager.reclaiming = mock.Mock(forgotten=[])
-        self.enterContext(mock.patch.object(Manager, "is_in_pool", lambda manager, address: False))
+        self.enterContext(mock.patch.object(Manager, "pool", SimpleNamespace(holds=lambda address: False)))
 
     def call(self, upstream: Callable[[list[Any]], Any]) -> Any:
         with mock.patch.object(

@@ -31,7 +31,7 @@ class Owner: ...
 def replayed():
     """A dispatch and the manager that may replay its function."""
     dispatch, manager = Dispatch(), Owner()
-    dispatch.add(of_integers=False)
+    dispatch.add()
     dispatch.may_be_replayed_by(manager, 7)
     return dispatch, manager
 
@@ -45,15 +45,15 @@ def replaying_ids(*values):
 class TestManagers(TestCase):
     def test_a_function_is_replayed_if_it_was_added(self):
         for added, is_replayed in (
-            ([False], True),
-            ([True], False),  # each set of values is its own function
-            ([False, False], True),
+            ([None], True),
+            ([{1: 3}], False),  # each set of values is its own function
+            ([None, None], True),
             ([], False),
         ):
             with self.subTest(added=added):
                 dispatch, manager = Dispatch(), Owner()
-                for of_integers in added:
-                    dispatch.add(of_integers=of_integers)
+                for integers in added:
+                    dispatch.add(manager, 7, integers)
                     self.assertIsNone(manager_of(dispatch))
                 self.assertEqual(dispatch.is_added, bool(added))
                 dispatch.may_be_replayed_by(manager, 7)
@@ -65,8 +65,7 @@ class TestManagers(TestCase):
         manager, dispatch = replaying_ids(), Dispatch()
         fast_call = entry(dispatch)
         for number, values in ((7, (3, 4)), (8, (3, 5))):
-            dispatch.add(of_integers=True)
-            dispatch.add_values(manager, IDS[number], {1: values[0], 3: values[1]})
+            dispatch.add(manager, IDS[number], {1: values[0], 3: values[1]})
         first, second, unknown = ("x", 3, "y", 4), ("x", 3, "y", 5), ("x", 4, "y", 4)
         self.assertIsNone(fast_call([*first]))
         dispatch.may_be_replayed_by(manager, IDS[7])
@@ -80,8 +79,7 @@ class TestManagers(TestCase):
         self.assertIsNone(fast_call([*first]))
         dispatch.go()
         self.assertEqual(fast_call([*first]), [IDS[7]])
-        dispatch.add(of_integers=True)  # again
-        dispatch.add_values(manager, IDS[10], {1: 3, 3: 4})
+        dispatch.add(manager, IDS[10], {1: 3, 3: 4})  # again
         self.assertEqual([fast_call([*first]), fast_call([*second])], [None, [IDS[8]]])
         dispatch.may_be_replayed_by(manager, IDS[10])
         self.assertEqual(fast_call([*first]), [IDS[10]])
@@ -109,9 +107,7 @@ class TestThreads(TestCase):
     def add(self, number, *values):
         """Adds the function to a manager of this thread, which is returned with a reference to its own memory."""
         manager, own = replaying_ids(number), Owner()
-        self.dispatch.add(of_integers=bool(values))
-        if values:
-            self.dispatch.add_values(manager, IDS[number], dict(enumerate(values, 1)))
+        self.dispatch.add(manager, IDS[number], dict(enumerate(values, 1)))
         self.dispatch.may_be_replayed_by(manager, IDS[number], None if values else own)
         return manager, weakref.ref(own)
 
@@ -123,7 +119,7 @@ class TestThreads(TestCase):
         held = [pool.submit(self.add, number).result(60) for pool, number in ((self.first, 7), (self.second, 8))]
         self.assertEqual(self.in_both(lambda: self.fast_call(["x"])), [[IDS[7], 7], [IDS[8], 8]] * 3)
         self.assertIsNone(self.fast_call(["x"]))  # from a third thread
-        self.second.submit(self.dispatch.add, of_integers=False).result(60)  # again: its manager has another id
+        self.second.submit(self.dispatch.add).result(60)  # again: its manager has another id
         self.assertEqual(self.in_both(lambda: self.fast_call(["x"])), [[IDS[7], 7], None] * 3)
         held.append(self.second.submit(self.add, 9).result(60))
         self.assertEqual(self.in_both(lambda: self.fast_call(["x"])), [[IDS[7], 7], [IDS[9], 9]] * 3)
@@ -261,7 +257,7 @@ class TestUngraphed(OnCpuTestCase):
 
 class TestRoom(TestCase):
     def test_a_trial_takes_no_more_memory_than_the_process_may(self):
-        manager = SimpleNamespace(pool_bytes=100, device_index=0)
+        manager = SimpleNamespace(pool=SimpleNamespace(nbytes=lambda: 100), device_index=0)
         for free, fraction, reserved, allocated, has_room in (
             (500, 1.0, 300, 200, True),
             (500, 0.35, 300, 200, False),  # 50 bytes may be taken

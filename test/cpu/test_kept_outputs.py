@@ -372,7 +372,7 @@ class TestPolicy(TestCase):
         self.assertEqual([p.name for p in wrapped.placeholders], ["x", "output 0", "output 1"])
         self.check_own_memory(model, id_)
         added = function()
-        added.dispatch.add(of_integers=False)
+        added.dispatch.add()
         for other in (added, function(mode="forward"), function(partitions=2), function(has_collective=True)):
             self.assertEqual(self.call(self.warm_up(other)), [])
         self.assertEqual(self.functions[1].mutated_input_idxs, (0,))
@@ -466,7 +466,7 @@ class TestPolicy(TestCase):
             "    buf = empty_strided_cuda((x.numel(),), (1,), torch.float32)\n    return (buf.copy_(x),)"
         )
         ids = [self.warm_up(model := function(generated(code)))]
-        model.dispatch.add(of_integers=True)
+        model.dispatch.add(self.manager, None, {0: 6})
         ids += [self.warm_up(model, torch.arange(count)) for count in (6.0, 7.0)]
         self.assertEqual([self.call(id_) for id_ in ids], [[FIRST], [FIRST], []])
         self.recorded(ids[1], 1)
@@ -475,7 +475,7 @@ class TestPolicy(TestCase):
 
     def test_a_manager_watches_the_first_warm_up_and_releases_memory_with_the_function(self):
         """Not of code that Inductor did not generate, or of functions that use no addresses or do not keep outputs."""
-        self.enterContext(mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0, holds=lambda address: False)))
+        self.enterContext(mock.patch.object(Manager, "pool", mock.Mock(nbytes=lambda: 0, holds=lambda address: False)))
         self.enterContext(mock.patch.object(Manager, "_warming_up", lambda *_: contextlib.nullcontext()))
         self.enterContext(mock.patch.object(Upstream, "run_eager", lambda _, x, id_: self.functions[id_].model(x)))
         kept, others = function(), [function(lambda inputs: [inputs[0] + 1]), function(outputs="upstream"), function()]
@@ -496,7 +496,7 @@ class TestPolicy(TestCase):
             manager.warmed_up_functions.add(id_)
             raise KeyboardInterrupt
 
-        self.enterContext(mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0)))
+        self.enterContext(mock.patch.object(Manager, "pool", mock.Mock(nbytes=lambda: 0)))
         self.enterContext(mock.patch.object(Manager, "_warming_up", lambda *_: contextlib.nullcontext()))
         self.enterContext(mock.patch.object(Upstream, "run_eager", stopped))
         for was_warm in (False, True):
@@ -515,7 +515,7 @@ class TestPolicy(TestCase):
             manager.path_state = ExecutionState.WARMUP
             raise ValueError("of the program")
 
-        self.enterContext(mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0)))
+        self.enterContext(mock.patch.object(Manager, "pool", mock.Mock(nbytes=lambda: 0)))
         self.enterContext(mock.patch.object(Manager, "_warming_up", lambda *_: contextlib.nullcontext()))
         self.enterContext(mock.patch.object(Upstream, "run_eager", failing))
         for indirection, left in (("off", traces), ("auto", [])):

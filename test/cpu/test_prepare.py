@@ -137,11 +137,11 @@ class TestPrepare(TestCase):
             finish.assert_called_with(preparing._BUILD_S)
 
     def test_memory_is_counted_for_each_size(self):
-        manager = SimpleNamespace(pool_bytes=0, output_policy=SimpleNamespace(held_bytes=lambda _: manager.own))
-        manager.own = 0
+        manager = SimpleNamespace(bytes=0, own=0, pool=SimpleNamespace(nbytes=lambda: manager.bytes))
+        manager.output_policy = SimpleNamespace(held_bytes=lambda _: manager.own)
 
         def fn(nbytes):
-            manager.pool_bytes = max(manager.pool_bytes, nbytes)
+            manager.bytes = max(manager.bytes, nbytes)
             manager.own = max(manager.own, nbytes // 10)
 
         with mock.patch.object(preparing.pools, "managers", lambda: [manager]):

@@ -351,7 +351,7 @@ class TestInputsThatMove(TestCase):
 
     def test_all_are_live_once_inputs_moved_twice(self):
         """Unless the function does not give its inputs by address. One that has no place there stays static."""
-        self.enterContext(mock.patch.object(Manager, "_pool", SimpleNamespace(holds=lambda address: False)))
+        self.enterContext(mock.patch.object(Manager, "pool", SimpleNamespace(holds=lambda address: False)))
         for gives, stays, static in ((False, None, [2]), (True, None, []), (True, 2, [2])):
             self.setUp()
             self.manager.ids_to_funcs[self.id].model.copies_nothing = gives

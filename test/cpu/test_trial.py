@@ -728,7 +728,7 @@ class TestChoice(TrialTestCase):
                 self.ids_to_funcs[len(self.ids_to_funcs)] = SimpleNamespace(model=model)
                 fn = functools.partial(self.run, model=weakref.ref(model))
                 cudagraph_trees.get_container(self.device).add_strong_reference(fn)
-                model.dispatch.add(of_integers=False)
+                model.dispatch.add()
                 return fn, fn(inputs)
 
             def run(self, inputs, model):

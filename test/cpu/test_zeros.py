@@ -65,7 +65,7 @@ class TestZeros(TestCase):
         with self.assertRaisesRegex(RuntimeError, "invalid python storage"):
             address(manager, [zeros(2)], FUNCTION)
         with (
-            mock.patch.object(Manager, "_pool", mock.Mock()),
+            mock.patch.object(Manager, "pool", mock.Mock()),
             mock.patch.object(UpstreamManager, "run_eager", address),
             mock.patch.object(UpstreamManager, "record_function", address),
         ):

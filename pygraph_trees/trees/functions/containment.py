@@ -133,7 +133,8 @@ def contained(manager: Any, run: Callable[[], Any], inputs: list[Any], function_
     call, so the code may run. Later, the outputs are those of the code, or copies of what the recording has written.
     """
     model: Any = manager.ids_to_funcs[function_id].model
-    thread, progress = threading.get_ident(), Progress(inputs, manager.is_in_pool)
+    # The manager may have another pool by then.
+    thread, progress = threading.get_ident(), Progress(inputs, lambda address: manager.pool.holds(address))
     model.calls[thread] = progress
     try:
         return run()

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pygraph_trees.compat import has_trees_per_thread
 from pygraph_trees.native import binding
 
-from .fast_path import FunctionState, Replayer, entry
-
-Call = Callable[[list[Any]], Any]
+from .fast_path import Call, FunctionState, Replayer, entry
 
 PER_THREAD = has_trees_per_thread()
 _known: weakref.WeakSet[Dispatch] = weakref.WeakSet()
@@ -38,7 +36,6 @@ class Dispatch(FunctionState):
         self.slow, self.was_asked = slow, False
         self.replayer, self.replayers = None, {}
         self.is_added = False  # to a manager
-        self._of_integers = False
         self._with_values: dict[tuple[int, ...], Dispatch] = {}
         # By manager: by id, the dispatch of the function with some values.
         self._by_id: weakref.WeakKeyDictionary[Any, dict[Any, Dispatch]] = weakref.WeakKeyDictionary()
@@ -58,14 +55,15 @@ class Dispatch(FunctionState):
         finally:
             self.is_replayed = self.call is None
 
-    def add(self, *, of_integers: bool) -> None:
-        """Notes that this thread added it to a manager: once, or once for each set of values of its integers."""
-        self.is_added = True
-        self._of_integers |= of_integers
-        self._drop(_thread())
+    def add(self, manager: Any = None, function_id: Any = None, integers: Mapping[int, int] | None = None) -> None:
+        """Notes that this thread added it to a manager: once, or once for each set of values of its integers.
 
-    def add_values(self, manager: Any, function_id: Any, integers: Mapping[int, int]) -> None:
-        """Notes that it was added with these values of its integers, by the index of each among the inputs."""
+        ``integers``: these values, by the index of each among the inputs.
+        """
+        self.is_added = True
+        self._drop(_thread())
+        if not integers:
+            return
         self.integers, values = tuple(integers), tuple(integers.values())
         if not self._with_values:
             self.by_values = {}
@@ -73,12 +71,12 @@ class Dispatch(FunctionState):
         if own is None:
             own = self._with_values[values] = Dispatch(self.slow)
             self.by_values[values] = entry(own)
-        own.add(of_integers=False)
+        own.add()
         self._by_id.setdefault(manager, {})[function_id] = own
 
     def may_be_replayed_by(self, manager: Any, function_id: Any, own: Any = None) -> None:
         """Notes that this thread's ``manager`` has a recording with a fast path, and the own memory of its outputs."""
-        if self._of_integers:
+        if self._with_values:
             with_values = self._by_id.get(manager, {}).get(function_id)
             if with_values is not None:
                 with_values.may_be_replayed_by(manager, function_id, own)

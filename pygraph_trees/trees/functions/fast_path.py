@@ -17,7 +17,7 @@ from pygraph_trees.native import binding
 
 from . import native_names
 
-FastCall = Callable[[list[Any]], Any]
+Call = Callable[[list[Any]], Any]
 View = tuple[int, tuple[int, ...], tuple[int, ...], int]  # number, sizes, strides, offset
 
 _MODE = cudagraph_trees.CompilationMode
@@ -74,7 +74,7 @@ def entry(
     constants: Sequence[Any] = (),
     views: Sequence[View] = (),
     own: Sequence[int] = (),
-) -> FastCall | None:
+) -> Call | None:
     """Returns a callable that gives the outputs of a fast replay for a list of inputs; None without C++.
 
     A replay consumes the inputs. If none is possible, the callable returns None and leaves the inputs as they are.

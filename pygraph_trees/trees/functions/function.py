@@ -31,8 +31,8 @@ from pygraph_trees.settings import Settings
 from ..pools import program_pools
 from ..pools.capture_lock import is_captured
 from .containment import Progress, progress_of
-from .dispatch import Call, Dispatch
-from .fast_path import entry
+from .dispatch import Dispatch
+from .fast_path import Call, entry
 from .lanes import Lanes
 from .outputs import as_it_reads, give_memory
 
@@ -142,19 +142,17 @@ class FunctionModel:
         if isinstance(model, FunctionModel):
             return model
         settings = Settings.current()
-        graph = journal.graph
+        if (graph := journal.graph) is not None:
+            graph.functions += 1
         log = FunctionLog(
             model=graph.model if graph else program_name() or str(getattr(model, "__name__", "unknown")),
             compile_id=graph.compile_id if graph else compile_id(),
             mode=mode_name(is_backward=is_backward, is_inference=is_inference),
-            partition=1,
+            partition=graph.functions if graph else 1,
             settings=asdict(settings),
             graph=graph,
             has_collective=not NAMESPACES.isdisjoint(_names_in(model)),
         )
-        if graph is not None:
-            graph.functions += 1
-            log.partition = graph.functions
         journal.add_function(log)
         function = FunctionModel(model, settings, log)
         function.first_inside = _first_inside(is_backward=is_backward, is_inference=is_inference)

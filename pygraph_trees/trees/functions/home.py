@@ -21,12 +21,11 @@ from ..pools import pools
 from ..pools.collector import paused
 from .containment import described
 from .dispatch import PER_THREAD, forget_replayers
+from .fast_path import Call
 from .threads import Thread, mark
 
 if TYPE_CHECKING:
     from pygraph_trees.report.log import FunctionLog
-
-    Call = Callable[[list[Any]], Any]
 
 IDLE_S = 1.0
 

@@ -24,7 +24,7 @@ from pygraph_trees.reasons import Reason
 if TYPE_CHECKING:
     from pygraph_trees.report.log import FunctionLog
 
-    Call = Callable[[list[Any]], Any]
+    from .fast_path import Call
 
 MOST_ENDED = 8  # threads
 MOST_REFUSED = 16  # calls of a later thread; one that goes on calling is not short-lived

@@ -21,6 +21,7 @@ from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.functions import trial_of
 from pygraph_trees.selection.trial import Environment, TrialMember
 
+from ..functions.fast_path import Call
 from ..functions.function import Aligned, FunctionModel
 from ..managers.manager import Manager, recordings_in
 from ..managers.storms import COMES_AGAIN, FIRST_SIZES, REFUSED, Sizes
@@ -28,16 +29,14 @@ from ..managers.storms import COMES_AGAIN, FIRST_SIZES, REFUSED, Sizes
 if TYPE_CHECKING:
     from pygraph_trees.selection.trial import Trial
 
-    Run = Callable[[list[Any]], Any]
-
 _MOST_BELOW = 8  # recordings that a trial may cause to be made again
 _MOST_TRIES = 64  # un-graphed calls after a decision that try to give the graph pool back
 
 
-def chooser(device: int) -> Callable[[FunctionModel, Run, Aligned], TrialMember | None]:
+def chooser(device: int) -> Callable[[FunctionModel, Call, Aligned], TrialMember | None]:
     """Returns a function that makes a function of this device a member of its trial, if it has one."""
 
-    def choose(function: FunctionModel, graphed: Run, aligned: Aligned) -> TrialMember | None:
+    def choose(function: FunctionModel, graphed: Call, aligned: Aligned) -> TrialMember | None:
         trial = trial_of(function.log, function.settings, device, has_fast_path=binding.extension is not None)
         if trial is None:
             return None
@@ -116,7 +115,7 @@ class _Choice(Environment):
 
 def has_room_for_another(manager: Manager) -> bool:
     """Whether the GPU has 10% more memory free, of what the process may take, than the graph pool takes."""
-    pool, device = manager.pool_bytes, manager.device_index
+    pool, device = manager.pool.nbytes(), manager.device_index
     try:
         free, total = torch.cuda.mem_get_info(device)
         allowed = torch.cuda.get_per_process_memory_fraction(device) * total
@@ -129,8 +128,8 @@ def has_room_for_another(manager: Manager) -> bool:
 
 
 def only_sizes_that_come_again(
-    function: FunctionModel, run: Run, inputs: Sequence[Any], aligned: Aligned, device: int
-) -> Run:
+    function: FunctionModel, run: Call, inputs: Sequence[Any], aligned: Aligned, device: int
+) -> Call:
     """``run``, but with "auto", a function of integers is graphed only for the sets that :class:`Sizes` chooses."""
     indices = [index for index, value in enumerate(inputs) if isinstance(value, int)]
     if not indices or function.settings.selective != "auto":
@@ -198,7 +197,7 @@ def handed_on(manager: Manager, model: FunctionModel) -> int:
     return taken
 
 
-def as_upstream_has_it(run: Run, mode: str, device: int) -> Run:
+def as_upstream_has_it(run: Call, mode: str, device: int) -> Call:
     """``run``, but upstream's manager is told of un-graphed forwards and backwards: no step begins between the two.
 
     An un-graphed backward expects that its forward has made a manager.

@@ -44,6 +44,7 @@ _FORWARD, _BACKWARD = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.C
 class Calls(fast_path.TreeState, Upstream):
     reclaiming: Reclaiming
     output_policy: OutputPolicy
+    pool: Any  # its address ranges
     why_start_over: Why | None = None  # why all recordings are dropped at the next call
     _candidates: dict[Any, Any]
     keeps_outputs: bool  # whether a function was added whose outputs must be kept
@@ -94,9 +95,6 @@ class Calls(fast_path.TreeState, Upstream):
                 self.note_ungraphed_in_turn(is_forward=mode == _FORWARD)
             return self.run_ungraphed(inputs, function_id, model.why_ungraphed)
         return contained(self, run, inputs, function_id)
-
-    def is_in_pool(self, address: int) -> bool:
-        return self._pool.holds(address)
 
     def failed(self, error: Exception, function_id: Any = None) -> None:
         """Drops all recordings and the graph pool at the next call, unless the error passes (:func:`.passes`).

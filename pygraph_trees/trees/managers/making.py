@@ -71,7 +71,7 @@ class Making(Calls):
             try:
                 return upstream(inputs, function_id)
             finally:
-                self._pool.forget()
+                self.pool.forget()
 
     def _record(self, new_inputs: list[Any], function_id: Any, function: FunctionLog) -> Any:
         # Upstream checked this before it ended the last step's path, when outputs of that step were still managed.
@@ -88,7 +88,7 @@ class Making(Calls):
         verification = self._verification(given)
         own = getattr(given.function, "own", None)
         model.lanes.look_up(function_id, new_inputs[: own and own.takes], self.device_index)
-        before = self._pool.nbytes()
+        before = self.pool.nbytes()
         start = time.perf_counter()
         if (progress := progress_of(model)) is not None:
             progress.hold()
@@ -106,7 +106,7 @@ class Making(Calls):
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING
             raise
         finally:
-            self._pool.forget()
+            self.pool.forget()
         if why_not is not None:
             return self.run_ungraphed(new_inputs, function_id, why_not)
         record_s = time.perf_counter() - start
@@ -115,17 +115,17 @@ class Making(Calls):
             return outputs
         log.record_s = record_s
         log.reason = reason
-        log.pool_bytes = self._pool.nbytes() - before
+        log.pool_bytes = self.pool.nbytes() - before
         function.recorded(log)
         if limit := model.settings.pool_bytes:
-            nbytes = self._pool.nbytes() + self.output_policy.held_bytes(self)
+            nbytes = self.pool.nbytes() + self.output_policy.held_bytes(self)
             if self.reclaiming.limit(self, nbytes, limit):
                 self.output_policy.release(self)
         self._let_chooser_rerecord(self.current_node, function_id)
         self._let_lanes_rerecord(model, function_id, log, before)
         if verification is not None:
             verification.check(self.current_node, outputs, function.name)
-        self.output_policy.recorded(self, self.current_node, self._pool.nbytes())
+        self.output_policy.recorded(self, self.current_node, self.pool.nbytes())
         return outputs
 
     def _why_stopped(self, model: FunctionModel, function_id: Any) -> Why | None:
@@ -163,7 +163,7 @@ class Making(Calls):
 
     def _given(self, inputs: list[Any], function_id: Any) -> Given:
         is_managed = self._get_cuda_graph_recorded_tensor_checker()
-        return Given(self.ids_to_funcs[function_id], inputs, self.device_index, self._pool, is_managed)
+        return Given(self.ids_to_funcs[function_id], inputs, self.device_index, self.pool, is_managed)
 
     def _demote(self, given: Given, function_id: Any) -> None:
         """Makes inputs that move live from now on."""
@@ -183,7 +183,7 @@ class Making(Calls):
 
     def _warm_up(self, new_inputs: list[Any], function_id: Any, function: FunctionLog) -> Any:
         function.warmups += 1
-        before = self._pool.nbytes()
+        before = self.pool.nbytes()
         was_warm = function_id in self.warmed_up_functions
         try:
             with self._warming_up(new_inputs, function_id), self._watching(new_inputs, function_id) as found:
@@ -198,10 +198,10 @@ class Making(Calls):
                 node.stack_traces = list(node.stack_traces or ())[: len(node.tensor_weakrefs)]
             raise
         finally:
-            self._pool.forget()
+            self.pool.forget()
         if found is not None:
-            found(outputs, self._pool.holds)
-        function.warmup_pool_bytes += self._pool.nbytes() - before
+            found(outputs, self.pool.holds)
+        function.warmup_pool_bytes += self.pool.nbytes() - before
         return outputs
 
     def _watching(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[Any]:
@@ -218,5 +218,5 @@ class Making(Calls):
         if indirection not in ("auto", "table"):
             return nullcontext()
         is_backward = self.id_to_mode[function_id] is _BACKWARD
-        given = self.get_curr_generation(), inputs, wrapped.static_input_idxs, self.device_index, self._pool
+        given = self.get_curr_generation(), inputs, wrapped.static_input_idxs, self.device_index, self.pool
         return self._warmups.begin(wrapped.model, *given, is_backward=is_backward, builds=indirection == "table")

@@ -83,9 +83,7 @@ class Manager(Making):
         self.keeps_outputs = self.keeps_outputs or keeps_outputs(model)
         if isinstance(model, FunctionModel):  # not before: if the first call fails, the function is added again
             model.log.why_not_kept = why_not_moved() if model.settings.outputs == "keep" else None
-            model.dispatch.add(of_integers=bool(integers))
-            if integers:
-                model.dispatch.add_values(self, run.keywords["function_id"], integers)
+            model.dispatch.add(self, run.keywords["function_id"], integers)
         return run, outputs
 
     @property
@@ -207,11 +205,7 @@ class Manager(Making):
         return super()._run(new_inputs, function_id)
 
     @property
-    def pool_bytes(self) -> int:
-        return self._pool.nbytes()
-
-    @property
-    def _pool(self) -> PoolRanges:
+    def pool(self) -> PoolRanges:
         return ranges_of(self.device_index, self.cuda_graphs_thread_pool)
 
     def _update_non_cudagraph_managed_mutation(self, function_id: Any, inputs: list[Any]) -> None:

@@ -40,7 +40,7 @@ def managers() -> list[Any]:
 
 def holds(manager: Any, storage: torch.UntypedStorage) -> bool:
     is_there = storage.device == torch.device("cuda", manager.device_index)
-    return bool(is_there and manager.is_in_pool(storage.data_ptr()))
+    return bool(is_there and manager.pool.holds(storage.data_ptr()))
 
 
 @functools.cache
