@@ -65,31 +65,23 @@ Replayer: Any = None if binding.extension is None else binding.extension.Replaye
 
 
 def entry(
-    function: object,
+    function: object,  # the :class:`~.dispatch.Dispatch` of the function that is replayed
     *,
-    runner: tuple[list[Any], Any] | None = None,
-    order: Sequence[int] | None = None,
-    kept: Sequence[int] = (),
+    runner: tuple[list[Any], Any] | None = None,  # the partitions of the code around it, and what must be the only one
+    order: Sequence[int] | None = None,  # the number of the input that each argument of the function is
+    kept: Sequence[int] = (),  # the numbers of inputs that are returned
+    # The numbers of the returned values in one row of the outputs, the kept inputs, the views and the constants; if
+    # None, all outputs are returned as a list.
     picks: Sequence[int] | None = None,
-    constants: Sequence[Any] = (),
-    views: Sequence[View] = (),
+    constants: Sequence[Any] = (),  # that are returned
+    views: Sequence[View] = (),  # arguments of ``reinterpret_tensor``, with the number of an output or a kept input
+    # The numbers of views of gradients that already have that layout. If only autograd uses such a gradient, it is
+    # returned itself (``native/own_outputs.cpp``).
     own: Sequence[int] = (),
 ) -> Call | None:
     """Returns a callable that gives the outputs of a fast replay for a list of inputs; None without C++.
 
     A replay consumes the inputs. If none is possible, the callable returns None and leaves the inputs as they are.
-
-    Args:
-        function: the :class:`~.dispatch.Dispatch` of the function that is replayed.
-        runner: the list of partitions of the code around the function, and the partition that must be its only one.
-        order: the number of the input that each argument of the function is.
-        kept: the numbers of inputs that are returned.
-        picks: the numbers of the returned values in one row of the outputs, the kept inputs, the views and the
-            constants; if None, all outputs are returned as a list.
-        constants: the returned constants.
-        views: the arguments of Inductor's ``reinterpret_tensor``, with the number of an output or a kept input.
-        own: the numbers of views of gradients that already have that layout. If only autograd uses such a gradient, it
-            is returned itself (``native/own_outputs.cpp``).
     """
     if binding.extension is None:
         return None

@@ -198,19 +198,16 @@ def entered(
     function: FunctionModel,
     run: Call,
     aligned: Aligned,
+    # Is given the function, its graphed version and ``aligned``, and may let its calls go another way. Its result lives
+    # as long as the returned callable.
     choose: Callable[[FunctionModel, Call, Aligned], object] | None = None,
+    # Gives the way of a call from a thread that must not use graphs, and None for another thread. It is told whether
+    # the call would be graphed.
     way_elsewhere: Callable[[bool], Call | None] | None = None,
 ) -> Call:
     """``run``, but a fast replay is tried first, and a call that the program captures runs un-graphed.
 
     A function is entered in one place only, the outermost. The returned callable has the attribute ``function``.
-
-    Args:
-        aligned: the function's compiled code.
-        choose: is given the function, its graphed version and ``aligned``, and may let its calls go another way. Its
-            result lives as long as the returned callable.
-        way_elsewhere: gives the way of a call from a thread that must not use graphs, and None for another thread. It
-            is told whether the call would be graphed.
     """
     if function.is_entered:
         return run

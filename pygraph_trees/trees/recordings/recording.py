@@ -118,7 +118,6 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
 
     def _native(self, *, in_python: bool) -> Any:
         dropped = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
-        # By output: a number, None, a tensor on a static input, or one in a tuple; NotImplemented for other tensors.
         others = [
             made_of if not isinstance(made_of, dict) else NotImplemented if static is None else static
             for made_of, static in zip(self.outputs_metadata, self.static_output_tensors, strict=True)

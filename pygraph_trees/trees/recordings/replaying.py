@@ -269,16 +269,15 @@ class Replayed(Upstream):
 
 
 def native_replay(
-    recording: Replayed, managed: Sequence[int], others: Sequence[Any], *, in_python: bool = False
+    recording: Replayed,
+    managed: Sequence[int],  # the indices of the inputs that are released
+    # By output, the value that is not cached, or ``NotImplemented`` if there is no such value. A tuple with a tensor
+    # without elements stands for a new one like it at each call.
+    others: Sequence[Any],
+    *,
+    in_python: bool = False,  # whether ``recording.replay`` launches the graph
 ) -> Any:
-    """The C++ part of a recording that has a fast path; None without C++.
-
-    Args:
-        managed: the indices of the inputs that are released.
-        others: by output, the value that is not cached, or ``NotImplemented`` if there is no such value. A tuple with
-            a tensor without elements stands for a new one like it at each call.
-        in_python: whether ``recording.replay`` launches the graph.
-    """
+    """The C++ part of a recording that has a fast path; None without C++."""
     if binding.extension is None:
         return None
     live, kind = recording.live, type(recording)
