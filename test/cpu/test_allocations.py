@@ -13,6 +13,7 @@ import unittest
 import weakref
 from typing import Any
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import torch
 from fake_trees import Plain, bare_manager
@@ -310,7 +311,7 @@ class TestStreams(TestCase):
         manager.current_gen = 3
         output, other = torch.ones(4), torch.ones(4)
         one, two = (torch.Stream(device_type=_CUDA, device_index=0, stream_id=number) for number in (33, 35))
-        self.enterContext(mock.patch.dict(owned.OWNED, {pool: lambda: manager}, clear=True))
+        self.enterContext(mock.patch.object(owned, "OWNED", WeakValueDictionary({pool: manager})))
         self.enterContext(mock.patch.object(owned, "holds", lambda _, storage: storage.data_ptr() != other.data_ptr()))
         for tensor, stream in ((output, one), (output[1:], one), (output, two), (other, one)):
             owned.note_stream(tensor, stream)

@@ -8,11 +8,11 @@ code makes in the mode of the call: an inference tensor cannot be changed in pla
 
 import dataclasses
 import threading
-import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import torch
 from fake_trees import replay_with, replaying
@@ -81,7 +81,7 @@ class TestOutputs(OnCpuTestCase):
 
     def begin_in(self, function, **kwargs):
         with (
-            mock.patch.object(pools, "OWNED", {"ours": weakref.ref(function.manager)}),
+            mock.patch.object(pools, "OWNED", WeakValueDictionary(ours=function.manager)),
             mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
         ):
             self.begin(None, **kwargs)

@@ -392,7 +392,7 @@ class TestLiveGraph(LiveInputsTestCase):
         branching.chain = self.chain
         clocks = SimpleNamespace(is_idle=lambda: True, mark=lambda: 0, us_between=lambda *marks: 5.0)
         self.enterContext(mock.patch.object(captured_graph, "CudaDevice", lambda device: clocks))
-        self.enterContext(mock.patch.object(captured_graph, "owner_of", lambda pool: self.manager))
+        self.enterContext(mock.patch.object(captured_graph.pools, "OWNED", {(0, 7): self.manager}))
         known = {"live": self.live, "log": log, "device": 0, "cuda_graphs_pool": (0, 7), "graph": self.graph}
         try_lanes(SimpleNamespace(wrapped_function=self.function, **known), branching)
         self.assertTrue(log.is_tried)

@@ -6,6 +6,7 @@ import sys
 import weakref
 from itertools import count, product
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import torch
 from fake_trees import Trees, some
@@ -198,7 +199,7 @@ class TestDropped(TouchedTestCase):
             output.fill_(9)
         else:
             with (
-                mock.patch.object(pools, "OWNED", {0: weakref.ref(function.manager)}),
+                mock.patch.object(pools, "OWNED", WeakValueDictionary({0: function.manager})),
                 mock.patch.object(pools, "holds", lambda *_: True),
             ):
                 other = entry_points.outside_of_pools(torch._lazy_clone)(output)

@@ -565,7 +565,7 @@ class TestManager(TestCase):
 
         with mock.patch.object(Upstream, "__init__", init), mock.patch.object(pools, "OWNED", {}) as owned:
             manager = Manager(3, initial_mempool_allocation_gb=1.5)  # since torch 2.15
-            self.assertIs(owned["its pool"](), manager)
+            self.assertIs(owned["its pool"], manager)
             self.assertIsInstance(manager.reclaiming._remake(), Manager)
         self.assertEqual(given, 2 * [((3,), {"initial_mempool_allocation_gb": 1.5})])
 

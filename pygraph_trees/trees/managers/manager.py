@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +73,7 @@ class Manager(Making):
         thread = mark()
         self.thread = None if thread is None else thread.number
         self.ordered_device = getattr(self, "device_index", -1)
-        pools.OWNED[self.cuda_graphs_thread_pool] = weakref.ref(self)
+        pools.OWNED[self.cuda_graphs_thread_pool] = self
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         # Read before the function's first call consumes the inputs.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -193,7 +192,7 @@ class Reclaiming:
         for name in ("graph", "stream", "cuda_graphs_thread_pool"):
             setattr(manager, name, getattr(fresh, name))
         pools.OWNED.pop(old, None)
-        pools.OWNED[manager.cuda_graphs_thread_pool] = weakref.ref(manager)
+        pools.OWNED[manager.cuda_graphs_thread_pool] = manager
         self._left, self._seen, self._is_unknown = None, 0, False
         torch.cuda.empty_cache()
         return True

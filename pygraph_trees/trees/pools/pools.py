@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from pygraph_trees.indirection.pool import PoolRanges
 
-OWNED: dict[Any, Callable[[], Any]] = {}  # the pools of this package, and weak references to their managers
-
-
-def owner_of(pool: Any) -> Any:
-    return OWNED[pool]() if pool in OWNED else None
+OWNED: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # the managers of this package, by pool
 
 
 def note_stream(tensor: torch.Tensor, stream: Any) -> None:
@@ -26,16 +22,13 @@ def note_stream(tensor: torch.Tensor, stream: Any) -> None:
 
 def streams_that_use(pool: Any, storage: torch.UntypedStorage) -> list[torch.Stream]:
     """The streams that the program has named in this step for an output in a pool."""
-    manager = owner_of(pool)
+    manager = OWNED.get(pool)
     return [] if manager is None else manager.streams_in_use(storage)
 
 
 def managers() -> list[Any]:
-    found = [(pool, reference()) for pool, reference in list(OWNED.items())]
-    for pool, manager in found:
-        if manager is None:
-            OWNED.pop(pool, None)
-    return [manager for _, manager in found if manager is not None]
+    # A copy: another thread may make a manager meanwhile.
+    return [manager for reference in OWNED.valuerefs() if (manager := reference()) is not None]
 
 
 def holds(manager: Any, storage: torch.UntypedStorage) -> bool:

@@ -25,7 +25,7 @@ from pygraph_trees.indirection.live_input import bytes_at
 from pygraph_trees.outputs.allocations import generated_by_inductor, watching
 from pygraph_trees.reasons import Reason, Why
 
-from ..pools.pools import owner_of
+from ..pools import pools
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.graph_nodes import NodeKind
@@ -96,7 +96,7 @@ def try_lanes(node: Any, branching: Branching) -> None:
 
     def ended(found: Tried | Why) -> None:
         lanes.tried(function_id, log, found)
-        manager = owner_of(pool)
+        manager = pools.OWNED.get(pool)
         if isinstance(found, Why) and manager is not None:  # the graph cannot be used any more
             manager.reclaiming.record_again(function_id, found, log.number)
 

@@ -120,7 +120,7 @@ class Replayed(Upstream):
         """For a fast replay whose inputs are copied or whose outputs are made from them: launches the graph, which has
         the inputs' addresses, returns the outputs, and consumes the inputs.
         """
-        manager = pools.owner_of(self.cuda_graphs_pool)
+        manager = pools.OWNED.get(self.cuda_graphs_pool)
         if manager is None:
             return self._replay(inputs)
         return contained(manager, lambda: self._replay(inputs), inputs, self.wrapped_function.id)
@@ -199,7 +199,7 @@ class Replayed(Upstream):
         try:
             return self._cached_or_new()
         except Exception as error:
-            manager = pools.owner_of(self.cuda_graphs_pool)
+            manager = pools.OWNED.get(self.cuda_graphs_pool)
             if manager is None or not self._gives_addresses:
                 raise
             note_failure(self.wrapped_function.model, error)
