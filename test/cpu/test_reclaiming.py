@@ -1,6 +1,7 @@
 """Recordings and their memory are given back: those of functions that are no longer graphed, and of whole managers."""
 
 import itertools
+import math
 import weakref
 from types import SimpleNamespace
 from unittest import mock
@@ -85,7 +86,7 @@ class TestForgotten(WithoutGpu):
         self.assertEqual((self.below.graph, self.below.native), (None, None))
         self.below.remove_node_cached_tensors.assert_called_once_with()
         self.first.remove_node_cached_tensors.assert_not_called()
-        self.assertEqual((self.first.graph, self.manager.reclaiming.forgotten), ("captured", []))
+        self.assertEqual((self.first.graph, self.manager.reclaiming.forgotten), ("captured", {}))
         self.assertIsNone(self.manager.reclaiming.why_again(1))
 
     def test_recordings_to_be_made_again_are_given_back_at_the_next_step(self):
@@ -114,7 +115,7 @@ class TestForgotten(WithoutGpu):
             live = SimpleNamespace(addresses=SimpleNamespace(chooser=found))
             self.manager._let_chooser_rerecord(SimpleNamespace(live=live, log=SimpleNamespace(number=0)), 2)
         chooser.ready("of the test")
-        self.assertEqual(self.manager.reclaiming.forgotten, [2])
+        self.assertEqual([*self.manager.reclaiming.forgotten], [2])
         self.manager.reclaiming.forgotten.clear()
         self.assertEqual(self.manager.reclaiming.why_again(2), "of the test")
         gone = weakref.ref(self.manager)
@@ -203,7 +204,7 @@ class TestPool(WithoutGpu):
         manager, model = self.recorded()
         manager.reclaiming.record_again(1, "of the test", 0)
         manager.shutdown()
-        self.assertEqual(manager.reclaiming.forgotten, [])
+        self.assertEqual(manager.reclaiming.forgotten, {})
         manager.forget(model)
         self.assertFalse(manager.give_pool_back())
         manager.reclaiming.give_back(manager)
@@ -214,7 +215,7 @@ class TestPool(WithoutGpu):
         manager._candidates[1] = "candidates"
         manager.forget(model, later=True)
         self.assertEqual((manager.roots, manager._candidates), ({1: [node]}, {}))
-        self.assertEqual(manager.reclaiming.forgotten, [1])
+        self.assertEqual([*manager.reclaiming.forgotten], [1])
 
     def test_an_open_path_is_ended_if_that_takes_nothing_from_anybody(self):
         """``give_pool_back`` ends it."""
@@ -229,7 +230,7 @@ class TestPool(WithoutGpu):
         ):
             manager, _ = self.recorded(node := recording())
             manager.current_node = mock.Mock(**{"all_outputs_are_dead.return_value": are_dead})
-            manager.path_state, manager.reclaiming.forgotten = path_state, [1]
+            manager.path_state, manager.reclaiming.forgotten = path_state, {1: math.inf}
             manager.give_pool_back()
             self.assertEqual(manager.roots, {} if is_ended else {1: [node]})
 

@@ -104,7 +104,6 @@ class Progress:
         self.stage = Stage.PREPARED
 
     def launched(self, node: Any = None, outputs: Any = None) -> None:
-        """Notes that a recording was launched for this call."""
         self.stage, self.node, self.outputs = Stage.COMPUTED, node, outputs
 
 

@@ -272,7 +272,6 @@ def _children(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _nodes(node: Any) -> Iterator[Any]:
-    """A node, and all nodes below it."""
     yield node
     pairs = node.get_key_value_managers().values() if hasattr(node, "get_key_value_managers") else ()
     for child in (*node.get_child_managers(), *(part for pair in pairs for part in pair if part is not None)):

@@ -135,11 +135,6 @@ class Manager(Making):
     def new_graph_id(self) -> Any:
         return _GraphID(next(self.graph_counter))
 
-    def exceed_rerecord_limit(self, node_id: Any, function_id: Any) -> bool:
-        # Upstream reads its configuration even if the function was never recorded again, which is the usual case.
-        counts = self.num_rerecord.get(node_id)
-        return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
-
     def is_graphed(self, function_id: Any, node_id: Any) -> bool:
         """Whether upstream is known to graph a function at a place; if it mutates inputs, upstream decides once."""
         skipped = self._skip_table()[node_id].get(function_id)
@@ -175,7 +170,6 @@ class Manager(Making):
                 self.failed(error)
 
     def give_pool_back(self) -> bool:
-        """Gives back the graph pool if nothing is left in it; see :meth:`.Reclaiming.give_pool_back`."""
         try:
             with deferred():
                 return self.reclaiming.give_pool_back(self)

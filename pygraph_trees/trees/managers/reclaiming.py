@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +42,9 @@ class Reclaiming:
         """``remake`` makes another manager of the same kind, with a new pool."""
         self._remake = remake
         self._candidates = candidates  # of the manager; cleared whenever recordings may be given back
-        self.forgotten: list[Any] = []  # ids of functions whose recordings are to be given back
+        # By id of a function whose recordings are to be given back: the number of the newest of these.
+        self.forgotten: dict[Any, float] = {}
         self._again: dict[Any, Why] = {}  # why, by id of a function that is to be recorded again
-        self._newest: dict[Any, int] = {}  # the number of its newest recording that is to be given back
         self._dropped: dict[Any, Why] = {}  # why, by id of a function whose recordings the pool has no room for
         self._seen = 0  # bytes of the pool when recordings were dropped last; 0 if it is a new pool
         self._left: list[Any] | None = None  # references to outputs of recordings given back; None if none was
@@ -52,8 +53,8 @@ class Reclaiming:
     def forget(self, manager: Any, model: FunctionModel, *, later: bool) -> None:
         """Gives back a function's recordings, and those that follow, once no path is open, or at a later call."""
         ids = [id_ for id_, function in list(manager.ids_to_funcs.items()) if function.model is model]
-        self.forgotten += ids
-        for noted in (self._again, self._dropped, self._newest):
+        self.forgotten |= dict.fromkeys(ids, math.inf)
+        for noted in (self._again, self._dropped):
             for function_id in ids:
                 noted.pop(function_id, None)
         self._candidates.clear()
@@ -66,8 +67,8 @@ class Reclaiming:
     def record_again(self, function_id: Any, why: Why, newest: int) -> None:
         """Lets a function be recorded again, also during a call; recordings up to number ``newest`` are given back."""
         self._again[function_id] = why
-        self._newest[function_id] = max(newest, self._newest.get(function_id, newest))
-        self.forgotten.append(function_id)
+        before = self.forgotten.get(function_id, math.inf)
+        self.forgotten[function_id] = newest if before == math.inf else max(newest, before)
         self._candidates.clear()
 
     def why_again(self, function_id: Any) -> Why | None:
@@ -86,7 +87,7 @@ class Reclaiming:
         why = Reason.POOL_LIMIT(nbytes=nbytes)
         _log.info("all recordings are dropped: %s", why)
         ids = list(manager.ids_to_funcs)
-        self.forgotten += ids
+        self.forgotten = dict.fromkeys(ids, math.inf) | self.forgotten
         self._dropped = dict.fromkeys(ids, why)
         self._candidates.clear()
         return True
@@ -96,17 +97,16 @@ class Reclaiming:
         if manager.current_node is not None or manager.roots is None or torch.cuda.is_current_stream_capturing():
             return
         release_pools()
-        ids, self.forgotten = self.forgotten, []
-        newest, self._newest = self._newest, {}
+        forgotten, self.forgotten = self.forgotten, {}
         self._candidates.clear()  # some may have been found since ``forget``
         gone: list[Any] = []
         todo = [manager.roots]
         while todo:
             below = todo.pop()
-            for function_id in ids:
+            for function_id, newest in forgotten.items():
                 found = below.pop(function_id, ())
-                gone += [node for node in found if node.id.id <= newest.get(function_id, node.id.id)]
-                if kept := [node for node in found if node.id.id > newest.get(function_id, node.id.id)]:
+                gone += [node for node in found if node.id.id <= newest]
+                if kept := [node for node in found if node.id.id > newest]:
                     below[function_id] = kept
             todo += [node.children for nodes in below.values() for node in nodes]
         if gone:
@@ -161,7 +161,7 @@ class Reclaiming:
         self._left = [*(self._left or []), *_outputs_on_path(node)]
         if node is not None:
             manager.current_node, manager.path_state = None, _STATE.NONE
-        self.forgotten, self._newest = list(manager.ids_to_funcs), {}
+        self.forgotten = dict.fromkeys(manager.ids_to_funcs, math.inf)
         self._again, self._dropped = {}, dict.fromkeys(self.forgotten, why)
         self.give_back(manager)
         if manager.cuda_graphs_thread_pool == pool:
@@ -198,7 +198,7 @@ class Reclaiming:
         return True
 
     def clear(self) -> None:
-        self.forgotten, self._left = [], None
+        self.forgotten, self._left = {}, None
 
 
 def _outputs_on_path(node: Any) -> list[Any]:

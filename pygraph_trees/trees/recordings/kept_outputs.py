@@ -111,7 +111,6 @@ def _on_stream_of(node: Any, device: torch.device) -> AbstractContextManager[Any
 
 
 def _exchange(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchanges the memory of two storages of the same size."""
     binding.extension.exchange_memory(bytes_of(storage), bytes_of(other))
 
 

@@ -127,7 +127,6 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         return native_replay(self, dropped, others, in_python=in_python)
 
     def all_outputs_are_dead(self) -> bool:
-        """Whether all outputs of the path from this node to its root are dead."""
         return super().all_outputs_are_dead() or (
             release_unneeded(self.cuda_graphs_pool) and super().all_outputs_are_dead()
         )
