@@ -32,10 +32,10 @@ class OwnFunction(WrappedFunction):
 class OutputPolicy:
     """Own memory of the functions of one manager. Methods are given the manager and do not keep it."""
 
-    __slots__ = ("_given", "_storages", "changing")
+    __slots__ = ("_given", "changing", "storages")
 
     def __init__(self) -> None:
-        self._storages: dict[Any, tuple[Storage, ...]] = {}  # by function: where a warm-up found its outputs
+        self.storages: dict[Any, tuple[Storage, ...]] = {}  # by function: where a warm-up found its outputs
         self._given: dict[Any, tuple[Block, ...]] = {}  # by function: the blocks for which it was given memory
         # Compiled code, and its outputs that get own memory from the next call on.
         self.changing: list[tuple[Any, set[int]]] = []
@@ -85,7 +85,7 @@ class OutputPolicy:
 
         def found(outputs: Sequence[Any], is_in_pool: Callable[[int], bool]) -> None:
             storages = watch.storages(outputs, lambda address: address not in given and is_in_pool(address))
-            self._storages[function_id] = storages
+            self.storages[function_id] = storages
             graph = model.log.graph
             # A collective may hide the address of all memory except that to which only copies write.
             if model.log.has_collective:
@@ -100,9 +100,6 @@ class OutputPolicy:
             yield found
         finally:
             plan.call.watch = None
-
-    def knows(self, function_id: Any) -> bool:
-        return function_id in self._storages
 
     def recorded(self, manager: Any, node: Any, pool_bytes: int) -> None:
         """Finds another way for outputs that a new recording cannot write to own memory, and limits the kept memory.
@@ -157,7 +154,7 @@ class OutputPolicy:
         if not ids:
             return set()
         numbers = {number for number, (moves, _) in model.log.moved.items() if moves >= times}
-        possible = {number for storage in self._storages[ids[0]] for number in storage.block.outputs}
+        possible = {number for storage in self.storages[ids[0]] for number in storage.block.outputs}
         if with_seen and (model.log.mode in (INFERENCE, BACKWARD) or model.first_inside is not None):
             seen = model.first_inside if model.log.mode not in (INFERENCE, BACKWARD) else None
             numbers |= {number for number in possible if seen is None or number < seen}
@@ -167,12 +164,12 @@ class OutputPolicy:
 
     def _ids(self, manager: Any, model: Any) -> list[Any]:
         """The ids of a function that was warmed up: one, or one for each set of its integers."""
-        return [id_ for id_ in self._storages if manager.ids_to_funcs[id_].model is model]
+        return [id_ for id_ in self.storages if manager.ids_to_funcs[id_].model is model]
 
     def _change(self, manager: Any, model: Any, wanted: Iterable[int], why: Why) -> None:
         plan: OwnOutputs = model.outputs
         ids = self._ids(manager, model)
-        plan.blocks = plan.blocks_of(self._storages[ids[0]], wanted)
+        plan.blocks = plan.blocks_of(self.storages[ids[0]], wanted)
         for index in [index for index in model.refused if index >= plan.takes]:
             del model.refused[index]
         for function_id in ids:
@@ -181,7 +178,7 @@ class OutputPolicy:
 
     def _give_memory(self, manager: Any, function_id: Any) -> None:
         """Gives a function an input for each of its blocks, from its next call on."""
-        wrapped, storages = manager.ids_to_funcs[function_id], self._storages[function_id]
+        wrapped, storages = manager.ids_to_funcs[function_id], self.storages[function_id]
         model = wrapped.model
         plan: OwnOutputs = model.outputs
         takes, blocks, own = plan.takes, plan.blocks, None

@@ -483,7 +483,7 @@ class TestPolicy(TestCase):
         for model in (kept, *others):
             self.manager.run_eager([X], id_ := self.add(model))
             expected = [FIRST, SECOND] if model is kept else []
-            self.assertEqual((self.call(id_, times=5), self.policy.knows(id_)), (expected, model is kept))
+            self.assertEqual((self.call(id_, times=5), id_ in self.policy.storages), (expected, model is kept))
         self.manager.reclaiming.forget, own = mock.Mock(), self.functions[0].own
         self.manager.run_eager([X], 0)
         self.assertIs(self.functions[0].own, own)

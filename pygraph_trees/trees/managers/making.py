@@ -206,7 +206,7 @@ class Making(Calls):
 
     def _watching(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[Any]:
         model = self.ids_to_funcs[function_id].model
-        may_have_own = keeps_outputs(model) and not self.output_policy.knows(function_id)
+        may_have_own = keeps_outputs(model) and function_id not in self.output_policy.storages
         may_have_own = may_have_own and input_rules.uses_addresses(model) and input_rules.knows_its_writes(model)
         if may_have_own and generated_by_inductor(model.model):
             return self.output_policy.watched(self, function_id, inputs)
