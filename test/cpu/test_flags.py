@@ -25,7 +25,6 @@ from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.functions import _noting, are_graphs_left_out, why_not_graphed
 from pygraph_trees.settings import FLAGS, InvalidFlag, Settings, UnknownFlag
 from pygraph_trees.trees.hooks.entry_points import putting_to_use
-from pygraph_trees.version import artifact_hash
 
 
 def product(x):
