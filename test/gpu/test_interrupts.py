@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from indirection import KeptTestCase
-from new_program import printed
+from new_program import ROOT, printed
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 # Compiles, then gets real signals while it makes steps, and then none.
@@ -107,75 +107,43 @@ print(json.dumps({
 
 # Interrupts a warm-up (0) or a recording (1) at each call and return of the trees' code, and looks at torch's state.
 AT_EACH_CALL = """
-import itertools, json, sys
+import itertools, json, sys, time
 import torch
 from torch._inductor import cudagraph_trees
-import pygraph_trees
-
-interrupted_call, problems, interrupts = int(sys.argv[1]), [], 0
-
-def in_default_pool(tensor):
-    at = tensor.data_ptr()
-    found = [s for s in torch.cuda.memory_snapshot() if s["address"] <= at < s["address"] + s["total_size"]]
-    return [tuple(s["segment_pool_id"]) for s in found] == [(0, 0)]
+from fuzzing.check import is_as_before
+from fuzzing.faults import Fault
 
 def boxed(inputs):
     x, y = inputs
     inputs.clear()
     return [x * y + 1, x @ x]
 
-def interrupted_at(moment, call):
-    left = moment
-
-    def profile(frame, event, _):
-        nonlocal left
-        name = str(frame.f_globals.get("__name__"))
-        if event in ("call", "c_return") and name.startswith(("pygraph_trees.", "torch._inductor.")):
-            left -= 1
-            if left == 0:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    sys.setprofile(profile)
-    try:
-        call()
-        return False
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.setprofile(None)
-
+problems, interrupts, was_interrupted, until = [], 0, True, time.monotonic() + 40
 x, y = torch.ones(32, 32, device="cuda"), torch.full((32, 32), 2.0, device="cuda")
-function = None
 for moment in itertools.count(1):
+    if problems or not was_interrupted or time.monotonic() > until:
+        break
     if moment % 40 == 1:
         torch._dynamo.reset()
     function = cudagraph_trees.cudagraphify_impl(
         boxed, [x, y], (), device_index=0, is_backward=False, is_inference=True, stack_traces=[None, None]
     )
-    was_interrupted = False
     for call in range(4):
         y.fill_(call)
         torch.compiler.cudagraph_mark_step_begin()
-        if call == interrupted_call:
-            was_interrupted = interrupted_at(moment, lambda: function([x, y]))
-            interrupts += was_interrupted
-            where = f"moment {moment}: "
-            if torch.cuda.current_stream() != torch.cuda.default_stream():
-                problems.append(where + "another stream is current")
-            if torch.cuda.is_current_stream_capturing():
-                problems.append(where + "a capture is left")
-            if not in_default_pool(torch.empty(1000, device="cuda")):
-                problems.append(where + "tensors are in the graph pool")
-            if problems:
-                break
-        else:
-            outputs = function([x, y])
-            if [o.flatten()[0].item() for o in outputs] != [call + 1.0, 32.0]:
-                problems.append(f"moment {moment}, call {call}: {outputs}")
-            del outputs
-    if problems or not was_interrupted:
-        break
+        if call != int(sys.argv[1]):
+            found = [output.flatten()[0].item() for output in function([x, y])]
+            problems += [] if found == [call + 1.0, 32.0] else [f"moment {moment}, call {call}: {found}"]
+            continue
+        try:
+            with Fault("at a call", call, moment).injected(x.device):
+                function([x, y])
+            was_interrupted = False
+        except KeyboardInterrupt:
+            interrupts += 1
+        if torch.cuda.is_current_stream_capturing() or not is_as_before(torch.empty(1000, device="cuda")):
+            problems.append(f"moment {moment}: a capture, the graph pool or another stream is in use")
+            break
 print(json.dumps({"problems": problems[:5], "interrupts": interrupts}))
 """
 
@@ -201,7 +169,7 @@ class TestInterrupts(KeptTestCase):
     @parametrize("call", [0, 1])
     def test_exceptions_that_are_not_deferred(self, call: int) -> None:
         """As of a handler of another signal than SIGINT: the program's memory and stream are its own afterwards."""
-        found = printed(AT_EACH_CALL, call, PYGRAPH_SELECTIVE="always")
+        found = printed(AT_EACH_CALL, call, folders=(ROOT / "tools",), PYGRAPH_SELECTIVE="always")
         self.assertEqual(found["problems"], [], str(found))
         self.assertGreater(found["interrupts"], 100, str(found))
 

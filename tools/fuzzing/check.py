@@ -218,7 +218,7 @@ def _compare(
             # Outputs of a warm-up or a recording must not be used in a later step; torch raises if they are.
             for runner in runners if any(runner.recorded() for runner in runners) else ():
                 runner.detach_outputs()
-        if device.type == "cuda" and not _is_as_before(torch.empty(1, device=device)):
+        if device.type == "cuda" and not is_as_before(torch.empty(1, device=device)):
             raise Mismatch(f"{subject} left the program in the graph pool, or on another stream")
         last = _ungraphed_calls() - ungraphed
         caught, why = runners[1].caught, {f.why_ungraphed for f in journal.records()[1] if f.ungraphed_calls}
@@ -229,7 +229,7 @@ def _compare(
     return Verdict(agreed, inside, caught)
 
 
-def _is_as_before(tensor: torch.Tensor) -> bool:
+def is_as_before(tensor: torch.Tensor) -> bool:
     """Whether a new tensor is in torch's own memory, and the default stream is current."""
     blocks = [s for s in torch.cuda.memory_snapshot() if 0 <= tensor.data_ptr() - s["address"] < s["total_size"]]
     is_here = torch.cuda.current_stream(tensor.device) == torch.cuda.default_stream(tensor.device)
