@@ -22,6 +22,7 @@ import torch
 
 from pygraph_trees.cuda.copy_nodes import HOST_SOURCE, SOURCE, TARGET, MemcpyNode, MemsetNode
 from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode, Layouts, NodeKind
+from pygraph_trees.cuda.value_kernel import NAME
 from pygraph_trees.errors import DriverError
 from pygraph_trees.reasons import Reason, Why
 
@@ -142,13 +143,15 @@ class _Reader:
             self._hide("a collective", handle)
         elif not is_known(name):
             self.unknown[name] = None
+        writes_table = name is not None and name.startswith(NAME)  # its bytes are addresses
         for offset, address in _words(node.words(), self.placeholders):
             found = self._input_at(address) if node.may_be_address(offset) else None
             if found is None:
                 continue
+            is_sure = writes_table or stands_out(address) or node.is_word(offset)
             if is_collective:
                 self._refuse(found, Reason.READ_BY_COLLECTIVE())
-            elif offset % 8 or offset + 8 > node.nbytes or not (stands_out(address) or node.is_word(offset)):
+            elif offset % 8 or offset + 8 > node.nbytes or not is_sure:
                 self._refuse(found, Reason.AMBIGUOUS())
             else:
                 self._relocation(node, offset, found, address)

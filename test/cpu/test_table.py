@@ -19,6 +19,7 @@ from pygraph_trees.cuda import value_kernel
 from pygraph_trees.indirection import warmups as warmups_module
 from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.inputs import LiveInputs
+from pygraph_trees.indirection.placeholder import stands_out
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.table import launches
 from pygraph_trees.indirection.table import pointer_table as tables
@@ -164,6 +165,13 @@ class TestSlots(LiveInputsTestCase):
         block = self.api.exec_parameters(self.api.instantiate(graph), writer)
         recorded = [item.recorded for item in live.items]
         self.assertEqual(struct.unpack_from("QQQQ", block), (self.memory[-1].data_ptr(), 16, *recorded))
+
+    def test_placeholders_at_low_addresses(self) -> None:
+        """There are no others if little may be reserved. The writer's bytes are addresses, whatever they look like."""
+        self.api._next_range, self.api.most_reserved = 0x3_0240_0000, 80 << 30
+        live, _ = self.tabled(3, read=(0, 1, 2), held=(0,))
+        self.assertFalse(stands_out(live.items[0].recorded))
+        self.assertEqual({decision.route for decision in live.decisions.values()}, {Route.TABLE})
 
     def test_a_writer_that_cannot_be_loaded_is_tried_once(self) -> None:
         with (
