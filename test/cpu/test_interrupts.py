@@ -131,75 +131,52 @@ class TestRunIfFree(TestCase):
                 return
 
 
-class Stream:
-    def __init__(self) -> None:
-        self.waited_for: list[Stream] = []
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waited_for.append(other)
-
-
-class Allocator:
-    """What torch does for a thread that allocates in a graph pool, on the stream of the graphs."""
-
-    def __init__(self) -> None:
-        self.taking = self.users = 0  # of the pool
-        self.current = Stream()
-
-    def begin(self, device: int, pool: Any) -> None:
-        self.taking += 1
-        self.users += 1
-
-    def end(self, device: int, pool: Any) -> None:
-        if not self.taking:
-            raise RuntimeError("not currently recording to the pool")
-        self.taking -= 1
-
-    def release(self, device: int, pool: Any) -> None:
-        self.users -= 1
-
-    def set_stream(self, stream: Stream) -> None:
-        self.current = stream
-
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield  # an error leaves the stream
-        self.current = before
-
-
 class TestCleanedUp(TestCase):
     def test_an_interrupt_at_any_call_or_return_of_torch(self) -> None:
         """The pool takes no allocation afterwards; the stream is the program's, and has waited for the graphs'."""
-        allocator, of_graphs = Allocator(), Stream()
-        of_program = allocator.current
+        taking, waited = list[Any](), list[Any]()
+
+        class Stream:
+            wait_stream = staticmethod(waited.append)
+
+        def end(device: int, pool: Any) -> None:
+            if not taking:
+                raise RuntimeError("not currently recording to the pool")
+            taking.remove(pool)
+
+        @contextmanager
+        def on(stream: Stream) -> Iterator[None]:
+            current.append(stream)
+            yield  # an error leaves the stream
+            current.pop()
+
+        of_program, of_graphs = Stream(), Stream()
         for owner, name, function in (
-            (torch._C, "_cuda_beginAllocateCurrentThreadToPool", allocator.begin),
-            (torch._C, "_cuda_endAllocateToPool", allocator.end),
-            (torch._C, "_cuda_releasePool", allocator.release),
+            (torch._C, "_cuda_beginAllocateCurrentThreadToPool", lambda _, pool: taking.append(pool)),
+            (torch._C, "_cuda_endAllocateToPool", end),
+            (torch._C, "_cuda_releasePool", lambda *_: None),
             (torch.cuda, "synchronize", lambda: None),
             (torch.cuda, "is_initialized", lambda: True),
-            (torch.cuda, "current_stream", lambda *_: allocator.current),
-            (torch.cuda, "set_stream", allocator.set_stream),
-            (torch.cuda, "stream", allocator.on),
+            (torch.cuda, "current_stream", lambda *_: current[-1]),
+            (torch.cuda, "set_stream", lambda stream: current.append(stream)),
+            (torch.cuda, "stream", on),
             (torch, "device", lambda _: nullcontext()),
         ):
             self.enterContext(mock.patch.object(owner, name, function, create=True))
 
         def block() -> None:
             with cleaned_up(0, (0, 1), of_graphs), cudagraph_trees._use_cuda_memory_pool_manager(0, (0, 1), of_graphs):
-                ran.append((allocator.taking, allocator.current))
+                ran.append((len(taking), current[-1]))
 
         for moment in itertools.count():
-            ran: list[Any] = []
-            of_program.waited_for.clear()
+            ran, current = list[Any](), [of_program]
+            waited.clear()
             was_interrupted = interrupted_at(moment, block)
-            self.assertEqual((allocator.taking, allocator.current), (0, of_program), f"moment {moment}")
-            self.assertTrue(of_graphs in of_program.waited_for or not ran, f"moment {moment}")
+            self.assertEqual((taking, current[-1]), ([], of_program), f"moment {moment}")
+            self.assertTrue(of_graphs in waited or not ran, f"moment {moment}")
             if not was_interrupted:
                 break
         self.assertEqual(ran, [(1, of_graphs)])
-        self.assertLess(allocator.users, 4)  # torch's `finally` has two statements, and the second may not run
 
 
 @contextmanager
