@@ -23,9 +23,10 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.locks import run_if_free
 from pygraph_trees.native import binding
+from pygraph_trees.trees.functions.containment import cleaned_up
 from pygraph_trees.trees.pools import collector, interrupts
 from pygraph_trees.trees.pools.collector import paused
-from pygraph_trees.trees.pools.interrupts import cleaned_up, deferred
+from pygraph_trees.trees.pools.interrupts import deferred
 
 
 def interrupted_at(moment: int, block: Callable[[], None]) -> bool:

@@ -218,8 +218,8 @@ def _compare(
             # Outputs of a warm-up or a recording must not be used in a later step; torch raises if they are.
             for runner in runners if any(runner.recorded() for runner in runners) else ():
                 runner.detach_outputs()
-        if device.type == "cuda" and not is_as_before(torch.empty(1, device=device)):
-            raise Mismatch(f"{subject} left the program in the graph pool, or on another stream")
+        if device.type == "cuda" and (left := left_behind(torch.empty(1, device=device))):
+            raise Mismatch(f"after {subject}: {left}")
         last = _ungraphed_calls() - ungraphed
         caught, why = runners[1].caught, {f.why_ungraphed for f in journal.records()[1] if f.ungraphed_calls}
     if caught and last > (usual := _ungraphed_at_the_end(case, device, subject) if last else 0):
@@ -229,11 +229,12 @@ def _compare(
     return Verdict(agreed, inside, caught)
 
 
-def is_as_before(tensor: torch.Tensor) -> bool:
-    """Whether a new tensor is in torch's own memory, and the default stream is current."""
-    blocks = [s for s in torch.cuda.memory_snapshot() if 0 <= tensor.data_ptr() - s["address"] < s["total_size"]]
-    is_here = torch.cuda.current_stream(tensor.device) == torch.cuda.default_stream(tensor.device)
-    return is_here and all(tuple(block["segment_pool_id"]) == (0, 0) for block in blocks)
+def left_behind(tensor: torch.Tensor) -> str | None:
+    """What earlier calls have left: the new ``tensor`` is in a graph pool, or another stream is current."""
+    if torch.cuda.current_stream(tensor.device) != torch.cuda.default_stream(tensor.device):
+        return "another stream is current"
+    segments = [s for s in torch.cuda.memory_snapshot() if 0 <= tensor.data_ptr() - s["address"] < s["total_size"]]
+    return "tensors are in a graph pool" if any(any(segment["segment_pool_id"]) for segment in segments) else None
 
 
 def _ungraphed_calls() -> int:

@@ -259,11 +259,38 @@ def _with_own_memory(outputs: Any, borrowed: set[int]) -> list[Any]:
     return made
 
 
-def forget_frames(error: BaseException | None) -> None:
+def forget_frames(error: BaseException | None, *, of_program: bool = True) -> None:
     """Frees captured tensors that the error's frames hold: memory of the pool that no recording accounts for."""
     while error is not None:
-        traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if of_program or not _may_be_programs(frame):
+                with contextlib.suppress(RuntimeError):  # it has not ended
+                    frame.clear()
         error = error.__context__
+
+
+@contextlib.contextmanager
+def cleaned_up(device: int, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Wraps what allocates in a graph pool on the stream of the graphs, also for errors that come at any moment.
+
+    Torch ends both in ``finally``, but an exception of a signal's handler may come before its ``try``, or in
+    ``finally`` itself. The program's tensors would then be in the graph pool, which the next recording overwrites. And
+    only without an error does torch let the program's stream wait for that of the graphs.
+    """
+    before = torch.cuda.current_stream(device) if torch.cuda.is_initialized() else None
+    try:
+        yield
+    except BaseException as error:
+        if before is not None:
+            forget_frames(error, of_program=False)
+            with contextlib.suppress(RuntimeError):  # the pool takes no allocations, as it should be
+                torch._C._cuda_endAllocateToPool(device, pool)
+                torch._C._cuda_releasePool(device, pool)
+            with contextlib.suppress(RuntimeError):  # the GPU is lost
+                if torch.cuda.current_stream(device) == stream != before:
+                    torch.cuda.set_stream(before)
+                before.wait_stream(stream)
+        raise
 
 
 def described(error: Exception) -> Why:

@@ -20,12 +20,11 @@ from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.outputs.allocations import generated_by_inductor
 from pygraph_trees.reasons import Reason, Why
 
-from ..functions.containment import forget_frames, progress_of
+from ..functions.containment import cleaned_up, forget_frames, progress_of
 from ..functions.function import FunctionModel
 from ..functions.outputs import give_memory
 from ..pools.capture_lock import locked_by_torch
 from ..pools.collector import paused
-from ..pools.interrupts import cleaned_up
 from ..recordings.kept_outputs import keeps_outputs
 from ..recordings.recording import Recording
 from ..recordings.records import siblings_of, why_recorded

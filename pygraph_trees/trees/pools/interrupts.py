@@ -1,9 +1,9 @@
-"""Defers interrupts while the trees change, so that no change is left half made, and cleans up after others.
+"""Defers interrupts while the trees change, so that no change is left half made.
 
 Inside :func:`deferred`, the main thread's handler of SIGINT only notes the signal; the program's handler is called at
 the end. A second signal after :data:`PATIENCE_S` is not deferred: the first call of a function may compile for minutes.
 The frame in which a signal came is not kept: its locals would stay alive, and with them memory of the graph pool.
-Handlers of other signals may raise anywhere: :func:`cleaned_up` does what torch then leaves undone.
+Handlers of other signals may raise anywhere: ``functions/containment.py`` does what torch then leaves undone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 PATIENCE_S = 2.0
 
@@ -49,26 +47,3 @@ def deferred() -> Iterator[None]:
             signal.signal(signal.SIGINT, handler)
         if came:
             handler(signal.SIGINT, sys._getframe())
-
-
-@contextlib.contextmanager
-def cleaned_up(device: int, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Wraps what allocates in a graph pool on the stream of the graphs, after an error as well.
-
-    Torch ends both in ``finally``, but an exception of a signal's handler may come before its ``try``, or in
-    ``finally`` itself. The program's tensors would then be in the graph pool, which the next recording overwrites. And
-    only without an error does torch let the program's stream wait for that of the graphs.
-    """
-    before = torch.cuda.current_stream(device) if torch.cuda.is_initialized() else None
-    try:
-        yield
-    except BaseException:
-        if before is not None:
-            with contextlib.suppress(RuntimeError):  # the pool takes no allocations, as it should be
-                torch._C._cuda_endAllocateToPool(device, pool)
-                torch._C._cuda_releasePool(device, pool)
-            with contextlib.suppress(RuntimeError):  # the GPU is lost
-                if torch.cuda.current_stream(device) == stream != before:
-                    torch.cuda.set_stream(before)
-                before.wait_stream(stream)
-        raise
