@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pygraph_trees.compat import lists_copied_inputs
+from pygraph_trees.indirection.pool import segments_of
 from pygraph_trees.report.text import called
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def pool_nbytes(managers: Iterable[Any], allocated: bool = False) -> int:
     """Bytes that the graph pools of ``managers`` reserve, or the part of them that is allocated now."""
     pools = {tuple(manager.cuda_graphs_thread_pool) for manager in managers}
     size = "allocated_size" if allocated else "total_size"
-    return sum(segment[size] for pool in pools for segment in torch.cuda.memory_snapshot(pool, include_traces=False))
+    return sum(segment[size] for pool in pools for segment in segments_of(pool))
 
 
 @contextlib.contextmanager

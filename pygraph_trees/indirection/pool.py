@@ -8,9 +8,12 @@ after a ``forget`` takes a snapshot.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 from pygraph_trees.native.binding import new_counter
 
@@ -44,3 +47,15 @@ class PoolRanges:
             ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._snapshot())
             self._ranges = ranges
         return ranges
+
+
+def segments_of(pool: tuple[int, int]) -> list[dict[str, Any]]:
+    """The segments of a graph pool.
+
+    Up to torch 2.14, a snapshot releases each number that it is given, although it holds none: the id of the pool would
+    be freed, once it is so large that Python does not keep it anyway.
+    """
+    for number in (*pool, False):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(pool, include_traces=False)
+    return segments

@@ -5,8 +5,10 @@ generated code overwrites, as its source tells.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
+import sys
 import threading
 import types
 import unittest
@@ -23,7 +25,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.utils import fresh_inductor_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.indirection.pool import PoolRanges
+from pygraph_trees.indirection.pool import PoolRanges, segments_of
 from pygraph_trees.native import binding
 from pygraph_trees.outputs.allocations import Allocations, Block, Storage, View, generated_by_inductor, watching
 from pygraph_trees.report.log import FunctionLog, GraphLog
@@ -278,6 +280,21 @@ def holds(segments, address: int) -> bool:
 
 
 class TestPoolRanges(TestCase):
+    def test_a_snapshot_leaves_the_pools_id_as_it_was(self):
+        """Torch's releases each number that it is given, up to 2.14. Python keeps only the small ones for ever."""
+        pool = (0, int("1000"))
+        held = sys.getrefcount(pool[1])
+
+        def snapshot(pool_id, include_traces):
+            for number in (*pool_id, include_traces):
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(number))
+            return []
+
+        with mock.patch.object(torch.cuda, "memory_snapshot", snapshot):
+            for _ in range(3):
+                self.assertEqual(segments_of(pool), [])
+        self.assertEqual(sys.getrefcount(pool[1]), held)
+
     @settings(max_examples=200, deadline=None)
     @given(pools, st.lists(st.integers(0, 80 * MIB), max_size=20))
     def test_holds_what_lies_in_a_segment(self, segments, addresses):

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -138,6 +139,7 @@ class TestCleanedUp(TestCase):
         taking, waited = list[Any](), list[Any]()
 
         class Stream:
+            device_index = 0
             wait_stream = staticmethod(waited.append)
 
         def end(device: int, pool: Any) -> None:
@@ -152,12 +154,14 @@ class TestCleanedUp(TestCase):
             current.pop()
 
         of_program, of_graphs = Stream(), Stream()
+        manager = SimpleNamespace(device_index=0, stream=of_graphs, cuda_graphs_thread_pool=(0, 1))
         for owner, name, function in (
             (torch._C, "_cuda_beginAllocateCurrentThreadToPool", lambda _, pool: taking.append(pool)),
             (torch._C, "_cuda_endAllocateToPool", end),
             (torch._C, "_cuda_releasePool", lambda *_: None),
             (torch.cuda, "synchronize", lambda: None),
             (torch.cuda, "is_initialized", lambda: True),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_stream", lambda *_: current[-1]),
             (torch.cuda, "set_stream", lambda stream: current.append(stream)),
             (torch.cuda, "stream", on),
@@ -166,7 +170,7 @@ class TestCleanedUp(TestCase):
             self.enterContext(mock.patch.object(owner, name, function, create=True))
 
         def block() -> None:
-            with cleaned_up(0, (0, 1), of_graphs), cudagraph_trees._use_cuda_memory_pool_manager(0, (0, 1), of_graphs):
+            with cleaned_up(manager), cudagraph_trees._use_cuda_memory_pool_manager(0, (0, 1), of_graphs):
                 ran.append((len(taking), current[-1]))
 
         for moment in itertools.count():

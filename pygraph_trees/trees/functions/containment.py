@@ -25,7 +25,7 @@ from pygraph_trees.errors import PygraphError, Reported
 from pygraph_trees.indirection.live_input import memory_at
 from pygraph_trees.reasons import Reason, Why
 
-from ..pools.capture_lock import DeviceBusy
+from ..pools.capture_lock import DeviceBusy, is_captured
 from . import fast_path
 
 _log = logging.getLogger("pygraph_trees.trees")
@@ -270,22 +270,27 @@ def forget_frames(error: BaseException | None, *, of_program: bool = True) -> No
 
 
 @contextlib.contextmanager
-def cleaned_up(device: int, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Wraps what allocates in a graph pool on the stream of the graphs, also for errors that come at any moment.
+def cleaned_up(manager: Any) -> Iterator[None]:
+    """Wraps what a manager captures, or allocates in its graph pool, also for errors that come at any moment.
 
     Torch ends both in ``finally``, but an exception of a signal's handler may come before its ``try``, or in
     ``finally`` itself. The program's tensors would then be in the graph pool, which the next recording overwrites. And
     only without an error does torch let the program's stream wait for that of the graphs.
     """
+    device = getattr(manager, "device_index", None)  # not known yet while it is made
     before = torch.cuda.current_stream(device) if torch.cuda.is_initialized() else None
     try:
         yield
     except BaseException as error:
-        if before is not None:
+        if before is not None and (stream := getattr(manager, "stream", None)) is not None:
+            pool = getattr(manager, "cuda_graphs_thread_pool", None)
             forget_frames(error, of_program=False)
-            with contextlib.suppress(RuntimeError):  # the pool takes no allocations, as it should be
-                torch._C._cuda_endAllocateToPool(device, pool)
-                torch._C._cuda_releasePool(device, pool)
+            with contextlib.suppress(RuntimeError):  # no capture is left, as it should be
+                if is_captured():  # the first one, of an empty graph
+                    manager.graph.capture_end()
+            with contextlib.suppress(RuntimeError, TypeError):  # the pool takes no allocations, or there is none
+                torch._C._cuda_endAllocateToPool(before.device_index, pool)
+                torch._C._cuda_releasePool(before.device_index, pool)
             with contextlib.suppress(RuntimeError):  # the GPU is lost
                 if torch.cuda.current_stream(device) == stream != before:
                     torch.cuda.set_stream(before)

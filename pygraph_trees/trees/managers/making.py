@@ -64,7 +64,7 @@ class Making(Calls):
         function = self._log_of(function_id)
         give_memory(inputs)
         # A finalizer that a collection ran here could wait for the lock.
-        with paused(), locked_by_torch(), cleaned_up(self.device_index, self.cuda_graphs_thread_pool, self.stream):
+        with paused(), locked_by_torch(), cleaned_up(self):
             if function is not None:
                 return ours(inputs, function_id, function)
             try:

@@ -24,6 +24,7 @@ from pygraph_trees.outputs.policy import OutputPolicy
 from pygraph_trees.reasons import Reason
 
 from ..functions import fast_path
+from ..functions.containment import cleaned_up
 from ..functions.function import FunctionModel
 from ..functions.home import is_used_elsewhere
 from ..functions.threads import mark
@@ -68,7 +69,7 @@ class Manager(Making):
         self._moves = Moves()
         self.output_policy = OutputPolicy()
         build.announce()
-        with locked_by_torch():  # it captures an empty graph
+        with locked_by_torch(), cleaned_up(self):  # it captures an empty graph
             super().__init__(*args, **kwargs)
         thread = mark()
         self.thread = None if thread is None else thread.number

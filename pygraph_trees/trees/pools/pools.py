@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from pygraph_trees.indirection.pool import PoolRanges
+from pygraph_trees.indirection.pool import PoolRanges, segments_of
 
 OWNED: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # the managers of this package, by pool
 
@@ -39,5 +39,4 @@ def holds(manager: Any, storage: torch.UntypedStorage) -> bool:
 @functools.cache
 def ranges_of(device: int, pool: tuple[int, int]) -> PoolRanges:
     """The ranges of a pool. Its manager calls ``forget`` whenever it may have grown; none does outside of ``OWNED``."""
-    snapshot = functools.partial(torch.cuda.memory_snapshot, pool, include_traces=False)
-    return PoolRanges(lambda: (segment for segment in snapshot() if segment["device"] == device))
+    return PoolRanges(lambda: (segment for segment in segments_of(pool) if segment["device"] == device))
