@@ -219,6 +219,7 @@ def _compare(
             for runner in runners if any(runner.recorded() for runner in runners) else ():
                 runner.detach_outputs()
         if device.type == "cuda" and (left := left_behind(torch.empty(1, device=device))):
+            torch.cuda.set_stream(torch.cuda.default_stream(device))  # else the control would be found to do the same
             raise Mismatch(f"after {subject}: {left}")
         last = _ungraphed_calls() - ungraphed
         caught, why = runners[1].caught, {f.why_ungraphed for f in journal.records()[1] if f.ungraphed_calls}
