@@ -24,18 +24,18 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.locks import run_if_free
 from pygraph_trees.native import binding
-from pygraph_trees.trees.functions.containment import cleaned_up
+from pygraph_trees.trees.functions.containment import clean_up, state_before
 from pygraph_trees.trees.pools import collector, interrupts
 from pygraph_trees.trees.pools.collector import paused
 from pygraph_trees.trees.pools.interrupts import deferred
 
 
 def interrupted_at(moment: int, block: Callable[[], None]) -> bool:
-    """Raises KeyboardInterrupt at a call or return in a block; False if it ends before that."""
+    """Raises KeyboardInterrupt at a call, or at the return of a function in C, in a block; False if it ends before."""
     left = iter(range(moment))
 
-    def profile(*_: Any) -> None:
-        if next(left, None) is None:
+    def profile(_: Any, event: str, __: Any) -> None:
+        if event != "return" and next(left, None) is None:
             sys.setprofile(None)
             raise KeyboardInterrupt
 
@@ -170,15 +170,25 @@ class TestCleanedUp(TestCase):
             self.enterContext(mock.patch.object(owner, name, function, create=True))
 
         def block() -> None:
-            with cleaned_up(manager), cudagraph_trees._use_cuda_memory_pool_manager(0, (0, 1), of_graphs):
-                ran.append((len(taking), current[-1]))
+            stream, handled = state_before(manager)
+            try:
+                with cudagraph_trees._use_cuda_memory_pool_manager(0, (0, 1), of_graphs):
+                    ran.append((len(taking), current[-1]))
+            except BaseException as error:
+                held.append(error)
+                clean_up(manager, stream, handled, error)
+                raise
 
         for moment in itertools.count():
-            ran, current = list[Any](), [of_program]
+            ran, held, current = list[Any](), list[BaseException](), [of_program]
             waited.clear()
             was_interrupted = interrupted_at(moment, block)
             self.assertEqual((taking, current[-1]), ([], of_program), f"moment {moment}")
             self.assertTrue(of_graphs in waited or not ran, f"moment {moment}")
+            taking.append((0, 1))  # by a later call, while the exception dies
+            held.clear()
+            self.assertEqual(len(taking), 1, f"moment {moment}")
+            taking.clear()
             if not was_interrupted:
                 break
         self.assertEqual(ran, [(1, of_graphs)])

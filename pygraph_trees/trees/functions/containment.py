@@ -11,6 +11,7 @@ import contextlib
 import dis
 import enum
 import logging
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -154,7 +155,7 @@ def contained(manager: Any, run: Callable[[], Any], inputs: list[Any], function_
 
 def _after(error: Exception, manager: Any, progress: Progress, function_id: Any, model: Any) -> Any:
     was_captured, is_held = progress.stage is Stage.CAPTURING, _is_held(error, manager, progress)
-    forget_frames(error)  # they hold memory of the pool that no recording accounts for
+    forget_frames(error, until=sys.exc_info()[1])  # they hold memory of the pool that no recording accounts for
     if progress.stage is Stage.COMPUTED:
         if progress.outputs is None and progress.node is None:
             raise error
@@ -259,43 +260,51 @@ def _with_own_memory(outputs: Any, borrowed: set[int]) -> list[Any]:
     return made
 
 
-def forget_frames(error: BaseException | None, *, of_program: bool = True) -> None:
-    """Frees captured tensors that the error's frames hold: memory of the pool that no recording accounts for."""
-    while error is not None:
+def forget_frames(error: BaseException | None, *, until: BaseException | None = None, of_program: bool = True) -> None:
+    """Frees captured tensors that the error's frames hold: memory of the pool that no recording accounts for.
+
+    ``until``: what the program was handling before.
+    """
+    while error is not None and error is not until:
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            if of_program or not _may_be_programs(frame):
+            # A frame of contextlib may hold a generator that would clean up later.
+            if of_program or not _may_be_programs(frame) or frame.f_globals is vars(contextlib):
                 with contextlib.suppress(RuntimeError):  # it has not ended
                     frame.clear()
         error = error.__context__
 
 
-@contextlib.contextmanager
-def cleaned_up(manager: Any) -> Iterator[None]:
-    """Wraps what a manager captures, or allocates in its graph pool, also for errors that come at any moment.
-
-    Torch ends both in ``finally``, but an exception of a signal's handler may come before its ``try``, or in
-    ``finally`` itself. The program's tensors would then be in the graph pool, which the next recording overwrites. And
-    only without an error does torch let the program's stream wait for that of the graphs.
-    """
+def state_before(manager: Any) -> tuple[Any, BaseException | None]:
+    """What :func:`clean_up` needs: the stream that is current, and what the program handles."""
     device = getattr(manager, "device_index", None)  # not known yet while it is made
-    before = torch.cuda.current_stream(device) if torch.cuda.is_initialized() else None
-    try:
-        yield
-    except BaseException as error:
-        if before is not None and (stream := getattr(manager, "stream", None)) is not None:
-            pool = getattr(manager, "cuda_graphs_thread_pool", None)
-            forget_frames(error, of_program=False)
-            with contextlib.suppress(RuntimeError):  # no capture is left, as it should be
-                if is_captured():  # the first one, of an empty graph
-                    manager.graph.capture_end()
-            with contextlib.suppress(RuntimeError, TypeError):  # the pool takes no allocations, or there is none
-                torch._C._cuda_endAllocateToPool(before.device_index, pool)
-                torch._C._cuda_releasePool(before.device_index, pool)
-            with contextlib.suppress(RuntimeError):  # the GPU is lost
-                if torch.cuda.current_stream(device) == stream != before:
-                    torch.cuda.set_stream(before)
-                before.wait_stream(stream)
-        raise
+    return torch.cuda.current_stream(device) if torch.cuda.is_initialized() else None, sys.exc_info()[1]
+
+
+def clean_up(manager: Any, stream: Any, handled: BaseException | None, error: BaseException) -> None:
+    """Cleans up after an error in what a manager captures, or allocates in its graph pool.
+
+    Torch does so in ``finally``, but an exception of a signal's handler may come before its ``try``, or in ``finally``
+    itself. The program's tensors would then be in the graph pool, which the next recording overwrites. And only without
+    an error does torch let the program's stream wait for that of the graphs. This is no context manager, since an
+    exception may come in contextlib, too.
+    """
+    if stream is None or (own := getattr(manager, "stream", None)) is None:
+        return
+    forget_frames(error, until=handled, of_program=False)
+    with contextlib.suppress(RuntimeError):  # no capture is left, as it should be
+        if is_captured():  # the first one, of an empty graph
+            manager.graph.capture_end()
+    with contextlib.suppress(RuntimeError, TypeError):  # the pool takes no allocations, or there is none
+        pool = getattr(manager, "cuda_graphs_thread_pool", None)
+        torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+        torch._C._cuda_releasePool(stream.device_index, pool)
+    with contextlib.suppress(RuntimeError):  # the GPU is lost
+        if torch.cuda.current_stream(stream.device_index) == own != stream:
+            torch.cuda.set_stream(stream)
+        with torch.cuda.stream(own):
+            is_left_captured = is_captured()
+        if not is_left_captured:
+            stream.wait_stream(own)
 
 
 def described(error: Exception) -> Why:

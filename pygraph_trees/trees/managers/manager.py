@@ -24,7 +24,7 @@ from pygraph_trees.outputs.policy import OutputPolicy
 from pygraph_trees.reasons import Reason
 
 from ..functions import fast_path
-from ..functions.containment import cleaned_up
+from ..functions.containment import clean_up, state_before
 from ..functions.function import FunctionModel
 from ..functions.home import is_used_elsewhere
 from ..functions.threads import mark
@@ -69,8 +69,13 @@ class Manager(Making):
         self._moves = Moves()
         self.output_policy = OutputPolicy()
         build.announce()
-        with locked_by_torch(), cleaned_up(self):  # it captures an empty graph
-            super().__init__(*args, **kwargs)
+        with locked_by_torch():  # it captures an empty graph
+            stream, handled = state_before(self)
+            try:
+                super().__init__(*args, **kwargs)
+            except BaseException as error:
+                clean_up(self, stream, handled, error)
+                raise
         thread = mark()
         self.thread = None if thread is None else thread.number
         self.ordered_device = getattr(self, "device_index", -1)

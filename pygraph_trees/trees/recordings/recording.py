@@ -244,8 +244,8 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         except BaseException as error:
             if flag == "auto" and isinstance(error, Exception):  # lanes may need more memory than there is
                 self.wrapped_function.model.lanes.give_up(self.wrapped_function.id, Reason.NO_CHAIN(why=error))
-            if self.graph is not None and is_captured():  # interrupted before its `try`
-                with suppress(RuntimeError):
+            with suppress(RuntimeError):
+                if self.graph is not None and is_captured():  # interrupted before its `try`
                     self.graph.capture_end()
             raise
         if self.graph is not None:
