@@ -169,11 +169,10 @@ PyObject *enter(PyObject *function, PyObject *const *arguments, size_t flags, Py
         return stock(function, arguments, flags, names);
     return translated([&]() -> PyObject * {
         const Py_ssize_t count = PyVectorcall_NARGS(flags);
-        std::vector<PyObject *> given;
-        if (direct->self != nullptr && direct->self != Py_None)
-            given.push_back(direct->self);
-        const size_t first = given.size();
-        given.insert(given.end(), arguments, arguments + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
+        const size_t first = direct->self != nullptr && direct->self != Py_None;
+        const auto total = static_cast<size_t>(count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
+        std::vector<PyObject *> given(first + total, direct->self);
+        std::copy_n(arguments, total, given.begin() + static_cast<std::ptrdiff_t>(first));
         Ref result;
         const Miss why = direct->call(given, static_cast<size_t>(count) + first, names, &result);
         entries[static_cast<size_t>(why)]++;
