@@ -52,8 +52,8 @@ class PoolRanges:
 def segments_of(pool: tuple[int, int]) -> list[dict[str, Any]]:
     """The segments of a graph pool.
 
-    Up to torch 2.14, a snapshot releases each number that it is given, although it holds none: the id of the pool would
-    be freed, once it is so large that Python does not keep it anyway.
+    Up to torch 2.14, a snapshot drops a reference to each number that it is given, which it does not own. Python keeps
+    small numbers for ever, but the id of a later pool would be freed.
     """
     for number in (*pool, False):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))

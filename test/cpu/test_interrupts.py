@@ -24,7 +24,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.locks import run_if_free
 from pygraph_trees.native import binding
-from pygraph_trees.trees.functions.containment import clean_up, state_before
+from pygraph_trees.trees.functions.containment import cleaned_up
 from pygraph_trees.trees.pools import collector, interrupts
 from pygraph_trees.trees.pools.collector import paused
 from pygraph_trees.trees.pools.interrupts import deferred
@@ -169,14 +169,15 @@ class TestCleanedUp(TestCase):
         ):
             self.enterContext(mock.patch.object(owner, name, function, create=True))
 
+        def run() -> None:
+            with cudagraph_trees._use_cuda_memory_pool_manager(0, (0, 1), of_graphs):
+                ran.append((len(taking), current[-1]))
+
         def block() -> None:
-            stream, handled = state_before(manager)
             try:
-                with cudagraph_trees._use_cuda_memory_pool_manager(0, (0, 1), of_graphs):
-                    ran.append((len(taking), current[-1]))
+                cleaned_up(manager, run)
             except BaseException as error:
                 held.append(error)
-                clean_up(manager, stream, handled, error)
                 raise
 
         for moment in itertools.count():

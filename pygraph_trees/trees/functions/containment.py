@@ -274,37 +274,41 @@ def forget_frames(error: BaseException | None, *, until: BaseException | None = 
         error = error.__context__
 
 
-def state_before(manager: Any) -> tuple[Any, BaseException | None]:
-    """What :func:`clean_up` needs: the stream that is current, and what the program handles."""
-    device = getattr(manager, "device_index", None)  # not known yet while it is made
-    return torch.cuda.current_stream(device) if torch.cuda.is_initialized() else None, sys.exc_info()[1]
-
-
-def clean_up(manager: Any, stream: Any, handled: BaseException | None, error: BaseException) -> None:
-    """Cleans up after an error in what a manager captures, or allocates in its graph pool.
+def cleaned_up(manager: Any, run: Callable[[], Any]) -> Any:
+    """Calls ``run``, which captures for a manager or allocates in its graph pool, and cleans up after an error.
 
     Torch does so in ``finally``, but an exception of a signal's handler may come before its ``try``, or in ``finally``
     itself. The program's tensors would then be in the graph pool, which the next recording overwrites. And only without
     an error does torch let the program's stream wait for that of the graphs. This is no context manager, since an
     exception may come in contextlib, too.
     """
-    if stream is None or (own := getattr(manager, "stream", None)) is None:
-        return
-    forget_frames(error, until=handled, of_program=False)
+    device, handled = getattr(manager, "device_index", None), sys.exc_info()[1]  # no device while the manager is made
+    stream = torch.cuda.current_stream(device) if torch.cuda.is_initialized() else None
+    try:
+        return run()
+    except BaseException as error:
+        if stream is not None and getattr(manager, "stream", None) is not None:
+            forget_frames(error, until=handled, of_program=False)
+            _leave_pool(manager, stream)
+        raise
+
+
+def _leave_pool(manager: Any, stream: torch.cuda.Stream) -> None:
+    """Ends what a manager has begun, as far as torch has not, and lets ``stream`` go on after it."""
     with contextlib.suppress(RuntimeError):  # no capture is left, as it should be
         if is_captured():  # the first one, of an empty graph
             manager.graph.capture_end()
-    with contextlib.suppress(RuntimeError, TypeError):  # the pool takes no allocations, or there is none
-        pool = getattr(manager, "cuda_graphs_thread_pool", None)
-        torch._C._cuda_endAllocateToPool(stream.device_index, pool)
-        torch._C._cuda_releasePool(stream.device_index, pool)
+    with contextlib.suppress(RuntimeError, AttributeError):  # the pool takes no allocations, or there is none
+        given = stream.device_index, manager.cuda_graphs_thread_pool
+        torch._C._cuda_endAllocateToPool(*given)
+        torch._C._cuda_releasePool(*given)
     with contextlib.suppress(RuntimeError):  # the GPU is lost
-        if torch.cuda.current_stream(stream.device_index) == own != stream:
+        if torch.cuda.current_stream(stream.device_index) == manager.stream != stream:
             torch.cuda.set_stream(stream)
-        with torch.cuda.stream(own):
+        with torch.cuda.stream(manager.stream):
             is_left_captured = is_captured()
         if not is_left_captured:
-            stream.wait_stream(own)
+            stream.wait_stream(manager.stream)
 
 
 def described(error: Exception) -> Why:

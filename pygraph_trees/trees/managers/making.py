@@ -5,6 +5,7 @@ Torch holds its capture lock meanwhile. A function that may not be recorded runs
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import weakref
@@ -20,7 +21,7 @@ from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.outputs.allocations import generated_by_inductor
 from pygraph_trees.reasons import Reason, Why
 
-from ..functions.containment import clean_up, forget_frames, progress_of, state_before
+from ..functions.containment import cleaned_up, forget_frames, progress_of
 from ..functions.function import FunctionModel
 from ..functions.outputs import give_memory
 from ..pools.capture_lock import locked_by_torch
@@ -65,17 +66,12 @@ class Making(Calls):
         give_memory(inputs)
         # A finalizer that a collection ran here could wait for the lock.
         with paused(), locked_by_torch():
-            stream, handled = state_before(self)
+            if function is not None:
+                return cleaned_up(self, functools.partial(ours, inputs, function_id, function))
             try:
-                if function is not None:
-                    return ours(inputs, function_id, function)
-                try:
-                    return upstream(inputs, function_id)
-                finally:
-                    self.pool.forget()
-            except BaseException as error:
-                clean_up(self, stream, handled, error)
-                raise
+                return cleaned_up(self, functools.partial(upstream, inputs, function_id))
+            finally:
+                self.pool.forget()
 
     def _record(self, new_inputs: list[Any], function_id: Any, function: FunctionLog) -> Any:
         # Upstream checked this before it ended the last step's path, when outputs of that step were still managed.

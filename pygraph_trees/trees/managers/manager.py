@@ -24,7 +24,7 @@ from pygraph_trees.outputs.policy import OutputPolicy
 from pygraph_trees.reasons import Reason
 
 from ..functions import fast_path
-from ..functions.containment import clean_up, state_before
+from ..functions.containment import cleaned_up
 from ..functions.function import FunctionModel
 from ..functions.home import is_used_elsewhere
 from ..functions.threads import mark
@@ -70,12 +70,7 @@ class Manager(Making):
         self.output_policy = OutputPolicy()
         build.announce()
         with locked_by_torch():  # it captures an empty graph
-            stream, handled = state_before(self)
-            try:
-                super().__init__(*args, **kwargs)
-            except BaseException as error:
-                clean_up(self, stream, handled, error)
-                raise
+            cleaned_up(self, functools.partial(super().__init__, *args, **kwargs))
         thread = mark()
         self.thread = None if thread is None else thread.number
         self.ordered_device = getattr(self, "device_index", -1)
