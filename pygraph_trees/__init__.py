@@ -22,7 +22,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .benchmark.outcome import Outcome
     from .benchmark.program import Program
-    from .cli.explain import Explanation
+    from .cli.explanation import Explanation
     from .report.summary import Report
     from .serving.prepare import Prepared
 

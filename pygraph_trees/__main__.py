@@ -25,7 +25,7 @@ from .native.location import torch_folder, torch_version
 from .version import __version__
 
 if TYPE_CHECKING:
-    from pygraph_trees.report.page import Shown
+    from pygraph_trees.report.markup import Shown
 
 
 class OutputError(PygraphError):
@@ -158,15 +158,15 @@ def _deliver(found: Shown, options: argparse.Namespace) -> None:
 
 def _check_before_torch(options: argparse.Namespace) -> None:
     """Raises if a file cannot be written, the target is not there, or torch or its compiler cannot be used."""
-    from .cli import files, target
+    from .cli import destination, target
     from .selection.profiles import NoCacheFolder, Profiles
 
     trace = getattr(options, "trace", None)
-    files.check({"--json": options.json, "--html": options.html, "--trace": trace})
+    destination.check({"--json": options.json, "--html": options.html, "--trace": trace})
     target.check(options.target)
     _check_torch()
     folder = Profiles.default().folder.parent
-    if (why := files.problem_in(folder)) is not None:
+    if (why := destination.problem_in(folder)) is not None:
         raise NoCacheFolder(folder=folder, why=why)
 
 
@@ -185,7 +185,7 @@ def _compare(options: argparse.Namespace) -> int:
     from .benchmark.outcome import NeedsGpu, Outcome
     from .benchmark.verify import NO_GPU, NothingVerified
     from .benchmark.ways import check
-    from .cli import files, target
+    from .cli import baseline, target
     from .cli.progress import Progress
     from .settings import Settings
 
@@ -203,8 +203,8 @@ def _compare(options: argparse.Namespace) -> int:
         _show("compare needs a GPU, and torch finds none here; `explain` shows what it would run.\n")
         return _explain(options)
 
-    baseline: Path | None = options.baseline
-    times = {} if baseline is None else files.read_baseline(baseline, torch.cuda.get_device_name())
+    path: Path | None = options.baseline
+    times = {} if path is None else baseline.read(path, torch.cuda.get_device_name())
     program = target.resolve(options.target, torch.device("cuda"))
     measurements = compare(program, ways, Effort(rounds=options.rounds), Progress(), options.trace)
     found = Outcome(tuple(measurements), report())
@@ -212,9 +212,9 @@ def _compare(options: argparse.Namespace) -> int:
     has_ours = any(way.startswith("ours") for way in ways)
     if verifies and has_ours and not any(function.recordings for function in found.report.functions):
         raise NothingVerified(why="no part of the target ran in a CUDA graph of ours; the report says why")
-    slower = list(files.slower(found.measurements, baseline, times, options.tolerance / 100)) if baseline else []
+    slower = [] if path is None else list(baseline.slower(found.measurements, path, times, options.tolerance / 100))
     for line in slower:
-        _show(f"slower than {baseline}: {line}")
+        _show(f"slower than {path}: {line}")
     return 1 if found.failed or slower else 0
 
 

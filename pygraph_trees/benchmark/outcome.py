@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from pygraph_trees.errors import PygraphError
-from pygraph_trees.report.page import Section, Shown, page, render
+from pygraph_trees.report.markup import Section, Shown, render
+from pygraph_trees.report.page import page
 from pygraph_trees.report.summary import Report
 from pygraph_trees.report.text import nbytes, table
 

@@ -20,7 +20,7 @@ from pygraph_trees.native.location import torch_version
 from pygraph_trees.selection.profiles import Profiles
 from pygraph_trees.version import triton_version
 
-from .files import problem_in
+from .destination import problem_in
 
 # By state of a feature whose patches are not on.
 TO_DO = {"disabled": "unset PYGRAPH_DISABLE", "off": "call pygraph_trees.install()", "mismatch": "use another torch"}

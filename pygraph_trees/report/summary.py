@@ -16,7 +16,8 @@ from pygraph_trees.version import __version__, triton_version
 
 from . import breaks
 from .log import journal
-from .page import Shown, page, preformatted
+from .markup import Shown, preformatted
+from .page import page
 from .records import Environment, FeatureState, FunctionRecord, HostWork, Snapshot
 from .text import called, counted, nbytes, render
 

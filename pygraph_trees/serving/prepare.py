@@ -19,7 +19,8 @@ from pygraph_trees.indirection.route_rule import REPLAYS
 from pygraph_trees.indirection.table import builds
 from pygraph_trees.native.build import status
 from pygraph_trees.report.log import journal
-from pygraph_trees.report.page import Section, Shown, document, preformatted
+from pygraph_trees.report.markup import Section, Shown, preformatted
+from pygraph_trees.report.page import document
 from pygraph_trees.report.text import counted, nbytes, table
 from pygraph_trees.trees.managers.storms import graphing_new_sizes
 from pygraph_trees.trees.pools import pools

@@ -185,7 +185,7 @@ class TestTarget(Folder):
 
 class TestExplain(Folder):
     def test_partitions_causes_and_inputs(self):
-        with mock.patch("pygraph_trees.cli.explain.WIDTH", 400):  # no wrapping, which depends on the folder's name
+        with mock.patch("pygraph_trees.cli.explanation.WIDTH", 400):  # no wrapping, which depends on the folder's name
             status, out, err = run("explain", f"{self.file}:net", "--json", str(self.json), "--html", str(self.html))
         self.assertEqual((status, "lowering net for sm_90" in err), (0, True), err)
         data = json.loads(self.json.read_text())

@@ -20,7 +20,7 @@ from test_live_inputs import LiveInputsTestCase
 from test_live_inputs import at as tensor_at
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.cli.explain import Explanation
+from pygraph_trees.cli.explanation import Explanation
 from pygraph_trees.edges import data_flow
 from pygraph_trees.edges.branches import Branching
 from pygraph_trees.edges.data_flow import DataFlow, Forecast
