@@ -24,7 +24,7 @@ _MOST_ALONE = 8  # inputs that are tried one by one, each for an instantiation a
 _MOST_NAMED = 3  # kernels in a reason
 _MOST_CHARACTERS = 60  # of a kernel's name, which is mangled
 
-_EQUAL_LAUNCHES = 4  # whose results are compared before an input is copied
+_EQUAL_LAUNCHES = 4  # whose results are compared before an input is copied, and once more if it would be
 
 _NUMBERS = {
     **{dtype: dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)},
@@ -151,9 +151,22 @@ class Rehearsal:
                 given = self._given(item.index)
                 self._poison.fill(*_whole(item, given), given.dtype, number)
             self._launch(moved)
-            if not self._poison.is_there() or not expected.includes(self._results(moved)):
+            if not self._poison.is_there() or not self._is_expected(self._results(moved), expected):
                 return False
         return True
+
+    def _is_expected(self, results: Sequence[torch.Tensor], expected: Expected) -> bool:
+        """Whether a launch gave these results; if they are outside of the spread, more equal launches follow first.
+
+        Other load of the GPU, which may have begun since, changes the order of atomic additions.
+        """
+        if expected.is_exact or expected.includes(results):
+            return expected.includes(results)
+        results = [result.clone() for result in results]
+        for _ in range(_EQUAL_LAUNCHES):
+            self._launch_as_recorded()
+            expected.widen(self._results(()))
+        return expected.differs_by_rounding() and expected.includes(results)
 
 
 def _elements_of(tensor: torch.Tensor) -> torch.Tensor:
