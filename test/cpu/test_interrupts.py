@@ -166,6 +166,7 @@ class TestCleanedUp(TestCase):
             (torch.cuda, "set_stream", lambda stream: current.append(stream)),
             (torch.cuda, "stream", on),
             (torch, "device", lambda _: nullcontext()),
+            (torch.cuda, "device", lambda _: nullcontext()),
         ):
             self.enterContext(mock.patch.object(owner, name, function, create=True))
 

@@ -162,6 +162,20 @@ class TestPrograms(ContainmentTestCase):
         self.assertIn(FAILED, self.said())
         self.assertEqual(sum(function.replays > 0 for function in pygraph_trees.report().functions), 1)
 
+    def test_random_numbers_after_an_operator_waited(self) -> None:
+        """A capture that torch cannot end leaves generators as if they were captured, its stream, and its pool."""
+        f = self.graphed(lambda x: waiting(x.sin()) * 2)
+        for step in range(4):
+            x = self.some(4, 8)
+            self.close(f(x), x.sin() * x.sin().sum() * 2, f"step {step}")
+            self.assertEqual(torch.cuda.current_stream(), torch.cuda.default_stream())
+            torch.manual_seed(step)
+            own = torch.Generator(self.device).manual_seed(step)
+            drawn, wanted = (torch.rand(8, device=self.device, generator=generator) for generator in (None, own))
+            self.assertEqual(drawn, wanted)
+        self.assertIn(FAILED, self.said())
+        self.assertNotIn("already recording", self.said())
+
     def test_an_error_of_the_program_while_it_is_captured(self) -> None:
         """It passes through, and the next calls are as if it had not been."""
         f = self.graphed(lambda x, s: (x * s).sin() + moody(x))

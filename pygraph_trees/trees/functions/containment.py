@@ -298,17 +298,22 @@ def _leave_pool(manager: Any, stream: torch.cuda.Stream) -> None:
     with contextlib.suppress(RuntimeError):  # no capture is left, as it should be
         if is_captured():  # the first one, of an empty graph
             manager.graph.capture_end()
-    with contextlib.suppress(RuntimeError, AttributeError):  # the pool takes no allocations, or there is none
-        given = stream.device_index, manager.cuda_graphs_thread_pool
-        torch._C._cuda_endAllocateToPool(*given)
-        torch._C._cuda_releasePool(*given)
-    with contextlib.suppress(RuntimeError):  # the GPU is lost
-        if torch.cuda.current_stream(stream.device_index) == manager.stream != stream:
+    with contextlib.suppress(AttributeError):  # there is none yet
+        end_allocations(stream.device_index, manager.cuda_graphs_thread_pool)
+    with contextlib.suppress(RuntimeError), torch.cuda.device(stream.device_index):  # the GPU may be lost
+        if torch.cuda.current_stream() == manager.stream != stream:
             torch.cuda.set_stream(stream)
         with torch.cuda.stream(manager.stream):
             is_left_captured = is_captured()
         if not is_left_captured:
             stream.wait_stream(manager.stream)
+
+
+def end_allocations(device: int, pool: tuple[int, int]) -> None:
+    """Ends what torch has begun in a graph pool and not ended, if anything."""
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
 
 
 def described(error: Exception) -> Why:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,9 @@ from pygraph_trees.indirection.live_input import bytes_at
 from pygraph_trees.outputs.allocations import generated_by_inductor, watching
 from pygraph_trees.reasons import Reason, Why
 
+from ..functions.containment import end_allocations
 from ..pools import pools
+from ..pools.capture_lock import is_captured
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.graph_nodes import NodeKind
@@ -42,6 +45,26 @@ def kept_graph(inputs: list[Any]) -> Any:
             if isinstance(value, torch.Generator):
                 graph.register_generator_state(value)
     return graph
+
+
+def abandon_capture(node: Any, generators: list[Any], stream: torch.cuda.Stream) -> None:
+    """Undoes what is left of a recording's capture that failed; ``stream`` was current before.
+
+    If the code did what no capture allows, a wait for instance, torch cannot end the capture and cleans up nothing: its
+    stream stays current, the pool in use, and generators raise when they are asked for numbers, until the next capture
+    ends.
+    """
+    # The graph is empty, of which torch warns. Setting a stream makes its device current.
+    with warnings.catch_warnings(record=True), suppress(RuntimeError), torch.cuda.device(node.device):
+        with suppress(RuntimeError):
+            if is_captured():  # interrupted before torch's `try`
+                node.graph.capture_end()
+        end_allocations(node.device, node.cuda_graphs_pool)
+        torch.cuda.set_stream(stream)
+        graph = kept_graph(generators)
+        with torch.cuda.stream(node.stream):
+            graph.capture_begin(pool=node.cuda_graphs_pool, capture_error_mode="thread_local")
+            graph.capture_end()
 
 
 def captured_nodes() -> Counter[NodeKind]:

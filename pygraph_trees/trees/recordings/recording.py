@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,10 +37,17 @@ from ..functions.function import FunctionModel
 from ..functions.lanes import Number
 from ..functions.outputs import as_they_read, is_on_live_input, makers_of_empty, without_staged
 from ..pools import pools
-from ..pools.capture_lock import is_captured
 from ..pools.liveness import deaths, release_unneeded
 from .attempts import Attempts
-from .captured_graph import branches_noted, captured_nodes, is_cuda, kept_graph, surroundings, try_lanes
+from .captured_graph import (
+    abandon_capture,
+    branches_noted,
+    captured_nodes,
+    is_cuda,
+    kept_graph,
+    surroundings,
+    try_lanes,
+)
 from .kept_outputs import kept_indices
 from .records import describe, describe_outputs
 from .replaying import Replayed, Upstream, native_replay
@@ -233,6 +240,8 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         reads: list[tuple[int, HostRead]] = []
         copied: list[int] = []
         branchings: list[Branching] = []  # at most one
+        generators = [value for value in inputs if isinstance(value, torch.Generator)]
+        stream = torch.cuda.current_stream(self.device)
 
         def with_branches(graph: Any) -> Any:
             for branching in branchings if flag == "always" else ():
@@ -244,9 +253,8 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         except BaseException as error:
             if flag == "auto" and isinstance(error, Exception):  # lanes may need more memory than there is
                 self.wrapped_function.model.lanes.give_up(self.wrapped_function.id, Reason.NO_CHAIN(why=error))
-            with suppress(RuntimeError):
-                if self.graph is not None and is_captured():  # interrupted before its `try`
-                    self.graph.capture_end()
+            if self.graph is not None:
+                abandon_capture(self, generators, stream)
             raise
         if self.graph is not None:
             # Torch sets the offset of random numbers on the capture's stream, and for a replay on the current stream.
