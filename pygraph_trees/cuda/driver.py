@@ -69,6 +69,15 @@ class Driver:
         is_old = self.version() < _SINCE
         return [call for call in _NEEDED if is_old or not hasattr(self.api, call)]
 
+    def begin_capture(self, stream: int) -> None:
+        """Begins a capture that disturbs no other thread (``cuStreamBeginCapture``)."""
+        self.call("cuStreamBeginCapture", stream, self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+
+    def end_capture(self, stream: int) -> None:
+        """Ends a capture and destroys its graph (``cuStreamEndCapture``)."""
+        (graph,) = self.call("cuStreamEndCapture", stream)
+        self.call("cuGraphDestroy", graph)
+
     def capturing_graph(self, stream: int) -> int | None:
         """The graph that a stream is capturing; None if it captures nothing (``cuStreamGetCaptureInfo``)."""
         status, _, graph, *_ = self.call("cuStreamGetCaptureInfo", stream)

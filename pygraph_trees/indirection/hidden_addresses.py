@@ -162,11 +162,11 @@ class Rehearsal:
         """
         if expected.is_exact or expected.includes(results):
             return expected.includes(results)
-        results = [result.clone() for result in results]
+        results, wider = [result.clone() for result in results], expected.copied()
         for _ in range(_EQUAL_LAUNCHES):
             self._launch_as_recorded()
-            expected.widen(self._results(()))
-        return expected.differs_by_rounding() and expected.includes(results)
+            wider.widen(self._results(()))
+        return wider.differs_by_rounding() and wider.includes(results)
 
 
 def _elements_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,6 +204,11 @@ class Expected:
     @property
     def is_exact(self) -> bool:
         return self._highest is self._lowest
+
+    def copied(self) -> Expected:
+        made = Expected(self._lowest)
+        made._highest = [result.clone() for result in self._highest]
+        return made
 
     def widen(self, results: Sequence[torch.Tensor]) -> None:
         """Takes in the results of another equal launch."""

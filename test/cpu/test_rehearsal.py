@@ -152,6 +152,14 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "busier": lambda graph, source, target: graph.add(
         source, target, 1 + (1e-5 if graph.launches < 6 else 1e-3) * math.sin(graph.launches)
     ),
+    # Begins to differ by more than roundings.
+    "wild": lambda graph, source, target: graph.add(
+        source, target, 1 + (1e-5 if graph.launches < 6 else 1) * math.sin(graph.launches)
+    ),
+    # Reads from a hidden address, and adds 0 or a quarter, so that nothing large shows.
+    "mask": lambda graph, hidden, target: graph.put(
+        target, graph.memory(target) + (graph.memory(hidden ^ KEY) > 0) * 0.25
+    ),
     # Reads from a hidden address, and gives 0 for negative numbers and for what is not a number.
     "dropping": lambda graph, hidden, target: graph.put(target, graph.memory(hidden ^ KEY).nan_to_num(0).clamp(min=0)),
     # Reads an input in the graph pool, and overwrites it.
@@ -385,6 +393,21 @@ class TestRehearsal(LiveInputsTestCase):
             self.assertIsNone(why[1])
             graph.replay()
             self.assertEqual(self.out[2], a + 3 if name == "xored" else a.clamp(min=0))
+
+    def test_hidden_addresses_are_found_although_launches_differ_more_and_more(self):
+        for name in ("busier", "wild"):
+            live, _ = self.rehearse(
+                lambda a, o: [
+                    *(self.kernel(name, a[2], o[i]) for i in (0, 2)),  # noqa: B023
+                    *(self.kernel(KNOWN, a[i], o[3]) for i in range(2)),
+                    self.kernel("xored", a[0] ^ KEY, o[1]),
+                    self.kernel("mask", a[1] ^ KEY, o[2]),
+                ],
+                *(some() for _ in range(3)),
+            )
+            why = self.routes(live)
+            for index in range(2):
+                self.assertRegex(str(why[index]), f"{name} or xored or mask may hide its address", index)
 
     def test_inputs_in_the_pool_and_static_ones_are_put_back(self):
         a, pool, static = some(), torch.rand(COUNT), torch.rand(COUNT)

@@ -34,7 +34,7 @@ from .uses import USES
 WORKER = "fuzzing.worker"
 TOOLS = Path(__file__).resolve().parents[1]
 POISONED = 70  # exit status of a worker whose GPU context is lost
-POISONED_BY_EAGER = 71  # exit status of a worker whose GPU context eager lost, or torch's failed capture changed
+POISONED_BY_EAGER = 71  # exit status of a worker whose GPU context eager lost
 FAILED = 1  # exit status of a worker that found and wrote a failure
 _POLL_S = 0.2
 _LONGEST_START_S = 300.0  # on a busy machine with cold disks

@@ -183,6 +183,8 @@ def _compare(
         16.0 if any(name in line for line in case.body for name in ("embedding", "index_select", "gather")) else 4.0
     )
     with contextlib.ExitStack() as stack:
+        if case.around.captures is not None and device.type == "cuda":
+            stack.callback(_end_captures)
         stack.callback(gc.collect)
         stack.callback(torch._dynamo.reset)
         flag = getattr(torch._inductor.config.triton, "pygraph_outputs", None)
@@ -228,6 +230,13 @@ def _compare(
             f"after {caught} faults, {last} functions run un-graphed in the last call; usually {usual}: {sorted(why)}"
         )
     return Verdict(agreed, inside, caught)
+
+
+def _end_captures() -> None:
+    """After a capture of the program's that failed, torch's stream is current, and generators raise until this."""
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
 
 
 def left_behind(tensor: torch.Tensor) -> str | None:

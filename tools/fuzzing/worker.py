@@ -2,7 +2,7 @@
 
 Sends ``case``, the text of the running case; ``counts``; and after a failure ``failure``, with the smallest case that
 fails. Exit status: 0, :data:`campaign.FAILED`, or, if the GPU is lost, :data:`campaign.POISONED`, or
-:data:`campaign.POISONED_BY_EAGER` if eager lost it, or if torch alone fails in a capture of the program's.
+:data:`campaign.POISONED_BY_EAGER` if eager lost it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from child import answering
@@ -121,8 +121,6 @@ class Worker:
                 self.counts.uses[name] = self.counts.uses.get(name, 0) + 1
             self.counts.torch_differs += verdict.torch_differs is not None
             self._end_if_poisoned(POISONED)  # code that runs when the way is closed may lose the GPU
-            if verdict.torch_differs is not None and case.around.captures is not None:
-                self._end(POISONED_BY_EAGER)  # torch leaves its stream current, and its allocator capturing
         finally:
             faulthandler.cancel_dump_traceback_later()
             self._send_counts()
@@ -146,11 +144,8 @@ class Worker:
     def _end_if_poisoned(self, status: int) -> None:
         """After a fault, every later call on the GPU also fails, which says nothing about its case."""
         if is_lost(self._device):
-            self._end(status)
-
-    def _end(self, status: int) -> NoReturn:
-        self._send_counts()
-        os._exit(status)
+            self._send_counts()
+            os._exit(status)
 
     def _send_failure(self, failure: Failure) -> None:
         self._say({"failure": {"case": failure.case.text(), "message": failure.message}})

@@ -295,12 +295,13 @@ def cleaned_up(manager: Any, run: Callable[[], Any]) -> Any:
 
 def _leave_pool(manager: Any, stream: torch.cuda.Stream) -> None:
     """Ends what a manager has begun, as far as torch has not, and lets ``stream`` go on after it."""
-    with contextlib.suppress(RuntimeError):  # no capture is left, as it should be
+    on_device = torch.cuda.device(stream.device_index)
+    with contextlib.suppress(RuntimeError), on_device, torch.cuda.stream(manager.stream):
         if is_captured():  # the first one, of an empty graph
             manager.graph.capture_end()
     with contextlib.suppress(AttributeError):  # there is none yet
         end_allocations(stream.device_index, manager.cuda_graphs_thread_pool)
-    with contextlib.suppress(RuntimeError), torch.cuda.device(stream.device_index):  # the GPU may be lost
+    with contextlib.suppress(RuntimeError), on_device:  # the GPU may be lost
         if torch.cuda.current_stream() == manager.stream != stream:
             torch.cuda.set_stream(stream)
         with torch.cuda.stream(manager.stream):

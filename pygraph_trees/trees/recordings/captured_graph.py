@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -47,24 +48,37 @@ def kept_graph(inputs: list[Any]) -> Any:
     return graph
 
 
-def abandon_capture(node: Any, generators: list[Any], stream: torch.cuda.Stream) -> None:
-    """Undoes what is left of a recording's capture that failed; ``stream`` was current before.
+def abandon_capture(node: Any, error: BaseException, stream: torch.cuda.Stream) -> None:
+    """Cleans up after a recording's capture that failed with ``error``; ``stream`` was current before.
 
-    If the code did what no capture allows, a wait for instance, torch cannot end the capture and cleans up nothing: its
-    stream stays current, the pool in use, and generators raise when they are asked for numbers, until the next capture
-    ends.
+    If the code did what no capture allows, a wait for instance, torch before 2.13 cannot end the capture and leaves its
+    stream current, the pool in use by both allocators, and generators that raise when they are asked for numbers.
     """
+    api = driver()
     # The graph is empty, of which torch warns. Setting a stream makes its device current.
-    with warnings.catch_warnings(record=True), suppress(RuntimeError), torch.cuda.device(node.device):
-        with suppress(RuntimeError):
-            if is_captured():  # interrupted before torch's `try`
-                node.graph.capture_end()
-        end_allocations(node.device, node.cuda_graphs_pool)
+    with suppress(Exception), warnings.catch_warnings(), torch.cuda.device(node.device):
+        warnings.simplefilter("ignore")
         torch.cuda.set_stream(stream)
-        graph = kept_graph(generators)
         with torch.cuda.stream(node.stream):
-            graph.capture_begin(pool=node.cuda_graphs_pool, capture_error_mode="thread_local")
-            graph.capture_end()
+            if api is not None and _is_left(error) and not is_captured():
+                api.begin_capture(node.stream.cuda_stream)  # of nothing, which torch can end in its place
+            with suppress(RuntimeError):
+                if is_captured():  # or interrupted before torch's `try`
+                    node.graph.capture_end()
+            if is_captured() and api is not None:  # torch 2.12 does not end one that it did not begin
+                api.end_capture(node.stream.cuda_stream)
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(capture_error_mode="thread_local")
+                graph.capture_end()
+        end_allocations(node.device, node.cuda_graphs_pool)
+
+
+def _is_left(error: BaseException) -> bool:
+    """Whether torch failed to end a capture and has not cleaned up."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return not compat.has_capture_lock() and any(  # torch 2.13, which has the lock, cleans up
+        frame.f_code.co_name == "capture_end" and frame.f_globals is vars(torch.cuda.graphs) for frame in frames
+    )
 
 
 def captured_nodes() -> Counter[NodeKind]:

@@ -240,7 +240,6 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         reads: list[tuple[int, HostRead]] = []
         copied: list[int] = []
         branchings: list[Branching] = []  # at most one
-        generators = [value for value in inputs if isinstance(value, torch.Generator)]
         stream = torch.cuda.current_stream(self.device)
 
         def with_branches(graph: Any) -> Any:
@@ -254,7 +253,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             if flag == "auto" and isinstance(error, Exception):  # lanes may need more memory than there is
                 self.wrapped_function.model.lanes.give_up(self.wrapped_function.id, Reason.NO_CHAIN(why=error))
             if self.graph is not None:
-                abandon_capture(self, generators, stream)
+                abandon_capture(self, error, stream)
             raise
         if self.graph is not None:
             # Torch sets the offset of random numbers on the capture's stream, and for a replay on the current stream.
