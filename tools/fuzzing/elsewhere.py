@@ -31,10 +31,11 @@ class Threads:
         self._workers: dict[int, tuple[ThreadPoolExecutor, contextlib.ExitStack]] = {}  # stacks are left in the worker
 
     def new(self, work: Callable[[], T]) -> T:
-        """The result of ``work`` in a new thread, which then ends; raises what ``work`` raises."""
+        """The result of ``work`` in a new thread, on this one's stream; the thread then ends. Raises what it raises."""
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
         def inside() -> T:
-            with own_trees(self._device):
+            with own_trees(self._device), torch.cuda.stream(stream):
                 return work()
 
         with ThreadPoolExecutor(1) as pool:
