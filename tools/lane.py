@@ -133,7 +133,8 @@ class _Running:
             os.dup2(log, stream.fileno())
         os.environ.update(self._job.environment)
         sys.argv[1:] = files = [str(file) for file in self._job.files]
-        arguments = ["-q", "-p", "no:cacheprovider", *self._job.arguments, *files]
+        # The logging plugin keeps torch's structured traces, which take time and count as growth in endurance tests.
+        arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:logging", *self._job.arguments, *files]
         pytest = importlib.import_module("pytest")
         sys.exit(int(pytest.main(arguments, plugins=[_Reporter(self._report)])))
 

@@ -102,7 +102,7 @@ class TestCommand(TestCase):
     def test_a_failing_program_is_made_small_printed_and_run_again(self):
         with tempfile.TemporaryDirectory() as folder:
             way = ("--way", "test_fuzz:twice")
-            limits = ("--seed", SEED, "--cases", 60, "--jobs", 1, "--reduce", 10, "--out", folder)
+            limits = ("--seed", SEED, "--cases", 60, "--jobs", 1, "--reduce", 4, "--out", folder)
             status, out, _ = self._main(*way, *limits)
             (path,) = Path(folder).iterdir()
             case = read(path.read_text())
