@@ -6,6 +6,7 @@ import ctypes
 import inspect
 import threading
 import unittest
+import weakref
 from unittest import mock
 
 import torch
@@ -20,6 +21,7 @@ from pygraph_trees.trees.managers.input_rules import Moves
 from pygraph_trees.trees.managers.manager import Manager
 from pygraph_trees.trees.managers.reclaiming import Reclaiming
 from pygraph_trees.trees.pools.liveness import Deaths
+from pygraph_trees.trees.recordings.recording import Recording as OurRecording
 from pygraph_trees.trees.recordings.recording import Upstream as UpstreamRecording
 from pygraph_trees.trees.recordings.replaying import native_replay
 
@@ -41,11 +43,6 @@ fail = mock.Mock(side_effect=Failed)
 class Plain:
     def __init__(self, **attributes):
         self.__dict__.update(attributes)
-
-
-def liveness_check():
-    """The attributes with which a recording checks liveness."""
-    return {"liveness_check_state": Plain(detached=False)} if CHECKS_LIVENESS_AGAIN else {}
 
 
 class FakeManager(fast_path.TreeState):
@@ -166,8 +163,7 @@ class Trees:
         self.native = native_replay(self.recording, managed, others, in_python=in_python)
         self.before, self.partition, self.compile_id, self.mode = Plain(), Plain(), Plain(), mode
         self.manager, self.partitions = FakeManager(self.find), [self.partition]
-        self.searched, self.answer = [], None  # searches for candidates, and their result
-        self.released = []  # results of releases
+        self.searched = []  # searches for candidates, which find none
         self.put(self.candidates(self.native))
         self.function = FakeFunction(self.manager, 7)
         self.replayer = self.function.replayer
@@ -179,7 +175,7 @@ class Trees:
             compile_id=self.compile_id,
             replays=replays,
             make_filter=lambda: candidate_filter(facts),
-            release=lambda: self.released.pop() if self.released else False,
+            release=lambda: False,
         )
 
     def put(self, candidates):
@@ -189,7 +185,6 @@ class Trees:
     def find(self, manager, function_id, begins):
         assert manager is self.manager
         self.searched.append((function_id, begins))
-        return self.answer
 
     def entry(self, *, around=False, **arguments):
         """An entry that starts each call after the same recording."""
@@ -278,3 +273,35 @@ def bare_manager(kind=Manager, **state):
     for name, value in (known | state).items():
         setattr(manager, name, value)
     return manager
+
+
+def bare_recording(parent=None, references=(), **state):
+    """A recording as upstream's constructor, which needs a GPU, leaves one without inputs; ``state``: what differs.
+
+    Args:
+        parent: the recording before it.
+        references: torch's weak references to its outputs.
+    """
+    recording = OurRecording.__new__(OurRecording)
+    path = [*(parent.path_weakrefs if parent else ()), references]
+    empty = (
+        "cudagraph_managed_idxs expected_dead_indices_after_graph expected_dead_indices_before_graph fixed"
+        " input_copy_idxs non_managed_static_input_idxs non_static_input_idx preserved_aliased_inputs"
+        " reconstructed_inputs static_input_data_ptrs static_input_idxs tensor_static_input_idxs"
+    )
+    known = {name: [] for name in empty.split()} | {
+        "_parent": None if parent is None else weakref.ref(parent),
+        "children": {},
+        "cuda_graphs_pool": (0, 7),
+        "device": 0,
+        "has_fast_path": True,
+        "live_indices_after_graph": [(depth, i) for depth, held in enumerate(path) for i in range(len(held))],
+        "outputs_weakrefs": references,
+        "path_weakrefs": path,
+        "rerecord_if_static_inputs_change": True,
+        "user_visible_output_idxs": (),
+    }
+    if CHECKS_LIVENESS_AGAIN:
+        known["liveness_check_state"] = Plain(detached=False)
+    vars(recording).update(known | state)
+    return recording

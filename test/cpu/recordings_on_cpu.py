@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fake_trees import LIMITS, bare_manager, liveness_check
+from fake_trees import LIMITS, bare_manager, bare_recording
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import CompilationMode, StorageWeakRefWrapper, UnaliasedStorage, WrappedFunction
 from torch.testing._internal.common_utils import TestCase
@@ -99,13 +99,10 @@ class Function:
         raise AssertionError("it was called un-graphed")
 
     def _record(self, model: FunctionModel, outputs: int, mode: CompilationMode) -> Recording:
-        made: Any = Recording.__new__(Recording)
+        references = [StorageWeakRefWrapper(torch.empty(1)) for _ in range(outputs)]
+        made: Any = bare_recording(None, references, id=self.id, cuda_graphs_pool=(0, 38), _gives_addresses=True)
         made._reconstruct_from_tensor_metadata = _tensor_of  # on a GPU otherwise
-        made.id, made.device, made._parent, made.cuda_graphs_pool = self.id, 0, None, (0, 38)
         made.wrapped_function = WrappedFunction(model, [], self.id, (), (), (), **LIMITS)
-        made.user_visible_output_idxs, made.input_copy_idxs = (), []
-        for name, value in liveness_check().items():
-            setattr(made, name, value)
         made.children = collections.defaultdict(list)
         made.outputs_metadata = [
             {
@@ -121,17 +118,7 @@ class Function:
         ]
         made.output_storage_alias = [UnaliasedStorage] * outputs
         made.unaliased_in_all_paths, made.cached_tensor_outputs = [True] * outputs, []
-        made.static_output_tensors, made.tensor_weakrefs = [None] * outputs, [None] * outputs
-        made.outputs_weakrefs = [StorageWeakRefWrapper(torch.empty(1)) for _ in range(outputs)]
-        made.stack_traces, made.path_weakrefs = [None] * outputs, [made.outputs_weakrefs]
-        made.live_indices_after_graph = [(0, number) for number in range(outputs)]
-        for name in ("cudagraph_managed_idxs", "preserved_aliased_inputs", "static_input_idxs", "fixed"):
-            setattr(made, name, [])
-        for name in ("static_input_data_ptrs", "tensor_static_input_idxs", "non_static_input_idx"):
-            setattr(made, name, [])
-        made.non_managed_static_input_idxs, made.reconstructed_inputs = [], []
-        made.expected_dead_indices_before_graph, made.expected_dead_indices_after_graph = [], []
-        made.rerecord_if_static_inputs_change = made.has_fast_path = made._gives_addresses = True
+        made.static_output_tensors, made.tensor_weakrefs, made.stack_traces = ([None] * outputs for _ in range(3))
         made._has_moving, made._takes, made.has_new_history = False, 0, mode == CompilationMode.FORWARD
         made.is_backward = mode == CompilationMode.BACKWARD
         made.log = RecordingLog(number=0, parent=None, counter=new_counter())

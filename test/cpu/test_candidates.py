@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from fake_trees import SKIPPED, Graph, Plain, bare_manager, fail, liveness_check, some
+from fake_trees import SKIPPED, Graph, Plain, bare_manager, bare_recording, fail, some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor import cudagraph_trees
@@ -25,7 +25,6 @@ from pygraph_trees.trees.managers import candidates as candidates_module
 from pygraph_trees.trees.managers.calls import Upstream
 from pygraph_trees.trees.managers.candidates import candidate_filter
 from pygraph_trees.trees.pools.liveness import Deaths
-from pygraph_trees.trees.recordings.recording import Recording
 
 EXAMPLES = settings(max_examples=200, deadline=None)
 COUNT = 10  # tensors
@@ -76,33 +75,21 @@ class TestCandidates(TestCase):
 
     def recording(self, number, parent=None, *, static=(), outputs=1, dead=()):
         """Adds a recording of a function after ``parent``; ``dead``: the outputs on the path that must be dead."""
-        node, cached, replayed = Recording.__new__(Recording), some(outputs), self.replayed
-        references = [Reference(cached, index) for index in range(outputs)]
-        path = [*([] if parent is None else parent.path_weakrefs), references]
-        vars(node).update(
+        cached, replayed = some(outputs), self.replayed
+        node = bare_recording(
+            parent,
+            [Reference(cached, index) for index in range(outputs)],
             wrapped_function=self.wrapped[number],
             id=object(),
-            children={},
-            _parent=None if parent is None else weakref.ref(parent),
-            cuda_graphs_pool=(0, 7),
-            rerecord_if_static_inputs_change=True,
             tensor_static_input_idxs=range(len(static)),
             static_input_idxs=range(len(static)),
             static_input_data_ptrs=[tensor.data_ptr() for tensor in static],
-            cudagraph_managed_idxs=[],
             expected_dead_indices_before_graph=list(dead),
-            expected_dead_indices_after_graph=[],
             outputs_metadata=[{"data_ptr": tensor.untyped_storage().data_ptr()} for tensor in cached],
             static_output_tensors=[None] * outputs,
             cached_tensor_outputs=cached,
-            outputs_weakrefs=references,
-            user_visible_output_idxs=(),
-            path_weakrefs=path,
-            live_indices_after_graph=[(d, i) for d, held in enumerate(path) for i in range(len(held))],
             graph=Graph(launches=0),
             log=Plain(counter=binding.new_counter()),
-            has_fast_path=True,
-            **liveness_check(),
         )
         node._prepare_checks()
         node.native = node._native(in_python=False)

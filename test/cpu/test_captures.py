@@ -15,7 +15,7 @@ from unittest import mock
 from weakref import WeakValueDictionary
 
 import torch
-from fake_trees import replay_with, replaying
+from fake_trees import bare_recording, replay_with, replaying
 from recordings_on_cpu import SIZE, Function, OnCpuTestCase
 from test_trees import double, inference
 from torch._inductor.cudagraph_trees import CompilationMode
@@ -26,7 +26,6 @@ from pygraph_trees.trees.functions import function as trees_function
 from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
 from pygraph_trees.trees.hooks import choice, entry_points
 from pygraph_trees.trees.pools import capture_lock, pools, program_pools
-from pygraph_trees.trees.recordings.recording import Recording
 
 
 @instantiate_parametrized_tests
@@ -169,10 +168,8 @@ class TestUpstreamCopies(TestCase):
     @parametrize("was_recorded_inside", [False, True])
     @parametrize("gives_addresses", [False, True])
     def test_an_input_is_copied_in_any_mode(self, gives_addresses, was_recorded_inside):
-        recording = Recording.__new__(Recording)
-        recording._gives_addresses = gives_addresses
+        recording = bare_recording(_gives_addresses=gives_addresses, expanded_dims={0: [], 1: [0]})
         recording.non_static_input_idx = recording.input_copy_idxs = [0, 1]
-        recording.expanded_dims = {0: [], 1: [0]}
         with torch.inference_mode(was_recorded_inside):
             targets = [torch.zeros(4), torch.zeros(1).expand(4)]
         with torch.inference_mode(not was_recorded_inside):

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from fake_driver import CUresult, FakeApi
-from fake_trees import bare_manager
+from fake_trees import bare_manager, bare_recording
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._inductor import cudagraph_trees
@@ -309,9 +309,7 @@ class TestUsableDriver(TestCase):
     def test_without_a_driver_inputs_are_copied_and_writes_are_not_graphed(self):
         """Upstream does the same; here the inputs give the reason."""
         model = FunctionModel(lambda inputs: inputs, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
-        made = Recording.__new__(Recording)
-        made.wrapped_function = SimpleNamespace(model=model)
-        made.cuda_graphs_pool = object()
+        made = bare_recording(wrapped_function=SimpleNamespace(model=model))
         wrapped = SimpleNamespace(model=model, mutated_input_idxs=[1], static_input_idxs=[], constants=())
         manager = bare_manager(ids_to_funcs={0: wrapped})
         with (

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from captured_operations import BranchesTestCase, FakeStream, OnLanes, custom, operate, ops, side_by_side
+from fake_trees import bare_recording
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor import compile_fx, config
@@ -228,13 +229,8 @@ class TestRecording(BranchesTestCase):
             Settings("off", "auto", "always", branches=flag),
             FunctionLog("f", None, "inference", 1, {}),
         )
-        node = recording.Recording.__new__(recording.Recording)
-        node.__dict__.update(
-            **{"graph": graph, "wrapped_function": SimpleNamespace(model=model, id="f"), "device": 0},
-            log=RecordingLog(),
-            **{"live": None, "own": None, "cudagraph_managed_idxs": [], "stream": None},
-        )
-        return node
+        function, absent = SimpleNamespace(model=model, id="f"), dict.fromkeys(("live", "own", "stream"))
+        return bare_recording(graph=graph, wrapped_function=function, log=RecordingLog(), **absent)
 
     def test_a_graph_gets_its_edges_before_it_is_instantiated(self):
         """With the flag off, nothing is asked and torch's graph is used. In a trial, the graph first has its chain."""

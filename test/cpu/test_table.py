@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from fake_trees import bare_recording
 from test_live_inputs import KERNEL, UNHELD, Graph, LiveInputsTestCase, at
 from torch.testing._internal.common_utils import run_tests
 
@@ -260,9 +261,8 @@ class TestSlots(LiveInputsTestCase):
         done = mock.MagicMock(model=mock.Mock(return_value=[3]))
         live = SimpleNamespace(items=(), has_staged=False, staged_copies=(None, None), kinds=Counter())
         live.captured, live.set_up = done.captured, done.set_up
-        node = recording.Recording.__new__(recording.Recording)
-        node.live, node.graph, node.device, node.stream = live, "upstream's", 0, "of captures"
-        node.wrapped_function = SimpleNamespace(model=None)
+        function = SimpleNamespace(model=None)
+        node = bare_recording(live=live, graph="upstream's", stream="of captures", wrapped_function=function)
         with (
             mock.patch.object(torch.cuda, "current_stream", lambda device: done),
             mock.patch.object(recording.Upstream, "_record", lambda node, model, inputs: model(inputs)),

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from fake_trees import CHECKS_LIVENESS_AGAIN, LIMITS, bare_manager, liveness_check, replay_with, replaying
+from fake_trees import CHECKS_LIVENESS_AGAIN, LIMITS, bare_manager, bare_recording, replay_with, replaying
 from test_own_memory import own_memory, storage
 from torch._inductor import config, cudagraph_trees
 from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, WrappedFunction
@@ -405,23 +405,17 @@ class TestWhoHoldsOutputs(TestCase):
         self.pool = 0, id(self)
 
     def recording(self, count, parent=None):
-        node = Recording.__new__(Recording)
-        references = [None] * count
-        path = [*(parent.path_weakrefs if parent else ()), references]
-        vars(node).update(
-            _parent=None if parent is None else weakref.ref(parent),
+        node = bare_recording(
+            parent,
+            [None] * count,
             cuda_graphs_pool=self.pool,
-            outputs_weakrefs=references,
-            path_weakrefs=path,
             cached_tensor_outputs=[],
             output_storage_alias=[cudagraph_trees.UnaliasedStorage] * count,
             unaliased_in_all_paths=[True] * count,
-            outputs_metadata=[node._tensor_metadata(torch.zeros(3), ignore_storage_offset=False)] * count,
-            live_indices_after_graph=[(d, i) for d, held in enumerate(path) for i in range(len(held))],
+            outputs_metadata=[Recording._tensor_metadata(torch.zeros(3), ignore_storage_offset=False)] * count,
             _reconstruct_from_tensor_metadata=lambda metadata, storage: torch.empty(0).set_(
                 storage, metadata["storage_offset"], metadata["size"], metadata["stride"]
             ),
-            **liveness_check(),
         )
         node._initialize_cached_tensors()
         return node
@@ -549,11 +543,8 @@ class TestManager(TestCase):
         return SimpleNamespace(model=model, mutated_input_idxs=mutated, static_input_idxs=[], id="sizes")
 
     def node(self, **attributes):
-        node = Recording.__new__(Recording)
-        known = {"children": {}, "_parent": None, "outputs_weakrefs": [], "own": None, "cuda_graphs_pool": None}
-        known |= {"all_outputs_are_dead": lambda: False, "clear_path_state": lambda: None}
-        vars(node).update(known | attributes)
-        return node
+        known = {"own": None, "all_outputs_are_dead": lambda: False, "clear_path_state": lambda: None}
+        return bare_recording(**known | attributes)
 
     def test_a_manager_takes_the_arguments_of_upstream_s(self):
         """For a new pool, it makes another manager with the same arguments."""
@@ -620,7 +611,7 @@ class TestManager(TestCase):
         """This holds even if upstream has decided that the function may be recorded."""
         inputs = [torch.ones(2), torch.ones(2), torch.ones(0)]
         function = self.wrapped(inference(placement="off", indirection="patch"), mutated=(1,))
-        node = self.node(log=RecordingLog(number=3), wrapped_function=function, device=0, cudagraph_managed_idxs=[])
+        node = self.node(log=RecordingLog(number=3), wrapped_function=function)
         node._attempts = attempts.Attempts(function, inputs)
         self.enterContext(mock.patch.object(attempts, "choose", lambda *_, **__: (None, {})))
         self.enterContext(mock.patch.object(attempts, "ranges_of"))

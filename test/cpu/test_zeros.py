@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fake_trees import bare_manager
+from fake_trees import bare_manager, bare_recording
 from torch import nn
 from torch.testing._internal.common_utils import TestCase, run_tests
 from torch.testing._internal.two_tensor import TwoTensor
@@ -21,7 +21,7 @@ from pygraph_trees.trees.functions.outputs import give_memory
 from pygraph_trees.trees.hooks import entry_points
 from pygraph_trees.trees.managers.input_rules import gathered_addresses
 from pygraph_trees.trees.managers.manager import Manager
-from pygraph_trees.trees.recordings.recording import Recording, Upstream
+from pygraph_trees.trees.recordings.recording import Upstream
 
 UpstreamManager = Manager.__mro__[-2]
 FUNCTION = 3
@@ -124,8 +124,7 @@ class TestZeros(TestCase):
 
     def test_one_in_the_place_of_an_output_is_none(self):
         """Zeros may replace a moving output of another graph; torch then has no address to compare."""
-        recording = Recording.__new__(Recording)
-        recording.path_weakrefs, recording.expected_dead_indices_after_graph = [[object()]], [(0, 0)]
+        recording = bare_recording(references=[object()], expected_dead_indices_after_graph=[(0, 0)])
         live = SimpleNamespace(items=[SimpleNamespace(managed=True, index=0)])
         output = torch.ones(2)
         found = output.untyped_storage(), output.untyped_storage().data_ptr()
