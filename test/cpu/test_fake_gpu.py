@@ -136,24 +136,6 @@ class TestPresence(TestCase):
             self.assertEqual(torch.conv2d(last.cpu(), weight.cpu()).device, torch.device("cpu"))
 
 
-upstreams_partitions = torch._inductor.config.patch({"triton.pygraph_placement": "off"})
-
-
-@upstreams_partitions
-class TestPartitions(TestCase):
-    def check(self, fn: Any, args: Any, expected: list[bool], **options: Any) -> LoweredGraph:
-        (graph,) = lower(fn, args, {}, **options)
-        found = graphed(graph), len(graph.graph.partition_maps), graph.disabled_reason
-        self.assertEqual(found, (expected, sum(expected), None))
-        return graph
-
-    @mock.patch.object(codecache.PyCodeCache, "write", side_effect=AssertionError("written"))
-    @mock.patch.object(cpp_builder, "get_cpp_compiler", side_effect=AssertionError("C++ compiler"))
-    @mock.patch("triton.compile", side_effect=AssertionError("Triton"))
-    def test_nothing_is_compiled_written_or_run(self, *_: Any) -> None:
-        self.check(lambda x, i: x * (i * 2 + 1).to("cuda"), (on_gpu(4, 8), torch.ones(8)), [False, True])
-
-
 class Attributes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -165,8 +147,16 @@ class Attributes(nn.Module):
         return self.fc(x) * self.scale + self.steps.to(x.device)
 
 
-@upstreams_partitions
+@torch._inductor.config.patch({"triton.pygraph_placement": "off"})  # the partitions are upstream's
 class TestLower(TestCase):
+    @mock.patch.object(codecache.PyCodeCache, "write", side_effect=AssertionError("written"))
+    @mock.patch.object(cpp_builder, "get_cpp_compiler", side_effect=AssertionError("C++ compiler"))
+    @mock.patch("triton.compile", side_effect=AssertionError("Triton"))
+    def test_nothing_is_compiled_written_or_run(self, *_: Any) -> None:
+        (graph,) = lower(lambda x, i: x * (i * 2 + 1).to("cuda"), (on_gpu(4, 8), torch.ones(8)))
+        found = graphed(graph), len(graph.graph.partition_maps), graph.disabled_reason
+        self.assertEqual(found, ([False, True], 1, None))
+
     def test_devices_names_and_static_inputs_of_a_module(self) -> None:
         with torch.device("meta"):
             on_meta = Attributes()

@@ -386,8 +386,8 @@ class TestLiveGraph(LiveInputsTestCase):
     def setUp(self):
         super().setUp()
         self.a, self.b = tensor_at(0), tensor_at(0)
-        self.live, self.captured = self.record(self.one_kernel(), self.a, self.b)
-        self.graph, self.chain, self.manager = _Replayed(self.captured), mock.Mock(units=[]), bare_manager()
+        self.live, self.graph = self.record(self.one_kernel(), self.a, self.b)
+        self.chain, self.manager = mock.Mock(units=[]), bare_manager()
         self.function, branching = mock.Mock(**{"model.log.is_tried": False}), Branching(log := RecordingLog())
         branching.chain = self.chain
         clocks = SimpleNamespace(is_idle=lambda: True, mark=lambda: 0, us_between=lambda *marks: 5.0)
@@ -414,28 +414,16 @@ class TestLiveGraph(LiveInputsTestCase):
     def test_each_launch_has_the_addresses_of_its_call(self):
         self.replay(ALL + 3)
         self.assertFalse(self.result().pays)
-        self.assertEqual(self.captured.instances, 5)  # and back to the chain
+        self.assertEqual(self.graph.instances, 5)  # and back to the chain
         self.assertEqual((self.chain.replace.call_count, self.chain.restore.call_count), (2, 2))
         self.assertIsNone(self.manager.reclaiming.why_again(self.function.id))
 
     def test_a_graph_that_is_lost_is_recorded_again(self):
         self.replay(WARM_UP + BLOCK - 1)
-        self.captured.refuses.append(RuntimeError("no memory"))
+        self.graph.refuses.append(RuntimeError("no memory"))
         self.replay(1)
         self.assertIs(self.result().reason, Reason.LANES_LOST)
         self.assertEqual(self.manager.reclaiming.why_again(self.function.id), self.result())
-
-
-class _Replayed:
-    """A graph of the tests of live inputs, whose replays note what its nodes hold."""
-
-    def __init__(self, graph) -> None:
-        self.launched = []
-        self.instantiate, self.raw_cuda_graph_exec = graph.instantiate, graph.raw_cuda_graph_exec
-        self._launch = graph.launch
-
-    def replay(self) -> None:
-        self.launched.append(self._launch())
 
 
 if __name__ == "__main__":

@@ -85,13 +85,13 @@ def words(data: bytes) -> list[int]:
 
 
 class Graph:
-    """A captured graph; launching it returns what its nodes hold."""
+    """A captured graph; launching it returns what its nodes hold, and replaying it notes that."""
 
     def __init__(self, api: FakeApi, nodes: Sequence[Any]) -> None:
         self._api = api
         self._nodes = [node for node in nodes if isinstance(node, int)]
         self._graph = api.make_graph(*nodes)
-        self.instances = 0
+        self.instances, self.launched = 0, list[list[list[int]]]()
         self.refuses: list[Exception] = []  # raised by attempts to instantiate it
 
     def raw_cuda_graph(self) -> int:
@@ -108,6 +108,9 @@ class Graph:
 
     def launch(self) -> list[list[int]]:
         return [words(self._api.exec_parameters(self._exec, node)) for node in self._nodes]
+
+    def replay(self) -> None:
+        self.launched.append(self.launch())
 
 
 class Event:

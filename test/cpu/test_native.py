@@ -62,26 +62,20 @@ class TestNames(TestCase):
         self.assertIs(binding.extension, extension)
 
     def test_a_missing_name_turns_the_module_off_and_is_in_the_status(self):
+        """If state of upstream has another name, upstream would set attributes that no replay reads."""
         native = binding.extension
-        for owner, name in (("manager", "turn"), ("graph", "replay"), ("debug", "RECORD")):
+        for owner, names, name, told in (
+            *((native, "NAMES", name, name) for name in ("manager.turned", "graph.replayed", "debug.RECORDED")),
+            (native_names, "_STATE", "renamed", "manager.renamed"),
+        ):
             with (
-                mock.patch.object(native, "NAMES", [*native.NAMES, f"{owner}.{name}_by_another_name"]),
+                mock.patch.object(owner, names, [*getattr(owner, names), name]),
                 mock.patch.object(binding, "extension", native),
                 mock.patch.object(binding, "why_without", None),
             ):
                 native_names.check()
                 self.assertIsNone(binding.extension)
-                self.assertIn(f"{owner}.{name}_by_another_name", build.status())
-
-    def test_renamed_state_of_upstream_turns_the_module_off(self):
-        """Otherwise upstream would set attributes that no replay reads."""
-        with (
-            mock.patch.object(native_names, "_STATE", (*native_names._STATE, "by_another_name")),
-            mock.patch.object(binding, "extension", binding.extension),
-            mock.patch.object(binding, "why_without", None),
-        ):
-            native_names.check()
-            self.assertIn("manager.by_another_name", build.status())
+                self.assertIn(told, build.status())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from unittest import mock
 
 import test_live_inputs
 import torch
-from fake_driver import CUresult
 from fake_trees import Trees as FakeTrees
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -161,24 +160,18 @@ class TestPatcher(PatcherTestCase):
             self.assertFalse(self.replay(live, *sets[1]))
         self.assertEqual(self.holds(graph, sets[1]), [True] * kernels)
 
-    def test_what_cannot_be_taken_back_is_not_launched(self):
-        live, _, sets = self.recorded(kernels=3)
-        for after in (2, 3):  # the third node, and the first node a second time
-            self.api.fail(KERNEL, after)
-        self.assertFalse(patch(live, sets[1]))
-        self.assertTrue(live.addresses._patches.broken)
-        for inputs in sets:
-            self.assertEqual(live.addresses.prepare(inputs), "a driver call failed")
-        self.assertEqual(list(live.addresses.refused), [0, 1])  # they will be copied
-
-    def test_a_graph_that_is_broken_stays_so(self):
-        live, _, sets = self.recorded()
-        refuse = mock.Mock(return_value=(CUresult.CUDA_ERROR_INVALID_VALUE,))
-        with mock.patch.object(self.api, "cuGraphExecKernelNodeSetParams", refuse):
-            self.assertIsNotNone(live.addresses.prepare(sets[1]))
-        for inputs in sets:
-            self.assertFalse(patch(live, inputs))
-            self.assertEqual(live.addresses.prepare(inputs), "a driver call failed")
+    def test_what_cannot_be_taken_back_is_never_launched_again(self):
+        """Whether C++ has broken the graph, or Python."""
+        for give, refused in ((patch, [0, 1]), (lambda live, inputs: not live.addresses.prepare(inputs), [0])):
+            live, _, sets = self.recorded(kernels=3)
+            for after in (2, 3):  # the third node, and the first node a second time
+                self.api.fail(KERNEL, after)
+            self.assertFalse(give(live, sets[1]))
+            self.assertTrue(live.addresses._patches.broken)
+            for inputs in sets:
+                self.assertFalse(patch(live, inputs))
+                self.assertEqual(live.addresses.prepare(inputs), "a driver call failed")
+            self.assertEqual(list(live.addresses.refused), refused)  # they will be copied
 
     def test_what_cpp_does_not_set(self):
         """C++ sets no nodes other than kernels, and no nodes at all if the driver's calls have no addresses."""
