@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from fake_driver import KNOWN, FakeApi
+from fake_trees import bare_recording
 from interleaving import interleaved, serial
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import TestCase
@@ -26,7 +28,9 @@ from pygraph_trees.edges.operations import Operations, span_of
 from pygraph_trees.edges.streams import Streams
 from pygraph_trees.edges.units import Access, Regions
 from pygraph_trees.indirection.table import launches
-from pygraph_trees.report.log import RecordingLog
+from pygraph_trees.report.log import FunctionLog, RecordingLog
+from pygraph_trees.settings import Settings
+from pygraph_trees.trees.functions.function import FunctionModel
 
 ATEN = "_ZN2at6native29vectorized_elementwise_kernelE"
 UNKNOWN = "of_some_library"
@@ -277,6 +281,14 @@ class BranchesTestCase(TestCase):
         patch = mock.patch.object(FakeAutotuner, "run", launches.watched(FakeAutotuner.run))
         patch.start()
         return patch.stop
+
+    def node(self, flag, **more):
+        """A recording of generated code with this value of the flag."""
+        generated = SimpleNamespace(__globals__={"empty_strided_cuda": len})
+        settings, log = Settings("off", "auto", "always", branches=flag), FunctionLog("f", None, "inference", 1, {})
+        wrapped = SimpleNamespace(model=FunctionModel(generated, settings, log), id="f")
+        known = dict.fromkeys(("live", "own", "stream")) | {"graph": "torch's", "log": RecordingLog()}
+        return bare_recording(wrapped_function=wrapped, **known | more)
 
     @contextlib.contextmanager
     def operations(self, captured, *tensors, stream=None):

@@ -27,8 +27,6 @@ from pygraph_trees.reasons import Reason
 from pygraph_trees.report.log import FunctionLog, RecordingLog
 from pygraph_trees.report.text import function_notes
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees.functions.function import FunctionModel
-from pygraph_trees.trees.recordings import recording
 from pygraph_trees.trees.recordings.captured_graph import branches_noted
 
 steps = st.lists(
@@ -337,49 +335,31 @@ class TestReport(BranchesTestCase):
             self.assertEqual(len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()), 2)
         self.assertIsNotNone(captured)
 
-    def node(self, branches="report", **more):
-        model = FunctionModel(
-            lambda inputs: [],
-            Settings("off", "auto", "always", branches=branches),
-            FunctionLog("f", None, "inference", 1, {}),
-        )
-        known = {"graph": object(), "own": None, "cudagraph_managed_idxs": [1], "log": RecordingLog(), "live": None}
-        return SimpleNamespace(wrapped_function=SimpleNamespace(model=model), **known | more)
-
     def test_the_flag_concerns_graphs(self):
         """``test_lane_capture.py`` has what it does."""
-        nodes = (self.node("off"), self.node(graph=None), self.node(), self.node("always"))
-        flags = [recording.Recording._branches_flag(node) for node in nodes]
+        nodes = (self.node("off"), self.node("report", graph=None), self.node("report"), self.node("always"))
+        flags = [node._branches_flag() for node in nodes]
         self.assertEqual(flags, [("off", 0), ("off", 0), ("report", 0), ("always", 4)])
         self.assertEqual(Settings.current().branches, "off")
 
     def test_a_recording_without_branches_says_why(self):
-        def generated(inputs):
-            raise AssertionError
-
-        generated = type(generated)(generated.__code__, {"empty_strided_cuda": torch.empty_strided})
-        for node, model, reason in (
-            (self.node(live=SimpleNamespace(has_table=True)), generated, Reason.READS_TABLE),
-            (self.node(), abs, Reason.NOT_GENERATED),
-            (self.node(), generated, Reason.NO_DRIVER),
+        not_generated = self.node("report")
+        not_generated.wrapped_function.model.model = abs
+        for node, reason in (
+            (self.node("report", live=SimpleNamespace(has_table=True)), Reason.READS_TABLE),
+            (not_generated, Reason.NOT_GENERATED),
+            (self.node("report"), Reason.NO_DRIVER),
         ):
-            with (
-                mock.patch("pygraph_trees.trees.recordings.captured_graph.driver", lambda: None),
-                mock.patch.object(node.wrapped_function.model, "model", model),
-                branches_noted(node, []),
-            ):
-                pass
+            with mock.patch("pygraph_trees.trees.recordings.captured_graph.driver", lambda: None):
+                branches_noted(node, [])
             self.assertEqual(node.log.why_no_branches.reason, reason)
 
     def test_managed_inputs_and_own_memory_may_not_overlap_others(self):
         seen = []
         patches = {"driver": lambda: 1, "dependencies": lambda: 2, "noting": lambda *args: seen.append(args)}
-        generated = SimpleNamespace(__globals__={"empty_strided_cuda": len})
         tensors = [torch.zeros(1) for _ in range(4)]
         with mock.patch.multiple("pygraph_trees.trees.recordings.captured_graph", **patches):
-            node = self.node(own=SimpleNamespace(takes=3))
-            node.wrapped_function.model.model = generated
-            branches_noted(node, [*tensors[:3], tensors[3]])
+            branches_noted(self.node("report", own=SimpleNamespace(takes=3), cudagraph_managed_idxs=[1]), tensors)
         *_, given, elsewhere, streams, watching = seen[0]
         self.assertEqual((streams, watching), (None, None))
         self.assertEqual(

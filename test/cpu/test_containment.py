@@ -67,26 +67,19 @@ class TestContained(TestCase):
         self.assertEqual(self.model.calls, {})
         self.assertIn("CUDA graphs failed: ", str(self.model.log.ungraphed_reason))
 
-    def test_a_call_inside_another_is_ungraphed(self) -> None:
+    def test_a_call_inside_another_or_of_another_thread_is_ungraphed_meanwhile(self) -> None:
         """Such calls come from hooks, finalizers, or the program's own operators."""
 
         def interrupted(inputs: list[Any]) -> Any:
             self.assertTrue(self.manager.is_taken)
-            return self.manager.run([torch.ones(1)], ID), inputs
+            inside = self.manager.run([torch.ones(1)], ID)
+            return inside, other.submit(self.manager.run, [torch.ones(1)], ID).result(60), inputs
 
-        self.assertEqual(self.call(interrupted), ([torch.full((1,), 2.0)], [torch.tensor(1.0)]))
-        self.assertEqual(self.model.log.runs, 1)
-        self.assertIn("another call", str(self.model.log.ungraphed_reason))
-
-    def test_a_call_of_another_thread_is_ungraphed_meanwhile(self) -> None:
-        other: list[Any] = []
-        self.assertTrue(self.manager.take_turn(other))
-        with ThreadPoolExecutor(1) as pool:
-            outputs = pool.submit(self.manager.run, [torch.ones(1)], ID).result(60)
-        self.assertEqual(outputs, [torch.full((1,), 2.0)])
-        self.manager.end_turn(other)
+        with ThreadPoolExecutor(1) as other:
+            self.assertEqual(self.call(interrupted), (*[[torch.full((1,), 2.0)]] * 2, [torch.tensor(1.0)]))
         self.assertEqual(self.call(lambda inputs: ["graphed"]), ["graphed"])
-        self.assertEqual(self.model.log.runs, 1)
+        self.assertEqual(self.model.log.runs, 2)
+        self.assertIn("another call", str(self.model.log.ungraphed_reason))
 
     def test_upstream_may_begin_again_at_a_root(self) -> None:
         upstream = mock.Mock()
