@@ -88,7 +88,10 @@ class Graph(Plain):
 
 
 class Live:
-    """Live inputs; a graph settles on the addresses that it is asked for if the answer is None."""
+    """Live inputs; a graph settles on the addresses that it is asked for if the answer is None.
+
+    ``prepared`` has the ids of inputs and their addresses, and holds no input.
+    """
 
     def __init__(self, patched, settled, outputs=()):
         self.patched = self.items = [Plain(index=index, placeholder_tensor=torch.empty(0)) for index in patched]
@@ -118,7 +121,7 @@ class Live:
             self.native.settle(addresses)
 
     def prepare_fast(self, inputs, seen):
-        self.prepared.append((list(inputs), seen))
+        self.prepared.append(([id(one) for one in inputs], seen))
         if self.answer() is not None:
             return None
         self.native.forget()

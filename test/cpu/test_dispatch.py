@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from fake_trees import bare_manager, manager_of, replaying
+from fake_trees import Plain, bare_manager, manager_of, replaying
 from recordings_on_cpu import SIZE, Function, OnCpuTestCase
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import FunctionID
@@ -25,12 +25,9 @@ from pygraph_trees.trees.managers.manager import Manager
 IDS = {number: FunctionID(number) for number in range(7, 12)}
 
 
-class Owner: ...
-
-
 def replayed():
     """A dispatch and the manager that may replay its function."""
-    dispatch, manager = Dispatch(), Owner()
+    dispatch, manager = Dispatch(), Plain()
     dispatch.add()
     dispatch.may_be_replayed_by(manager, 7)
     return dispatch, manager
@@ -51,7 +48,7 @@ class TestManagers(TestCase):
             ([], False),
         ):
             with self.subTest(added=added):
-                dispatch, manager = Dispatch(), Owner()
+                dispatch, manager = Dispatch(), Plain()
                 for integers in added:
                     dispatch.add(manager, 7, integers)
                     self.assertIsNone(manager_of(dispatch))
@@ -106,7 +103,7 @@ class TestThreads(TestCase):
 
     def add(self, number, *values):
         """Adds the function to a manager of this thread, which is returned with a reference to its own memory."""
-        manager, own = replaying_ids(number), Owner()
+        manager, own = replaying_ids(number), Plain()
         self.dispatch.add(manager, IDS[number], dict(enumerate(values, 1)))
         self.dispatch.may_be_replayed_by(manager, IDS[number], None if values else own)
         return manager, weakref.ref(own)

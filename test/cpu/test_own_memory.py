@@ -213,13 +213,6 @@ class TestBlocks(TestCase):
         self.assertIsNone(own.native.item(0))
 
 
-class _Live(Live):
-    def prepare_fast(self, inputs, seen):
-        found = super().prepare_fast(inputs, seen)
-        self.prepared[-1] = seen  # the inputs are not held
-        return found
-
-
 class Program:
     """A function of one live input, replayed in C++. Its graph fills own memory with the input's value."""
 
@@ -228,7 +221,7 @@ class Program:
         self.x = torch.zeros(1)
         count = len(self.own)
         views = views or {n: (1 + n, None) for n in range(count)}
-        self.live = _Live([0, *range(1, 1 + count)], None, outputs=views)
+        self.live = Live([0, *range(1, 1 + count)], None, outputs=views)
         self.live.items = [Plain(index=n, placeholder_tensor=self.x) for n in range(1 + count)]
         substitutes = [torch.empty(0)] * len(views)
         self.trees = Trees({}, [None] * len(views), live=self.live, own=self.own, others=substitutes, mode=mode)

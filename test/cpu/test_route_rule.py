@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from fake_trees import Plain
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fast_path import Trees as FakeTrees
@@ -35,11 +36,6 @@ from pygraph_trees.indirection.table import pointer_table as table
 from pygraph_trees.indirection.table.pointer_table import Reader
 from pygraph_trees.reasons import Reason
 from pygraph_trees.report.log import FunctionLog
-
-
-class Function:
-    def __init__(self) -> None:
-        self.log = FunctionLog("f", None, "inference", 1, {})
 
 
 class TestRule(TestCase):
@@ -74,7 +70,7 @@ class TestChooser(TestCase):
 
     def renew(self) -> None:
         self.steps, self.reasons = 2, list[str]()
-        self.function = Function()
+        self.function = Plain(log=FunctionLog("f", None, "inference", 1, {}))
         table.READERS[self.function] = self.readers
 
     def build(self, function: Any) -> bool | None:
@@ -139,13 +135,13 @@ class TestChooser(TestCase):
 
     def test_functions_wait_for_each_other_but_not_for_ever(self) -> None:
         """A function after another one in a step is recorded again with it."""
-        chooser, other = self.made(), Function()
+        chooser, other = self.made(), Plain()
         builds.begin(other)
         self.assertEqual((self.steps_of(chooser, most=20), self.reasons), (20, []))
         builds.give_up(other)
         self.assertEqual((self.steps_of(chooser), len(self.reasons)), (1, 1))
         self.renew()
-        builds.begin(third := Function())
+        builds.begin(third := Plain())
         self.assertEqual(self.steps_of(self.made()), 2 + route_rule._PATIENCE)
         self.assertEqual((len(self.reasons), builds.is_over(third)), (1, False))
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from fake_trees import Plain
 from test_launches import FakeAutotuner, autotuners, of_inductor, on_gpu
 from torch.testing._internal.common_utils import TestCase, run_tests
 from triton.compiler import ASTSource
@@ -24,10 +25,6 @@ from pygraph_trees.indirection.table import builds, launches
 from pygraph_trees.indirection.table import pointer_table as table
 from pygraph_trees.indirection.table.builds import Job, Worker, compile_jobs, job_of
 from pygraph_trees.indirection.table.pointer_table import Reader
-
-
-class Function:
-    """An object that can be referred to weakly."""
 
 
 class FakeWorker:
@@ -49,7 +46,7 @@ class FakeWorker:
 class TestBuilding(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        self.function, self.started = Function(), list[FakeWorker]()
+        self.function, self.started = Plain(), list[FakeWorker]()
         self.built = list[Any]()  # kernels
         inputs = frozenset({("in_ptr0", 0)})
         self.readers = [Reader(FakeAutotuner(kernel), frozenset({"in_ptr0"}), inputs) for kernel in ("a", "b", "c")]
@@ -102,7 +99,7 @@ class TestBuilding(TestCase):
         self.assertIs(self.go_on(), True)  # another recording asks
         self.assertTrue(builds.is_over(self.function))
         self.assertEqual((len(self.built), len(self.started)), (2, 1))
-        for function in (self.function, Function()):  # the latter has no build
+        for function in (self.function, Plain()):  # the latter has no build
             builds.give_up(function)
             self.assertEqual(table.taken_by_variants(function), frozenset())
             self.assertTrue(builds.is_over(function))
@@ -126,7 +123,7 @@ class TestBuilding(TestCase):
         self.assertEqual(len(logs.output), 1)
         self.assertIn("of the test", logs.output[0])
         with self.subTest("no kernel can be compiled elsewhere"):
-            self.error, self.readers, self.function = None, self.readers[1:2], Function()
+            self.error, self.readers, self.function = None, self.readers[1:2], Plain()
             self.begin()
             self.assertIs(self.go_on(), False)
             self.assertEqual(self.started, [])

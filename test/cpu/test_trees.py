@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from fake_trees import CHECKS_LIVENESS_AGAIN, LIMITS, bare_manager, bare_recording, replay_with, replaying
+from fake_trees import CHECKS_LIVENESS_AGAIN, LIMITS, Plain, bare_manager, bare_recording, replay_with, replaying
 from test_own_memory import own_memory, storage
 from torch._inductor import config, cudagraph_trees
 from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, WrappedFunction
@@ -220,10 +220,6 @@ class TestPutToUse(TestCase):
                 self.assertEqual(call(graph, [1]), ["upstream's", 1])
 
 
-class Held:
-    """An object with attributes that supports weak references."""
-
-
 class TestContainers(TestCase):
     def setUp(self):
         super().setUp()
@@ -282,7 +278,7 @@ class TestContainers(TestCase):
 
         class Made:
             def __init__(self, device_index, **_):
-                litter = Held()
+                litter = Plain()
                 litter.cycle = litter
                 weakref.finalize(litter, lambda: asked.append(cudagraph_trees.get_manager(0))).atexit = False
                 del litter
@@ -307,7 +303,7 @@ class TestContainers(TestCase):
             del fn
             seen.append(container.tree_manager)
 
-        self.manager_of(lambda *_, **__: Held(), let_go)
+        self.manager_of(lambda *_, **__: Plain(), let_go)
 
 
 class TestInputsThatMove(TestCase):
