@@ -49,13 +49,14 @@ class NodeSpec:
     tail: bytes = b""  # kernel: a last parameter that is not made of words
     packed: bool = False
     func: bool = True
+    options: tuple[object, ...] = ()  # memcpy: kinds of memory; memset: bytes of an element
 
     def make(self, api: FakeApi) -> int:
         values = iter([held.at(RECORDED) for held in self.held])
         if self.kind == "memcpy":
-            return api.make_memcpy(*values, 64)
+            return api.make_memcpy(*values, 64, *self.options)
         if self.kind == "memset":
-            return api.make_memset(*values, 64)
+            return api.make_memset(*values, 64, *self.options)
         parameters = [words(*itertools.islice(values, size)) for size in self.sizes]
         return api.make_kernel(parameters + [self.tail] * bool(self.tail), packed=self.packed, func=self.func)
 
@@ -144,10 +145,11 @@ def kernels(draw) -> NodeSpec:
     return NodeSpec("kernel", held, tuple(sizes), tail, packed, func)
 
 
+MEMORY = st.sampled_from(["DEVICE", "UNIFIED"])
 NODES = st.one_of(
     kernels(),
-    held_words(2, 2, 2**47).map(lambda held: NodeSpec("memcpy", held)),
-    held_words(1, 1, 2**47).map(lambda held: NodeSpec("memset", held)),
+    st.builds(NodeSpec, st.just("memcpy"), held_words(2, 2, 2**47), options=st.tuples(*[MEMORY] * 2)),
+    st.builds(NodeSpec, st.just("memset"), held_words(1, 1, 2**47), options=st.tuples(st.sampled_from([1, 2, 4]))),
 )
 GRAPHS = st.lists(NODES, max_size=8)
 PATCHED = st.permutations(range(len(PLACEHOLDERS))).flatmap(
