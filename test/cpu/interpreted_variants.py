@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase
 
+kernels.import_without_compiler()
 from pygraph_trees.indirection.table.variants import Variant, with_slots
 
 TYPES = {
