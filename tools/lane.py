@@ -133,7 +133,7 @@ class _Running:
             os.dup2(log, stream.fileno())
         os.environ.update(self._job.environment)
         sys.argv[1:] = files = [str(file) for file in self._job.files]
-        # The logging plugin keeps torch's structured traces, which take time and count as growth in endurance tests.
+        # The logging plugin stores torch's structured traces, which is slow and looks like a leak to endurance tests.
         arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:logging", *self._job.arguments, *files]
         pytest = importlib.import_module("pytest")
         sys.exit(int(pytest.main(arguments, plugins=[_Reporter(self._report)])))

@@ -70,7 +70,7 @@ class Driver:
         return [call for call in _NEEDED if is_old or not hasattr(self.api, call)]
 
     def begin_capture(self, stream: int) -> None:
-        """Begins a capture that disturbs no other thread (``cuStreamBeginCapture``)."""
+        """Begins a capture in thread-local mode (``cuStreamBeginCapture``)."""
         self.call("cuStreamBeginCapture", stream, self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
 
     def end_capture(self, stream: int) -> None:

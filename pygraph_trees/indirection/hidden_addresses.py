@@ -24,7 +24,7 @@ _MOST_ALONE = 8  # inputs that are tried one by one, each for an instantiation a
 _MOST_NAMED = 3  # kernels in a reason
 _MOST_CHARACTERS = 60  # of a kernel's name, which is mangled
 
-_EQUAL_LAUNCHES = 4  # whose results are compared before an input is copied, and once more if it would be
+_EQUAL_LAUNCHES = 4  # compared before an input is copied; as many again if a result is outside of their spread
 
 _NUMBERS = {
     **{dtype: dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)},
@@ -156,9 +156,9 @@ class Rehearsal:
         return True
 
     def _is_expected(self, results: Sequence[torch.Tensor], expected: Expected) -> bool:
-        """Whether a launch gave these results; if they are outside of the spread, more equal launches follow first.
+        """Whether these are results of an equal launch. Outside of the spread, more equal launches are compared first.
 
-        Other load of the GPU, which may have begun since, changes the order of atomic additions.
+        Another program that starts to use the GPU changes the order of atomic additions.
         """
         if expected.is_exact or expected.includes(results):
             return expected.includes(results)
@@ -206,6 +206,7 @@ class Expected:
         return self._highest is self._lowest
 
     def copied(self) -> Expected:
+        """A copy that can be widened for one comparison; it must not be exact."""
         made = Expected(self._lowest)
         made._highest = [result.clone() for result in self._highest]
         return made

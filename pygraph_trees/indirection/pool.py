@@ -52,8 +52,8 @@ class PoolRanges:
 def segments_of(pool: tuple[int, int]) -> list[dict[str, Any]]:
     """The segments of a graph pool.
 
-    Up to torch 2.14, a snapshot drops a reference to each number that it is given, which it does not own. Python keeps
-    small numbers for ever, but the id of a later pool would be freed.
+    Up to torch 2.14, a snapshot releases references to its arguments that it does not own. Small integers survive that
+    in Python 3.12; the id of pool 257 would be freed.
     """
     for number in (*pool, False):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))

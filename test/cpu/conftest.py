@@ -7,7 +7,7 @@ import os
 
 from torch._dynamo import guards
 
-guards.profile_guard_manager = lambda *_: 0.0  # it empties the CPU's caches after each compilation, to measure guards
+guards.profile_guard_manager = lambda *_: 0.0  # slow: it flushes the CPU's caches after each compilation
 os.environ.setdefault("PYGRAPH_BUILD", "0")
 
 

@@ -359,7 +359,7 @@ class TestSavedPrograms(TestCase):
         with tempfile.TemporaryDirectory() as folder:
 
             def run(code: str, *arguments: str) -> Any:
-                # For each cache, Inductor would compile small programs, to find out which vector instructions work.
+                # Otherwise, Inductor compiles test programs for each new cache to check vector instructions.
                 fixed = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
                 caches = str(Path(folder, *arguments, "inductor"))
                 done = python("-c", _BEGIN + code, folder, *arguments, TORCHINDUCTOR_CACHE_DIR=caches, **fixed)

@@ -148,11 +148,11 @@ KERNELS: dict[str, Callable[..., Any]] = {
     # Gives another result at each launch, or one that differs a little.
     "counted": lambda graph, source, target: graph.add(source, target, graph.launches),
     "rounded": lambda graph, source, target: graph.add(source, target, 1 + 1e-5 * math.sin(graph.launches)),
-    # Begins to differ more: another program shares the GPU.
+    # Launches differ more from the sixth one on, as if another program used the GPU.
     "busier": lambda graph, source, target: graph.add(
         source, target, 1 + (1e-5 if graph.launches < 6 else 1e-3) * math.sin(graph.launches)
     ),
-    # Begins to differ by more than roundings.
+    # From the sixth launch on, launches differ by more than rounding.
     "wild": lambda graph, source, target: graph.add(
         source, target, 1 + (1e-5 if graph.launches < 6 else 1) * math.sin(graph.launches)
     ),
@@ -359,9 +359,9 @@ class TestRehearsal(LiveInputsTestCase):
             self.assertEqual((self.out[0], numbers.offset), (a + 4, 8))
 
     def test_inputs_are_copied_if_equal_launches_differ(self):
-        """If they differ by rounding, also more than before, only integers and written inputs are.
+        """If they differ only by rounding, even increasingly, only integers and written inputs are copied.
 
-        Own memory of outputs is only written.
+        Own memory of outputs is only written, so it is not copied.
         """
         why = "two equal launches give different results, and {} may hide its address"
         a, index, total, block = some(), at(torch.arange(COUNT)), some(), some()

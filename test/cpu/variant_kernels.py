@@ -163,6 +163,6 @@ CASES = {
 
 
 def import_without_compiler() -> None:
-    """Lets this process import ``variants`` without torch's compiler, which only its package imports."""
+    """Makes ``variants`` importable without its package, which imports torch's compiler."""
     package = sys.modules["pygraph_trees.indirection"] = types.ModuleType("pygraph_trees.indirection")
     package.__path__ = [str(Path(__file__).resolve().parents[2] / "pygraph_trees" / "indirection")]

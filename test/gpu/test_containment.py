@@ -163,7 +163,7 @@ class TestPrograms(ContainmentTestCase):
         self.assertEqual(sum(function.replays > 0 for function in pygraph_trees.report().functions), 1)
 
     def test_random_numbers_after_an_operator_waited(self) -> None:
-        """A capture that torch cannot end leaves generators as if they were captured, its stream, and its pool."""
+        """If torch cannot end a capture, its stream stays current, its pool in use, and its generators capturing."""
         f = self.graphed(lambda x: waiting(x.sin()) * 2)
         for step in range(4):
             x = self.some(4, 8)

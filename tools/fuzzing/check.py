@@ -221,7 +221,9 @@ def _compare(
             for runner in runners if any(runner.recorded() for runner in runners) else ():
                 runner.detach_outputs()
         if device.type == "cuda" and (left := left_behind(torch.empty(1, device=device))):
-            torch.cuda.set_stream(torch.cuda.default_stream(device))  # else the control would be found to do the same
+            torch.cuda.set_stream(
+                torch.cuda.default_stream(device)
+            )  # otherwise, the control would fail in the same way
             raise Mismatch(f"after {subject}: {left}")
         last = _ungraphed_calls() - ungraphed
         caught, why = runners[1].caught, {f.why_ungraphed for f in journal.records()[1] if f.ungraphed_calls}
@@ -233,14 +235,14 @@ def _compare(
 
 
 def _end_captures() -> None:
-    """After a capture of the program's that failed, torch's stream is current, and generators raise until this."""
+    """Undoes what a failed ``torch.cuda.graph`` leaves: its stream is current, and random numbers raise."""
     torch.cuda.set_stream(torch.cuda.default_stream())
     with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):  # the GPU may be lost
         torch.zeros(1, device="cuda")
 
 
 def left_behind(tensor: torch.Tensor) -> str | None:
-    """What earlier calls have left: the new ``tensor`` is in a graph pool, or another stream is current."""
+    """The state that earlier calls left: another current stream, or a graph pool that holds the new ``tensor``."""
     if torch.cuda.current_stream(tensor.device) != torch.cuda.default_stream(tensor.device):
         return "another stream is current"
     segments = [s for s in torch.cuda.memory_snapshot() if 0 <= tensor.data_ptr() - s["address"] < s["total_size"]]

@@ -31,7 +31,7 @@ class Threads:
         self._workers: dict[int, tuple[ThreadPoolExecutor, contextlib.ExitStack]] = {}  # stacks are left in the worker
 
     def new(self, work: Callable[[], T]) -> T:
-        """The result of ``work`` in a new thread, on this one's stream; the thread then ends. Raises what it raises."""
+        """Runs ``work`` in a new thread, on the caller's current stream; returns its result or raises its error."""
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
         def inside() -> T:

@@ -263,7 +263,7 @@ def _with_own_memory(outputs: Any, borrowed: set[int]) -> list[Any]:
 def forget_frames(error: BaseException | None, *, until: BaseException | None = None, of_program: bool = True) -> None:
     """Frees captured tensors that the error's frames hold: memory of the pool that no recording accounts for.
 
-    ``until``: what the program was handling before.
+    ``until``: the exception that the program was already handling.
     """
     while error is not None and error is not until:
         for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -277,10 +277,10 @@ def forget_frames(error: BaseException | None, *, until: BaseException | None = 
 def cleaned_up(manager: Any, run: Callable[[], Any]) -> Any:
     """Calls ``run``, which captures for a manager or allocates in its graph pool, and cleans up after an error.
 
-    Torch does so in ``finally``, but an exception of a signal's handler may come before its ``try``, or in ``finally``
-    itself. The program's tensors would then be in the graph pool, which the next recording overwrites. And only without
-    an error does torch let the program's stream wait for that of the graphs. This is no context manager, since an
-    exception may come in contextlib, too.
+    Torch cleans up in ``finally``, but a signal's handler may raise before torch's ``try`` or inside ``finally``. Later
+    tensors of the program would then be in the graph pool, which the next recording overwrites. After an error, torch
+    also does not make the program's stream wait for the graphs' stream. This is not a context manager, because the
+    handler may raise inside contextlib, too.
     """
     device, handled = getattr(manager, "device_index", None), sys.exc_info()[1]  # no device while the manager is made
     stream = torch.cuda.current_stream(device) if torch.cuda.is_initialized() else None
@@ -294,12 +294,12 @@ def cleaned_up(manager: Any, run: Callable[[], Any]) -> Any:
 
 
 def _leave_pool(manager: Any, stream: torch.cuda.Stream) -> None:
-    """Ends what a manager has begun, as far as torch has not, and lets ``stream`` go on after it."""
+    """Ends a manager's capture and allocations if torch has not, and makes ``stream`` wait for the graphs' stream."""
     on_device = torch.cuda.device(stream.device_index)
     with contextlib.suppress(RuntimeError), on_device, torch.cuda.stream(manager.stream):
-        if is_captured():  # the first one, of an empty graph
+        if is_captured():  # a new manager captures an empty graph
             manager.graph.capture_end()
-    with contextlib.suppress(AttributeError):  # there is none yet
+    with contextlib.suppress(AttributeError):  # a new manager may have no pool yet
         end_allocations(stream.device_index, manager.cuda_graphs_thread_pool)
     with contextlib.suppress(RuntimeError), on_device:  # the GPU may be lost
         if torch.cuda.current_stream() == manager.stream != stream:
@@ -311,7 +311,7 @@ def _leave_pool(manager: Any, stream: torch.cuda.Stream) -> None:
 
 
 def end_allocations(device: int, pool: tuple[int, int]) -> None:
-    """Ends what torch has begun in a graph pool and not ended, if anything."""
+    """Ends allocations in a graph pool, if torch has begun them and not ended them."""
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)

@@ -3,7 +3,7 @@
 Inside :func:`deferred`, the main thread's handler of SIGINT only notes the signal; the program's handler is called at
 the end. A second signal after :data:`PATIENCE_S` is not deferred: the first call of a function may compile for minutes.
 The frame in which a signal came is not kept: its locals would stay alive, and with them memory of the graph pool.
-Handlers of other signals may raise anywhere: ``functions/containment.py`` does what torch then leaves undone.
+Handlers of other signals may raise anywhere: ``functions/containment.py`` then cleans up after torch.
 """
 
 from __future__ import annotations

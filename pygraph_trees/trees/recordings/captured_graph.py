@@ -49,23 +49,24 @@ def kept_graph(inputs: list[Any]) -> Any:
 
 
 def abandon_capture(node: Any, error: BaseException, stream: torch.cuda.Stream) -> None:
-    """Cleans up after a recording's capture that failed with ``error``; ``stream`` was current before.
+    """Cleans up after a failed capture of a recording, and makes ``stream`` current again.
 
-    If the code did what no capture allows, a wait for instance, torch before 2.13 cannot end the capture and leaves its
-    stream current, the pool in use by both allocators, and generators that raise when they are asked for numbers.
+    If the code does something that a capture does not allow, for example wait for the GPU, torch before 2.13 cannot end
+    the capture. Then the capture stream stays current, both allocators keep the pool in use, and generators raise when
+    they draw numbers.
     """
     api = driver()
-    # The graph is empty, of which torch warns. Setting a stream makes its device current.
+    # Torch warns about an empty graph. ``set_stream`` also changes the current device.
     with suppress(Exception), warnings.catch_warnings(), torch.cuda.device(node.device):
         warnings.simplefilter("ignore")
         torch.cuda.set_stream(stream)
         with torch.cuda.stream(node.stream):
             if api is not None and _is_left(error) and not is_captured():
-                api.begin_capture(node.stream.cuda_stream)  # of nothing, which torch can end in its place
+                api.begin_capture(node.stream.cuda_stream)  # an empty capture, which torch can end
             with suppress(RuntimeError):
-                if is_captured():  # or interrupted before torch's `try`
+                if is_captured():  # the empty one, or one interrupted before torch's `try`
                     node.graph.capture_end()
-            if is_captured() and api is not None:  # torch 2.12 does not end one that it did not begin
+            if is_captured() and api is not None:  # torch 2.12 only ends captures that it began
                 api.end_capture(node.stream.cuda_stream)
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(capture_error_mode="thread_local")
@@ -76,7 +77,7 @@ def abandon_capture(node: Any, error: BaseException, stream: torch.cuda.Stream) 
 def _is_left(error: BaseException) -> bool:
     """Whether torch failed to end a capture and has not cleaned up."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return not compat.has_capture_lock() and any(  # torch 2.13, which has the lock, cleans up
+    return not compat.has_capture_lock() and any(  # torch 2.13, which has the lock, cleans up itself
         frame.f_code.co_name == "capture_end" and frame.f_globals is vars(torch.cuda.graphs) for frame in frames
     )
 
