@@ -58,7 +58,7 @@ def artifacts() -> Iterator[list[Artifact]]:
 
 @contextlib.contextmanager
 def listening(emit: Any) -> Iterator[None]:
-    """Passes all records to ``emit`` only: torch's handler removes itself at the first record, which others then miss."""
+    """Passes all records to ``emit`` only: torch's handler removes itself at the first record, which others miss."""
     handler = logging.Handler()
     handler.emit = emit  # type: ignore[method-assign]
     with mock.patch.object(trace_log, "handlers", [handler]):
