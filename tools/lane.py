@@ -128,6 +128,7 @@ class _Running:
     def _run(self) -> None:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
         log = os.open(self._log, os.O_WRONLY | os.O_CREAT)
         for stream in (sys.stdout, sys.stderr):
             os.dup2(log, stream.fileno())
