@@ -131,17 +131,16 @@ def _take_turns(lock: AbstractContextManager[Any]) -> None:
     _turn = lock
 
 
-def grid(seconds: float, seed: int, jobs: int) -> list[dict[str, Any]]:
-    """A record for each function that fits into ``seconds``."""
-    context = multiprocessing.get_context("spawn")
+def grid(seconds: float, seed: int, jobs: int) -> Iterator[dict[str, Any]]:
+    """A record for each function that is begun within ``seconds``, as soon as those before it are measured."""
+    context, seeds = multiprocessing.get_context("spawn"), range(seed * 10_000, (seed + 1) * 10_000)
     with ProcessPoolExecutor(jobs, context, _take_turns, (context.Lock(),)) as workers:
-        parts = workers.map(partial(_part, time.monotonic() + seconds), (seed * 1000 + job for job in range(jobs)))
-        return [record for part in parts for record in part]
+        yield from filter(None, workers.map(partial(_drawn, time.monotonic() + seconds), seeds))
 
 
-def _part(end: float, seed: int) -> list[dict[str, Any]]:
-    generator, device = random.Random(seed), torch.device("cuda", 0)
-    return [_measured(draw(generator), device) for _ in iter(lambda: time.monotonic() < end, False)]
+def _drawn(end: float, seed: int) -> dict[str, Any] | None:
+    is_late = time.monotonic() >= end
+    return None if is_late else _measured(draw(random.Random(seed)), torch.device("cuda", 0))
 
 
 def _measured(drawn: Drawn, device: torch.device) -> dict[str, Any]:
@@ -188,9 +187,9 @@ def summary_of(records: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def longest_first_calls(device: torch.device, seed: int) -> list[dict[str, Any]]:
+def longest_first_calls(device: torch.device, seed: int) -> Iterator[dict[str, Any]]:
     """The longest of the first calls or training steps, of all and of those after the second one, both ways."""
-    records, generator = [], random.Random(seed)
+    generator = random.Random(seed)
     for number in range(8):
         drawn, training = draw(generator, ("graphed",)), number % 2 == 1
         longest = {}
@@ -207,9 +206,8 @@ def longest_first_calls(device: torch.device, seed: int) -> list[dict[str, Any]]
                     calls_us.append((time.perf_counter_ns() - begin) / 1e3)
             longest[name] = max(calls_us), max(calls_us[2:])
         longest_us = {f"{name}_longest_us": found for name, found in longest.items()}
-        records.append({**asdict(drawn), "training": training, **longest_us})
         print(f"longest of the first {_FIRST} calls, and after the first two, us: {longest}", flush=True)
-    return records
+        yield {**asdict(drawn), "training": training, **longest_us}
 
 
 def main() -> int:
@@ -224,14 +222,14 @@ def main() -> int:
     options = parser.parse_args()
     if not has_gpu():
         return 2
-    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "first": lambda: longest_first_calls(torch.device("cuda", 0), options.seed),
         "grid": lambda: grid(options.seconds, options.seed, options.jobs),
     }
     results: list[dict[str, Any]] = []
     for name, part in parts.items():
-        if name in (options.what or parts):
-            results += [{"what": name, **record} for record in part()]
+        for record in part() if name in (options.what or parts) else ():
+            results.append({"what": name, **record})
             write_figures(options.out, results, seed=options.seed, rounds=_ROUNDS, calls=_CALLS)
     if drawn := [record for record in results if record["what"] == "grid"]:
         print(summary_of(drawn))
