@@ -133,7 +133,7 @@ def _take_turns(lock: AbstractContextManager[Any]) -> None:
 
 def grid(seconds: float, seed: int, jobs: int) -> Iterator[dict[str, Any]]:
     """A record for each function that is begun within ``seconds``, as soon as those before it are measured."""
-    context, seeds = multiprocessing.get_context("spawn"), range(seed * 10_000, (seed + 1) * 10_000)
+    context, seeds = multiprocessing.get_context("spawn"), range(seed * 1000, (seed + 1) * 1000)
     with ProcessPoolExecutor(jobs, context, _take_turns, (context.Lock(),)) as workers:
         yield from filter(None, workers.map(partial(_drawn, time.monotonic() + seconds), seeds))
 
