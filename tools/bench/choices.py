@@ -132,15 +132,16 @@ def _take_turns(lock: AbstractContextManager[Any]) -> None:
 
 
 def grid(seconds: float, seed: int, jobs: int) -> Iterator[dict[str, Any]]:
-    """A record for each function that is begun within ``seconds``, as soon as those before it are measured."""
+    """A record for each function that is begun within ``seconds``, in the order of their seeds."""
     context, seeds = multiprocessing.get_context("spawn"), range(seed * 1000, (seed + 1) * 1000)
     with ProcessPoolExecutor(jobs, context, _take_turns, (context.Lock(),)) as workers:
         yield from filter(None, workers.map(partial(_drawn, time.monotonic() + seconds), seeds))
 
 
 def _drawn(end: float, seed: int) -> dict[str, Any] | None:
-    is_late = time.monotonic() >= end
-    return None if is_late else _measured(draw(random.Random(seed)), torch.device("cuda", 0))
+    if time.monotonic() >= end:
+        return None
+    return _measured(draw(random.Random(seed)), torch.device("cuda", 0))
 
 
 def _measured(drawn: Drawn, device: torch.device) -> dict[str, Any]:
