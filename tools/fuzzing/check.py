@@ -221,9 +221,8 @@ def _compare(
             for runner in runners if any(runner.recorded() for runner in runners) else ():
                 runner.detach_outputs()
         if device.type == "cuda" and (left := left_behind(torch.empty(1, device=device))):
-            torch.cuda.set_stream(
-                torch.cuda.default_stream(device)
-            )  # otherwise, the control would fail in the same way
+            # Otherwise, the control would fail in the same way.
+            torch.cuda.set_stream(torch.cuda.default_stream(device))
             raise Mismatch(f"after {subject}: {left}")
         last = _ungraphed_calls() - ungraphed
         caught, why = runners[1].caught, {f.why_ungraphed for f in journal.records()[1] if f.ungraphed_calls}
