@@ -223,12 +223,13 @@ class TestProgramPools(TestCase):
         call([1])
         with self.use(1), self.use(2):
             self.assertEqual(call([1]), [2])
-            function.dispatch.go(aligned, is_graphed=False)
-            self.assertEqual(call([1]), [2])
+            for needs_checks in (True, False):
+                function.dispatch.go(aligned, is_graphed=False, needs_checks=needs_checks)
+                self.assertEqual(call([1]), [2])
             function.dispatch.go(lambda inputs: inputs[7], is_graphed=False)
             self.assertRaises(IndexError, call, [1])
             self.assertEqual((self.active, set(self.users.values())), ([(0, 1), (0, 2)], {1}))
-        self.assertEqual(self.seen, [("graph",), ("graph",), ("code", (0, 1), (0, 2))])
+        self.assertEqual(self.seen, [("graph",), ("graph",), *[("code", (0, 1), (0, 2))] * 2])
         self.assertEqual((self.active, set(self.users.values()), program_pools._used), ([], {0}, {}))
 
     def test_replays_are_fast_outside(self):

@@ -23,7 +23,7 @@ _known: weakref.WeakSet[Dispatch] = weakref.WeakSet()
 class Dispatch(FunctionState):
     """The state of one function. ``call`` makes its calls; if it is None, they are replayed, or upstream makes them."""
 
-    __slots__ = ("__dict__", "__weakref__", "call")  # a slot for the attribute that each call reads
+    __slots__ = ("__dict__", "__weakref__", "call", "unchecked")  # slots for what each call reads
     is_replayed: bool  # whether calls may be replayed now
     was_asked: bool  # whether this call's caller has tried a fast replay without success
     slow: tuple[Any, ...]  # counters of the calls that took the slow path, in the order of ``SLOW_CALLS``
@@ -42,8 +42,13 @@ class Dispatch(FunctionState):
         self.go()
         _known.add(self)
 
-    def go(self, call: Call | None = None, *, is_graphed: bool = True) -> None:
-        """Lets the next calls go another way. ``is_graphed``: whether ``call`` may use graphs, as a trial does."""
+    def go(self, call: Call | None = None, *, is_graphed: bool = True, needs_checks: bool = True) -> None:
+        """Lets the next calls go another way.
+
+        ``is_graphed``: whether ``call`` may use graphs, as a trial does. ``needs_checks``: whether it matters to
+        ``call`` if the program captures the calls or has a memory pool around them.
+        """
+        self.unchecked = None if needs_checks else call
         self.is_graphed, self.call = is_graphed, call
         self.is_replayed = call is None
 

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
@@ -119,16 +118,20 @@ class FunctionModel:
 
     def __call__(self, inputs: list[Any]) -> Any:
         self.log.runs += 1
-        give_memory(inputs, self.tangents)
-        for index in self.tangents:
-            inputs[index] = as_it_reads(inputs[index])
-        progress = progress_of(self)
+        if self.tangents:
+            give_memory(inputs, self.tangents)
+            for index in self.tangents:
+                inputs[index] = as_it_reads(inputs[index])
+        progress = progress_of(self) if self.calls else None
         return self.ungraphed(inputs) if progress is None else progress.run(self.ungraphed, inputs)
 
     def ungraphed(self, inputs: list[Any]) -> Any:
         """Runs the compiled code, without counting it; the last inputs may be own memory of outputs."""
         allocations = self.outputs.allocations(inputs)
-        with watching(self.model, allocations) if allocations is not None or is_watching() else nullcontext():
+        if allocations is not None or is_watching():
+            with watching(self.model, allocations):
+                outputs = self.model(inputs)
+        else:
             outputs = self.model(inputs)
         if self._makes_zeros:
             give_memory(outputs := list(outputs))
@@ -251,12 +254,18 @@ def entered(
             outputs = fast_call(inputs)
             if outputs is not None:
                 return outputs
-        dispatch.was_asked = False
+        dispatch.was_asked = asks_again = False
+        unchecked = dispatch.unchecked
+        if unchecked is not None and (way_elsewhere is None or way_elsewhere(False) is None):
+            outputs = unchecked(inputs)
+            if outputs is not None or dispatch.call is not None:
+                return outputs
+            asks_again = True  # as in ``missed``
         if is_captured():
             function.log.not_graphed(Reason.CAPTURED())
             return aligned(inputs)
         if not program_pools.are_used():
-            return missed(inputs, asks_again=False)
+            return missed(inputs, asks_again=asks_again)
         with program_pools.outside():
             return missed(inputs, asks_again=True)
 

@@ -6,6 +6,7 @@ back if they are mutated.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ class _Choice(Environment):
 
     def __init__(self, function: FunctionModel, trial: Trial, device: int, aligned: Aligned) -> None:
         self._function, self._dispatch, self._trial, self._device = function, function.dispatch, trial, device
-        self.ungraphed = as_upstream_has_it(aligned, function.log.mode, device)
+        self._aligned, self.ungraphed = aligned, as_upstream_has_it(aligned, function.log.mode, device)
         self._is_stopped = False
         self._tries = _MOST_TRIES  # left
 
@@ -74,18 +75,21 @@ class _Choice(Environment):
         self._tries -= 1
         manager = self._manager() if (member := self.member()) is not None and member.is_in_its_thread() else None
         if (manager is not None and manager.give_pool_back()) or self._tries <= 0:
-            self._dispatch.go(self.ungraphed, is_graphed=False)
+            self._go_ungraphed()
         return self.ungraphed(inputs)
 
     def stop(self, why: Why) -> None:
         """Lets the function run un-graphed from the next call on, whatever its trial decides."""
         self._is_stopped = True
         self._function.log.not_graphed(why)
-        self._dispatch.go(self.ungraphed, is_graphed=False)
+        self._go_ungraphed()
         if (member := self.member()) is not None:
             self._trial.leave(member)
         if (manager := self._manager()) is not None:
             manager.forget(self._function, later=True)
+
+    def _go_ungraphed(self) -> None:
+        self._dispatch.go(self.ungraphed, is_graphed=False, needs_checks=self.ungraphed is not self._aligned)
 
     def _manager(self) -> Manager | None:
         manager = cudagraph_trees.get_manager(self._device, create_if_none_exists=False)
@@ -134,14 +138,14 @@ def only_sizes_that_come_again(
     indices = [index for index, value in enumerate(inputs) if isinstance(value, int)]
     if not indices or function.settings.selective != "auto":
         return run
-    sizes, dispatch = Sizes(), function.dispatch
+    sizes, dispatch, integers = Sizes(), function.dispatch, operator.itemgetter(*indices)
     ungraphed = as_upstream_has_it(aligned, function.log.mode, device)
     replayed = 0  # replays before the last call that was not graphed
     why = Reason.OTHER_SIZES(graphed=FIRST_SIZES, calls=COMES_AGAIN)
 
     def instead(inputs: list[Any]) -> Any:
         """After many un-graphed calls, makes calls without other checks; None for one with sizes that are graphed."""
-        if sizes.are_graphed(tuple([inputs[index] for index in indices])):
+        if sizes.are_graphed(integers(inputs)):
             dispatch.go()
             return None
         return ungraphed(inputs)
@@ -149,7 +153,7 @@ def only_sizes_that_come_again(
     def call(inputs: list[Any]) -> Any:
         nonlocal replayed
         aligned.decide(inputs)
-        if sizes.are_graphed(tuple([inputs[index] for index in indices])):
+        if sizes.are_graphed(integers(inputs)):
             return run(inputs)
         before, replayed = replayed, function.log.replays
         if replayed != before:  # calls that C++ replayed did not come here
@@ -159,7 +163,7 @@ def only_sizes_that_come_again(
             if function.trial is not None:
                 function.trial.give_up()
             if dispatch.call is None:
-                dispatch.go(instead, is_graphed=False)
+                dispatch.go(instead, is_graphed=False, needs_checks=ungraphed is not aligned)
         return ungraphed(inputs)
 
     return call

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.reasons import Reason, Why
@@ -47,11 +47,11 @@ class Sizes:
     """The sets of integers with which one function is graphed."""
 
     def __init__(self) -> None:
-        self._graphed: set[tuple[int, ...]] = set()
-        self._waiting: dict[tuple[int, ...], int] = {}  # calls of other sets, the newest last
+        self._graphed: set[Hashable] = set()
+        self._waiting: dict[Hashable, int] = {}  # calls of other sets, the newest last
         self.refused = 0  # consecutive calls that are not graphed
 
-    def are_graphed(self, integers: tuple[int, ...]) -> bool:
+    def are_graphed(self, integers: Hashable) -> bool:
         """Counts a call with these integers, and returns whether it is graphed."""
         graphed, waiting = self._graphed, self._waiting
         if integers in graphed:
