@@ -81,6 +81,11 @@ struct Step {
                 function->func_name};
     }
 
+    static const void *name_of_class(PyObject *object) {
+        const bool is_heap_type = PyType_HasFeature(reinterpret_cast<PyTypeObject *>(object), Py_TPFLAGS_HEAPTYPE);
+        return is_heap_type ? reinterpret_cast<PyHeapTypeObject *>(object)->ht_name : nullptr;
+    }
+
     bool has_attributes() const {
         return slot == nullptr || (*slot == other[0] && (*slot == nullptr || version_of(*slot) == version));
     }
@@ -96,7 +101,7 @@ struct Step {
         case EMPTY:
             return PyDict_GET_SIZE(object) == 0;
         case CLASS:
-            return version_of_class(reinterpret_cast<PyTypeObject *>(object)) == version;
+            return version_of_class(reinterpret_cast<PyTypeObject *>(object)) == version && name_of_class(object) == other[0];
         case FUNCTION:
             return of_function(object) == other;
         case CELL:
@@ -130,6 +135,7 @@ inline Step step_of(const std::string &kind, PyObject *object, PyObject *one, Py
         step.kind = Step::CLASS;
         _PyType_Lookup(reinterpret_cast<PyTypeObject *>(object), names.generation); // gives it a version
         step.version = version_of_class(reinterpret_cast<PyTypeObject *>(object));
+        step.other = {step.name_of_class(object)};
         if (step.version == 0)
             throw py::value_error("a class has no version");
     } else if (kind == "function") {

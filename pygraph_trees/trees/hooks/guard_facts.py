@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+from abc import ABCMeta
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
@@ -19,6 +20,8 @@ import torch
 
 from pygraph_trees.compat import dynamic_mark
 from pygraph_trees.reasons import Reason
+
+from .attributes import Absent, attribute_of, is_constant
 
 _IDENTITY = frozenset({"ID_MATCH", "TYPE_MATCH", "NOT_NONE"})
 _OF_DICT = _IDENTITY | {"DICT_CONTAINS", "DICT_LENGTH", "DICT_VERSION"}
@@ -32,7 +35,6 @@ _KEPT = (_OF_DICT | _OF_CONSTANT | _OF_TENSOR) - {"TENSOR_MATCH", "NO_TENSOR_ALI
     *("SET_CONTAINS", "TUPLE_ITERATOR_LEN", "RANGE_ITERATOR_MATCH", "COMPLEX_IS_NAN", "DUAL_LEVEL_MATCH"),
     *("WEAKREF_ALIVE", "LAMBDA_GUARD", "GLOBAL_STATE", "TORCH_FUNCTION_MODE_STACK", "DEFAULT_DEVICE"),
 }
-_CONSTANTS = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
 _OF_FUNCTION = {"Code": "__code__", "Closure": "__closure__"}  # by accessor
 _OF_FUNCTION |= {"FuncDefaults": "__defaults__", "FuncKwDefaults": "__kwdefaults__"}
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -77,6 +79,7 @@ def facts_of(
         else:
             _keep(facts, node)
     facts.dropped -= facts.kept
+    facts.steps = list({(kind, *map(id, objects)): (kind, *objects) for kind, *objects in facts.steps}.values())
     # Looking up an item may run code of a key, so objects whose facts follow are looked up last.
     facts.variables.sort(key=lambda variable: not isinstance(variable[3], torch.Tensor))
     return facts
@@ -144,9 +147,9 @@ def _visit(facts: Facts, node: Any, value: Any) -> bool:
         is_covered = _visit_items(facts, node, value) and leaves <= _OF_DICT
     elif _has_dict(value):
         facts.steps.append(("object", value, value.__dict__, None))
-        is_covered = leaves <= _IDENTITY or (leaves <= _IDENTITY | {"NO_HASATTR"} and _fix_attributes(facts, value))
+        is_covered = leaves <= _IDENTITY | {"NO_HASATTR"} and _lacks_attributes(facts, node, value)
         is_covered &= _visit_parts(facts, value, children)
-    elif _is_constant(value):
+    elif is_constant(value):
         is_covered = all(_leaves(child) <= _OF_CONSTANT for child in _nodes(node))
     else:
         if type(value) not in _FIXED:
@@ -157,7 +160,7 @@ def _visit(facts: Facts, node: Any, value: Any) -> bool:
         is_covered = False  # an ordered dictionary, for example
     if is_covered:
         facts.dropped.update(child.get_source() for child in _nodes(node))
-    elif type(value) in _TENSORS or _is_constant(value):
+    elif type(value) in _TENSORS or is_constant(value):
         _keep(facts, node)
     else:
         facts.kept.add(node.get_source())
@@ -169,7 +172,7 @@ def _visit_parts(facts: Facts, value: Any, children: list[tuple[Any, Any]]) -> b
     for accessor, child in children:
         try:
             is_covered &= _visit(facts, child, _part_of(facts, value, accessor))
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, Absent):
             _keep(facts, child)
             is_covered = False
     return is_covered
@@ -194,31 +197,41 @@ def _part_of(facts: Facts, value: Any, accessor: Any) -> Any:
         return _ClassDict(value.__dict__) if kind == "TypeDict" else value.__mro__
     if type(value) in _FIXED and kind in ("TupleGetItem", "GetItem", "DictGetItem"):
         return value[_key_of(accessor)]
+    if isinstance(value, type) and kind == "GetAttr" and type(value) in (type, ABCMeta):
+        facts.steps.append(("class", value, None, None))
+        found = next((vars(one)[attribute] for one in value.__mro__ if attribute in vars(one)), None)
+        is_own = isinstance(found, FunctionType) and not hasattr(type(vars(type).get(attribute)), "__set__")
+        if is_own or attribute == "__name__":
+            return getattr(value, attribute)
+    if type(value) is property and attribute == "fget":
+        return value.fget
     if _has_dict(value) and kind in ("GetGenericDict", "Type"):
         return value.__dict__ if kind == "GetGenericDict" else type(value)
+    if _has_dict(value) and kind == "GetAttr":
+        return attribute_of(value, attribute, facts.steps)
     raise LookupError
 
 
 def _is_fixed(value: Any) -> bool:
     """Whether facts may hold an object itself: it is no data of the program."""
     kinds = FunctionType, BuiltinFunctionType, ModuleType, type
-    return isinstance(value, kinds) or _is_constant(value) or value is vars(builtins)
+    return isinstance(value, kinds) or is_constant(value) or value is vars(builtins)
 
 
-def _fix_attributes(facts: Facts, value: Any) -> bool:
-    """Adds facts that determine a module's attributes; False for objects that look attributes up otherwise."""
-    kind: Any = type(value)
-    if not isinstance(value, torch.nn.Module) or kind.__getattr__ is not torch.nn.Module.__getattr__:
-        return False
-    found = vars(value)
-    dicts = (found, found["_parameters"], found["_buffers"], found["_modules"])
-    facts.steps.append(("class", kind, None, None))
-    facts.steps.extend(("dict", one, None, None) for one in dicts)
-    return kind.__getattribute__ is object.__getattribute__ and all(type(one) is dict for one in dicts)
-
-
-def _is_constant(value: Any) -> bool:
-    return type(value) in _CONSTANTS or (type(value) in (tuple, torch.Size) and all(map(_is_constant, value)))
+def _lacks_attributes(facts: Facts, node: Any, value: Any) -> bool:
+    """Adds facts from which it follows that an object has none of the attributes that guards look for."""
+    prefix = f"not hasattr({node.get_source()}, "
+    for guard in node.get_leaf_guards():
+        if type(guard).__name__ == "NO_HASATTR":
+            found = re.match(re.escape(prefix) + r"'(\w+)'\)", guard.verbose_code_parts()[0])
+            try:
+                attribute_of(value, found[1] if found else "", facts.steps)
+            except Absent:
+                continue
+            except LookupError:
+                pass
+            return False
+    return True
 
 
 def _items(node: Any, value: Any) -> Iterator[tuple[Any, Any]]:

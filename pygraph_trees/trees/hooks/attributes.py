@@ -1,0 +1,155 @@
+"""Attributes of an object of the program, with what their values depend on.
+
+:func:`attribute_of` looks an attribute up as Python does, and adds facts on all that this reads. Methods of the program
+that take part, ``__getattribute__`` and properties, run with a stand-in for the object, whose attributes are looked up
+in the same way, and without the names of their module. What they return then depends on facts only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+import torch
+
+_CONSTANTS = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
+_ABSENT: Any = object()
+
+
+def is_constant(value: Any) -> bool:
+    return type(value) in _CONSTANTS or (type(value) in (tuple, torch.Size) and all(map(is_constant, value)))
+
+
+class Absent(Exception):
+    """The object has no such attribute."""
+
+
+class _StandIn:
+    """What a method of the program sees of an object: its attributes, which ``read`` looks up, and nothing else."""
+
+    __slots__ = ("_read",)
+
+    def __init__(self, read: Callable[[str], Any]) -> None:
+        object.__setattr__(self, "_read", read)
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, "_read")(name)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise LookupError
+
+    __setattr__ = __delattr__ = __bool__ = __eq__ = __ne__ = __hash__ = _refuse  # type: ignore[assignment]
+    __str__ = __repr__ = __format__ = __dir__ = _refuse  # type: ignore[assignment]
+
+
+def attribute_of(value: Any, name: str, steps: list[Any]) -> Any:
+    """An attribute of an object whose class, and the identity of whose dictionary, facts hold.
+
+    Args:
+        steps: facts in the form of ``guard_facts.Step``, to which those of the lookup are added.
+
+    Raises:
+        Absent: there is none.
+        LookupError: its value does not depend on facts alone. No facts are added.
+    """
+    count = len(steps)
+    try:
+        return _Attributes(value, steps).get(name)
+    except LookupError:
+        del steps[count:]
+        raise
+
+
+class _Attributes:
+    def __init__(self, value: Any, steps: list[Any]) -> None:
+        self._value, self._steps, self._hidden = value, steps, list[tuple[Any, Any]]()
+        kind: Any = type(value)
+        # Each one's ``super()`` has the next one.
+        self._overrides = [vars(c)["__getattribute__"] for c in kind.__mro__[:-1] if "__getattribute__" in vars(c)]
+        others = getattr(kind, "__getattr__", None)
+        self._is_module = isinstance(value, torch.nn.Module) and others is torch.nn.Module.__getattr__
+        if not (others is None or (self._is_module and not self._overrides)):
+            raise LookupError
+        steps.append(("class", kind, None, None))
+
+    def get(self, name: str, level: int = 0) -> Any:
+        """The attribute; with ``level``, without that many overrides of ``__getattribute__``."""
+        if level == len(self._overrides):
+            return self._plain(name)
+        return self._returned(self._overrides[level], name, level=level + 1)
+
+    def _plain(self, name: str) -> Any:
+        """As ``object.__getattribute__`` finds it, and then the ``__getattr__`` of modules."""
+        of_class = next((vars(one)[name] for one in type(self._value).__mro__ if name in vars(one)), _ABSENT)
+        if of_class is vars(object)["__class__"]:
+            return type(self._value)
+        if type(of_class) is property:
+            return self._returned(of_class.fget)
+        found = vars(self._value)
+        if name == "__dict__":
+            self._steps.append(("dict", found, None, None))
+            return _StandIn({"get": lambda key, default=None: self._shown(found.get(key, default))}.__getitem__)
+        if hasattr(type(of_class), "__set__") or hasattr(type(of_class), "__delete__"):
+            raise LookupError
+        if is_constant(found.get(name, _ABSENT)):
+            self._steps.append(("item", found, name, found[name]))  # others may change
+            return found[name]
+        self._steps.append(("dict", found, None, None))
+        if name in found:
+            return found[name]
+        if of_class is not _ABSENT and not hasattr(type(of_class), "__get__"):
+            return of_class
+        if of_class is not _ABSENT:
+            raise LookupError
+        for part in ("_parameters", "_buffers", "_modules") if self._is_module else ():
+            if type(found.get(part)) is not dict:
+                raise LookupError
+            self._steps.append(("dict", found[part], None, None))
+            if name in found[part]:
+                return found[part][name]
+        raise Absent
+
+    def _returned(self, method: Any, *args: Any, level: int | None = None) -> Any:
+        """What a method of the program returns: one that catches no error, since one may come of a missing name."""
+        code = method.__code__ if type(method) is FunctionType else None
+        if code is None or not {"__class__"}.issuperset(code.co_freevars) or getattr(code, "co_exceptiontable", True):
+            raise LookupError
+        if any(isinstance(constant, CodeType) for constant in code.co_consts):
+            raise LookupError
+        self._steps.append(("function", method, None, None))
+        names: dict[str, Any] = {"__builtins__": {}}
+        if level is not None:
+            base = {"__getattribute__": lambda name: self._shown(self.get(name, level))}
+            names["super"] = lambda *_: _StandIn(base.__getitem__)
+        cells = tuple(CellType(self._shown(method)) for _ in code.co_freevars)
+        own = FunctionType(code, names, None, method.__defaults__, cells)
+        own.__kwdefaults__ = method.__kwdefaults__
+        try:
+            result = own(_StandIn(lambda name: self._shown(self.get(name))), *args)
+        except Absent:
+            raise
+        except Exception as error:
+            raise LookupError from error
+        if is_constant(result):
+            return result
+        for shown, value in self._hidden:
+            if shown is result:
+                return value
+        raise LookupError
+
+    def _shown(self, value: Any) -> Any:
+        """What a method sees of a value: constants and dictionaries of them; other objects have nothing to read."""
+        if is_constant(value) or type(value) is _StandIn:
+            return value
+        if type(value) is dict and all(is_constant(one) for pair in value.items() for one in pair):
+            self._steps.append(("dict", value, None, None))
+            shown: Any = value
+        else:
+            shown = _StandIn(_read_nothing)
+        self._hidden.append((shown, value))
+        return shown
+
+
+def _read_nothing(name: str) -> Any:
+    raise LookupError(name)
