@@ -21,6 +21,20 @@ struct {
     PyObject *generations;                      // the class that counts calls of compiled functions
 } known;
 
+/* The inputs for the compiled code, from the beginning of a call until its code takes them. */
+struct Handed {
+    static thread_local PyObject *latest;
+    PyObject *before;
+
+    explicit Handed(Ref inputs) : before(std::exchange(latest, inputs.release())) {}
+    Handed(const Handed &) = delete;
+    ~Handed() {
+        Ref left(std::exchange(latest, before)); // if its code raised
+    }
+};
+
+thread_local PyObject *Handed::latest = nullptr;
+
 /* What a function has in place of torch's vectorcall. Python sets all but the counters. */
 struct Direct {
     PyObject *learn = nullptr, *verify = nullptr; // make a memo; compare with Dynamo's guards
@@ -92,10 +106,12 @@ struct Direct {
             const Memo *memo = in<Memo>(object.get());
             if (memo == nullptr || !memo->has_keys())
                 continue;
-            why = memo->compare(locals.get(), PyFunction_GET_GLOBALS(target));
+            std::vector<PyObject *> values;
+            why = memo->compare(locals.get(), PyFunction_GET_GLOBALS(target), &values);
             PyErr_Clear();
             if (why != Miss::TAKEN)
                 continue;
+            Ref inputs = memo->gathered(values); // before any other code runs, which could free them
             is_busy = true;
             Ref is_held(PyObject_CallOneArg(memo->check, locals.get()));
             is_busy = false;
@@ -112,8 +128,10 @@ struct Direct {
             if (i != 0 && i < PyList_GET_SIZE(memos) && PyList_GET_ITEM(memos, i) == object.get())
                 std::swap(PySequence_Fast_ITEMS(memos)[0], PySequence_Fast_ITEMS(memos)[i]);
             locals = Ref();
-            if (count_call())
+            if (count_call()) {
+                const Handed handed(std::move(inputs));
                 *result = run(memo->function, given, count, keywords);
+            }
             return Miss::TAKEN;
         }
         return why;
@@ -211,13 +229,31 @@ PyObject *memo_holds(PyObject *self, PyObject *arguments) {
     PyObject *locals, *globals;
     if (!PyArg_ParseTuple(arguments, "O!O!", &PyDict_Type, &locals, &PyDict_Type, &globals))
         return nullptr;
-    return PyBool_FromLong(fields_of<Memo>(self).compare(locals, globals) == Miss::TAKEN);
+    std::vector<PyObject *> values;
+    return PyBool_FromLong(fields_of<Memo>(self).compare(locals, globals, &values) == Miss::TAKEN);
+}
+
+PyObject *memo_gather(PyObject *self, PyObject *given) {
+    return translated([&]() -> PyObject * {
+        Memo &memo = fields_of<Memo>(self);
+        std::vector<Input> inputs;
+        for (py::handle item : py::reinterpret_borrow<py::list>(given)) {
+            const bool is_fixed = is_tensor(item.ptr());
+            inputs.push_back(is_fixed ? Input{item.ptr()} : Input{nullptr, item.cast<size_t>()});
+            if (is_fixed ? !std::ranges::binary_search(memo.tensors, static_cast<const void *>(item.ptr()))
+                         : inputs.back().variable >= memo.variables.size())
+                throw py::value_error("expected tensors that facts hold, and variables");
+        }
+        memo.inputs = std::move(inputs);
+        Py_RETURN_NONE;
+    });
 }
 
 void add_direct_calls(py::module_ &module) {
     add_class<Memo>(
         module, "Memo", 0, {}, {{"function", T_OBJECT, FIELD(Memo, function), 0, "What is called."}},
-        {{"holds", memo_holds, METH_VARARGS, "Whether all is as it was, given local and global variables."}});
+        {{"holds", memo_holds, METH_VARARGS, "Whether all is as it was, given local and global variables."},
+         {"gather", memo_gather, METH_O, "Sets what `take_inputs` gives: tensors of facts, or numbers of variables."}});
     add_class<Direct>(
         module, "Direct", 0, {},
         {{"bind", T_OBJECT, FIELD(Direct, bind), 0, "Returns the variables of a call, by name."},
@@ -238,6 +274,11 @@ void add_direct_calls(py::module_ &module) {
                },
                "Gives torch's functions that each call needs. Must be called before a function is entered directly.");
     module.def("enter_directly", set_entered, "Whether calls of a function go to the Direct in its attributes first.");
+    module.def("take_inputs", [] {
+        if (Handed::latest == nullptr)
+            throw std::runtime_error("only a direct call has inputs");
+        return py::reinterpret_steal<py::object>(std::exchange(Handed::latest, nullptr));
+    }, "The inputs of the compiled code in the direct call that has just begun, the last one first.");
     module.def("counted_direct_calls", [] { return entries; }, "Calls without Dynamo, and the others by reason.");
 }
 

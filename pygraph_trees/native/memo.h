@@ -176,6 +176,12 @@ inline bool is_marked(PyObject *object) {
     return count > 1 || (count == 1 && PyDict_GetItemWithError(*slot, harmless_mark) == nullptr);
 }
 
+/* An input of the compiled code: a tensor that a step holds, or a variable. */
+struct Input {
+    PyObject *tensor = nullptr; // borrowed
+    size_t variable = 0;
+};
+
 struct Memo {
     PyObject *function = nullptr; // with the code that Dynamo made
     PyObject *check = nullptr;    // runs the other guards
@@ -184,6 +190,7 @@ struct Memo {
     std::vector<Step> steps;
     std::vector<Variable> variables;
     std::vector<const void *> tensors; // of steps, in order
+    std::vector<Input> inputs;         // of the compiled code, the last one first; none if `function` gathers them
     c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
 
     void each(const auto &visit) {
@@ -221,13 +228,21 @@ struct Memo {
         return now.included_ == keys.included_ && now.excluded_ == keys.excluded_;
     }
 
-    /* Whether facts hold; the guards in `check` are not run. */
-    Miss compare(PyObject *locals, PyObject *globals) const {
+    /* The inputs of a call whose facts have just been found to hold, with these variables. */
+    Ref gathered(const std::vector<PyObject *> &values) const {
+        return tuple_of(inputs.size(), [&](size_t i) {
+            return Py_NewRef(inputs[i].tensor == nullptr ? values[inputs[i].variable] : inputs[i].tensor);
+        });
+    }
+
+    /* Whether facts hold; the guards in `check` are not run. `values` gets the objects of the variables, borrowed. */
+    Miss compare(PyObject *locals, PyObject *globals, std::vector<PyObject *> *values) const {
         std::vector<const void *> seen;
         for (const Variable &variable : variables) {
             PyObject *found = variable.in(locals, globals);
             if (found == nullptr)
                 return Miss::ARGUMENTS;
+            values->push_back(found);
             if (variable.object != nullptr) {
                 if (found != variable.object)
                     return Miss::CHANGED;

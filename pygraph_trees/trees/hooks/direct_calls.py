@@ -33,7 +33,8 @@ from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.settings import Settings
 
-from .guard_facts import Refused, Step, cloned, facts_of
+from .gathering import gathered, noting
+from .guard_facts import Refused, Step, Variable, cloned, facts_of
 
 CHECK_EVERY = 64  # of the calls without guards one is checked, under "check"; so are that many at first
 
@@ -151,10 +152,8 @@ def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dic
     steps = _settings()
     target, own, more = _target(fn)
     steps += more
-    bind = _bound_by(direct, target, own)
-    local_variables = bind(*(() if own is None else (own,)), *args, **kwargs)
-    for name, cell in zip(target.__code__.co_freevars, target.__closure__ or (), strict=True):
-        local_variables[name] = cell.cell_contents
+    _bind(direct, target, own)
+    local_variables = _locals(direct, args if own is None else (own, *args), kwargs)
     entry = _entry(target.__code__, backend, local_variables)
     guards, code = entry.guard_manager, entry.code
     if guards.global_scope["G"] is not target.__globals__:  # of another function with the same code
@@ -181,7 +180,7 @@ def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dic
         raise Refused(Reason.DIRECT_GUARD())
     if not memo.holds(local_variables, target.__globals__):  # a tensor is given twice
         raise Refused(Reason.DIRECT_ARGUMENTS())
-    memo.function = functools.partial(_first_call, direct, memo, function)
+    memo.function = functools.partial(_first_call, direct, memo, function, facts.variables)
     return memo
 
 
@@ -236,8 +235,16 @@ def _target(fn: Any) -> tuple[FunctionType, Any, list[Step]]:
     return forward.__func__, own, facts
 
 
-def _bound_by(direct: Any, target: FunctionType, own: Any) -> Any:
-    """A function that returns the target's variables, by name, for the arguments of a call."""
+def _locals(direct: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The target's variables in a call, by name."""
+    found: dict[str, Any] = direct.bind(*args, **kwargs)
+    for name, cell in zip(direct.target.__code__.co_freevars, direct.target.__closure__ or (), strict=True):
+        found[name] = cell.cell_contents
+    return found
+
+
+def _bind(direct: Any, target: FunctionType, own: Any) -> None:
+    """Gives C++ the target, and a function that returns its variables, by name, for the arguments of a call."""
     found: Any = direct.bind
     as_is = (target, target.__code__, target.__defaults__, target.__kwdefaults__)
     if found is None or not all(map(operator.is_, found.of, as_is)) or direct.self is not own:
@@ -250,7 +257,6 @@ def _bound_by(direct: Any, target: FunctionType, own: Any) -> Any:
         found.__defaults__, found.__kwdefaults__ = target.__defaults__, target.__kwdefaults__
         found.of = as_is
         direct.target, direct.self, direct.bind = target, own, found
-    return found
 
 
 def _entry(code: Any, backend: Any, local_variables: dict[str, Any]) -> Any:
@@ -279,19 +285,31 @@ def _function(target: FunctionType, code: Any) -> FunctionType:
     return made
 
 
-def _first_call(direct: Any, memo: Any, function: FunctionType, /, *args: Any, **kwargs: Any) -> Any:
-    """A memo's first call, which tells whether Dynamo, too, would run its code without others that it has compiled."""
+def _first_call(
+    direct: Any, memo: Any, function: FunctionType, variables: list[Variable], /, *args: Any, **kwargs: Any
+) -> Any:
+    """A memo's first call, which tells whether Dynamo, too, would run its code without others that it has compiled.
+
+    It also notes the inputs of the compiled code, which later calls get from C++.
+    """
     if sys.getprofile() is not None:
         return function(*args, **kwargs)
-    codes = set()
+    codes, noted = set(), list[Any]()
+    first, local_variables = noting(function, noted.append), _locals(direct, args, kwargs)
     sys.setprofile(lambda frame, event, _: codes.add(frame.f_code) if event == "call" else None)
     try:
-        return function(*args, **kwargs)
+        return first(*args, **kwargs)
     finally:
         sys.setprofile(None)
         if any(eval_frame._debug_get_cache_entry_list(code) for code in codes):
             direct.memos.clear()
             direct.refusal = _refusals.setdefault(Reason.GRAPH_BREAKS(), binding.new_counter())
+        elif len(noted) == 1:
+            values = []
+            for is_global, name, item, *_ in variables:
+                value = (function.__globals__ if is_global else local_variables)[name]
+                values.append(value if item is None else value[item])
+            memo.function = gathered(function, memo, noted[0], values)
         else:
             memo.function = function
 
