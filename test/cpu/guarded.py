@@ -4,6 +4,7 @@ import builtins
 import unittest
 from collections import OrderedDict
 from types import ModuleType
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -52,6 +53,20 @@ class OtherPart(Part):
         return self.norm(self.linear(x)) * 5
 
 
+class Config:
+    names: ClassVar = {"offset": "bias"}  # other names of attributes
+
+    def __init__(self):
+        self.bias, self.other = 0.5, 0.75
+
+    def __getattribute__(self, name):
+        return super().__getattribute__(super().__getattribute__("names").get(name, name))
+
+    @property
+    def twice(self):
+        return self.bias * 2
+
+
 class Net(nn.Module):
     power = 2
 
@@ -59,12 +74,12 @@ class Net(nn.Module):
         super().__init__()
         self.part, self.number, self.items = Part(), 3, [1, 2]
         self.names, self.layers = {"a": 1.5}, nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.config = type("Config", (), {})()
-        self.config.bias = 0.5
+        self.config = Config()
         self.ordered = OrderedDict(a=2.0)
 
     def forward(self, x, y=None, *more, flag=True, **named):
         x = helper(self.part(x)) * self.number + self.items[0] + len(self.items) + self.config.bias
+        x = x + self.config.offset + self.config.twice + getattr(self.config, "extra", 0.0)
         for layer in self.layers:
             x = layer(x) * self.power
         if y is not None:
@@ -90,12 +105,12 @@ class DirectTest(unittest.TestCase):
         self.assertTrue(direct_calls._is_as_expected())
         self.addCleanup(torch._dynamo.reset)
 
-    def compiled(self, fn, **options):
-        """Compiled so that calls without guards are checked."""
+    def compiled(self, fn, entry="check", **options):
+        """Compiled so that calls without guards are made, and checked."""
         made = torch.compile(fn, backend=options.pop("backend", self.counter), **options)
         wrapper = made.forward if isinstance(made, nn.Module) else made
         backend = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))["callback"].cell_contents
-        direct_calls.enter(wrapper, eval_frame.innermost_backend(backend), "check")
+        direct_calls.enter(wrapper, eval_frame.innermost_backend(backend), entry)
         return made
 
     def calls(self, function, *args, **kwargs):
@@ -144,6 +159,11 @@ m.train()
 m.number = 4
 m.number = 3.0
 m.config.bias = 0.25
+m.config.extra = 1.0
+Config.extra = 1.5
+Config.names["offset"] = "other"
+Config.names = {"offset": "other"}
+Config.twice = property(lambda self: self.other)
 m.items[0] = 5
 m.items.append(5)
 m.names["a"] = 2.5
@@ -168,7 +188,7 @@ m.register_forward_pre_hook(lambda m, a: (a[0] * 2,))
 def change(text, module):
     """Makes one of these changes; returns the function that undoes it outside of the module."""
     before = dict(globals()), Net.power, Net.forward, nn.Linear.forward
-    code, bend, builtin = helper.__code__, tools.bend, abs
+    code, bend, builtin, names, twice = helper.__code__, tools.bend, abs, {**Config.names}, vars(Config)["twice"]
     exec(text, globals(), {"m": module})
 
     def undo():
@@ -177,5 +197,7 @@ def change(text, module):
         shift.__kwdefaults__["more"], shift.__closure__[0].cell_contents = 0.5, 0.25
         Net.power, Net.forward, nn.Linear.forward = before[1:]
         SCALE[0] = 2.0
+        Config.names, Config.twice, Config.extra = names, twice, None
+        del Config.extra
 
     return undo

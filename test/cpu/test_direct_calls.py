@@ -1,6 +1,8 @@
 """Calls of compiled functions without Dynamo's guards: whatever a guard reads is seen when it changes."""
 
+import dis
 import gc
+import sys
 import threading
 import unittest
 import weakref
@@ -8,7 +10,7 @@ from types import CellType
 from unittest import mock
 
 import torch
-from guarded import SEEN, UNSEEN, DirectTest, Net, change, helper, rows
+from guarded import SEEN, UNSEEN, Config, DirectTest, Net, change, helper, rows
 from torch import nn
 from torch._dynamo import eval_frame
 from torch._dynamo.testing import CompileCounter
@@ -19,6 +21,7 @@ from pygraph_trees.compat import dynamic_mark
 from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason
 from pygraph_trees.trees.hooks import direct_calls, guard_facts
+from pygraph_trees.trees.hooks.attributes import METHOD, Absent, attribute_of
 
 # What changes all calls.
 STATES = {
@@ -123,6 +126,93 @@ class TestChanges(DirectTest):
         model.items[0] = 9
         with self.assertRaisesRegex(direct_calls.GuardsDiffer, "Net.forward was about to skip"):
             made(x)
+
+
+class TestAttributes(DirectTest):
+    """What the attributes of an object of the program depend on."""
+
+    ANSWERED = """
+    self.number
+    self.number + 1 if self.name else self.other
+    (self.number, None)
+    self.number in self.names
+    self.names.get("a", self.number)
+    self.items
+    self.__dict__.get("number") * 2
+    self.__class__
+    self.of_class
+    """.strip().splitlines()
+    REFUSED = """
+    len(self.name)
+    self.items[0]
+    1 if self.items else 2
+    [x for x in self.items]
+    (lambda: self.number)()
+    self == 1
+    f"{self}"
+    1 if self else 2
+    self.__dict__
+    super().number
+    other
+    self.names.pop("a") or self.items.number
+    """.strip().splitlines()
+
+    def test_answers_depend_on_facts_alone(self):
+        for text in self.ANSWERED + self.REFUSED:
+            kind = type("Kind", (), {"of_class": 7, "method": lambda self: 1})
+            kind.read = property(eval(f"lambda self: {text}"))
+            value, steps = kind(), []
+            value.number, value.name, value.items, value.names = 3, "n", [1], {"a": "b"}
+            with self.subTest(text):
+                if text in self.REFUSED:
+                    self.assertRaises(LookupError, attribute_of, value, "read", steps)
+                    self.assertEqual(steps, [])
+                else:
+                    self.assertEqual(attribute_of(value, "read", steps), value.read)
+                    self.assertIn(("function", vars(kind)["read"].fget, None, None), steps)
+
+    def test_errors_may_come_of_what_is_hidden(self):
+        def read(self):
+            try:
+                return self.missing
+            except AttributeError:
+                return 3
+
+        kind = type("Kind", (), {"read": property(read), "unread": property(lambda self: self.missing)})
+        self.assertRaises(LookupError, attribute_of, kind(), "read", [])
+        for name in ("unread", "missing"):
+            self.assertRaises(Absent, attribute_of, kind(), name, [])
+        kind.__getattr__ = lambda self, name: 1
+        for name in ("unread", "missing"):
+            self.assertRaises(LookupError, attribute_of, kind(), name, [])
+        self.assertIs(attribute_of(kind(), "__getattr__", []), METHOD)
+
+    def test_changes_of_a_class_are_seen(self):
+        for text in ('Kind.__name__ = "Other"', "Kind.more = 1", "Base.more = 1", "Kind.__bases__ = (Config,)"):
+            base = type("Base", (), {})
+            kind = type("Kind", (base,), {})
+            memo = binding.extension.Memo(
+                function=None, check=None, guards=None, kept=None, steps=[("class", kind, None, None)], variables=[]
+            )
+            self.assertTrue(memo.holds({}, {}))
+            exec(text, {"Kind": kind, "Base": base, "Config": Config})
+            self.assertFalse(memo.holds({}, {}), text)
+
+    def test_a_direct_call_runs_neither_guards_nor_code_for_what_facts_hold(self):
+        model, x, seen = Net().eval(), rows(), set()
+        made = self.compiled(model, "direct")
+        for _ in range(2):
+            self.settle(made, x)
+        sys.setprofile(lambda frame, event, _: seen.add(frame.f_code))
+        try:
+            _, was_taken, _ = self.calls(made, x)
+        finally:
+            sys.setprofile(None)
+        self.assertTrue(was_taken)
+        self.assertNotIn(Config.__getattribute__.__code__, seen)
+        (memo,) = vars(made.forward)["pygraph_direct"].memos
+        self.assertNotIn("_modules", [x.argval for x in dis.get_instructions(memo.function)])
+        self.assertRaisesRegex(RuntimeError, "only a direct call", memo.function, model, x)
 
 
 class TestFunctions(DirectTest):
@@ -299,6 +389,12 @@ class TestLife(DirectTest):
             for entry in ("off", "short", "check", "direct"):
                 made = torch.compile(model, options={"triton.cudagraphs": graphs, "triton.pygraph_entry": entry})
                 self.assertEqual("pygraph_direct" in vars(made.forward), graphs and entry in ("check", "direct"))
+        every = {
+            "triton.cudagraphs": True,
+            "triton.pygraph_entry": "direct",
+            "guard_filter_fn": lambda all: [True] * len(all),
+        }
+        self.assertNotIn("pygraph_direct", vars(torch.compile(model, options=every).forward))
         with config.patch({"triton.cudagraphs": True, "triton.pygraph_entry": "direct"}):
             made = torch.compile(model)
             for _ in range(3):

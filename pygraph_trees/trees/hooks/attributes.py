@@ -8,13 +8,14 @@ in the same way, and without the names of their module. What they return then de
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, MappingProxyType
 from typing import Any
 
 import torch
 
 _CONSTANTS = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
 _ABSENT: Any = object()
+METHOD: Any = object()  # one of the object's class, which is a new object at each lookup
 
 
 def is_constant(value: Any) -> bool:
@@ -43,11 +44,12 @@ class _StandIn:
     __str__ = __repr__ = __format__ = __dir__ = _refuse  # type: ignore[assignment]
 
 
-def attribute_of(value: Any, name: str, steps: list[Any]) -> Any:
-    """An attribute of an object whose class, and the identity of whose dictionary, facts hold.
+def attribute_of(value: Any, name: str, steps: list[Any], *, is_generic: bool = False) -> Any:
+    """An attribute of an object whose class, and the identity of whose dictionary, facts hold; or :data:`METHOD`.
 
     Args:
         steps: facts in the form of ``guard_facts.Step``, to which those of the lookup are added.
+        is_generic: whether ``object.__getattribute__`` looks it up.
 
     Raises:
         Absent: there is none.
@@ -55,7 +57,8 @@ def attribute_of(value: Any, name: str, steps: list[Any]) -> Any:
     """
     count = len(steps)
     try:
-        return _Attributes(value, steps).get(name)
+        found = _Attributes(value, steps)
+        return found.get(name, len(found.overrides) if is_generic else 0)
     except LookupError:
         del steps[count:]
         raise
@@ -66,26 +69,28 @@ class _Attributes:
         self._value, self._steps, self._hidden = value, steps, list[tuple[Any, Any]]()
         kind: Any = type(value)
         # Each one's ``super()`` has the next one.
-        self._overrides = [vars(c)["__getattribute__"] for c in kind.__mro__[:-1] if "__getattribute__" in vars(c)]
-        others = getattr(kind, "__getattr__", None)
-        self._is_module = isinstance(value, torch.nn.Module) and others is torch.nn.Module.__getattr__
-        if not (others is None or (self._is_module and not self._overrides)):
-            raise LookupError
+        self.overrides = [vars(c)["__getattribute__"] for c in kind.__mro__[:-1] if "__getattribute__" in vars(c)]
         steps.append(("class", kind, None, None))
 
     def get(self, name: str, level: int = 0) -> Any:
         """The attribute; with ``level``, without that many overrides of ``__getattribute__``."""
-        if level == len(self._overrides):
+        if level == len(self.overrides):
             return self._plain(name)
-        return self._returned(self._overrides[level], name, level=level + 1)
+        return self._returned(self.overrides[level], name, level=level + 1)
 
     def _plain(self, name: str) -> Any:
         """As ``object.__getattribute__`` finds it, and then the ``__getattr__`` of modules."""
         of_class = next((vars(one)[name] for one in type(self._value).__mro__ if name in vars(one)), _ABSENT)
         if of_class is vars(object)["__class__"]:
             return type(self._value)
+        others = getattr(type(self._value), "__getattr__", None)
         if type(of_class) is property:
-            return self._returned(of_class.fget)
+            try:
+                return self._returned(of_class.fget)
+            except Absent:
+                if others is None:
+                    raise
+                raise LookupError from None
         found = vars(self._value)
         if name == "__dict__":
             self._steps.append(("dict", found, None, None))
@@ -98,11 +103,14 @@ class _Attributes:
         self._steps.append(("dict", found, None, None))
         if name in found:
             return found[name]
+        if isinstance(of_class, FunctionType):
+            return METHOD
         if of_class is not _ABSENT and not hasattr(type(of_class), "__get__"):
             return of_class
-        if of_class is not _ABSENT:
+        is_module = isinstance(self._value, torch.nn.Module) and others is torch.nn.Module.__getattr__
+        if of_class is not _ABSENT or not (others is None or (is_module and not self.overrides)):
             raise LookupError
-        for part in ("_parameters", "_buffers", "_modules") if self._is_module else ():
+        for part in ("_parameters", "_buffers", "_modules") if is_module else ():
             if type(found.get(part)) is not dict:
                 raise LookupError
             self._steps.append(("dict", found[part], None, None))
@@ -140,11 +148,11 @@ class _Attributes:
 
     def _shown(self, value: Any) -> Any:
         """What a method sees of a value: constants and dictionaries of them; other objects have nothing to read."""
-        if is_constant(value) or type(value) is _StandIn:
+        if is_constant(value) or type(value) is _StandIn:  # an override's result is shown already
             return value
         if type(value) is dict and all(is_constant(one) for pair in value.items() for one in pair):
             self._steps.append(("dict", value, None, None))
-            shown: Any = value
+            shown: Any = MappingProxyType(value)
         else:
             shown = _StandIn(_read_nothing)
         self._hidden.append((shown, value))

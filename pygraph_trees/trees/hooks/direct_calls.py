@@ -107,6 +107,8 @@ def _mode(context: Any) -> str | None:
     mode: str = options.get("triton.pygraph_entry", Settings.current().entry)
     hooks = (getattr(hook, "__qualname__", "") for hook in context.enter_exit_hooks)
     is_plain = getattr(context, "_isolate_recompiles_id", -1) == -1 and all(hook.endswith(_HARMLESS) for hook in hooks)
+    # Without some guards, an input may change unseen.
+    is_plain &= getattr(getattr(context.callback, "hooks", None), "guard_filter_fn", None) is None
     return mode if mode in ("check", "direct") and is_graphed and is_plain and _is_as_expected() else None
 
 
@@ -263,7 +265,7 @@ def _entry(code: Any, backend: Any, local_variables: dict[str, Any]) -> Any:
     """Dynamo's cache entry for a call with these variables."""
     if not _frames._debug_get_precompile_entries(code):
         for entry in eval_frame._debug_get_cache_entry_list(code):
-            is_ours = entry.backend is backend and getattr(entry, "isolate_recompiles_id", -1) == -1
+            is_ours = entry.backend == backend and getattr(entry, "isolate_recompiles_id", -1) == -1
             if is_ours and entry.guard_manager.check(local_variables):
                 return entry
     raise Refused(Reason.NO_ENTRY())

@@ -21,7 +21,7 @@ import torch
 from pygraph_trees.compat import dynamic_mark
 from pygraph_trees.reasons import Reason
 
-from .attributes import Absent, attribute_of, is_constant
+from .attributes import METHOD, Absent, attribute_of, is_constant
 
 _IDENTITY = frozenset({"ID_MATCH", "TYPE_MATCH", "NOT_NONE"})
 _OF_DICT = _IDENTITY | {"DICT_CONTAINS", "DICT_LENGTH", "DICT_VERSION"}
@@ -171,7 +171,10 @@ def _visit_parts(facts: Facts, value: Any, children: list[tuple[Any, Any]]) -> b
     is_covered = True
     for accessor, child in children:
         try:
-            is_covered &= _visit(facts, child, _part_of(facts, value, accessor))
+            part = _part_of(facts, value, accessor)
+            if part is METHOD and (_leaves(child) or list(_children(child))):  # its existence follows from facts
+                raise LookupError
+            is_covered &= part is METHOD or _visit(facts, child, part)
         except (LookupError, TypeError, ValueError, Absent):
             _keep(facts, child)
             is_covered = False
@@ -181,7 +184,8 @@ def _visit_parts(facts: Facts, value: Any, children: list[tuple[Any, Any]]) -> b
 def _part_of(facts: Facts, value: Any, accessor: Any) -> Any:
     """What an accessor reads of an object that facts hold, and that they then hold, too; an error for others."""
     kind = type(accessor).__name__.removesuffix("GuardAccessor")
-    attribute = accessor.repr()[len("GetAttrGuardAccessor(") : -1] if kind == "GetAttr" else _OF_FUNCTION.get(kind, "")
+    is_generic, text = kind == "GenericGetAttr", accessor.repr()
+    attribute = text[text.index("(") + 1 : -1] if kind == "GetAttr" or is_generic else _OF_FUNCTION.get(kind, "")
     if isinstance(value, FunctionType) and attribute in ("__name__", *_OF_FUNCTION.values()):
         return getattr(value, attribute)
     if isinstance(value, CellType) and attribute == "cell_contents" and _is_fixed(value.cell_contents):
@@ -205,10 +209,12 @@ def _part_of(facts: Facts, value: Any, accessor: Any) -> Any:
             return getattr(value, attribute)
     if type(value) is property and attribute == "fget":
         return value.fget
-    if _has_dict(value) and kind in ("GetGenericDict", "Type"):
-        return value.__dict__ if kind == "GetGenericDict" else type(value)
-    if _has_dict(value) and kind == "GetAttr":
-        return attribute_of(value, attribute, facts.steps)
+    if _has_dict(value) and (kind == "GetGenericDict" or (is_generic and attribute == "__dict__")):
+        return value.__dict__
+    if _has_dict(value) and kind == "Type":
+        return type(value)
+    if _has_dict(value) and (kind == "GetAttr" or is_generic):
+        return attribute_of(value, attribute, facts.steps, is_generic=is_generic)
     raise LookupError
 
 
