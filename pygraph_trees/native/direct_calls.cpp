@@ -260,6 +260,7 @@ void add_direct_calls(py::module_ &module) {
          {"self", T_OBJECT, FIELD(Direct, self), 0, "The first argument of a method; None for other functions."},
          {"target", T_OBJECT, FIELD(Direct, target), 0, "The function that Dynamo compiled."},
          {"refusal", T_OBJECT, FIELD(Direct, refusal), 0, "A Counter of calls, if no memo could be made."},
+         {"every", T_UINT, FIELD(Direct, every), READONLY, "Which calls are checked; 0 for none."},
          {"memos", T_OBJECT, FIELD(Direct, memos), READONLY, "The last used one is the first."}});
     module.attr("HAS_VERSIONS") = PY_VERSION_HEX < 0x030d0000;
     module.def("know_dynamo",

@@ -127,6 +127,16 @@ class TestChanges(DirectTest):
         with self.assertRaisesRegex(direct_calls.GuardsDiffer, "Net.forward was about to skip"):
             made(x)
 
+    def test_a_wrong_input_raises_under_check(self):
+        model, x = Net().eval(), rows()
+        made = self.compiled(model)
+        for _ in range(3):
+            self.settle(made, x)
+        (memo,) = vars(made.forward)["pygraph_direct"].memos
+        memo.gather([model.part.linear.bias])
+        with self.assertRaisesRegex(direct_calls.GuardsDiffer, "Net.forward was about to skip"):
+            made(x)
+
 
 class TestAttributes(DirectTest):
     """What the attributes of an object of the program depend on."""
@@ -212,6 +222,7 @@ class TestAttributes(DirectTest):
         self.assertNotIn(Config.__getattribute__.__code__, seen)
         (memo,) = vars(made.forward)["pygraph_direct"].memos
         self.assertNotIn("_modules", [x.argval for x in dis.get_instructions(memo.function)])
+        self.assertRaises(ValueError, memo.gather, [x])
         self.assertRaisesRegex(RuntimeError, "only a direct call", memo.function, model, x)
 
 
@@ -389,13 +400,10 @@ class TestLife(DirectTest):
             for entry in ("off", "short", "check", "direct"):
                 made = torch.compile(model, options={"triton.cudagraphs": graphs, "triton.pygraph_entry": entry})
                 self.assertEqual("pygraph_direct" in vars(made.forward), graphs and entry in ("check", "direct"))
-        every = {
-            "triton.cudagraphs": True,
-            "triton.pygraph_entry": "direct",
-            "guard_filter_fn": lambda all: [True] * len(all),
-        }
-        self.assertNotIn("pygraph_direct", vars(torch.compile(model, options=every).forward))
-        with config.patch({"triton.cudagraphs": True, "triton.pygraph_entry": "direct"}):
+        direct = {"triton.cudagraphs": True, "triton.pygraph_entry": "direct"}
+        filtered = torch.compile(model, options={**direct, "guard_filter_fn": lambda found: [True] * len(found)})
+        self.assertNotIn("pygraph_direct", vars(filtered.forward))
+        with config.patch(direct):
             made = torch.compile(model)
             for _ in range(3):
                 torch.testing.assert_close(made(x), model(x))

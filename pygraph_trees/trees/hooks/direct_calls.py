@@ -28,12 +28,11 @@ from torch.fx import _symbolic_trace
 from torch.nn.modules import module as modules
 
 from pygraph_trees.compat import dynamic_mark
-from pygraph_trees.errors import PygraphError
 from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.settings import Settings
 
-from .gathering import gathered, noting
+from .gathering import GuardsDiffer, gathered, noting
 from .guard_facts import Refused, Step, Variable, cloned, facts_of
 
 CHECK_EVERY = 64  # of the calls without guards one is checked, under "check"; so are that many at first
@@ -49,13 +48,6 @@ _frames = torch._C._dynamo.eval_frame
 _entered: WeakKeyDictionary[Callable[..., Any], tuple[Any, str]] = WeakKeyDictionary()  # with backend and mode
 _refusals: dict[Why, Any] = {}  # from the reason to a Counter of calls
 _tested = 0  # calls of the self-test
-
-
-class GuardsDiffer(PygraphError):
-    template = (
-        "a call of {name} was about to skip Dynamo's guards, but they do not hold; please report this, and set "
-        "pygraph_entry to 'short'"
-    )
 
 
 def offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
@@ -311,7 +303,7 @@ def _first_call(
             for is_global, name, item, *_ in variables:
                 value = (function.__globals__ if is_global else local_variables)[name]
                 values.append(value if item is None else value[item])
-            memo.function = gathered(function, memo, noted[0], values)
+            memo.function = gathered(function, memo, noted[0], values, direct.every)
         else:
             memo.function = function
 

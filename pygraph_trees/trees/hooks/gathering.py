@@ -8,8 +8,10 @@ the inputs: each must be a tensor of a fact or a variable, or the code stays as 
 from __future__ import annotations
 
 import dis
+import itertools
 import logging
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -21,12 +23,20 @@ from torch._dynamo.bytecode_transformation import (
     transform_code_object,
 )
 
+from pygraph_trees.errors import PygraphError
 from pygraph_trees.native import binding
 
 _log = logging.getLogger("pygraph_trees.trees")
 _COMPILED = "__compiled_fn"
 _CALLS = ("PRECALL", "CALL", "CALL_FUNCTION")
 _WRITES = ("STORE_", "DELETE_")  # besides those of local variables
+
+
+class GuardsDiffer(PygraphError):
+    template = (
+        "a call of {name} was about to skip Dynamo's guards, but they do not hold; please report this, and set "
+        "pygraph_entry to 'short'"
+    )
 
 
 def noting(function: FunctionType, note: Callable[[Sequence[Any]], None]) -> FunctionType:
@@ -46,8 +56,13 @@ def noting(function: FunctionType, note: Callable[[Sequence[Any]], None]) -> Fun
     return _changed(function, change)
 
 
-def gathered(function: FunctionType, memo: Any, inputs: Sequence[Any], variables: Sequence[Any]) -> FunctionType:
-    """The function, but C++ gives the inputs, those noted in a call with the memo's ``variables``; or as it is."""
+def gathered(
+    function: FunctionType, memo: Any, inputs: Sequence[Any], variables: Sequence[Any], every: int
+) -> Callable[..., Any]:
+    """The function, but C++ gives the inputs, those noted in a call with the memo's ``variables``; or as it is.
+
+    Of its calls, the first ``every`` and each ``every``-th are checked: the inputs are read, too, and compared.
+    """
 
     def change(instructions: list[Instruction], options: dict[str, Any]) -> None:
         start, end = _reading(instructions)
@@ -65,7 +80,23 @@ def gathered(function: FunctionType, memo: Any, inputs: Sequence[Any], variables
         memo.gather([places.get(id(value), value) for value in reversed(inputs)] if made is not function else [])
     except (TypeError, ValueError, RuntimeError):  # an input is neither
         return function
-    return made
+    return made if made is function or not every else _checked(made, function, every)
+
+
+def _checked(made: FunctionType, function: FunctionType, every: int) -> Callable[..., Any]:
+    def compare(inputs: Sequence[Any]) -> None:
+        if list(map(id, inputs)) != list(map(id, reversed(own.inputs))):
+            raise GuardsDiffer(name=function.__qualname__)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        number = next(numbers)
+        if number >= every and number % every:
+            return made(*args, **kwargs)
+        own.inputs = binding.extension.take_inputs()
+        return reading(*args, **kwargs)
+
+    own, numbers, reading = threading.local(), itertools.count(), noting(function, compare)
+    return call
 
 
 def _reading(instructions: Sequence[Instruction]) -> tuple[int, int]:
