@@ -40,8 +40,8 @@ class _StandIn:
     def _refuse(self, *_: Any) -> Any:
         raise LookupError
 
-    __setattr__ = __delattr__ = __bool__ = __eq__ = __ne__ = __hash__ = _refuse  # type: ignore[assignment]
-    __str__ = __repr__ = __format__ = __dir__ = _refuse  # type: ignore[assignment]
+    __setattr__ = __delattr__ = __bool__ = __eq__ = __ne__ = __hash__ = _refuse
+    __str__ = __repr__ = __format__ = __dir__ = _refuse
 
 
 def attribute_of(value: Any, name: str, steps: list[Any], *, is_generic: bool = False) -> Any:

@@ -180,8 +180,9 @@ def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dic
 
 def _held(kind: str, value: Any, *of_kind: Any) -> Any:
     """What must live as long as a memo, so that its address is not used again."""
-    own = (value, value.__code__, value.__defaults__, value.__name__) if kind == "function" else ()
-    own = (value.__name__,) if kind == "class" else own
+    own: tuple[Any, ...] = (value.__name__,) if kind == "class" else ()
+    if kind == "function":
+        own = value, value.__code__, value.__defaults__, value.__name__
     return type(value), own, of_kind if kind in ("item", "cell") else ()
 
 
