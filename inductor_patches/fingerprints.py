@@ -197,6 +197,7 @@ torch._dynamo.eval_frame _TorchDynamoContext.__call__
     _callback_from_stance(callback): _stance stance
     innermost_backend(fn)
     OptimizedModule._initialize: forward dynamo_ctx __call__
+    OptimizedModule.__call__(self): _has_any_global_hook _set_in_optimized_module __call__
   in torch.nn.modules.module
     Module._wrapped_call_impl(self): _compiled_call_impl _call_impl
     2.11-2.14 Module._call_impl(self): _get_tracing_state forward _backward_hooks _backward_pre_hooks _forward_hooks

@@ -6,6 +6,7 @@
 
 #include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
 namespace {
 
@@ -137,6 +138,14 @@ struct Direct {
         return why;
     }
 
+    Miss enter(PyObject *const *arguments, Py_ssize_t count, PyObject *names, Ref *result) {
+        const size_t first = self != nullptr && self != Py_None;
+        const auto total = static_cast<size_t>(count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
+        std::vector<PyObject *> given(first + total, self);
+        std::copy_n(arguments, total, given.begin() + static_cast<std::ptrdiff_t>(first));
+        return call(given, static_cast<size_t>(count) + first, names, result);
+    }
+
     /* Counts a call as torch does: steps of the trees begin with the first call after another. */
     static bool count_call() {
         Ref before(PyObject_GetAttr(known.generations, names.generation)), one(PyLong_FromLong(1));
@@ -179,20 +188,20 @@ struct Direct {
 
 vectorcallfunc stock = nullptr; // of all functions of Python
 
-PyObject *enter(PyObject *function, PyObject *const *arguments, size_t flags, PyObject *names) {
+Ref direct_of(PyObject *function) {
     PyObject *attributes = reinterpret_cast<PyFunctionObject *>(function)->func_dict;
-    Ref object = Ref::dup(attributes == nullptr ? nullptr : PyDict_GetItemWithError(attributes, known.attribute));
+    return Ref::dup(attributes == nullptr ? nullptr : PyDict_GetItemWithError(attributes, known.attribute));
+}
+
+PyObject *enter(PyObject *function, PyObject *const *arguments, size_t flags, PyObject *names) {
+    Ref object = direct_of(function);
     auto *direct = in<Direct>(object.get());
     if (direct == nullptr)
         return stock(function, arguments, flags, names);
     return translated([&]() -> PyObject * {
         const Py_ssize_t count = PyVectorcall_NARGS(flags);
-        const size_t first = direct->self != nullptr && direct->self != Py_None;
-        const auto total = static_cast<size_t>(count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
-        std::vector<PyObject *> given(first + total, direct->self);
-        std::copy_n(arguments, total, given.begin() + static_cast<std::ptrdiff_t>(first));
         Ref result;
-        const Miss why = direct->call(given, static_cast<size_t>(count) + first, names, &result);
+        const Miss why = direct->enter(arguments, count, names, &result);
         entries[static_cast<size_t>(why)]++;
         if (why == Miss::TAKEN)
             return result.release();
@@ -205,16 +214,72 @@ PyObject *enter(PyObject *function, PyObject *const *arguments, size_t flags, Py
     });
 }
 
+/* The class of the modules that torch.compile makes, and what decides that a call of one only calls its `forward`. */
+struct {
+    PyObject *type;
+    PyObject *attributes;   // of torch.nn.Module
+    PyObject *methods;      // a dictionary of those among them that are part of a call
+    PyObject *global_hooks; // a list of dictionaries
+    PyObject *own_hooks;    // a list of names of dictionaries
+    PyObject *forward, *other_call;
+} modules;
+
+/* The function that a call of a module by this method calls, if it does nothing else. */
+PyObject *forward_of(PyObject *module, PyObject *method) {
+    PyObject **slot = _PyObject_GetDictPtr(module), *own = slot == nullptr ? nullptr : *slot;
+    if (reinterpret_cast<PyObject *>(Py_TYPE(module)) != modules.type || own == nullptr || torch::jit::tracer::isTracing())
+        return nullptr;
+    PyObject *name, *torchs, *of_type = Py_TYPE(module)->tp_dict;
+    for (Py_ssize_t i = 0; PyDict_Next(modules.methods, &i, &name, &torchs);)
+        if (PyObject *other = value_of(of_type, name);
+            value_of(modules.attributes, name) != torchs || (other != nullptr && other != method))
+            return nullptr;
+    const auto is_empty = [](PyObject *hooks) { return hooks != nullptr && PyDict_Check(hooks) && PyDict_GET_SIZE(hooks) == 0; };
+    const Items all(modules.global_hooks), hooks(modules.own_hooks);
+    if (!std::all_of(all.at, all.at + all.count, is_empty) ||
+        !std::all_of(hooks.at, hooks.at + hooks.count, [&](PyObject *key) { return is_empty(value_of(own, key)); }) ||
+        value_of(own, modules.other_call) != nullptr)
+        return nullptr;
+    PyObject *forward = value_of(own, modules.forward);
+    return forward != nullptr && PyFunction_Check(forward) ? forward : nullptr;
+}
+
+/* As `enter`, for the method with which such a module is called. Only a direct call is counted, since torch's enters the
+   module's function. */
+PyObject *enter_module(PyObject *method, PyObject *const *arguments, size_t flags, PyObject *names) {
+    const Py_ssize_t count = PyVectorcall_NARGS(flags);
+    Ref forward = Ref::dup(count == 0 ? nullptr : forward_of(arguments[0], method));
+    Ref object = forward ? direct_of(forward.get()) : Ref();
+    auto *direct = in<Direct>(object.get());
+    if (direct == nullptr)
+        return stock(method, arguments, flags, names);
+    return translated([&]() -> PyObject * {
+        Ref result;
+        if (direct->enter(arguments + 1, count - 1, names, &result) != Miss::TAKEN)
+            return stock(method, arguments, flags, names);
+        entries[static_cast<size_t>(Miss::TAKEN)]++;
+        return result.release();
+    });
+}
+
+void know_modules(const py::type &type, const py::type &base, const py::dict &methods, const py::list &global_hooks,
+                  const py::list &own_hooks) {
+    modules = {reference(type), reinterpret_cast<PyTypeObject *>(reference(base))->tp_dict, reference(methods),
+               reference(global_hooks), reference(own_hooks),
+               PyUnicode_InternFromString("forward"), PyUnicode_InternFromString("_compiled_call_impl")};
+}
+
 /* Replaces a function's vectorcall, or puts Python's back. */
-void set_entered(const py::function &given, bool is_entered) {
+void set_entered(const py::function &given, bool is_entered, bool is_of_modules) {
     if (!PyFunction_Check(given.ptr()))
         throw py::type_error("expected a function of Python");
     auto *function = reinterpret_cast<PyFunctionObject *>(given.ptr());
     if (stock == nullptr)
         stock = function->vectorcall;
-    if (function->vectorcall != (is_entered ? stock : enter)) // other code has replaced it
+    const auto own = is_of_modules ? enter_module : enter;
+    if (function->vectorcall != (is_entered ? stock : own)) // other code has replaced it
         return;
-    const auto wanted = is_entered ? enter : stock;
+    const auto wanted = is_entered ? own : stock;
 #if PY_VERSION_HEX >= 0x030c0000
     PyFunction_SetVectorcall(function, wanted);
 #else
@@ -274,7 +339,11 @@ void add_direct_calls(py::module_ &module) {
                    harmless_mark = PyUnicode_InternFromString(mark.c_str());
                },
                "Gives torch's functions that each call needs. Must be called before a function is entered directly.");
-    module.def("enter_directly", set_entered, "Whether calls of a function go to the Direct in its attributes first.");
+    module.def("know_modules", know_modules,
+               "Gives the class of torch's compiled modules, torch.nn.Module, those of its methods that a "
+               "call runs, dictionaries of hooks of all modules, and names of a module's own.");
+    module.def("enter_directly", set_entered, py::arg("function"), py::arg("is_entered"), py::arg("is_of_modules") = false,
+               "Whether calls of a function, or of modules by this method, go to the function's Direct first.");
     module.def("take_inputs", [] {
         if (Handed::latest == nullptr)
             throw std::runtime_error("only a direct call has inputs");

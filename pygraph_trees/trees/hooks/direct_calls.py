@@ -43,6 +43,8 @@ _HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_
 # What runs around a call of torch's and changes no call that compiles nothing.
 _HARMLESS = ("OptimizeContext.__init__.<locals>.on_enter", "call_on_enter", "_make_closure_patcher.<locals>.change")
 
+_MODULE_CALL: Any = eval_frame.OptimizedModule.__call__
+
 _log = logging.getLogger("pygraph_trees.trees")
 _frames = torch._C._dynamo.eval_frame
 _entered: WeakKeyDictionary[Callable[..., Any], tuple[Any, str]] = WeakKeyDictionary()  # with backend and mode
@@ -62,6 +64,7 @@ def offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
 
     def withdraw() -> None:
         undo()
+        binding.extension.enter_directly(_MODULE_CALL, False, True)
         for function in list(_entered):
             _leave(function)
 
@@ -112,6 +115,7 @@ def enter(made: Any, backend: Any, mode: str) -> None:
         every=CHECK_EVERY if mode == "check" else 0,
     )
     binding.extension.enter_directly(made, True)
+    binding.extension.enter_directly(_MODULE_CALL, True, True)
     _entered[made] = backend, mode
 
 
@@ -345,6 +349,9 @@ def _tested_difference() -> str | None:
         GenerationTracker,
         dynamic_mark(),
     )
+    of_all = [hooks for name, hooks in vars(modules).items() if name.startswith("_global_") and isinstance(hooks, dict)]
+    methods = {name: vars(torch.nn.Module)[name] for name in ("__call__", "_wrapped_call_impl", "_call_impl")}
+    extension.know_modules(eval_frame.OptimizedModule, torch.nn.Module, methods, of_all, [*_HOOKS])
 
     class Own:
         def __setattr__(self, name: str, value: Any) -> None:
