@@ -107,12 +107,16 @@ struct Direct {
             const Memo *memo = in<Memo>(object.get());
             if (memo == nullptr || !memo->has_keys())
                 continue;
-            std::vector<PyObject *> values;
-            why = memo->compare(locals.get(), PyFunction_GET_GLOBALS(target), &values);
+            Ref inputs(PyTuple_New(static_cast<Py_ssize_t>(memo->inputs.size()))); // may collect garbage
+            std::vector<Ref> values;
+            why = inputs ? memo->compare(locals.get(), PyFunction_GET_GLOBALS(target), &values) : Miss::BUSY;
+            // Before any other code runs: it could free tensors, and another thread's first call changes the memo.
+            if (why == Miss::TAKEN && !memo->gather(values, inputs.get()))
+                why = Miss::BUSY;
+            Ref function = Ref::dup(memo->function);
             PyErr_Clear();
             if (why != Miss::TAKEN)
                 continue;
-            Ref inputs = memo->gathered(values); // before any other code runs, which could free them
             is_busy = true;
             Ref is_held(PyObject_CallOneArg(memo->check, locals.get()));
             is_busy = false;
@@ -131,7 +135,7 @@ struct Direct {
             locals = Ref();
             if (count_call()) {
                 const Handed handed(std::move(inputs));
-                *result = run(memo->function, given, count, keywords);
+                *result = run(function.get(), given, count, keywords);
             }
             return Miss::TAKEN;
         }
@@ -294,11 +298,14 @@ PyObject *memo_holds(PyObject *self, PyObject *arguments) {
     PyObject *locals, *globals;
     if (!PyArg_ParseTuple(arguments, "O!O!", &PyDict_Type, &locals, &PyDict_Type, &globals))
         return nullptr;
-    std::vector<PyObject *> values;
+    std::vector<Ref> values;
     return PyBool_FromLong(fields_of<Memo>(self).compare(locals, globals, &values) == Miss::TAKEN);
 }
 
-PyObject *memo_gather(PyObject *self, PyObject *given) {
+PyObject *memo_gather(PyObject *self, PyObject *arguments) {
+    PyObject *given, *function;
+    if (!PyArg_ParseTuple(arguments, "O!O", &PyList_Type, &given, &function))
+        return nullptr;
     return translated([&]() -> PyObject * {
         Memo &memo = fields_of<Memo>(self);
         std::vector<Input> inputs;
@@ -310,6 +317,7 @@ PyObject *memo_gather(PyObject *self, PyObject *given) {
                 throw py::value_error("expected tensors that facts hold, and variables");
         }
         memo.inputs = std::move(inputs);
+        assign(&memo.function, function);
         Py_RETURN_NONE;
     });
 }
@@ -318,7 +326,8 @@ void add_direct_calls(py::module_ &module) {
     add_class<Memo>(
         module, "Memo", 0, {}, {{"function", T_OBJECT, FIELD(Memo, function), 0, "What is called."}},
         {{"holds", memo_holds, METH_VARARGS, "Whether all is as it was, given local and global variables."},
-         {"gather", memo_gather, METH_O, "Sets what `take_inputs` gives: tensors of facts, or numbers of variables."}});
+         {"gather", memo_gather, METH_VARARGS,
+          "Sets what `take_inputs` gives, tensors of facts or numbers of variables, and the function that takes it."}});
     add_class<Direct>(
         module, "Direct", 0, {},
         {{"bind", T_OBJECT, FIELD(Direct, bind), 0, "Returns the variables of a call, by name."},

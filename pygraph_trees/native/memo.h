@@ -228,21 +228,25 @@ struct Memo {
         return now.included_ == keys.included_ && now.excluded_ == keys.excluded_;
     }
 
-    /* The inputs of a call whose facts have just been found to hold, with these variables. */
-    Ref gathered(const std::vector<PyObject *> &values) const {
-        return tuple_of(inputs.size(), [&](size_t i) {
-            return Py_NewRef(inputs[i].tensor == nullptr ? values[inputs[i].variable] : inputs[i].tensor);
-        });
+    /* Puts the inputs of a call whose facts have just been found to hold, with these variables, into an empty tuple. Its
+       size tells whether they are still as they were when it was made. */
+    bool gather(const std::vector<Ref> &values, PyObject *room) const {
+        if (static_cast<size_t>(PyTuple_GET_SIZE(room)) != inputs.size())
+            return false;
+        for (size_t i = 0; i < inputs.size(); i++)
+            PyTuple_SET_ITEM(room, static_cast<Py_ssize_t>(i),
+                             Py_NewRef(inputs[i].tensor == nullptr ? values[inputs[i].variable].get() : inputs[i].tensor));
+        return true;
     }
 
-    /* Whether facts hold; the guards in `check` are not run. `values` gets the objects of the variables, borrowed. */
-    Miss compare(PyObject *locals, PyObject *globals, std::vector<PyObject *> *values) const {
+    /* Whether facts hold; the guards in `check` are not run. `values` gets the objects of the variables. */
+    Miss compare(PyObject *locals, PyObject *globals, std::vector<Ref> *values) const {
         std::vector<const void *> seen;
         for (const Variable &variable : variables) {
             PyObject *found = variable.in(locals, globals);
             if (found == nullptr)
                 return Miss::ARGUMENTS;
-            values->push_back(found);
+            values->push_back(Ref::dup(found));
             if (variable.object != nullptr) {
                 if (found != variable.object)
                     return Miss::CHANGED;

@@ -6,7 +6,7 @@ import sys
 import threading
 import unittest
 import weakref
-from types import CellType
+from types import CellType, SimpleNamespace
 from unittest import mock
 
 import torch
@@ -114,8 +114,8 @@ class TestChanges(DirectTest):
     def test_a_forgotten_guard_raises_under_check(self):
         forgetful = guard_facts.facts_of
 
-        def facts_of(*given):
-            facts = forgetful(*given)
+        def facts_of(*given, **options):
+            facts = forgetful(*given, **options)
             facts.dropped |= {source for source in facts.kept if "items" in source}
             return facts
 
@@ -133,7 +133,7 @@ class TestChanges(DirectTest):
         for _ in range(3):
             self.settle(made, x)
         (memo,) = vars(made.forward)["pygraph_direct"].memos
-        memo.gather([model.part.linear.bias])
+        memo.gather([model.part.linear.bias], memo.function)
         with self.assertRaisesRegex(direct_calls.GuardsDiffer, "Net.forward was about to skip"):
             made(x)
 
@@ -161,6 +161,8 @@ class TestAttributes(DirectTest):
     self == 1
     f"{self}"
     1 if self else 2
+    self.items is self.items
+    f"{self.names}"
     self.__dict__
     super().number
     other
@@ -222,8 +224,116 @@ class TestAttributes(DirectTest):
         self.assertNotIn(Config.__getattribute__.__code__, seen)
         (memo,) = vars(made.forward)["pygraph_direct"].memos
         self.assertNotIn("_modules", [x.argval for x in dis.get_instructions(memo.function)])
-        self.assertRaises(ValueError, memo.gather, [x])
+        self.assertRaises(ValueError, memo.gather, [x], memo.function)
         self.assertRaisesRegex(RuntimeError, "only a direct call", memo.function, model, x)
+
+
+class TestInputs(DirectTest):
+    """The inputs of the compiled code, which C++ gives."""
+
+    def test_numbers_differ_from_call_to_call(self):
+        tensors = [torch.full((2, 3), float(n)) for n in range(3)]
+        for function in (lambda a, b, c, n: (a + b + c) * n, lambda a, b, c, n: (a + b + c) * n * a.shape[0]):
+            torch._dynamo.reset()
+            made = self.compiled(function, "direct")
+            for n in (5, 5, 5, 6, *[2] * 12, 9, 11):
+                torch.testing.assert_close(made(*[*tensors, n]), function(*tensors, n))
+
+    def test_tensors_change_places(self):
+        def turn(x, kept):
+            kept["a"], kept["b"] = kept["b"], kept["a"]
+            return x + kept["a"] * 10 - kept["b"]
+
+        def ring(x, kept):
+            kept[0], kept[1], kept[2] = kept[1], kept[2], kept[0]
+            return x + kept[0] * 100 + kept[1] * 10 + kept[2]
+
+        x, tensors = torch.zeros(3), [torch.full((3,), float(n)) for n in range(3)]
+        for function, kept in ((turn, dict(zip("abc", tensors, strict=True))), (ring, tensors)):
+            made, own = self.compiled(function, "direct"), kept.copy()
+            for _ in range(12):
+                torch.testing.assert_close(made(*[x, kept]), function(x, own))
+            self.assertTrue(self.calls(made, *[x, kept])[1])
+
+    @torch.no_grad()
+    def test_memory_is_only_collected_while_nothing_is_borrowed(self):
+        """Before Python 3.12, a new tuple may start the collector, whose callbacks may free what a module has held."""
+
+        def replace(phase, info):
+            if self.module is not None:
+                self.module[0].weight, self.module = other, None
+                self.garbage = [bytearray(b"\xff" * 64) for _ in range(200)]
+
+        self.module, x, other = None, rows(2, 4), nn.Parameter(torch.zeros(4, 4))
+        self.addCleanup(gc.callbacks.remove, replace)
+        self.addCleanup(gc.enable)
+        self.addCleanup(gc.set_threshold, *gc.get_threshold())
+        gc.callbacks.append(replace)
+        for count in range(6, 16):
+            torch._dynamo.reset()
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(15)))
+            made = self.compiled(model, "direct", backend="eager")
+            for _ in range(3):
+                self.settle(made, x)
+            gc.collect()
+            gc.disable()
+            made(x)
+            expected, self.module = model(x), model
+            gc.set_threshold(gc.get_count()[0] + count, 1000, 1000)
+            gc.enable()
+            found = made(x)
+            gc.disable()
+            self.assertTrue(any(torch.equal(found, one) for one in (expected, model(x))), count)
+            self.module = None
+
+    def test_a_thread_that_compares_meets_the_end_of_the_first_direct_call(self):
+        """The other one began it before; only afterwards does C++ give inputs."""
+
+        def cloned(root, facts):
+            clone = guard_facts.cloned(root, facts)
+            return SimpleNamespace(check=lambda variables: (self.waits(), clone.check(variables))[1])
+
+        def backend(graph, inputs):
+            return lambda *args: (self.waits(), graph(*args))[1]
+
+        model, x, steps = nn.Linear(4, 4), rows(2, 4), []
+        self.waits = lambda: None
+        with mock.patch.object(direct_calls, "cloned", cloned):
+            made = self.compiled(model, "direct", backend=backend)
+            while not vars(made.forward)["pygraph_direct"].memos:
+                made(x)
+        is_compared, has_ended = threading.Event(), threading.Event()
+
+        def waits():
+            steps.append(threading.current_thread())
+            if len(steps) == 2:  # the other thread's compiled code; its guards were the first
+                thread.start()
+                is_compared.wait(60)
+            elif len(steps) == 3:  # this thread's guards
+                is_compared.set()
+                has_ended.wait(60)
+
+        found = []
+        thread, self.waits = threading.Thread(target=lambda: found.append(made(x))), waits
+        found.append(made(x))
+        has_ended.set()
+        thread.join()
+        for one in found:
+            torch.testing.assert_close(one, model(x))
+        self.assertEqual(len(found), 2)
+
+    def test_arguments_are_not_kept(self):
+        for entry in ("direct", "check"):
+            model = nn.Linear(4, 4)
+            made = self.compiled(model, entry, dynamic=False)
+            gone = []
+            for size in (*range(1, 9), *[9] * 6):
+                x = rows(size, 4)
+                gone.append(weakref.ref(x))
+                made(x)
+                del x
+            gc.collect()
+            self.assertEqual([reference() for reference in gone], [None] * len(gone))
 
 
 class TestFunctions(DirectTest):

@@ -258,7 +258,7 @@ def entered(
         unchecked = dispatch.unchecked
         if unchecked is not None and (way_elsewhere is None or way_elsewhere(False) is None):
             outputs = unchecked(inputs)
-            if outputs is not None or dispatch.call is not None:
+            if outputs is not None:
                 return outputs
             asks_again = True  # as in ``missed``
         if is_captured():

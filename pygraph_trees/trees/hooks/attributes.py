@@ -7,6 +7,8 @@ in the same way, and without the names of their module. What they return then de
 
 from __future__ import annotations
 
+import dis
+from collections import Counter
 from collections.abc import Callable
 from types import CellType, CodeType, FunctionType, MappingProxyType
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 _CONSTANTS = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
+_REFUSED = ("IS_OP", "MATCH_", "FORMAT_", "CONVERT_")  # the identity, kind or text of what stands in for an object
 _ABSENT: Any = object()
 METHOD: Any = object()  # one of the object's class, which is a new object at each lookup
 
@@ -57,11 +60,16 @@ def attribute_of(value: Any, name: str, steps: list[Any], *, is_generic: bool = 
     """
     count = len(steps)
     try:
-        found = _Attributes(value, steps)
-        return found.get(name, len(found.overrides) if is_generic else 0)
-    except LookupError:
+        look = _Attributes(value, steps)
+        found = look.get(name, len(look.overrides) if is_generic else 0)
+        real = object.__getattribute__(value, name) if is_generic else getattr(value, name)
+        is_same = real is found or (is_constant(found) and type(real) is type(found) and real == found)
+        if found is not METHOD and not is_same:
+            raise LookupError
+    except (LookupError, AttributeError) as error:
         del steps[count:]
-        raise
+        raise LookupError from error
+    return found
 
 
 class _Attributes:
@@ -120,11 +128,9 @@ class _Attributes:
 
     def _returned(self, method: Any, *args: Any, level: int | None = None) -> Any:
         """What a method of the program returns: one that catches no error, since one may come of a missing name."""
-        code = method.__code__ if type(method) is FunctionType else None
-        if code is None or not {"__class__"}.issuperset(code.co_freevars) or getattr(code, "co_exceptiontable", True):
+        if not _is_plain(method):
             raise LookupError
-        if any(isinstance(constant, CodeType) for constant in code.co_consts):
-            raise LookupError
+        code = method.__code__
         self._steps.append(("function", method, None, None))
         names: dict[str, Any] = {"__builtins__": {}}
         if level is not None:
@@ -157,6 +163,26 @@ class _Attributes:
             shown = _StandIn(_read_nothing)
         self._hidden.append((shown, value))
         return shown
+
+
+def _is_plain(method: Any) -> bool:
+    """Whether a method can run with stand-ins.
+
+    It must not catch errors, since one may come of a missing name, nor ask whether two objects are the same.
+    """
+    if type(method) is not FunctionType or getattr(method.__code__, "co_exceptiontable", True):
+        return False
+    code, named = method.__code__, (*(method.__defaults__ or ()), *(method.__kwdefaults__ or {}).values())
+    operations = Counter(instruction.opname for instruction in dis.get_instructions(code))
+    # Besides ``super()`` without arguments, nothing may use the class of the method.
+    uses = sum(count for name, count in operations.items() if "DEREF" in name or "CLOSURE" in name)
+    return (
+        {"__class__"}.issuperset(code.co_freevars)
+        and uses == operations["LOAD_SUPER_ATTR"]
+        and not any(name.startswith(_REFUSED) for name in operations)
+        and not any(isinstance(constant, CodeType) for constant in code.co_consts)
+        and all(map(is_constant, named))
+    )
 
 
 def _read_nothing(name: str) -> Any:

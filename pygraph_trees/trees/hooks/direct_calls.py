@@ -32,8 +32,8 @@ from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.settings import Settings
 
-from .gathering import GuardsDiffer, gathered, noting
-from .guard_facts import Refused, Step, Variable, cloned, facts_of
+from .gathering import GuardsDiffer, gather, noting
+from .guard_facts import Refused, Step, cloned, facts_of
 
 CHECK_EVERY = 64  # of the calls without guards one is checked, under "check"; so are that many at first
 
@@ -159,7 +159,9 @@ def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dic
     # None once torch has dropped the entry.
     steps += [("object", guards, vars(guards), None), ("item", vars(guards), "cache_entry", guards.cache_entry)]
     function = _function(target, code)
-    facts = facts_of(guards.root, local_variables, target.__globals__, target.__code__.co_freevars)
+    # Objects in modules may change at each call. Then two memos are soon of no use, and later ones leave them out.
+    free, reads_modules = target.__code__.co_freevars, len(direct.memos) < 2
+    facts = facts_of(guards.root, local_variables, target.__globals__, free, reads_modules=reads_modules)
     clone = cloned(guards.root, facts)
     steps += facts.steps
     memo = binding.extension.Memo(
@@ -178,7 +180,8 @@ def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dic
         raise Refused(Reason.DIRECT_GUARD())
     if not memo.holds(local_variables, target.__globals__):  # a tensor is given twice
         raise Refused(Reason.DIRECT_ARGUMENTS())
-    memo.function = functools.partial(_first_call, direct, memo, function, facts.variables)
+    names = [variable[:3] for variable in facts.variables]
+    memo.gather([], functools.partial(_first_call, direct, memo, function, names))
     return memo
 
 
@@ -187,7 +190,7 @@ def _held(kind: str, value: Any, *of_kind: Any) -> Any:
     own: tuple[Any, ...] = (value.__name__,) if kind == "class" else ()
     if kind == "function":
         own = value, value.__code__, value.__defaults__, value.__name__
-    return type(value), own, of_kind if kind in ("item", "cell") else ()
+    return type(value), own, of_kind if kind in ("item", "cell") else of_kind[:1] if kind == "borrowed" else ()
 
 
 def _settings() -> list[Step]:
@@ -285,7 +288,7 @@ def _function(target: FunctionType, code: Any) -> FunctionType:
 
 
 def _first_call(
-    direct: Any, memo: Any, function: FunctionType, variables: list[Variable], /, *args: Any, **kwargs: Any
+    direct: Any, memo: Any, function: FunctionType, variables: list[Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """A memo's first call, which tells whether Dynamo, too, would run its code without others that it has compiled.
 
@@ -293,8 +296,11 @@ def _first_call(
     """
     if sys.getprofile() is not None:
         return function(*args, **kwargs)
-    codes, noted = set(), list[Any]()
+    codes, noted, values = set(), list[Any](), list[Any]()
     first, local_variables = noting(function, noted.append), _locals(direct, args, kwargs)
+    for is_global, name, item in variables:  # the call may give them other values
+        value = (function.__globals__ if is_global else local_variables)[name]
+        values.append(value if item is None else value[item])
     sys.setprofile(lambda frame, event, _: codes.add(frame.f_code) if event == "call" else None)
     try:
         return first(*args, **kwargs)
@@ -303,14 +309,8 @@ def _first_call(
         if any(eval_frame._debug_get_cache_entry_list(code) for code in codes):
             direct.memos.clear()
             direct.refusal = _refusals.setdefault(Reason.GRAPH_BREAKS(), binding.new_counter())
-        elif len(noted) == 1:
-            values = []
-            for is_global, name, item, *_ in variables:
-                value = (function.__globals__ if is_global else local_variables)[name]
-                values.append(value if item is None else value[item])
-            memo.function = gathered(function, memo, noted[0], values, direct.every)
-        else:
-            memo.function = function
+        elif len(noted) != 1 or not gather(memo, function, noted[0], values, direct.every):
+            memo.gather([], function)
 
 
 def _verify(target: FunctionType, guards: Any, local_variables: dict[str, Any]) -> bool:

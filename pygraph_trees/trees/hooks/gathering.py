@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch._dynamo.bytecode_transformation import (
     Instruction,
     create_call_function,
@@ -28,7 +29,8 @@ from pygraph_trees.native import binding
 
 _log = logging.getLogger("pygraph_trees.trees")
 _COMPILED = "__compiled_fn"
-_CALLS = ("PRECALL", "CALL", "CALL_FUNCTION")
+# The first instruction of a call with arguments by position.
+_CALL = "CALL_FUNCTION" if sys.version_info < (3, 11) else "PRECALL" if sys.version_info < (3, 12) else "CALL"
 _WRITES = ("STORE_", "DELETE_")  # besides those of local variables
 
 
@@ -56,10 +58,8 @@ def noting(function: FunctionType, note: Callable[[Sequence[Any]], None]) -> Fun
     return _changed(function, change)
 
 
-def gathered(
-    function: FunctionType, memo: Any, inputs: Sequence[Any], variables: Sequence[Any], every: int
-) -> Callable[..., Any]:
-    """The function, but C++ gives the inputs, those noted in a call with the memo's ``variables``; or as it is.
+def gather(memo: Any, function: FunctionType, inputs: Sequence[Any], variables: Sequence[Any], every: int) -> bool:
+    """Lets C++ give the inputs, those noted in a call with the memo's ``variables``, if the function's code is known.
 
     Of its calls, the first ``every`` and each ``every``-th are checked: the inputs are read, too, and compared.
     """
@@ -67,25 +67,31 @@ def gathered(
     def change(instructions: list[Instruction], options: dict[str, Any]) -> None:
         start, end = _reading(instructions)
         own = {x.argval for x in instructions[start:end] if x.opname == "STORE_FAST"}
-        if any(x.argval in own and x.opname.startswith("LOAD_FAST") for x in instructions[end:]):
+        is_read = any(x.argval in own and x.opname.startswith("LOAD_FAST") for x in instructions[end:])
+        if is_read or instructions[end].arg != len(inputs):
             raise LookupError
         taken = create_instruction("LOAD_CONST", argval=binding.extension.take_inputs)
         instructions[end:] = [x for x in instructions[end:] if x.opname != "DELETE_FAST" or x.argval not in own]
         unpacked = create_instruction("UNPACK_SEQUENCE", arg=len(inputs))
         instructions[start + 1 : end] = [taken, *create_call_function(0, True), unpacked]
 
-    places = {id(value): place for place, value in enumerate(variables)}
+    if not all(isinstance(value, torch.Tensor) for value in inputs):  # others may differ in the next call
+        return False
     made = _changed(function, change)
+    if made is function:
+        return False
+    places = {id(value): place for place, value in enumerate(variables)}
+    given = [places.get(id(value), value) for value in reversed(inputs)]
     try:
-        memo.gather([places.get(id(value), value) for value in reversed(inputs)] if made is not function else [])
-    except (TypeError, ValueError, RuntimeError):  # an input is neither
-        return function
-    return made if made is function or not every else _checked(made, function, every)
+        memo.gather(given, _checked(made, function, every) if every else made)
+    except ValueError:  # an input is neither a variable nor a tensor of a fact
+        return False
+    return True
 
 
 def _checked(made: FunctionType, function: FunctionType, every: int) -> Callable[..., Any]:
     def compare(inputs: Sequence[Any]) -> None:
-        if list(map(id, inputs)) != list(map(id, reversed(own.inputs))):
+        if list(map(id, inputs)) != list(map(id, reversed(own.__dict__.pop("inputs")))):
             raise GuardsDiffer(name=function.__qualname__)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -100,16 +106,23 @@ def _checked(made: FunctionType, function: FunctionType, every: int) -> Callable
 
 
 def _reading(instructions: Sequence[Instruction]) -> tuple[int, int]:
-    """Where the compiled code is loaded, and where the call begins that takes all that was pushed since."""
-    starts = [i for i, x in enumerate(instructions) if str(x.argval).startswith(_COMPILED)]
-    depth = 0
-    for i in range(starts[0] + 1, len(instructions)) if len(starts) == 1 else ():
+    """Where the compiled code is loaded, and where the call begins that takes all that was pushed since.
+
+    Conditions that lead around code are taken to do so: since torch 2.15, they ask whether the profiler is active, and
+    then no call is direct.
+    """
+    start, *others = [i for i, x in enumerate(instructions) if str(x.argval).startswith(_COMPILED)]
+    numbers = {id(x): i for i, x in enumerate(instructions)}
+    i, depth = start + 1, 0
+    while i < len(instructions) and not others:
         x = instructions[i]
-        if x.opname in _CALLS and x.arg == depth:
-            return starts[0], i
+        if x.opname == _CALL and x.arg == depth:
+            return start, i
         if x.opname.startswith(_WRITES) and not x.opname.endswith("_FAST"):
             break
-        depth += dis.stack_effect(x.opcode, x.arg if x.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
+        goes_on = x.target is None or numbers[id(x.target)] <= i
+        depth += dis.stack_effect(x.opcode, x.arg if x.opcode >= dis.HAVE_ARGUMENT else None, jump=not goes_on)
+        i = i + 1 if goes_on else numbers[id(x.target)]
     raise LookupError
 
 

@@ -61,12 +61,18 @@ class Facts:
     dropped: set[str] = field(default_factory=set)  # sources of nodes
     kept: set[str] = field(default_factory=set)
     free: tuple[str, ...] = ()  # names of local variables that are the same objects in each call
+    reads_modules: bool = True  # whether objects that are attributes of Python's modules may be facts
 
 
 def facts_of(
-    root: Any, local_variables: dict[str, Any], global_variables: dict[str, Any], free: tuple[str, ...]
+    root: Any,
+    local_variables: dict[str, Any],
+    global_variables: dict[str, Any],
+    free: tuple[str, ...],
+    *,
+    reads_modules: bool,
 ) -> Facts:
-    facts = Facts(free=free)
+    facts = Facts(free=free, reads_modules=reads_modules)
     for accessor, node in _children(root):
         kind = type(accessor).__name__
         if kind == "GlobalsGuardAccessor":
@@ -151,6 +157,9 @@ def _visit(facts: Facts, node: Any, value: Any) -> bool:
         is_covered &= _visit_parts(facts, value, children)
     elif is_constant(value):
         is_covered = all(_leaves(child) <= _OF_CONSTANT for child in _nodes(node))
+    elif isinstance(value, dict) and not value:
+        facts.steps += [("object", value, None, None), ("empty", value, None, None)]
+        is_covered = leaves <= _OF_DICT and not children
     else:
         if type(value) not in _FIXED:
             kind = "function" if isinstance(value, FunctionType) else "object"
@@ -193,8 +202,8 @@ def _part_of(facts: Facts, value: Any, accessor: Any) -> Any:
         return value.cell_contents
     if type(value) is ModuleType or value is vars(builtins):
         items: Any = vars(value) if type(value) is ModuleType else value
-        if _is_fixed(items[name := attribute or _key_of(accessor)]):
-            facts.steps.append(("item", items, name, items[name]))
+        if (is_fixed := _is_fixed(items[name := attribute or _key_of(accessor)])) or facts.reads_modules:
+            facts.steps.append(("item" if is_fixed else "borrowed", items, name, items[name]))
             return items[name]
     if isinstance(value, type) and kind in ("TypeDict", "TypeMRO"):
         facts.steps.append(("class", value, None, None))
@@ -226,17 +235,18 @@ def _is_fixed(value: Any) -> bool:
 
 def _lacks_attributes(facts: Facts, node: Any, value: Any) -> bool:
     """Adds facts from which it follows that an object has none of the attributes that guards look for."""
-    prefix = f"not hasattr({node.get_source()}, "
+    text = re.compile(re.escape(f"not hasattr({node.get_source()}, ") + r"'(\w+)'\)")
     for guard in node.get_leaf_guards():
         if type(guard).__name__ == "NO_HASATTR":
-            found = re.match(re.escape(prefix) + r"'(\w+)'\)", guard.verbose_code_parts()[0])
+            found = text.match(guard.verbose_code_parts()[0])
             try:
-                attribute_of(value, found[1] if found else "", facts.steps)
-            except Absent:
-                continue
+                if found is not None:
+                    attribute_of(value, found[1], facts.steps)
+                return False
             except LookupError:
+                return False
+            except Absent:
                 pass
-            return False
     return True
 
 
