@@ -133,6 +133,7 @@ struct Direct {
             if (i != 0 && i < PyList_GET_SIZE(memos) && PyList_GET_ITEM(memos, i) == object.get())
                 std::swap(PySequence_Fast_ITEMS(memos)[0], PySequence_Fast_ITEMS(memos)[i]);
             locals = Ref();
+            values.clear(); // the call's code may be the last to need its arguments
             if (count_call()) {
                 const Handed handed(std::move(inputs));
                 *result = run(function.get(), given, count, keywords);
