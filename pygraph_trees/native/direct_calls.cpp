@@ -245,22 +245,22 @@ PyObject *forward_of(PyObject *module, PyObject *method) {
         !std::all_of(hooks.at, hooks.at + hooks.count, [&](PyObject *key) { return is_empty(value_of(own, key)); }) ||
         value_of(own, modules.other_call) != nullptr)
         return nullptr;
-    PyObject *forward = value_of(own, modules.forward);
-    return forward != nullptr && PyFunction_Check(forward) ? forward : nullptr;
+    PyObject *forward = value_of(own, modules.forward); // a function that wraps it may have copied its attributes
+    const bool is_entered = forward != nullptr && PyFunction_Check(forward) &&
+                            reinterpret_cast<PyFunctionObject *>(forward)->vectorcall == enter;
+    return is_entered ? forward : nullptr;
 }
 
 /* As `enter`, for the method with which such a module is called. Only a direct call is counted, since torch's enters the
    module's function. */
 PyObject *enter_module(PyObject *method, PyObject *const *arguments, size_t flags, PyObject *names) {
-    const Py_ssize_t count = PyVectorcall_NARGS(flags);
-    Ref forward = Ref::dup(count == 0 ? nullptr : forward_of(arguments[0], method));
-    Ref object = forward ? direct_of(forward.get()) : Ref();
-    auto *direct = in<Direct>(object.get());
-    if (direct == nullptr)
-        return stock(method, arguments, flags, names);
     return translated([&]() -> PyObject * {
+        const Py_ssize_t count = PyVectorcall_NARGS(flags);
+        Ref forward = Ref::dup(count == 0 ? nullptr : forward_of(arguments[0], method));
+        Ref object = forward ? direct_of(forward.get()) : Ref();
+        auto *direct = in<Direct>(object.get());
         Ref result;
-        if (direct->enter(arguments + 1, count - 1, names, &result) != Miss::TAKEN)
+        if (direct == nullptr || direct->enter(arguments + 1, count - 1, names, &result) != Miss::TAKEN)
             return stock(method, arguments, flags, names);
         entries[static_cast<size_t>(Miss::TAKEN)]++;
         return result.release();

@@ -1,6 +1,7 @@
 """Calls of compiled functions without Dynamo's guards: whatever a guard reads is seen when it changes."""
 
 import dis
+import functools
 import gc
 import sys
 import threading
@@ -10,7 +11,7 @@ from types import CellType, SimpleNamespace
 from unittest import mock
 
 import torch
-from guarded import SEEN, UNSEEN, Config, DirectTest, Net, change, helper, rows
+from guarded import SEEN, UNSEEN, Config, DirectTest, Net, change, helper, rows, tools
 from torch import nn
 from torch._dynamo import eval_frame
 from torch._dynamo.testing import CompileCounter
@@ -198,6 +199,12 @@ class TestAttributes(DirectTest):
         for name in ("unread", "missing"):
             self.assertRaises(LookupError, attribute_of, kind(), name, [])
         self.assertIs(attribute_of(kind(), "__getattr__", []), METHOD)
+
+        def named(self, *, number=3.0):
+            return number
+
+        kind.named = property(named)
+        self.assertRaises(LookupError, attribute_of, kind(), "named", [])
 
     def test_changes_of_a_class_are_seen(self):
         for text in ('Kind.__name__ = "Other"', "Kind.more = 1", "Base.more = 1", "Kind.__bases__ = (Config,)"):
@@ -460,6 +467,50 @@ class TestFunctions(DirectTest):
         self.made = self.compiled(nn.Linear(4, 4), backend=backend, dynamic=False)
         for _ in range(4):
             self.assertEqual(self.made(x).shape, (2, 4))
+
+
+class TestCompiledModules(DirectTest):
+    """Their calls are direct at once if they would only call `forward`."""
+
+    def test_what_a_program_puts_around_forward_is_called(self):
+        def doubled(forward):
+            return functools.wraps(forward)(lambda *args: forward(*args) * 2)
+
+        x = rows()
+        for text in (
+            "made.forward = doubled(made.forward)",
+            "made.forward = torch.no_grad()(made.forward)",
+            "made.register_forward_hook(lambda *a: a[2] * 2)",
+            "made._compiled_call_impl = lambda x: x * 3",
+            "OptimizedModule.forward = property(lambda self: lambda x: x * 3)",
+            "nn.Module._call_impl = lambda self, *args: 5",
+        ):
+            with self.subTest(text):
+                torch._dynamo.reset()
+                model = Net().eval()
+                made, plain = self.compiled(model), torch.compile(model, backend="eager")
+                self.settle(made, x)
+                self.assertTrue(self.calls(made, x)[1])
+                names = {"nn": nn, "torch": torch, "doubled": doubled, "OptimizedModule": eval_frame.OptimizedModule}
+                with mock.patch.object(nn.Module, "_call_impl", nn.Module._call_impl):
+                    for module in (made, plain):
+                        exec(text, {**names, "made": module})
+                    found, expected = made(x), plain(x)
+                    if "forward" in vars(eval_frame.OptimizedModule):
+                        del eval_frame.OptimizedModule.forward
+                torch.testing.assert_close(found, expected)
+                if isinstance(found, torch.Tensor):
+                    self.assertEqual(found.requires_grad, expected.requires_grad)
+
+    def test_a_tuple_at_the_address_of_another_one_is_seen(self):
+        """It was an attribute of a module of Python, whose objects are not kept alive."""
+        x = rows()
+        made = self.compiled(lambda x: x * tools.pair[1])
+        for number in range(3, 9):
+            tools.pair = object, float(number)
+            for _ in range(4):
+                torch.testing.assert_close(made(*[x]), x * number)
+            del tools.pair
 
 
 class TestLife(DirectTest):

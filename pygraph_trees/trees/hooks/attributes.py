@@ -138,7 +138,6 @@ class _Attributes:
             names["super"] = lambda *_: _StandIn(base.__getitem__)
         cells = tuple(CellType(self._shown(method)) for _ in code.co_freevars)
         own = FunctionType(code, names, None, method.__defaults__, cells)
-        own.__kwdefaults__ = method.__kwdefaults__
         try:
             result = own(_StandIn(lambda name: self._shown(self.get(name))), *args)
         except Absent:
@@ -172,7 +171,7 @@ def _is_plain(method: Any) -> bool:
     """
     if type(method) is not FunctionType or getattr(method.__code__, "co_exceptiontable", True):
         return False
-    code, named = method.__code__, (*(method.__defaults__ or ()), *(method.__kwdefaults__ or {}).values())
+    code = method.__code__
     operations = Counter(instruction.opname for instruction in dis.get_instructions(code))
     # Besides ``super()`` without arguments, nothing may use the class of the method.
     uses = sum(count for name, count in operations.items() if "DEREF" in name or "CLOSURE" in name)
@@ -181,7 +180,8 @@ def _is_plain(method: Any) -> bool:
         and uses == operations["LOAD_SUPER_ATTR"]
         and not any(name.startswith(_REFUSED) for name in operations)
         and not any(isinstance(constant, CodeType) for constant in code.co_consts)
-        and all(map(is_constant, named))
+        and all(map(is_constant, method.__defaults__ or ()))
+        and not method.__kwdefaults__
     )
 
 

@@ -303,14 +303,15 @@ def _first_call(
         values.append(value if item is None else value[item])
     sys.setprofile(lambda frame, event, _: codes.add(frame.f_code) if event == "call" else None)
     try:
-        return first(*args, **kwargs)
+        result = first(*args, **kwargs)
     finally:
         sys.setprofile(None)
-        if any(eval_frame._debug_get_cache_entry_list(code) for code in codes):
-            direct.memos.clear()
-            direct.refusal = _refusals.setdefault(Reason.GRAPH_BREAKS(), binding.new_counter())
-        elif len(noted) != 1 or not gather(memo, function, noted[0], values, direct.every):
-            memo.gather([], function)
+    if any(eval_frame._debug_get_cache_entry_list(code) for code in codes):
+        direct.memos.clear()
+        direct.refusal = _refusals.setdefault(Reason.GRAPH_BREAKS(), binding.new_counter())
+    elif len(noted) != 1 or not gather(memo, function, noted[0], values, direct.every):
+        memo.gather([], function)
+    return result
 
 
 def _verify(target: FunctionType, guards: Any, local_variables: dict[str, Any]) -> bool:
@@ -350,8 +351,11 @@ def _tested_difference() -> str | None:
         dynamic_mark(),
     )
     of_all = [hooks for name, hooks in vars(modules).items() if name.startswith("_global_") and isinstance(hooks, dict)]
-    methods = {name: vars(torch.nn.Module)[name] for name in ("__call__", "_wrapped_call_impl", "_call_impl")}
-    extension.know_modules(eval_frame.OptimizedModule, torch.nn.Module, methods, of_all, [*_HOOKS])
+    methods = {
+        name: vars(torch.nn.Module)[name] for name in ("__call__", "_wrapped_call_impl", "_call_impl", "forward")
+    }
+    if methods["__call__"] is methods["_wrapped_call_impl"]:  # no other code has replaced it
+        extension.know_modules(eval_frame.OptimizedModule, torch.nn.Module, methods, of_all, [*_HOOKS])
 
     class Own:
         def __setattr__(self, name: str, value: Any) -> None:

@@ -13,7 +13,7 @@ import re
 from abc import ABCMeta
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -202,9 +202,11 @@ def _part_of(facts: Facts, value: Any, accessor: Any) -> Any:
         return value.cell_contents
     if type(value) is ModuleType or value is vars(builtins):
         items: Any = vars(value) if type(value) is ModuleType else value
-        if (is_fixed := _is_fixed(items[name := attribute or _key_of(accessor)])) or facts.reads_modules:
-            facts.steps.append(("item" if is_fixed else "borrowed", items, name, items[name]))
-            return items[name]
+        found = items[name := attribute or _key_of(accessor)]
+        # No fact tells a tuple or a property from a later one at its address.
+        if _is_fixed(found) or (facts.reads_modules and not isinstance(found, (tuple, property))):
+            facts.steps.append(("item" if _is_fixed(found) else "borrowed", items, name, found))
+            return found
     if isinstance(value, type) and kind in ("TypeDict", "TypeMRO"):
         facts.steps.append(("class", value, None, None))
         return _ClassDict(value.__dict__) if kind == "TypeDict" else value.__mro__
@@ -282,7 +284,7 @@ def _keep(facts: Facts, node: Any) -> None:
 
 def _has_dict(value: Any) -> bool:
     """Whether its attributes are in a dictionary, and it is neither a class, a module of Python nor a function."""
-    if isinstance(value, (type, ModuleType, FunctionType, torch.Tensor, dict)):
+    if isinstance(value, (type, ModuleType, FunctionType, MethodType, torch.Tensor, dict)):
         return False
     return type(getattr(value, "__dict__", None)) is dict
 
