@@ -492,12 +492,14 @@ class TestCompiledModules(DirectTest):
                 self.settle(made, x)
                 self.assertTrue(self.calls(made, x)[1])
                 names = {"nn": nn, "torch": torch, "doubled": doubled, "OptimizedModule": eval_frame.OptimizedModule}
-                with mock.patch.object(nn.Module, "_call_impl", nn.Module._call_impl):
-                    for module in (made, plain):
-                        exec(text, {**names, "made": module})
-                    found, expected = made(x), plain(x)
-                    if "forward" in vars(eval_frame.OptimizedModule):
-                        del eval_frame.OptimizedModule.forward
+                original = nn.Module._call_impl
+                for module in (made, plain):
+                    exec(text, {**names, "made": module})
+                found, expected = made(x), plain(x)
+                if "forward" in vars(eval_frame.OptimizedModule):
+                    del eval_frame.OptimizedModule.forward
+                if nn.Module._call_impl is not original:  # setting it changes what memos know
+                    nn.Module._call_impl = original
                 torch.testing.assert_close(found, expected)
                 if isinstance(found, torch.Tensor):
                     self.assertEqual(found.requires_grad, expected.requires_grad)
