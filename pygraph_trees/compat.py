@@ -23,6 +23,11 @@ def has_capture_lock() -> bool:
     return hasattr(_torch("_inductor.cudagraph_trees"), "graph_capture_lock")  # since 2.13
 
 
+def leaves_broken_captures() -> bool:
+    """Whether ``capture_end`` of a graph that could not be captured leaves its pool and generators in use."""
+    return not has_capture_lock()  # up to 2.12; the change of 2.13 is in C++
+
+
 def registers_generators() -> bool:
     """Whether a node registers generators with its graph, because a capture does not find them."""
     return _is_named("register_generator_state", "CUDAGraphNode", "__init__")  # up to 2.13

@@ -77,7 +77,7 @@ def abandon_capture(node: Any, error: BaseException, stream: torch.cuda.Stream) 
 def _is_left(error: BaseException) -> bool:
     """Whether torch failed to end a capture and has not cleaned up."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return not compat.has_capture_lock() and any(  # torch 2.13, which has the lock, cleans up itself
+    return compat.leaves_broken_captures() and any(
         frame.f_code.co_name == "capture_end" and frame.f_globals is vars(torch.cuda.graphs) for frame in frames
     )
 
