@@ -25,7 +25,8 @@ def has_capture_lock() -> bool:
 
 def leaves_broken_captures() -> bool:
     """Whether ``capture_end`` of a graph that could not be captured leaves its pool and generators in use."""
-    return not has_capture_lock()  # up to 2.12; the change of 2.13 is in C++
+    # 2.13's C++ ends them.
+    return not has_capture_lock()  # up to 2.12
 
 
 def registers_generators() -> bool:

@@ -41,14 +41,15 @@ struct Metadata {
     at::ScalarType dtype{};
     c10::Device device{c10::kCPU};
     bool requires_grad = false;
-    std::vector<int64_t> numbers; // sizes, strides, offset
-    bool has_offset = true;       // whether the offset counts
+    bool has_offset = true;               // whether the offset counts
+    c10::SmallVector<int64_t, 9> numbers; // sizes, strides, offset
 
     static Metadata of(PyObject *object) {
         const at::Tensor &tensor = THPVariable_Unpack(object);
         Metadata found{Py_TYPE(object),  tensor.key_set().raw_repr(), tensor.scalar_type(),
-                       tensor.device(), tensor.requires_grad(),      tensor.sizes().vec()};
-        found.numbers.insert(found.numbers.end(), tensor.strides().begin(), tensor.strides().end());
+                       tensor.device(), tensor.requires_grad()};
+        found.numbers.append(tensor.sizes().begin(), tensor.sizes().end());
+        found.numbers.append(tensor.strides().begin(), tensor.strides().end());
         found.numbers.push_back(tensor.storage_offset());
         return found;
     }
@@ -66,14 +67,15 @@ struct Metadata {
     }
 };
 
-/* One fact about an object. Pointers are borrowed from the program. */
+/* One fact about an object. Pointers are borrowed from the program. A call reads a thousand, so it fits a line of the cache. */
 struct Step {
     enum Kind { OBJECT, DICT, TENSOR, EMPTY, CLASS, FUNCTION, CELL, ITEM } kind;
     PyObject *object;
     PyObject **slot = nullptr;           // of its dictionary
-    std::array<const void *, 5> other{}; // what is there, or what it has
-    uint64_t version = 0;
-    Metadata metadata{};
+    std::array<const void *, 2> other{}; // what is there, or what it has
+    mutable uint64_t version = 0;        // of an item: that of the dictionary in which it was last seen
+    std::unique_ptr<const Metadata> metadata;
+    std::unique_ptr<const std::array<const void *, 5>> parts; // of a function
 
     static std::array<const void *, 5> of_function(PyObject *object) {
         const auto *function = reinterpret_cast<PyFunctionObject *>(object);
@@ -97,17 +99,22 @@ struct Step {
         case DICT:
             return version_of(object) == version;
         case TENSOR:
-            return Py_TYPE(object) == other[1] && has_attributes() && metadata.fits(object);
+            return Py_TYPE(object) == other[1] && has_attributes() && metadata->fits(object);
         case EMPTY:
             return PyDict_GET_SIZE(object) == 0;
         case CLASS:
             return version_of_class(reinterpret_cast<PyTypeObject *>(object)) == version && name_of_class(object) == other[0];
         case FUNCTION:
-            return of_function(object) == other;
+            return of_function(object) == *parts;
         case CELL:
             return PyCell_GET(object) == other[0];
         case ITEM:
-            return PyDict_GetItemWithError(object, static_cast<PyObject *>(const_cast<void *>(other[0]))) == other[1];
+            if (const uint64_t now = version_of(object); now == 0 || now != version) {
+                if (PyDict_GetItemWithError(object, static_cast<PyObject *>(const_cast<void *>(other[0]))) != other[1])
+                    return false;
+                version = now;
+            }
+            return true;
         }
         return false;
     }
@@ -130,7 +137,7 @@ inline Step step_of(const std::string &kind, PyObject *object, PyObject *one, Py
         if (step.slot != nullptr && *step.slot != nullptr)
             step.other[0] = *step.slot, step.version = version_of(*step.slot);
         if (is_tensor_step)
-            step.metadata = Metadata::of(object);
+            step.metadata = std::make_unique<Metadata>(Metadata::of(object));
     } else if (kind == "class") {
         step.kind = Step::CLASS;
         _PyType_Lookup(reinterpret_cast<PyTypeObject *>(object), names.generation); // gives it a version
@@ -140,7 +147,7 @@ inline Step step_of(const std::string &kind, PyObject *object, PyObject *one, Py
             throw py::value_error("a class has no version");
     } else if (kind == "function") {
         step.kind = Step::FUNCTION;
-        step.other = Step::of_function(object);
+        step.parts = std::make_unique<std::array<const void *, 5>>(Step::of_function(object));
     } else if (kind == "cell") {
         step.kind = Step::CELL;
         step.other = {one};

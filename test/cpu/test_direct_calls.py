@@ -148,6 +148,7 @@ class TestAttributes(DirectTest):
     (self.number, None)
     self.number in self.names
     self.names.get("a", self.number)
+    self.number if self.names["a"] else f"{self.items}"
     self.items
     self.__dict__.get("number") * 2
     self.__class__

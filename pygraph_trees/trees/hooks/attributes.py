@@ -10,13 +10,14 @@ from __future__ import annotations
 import dis
 from collections import Counter
 from collections.abc import Callable
-from types import CellType, CodeType, FunctionType, MappingProxyType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 
 _CONSTANTS = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
-_REFUSED = ("IS_OP", "MATCH_", "FORMAT_", "CONVERT_")  # the identity, kind or text of what stands in for an object
+_REFUSED = ("IS_OP", "MATCH_")  # the identity or kind of what stands in for an object
+_READING = ("get", "__contains__", "__getitem__")  # of a dictionary
 _ABSENT: Any = object()
 METHOD: Any = object()  # one of the object's class, which is a new object at each lookup
 
@@ -45,6 +46,18 @@ class _StandIn:
 
     __setattr__ = __delattr__ = __bool__ = __eq__ = __ne__ = __hash__ = _refuse
     __str__ = __repr__ = __format__ = __dir__ = _refuse
+
+
+class _Items(_StandIn):
+    """What it sees of a dictionary."""
+
+    __slots__ = ()
+
+    def __contains__(self, key: Any) -> bool:
+        return bool(self.__contains__(key))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.__getitem__(key)
 
 
 def attribute_of(value: Any, name: str, steps: list[Any], *, is_generic: bool = False) -> Any:
@@ -157,7 +170,7 @@ class _Attributes:
             return value
         if type(value) is dict and all(is_constant(one) for pair in value.items() for one in pair):
             self._steps.append(("dict", value, None, None))
-            shown: Any = MappingProxyType(value)
+            shown: Any = _Items({name: getattr(value, name) for name in _READING}.__getitem__)
         else:
             shown = _StandIn(_read_nothing)
         self._hidden.append((shown, value))

@@ -32,6 +32,7 @@ _COMPILED = "__compiled_fn"
 # The first instruction of a call with arguments by position.
 _CALL = "CALL_FUNCTION" if sys.version_info < (3, 11) else "PRECALL" if sys.version_info < (3, 12) else "CALL"
 _WRITES = ("STORE_", "DELETE_")  # besides those of local variables
+_DISABLED = torch._dynamo.disable(lambda: None).__code__  # of what torch puts around compiled code
 
 
 class GuardsDiffer(PygraphError):
@@ -71,9 +72,12 @@ def gather(memo: Any, function: FunctionType, inputs: Sequence[Any], variables: 
         if is_read or instructions[end].arg != len(inputs):
             raise LookupError
         taken = create_instruction("LOAD_CONST", argval=binding.extension.take_inputs)
+        # A call that Dynamo does not see has no callback of Dynamo's to take off.
+        is_bare = getattr(function.__globals__[instructions[start].argval], "__code__", None) is not _DISABLED
+        inner = () if is_bare else (create_instruction("LOAD_ATTR", argval="_torchdynamo_orig_callable"),)
         instructions[end:] = [x for x in instructions[end:] if x.opname != "DELETE_FAST" or x.argval not in own]
         unpacked = create_instruction("UNPACK_SEQUENCE", arg=len(inputs))
-        instructions[start + 1 : end] = [taken, *create_call_function(0, True), unpacked]
+        instructions[start + 1 : end] = [*inner, taken, *create_call_function(0, True), unpacked]
 
     if not all(isinstance(value, torch.Tensor) for value in inputs):  # others may differ in the next call
         return False
