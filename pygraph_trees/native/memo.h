@@ -44,6 +44,8 @@ struct Metadata {
     bool has_offset = true;               // whether the offset counts
     c10::SmallVector<int64_t, 9> numbers; // sizes, strides, offset
 
+    friend bool operator==(const Metadata &, const Metadata &) = default;
+
     static Metadata of(PyObject *object) {
         const at::Tensor &tensor = THPVariable_Unpack(object);
         Metadata found{Py_TYPE(object),  tensor.key_set().raw_repr(), tensor.scalar_type(),
@@ -74,7 +76,8 @@ struct Step {
     PyObject **slot = nullptr;           // of its dictionary
     std::array<const void *, 2> other{}; // what is there, or what it has
     mutable uint64_t version = 0;        // of an item: that of the dictionary in which it was last seen
-    std::unique_ptr<const Metadata> metadata;
+    const c10::TensorImpl *tensor = nullptr; // only to load it ahead
+    std::shared_ptr<const Metadata> metadata; // of a tensor; many have the same
     std::unique_ptr<const std::array<const void *, 5>> parts; // of a function
 
     static std::array<const void *, 5> of_function(PyObject *object) {
@@ -90,6 +93,15 @@ struct Step {
 
     bool has_attributes() const {
         return slot == nullptr || (*slot == other[0] && (*slot == nullptr || version_of(*slot) == version));
+    }
+
+    /* Loads what `holds` reads. */
+    void ahead() const {
+        Known::ahead(object, 0);
+        if (slot != nullptr)
+            Known::ahead(slot, 0), Known::ahead(other[0], 0);
+        for (size_t offset = 0; tensor != nullptr && offset < sizeof(c10::TensorImpl); offset += 64)
+            Known::ahead(tensor, offset);
     }
 
     bool holds() const {
@@ -137,7 +149,8 @@ inline Step step_of(const std::string &kind, PyObject *object, PyObject *one, Py
         if (step.slot != nullptr && *step.slot != nullptr)
             step.other[0] = *step.slot, step.version = version_of(*step.slot);
         if (is_tensor_step)
-            step.metadata = std::make_unique<Metadata>(Metadata::of(object));
+            step.metadata = std::make_shared<Metadata>(Metadata::of(object)),
+            step.tensor = THPVariable_Unpack(object).unsafeGetTensorImpl();
     } else if (kind == "class") {
         step.kind = Step::CLASS;
         _PyType_Lookup(reinterpret_cast<PyTypeObject *>(object), names.generation); // gives it a version
@@ -212,9 +225,14 @@ struct Memo {
         kept = reference(given["kept"]);
         for (py::handle item : given["steps"]) {
             const auto [kind, object, one, two] = item.cast<std::tuple<std::string, py::object, py::object, py::object>>();
-            steps.push_back(step_of(kind, object.ptr(), one.ptr(), two.ptr()));
-            if (steps.back().kind == Step::TENSOR)
-                tensors.push_back(object.ptr());
+            Step &step = steps.emplace_back(step_of(kind, object.ptr(), one.ptr(), two.ptr()));
+            if (step.kind != Step::TENSOR)
+                continue;
+            tensors.push_back(object.ptr());
+            if (const auto same = std::ranges::find_if(
+                    steps, [&](const Step &other) { return other.metadata && *other.metadata == *step.metadata; });
+                same != steps.end())
+                step.metadata = same->metadata;
         }
         std::ranges::sort(tensors);
         for (py::handle item : given["variables"]) {
@@ -267,7 +285,7 @@ struct Memo {
         }
         for (size_t i = 0; i < steps.size(); i++) {
             if (i + STEPS_AHEAD < steps.size())
-                Known::ahead(steps[i + STEPS_AHEAD].object, 0);
+                steps[i + STEPS_AHEAD].ahead();
             if (!steps[i].holds())
                 return Miss::CHANGED;
         }
