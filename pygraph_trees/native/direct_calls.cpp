@@ -118,10 +118,10 @@ struct Direct {
             if (why != Miss::TAKEN)
                 continue;
             is_busy = true;
-            Ref is_held(PyObject_CallOneArg(memo->check, locals.get()));
+            const bool is_held = memo->has_guards(locals.get());
             is_busy = false;
             PyErr_Clear();
-            if (is_held.get() != Py_True) {
+            if (!is_held) {
                 why = Miss::GUARD;
                 continue;
             }

@@ -3,6 +3,7 @@
    Pointers are borrowed from the program. Steps are compared in an order in which each object that is read is held by one
    that was compared before it, and versions of dictionaries are never used twice. */
 
+#include <ATen/SavedTensorHooks.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 namespace {
@@ -204,12 +205,13 @@ struct Input {
 
 struct Memo {
     PyObject *function = nullptr; // with the code that Dynamo made
-    PyObject *check = nullptr;    // runs the other guards
+    PyObject *check = nullptr;    // runs the other guards; None if `leaves` has them
     PyObject *guards = nullptr;   // all, as Dynamo has them
     PyObject *kept = nullptr;     // names, values of settings and classes, to which others point
     std::vector<Step> steps;
     std::vector<Variable> variables;
-    std::vector<const void *> tensors; // of steps, in order
+    std::vector<std::pair<PyObject *, PyObject *>> leaves; // guards, with the variable's name or None for all; in `kept`
+    std::vector<const void *> tensors;                     // of steps, in order
     std::vector<Input> inputs;         // of the compiled code, the last one first; none if `function` gathers them
     c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
 
@@ -235,6 +237,10 @@ struct Memo {
                 step.metadata = same->metadata;
         }
         std::ranges::sort(tensors);
+        for (py::handle item : given.contains("leaves") ? py::list(given["leaves"]) : py::list()) {
+            const auto [guard, name] = item.cast<std::pair<py::object, py::object>>();
+            leaves.emplace_back(guard.ptr(), name.ptr());
+        }
         for (py::handle item : given["variables"]) {
             const auto [is_global, name, key, object, has_offset] =
                 item.cast<std::tuple<bool, py::object, py::object, py::object, bool>>();
@@ -251,6 +257,18 @@ struct Memo {
     bool has_keys() const {
         const auto now = c10::impl::tls_local_dispatch_key_set();
         return now.included_ == keys.included_ && now.excluded_ == keys.excluded_;
+    }
+
+    /* Whether the guards that are no facts hold. They may run Python. */
+    bool has_guards(PyObject *locals) const {
+        const auto holds = [](PyObject *guard, PyObject *value) {
+            return value != nullptr && Ref(PyObject_CallOneArg(guard, value)).get() == Py_True;
+        };
+        if (check != Py_None)
+            return holds(check, locals);
+        return !at::SavedTensorDefaultHooks::get_hooks(true) && std::ranges::all_of(leaves, [&](const auto &leaf) {
+            return holds(leaf.first, leaf.second == Py_None ? locals : PyDict_GetItemWithError(locals, leaf.second));
+        });
     }
 
     /* Puts the inputs of a call whose facts have just been found to hold, with these variables, into an empty tuple. Its

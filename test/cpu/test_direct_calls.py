@@ -3,6 +3,7 @@
 import dis
 import functools
 import gc
+import itertools
 import sys
 import threading
 import unittest
@@ -59,10 +60,10 @@ class TestChanges(DirectTest):
                 self.assertEqual(tracker.generation, generation + 1)
 
     def test_a_state_of_the_thread_or_the_process_is_seen(self):
-        for name, state in STATES.items():
-            with self.subTest(name):
+        for model, (name, state) in itertools.product((nn.Linear(4, 4), Net().eval()), STATES.items()):
+            with self.subTest(name, of=type(model)):
                 torch._dynamo.reset()
-                model, x = Net().eval(), rows()
+                x = rows()
                 made = self.compiled(model)
                 self.settle(made, x)
                 with state():
@@ -81,6 +82,33 @@ class TestChanges(DirectTest):
             self.assertFalse(self.calls(made, x)[1], switch)
             switch(value)
             self.assertTrue(self.calls(made, x)[1], switch)
+
+    def test_the_last_guards_compare_objects_that_facts_hold(self):
+        class Shared(nn.Linear):
+            def forward(self, x, *more):
+                x = super().forward(*more, x) * self.config.bias
+                return x + self.part.config.bias + self.part.names["a"].bias
+
+        def single(*given):
+            noted.append(guard_facts.single(*given))
+            return noted[-1]
+
+        model, x, noted = Shared(4, 4), rows(), []
+        model.config, model.part = Config(), nn.Identity()
+        model.part.config, model.part.names = model.config, {"a": model.config}
+        with mock.patch.object(direct_calls, "single", single):
+            made = self.compiled(model)
+            self.settle(made, x)
+            self.assertEqual({name for _, name in noted[-1]}, {None, "__class__", "more"})
+            with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+                self.assertFalse(self.calls(made, x)[1])
+                self.settle(made, x)
+        self.assertTrue(self.calls(made, x)[1])
+        model.part.names["a"] = Config()
+        self.assertFalse(self.calls(made, x)[1])
+        self.settle(made, x)
+        model.part.config = Config()
+        self.assertFalse(self.calls(made, x)[1])
 
     @torch._dynamo.config.patch(recompile_limit=64)
     def test_a_change_of_arguments_is_seen(self):
@@ -299,7 +327,9 @@ class TestInputs(DirectTest):
 
         def cloned(root, facts):
             clone = guard_facts.cloned(root, facts)
-            return SimpleNamespace(check=lambda variables: (self.waits(), clone.check(variables))[1])
+            facts.are_distinct = False
+            check, nodes = (lambda variables: (self.waits(), clone.check(variables))[1]), list
+            return SimpleNamespace(check=check, get_leaf_guards=nodes, get_child_managers=nodes)
 
         def backend(graph, inputs):
             return lambda *args: (self.waits(), graph(*args))[1]

@@ -33,7 +33,7 @@ from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.settings import Settings
 
 from .gathering import GuardsDiffer, gather, noting
-from .guard_facts import Refused, Step, cloned, facts_of
+from .guard_facts import Refused, Step, cloned, facts_of, single
 
 CHECK_EVERY = 64  # of the calls without guards one is checked, under "check"; so are that many at first
 
@@ -163,12 +163,16 @@ def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dic
     free, reads_modules = target.__code__.co_freevars, len(direct.memos) < 2
     facts = facts_of(guards.root, local_variables, target.__globals__, free, reads_modules=reads_modules)
     clone = cloned(guards.root, facts)
+    leaves = None if torch._C._autograd._top_saved_tensors_default_hooks(True) else single(clone, facts)
     steps += facts.steps
     memo = binding.extension.Memo(
         function=function,
-        check=clone.check,
+        check=clone.check if leaves is None else None,
+        leaves=leaves or [],
         guards=guards,
         kept=(
+            clone,  # guards may point to it
+            leaves,
             [variable[1:3] for variable in facts.variables],
             [_held(*step) for step in steps],
             target.__code__,

@@ -38,6 +38,8 @@ _KEPT = (_OF_DICT | _OF_CONSTANT | _OF_TENSOR) - {"TENSOR_MATCH", "NO_TENSOR_ALI
 _OF_FUNCTION = {"Code": "__code__", "Closure": "__closure__"}  # by accessor
 _OF_FUNCTION |= {"FuncDefaults": "__defaults__", "FuncKwDefaults": "__kwdefaults__"}
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_LOCAL = re.compile(r"L\['(\w+)'\]")
+_NO_HOOKS = "torch._functorch.aot_autograd.utils.top_saved_tensors_hooks ids == None "
 
 Step = tuple[str, Any, Any, Any]  # kind, object, and two values whose meaning depends on the kind
 Variable = tuple[bool, str, Any, Any, bool]  # global or not, name, item or None, object, whether its offset counts
@@ -60,6 +62,8 @@ class Facts:
     variables: list[Variable] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)  # sources of nodes
     kept: set[str] = field(default_factory=set)
+    held: dict[str, Any] = field(default_factory=dict)  # objects that are the same in each call, by source
+    are_distinct: bool = True  # whether which of these are the same object is all that the last guards ask
     free: tuple[str, ...] = ()  # names of local variables that are the same objects in each call
     reads_modules: bool = True  # whether objects that are attributes of Python's modules may be facts
 
@@ -80,11 +84,12 @@ def facts_of(
             for inner, child in _children(node):
                 _visit_variable(facts, child, True, global_variables, _key_of(inner))
         elif kind == "FrameLocalsGuardAccessor":
-            found = re.fullmatch(r"L\['(\w+)'\]", node.get_source())
+            found = _LOCAL.fullmatch(node.get_source())
             _visit_variable(facts, node, False, local_variables, found and found[1])
         else:
             _keep(facts, node)
     facts.dropped -= facts.kept
+    facts.are_distinct = _compare_objects(facts, root, global_variables)
     facts.steps = list({(kind, *map(id, objects)): (kind, *objects) for kind, *objects in facts.steps}.values())
     # Looking up an item may run code of a key, so objects whose facts follow are looked up last.
     facts.variables.sort(key=lambda variable: not isinstance(variable[3], torch.Tensor))
@@ -99,6 +104,69 @@ def cloned(root: Any, facts: Facts) -> Any:
             if leaf not in _KEPT:
                 raise Refused(Reason.GUARD_UNKNOWN(kind=leaf))
     return clone
+
+
+def single(clone: Any, facts: Facts) -> list[tuple[Any, str | None]] | None:
+    """The guards of a clone and the names of the variables that they check, or None for all of them.
+
+    None if guards check parts of variables, or compare objects that facts do not hold. The guard that wants no hooks for
+    saved tensors is left out: C++ looks for hooks itself.
+    """
+    found: list[tuple[Any, str | None]] = [
+        (leaf, None) for leaf in clone.get_leaf_guards() if not leaf.verbose_code_parts()[0].startswith(_NO_HOOKS)
+    ]
+    for node in clone.get_child_managers():
+        name, leaves = _LOCAL.fullmatch(node.get_source()), _leaves(node)
+        is_sized = not hasattr(node, "get_key_value_managers") or {"TYPE_MATCH", "DICT_LENGTH"} <= leaves
+        if len(list(_nodes(node))) > 1 or not is_sized or (name is None and leaves):
+            return None
+        found += [(leaf, name and name[1]) for leaf in node.get_leaf_guards()]
+    return found if facts.are_distinct else None
+
+
+def _compare_objects(facts: Facts, root: Any, global_variables: dict[str, Any]) -> bool:
+    """Whether the last guards follow from facts, to which those on the objects that they compare are added."""
+    count = len(facts.steps)
+    try:
+        for guard in root.get_epilogue_lambda_guards():
+            for part in guard.verbose_code_parts():
+                compared = ast.parse(part.split("  #")[0].strip(), mode="eval").body
+                if not (isinstance(compared, ast.Compare) and [*map(type, compared.ops)] == [ast.Is]):
+                    raise LookupError
+                one, other = (_object_at(facts, at, global_variables) for at in (compared.left, *compared.comparators))
+                if one is not other:
+                    raise LookupError
+    except (LookupError, SyntaxError, TypeError, ValueError, Absent):
+        del facts.steps[count:]
+        return False
+    return True
+
+
+def _object_at(facts: Facts, source: ast.expr, global_variables: dict[str, Any]) -> Any:
+    """What a source like ``G['module'].attribute`` stands for, an object that facts then hold."""
+    if (text := ast.unparse(source)) in facts.held:
+        return facts.held[text]
+    if isinstance(source, ast.Attribute):
+        found = _part_of(facts, _object_at(facts, source.value, global_variables), "GetAttr", source.attr)
+    elif not isinstance(source, ast.Subscript) or not isinstance(source.slice, ast.Constant):
+        raise LookupError
+    elif ast.unparse(source.value) == "G":
+        found = global_variables[source.slice.value]
+        facts.steps.append(("item", global_variables, source.slice.value, found))
+        if not _is_fixed(found):
+            raise LookupError
+    else:
+        items = _object_at(facts, source.value, global_variables)
+        if type(items) is not dict:
+            raise LookupError
+        facts.steps.append(("dict", items, None, None))
+        found = items[source.slice.value]
+    if found is METHOD or is_constant(found):  # not always the same object
+        raise LookupError
+    if _has_dict(found):
+        facts.steps.append(("object", found, found.__dict__, None))
+    facts.held[text] = found
+    return found
 
 
 def _visit_variable(facts: Facts, node: Any, is_global: bool, variables: dict[str, Any], name: str | None) -> None:
@@ -144,6 +212,8 @@ def _is_plain_tensor(node: Any, value: Any) -> bool:
 def _visit(facts: Facts, node: Any, value: Any) -> bool:
     """Adds facts about an object that an earlier fact holds, and objects in it; returns if they replace its node."""
     leaves, children = _leaves(node), list(_children(node))
+    if not (is_constant(value) or isinstance(value, _ClassDict)):
+        facts.held[node.get_source()] = value
     if type(value) in _TENSORS:
         is_covered = _is_plain_tensor(node, value)
         if is_covered:
@@ -180,7 +250,9 @@ def _visit_parts(facts: Facts, value: Any, children: list[tuple[Any, Any]]) -> b
     is_covered = True
     for accessor, child in children:
         try:
-            part = _part_of(facts, value, accessor)
+            kind, text = type(accessor).__name__.removesuffix("GuardAccessor"), accessor.repr()
+            name = text[text.index("(") + 1 : -1] if kind in ("GetAttr", "GenericGetAttr") else _OF_FUNCTION.get(kind, "")
+            part = _part_of(facts, value, kind, name, _key_of(accessor))
             if part is METHOD and (_leaves(child) or list(_children(child))):  # its existence follows from facts
                 raise LookupError
             is_covered &= part is METHOD or _visit(facts, child, part)
@@ -190,11 +262,9 @@ def _visit_parts(facts: Facts, value: Any, children: list[tuple[Any, Any]]) -> b
     return is_covered
 
 
-def _part_of(facts: Facts, value: Any, accessor: Any) -> Any:
+def _part_of(facts: Facts, value: Any, kind: str, attribute: str, key: Any = None) -> Any:
     """What an accessor reads of an object that facts hold, and that they then hold, too; an error for others."""
-    kind = type(accessor).__name__.removesuffix("GuardAccessor")
-    is_generic, text = kind == "GenericGetAttr", accessor.repr()
-    attribute = text[text.index("(") + 1 : -1] if kind == "GetAttr" or is_generic else _OF_FUNCTION.get(kind, "")
+    is_generic = kind == "GenericGetAttr"
     if isinstance(value, FunctionType) and attribute in ("__name__", *_OF_FUNCTION.values()):
         return getattr(value, attribute)
     if isinstance(value, CellType) and attribute == "cell_contents" and _is_fixed(value.cell_contents):
@@ -202,7 +272,7 @@ def _part_of(facts: Facts, value: Any, accessor: Any) -> Any:
         return value.cell_contents
     if type(value) is ModuleType or value is vars(builtins):
         items: Any = vars(value) if type(value) is ModuleType else value
-        found = items[name := attribute or _key_of(accessor)]
+        found = items[name := attribute or key]
         # No fact tells a tuple or a property from a later one at its address.
         if _is_fixed(found) or (facts.reads_modules and not isinstance(found, (tuple, property))):
             facts.steps.append(("item" if _is_fixed(found) else "borrowed", items, name, found))
@@ -211,7 +281,7 @@ def _part_of(facts: Facts, value: Any, accessor: Any) -> Any:
         facts.steps.append(("class", value, None, None))
         return _ClassDict(value.__dict__) if kind == "TypeDict" else value.__mro__
     if type(value) in _FIXED and kind in ("TupleGetItem", "GetItem", "DictGetItem"):
-        return value[_key_of(accessor)]
+        return value[key]
     if isinstance(value, type) and kind == "GetAttr" and type(value) in (type, ABCMeta):
         facts.steps.append(("class", value, None, None))
         found = next((vars(one)[attribute] for one in value.__mro__ if attribute in vars(one)), None)
