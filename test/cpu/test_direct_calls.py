@@ -87,7 +87,7 @@ class TestChanges(DirectTest):
         class Shared(nn.Linear):
             def forward(self, x, *more):
                 x = super().forward(*more, x) * self.config.bias
-                return x + self.part.config.bias + self.part.names["a"].bias
+                return x + self.part.config.bias + self.holder.config.bias
 
         def single(*given):
             noted.append(guard_facts.single(*given))
@@ -95,7 +95,9 @@ class TestChanges(DirectTest):
 
         model, x, noted = Shared(4, 4), rows(), []
         model.config, model.part = Config(), nn.Identity()
-        model.part.config, model.part.names = model.config, {"a": model.config}
+        model.holder = Config()
+        model.holder.config = model.config
+        model.part.config = model.config
         with mock.patch.object(direct_calls, "single", single):
             made = self.compiled(model)
             self.settle(made, x)
@@ -104,11 +106,10 @@ class TestChanges(DirectTest):
                 self.assertFalse(self.calls(made, x)[1])
                 self.settle(made, x)
         self.assertTrue(self.calls(made, x)[1])
-        model.part.names["a"] = Config()
-        self.assertFalse(self.calls(made, x)[1])
-        self.settle(made, x)
-        model.part.config = Config()
-        self.assertFalse(self.calls(made, x)[1])
+        for place in (model.holder, model.part):
+            self.settle(made, x)
+            place.config = Config()
+            self.assertFalse(self.calls(made, x)[1])
 
     @torch._dynamo.config.patch(recompile_limit=64)
     def test_a_change_of_arguments_is_seen(self):
