@@ -22,6 +22,7 @@ REGIMES = ("same", "fresh")
 PLAIN_NAMES = {"upstream": "reduce-overhead", "compile": "torch.compile", "eager": "eager"}  # of ways, for readers
 WIDTH = 100  # columns of a terminal
 _MOST_NAMES = 4  # recordings named per span
+_KINDS = {"host": ("other calls of CUDA", "launch of a graph"), "gpu": ("other work", "work of a graph")}  # by lane
 
 Columns = dict[str, tuple[str, str | Callable[[int], str]]]  # by head: the figure, and how it is formatted
 _TIMES: Columns = {
@@ -85,8 +86,7 @@ def text_table(measurements: Iterable[Measurement]) -> str:
     for head, rows in cells(group):
         lines += ["", table(head, rows, left=2)]
     failed = [f"{m.way}, {m.regime}: failed: {m.error}" for m in group if m.error is not None]
-    if failed:
-        lines += ["", *(f"  {textwrap.shorten(line, WIDTH - 2, placeholder='...')}" for line in failed)]
+    lines += ["", *(f"  {textwrap.shorten(line, WIDTH - 2, placeholder='...')}" for line in failed)] if failed else []
     return "\n".join(lines)
 
 
@@ -189,14 +189,8 @@ def _timeline(timed: Sequence[Measurement]) -> Section:
     scaled = [m for m in shown if any(span.graphed for span in m.timeline)] or shown
     end_us = max(span.end_us for m in scaled for span in m.timeline)
     step_us = next(s * 10**power for power in range(9) for s in (1, 2, 5) if end_us / (s * 10**power) <= 6)
-    body = render("timeline", shown=shown, end_us=end_us, step_us=step_us, name=_name, what=_what, of=_of)
+    body = render("timeline", shown=shown, end_us=end_us, step_us=step_us, name=_name, kinds=_KINDS, of=_of)
     return Section("timeline", "A call in time", body)
-
-
-def _what(span: Span) -> str:
-    if span.lane == "host":
-        return "launch of a graph" if span.graphed else "other calls of CUDA"
-    return "work of a graph" if span.graphed else "other work"
 
 
 def _of(span: Span, m: Measurement) -> str:

@@ -57,7 +57,6 @@ def offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     if binding.extension is None:
         return lambda: None
     undo = put_on()
-
     for function, how in list(_entered.items()):
         if _ATTRIBUTE not in vars(function):
             enter(function, *how)
