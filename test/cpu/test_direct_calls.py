@@ -455,6 +455,9 @@ class TestFunctions(DirectTest):
         self.assertEqual((self.calls(made, x)[1], self.counter.frame_count), (False, 3))
 
     def test_graph_breaks_errors_and_hooks_are_torchs(self):
+        def backend(graph, inputs):
+            return lambda *args: (runs.append(1), graph(*args))[1]
+
         def broken(x):
             torch._dynamo.graph_break()
             return helper(x)
@@ -466,9 +469,12 @@ class TestFunctions(DirectTest):
         hooked.register_forward_hook(lambda *a: a[2] * 2)
         breaks, hooks, args = Reason.GRAPH_BREAKS, Reason.MODULE_HOOKED, [rows()]
         for function, reason in ((broken, breaks), (tail, breaks), (hooked, hooks)):
-            made = self.compiled(function)
+            made, runs, counts = self.compiled(function, backend=backend), [], set()
             for _ in range(4):
                 self.assert_as_eager(made, function, *args)
+                counts.add(len(runs))
+                runs.clear()
+            self.assertEqual(len(counts), 1)  # no call ran a part as it was not compiled
             self.assertIn(reason, self.calls(made, *args)[2])
 
     def test_an_error_of_compiled_code_is_the_programs(self):

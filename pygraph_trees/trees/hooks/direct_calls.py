@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch._dynamo import eval_frame
+from torch._dynamo.convert_frame import output_codes
 from torch._dynamo.mutation_guard import GenerationTracker
 from torch._guards import _TLS, TracingContext
 from torch.autograd import profiler
@@ -32,7 +33,7 @@ from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.settings import Settings
 
-from .gathering import GuardsDiffer, gather, noting
+from .gathering import GuardsDiffer, locals_of, noting_call
 from .guard_facts import Refused, Step, cloned, facts_of, single
 
 CHECK_EVERY = 64  # of the calls without guards one is checked, under "check"; so are that many at first
@@ -108,8 +109,9 @@ def _mode(context: Any) -> str | None:
 
 def enter(made: Any, backend: Any, mode: str) -> None:
     """Lets calls of torch's function around a compiled one be answered without Dynamo."""
+    torchs = FunctionType(made.__code__, made.__globals__, made.__name__, made.__defaults__, made.__closure__)
     vars(made)[_ATTRIBUTE] = binding.extension.Direct(
-        learn=functools.partial(_learn, made._torchdynamo_orig_callable, backend),
+        learn=functools.partial(_learn, made._torchdynamo_orig_callable, torchs, backend),
         verify=_verify,
         every=CHECK_EVERY if mode == "check" else 0,
     )
@@ -130,10 +132,13 @@ def counts() -> tuple[int, dict[Why, int]]:
     return taken, dict(found)
 
 
-def _learn(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _learn(
+    fn: Any, torchs: FunctionType, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A memo of a call that torch has just made; None if there can be none; ``direct`` then has the reason."""
     try:
-        memo = _memo(fn, backend, direct, args, kwargs)
+        memo, call = _memo(fn, backend, direct, args, kwargs)
+        memo.gather([], functools.partial(_first_call, direct, memo, torchs, call))
         direct.refusal = None
         return memo
     except Refused as refused:
@@ -145,12 +150,13 @@ def _learn(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: di
     return None
 
 
-def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """A memo, and what to call next."""
     steps = _settings()
     target, own, more = _target(fn)
     steps += more
     _bind(direct, target, own)
-    local_variables = _locals(direct, args if own is None else (own, *args), kwargs)
+    local_variables = locals_of(direct, args if own is None else (own, *args), kwargs)
     entry = _entry(target.__code__, backend, local_variables)
     guards, code = entry.guard_manager, entry.code
     if guards.global_scope["G"] is not target.__globals__:  # of another function with the same code
@@ -184,8 +190,7 @@ def _memo(fn: Any, backend: Any, direct: Any, args: tuple[Any, ...], kwargs: dic
     if not memo.holds(local_variables, target.__globals__):  # a tensor is given twice
         raise Refused(Reason.DIRECT_ARGUMENTS())
     names = [variable[:3] for variable in facts.variables]
-    memo.gather([], functools.partial(_first_call, direct, memo, function, names))
-    return memo
+    return memo, functools.partial(noting_call, direct, memo, function, names)
 
 
 def _held(kind: str, value: Any, *of_kind: Any) -> Any:
@@ -240,14 +245,6 @@ def _target(fn: Any) -> tuple[FunctionType, Any, list[Step]]:
     return forward.__func__, own, facts
 
 
-def _locals(direct: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The target's variables in a call, by name."""
-    found: dict[str, Any] = direct.bind(*args, **kwargs)
-    for name, cell in zip(direct.target.__code__.co_freevars, direct.target.__closure__ or (), strict=True):
-        found[name] = cell.cell_contents
-    return found
-
-
 def _bind(direct: Any, target: FunctionType, own: Any) -> None:
     """Gives C++ the target, and a function that returns its variables, by name, for the arguments of a call."""
     found: Any = direct.bind
@@ -290,30 +287,22 @@ def _function(target: FunctionType, code: Any) -> FunctionType:
     return made
 
 
-def _first_call(
-    direct: Any, memo: Any, function: FunctionType, variables: list[Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    """A memo's first call, which tells whether Dynamo, too, would run its code without others that it has compiled.
-
-    It also notes the inputs of the compiled code, which later calls get from C++.
-    """
+def _first_call(direct: Any, memo: Any, torchs: FunctionType, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A memo's first call is torch's, and tells whether other compiled code runs inside of the memo's."""
+    given = args if direct.self is None else args[1:]
     if sys.getprofile() is not None:
-        return function(*args, **kwargs)
-    codes, noted, values = set(), list[Any](), list[Any]()
-    first, local_variables = noting(function, noted.append), _locals(direct, args, kwargs)
-    for is_global, name, item in variables:  # the call may give them other values
-        value = (function.__globals__ if is_global else local_variables)[name]
-        values.append(value if item is None else value[item])
+        return torchs(*given, **kwargs)
+    codes = set()
     sys.setprofile(lambda frame, event, _: codes.add(frame.f_code) if event == "call" else None)
     try:
-        result = first(*args, **kwargs)
+        result = torchs(*given, **kwargs)
     finally:
         sys.setprofile(None)
-    if any(eval_frame._debug_get_cache_entry_list(code) for code in codes):
+    if sum(code in output_codes for code in codes) == 1:
+        memo.gather([], call)
+    else:
         direct.memos.clear()
         direct.refusal = _refusals.setdefault(Reason.GRAPH_BREAKS(), binding.new_counter())
-    elif len(noted) != 1 or not gather(memo, function, noted[0], values, direct.every):
-        memo.gather([], function)
     return result
 
 

@@ -42,6 +42,29 @@ class GuardsDiffer(PygraphError):
     )
 
 
+def locals_of(direct: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The variables of a direct call's function, by name."""
+    found: dict[str, Any] = direct.bind(*args, **kwargs)
+    for name, cell in zip(direct.target.__code__.co_freevars, direct.target.__closure__ or (), strict=True):
+        found[name] = cell.cell_contents
+    return found
+
+
+def noting_call(
+    direct: Any, memo: Any, function: FunctionType, variables: list[Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Notes the inputs of the compiled code, which later calls get from C++."""
+    noted, values = list[Any](), list[Any]()
+    noting_inputs, local_variables = noting(function, noted.append), locals_of(direct, args, kwargs)
+    for is_global, name, item in variables:  # the call may give them other values
+        value = (function.__globals__ if is_global else local_variables)[name]
+        values.append(value if item is None else value[item])
+    result = noting_inputs(*args, **kwargs)
+    if len(noted) != 1 or not gather(memo, function, noted[0], values, direct.every):
+        memo.gather([], function)
+    return result
+
+
 def noting(function: FunctionType, note: Callable[[Sequence[Any]], None]) -> FunctionType:
     """The function, but ``note`` is given the inputs of the compiled code; or as it is, if its code is not known."""
 

@@ -109,8 +109,8 @@ def cloned(root: Any, facts: Facts) -> Any:
 def single(clone: Any, facts: Facts) -> list[tuple[Any, str | None]] | None:
     """The guards of a clone and the names of the variables that they check, or None for all of them.
 
-    None if guards check parts of variables, or compare objects that facts do not hold. The guard that wants no hooks for
-    saved tensors is left out: C++ looks for hooks itself.
+    None if guards check parts of variables, or compare objects that facts do not hold. The guard that wants no hooks
+    for saved tensors is left out: C++ looks for hooks itself.
     """
     found: list[tuple[Any, str | None]] = [
         (leaf, None) for leaf in clone.get_leaf_guards() if not leaf.verbose_code_parts()[0].startswith(_NO_HOOKS)
@@ -148,11 +148,14 @@ def _object_at(facts: Facts, source: ast.expr, global_variables: dict[str, Any])
         return facts.held[text]
     if isinstance(source, ast.Attribute):
         found = _part_of(facts, _object_at(facts, source.value, global_variables), "GetAttr", source.attr)
+    elif isinstance(source, ast.Call) and ast.unparse(source.func) == "object.__getattribute__":
+        owner, name = _object_at(facts, source.args[0], global_variables), ast.literal_eval(source.args[1])
+        found = _part_of(facts, owner, "GenericGetAttr", name)
     elif not isinstance(source, ast.Subscript) or not isinstance(source.slice, ast.Constant):
         raise LookupError
     elif ast.unparse(source.value) == "G":
-        found = global_variables[source.slice.value]
-        facts.steps.append(("item", global_variables, source.slice.value, found))
+        found = global_variables[name := str(source.slice.value)]
+        facts.steps.append(("item", global_variables, name, found))
         if not _is_fixed(found):
             raise LookupError
     else:
@@ -251,7 +254,9 @@ def _visit_parts(facts: Facts, value: Any, children: list[tuple[Any, Any]]) -> b
     for accessor, child in children:
         try:
             kind, text = type(accessor).__name__.removesuffix("GuardAccessor"), accessor.repr()
-            name = text[text.index("(") + 1 : -1] if kind in ("GetAttr", "GenericGetAttr") else _OF_FUNCTION.get(kind, "")
+            name = (
+                text[text.index("(") + 1 : -1] if kind in ("GetAttr", "GenericGetAttr") else _OF_FUNCTION.get(kind, "")
+            )
             part = _part_of(facts, value, kind, name, _key_of(accessor))
             if part is METHOD and (_leaves(child) or list(_children(child))):  # its existence follows from facts
                 raise LookupError
