@@ -72,7 +72,7 @@ struct Metadata {
 
 /* One fact about an object. Pointers are borrowed from the program. A call reads a thousand, so it fits a line of the cache. */
 struct Step {
-    enum Kind { OBJECT, DICT, TENSOR, EMPTY, CLASS, FUNCTION, CELL, ITEM } kind;
+    enum Kind { OBJECT, DICT, TENSOR, EMPTY, CLASS, FUNCTION, CELL, ITEM, ENTRY } kind;
     PyObject *object;
     PyObject **slot = nullptr;           // of its dictionary
     std::array<const void *, 2> other{}; // what is there, or what it has
@@ -94,6 +94,10 @@ struct Step {
 
     bool has_attributes() const {
         return slot == nullptr || (*slot == other[0] && (*slot == nullptr || version_of(*slot) == version));
+    }
+
+    bool has_entry() const {
+        return PyDict_GetItemWithError(object, static_cast<PyObject *>(const_cast<void *>(other[0]))) == other[1];
     }
 
     /* Loads what `holds` reads. */
@@ -123,18 +127,20 @@ struct Step {
             return PyCell_GET(object) == other[0];
         case ITEM:
             if (const uint64_t now = version_of(object); now == 0 || now != version) {
-                if (PyDict_GetItemWithError(object, static_cast<PyObject *>(const_cast<void *>(other[0]))) != other[1])
+                if (!has_entry())
                     return false;
                 version = now;
             }
             return true;
+        case ENTRY:
+            return has_entry();
         }
         return false;
     }
 };
 
 inline Step step_of(const std::string &kind, PyObject *object, PyObject *one, PyObject *two) {
-    Step step{Step::ITEM, object};
+    Step step{kind == "entry" ? Step::ENTRY : Step::ITEM, object};
     step.other = {one, two};
     if (kind == "dict" || kind == "empty") {
         step.kind = kind == "dict" ? Step::DICT : Step::EMPTY;

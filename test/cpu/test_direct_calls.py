@@ -554,6 +554,34 @@ class TestCompiledModules(DirectTest):
 
 
 class TestLife(DirectTest):
+    def test_a_finalizer_of_a_replaced_attribute_gets_the_new_one(self):
+        """Python's quick store of an attribute frees the old value before it changes the dictionary's version."""
+
+        class Thing:
+            def __init__(self, number):
+                self.number = number
+
+            def __del__(self):
+                found.extend([self.of.call(), self.of.thing.number] if hasattr(self, "of") else [])
+
+        def store(own, value):
+            own.thing = value
+
+        def call():
+            return made(x, config)
+
+        made, x, found, config = self.compiled(lambda x, own: x + own.thing.number, "direct"), rows(2), [], Config()
+        config.__dict__ = {"thing": Thing(1.0), "call": call}  # with keys of its own
+        self.settle(made, x, config)
+        other = Config()
+        other.__dict__ = {"thing": 0}
+        for number in range(200):
+            store(other, number)
+        self.settle(made, x, config)
+        config.thing.of = config
+        store(config, Thing(5.0))
+        torch.testing.assert_close(found[0], x + found[1])
+
     def test_threads_with_their_own_modes_get_their_own_results(self):
         model, wrong = Net().eval(), []
         made = self.compiled(model)

@@ -26,6 +26,15 @@ def is_constant(value: Any) -> bool:
     return type(value) in _CONSTANTS or (type(value) in (tuple, torch.Size) and all(map(is_constant, value)))
 
 
+def entries_of(value: Any, *names: str) -> list[Any]:
+    """Facts on attributes, all or these, that a finalizer may see changed before the version of their dictionary is.
+
+    Python's quick store of an attribute frees the old value first.
+    """
+    own = vars(value) if type(value).__setattr__ is object.__setattr__ else {}
+    return [("entry", own, name, own[name]) for name in names or own if name in own and not is_constant(own[name])]
+
+
 class Absent(Exception):
     """The object has no such attribute."""
 
@@ -123,6 +132,7 @@ class _Attributes:
             return found[name]
         self._steps.append(("dict", found, None, None))
         if name in found:
+            self._steps += entries_of(self._value, name)
             return found[name]
         if isinstance(of_class, FunctionType):
             return METHOD

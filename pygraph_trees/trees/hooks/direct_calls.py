@@ -198,7 +198,7 @@ def _held(kind: str, value: Any, *of_kind: Any) -> Any:
     own: tuple[Any, ...] = (value.__name__,) if kind == "class" else ()
     if kind == "function":
         own = value, value.__code__, value.__defaults__, value.__name__
-    return type(value), own, of_kind if kind in ("item", "cell") else of_kind[:1] if kind == "borrowed" else ()
+    return type(value), own, of_kind if kind in ("item", "cell") else of_kind[: kind in ("borrowed", "entry")]
 
 
 def _settings() -> list[Step]:

@@ -21,7 +21,7 @@ import torch
 from pygraph_trees.compat import dynamic_mark
 from pygraph_trees.reasons import Reason
 
-from .attributes import METHOD, Absent, attribute_of, is_constant
+from .attributes import METHOD, Absent, attribute_of, entries_of, is_constant
 
 _IDENTITY = frozenset({"ID_MATCH", "TYPE_MATCH", "NOT_NONE"})
 _OF_DICT = _IDENTITY | {"DICT_CONTAINS", "DICT_LENGTH", "DICT_VERSION"}
@@ -118,7 +118,8 @@ def single(clone: Any, facts: Facts) -> list[tuple[Any, str | None]] | None:
     for node in clone.get_child_managers():
         name, leaves = _LOCAL.fullmatch(node.get_source()), _leaves(node)
         is_sized = not hasattr(node, "get_key_value_managers") or {"TYPE_MATCH", "DICT_LENGTH"} <= leaves
-        if len(list(_nodes(node))) > 1 or not is_sized or (name is None and leaves):
+        is_plain = name is not None and "LAMBDA_GUARD" not in leaves  # the tree would keep modes out of its code
+        if len(list(_nodes(node))) > 1 or not is_sized or (leaves and not is_plain):
             return None
         found += [(leaf, name and name[1]) for leaf in node.get_leaf_guards()]
     return found if facts.are_distinct else None
@@ -296,6 +297,7 @@ def _part_of(facts: Facts, value: Any, kind: str, attribute: str, key: Any = Non
     if type(value) is property and attribute == "fget":
         return value.fget
     if _has_dict(value) and (kind == "GetGenericDict" or (is_generic and attribute == "__dict__")):
+        facts.steps += entries_of(value)
         return value.__dict__
     if _has_dict(value) and kind == "Type":
         return type(value)
