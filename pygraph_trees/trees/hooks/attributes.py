@@ -31,7 +31,8 @@ def entries_of(value: Any, *names: str) -> list[Any]:
 
     Python's quick store of an attribute frees the old value first.
     """
-    own = vars(value) if type(value).__setattr__ is object.__setattr__ else {}
+    kind: Any = type(value)
+    own = vars(value) if kind.__setattr__ is object.__setattr__ else {}
     return [("entry", own, name, own[name]) for name in names or own if name in own and not is_constant(own[name])]
 
 
