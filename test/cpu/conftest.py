@@ -6,8 +6,11 @@ import gc
 import os
 
 from torch._dynamo import guards
+from torch._logging._internal import trace_log
 
 guards.profile_guard_manager = lambda *_: 0.0  # slow: it flushes the CPU's caches after each compilation
+trace_log.handlers.clear()  # with pytest's handlers, torch describes each compilation for its structured trace
+trace_log.addHandler = lambda handler: None
 os.environ.setdefault("PYGRAPH_BUILD", "0")
 
 
