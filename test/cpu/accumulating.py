@@ -1,5 +1,6 @@
 """Compares backwards that accumulate gradients themselves with those of torch's engine, in every bit and layout."""
 
+import functools
 import unittest
 
 import torch
@@ -12,14 +13,16 @@ from pygraph_trees.trees.hooks import backward_edges
 
 WORDS = torch.randint(0, 10, (4,))
 LABELS = torch.randint(0, 8, (4,))
-TRAINS = 13  # parameters
+TRAINS = 11  # parameters
 
 
 class Net(nn.Module):
+    LAYERS = 5
+
     def __init__(self):
         super().__init__()
         self.words = nn.Embedding(10, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(self.LAYERS))
 
     def forward(self, x):
         x = self.words(x)
@@ -29,6 +32,8 @@ class Net(nn.Module):
 
 
 class Broken(Net):
+    LAYERS = 6  # enough of them after the break
+
     def forward(self, x):
         x = torch.relu(self.layers[0](self.words(x)))
         torch._dynamo.graph_break()
@@ -48,9 +53,7 @@ class Tied(Net):
 
 
 class Small(Net):
-    def __init__(self):
-        super().__init__()
-        self.layers = self.layers[:3]
+    LAYERS = 3
 
 
 def compiled(model):
@@ -114,6 +117,20 @@ class BackwardTest(TestCase):
         self.assertEqual(counts, [taken, why or {}])
         self.assertEqual(ours, engine, rtol=0, atol=0)
         return ours[2]
+
+
+def as_engine(taken=0, make=Net, why=None, result=None):
+    """Makes a test of a program, as :meth:`BackwardTest.compare` does; ``result`` may be a function that checks it."""
+
+    def test_of(program):
+        @functools.wraps(program)
+        def test(self):
+            found = self.compare(program, make, taken, why)
+            self.assertTrue(result(found), found) if callable(result) else self.assertEqual(found, result)
+
+        return test
+
+    return test_of
 
 
 def step(model, call):

@@ -17,6 +17,7 @@ from accumulating import (
     Small,
     Tied,
     after_first,
+    as_engine,
     compiled,
     counted,
     like_aot,
@@ -52,128 +53,103 @@ class TestLoops(BackwardTest):
         self.compare(several, taken=3)
         self.assertEqual(pygraph_trees.report().environment.backwards.at_once - before, 3)
 
-    def test_a_loss_outside_of_the_graph_that_is_scaled(self):
-        def program(model, call):
-            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            for _ in range(3):
-                optimizer.zero_grad()
-                scaler.scale(F.cross_entropy(call(WORDS), LABELS)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            return scaler.get_scale()
+    @as_engine(taken=3, result=1024.0)
+    def test_a_loss_outside_of_the_graph_that_is_scaled(model, call):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(call(WORDS), LABELS)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale()
 
-        self.assertEqual(self.compare(program, taken=3), 1024.0)
+    @as_engine(taken=6)
+    def test_accumulation_over_several_backwards(model, call):
+        for i in range(6):
+            (F.cross_entropy(call(WORDS), LABELS) / 2).backward()
+            if i % 2:
+                for p in model.parameters():
+                    p.data.sub_(p.grad)
+                model.zero_grad(set_to_none=i == 3)
 
-    def test_accumulation_over_several_backwards(self):
-        def program(model, call):
-            for i in range(6):
-                (F.cross_entropy(call(WORDS), LABELS) / 2).backward()
-                if i % 2:
-                    for p in model.parameters():
-                        p.data.sub_(p.grad)
-                    model.zero_grad(set_to_none=i == 3)
+    test_several_compiled_functions = as_engine(1, Broken, why={Reason.FEW_GRADIENTS: 1})(step)
 
-        self.compare(program, taken=6)
+    @as_engine(1, Broken, why={Reason.FEW_GRADIENTS: 1})
+    def test_several_compiled_functions_whose_first_parameters_are_frozen(model, call):
+        model.layers[0].requires_grad_(False)
+        step(model, call)
 
-    def test_several_compiled_functions(self):
-        def first_frozen(model, call):
-            model.layers[0].requires_grad_(False)
+    test_shared_parameters_inside_a_function = as_engine(1, Tied)(step)
+
+    @as_engine(taken=1)
+    def test_a_checkpoint(model, call):
+        torch.utils.checkpoint.checkpoint(call, WORDS, use_reentrant=False).sum().backward()
+
+    @as_engine(why={Reason.OTHER_BACKWARD: 1}, result=torch.is_tensor)
+    def test_a_reentrant_checkpoint(model, call):
+        w = torch.ones((), requires_grad=True)
+        run = torch.utils.checkpoint.checkpoint
+        run(lambda x, w: call(x) * w, WORDS, w, use_reentrant=True).sum().backward()
+        return w.grad
+
+    @as_engine(taken=2)
+    def test_gradients_that_the_program_changed(model, call):
+        step(model, call)
+        model.layers[0].weight.grad.add_(1)
+        model.layers[1].bias.grad = None
+        model.layers[2].weight.grad = torch.zeros(8, 8).t()
+        model.layers[3].weight.grad = torch.ones(8, 8).to_sparse()
+        step(model, call)
+
+    @as_engine(taken=2)
+    def test_parameters_with_gaps_and_columns(model, call):
+        model.layers[0].weight = nn.Parameter(torch.randn(8, 8).t())
+        model.layers[1].weight = nn.Parameter(torch.randn(8, 16)[:, ::2])
+        for _ in range(2):
             step(model, call)
 
-        self.compare(step, Broken, taken=1, why={Reason.FEW_GRADIENTS: 1})
-        self.compare(first_frozen, Broken, taken=1, why={Reason.FEW_GRADIENTS: 1})
+    @as_engine(taken=1, result=True)
+    def test_a_sparse_gradient(model, call):
+        model.words.sparse = True
+        step(model, call)
+        return model.words.weight.grad.is_sparse
 
-    def test_shared_parameters_inside_a_function(self):
-        self.compare(step, Tied, taken=1)
+    @as_engine(taken=1)
+    def test_a_parameter_that_is_frozen_before_the_backward(model, call):
+        loss = call(WORDS).sum()
+        model.layers[0].weight.requires_grad_(False)
+        loss.backward()
 
-    def test_checkpoints(self):
-        def program(model, call):
-            torch.utils.checkpoint.checkpoint(call, WORDS, use_reentrant=False).sum().backward()
+    @as_engine(taken=1)
+    def test_two_roots(model, call):
+        out = call(WORDS)
+        torch.autograd.backward([out.sum(), out.mean()])
 
-        def reentrant(model, call):
-            w = torch.ones((), requires_grad=True)
-            run = torch.utils.checkpoint.checkpoint
-            run(lambda x, w: call(x) * w, WORDS, w, use_reentrant=True).sum().backward()
-            return w.grad
+    @as_engine(taken=2, result=lambda error: "backward through the graph a second time" in error)
+    def test_a_second_backward_raises_as_usual(model, call):
+        loss = call(WORDS).sum()
+        loss.backward()
+        loss.backward()
 
-        self.compare(program, taken=1)
-        self.compare(reentrant, why={Reason.OTHER_BACKWARD: 1})
-
-    def test_gradients_that_the_program_changed(self):
-        def program(model, call):
-            step(model, call)
-            model.layers[0].weight.grad.add_(1)
-            model.layers[1].bias.grad = None
-            model.layers[2].weight.grad = torch.zeros(8, 8).t()
-            model.layers[3].weight.grad = torch.ones(8, 8).to_sparse()
-            step(model, call)
-
-        self.compare(program, taken=2)
-
-    def test_layouts(self):
-        def transposed(model, call):
-            model.layers[0].weight = nn.Parameter(torch.randn(8, 8).t())
-            model.layers[1].weight = nn.Parameter(torch.randn(8, 16)[:, ::2])
-            for _ in range(2):
-                step(model, call)
-
-        def sparse(model, call):
-            model.words.sparse = True
-            step(model, call)
-            return model.words.weight.grad.is_sparse
-
-        self.compare(transposed, taken=2)
-        self.assertTrue(self.compare(sparse, taken=1))
-
-    def test_a_parameter_that_is_frozen_before_the_backward(self):
-        def program(model, call):
-            loss = call(WORDS).sum()
-            model.layers[0].weight.requires_grad_(False)
-            loss.backward()
-
-        self.compare(program, taken=1)
-
-    def test_two_roots(self):
-        def program(model, call):
-            out = call(WORDS)
-            torch.autograd.backward([out.sum(), out.mean()])
-
-        self.compare(program, taken=1)
-
-    def test_a_second_backward_raises_as_usual(self):
-        def program(model, call):
-            loss = call(WORDS).sum()
-            loss.backward()
-            loss.backward()
-
-        self.assertIn("backward through the graph a second time", self.compare(program, taken=2))
-
-    def test_modes_around_the_backward(self):
+    @as_engine(taken=1, result=lambda seen: "aten.detach.default" in seen)
+    def test_modes_around_the_backward(model, call):
         class Seen(TorchDispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):
                 seen.append(str(func))
                 return func(*args, **(kwargs or {}))
 
-        seen = []
+        loss, seen = call(WORDS).sum(), []
+        with Seen(), torch.enable_grad():
+            loss.backward()
+        return sorted(seen)
 
-        def program(model, call):
-            seen.clear()
-            loss = call(WORDS).sum()
-            with Seen(), torch.enable_grad():
-                loss.backward()
-            return sorted(seen)
-
-        self.assertIn("aten.detach.default", self.compare(program, taken=1))
-
-    def test_a_profiler_sees_each_accumulation(self):
-        def program(model, call):
-            loss = call(WORDS).sum()
-            with torch.autograd.profiler.profile() as profile:
-                loss.backward()
-            return sum(event.name == "torch::autograd::AccumulateGrad" for event in profile.function_events)
-
-        self.assertEqual(self.compare(program, taken=1), TRAINS)
+    @as_engine(taken=1, result=TRAINS)
+    def test_a_profiler_sees_each_accumulation(model, call):
+        loss = call(WORDS).sum()
+        with torch.autograd.profiler.profile() as profile:
+            loss.backward()
+        return sum(event.name == "torch::autograd::AccumulateGrad" for event in profile.function_events)
 
     def test_inductor(self):
         """Also what `options` say while a function is compiled. Products need no kernel, which would be compiled."""
@@ -197,49 +173,41 @@ class TestConditions(BackwardTest):
     def refuse(self, program, reason, make=Net, count=1):
         return self.compare(program, make, why={reason: count})
 
-    def test_a_graph_that_is_kept(self):
-        def retain(model, call):
-            loss = call(WORDS).sum()
-            loss.backward(retain_graph=True)
-            loss.backward(retain_graph=True)
+    @as_engine(why={Reason.GRAPH_KEPT: 2})
+    def test_a_graph_that_is_kept(model, call):
+        loss = call(WORDS).sum()
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
 
-        def create(model, call):
-            call(WORDS).sum().backward(create_graph=True)
-            return [p.grad.requires_grad for p in model.parameters()]
+    @as_engine(why={Reason.GRAPH_KEPT: 1}, result=[True] * TRAINS)
+    def test_a_graph_of_the_backward_is_made(model, call):
+        call(WORDS).sum().backward(create_graph=True)
+        return [p.grad.requires_grad for p in model.parameters()]
 
-        self.refuse(retain, Reason.GRAPH_KEPT, count=2)
-        self.assertTrue(all(self.refuse(create, Reason.GRAPH_KEPT)))
+    @as_engine(why={Reason.SOME_INPUTS: 1}, result=lambda found: len(found) == TRAINS)
+    def test_gradients_that_are_returned(model, call):
+        return torch.autograd.grad(call(WORDS).sum(), list(model.parameters()))
 
-    def test_some_gradients(self):
-        def grad(model, call):
-            return torch.autograd.grad(call(WORDS).sum(), list(model.parameters()))
+    @as_engine(why={Reason.SOME_INPUTS: 1})
+    def test_gradients_of_some_inputs(model, call):
+        call(WORDS).sum().backward(inputs=list(model.layers[0].parameters()))
 
-        def inputs(model, call):
-            call(WORDS).sum().backward(inputs=list(model.layers[0].parameters()))
+    @as_engine(why={Reason.COMPILED_AUTOGRAD: 1})
+    def test_compiled_autograd(model, call):
+        loss = call(WORDS).sum()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
 
-        self.refuse(grad, Reason.SOME_INPUTS)
-        self.refuse(inputs, Reason.SOME_INPUTS)
+    @as_engine(why={Reason.COMPILED_AUTOGRAD: 1})
+    def test_a_backward_inside_compiled_autograd(model, call):
+        loss = call(WORDS).sum()
+        with mock.patch.object(torch._dynamo.compiled_autograd, "in_compiled_autograd_region", True):
+            loss.backward()
 
-    def test_compiled_autograd(self):
-        def program(model, call):
-            loss = call(WORDS).sum()
-            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-                loss.backward()
-
-        def inside(model, call):
-            loss = call(WORDS).sum()
-            with mock.patch.object(torch._dynamo.compiled_autograd, "in_compiled_autograd_region", True):
-                loss.backward()
-
-        self.refuse(program, Reason.COMPILED_AUTOGRAD)
-        self.refuse(inside, Reason.COMPILED_AUTOGRAD)
-
-    def test_anomaly_mode(self):
-        def program(model, call):
-            with torch.autograd.detect_anomaly(check_nan=True):
-                (call(WORDS).sum() * float("nan")).backward()
-
-        self.assertIn("returned nan values", self.refuse(program, Reason.WATCHED))
+    @as_engine(why={Reason.WATCHED: 1}, result=lambda error: "returned nan values" in error)
+    def test_anomaly_mode(model, call):
+        with torch.autograd.detect_anomaly(check_nan=True):
+            (call(WORDS).sum() * float("nan")).backward()
 
     def test_the_debug_log_of_autograd(self):
         log = torch.autograd.graph.log
@@ -251,29 +219,25 @@ class TestConditions(BackwardTest):
 
         self.assertEqual(self.refuse(program, Reason.WATCHED), TRAINS)
 
-    def test_a_backward_inside_another(self):
-        def program(model, call):
-            call(WORDS)  # compiles it
-            y = torch.ones(2, requires_grad=True) * 2
-            y.register_hook(torch.enable_grad()(lambda _: step(model, call)))
-            y.sum().backward()
+    @as_engine(why={Reason.OTHER_BACKWARD: 1})
+    def test_a_backward_inside_another(model, call):
+        call(WORDS)  # compiles it
+        y = torch.ones(2, requires_grad=True) * 2
+        y.register_hook(torch.enable_grad()(lambda _: step(model, call)))
+        y.sum().backward()
 
-        self.refuse(program, Reason.OTHER_BACKWARD)
+    @as_engine(why={Reason.NODE_HOOKED: 1}, result=1)
+    def test_a_hook_on_the_node_sees_its_gradients(model, call):
+        loss, seen = call(WORDS).sum(), []
+        node_of(loss).register_hook(lambda given, _: seen.append([g is None for g in given]))
+        loss.backward()
+        return sum(map(any, seen))
 
-    def test_a_hook_on_the_node_sees_its_gradients(self):
-        def program(model, call):
-            loss, seen = call(WORDS).sum(), []
-            node_of(loss).register_hook(lambda given, _: seen.append([g is None for g in given]))
-            loss.backward()
-            return seen
-
-        def before(model, call):
-            loss = call(WORDS).sum()
-            node_of(loss).register_prehook(lambda given: tuple(None if g is None else g * 2 for g in given))
-            loss.backward()
-
-        self.assertEqual(sum(map(any, self.refuse(program, Reason.NODE_HOOKED))), 1)
-        self.compare(before, taken=1)
+    @as_engine(taken=1)
+    def test_a_hook_before_the_node(model, call):
+        loss = call(WORDS).sum()
+        node_of(loss).register_prehook(lambda given: tuple(None if g is None else g * 2 for g in given))
+        loss.backward()
 
     def test_hooks_on_parameters(self):
         """Of each kind; one parameter suffices."""
@@ -290,31 +254,29 @@ class TestConditions(BackwardTest):
             with self.subTest(hook=name):
                 self.assertGreater(len(self.refuse(program, Reason.PARAMETER_HOOKED)), 0)
 
-    def test_hooks_on_several_parameters(self):
-        def multi(model, call):
-            seen = []
-            put = torch.autograd.graph.register_multi_grad_hook
-            put(tuple(model.parameters()), lambda given: seen.append([g is None for g in given]))
+    @as_engine(why={Reason.PARAMETER_HOOKED: 1}, result=lambda seen: len(seen) == 1)
+    def test_a_hook_on_several_parameters(model, call):
+        seen = []
+        put = torch.autograd.graph.register_multi_grad_hook
+        put(tuple(model.parameters()), lambda given: seen.append([g is None for g in given]))
+        step(model, call)
+        return seen
+
+    @as_engine(why={Reason.PARAMETER_HOOKED: 2})
+    def test_optimizers_in_hooks(model, call):
+        optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step() or optimizers[p].zero_grad())
+        for _ in range(2):
             step(model, call)
-            return seen
 
-        def optimizer(model, call):
-            optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
-            for p in model.parameters():
-                p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step() or optimizers[p].zero_grad())
-            for _ in range(2):
-                step(model, call)
-
-        def callback(model, call):
-            seen, queue = [], torch.autograd.Variable._execution_engine.queue_callback
-            look = lambda: seen.append(model.layers[5].weight.grad is None)  # noqa: E731
-            model.layers[0].weight.register_hook(lambda _: queue(look))
-            step(model, call)
-            return seen
-
-        self.assertEqual(len(self.refuse(multi, Reason.PARAMETER_HOOKED)), 1)
-        self.refuse(optimizer, Reason.PARAMETER_HOOKED, count=2)
-        self.assertEqual(self.refuse(callback, Reason.PARAMETER_HOOKED), [False])
+    @as_engine(why={Reason.PARAMETER_HOOKED: 1}, result=[False])
+    def test_a_callback_that_a_hook_queues(model, call):
+        seen, queue = [], torch.autograd.Variable._execution_engine.queue_callback
+        look = lambda: seen.append(model.layers[4].weight.grad is None)  # noqa: E731
+        model.layers[0].weight.register_hook(lambda _: queue(look))
+        step(model, call)
+        return seen
 
     def test_ddp(self):
         def program(model, call):
@@ -350,88 +312,67 @@ class TestConditions(BackwardTest):
                 self.assertEqual(counted() == before, entry == "off")
         self.assertEqual(found["short"], found["off"], rtol=0, atol=0)
 
-    def test_two_nodes_of_a_graph_that_share_parameters(self):
-        def program(model, call):
-            (call(WORDS).sum() + call(WORDS + 0).mean()).backward()
+    @as_engine(why={Reason.PARAMETER_SHARED: 2})
+    def test_two_nodes_of_a_graph_that_share_parameters(model, call):
+        (call(WORDS).sum() + call(WORDS + 0).mean()).backward()
 
-        self.refuse(program, Reason.PARAMETER_SHARED, count=2)
+    @as_engine(taken=3, result=lambda losses: len(losses) == 3)
+    def test_graphs_of_the_same_parameters_whose_backwards_come_later(model, call):
+        losses = [F.cross_entropy(call(WORDS), LABELS) for _ in range(3)]
+        for loss in losses:
+            loss.backward()
+        return losses
 
-    def test_other_graphs_that_share_parameters(self):
-        """They may be there: graphs whose backward comes later, a loss that is kept, edges that the program holds."""
+    @as_engine(taken=1, why={Reason.OTHER_BACKWARD: 1})
+    def test_a_graph_of_the_same_parameters_whose_backward_comes_inside(model, call):
+        other = call(WORDS + 0).mean()
+        after_first(model, call, lambda _: other.backward())
 
-        def several(model, call):
-            losses = [F.cross_entropy(call(WORDS), LABELS) for _ in range(3)]
-            for loss in losses:
-                loss.backward()
-            return losses
+    @as_engine(taken=1, result=TRAINS)
+    def test_edges_that_the_program_holds(model, call):
+        edges = [torch.autograd.graph.get_gradient_edge(p) for p in model.parameters()]
+        step(model, call)
+        return len(edges)
 
-        def inside(model, call):
-            other = call(WORDS + 0).mean()
-            after_first(model, call, lambda _: other.backward())
+    @as_engine(why={Reason.PARAMETER_SHARED: 1}, result=torch.is_tensor)
+    def test_a_graph_that_is_too_large_to_tell(model, call):
+        other, loss, term = call(WORDS), call(WORDS + 0).sum(), torch.ones((), requires_grad=True)
+        for _ in range(1100):
+            term = term * 1.0
+        (loss + term).backward()
+        return other.detach()
 
-        def held(model, call):
-            edges = [torch.autograd.graph.get_gradient_edge(p) for p in model.parameters()]
-            step(model, call)
-            return len(edges)
+    @as_engine(why={Reason.PARAMETER_SHARED: 1})
+    def test_a_parameter_is_a_root(model, call):
+        """The engine adds its gradient to the function's."""
+        bias = model.layers[4].bias
+        torch.autograd.backward([call(WORDS).sum(), bias], [None, torch.full_like(bias, 0.1)])
 
-        self.compare(several, taken=3)
-        self.compare(held, taken=1)
-        self.compare(inside, taken=1, why={Reason.OTHER_BACKWARD: 1})
+    @as_engine(why={Reason.PARAMETER_SHARED: 1})
+    def test_an_edge_is_a_root(model, call):
+        other = torch.autograd.graph.get_gradient_edge(model.layers[4].bias)
+        torch.autograd.backward([call(WORDS).sum(), other], [None, torch.full_like(model.layers[4].bias, 0.1)])
 
-    def test_a_graph_that_is_too_large_to_tell(self):
-        def long(model, call):
-            other, loss, term = call(WORDS), call(WORDS + 0).sum(), torch.ones((), requires_grad=True)
-            for _ in range(1100):
-                term = term * 1.0
-            (loss + term).backward()
-            return other.detach()
+    @as_engine(taken=1)
+    def test_edges_that_eager_code_shares_stay(model, call):
+        loss = call(WORDS).sum() + sum(p.pow(2).sum() for p in model.layers[0].parameters())
+        loss.backward()
 
-        self.refuse(long, Reason.PARAMETER_SHARED)
-
-    def test_other_roots(self):
-        """A parameter, whose gradient the engine adds to the function's, and an edge."""
-
-        def parameter(model, call):
-            bias = model.layers[4].bias
-            torch.autograd.backward([call(WORDS).sum(), bias], [None, torch.full_like(bias, 0.1)])
-
-        def edge(model, call):
-            other = torch.autograd.graph.get_gradient_edge(model.layers[4].bias)
-            torch.autograd.backward([call(WORDS).sum(), other], [None, torch.full_like(model.layers[4].bias, 0.1)])
-
-        self.refuse(parameter, Reason.PARAMETER_SHARED)
-        self.refuse(edge, Reason.PARAMETER_SHARED)
-
-    def test_edges_that_eager_code_shares_stay(self):
-        def program(model, call):
-            seen = []
-            loss = call(WORDS).sum() + sum(p.pow(2).sum() for p in model.layers[0].parameters())
-            return loss.backward() or seen
-
-        self.compare(program, taken=1)
-
-    def test_parameters_elsewhere(self):
+    @as_engine(why={Reason.PARAMETER_ELSEWHERE: 1}, result=[torch.device("meta")] * 10)
+    def test_parameters_elsewhere(model, call):
         """Other devices than the node's; there is no stream on a CPU."""
+        parameters = [nn.Parameter(torch.ones(2, device="meta")) for _ in range(10)]
+        like_aot([torch.ones_like(p) for p in parameters]).apply(*parameters).backward()
+        return [p.grad.device for p in parameters]
 
-        def program(model, call):
-            parameters = [nn.Parameter(torch.ones(2, device="meta")) for _ in range(10)]
-            like_aot([torch.ones_like(p) for p in parameters]).apply(*parameters).backward()
-            return [p.grad.device for p in parameters]
-
-        self.refuse(program, Reason.PARAMETER_ELSEWHERE)
-
-    def test_subclasses(self):
-        def program(model, call):
-            for p in list(model.parameters()):
-                torch.utils.swap_tensors(p, nn.Parameter(TwoTensor(p.detach(), p.detach() + 1)))
-            call(words).sum().backward()
-            found = [(p.grad.a, p.grad.b) for p in model.parameters()]
-            model.zero_grad()
-            return found
-
-        with torch.no_grad():
-            words = TwoTensor(WORDS, WORDS)
-        self.refuse(program, Reason.PARAMETER_SUBCLASS)
+    @as_engine(why={Reason.PARAMETER_SUBCLASS: 1}, result=lambda found: len(found) == TRAINS)
+    def test_subclasses(model, call):
+        for p in list(model.parameters()):
+            torch.utils.swap_tensors(p, nn.Parameter(TwoTensor(p.detach(), p.detach() + 1)))
+        call(TwoTensor(WORDS, WORDS)).sum().backward()
+        found = [(p.grad.a, p.grad.b) for p in model.parameters()]
+        model.zero_grad()
+        return found
 
     def test_few_gradients(self):
         def frozen(model, call):

@@ -7,7 +7,20 @@ import threading
 import weakref
 
 import torch
-from accumulating import HOOKS, TRAINS, WORDS, BackwardTest, Net, after_first, compiled, counted, names, node_of, step
+from accumulating import (
+    HOOKS,
+    TRAINS,
+    WORDS,
+    BackwardTest,
+    Net,
+    after_first,
+    as_engine,
+    compiled,
+    counted,
+    names,
+    node_of,
+    step,
+)
 from torch._inductor import config
 from torch.testing._internal.common_utils import run_tests
 
@@ -192,24 +205,19 @@ class TestDuring(BackwardTest):
                 why = {Reason.SOME_INPUTS: 1} if make is other_head else {}
                 self.assertEqual(self.compare(program, taken=1, why=why), TRAINS)
 
-    def test_a_node_that_is_reached_from_another_root_inside(self):
-        def program(model, call):
-            out = call(WORDS)
-            loss = (out * 2).sum()
-            other = (out * 3).sum()
-            first = []
-            loss.grad_fn.register_prehook(lambda _: first or first.append(other.backward(retain_graph=True)))
-            loss.backward()
+    @as_engine(taken=1, why={Reason.GRAPH_KEPT: 1})
+    def test_a_node_that_is_reached_from_another_root_inside(model, call):
+        out = call(WORDS)
+        loss = (out * 2).sum()
+        other = (out * 3).sum()
+        first = []
+        loss.grad_fn.register_prehook(lambda _: first or first.append(other.backward(retain_graph=True)))
+        loss.backward()
 
-        self.compare(program, taken=1, why={Reason.GRAPH_KEPT: 1})
-
-    def test_a_function_that_is_called_inside(self):
+    @as_engine(taken=1, why={Reason.OTHER_BACKWARD: 1})
+    def test_a_function_that_is_called_inside(model, call):
         """Only the outer backward takes edges; the inner one has another graph of the same parameters."""
-
-        def program(model, call):
-            after_first(model, call, lambda _: call(WORDS).pow(2).sum().backward())
-
-        self.compare(program, taken=1, why={Reason.OTHER_BACKWARD: 1})
+        after_first(model, call, lambda _: call(WORDS).pow(2).sum().backward())
 
     def test_the_shadow_outlives_its_backward(self):
         def program(model, call):
