@@ -258,16 +258,6 @@ class TestPolicies(_CompilingTestCase):
             self.compile_with(policy, pygraph_selective="never", training=False)
             self.assertEqual((self.seen, self.reported()), ([(False, "off")], [Reason.NEVER()]))
 
-    def test_torchs_own_policy_makes_graphs_of_ours(self) -> None:
-        """It wraps the whole graph, and its first call adds it to the trees."""
-        with (
-            mock.patch.object(cudagraph_trees, "cudagraphify_impl", lambda model, *args, **kwargs: model),
-            mock.patch("torch.cuda.is_initialized", return_value=False),
-        ):
-            self.compile_with(cudagraph_utils.CUDAGraphPolicy, pygraph_selective="always")
-        self.assertEqual((self.seen, self.reported()), ([(True, "full")] * 2, [None, None]))
-        self.assertEqual([function.mode for function in pygraph_trees.report().functions], ["forward", "backward"])
-
 
 def _partitioned(x: Any, w: Any) -> Any:
     a, b = torch.topk(x @ w, 8)[0] @ w, torch.topk(x.sin() @ w, 8)[0] @ w

@@ -20,7 +20,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import torch
 import torch._inductor.config as config
 from new_process import python
-from source_probe import SourceProbe
 from torch._dynamo import utils as dynamo_utils
 from torch._inductor import cudagraph_trees, output_code, scheduler
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -315,21 +314,6 @@ class TestVersionQuestions(TestCase):
 
 
 SOURCES = Path(torch.__file__).parent.parent
-
-
-class TestSourceProbe(TestCase):
-    def test_agrees_with_live_objects(self):
-        inductor_patches.uninstall()
-        self.addCleanup(inductor_patches.install)
-        live, source = LiveProbe(), SourceProbe(SOURCES)
-        version = parse_version(torch.__version__)
-        patches = [patch for feature in inductor_patches.FEATURES for patch in inductor_patches.patches(feature)]
-        fingerprints = {fingerprint for patch in patches for fingerprint in patch.fingerprints_for(version)}
-        self.assertGreater(len(fingerprints), 20)
-        for wanted in fingerprints:
-            one, other = (probe.find(wanted.module, wanted.name) for probe in (live, source))
-            self.assertEqual(one.parameters, other.parameters, str(wanted))
-            self.assertLessEqual(set(wanted.uses), one.uses & other.uses, str(wanted))
 
 
 class TestTool(TestCase):

@@ -13,7 +13,6 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,7 +26,6 @@ from pygraph_trees.indirection.hidden_addresses import Expected, Surroundings
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.known_kernels import is_known
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.trees.recordings import captured_graph
 
 KEY = 0x5A5A_0F0F_1234_8765
 COUNT = 32
@@ -491,32 +489,6 @@ class TestRehearsal(LiveInputsTestCase):
             with self.subTest(launch), self.assertRaises(KeyboardInterrupt):
                 live.set_up(graph, surroundings=lambda: Surroundings(generators=[numbers]))
             self.assertEqual((a, numbers.offset), (before, 4))
-
-
-class TestSurroundings(TestCase):
-    def test_inputs_are_saved_where_they_are(self):
-        """Upstream's tensors of inputs that it does not copy begin where their storages begin."""
-        storage, copied = torch.arange(8.0), torch.zeros(3)
-        node = SimpleNamespace(
-            wrapped_function=SimpleNamespace(mutated_input_idxs=(0,)),
-            reconstructed_inputs=[storage[:3], storage[:2], copied, 5],
-            static_input_data_ptrs=[storage[3:].data_ptr(), storage[6:].data_ptr(), None, None],
-            cudagraph_managed_idxs=[1],
-            device=0,
-            _copied_indices=lambda: [2],
-            _attempts=SimpleNamespace(overwritten=set()),
-        )
-        live = SimpleNamespace(items=(), outputs={})
-        with (
-            mock.patch.object(captured_graph, "is_cuda", lambda value: isinstance(value, torch.Tensor)),
-            mock.patch.object(torch.cuda, "default_generators", [None]),
-        ):
-            found = captured_graph.surroundings(node, (), live)
-            node._copied_indices, node._attempts = lambda: [], SimpleNamespace(overwritten={2})
-            donated = captured_graph.surroundings(node, (), live)
-        self.assertEqual(found.kept, [storage[3:6], storage[6:], copied])
-        self.assertEqual((donated.kept, donated.written), (found.kept, found.written))
-        self.assertEqual([t.data_ptr() for t in found.written], [storage[3:].data_ptr()])
 
 
 if __name__ == "__main__":
