@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from fake_driver import KNOWN, FakeApi
 from fake_trees import bare_recording
-from interleaving import interleaved, serial
+from interleaving import is_right
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import TestCase
 from torch.utils import _pytree as pytree
@@ -136,8 +136,7 @@ class Captured(TorchDispatchMode):
         return accesses.units_of(self.driver, nodes, edges, operations.found, elsewhere)
 
     def is_right(self, seeds: range) -> bool:
-        right = serial(self.effects)
-        return all(interleaved(self.effects, self.api.edges(self.graph), seed) == right for seed in seeds)
+        return is_right(self.effects, self.api.edges(self.graph), seeds)
 
 
 def operate(captured: Captured, kind: str, alive: list[torch.Tensor], numbers: Sequence[int]) -> bool:

@@ -62,13 +62,7 @@ class FakeCalls:
         self._failures: dict[str, list[Failure]] = defaultdict(list)
         self._lacking: dict[str, str] = {}
 
-    def fail(
-        self,
-        call: str,
-        after: int = 0,
-        code: CUresult = CUresult.CUDA_ERROR_INVALID_VALUE,
-        raises: BaseException | None = None,
-    ) -> None:
+    def fail(self, call: str, after=0, code=CUresult.CUDA_ERROR_INVALID_VALUE, raises: BaseException | None = None):
         """Makes a call fail once, without effect, after ``after`` more that succeed: with ``code``, or by raising."""
         assert hasattr(type(self), call), f"no call {call}"
         self._failures[call].append(Failure(after, code, raises))

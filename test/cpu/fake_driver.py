@@ -46,13 +46,9 @@ CUgraphNodeType = _enum(
 CUstreamCaptureStatus = _enum("CUstreamCaptureStatus", "CU_STREAM_CAPTURE_STATUS_", "NONE ACTIVE INVALIDATED")
 CUstreamCaptureMode = _enum("CUstreamCaptureMode", "CU_STREAM_CAPTURE_MODE_", "GLOBAL THREAD_LOCAL RELAXED")
 CUmemorytype = _enum("CUmemorytype", "CU_MEMORYTYPE_", "HOST DEVICE ARRAY UNIFIED", start=1)
-CUpointer_attribute = enum.IntEnum(
-    "CUpointer_attribute",
-    {
-        "CU_POINTER_ATTRIBUTE_" + name: n
-        for name, n in (("MEMORY_TYPE", 2), ("RANGE_START_ADDR", 11), ("RANGE_SIZE", 12))
-    },
-)
+_ATTRIBUTES = {"MEMORY_TYPE": 2, "RANGE_START_ADDR": 11, "RANGE_SIZE": 12}
+_ATTRIBUTES = {f"CU_POINTER_ATTRIBUTE_{name}": number for name, number in _ATTRIBUTES.items()}
+CUpointer_attribute = enum.IntEnum("CUpointer_attribute", _ATTRIBUTES)
 CUlaunchAttributeID = _enum("CUlaunchAttributeID", "CU_LAUNCH_ATTRIBUTE_", "COOPERATIVE", start=2)
 
 

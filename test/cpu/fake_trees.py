@@ -88,10 +88,8 @@ class Graph(Plain):
 
 
 class Live:
-    """Live inputs; a graph settles on the addresses that it is asked for if the answer is None.
-
-    ``prepared`` has the ids of inputs and their addresses, and holds no input.
-    """
+    """Live inputs; a graph settles on the addresses that it is asked for if the answer is None. ``prepared`` has the
+    ids of inputs and their addresses, and holds no input."""
 
     def __init__(self, patched, settled, outputs=()):
         self.patched = self.items = [Plain(index=index, placeholder_tensor=torch.empty(0)) for index in patched]
@@ -99,15 +97,10 @@ class Live:
         self.answer = lambda: None
         self.pool_changes = binding.new_counter()
         self.pool_changes.value = 3
-        self.native = binding.extension and binding.extension.Addresses(
-            owner=None,
-            pool_changes=self.pool_changes,
-            sets=binding.new_counter(),
-            held=[0] * len(patched),
-            count=len(patched),
-            **dict.fromkeys(("own", "words", "nodes", "holders", "values"), ()),
-            **dict.fromkeys(("exec", "set", "get_context", "context"), 0),
-        )
+        nothing = dict.fromkeys(("own", "words", "nodes", "holders", "values"), ()) | {"owner": None}
+        nothing |= dict.fromkeys(("exec", "set", "get_context", "context"), 0)
+        known = {"pool_changes": self.pool_changes, "sets": binding.new_counter(), "count": len(patched)}
+        self.native = binding.extension and binding.extension.Addresses(held=[0] * len(patched), **known, **nothing)
         self.settle(settled)
 
     @property
@@ -172,14 +165,8 @@ class Trees:
         self.replayer = self.function.replayer
 
     def candidates(self, *replays, begins=None, facts=()):
-        return binding.extension.Candidates(
-            begins=begins,
-            mode=self.mode,
-            compile_id=self.compile_id,
-            replays=replays,
-            make_filter=lambda: candidate_filter(facts),
-            release=lambda: False,
-        )
+        known = {"begins": begins, "mode": self.mode, "compile_id": self.compile_id, "replays": replays}
+        return binding.extension.Candidates(**known, make_filter=lambda: candidate_filter(facts), release=lambda: False)
 
     def put(self, candidates):
         """Makes ``candidates`` the known ones of the next call."""
@@ -203,8 +190,7 @@ class Trees:
 
 def replaying(replay):
     """A manager whose recordings call ``replay`` with inputs and the function's id, and refuse the inputs if it returns
-    None. Skips the test without C++.
-    """
+    None. Skips the test without C++."""
     if binding.extension is None:
         raise unittest.SkipTest("not built for this torch")
     kept = []

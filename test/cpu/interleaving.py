@@ -59,3 +59,9 @@ def interleaved(effects: Mapping[int, Sequence[Access]], edges: Iterable[tuple[i
             for before in waits.values():
                 before.discard(node)
     return found
+
+
+def is_right(effects: Mapping[int, Sequence[Access]], edges: Iterable[tuple[int, int]], seeds: range) -> bool:
+    """Whether nodes read in each interleaving what they read one after another, and memory ends the same."""
+    right = serial(effects)
+    return all(interleaved(effects, edges, seed) == right for seed in seeds)

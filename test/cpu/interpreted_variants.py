@@ -29,17 +29,8 @@ from torch.testing._internal.common_utils import TestCase
 kernels.import_without_compiler()
 from pygraph_trees.indirection.table.variants import Variant, with_slots
 
-TYPES = {
-    "*fp32": torch.float32,
-    "*fp16": torch.float16,
-    "*bf16": torch.bfloat16,
-    "*fp64": torch.float64,
-    "*i64": torch.int64,
-    "*i32": torch.int32,
-    "*i8": torch.int8,
-    "*u8": torch.uint8,
-    "*i1": torch.bool,
-}
+TYPES = {"*fp32": torch.float32, "*fp16": torch.float16, "*bf16": torch.bfloat16, "*fp64": torch.float64}
+TYPES |= {"*i64": torch.int64, "*i32": torch.int32, "*i8": torch.int8, "*u8": torch.uint8, "*i1": torch.bool}
 FIXED = settings(
     max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )

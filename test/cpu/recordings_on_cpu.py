@@ -64,7 +64,6 @@ class Function:
             warmed_up_functions={self.id},
             ids_to_funcs={self.id: self.recording.wrapped_function},
             id_to_mode=collections.defaultdict(lambda: mode),
-            num_rerecord=collections.defaultdict(lambda: collections.defaultdict(int)),
             keeps_outputs=True,
         )
         model.dispatch.add()
@@ -104,18 +103,10 @@ class Function:
         made._reconstruct_from_tensor_metadata = _tensor_of  # on a GPU otherwise
         made.wrapped_function = WrappedFunction(model, [], self.id, (), (), (), **LIMITS)
         made.children = collections.defaultdict(list)
-        made.outputs_metadata = [
-            {
-                "nbytes": SIZE * 4,
-                "data_ptr": self.pool[SIZE * number :].data_ptr(),
-                "size": torch.Size([SIZE]),
-                "stride": (1,),
-                "dtype": torch.float32,
-                "device": self.pool.device,
-                "storage_offset": 0,
-            }
-            for number in range(outputs)
-        ]
+        same = {"size": torch.Size([SIZE]), "stride": (1,), "dtype": torch.float32, "storage_offset": 0}
+        same |= {"nbytes": SIZE * 4, "device": self.pool.device}
+        addresses = [self.pool[SIZE * number :].data_ptr() for number in range(outputs)]
+        made.outputs_metadata = [same | {"data_ptr": address} for address in addresses]
         made.output_storage_alias = [UnaliasedStorage] * outputs
         made.unaliased_in_all_paths, made.cached_tensor_outputs = [True] * outputs, []
         made.static_output_tensors, made.tensor_weakrefs, made.stack_traces = ([None] * outputs for _ in range(3))

@@ -4,28 +4,11 @@ import logging
 import tempfile
 from unittest import mock
 
+import accumulating
 import torch
 import torch.nn.functional as F
-from accumulating import (
-    HOOKS,
-    LABELS,
-    TRAINS,
-    WORDS,
-    BackwardTest,
-    Broken,
-    Net,
-    Small,
-    Tied,
-    after_first,
-    as_engine,
-    compiled,
-    counted,
-    like_aot,
-    names,
-    node_of,
-    step,
-)
-from new_process import python
+from accumulating import HOOKS, LABELS, TRAINS, WORDS, BackwardTest, Net, after_first, as_engine, counted, step
+from commands import python
 from torch import nn
 from torch._inductor import config
 from torch.testing._internal.common_utils import run_tests
@@ -73,14 +56,14 @@ class TestLoops(BackwardTest):
                     p.data.sub_(p.grad)
                 model.zero_grad(set_to_none=i == 3)
 
-    test_several_compiled_functions = as_engine(1, Broken, why={Reason.FEW_GRADIENTS: 1})(step)
+    test_several_compiled_functions = as_engine(1, accumulating.Broken, why={Reason.FEW_GRADIENTS: 1})(step)
 
-    @as_engine(1, Broken, why={Reason.FEW_GRADIENTS: 1})
+    @as_engine(1, accumulating.Broken, why={Reason.FEW_GRADIENTS: 1})
     def test_several_compiled_functions_whose_first_parameters_are_frozen(model, call):
         model.layers[0].requires_grad_(False)
         step(model, call)
 
-    test_shared_parameters_inside_a_function = as_engine(1, Tied)(step)
+    test_shared_parameters_inside_a_function = as_engine(1, accumulating.Tied)(step)
 
     @as_engine(taken=1)
     def test_a_checkpoint(model, call):
@@ -229,14 +212,14 @@ class TestConditions(BackwardTest):
     @as_engine(why={Reason.NODE_HOOKED: 1}, result=1)
     def test_a_hook_on_the_node_sees_its_gradients(model, call):
         loss, seen = call(WORDS).sum(), []
-        node_of(loss).register_hook(lambda given, _: seen.append([g is None for g in given]))
+        accumulating.node_of(loss).register_hook(lambda given, _: seen.append([g is None for g in given]))
         loss.backward()
         return sum(map(any, seen))
 
     @as_engine(taken=1)
     def test_a_hook_before_the_node(model, call):
         loss = call(WORDS).sum()
-        node_of(loss).register_prehook(lambda given: tuple(None if g is None else g * 2 for g in given))
+        accumulating.node_of(loss).register_prehook(lambda given: tuple(None if g is None else g * 2 for g in given))
         loss.backward()
 
     def test_hooks_on_parameters(self):
@@ -280,7 +263,7 @@ class TestConditions(BackwardTest):
 
     def test_ddp(self):
         def program(model, call):
-            wrapped = compiled(nn.parallel.DistributedDataParallel(model))
+            wrapped = accumulating.compiled(nn.parallel.DistributedDataParallel(model))
             for _ in range(2):
                 wrapped(WORDS).sum().backward()
 
@@ -362,7 +345,7 @@ class TestConditions(BackwardTest):
     def test_parameters_elsewhere(model, call):
         """Other devices than the node's; there is no stream on a CPU."""
         parameters = [nn.Parameter(torch.ones(2, device="meta")) for _ in range(10)]
-        like_aot([torch.ones_like(p) for p in parameters]).apply(*parameters).backward()
+        accumulating.like_aot([torch.ones_like(p) for p in parameters]).apply(*parameters).backward()
         return [p.grad.device for p in parameters]
 
     @as_engine(why={Reason.PARAMETER_SUBCLASS: 1}, result=lambda found: len(found) == TRAINS)
@@ -380,7 +363,7 @@ class TestConditions(BackwardTest):
                 p.requires_grad_(False)
             step(model, call)
 
-        self.refuse(step, Reason.FEW_GRADIENTS, Small)
+        self.refuse(step, Reason.FEW_GRADIENTS, accumulating.Small)
         count = TRAINS - 8
         self.refuse(frozen, Reason.FEW_GRADIENTS)
         count = TRAINS - 9
@@ -418,7 +401,7 @@ class TestInstall(BackwardTest):
         self.assertIs(torch.autograd.graph._engine_run_backward, upstream)
         self.assertEqual(type(upstream).__name__, "function")
         model = Net()
-        call = compiled(model)
+        call = accumulating.compiled(model)
         before = counted()
         step(model, call)
         inductor_patches.install()
@@ -431,12 +414,13 @@ class TestInstall(BackwardTest):
 
         torch._dynamo.reset()
         model = Net()
-        call = compiled(model)
+        call = accumulating.compiled(model)
         with config.patch(SHORT):
             call(WORDS)
         before = counted()[0]
         loss = after_first(model, call, lambda _: inductor_patches.uninstall())
-        self.assertEqual((counted()[0] - before, names(node_of(loss)).count("AccumulateGrad")), (1, TRAINS))
+        found = counted()[0] - before, accumulating.names(accumulating.node_of(loss)).count("AccumulateGrad")
+        self.assertEqual(found, (1, TRAINS))
         self.assertNotIn(None, [p.grad for p in model.parameters()])
 
     def test_what_others_put_around_it_comes_off(self):

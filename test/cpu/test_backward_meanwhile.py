@@ -6,21 +6,9 @@ import signal
 import threading
 import weakref
 
+import accumulating
 import torch
-from accumulating import (
-    HOOKS,
-    TRAINS,
-    WORDS,
-    BackwardTest,
-    Net,
-    after_first,
-    as_engine,
-    compiled,
-    counted,
-    names,
-    node_of,
-    step,
-)
+from accumulating import HOOKS, TRAINS, WORDS, BackwardTest, Net, after_first, as_engine, names, node_of, step
 from torch._inductor import config
 from torch.testing._internal.common_utils import run_tests
 
@@ -43,9 +31,8 @@ class TestDuring(BackwardTest):
 
             def all_at_once(model, call):
                 seen, handles = [], []
-                after_first(
-                    model, call, lambda _: handles.extend(put(model.layers[4].bias, seen) for put in HOOKS.values())
-                )
+                put_all = lambda _: handles.extend(put(model.layers[4].bias, seen) for put in HOOKS.values())  # noqa: E731
+                after_first(model, call, put_all)
                 return seen
 
             with self.subTest(hook=name):
@@ -105,7 +92,7 @@ class TestDuring(BackwardTest):
     def test_interrupts_at_any_time_restore_everything(self):
         torch._dynamo.reset()
         model = Net()
-        call = compiled(model)
+        call = accumulating.compiled(model)
         step(model, call)
         interrupted = 0
         self.addCleanup(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, _interrupt))
@@ -122,9 +109,9 @@ class TestDuring(BackwardTest):
             self.assertEqual([name for name in vars(node_of(loss)) if name.startswith("apply")], [])
         self.assertGreater(interrupted, 0)
         del loss
-        before = counted()[0]
+        before = accumulating.counted()[0]
         step(model, call)
-        self.assertEqual(counted()[0] - before, 1)
+        self.assertEqual(accumulating.counted()[0] - before, 1)
 
     def test_backwards_of_the_same_graph_inside(self):
         """In a hook. In another thread, the engine would read edges while they are put back, so it raises."""
@@ -265,7 +252,7 @@ class TestDuring(BackwardTest):
     def test_nothing_is_kept_alive(self):
         torch._dynamo.reset()
         model = Net()
-        call = compiled(model)
+        call = accumulating.compiled(model)
         loss = call(WORDS).sum()
         gc.collect()
         gc.disable()

@@ -13,12 +13,11 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from commands import ROOT, WithFolder, run
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "examples"), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "examples")]
 
-import captured
 import works_with
 from bench import causes, choices, command_line, graph_host, many, routes
 from bench import summary as pages
@@ -43,12 +42,6 @@ PARAMETERS = {"ALNET": 61_100_840, "BERT": 109_514_298, "BSCG": 87_508_992, "DAL
 PARAMETERS |= {"DBV2": 884_596_226, "DCGAN": 2_765_568, "DGPT2": 81_912_576, "DMLM": 139_244_121, "DNET": 7_978_856}
 PARAMETERS |= {"LCNET": 1_880_856, "MTCG-T": 300_176_768, "STCLM": 12_032_512, "TEFD": 6_587_354, "VM": 44_454_513}
 PARAMETERS |= {"DR-I": 2 * (197951 * 512 + 512 * 512 + 512 * 1024) + 512 * 4 + 1024 + 197951, "XLNET-I": 116_750_336}
-
-
-class WithFolder(TestCase):
-    def setUp(self):
-        super().setUp()
-        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
 
 class TestWorkloads(TestCase):
@@ -110,25 +103,24 @@ class TestCommandLine(WithFolder):
         ):
             self.enterContext(mock.patch(target, value))
         for more, said in ((("--jobs", "2"), ""), (("--resume",), "[1/1] RAISES")):
-            status, shown, _ = captured.run(command_line.main, "GOOD", "RAISES", *options, *more)
+            status, shown, _ = run(command_line.main, "GOOD", "RAISES", *options, *more)
             self.assertEqual((status, said in shown), (1, True), shown)
             for record in Results.read(out).records:
-                self.assertRegex(
-                    str(record.error), {"GOOD": "^None$", "RAISES": "RuntimeError: out of luck"}[record.workload]
-                )
+                expected = {"GOOD": "^None$", "RAISES": "RuntimeError: out of luck"}[record.workload]
+                self.assertRegex(str(record.error), expected)
                 self.assertEqual((record.latency_ms or 0) > 0, record.workload == "GOOD")
 
     def test_usage(self):
-        status, out, _ = captured.run(command_line.main, "--list")
+        status, out, _ = run(command_line.main, "--list")
         self.assertEqual((status, [line.split()[0] for line in out.splitlines()]), (0, list(WORKLOADS)))
         self.enterContext(mock.patch("torch.cuda.is_available", return_value=False))
         usages = (("EOS", "need a GPU"), ("DLRRM", "did you mean DLRM?"), ("EOS --ways jit", "no 'jit', only eager"))
         for wrong, problem in usages:
-            status, out, err = captured.run(command_line.main, *wrong.split())
+            status, out, err = run(command_line.main, *wrong.split())
             self.assertEqual((status, out, problem in err), (2, "", True), err)
         for module in (choices, graph_host, many, routes):
             with mock.patch.object(sys, "argv", ["a script"]):
-                status, _, err = captured.run(lambda _, main=module.main: main())
+                status, _, err = run(lambda _, main=module.main: main())
             self.assertEqual((status, "need a GPU" in err), (2, True), module.__name__)
 
 
@@ -216,7 +208,7 @@ class TestWorksWith(TestCase):
         with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", TORCH_COMPILE_DISABLE="1"):
             out = Path(folder) / "found.json"
             options = ("scaler", "--device", "cpu", "--against-upstream", "--json", str(out))
-            status, printed, said = captured.run(works_with.main, *options)
+            status, printed, said = run(works_with.main, *options)
             self.assertEqual(status, 0, said)
             found = json.loads(out.read_text())
         self.assertEqual((found["same"], found["ours"]), ({"scaler": True}, found["upstream"]))
@@ -230,7 +222,7 @@ class TestWorksWith(TestCase):
             (["--upstream", "--against-upstream"], "not allowed with argument"),
         ):
             with mock.patch.object(torch.cuda, "is_available", lambda: False):
-                status, _, said = captured.run(works_with.main, *options)
+                status, _, said = run(works_with.main, *options)
             self.assertEqual(status, 2)
             self.assertIn(says, said)
 

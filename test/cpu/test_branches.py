@@ -234,18 +234,8 @@ class TestReport(BranchesTestCase):
         captured, log = captured or Captured(), RecordingLog()
         tensors = [captured.tensor() for _ in range(6)]
         current = iter([captured.stream])  # then another one
-        with (
-            captured,
-            noting(
-                log,
-                captured.driver,
-                captured.dependencies,
-                lambda: next(current, stream or captured.stream),
-                lambda: captured.allocated,
-                tensors,
-                (),
-            ),
-        ):
+        asked = lambda: next(current, stream or captured.stream), lambda: captured.allocated
+        with captured, noting(log, captured.driver, captured.dependencies, *asked, tensors, ()):
             run(captured, *tensors)
         return log
 
@@ -362,9 +352,8 @@ class TestReport(BranchesTestCase):
             branches_noted(self.node("report", own=SimpleNamespace(takes=3), cudagraph_managed_idxs=[1]), tensors)
         *_, given, elsewhere, streams, watching = seen[0]
         self.assertEqual((streams, watching), (None, None))
-        self.assertEqual(
-            ([*map(id, given)], [*map(id, elsewhere)]), ([*map(id, tensors)], [id(tensors[0]), id(tensors[2])])
-        )
+        found = [*map(id, given)], [*map(id, elsewhere)]
+        self.assertEqual(found, ([*map(id, tensors)], [id(tensors[0]), id(tensors[2])]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The parts in C++: where and when they are built, what a user is told, and a wheel that has them."""
 
 import contextlib
-import importlib.util
 import io
 import os
 import re
@@ -12,13 +11,11 @@ import tarfile
 import tempfile
 import time
 import unittest
-from importlib.machinery import SourceFileLoader
 from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-
+from commands import ROOT, tool
 from filelock import FileLock
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -58,12 +55,8 @@ class TestLocation(TestCase):
                 return location.prebuilt_folder(Path(name))
 
         found = [folder(), folder("2.13.1+cu130"), folder("2.14.0"), folder(strings=b"_ZNSs")]
-        found += [
-            folder(c10__core="1"),
-            folder(c10__core="2"),
-            folder(torch__csrc__autograd="1"),
-            folder(c10__util="1"),
-        ]
+        headers = {"c10__core": "1"}, {"c10__core": "2"}, {"torch__csrc__autograd": "1"}, {"c10__util": "1"}
+        found += [folder(**texts) for texts in headers]
         with mock.patch.object(location.files_hash, "__defaults__", (Path(__file__).parent,)):  # other sources
             found.append(folder())
         self.assertEqual((len(set(found)), found[0]), (len(found) - 1, found[1]))
@@ -216,13 +209,6 @@ from pygraph_trees.native import binding
 print(binding.extension.__file__)"""
 
 
-def tool():
-    loader = SourceFileLoader("wheels", str(ROOT / "tools" / "wheels"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("wheels", loader))
-    loader.exec_module(module)
-    return module
-
-
 @unittest.skipIf(binding.extension is None, "not built for this torch")
 @unittest.skipIf(int(version("setuptools").split(".")[0]) < 77, "this setuptools reads no license expression")
 class TestWheel(TestCase):
@@ -243,7 +229,7 @@ class TestWheel(TestCase):
 
     @classmethod
     def make_wheel(cls):
-        wheels, out = tool(), io.StringIO()
+        wheels, out = tool("wheels"), io.StringIO()
 
         def copied(folder, torch):
             shutil.copytree(cls.built, folder / "out")
@@ -312,9 +298,8 @@ class TestWheel(TestCase):
         off = f"{NO}PYGRAPH_BUILD is off, and it is not built: run python -m pygraph_trees build"
         missing = re.escape(f"; the wheel's cannot be loaded: {module}: undefined symbol: _ZN3c11") + r"\w+"
         module.write_bytes(good[:1000])  # the rest of what the header promises is missing
-        self.assertNative(
-            re.escape(f"{off}; the wheel's cannot be loaded: {self.prebuilt} is damaged: install the wheel again")
-        )
+        damaged = f"{off}; the wheel's cannot be loaded: {self.prebuilt} is damaged: install the wheel again"
+        self.assertNative(re.escape(damaged))
         module.write_bytes(good.replace(b"_ZN3c10", b"_ZN3c11"))  # as if torch had other symbols
         location.seal(self.prebuilt).touch()
         self.assertNative(re.escape(off) + missing)

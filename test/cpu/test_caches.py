@@ -13,13 +13,11 @@ import json
 import re
 import shutil
 import sys
-import tempfile
 import warnings
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
+from commands import ROOT, WithFolder, tool
+
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch
@@ -184,19 +182,7 @@ class TestKeys(CachesTestCase):
                     self.assertEqual(self.run_as_if_new(product)[1], MISSED if flag.changes_artifacts else HIT)
 
 
-def suite():
-    loader = SourceFileLoader("gpu_suite", str(ROOT / "tools" / "gpu_suite"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_suite", loader))
-    sys.modules["gpu_suite"] = module
-    loader.exec_module(module)
-    return module
-
-
-class WithFolder(TestCase):
-    def setUp(self):
-        super().setUp()
-        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class TestHashes(WithFolder):
     def changes(self, name, text, of):
         """Whether ``of`` returns something else while a file has this text, or is gone if that is None."""
         before, path = of(), self.folder / name
@@ -206,8 +192,6 @@ class WithFolder(TestCase):
         path.unlink(missing_ok=True) if kept is None else path.write_bytes(kept)
         return after != before
 
-
-class TestHashes(WithFolder):
     def test_only_changes_of_code_change_it(self):
         for part in ("pygraph_trees", "inductor_patches", "test/gpu", "test/cpu"):
             (self.folder / part).mkdir(parents=True)
@@ -269,7 +253,7 @@ def _imports(path):
 class TestEvidence(WithFolder):
     def setUp(self):
         super().setUp()
-        self.suite = suite()
+        self.suite = tool("gpu_suite")
         self.enterContext(mock.patch.multiple(self.suite, EVIDENCE=self.folder / "evidence.json", ROOT=self.folder))
 
     def outcome(self, *parts):

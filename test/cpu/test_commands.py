@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-import captured
 import torch
-from new_process import python
+from commands import python
+from commands import run as run_main
 from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -63,7 +63,7 @@ def broken(device): raise ZeroDivisionError("mine")
 """
 
 
-run = functools.partial(captured.run, command_line.main)
+run = functools.partial(run_main, command_line.main)
 
 
 class Folder(TestCase):
@@ -126,16 +126,13 @@ class TestTarget(Folder):
     def test_an_error_of_the_target_is_one_line(self):
         """With --traceback, it also shows a traceback."""
         missing = "it needs the package a_package, which is not installed: pip install a_package"
+        exits = r"it calls sys.exit\(0\); do this under if __name__ == '__main__'"
         for function, text, problem in (
             ("broken", None, r"ZeroDivisionError: mine \(program.py:30 in broken\)"),
             ("on_cpu", None, "all inputs are on the CPU, .* on the GPU; add a parameter `device` to the function, .*"),
             ("net", "import a_package.inside as net", missing),
             ("net", "import torch.nosuch as net", "there is no module torch.nosuch"),
-            (
-                "net",
-                "import sys; net = sys.exit(0)",
-                r"it calls sys.exit\(0\); do this under if __name__ == '__main__'",
-            ),
+            ("net", "import sys; net = sys.exit(0)", exits),
             ("net", "def net(:", "program.py:1 is not valid Python: invalid syntax"),
             ("raises", None, r"RuntimeError: a and b must have same reduction dim.* \(program.py:29 in inner\)"),
         ):
@@ -421,8 +418,7 @@ class TestCompare(Folder):
 
     def setUp(self):
         super().setUp()
-        self.enterContext(mock.patch.object(torch.cuda, "is_available", lambda: True))
-        self.enterContext(mock.patch.object(torch.cuda, "get_device_name", lambda: "a GPU"))
+        self.enterContext(mock.patch.multiple(torch.cuda, is_available=lambda: True, get_device_name=lambda: "a GPU"))
         made = mock.patch("pygraph_trees.report.summary.Environment", lambda *_, **__: REPORT_ENVIRONMENT)
         self.enterContext(made)
 

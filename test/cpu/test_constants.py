@@ -144,10 +144,8 @@ class TestLoweredConstants(TestCase):
                 values[f"{name}, {n}"] = lambda _, value=value, n=n: value(n)
                 wanted[f"{name}, {n}"] = how
         lowered = self.check(values, wanted)
-        self.assertIn(
-            f"its result may differ in the last place, and {size * 4} bytes are too many for a constant",
-            " ".join(lowered.whys),
-        )
+        why = f"its result may differ in the last place, and {size * 4} bytes are too many for a constant"
+        self.assertIn(why, " ".join(lowered.whys))
 
     def test_every_type(self):
         """A folded value of any type is on the GPU with its bits."""
@@ -367,18 +365,8 @@ BINARY = {
 @st.composite
 def chains(draw):
     """A function of a size that computes a value from constants alone."""
-    steps = draw(
-        st.lists(
-            st.tuples(
-                st.sampled_from(sorted([*UNARY, *BINARY, "to", "to"])),
-                st.integers(0, 3),
-                st.integers(0, 3),
-                st.sampled_from(TYPES),
-            ),
-            min_size=1,
-            max_size=8,
-        )
-    )
+    names, values = st.sampled_from(sorted([*UNARY, *BINARY, "to", "to"])), st.integers(0, 3)
+    steps = draw(st.lists(st.tuples(names, values, values, st.sampled_from(TYPES)), min_size=1, max_size=8))
 
     def chain(n):
         values = [torch.arange(n), torch.full((n,), 0.3), torch.ones(n, dtype=torch.int32) * 7]

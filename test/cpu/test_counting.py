@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from new_process import python
+from commands import python
 from torch._inductor import config
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -122,26 +122,21 @@ class TestLowered(TestCase):
             self.assertEqual(torch.compile(program)(x), program(x))
 
     def test_a_number_that_was_computed_once_is_loaded_if_it_exceeds_single_precision(self):
-        _, graph = self.placed(
-            lambda x: x + torch.arange(3, dtype=torch.float64).sqrt().sum().to("cuda").float().double(),
-            self.gpu(40, dtype=torch.float64),
-        )
+        value = lambda: torch.arange(3, dtype=torch.float64).sqrt().sum()  # noqa: E731
+        _, graph = self.placed(lambda x: x + value().to("cuda").float().double(), self.gpu(40, dtype=torch.float64))
         self.assertNotIn("2.414", graph.source_code)
 
     def test_an_integer_that_was_computed_once_is_no_part_of_what_is_counted(self):
         """A kernel would compute the expression with 32 bits."""
-        hows, graph = self.placed(
-            lambda x: x + (torch.arange(SIZE) * (torch.arange(64).sum() + 1_000_003)).to("cuda"),
-            self.gpu(SIZE, dtype=torch.int64),
-        )
+        value = lambda: torch.arange(SIZE) * (torch.arange(64).sum() + 1_000_003)  # noqa: E731
+        hows, graph = self.placed(lambda x: x + value().to("cuda"), self.gpu(SIZE, dtype=torch.int64))
         self.assertEqual(hows["mul"], MADE)
         self.assertNotIn(str(1_000_003 + 63 * 32), graph.source_code)
 
     def test_bytes_that_are_read_as_another_type(self):
         """A kernel converts what it counts to the type before, or loads it if the sizes differ."""
-        _, graph = self.placed(
-            lambda x: x + torch.arange(8).view(torch.float64).to("cuda"), self.gpu(8, dtype=torch.float64)
-        )
+        floats = self.gpu(8, dtype=torch.float64)
+        _, graph = self.placed(lambda x: x + torch.arange(8).view(torch.float64).to("cuda"), floats)
         source = graph.source_code
         self.assertLess(source.index(".to(tl.int64)"), source.index(".to(tl.float64, bitcast=True)"))
         wide = self.gpu(8, dtype=torch.int64)
@@ -165,9 +160,8 @@ class TestLowered(TestCase):
 
     def test_transposed_complex_numbers_are_returned(self):
         """Their constant would be pairs of numbers, which a kernel arranges, and no kernel arranges complex numbers."""
-        hows, _ = self.placed(
-            lambda x: (x + 1, torch.polar(torch.arange(8.0), torch.ones(8)).view(2, 4).t().to("cuda")), self.gpu(4)
-        )
+        value = lambda: torch.polar(torch.arange(8.0), torch.ones(8)).view(2, 4).t()  # noqa: E731
+        hows, _ = self.placed(lambda x: (x + 1, value().to("cuda")), self.gpu(4))
         self.assertEqual([*hows.values()][-1], STAGED)
 
 

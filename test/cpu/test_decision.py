@@ -6,22 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.selection.decision import (
-    FEWEST_PAIRS,
-    MOST_PAIRS,
-    Call,
-    Comparison,
-    Execution,
-    Facts,
-    Gain,
-    Part,
-    compare,
-    decide,
-    latency_us,
-    next_way,
-    plain_way,
-    throughput_us,
-)
+from pygraph_trees.selection import decision
+from pygraph_trees.selection.decision import Call, Comparison, Execution, Facts, Gain, Part, compare, decide
 
 GRAPHED, UNGRAPHED = Execution.GRAPHED, Execution.UNGRAPHED
 
@@ -72,7 +58,7 @@ class TestPlain(TestCase):
             (None, Facts(30, copied=1, copied_bytes=1000)),
             (None, Facts(60, by_address=100)),
         ):
-            self.assertIs(plain_way(parts), way, parts)
+            self.assertIs(decision.plain_way(parts), way, parts)
 
     @given(st.lists(facts, min_size=1, max_size=3), st.integers(0, 100), st.integers(0, 20), st.integers(0, 10**8))
     def test_work_for_a_replay_never_makes_it_plainly_better(self, parts, launches, count, nbytes):
@@ -80,11 +66,11 @@ class TestPlain(TestCase):
         by_address, copied, copied_bytes = first.by_address + count, first.copied + count, first.copied_bytes
         copied_bytes += nbytes if count else 0
         more = dataclasses.replace(first, by_address=by_address, copied=copied, copied_bytes=copied_bytes)
-        if plain_way(parts) is not GRAPHED:
-            self.assertIsNot(plain_way([more, *others]), GRAPHED)
+        if decision.plain_way(parts) is not GRAPHED:
+            self.assertIsNot(decision.plain_way([more, *others]), GRAPHED)
         more = dataclasses.replace(first, launches=first.launches + launches)
-        if plain_way(parts) is not UNGRAPHED:
-            self.assertIsNot(plain_way([more, *others]), UNGRAPHED)
+        if decision.plain_way(parts) is not UNGRAPHED:
+            self.assertIsNot(decision.plain_way([more, *others]), UNGRAPHED)
 
 
 class TestStep(TestCase):
@@ -96,9 +82,9 @@ class TestStep(TestCase):
             for _ in range(load.launches):
                 host += load.host_us / load.launches
                 gpu = max(gpu, host) + load.gpu_us / load.launches
-        self.assertEqual(latency_us(work), max(host, gpu), rtol=1e-9, atol=1e-6)
-        self.assertLessEqual(throughput_us(work), latency_us(work) + 1e-6)
-        self.assertLessEqual(latency_us(work), sum(latency_us([load]) for load in work) + 1e-6)
+        self.assertEqual(decision.latency_us(work), max(host, gpu), rtol=1e-9, atol=1e-6)
+        self.assertLessEqual(decision.throughput_us(work), decision.latency_us(work) + 1e-6)
+        self.assertLessEqual(decision.latency_us(work), sum(decision.latency_us([load]) for load in work) + 1e-6)
 
     def test_kinds_of_programs(self):
         loses, gains, alone = part((20, 10), (30, 35)), part((400, 100), (20, 110), 40), part((20, 10), (23, 10))
@@ -158,10 +144,11 @@ class TestMeasuredLatency(TestCase):
 
     def test_enough_pairs_must_be_measured(self):
         one, other = self.part(275, 255), self.part(None, 255)
-        for measured, ungraphed_us in ((FEWEST_PAIRS, 275), (FEWEST_PAIRS - 1, 224)):
+        for measured, ungraphed_us in ((decision.FEWEST_PAIRS, 275), (decision.FEWEST_PAIRS - 1, 224)):
             calls = [*one.ungraphed[:measured], *other.ungraphed[: 6 - measured]]
             found = compare([dataclasses.replace(one, ungraphed=calls)])
-            self.assertEqual((found.latency.ungraphed_us, found.is_modelled), (ungraphed_us, measured < FEWEST_PAIRS))
+            facts = found.latency.ungraphed_us, found.is_modelled
+            self.assertEqual(facts, (ungraphed_us, measured < decision.FEWEST_PAIRS))
 
     def test_several_parts_are_modelled(self):
         self.assertEqual(compare([self.part(275, 255)] * 2), compare([self.part(None, None)] * 2))
@@ -197,10 +184,10 @@ class TestNextWay(TestCase):
     def test_ways_alternate_so_that_a_steady_change_favours_neither(self):
         """No more calls are measured than are enough."""
         made, order = dict.fromkeys(Execution, 0), []
-        for count in range(2 * MOST_PAIRS + 1):
-            is_enough = count == 2 * MOST_PAIRS or (count >= 2 * FEWEST_PAIRS and count % 2 == 0)
-            self.assertEqual(next_way(made, is_clear=True) is None, is_enough)
-            order.append(next_way(made))
+        for count in range(2 * decision.MOST_PAIRS + 1):
+            is_enough = count == 2 * decision.MOST_PAIRS or (count >= 2 * decision.FEWEST_PAIRS and count % 2 == 0)
+            self.assertEqual(decision.next_way(made, is_clear=True) is None, is_enough)
+            order.append(decision.next_way(made))
             if order[-1] is not None:
                 made[order[-1]] += 1
         self.assertIsNone(order.pop())
@@ -208,9 +195,9 @@ class TestNextWay(TestCase):
             self.assertEqual(sum(n for n, found in enumerate(order) if found is way), sum(range(len(order))) / 2)
 
     def test_a_way_that_a_step_did_not_measure_follows(self):
-        self.assertIs(next_way({GRAPHED: 100, UNGRAPHED: 0}, is_clear=True), UNGRAPHED)
-        self.assertIs(next_way({GRAPHED: 4, UNGRAPHED: 100}), GRAPHED)
-        self.assertIsNone(next_way({GRAPHED: 100, UNGRAPHED: FEWEST_PAIRS}))
+        self.assertIs(decision.next_way({GRAPHED: 100, UNGRAPHED: 0}, is_clear=True), UNGRAPHED)
+        self.assertIs(decision.next_way({GRAPHED: 4, UNGRAPHED: 100}), GRAPHED)
+        self.assertIsNone(decision.next_way({GRAPHED: 100, UNGRAPHED: decision.FEWEST_PAIRS}))
 
 
 class TestText(TestCase):

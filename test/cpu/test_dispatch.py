@@ -193,9 +193,8 @@ class TestFlags(TestCase):
         self.enterContext(mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", FakeManager))
         containers = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
         self.enterContext(mock.patch.dict(containers, clear=True))
-        forward, backward = (
-            choice.as_upstream_has_it(lambda inputs: inputs, mode, 0) for mode in ("forward", "backward")
-        )
+        modes = "forward", "backward"
+        forward, backward = (choice.as_upstream_has_it(lambda inputs: inputs, mode, 0) for mode in modes)
 
         def forward_and_manager():
             forward([])
@@ -262,12 +261,10 @@ class TestRoom(TestCase):
             (50, 1.0, 300, 200, False),
             (50, 1.0, 300, 40, True),  # 160 bytes that torch has reserved are in no pool
         ):
-            with (
-                mock.patch("torch.cuda.mem_get_info", return_value=(free, 1000)),
-                mock.patch("torch.cuda.get_per_process_memory_fraction", return_value=fraction),
-                mock.patch("torch.cuda.memory_reserved", return_value=reserved),
-                mock.patch("torch.cuda.memory_allocated", return_value=allocated),
-            ):
+            answers = {"mem_get_info": (free, 1000), "get_per_process_memory_fraction": fraction}
+            answers |= {"memory_reserved": reserved, "memory_allocated": allocated}
+            functions = {name: mock.Mock(return_value=answer) for name, answer in answers.items()}
+            with mock.patch.multiple(torch.cuda, **functions):
                 self.assertEqual(choice.has_room_for_another(manager), has_room)
 
 

@@ -300,13 +300,13 @@ class TestUsableDriver(TestCase):
         with (
             mock.patch.object(pools, "OWNED", {made.cuda_graphs_pool: None}),
             mock.patch.object(cudagraph_trees, "CUDAGraphNode", Recording),
-            mock.patch.object(
-                Manager, "_get_cuda_graph_recorded_tensor_checker", lambda manager: lambda t: False, create=True
+            mock.patch.multiple(
+                Manager, _get_cuda_graph_recorded_tensor_checker=lambda _: lambda t: False, create=True
             ),
             mock.patch.object(drivers, "driver", lambda: None),
             self.assertWarns(IndirectionOff),
         ):
-            self.assertEqual(recording.usable_driver(), None)
+            self.assertIsNone(recording.usable_driver())
             self.assertEqual(made._driver_for_addresses(), "cuda.bindings is not installed: pip install cuda-bindings")
             self.assertTrue(manager._given([torch.zeros(1), torch.zeros(1)], 0).would_lose_writes())
 

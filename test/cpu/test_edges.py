@@ -13,7 +13,7 @@ from fake_driver import FakeApi
 from fake_native import library
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interleaving import interleaved, serial
+from interleaving import is_right
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda.driver import Driver
@@ -72,17 +72,11 @@ class Captured:
         return Chain(self.dependencies, self.graph, self.nodes, self.ops)
 
     def is_right(self, seeds: range) -> bool:
-        """Whether nodes read in each interleaving what they read one after another, and memory ends the same."""
-        right = serial(self.effects)
-        return all(interleaved(self.effects, self.api.edges(self.graph), seed) == right for seed in seeds)
+        return is_right(self.effects, self.api.edges(self.graph), seeds)
 
 
-accesses = st.builds(
-    lambda start, count, write: Access(start, start + count, write),
-    st.integers(0, 20),
-    st.integers(1, 6),
-    st.booleans(),
-)
+starts, counts = st.integers(0, 20), st.integers(1, 6)
+accesses = st.builds(lambda start, count, write: Access(start, start + count, write), starts, counts, st.booleans())
 seldom = st.sampled_from([False] * 7 + [True])
 operations = st.builds(
     Op, st.lists(accesses, max_size=3).map(tuple), st.integers(0, 3), st.integers(1, 3), st.booleans(), seldom, seldom

@@ -56,9 +56,8 @@ class TestReasons(TestCase):
         self.assertGreater(len(saying), 10)
         for function in saying:
             returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
-            returned += [
-                part for value in returned if isinstance(value, ast.IfExp) for part in (value.body, value.orelse)
-            ]
+            chosen = [value for value in returned if isinstance(value, ast.IfExp)]
+            returned += [part for value in chosen for part in (value.body, value.orelse)]
             texts = [value for value in returned if isinstance(value, (ast.JoinedStr, ast.Constant))]
             self.assertEqual([ast.unparse(text) for text in texts if ast.unparse(text) != "None"], [], function.name)
 

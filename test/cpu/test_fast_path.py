@@ -372,9 +372,8 @@ class TestNative(TestCase):
     def dying(self, order=None, live=None):
         """Two of another recording's three cached outputs are inputs, and all three must be dead."""
         earlier, static = some(3), torch.zeros(3)
-        trees = Trees(
-            {0: earlier[0], 2: earlier[1]}, some(1), managed=[0, 2], live=live, after=deaths(earlier, 0, 2, 1)
-        )
+        fixed, after = {0: earlier[0], 2: earlier[1]}, deaths(earlier, 0, 2, 1)
+        trees = Trees(fixed, some(1), managed=[0, 2], live=live, after=after)
         back = [0, 1, 2] if order is None else [order.index(number) for number in range(3)]
         return trees, earlier, lambda: ordered([earlier[0], static, earlier[1]], back)
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from new_process import ROOT, python
+from commands import ROOT, python
 from torch._inductor import config, cudagraph_trees
 from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch._inductor.utils import BoxedBool, fresh_cache
@@ -103,10 +103,8 @@ class TestFlags(TestCase):
         """Whether CUDA graphs are on, and the settings, while a function is compiled; checks that it works."""
         seen = []
         torch._dynamo.reset()
-        look = mock.patch.object(
-            compiled, "attach", lambda *_: seen.append((config.triton.cudagraphs, Settings.current()))
-        )
-        with look, config.patch({"force_disable_caches": True}):
+        note = lambda *_: seen.append((config.triton.cudagraphs, Settings.current()))  # noqa: E731
+        with mock.patch.object(compiled, "attach", note), config.patch({"force_disable_caches": True}):
             self.assertEqual(torch.compile(product, options=options)(torch.ones(3, 3)), torch.full((3, 3), 3.0))
         (found,) = seen
         return found
@@ -356,9 +354,9 @@ class TestNever(TestCase):
     def test_the_report_says_so(self):
         """It lists a graph that would have run as a CUDA graph, with the reason why it does not."""
         artifact = SimpleNamespace(
-            current_callable=len, device_types={"cuda"}, disabled_cudagraphs_reason=None, cudagraph_info=None
+            disabled_cudagraphs_reason=None, cudagraph_info=None, fx_kwargs={"is_inference": True}
         )
-        artifact.fx_kwargs = {"is_inference": True}
+        artifact.current_callable, artifact.device_types = len, {"cuda"}
         given = []
         kwargs = {"cudagraphs": BoxedBool(False), "is_backward": False, "is_inference": True}
         post_compile = putting_to_use(lambda *args: given.append(bool(args[3]["cudagraphs"])))
@@ -378,11 +376,8 @@ class TestNever(TestCase):
             kwargs["cudagraphs"], artifact.source_code = BoxedBool(True), source
             post_compile(artifact, (), None, kwargs)
             self.assertEqual(given[-1], wanted)
-        kwargs |= {
-            "cudagraphs": BoxedBool(True),
-            "is_backward": True,
-            "boxed_forward_device_index": BoxedDeviceIndex(0),
-        }
+        kwargs |= {"is_backward": True, "boxed_forward_device_index": BoxedDeviceIndex(0)}
+        kwargs["cudagraphs"] = BoxedBool(True)
         post_compile(artifact, (), None, kwargs)
         with mock.patch.object(cudagraph_trees, "get_manager") as manager:
             self.assertEqual(artifact.current_callable([1, 2]), 2)  # the forward may have been graphed

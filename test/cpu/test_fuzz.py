@@ -14,7 +14,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "tools"), str(HERE)]
 
-import captured
+from commands import run
 from fuzzing import command_line
 from fuzzing.around import Around
 from fuzzing.case import Case, Input, read
@@ -97,7 +97,7 @@ class TestCommand(TestCase):
     def _main(self, *arguments):
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))  # for the processes
         with mock.patch("torch.cuda.is_available", return_value=False), mock.patch.dict(os.environ, PYTHONPATH=path):
-            return captured.run(command_line.main, *map(str, arguments))
+            return run(command_line.main, *map(str, arguments))
 
     def test_a_failing_program_is_made_small_printed_and_run_again(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -257,9 +257,8 @@ class TestGradients(TestCase):
 
         model, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh()), torch.randn(2, 4)
         wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-        backend = aot_autograd(
-            fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward_compiler
-        )
+        forward_compiler = lambda graph, _: make_boxed_func(graph.forward)  # noqa: E731
+        backend = aot_autograd(fw_compiler=forward_compiler, bw_compiler=backward_compiler)
         compiled = torch.compile(model, backend=backend)
 
         def backward(**arguments):

@@ -13,7 +13,7 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-from new_process import ROOT, python
+from commands import ROOT, WithFolder, python
 from torch._inductor.runtime import cache_dir_utils
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
@@ -156,10 +156,9 @@ class TestInductorsFolder(TestCase):
             self.assertEqual(_inductors_folder(), os.path.abspath("somewhere"))
 
 
-class TestImportHook(TestCase):
+class TestImportHook(WithFolder):
     def setUp(self):
         super().setUp()
-        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.enterContext(mock.patch.object(sys, "path", [str(self.folder), *sys.path]))
         self.enterContext(mock.patch.dict(sys.modules))
         self.hook = ImportHook()

@@ -519,9 +519,8 @@ class TestPolicy(TestCase):
         self.enterContext(mock.patch.object(Manager, "_warming_up", lambda *_: contextlib.nullcontext()))
         self.enterContext(mock.patch.object(Upstream, "run_eager", failing))
         for indirection, left in (("off", traces), ("auto", [])):
-            self.assertRaises(
-                ValueError, self.manager.run_eager, [X], id_ := self.add(function(indirection=indirection))
-            )
+            id_ = self.add(function(indirection=indirection))
+            self.assertRaises(ValueError, self.manager.run_eager, [X], id_)
             self.assertEqual(self.manager.current_node.stack_traces, left)
         self.assertEqual(len(traces), 2)  # the function's own
         self.manager.disable_invalidate_aliases = False

@@ -250,9 +250,8 @@ class TestRecording(BranchesTestCase):
                     raise torch.OutOfMemoryError
                 return model(inputs)
 
-            kept = SimpleNamespace(
-                raw_cuda_graph=lambda: 7, instantiate=lambda steps=steps: steps.append("instantiate")
-            )
+            instantiate = functools.partial(steps.append, "instantiate")
+            kept = SimpleNamespace(raw_cuda_graph=lambda: 7, instantiate=instantiate)
             patches = {
                 **{"kept_graph": lambda inputs, kept=kept: kept, "branches_noted": noted},
                 **{"captured_nodes": Counter, "progress_of": lambda model: None},
@@ -264,8 +263,7 @@ class TestRecording(BranchesTestCase):
             with (
                 mock.patch.multiple(recording, **patches),
                 mock.patch.object(recording.Upstream, "_record", capture),
-                mock.patch.object(torch.cuda, "current_stream", mock.MagicMock()),
-                mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
+                mock.patch.multiple(torch.cuda, current_stream=mock.MagicMock(), device=contextlib.nullcontext),
             ):
                 if expected == "no memory":
                     self.assertRaises(torch.OutOfMemoryError, node._record, lambda inputs: [], [])

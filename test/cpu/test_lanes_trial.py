@@ -291,9 +291,8 @@ class TestNumbers(TestCase):
             function = self.function(code=code)
             self.record(function)
             log = self.tried(function, lanes_us)
-            self.assertEqual(
-                (log.branches.measured_us, log.why_no_branches is None), ((100.0, lanes_us), lanes_us == 80.0)
-            )
+            facts = log.branches.measured_us, log.why_no_branches is None
+            self.assertEqual(facts, ((100.0, lanes_us), lanes_us == 80.0))
             for other, function_id in ((function, "f"), (self.function(code=code), "of another process")):
                 found, why, log = self.record(other, function_id)
                 self.assertEqual((found, why), (expected, None))
@@ -343,9 +342,8 @@ class TestNumbers(TestCase):
             *_, log = self.record(function)
             function.lanes.tried("f", log, why)
             found, _, again = self.record(function)
-            self.assertEqual(
-                (log.why_no_branches, found, again.why_no_branches, self.stored), (why, ("off", 0), why, {})
-            )
+            facts = log.why_no_branches, found, again.why_no_branches, self.stored
+            self.assertEqual(facts, (why, ("off", 0), why, {}))
 
     def test_ranks_must_not_differ(self):
         found, _, log = self.record(self.function(has_collective=True))

@@ -8,7 +8,6 @@ import gc
 import importlib.util
 import itertools
 import os
-import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from unittest import mock
 
 import torch
 import variant_kernels as kernels
+from commands import WithFolder
 from torch._inductor.runtime import static_triton_launcher, triton_helpers, triton_heuristics
 from torch.testing._internal.common_utils import TestCase, run_tests
 from triton.compiler import CompiledKernel
@@ -288,8 +288,7 @@ def loaded() -> Iterator[Any]:
 
     with (
         mock.patch.object(static, "C_impl", library),
-        mock.patch.object(CompiledKernel, "_init_handles", init_handles),
-        mock.patch.object(CompiledKernel, "__del__", lambda kernel: None, create=True),
+        mock.patch.multiple(CompiledKernel, _init_handles=init_handles, __del__=lambda kernel: None, create=True),
     ):
         yield gpu
 
@@ -332,12 +331,11 @@ def of_a_user(x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
     return out + 1
 
 
-class TestInductor(TestCase):
+class TestInductor(WithFolder):
     """Kernels that Inductor generates, on both launchers."""
 
     def setUp(self) -> None:
         super().setUp()
-        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.enterContext(of_inductor(self.folder))
 
     def check(self, autotuner: Any, static: bool) -> None:

@@ -68,11 +68,8 @@ class TestNames(TestCase):
             *((native, "NAMES", name, name) for name in ("manager.turned", "graph.replayed", "debug.RECORDED")),
             (native_names, "_STATE", "renamed", "manager.renamed"),
         ):
-            with (
-                mock.patch.object(owner, names, [*getattr(owner, names), name]),
-                mock.patch.object(binding, "extension", native),
-                mock.patch.object(binding, "why_without", None),
-            ):
+            renamed = mock.patch.object(owner, names, [*getattr(owner, names), name])
+            with renamed, mock.patch.multiple(binding, extension=native, why_without=None):
                 native_names.check()
                 self.assertIsNone(binding.extension)
                 self.assertIn(told, build.status())

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from new_process import python
+from commands import python
 from recordings_on_cpu import SIZE, Function, OnCpuTestCase
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.invoke_subgraph import get_invoke_subgraph_compile_options

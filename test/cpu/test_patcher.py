@@ -100,9 +100,8 @@ class TestPatcher(PatcherTestCase):
         self.assertEqual(int(self.driver.context()), int(other))
 
     def test_only_nodes_that_hold_what_changed_are_set(self):
-        live, graph, sets = self.recorded(
-            lambda found: [self.api.make_kernel([found[0]]), self.api.make_kernel([found[1], 8, found[1] + 16])]
-        )
+        make = self.api.make_kernel
+        live, graph, sets = self.recorded(lambda found: [make([found[0]]), make([found[1], 8, found[1] + 16])])
         self.assertTrue(self.replay(live, sets[1][0], sets[0][1]))
         self.assertEqual(self.api.calls, [KERNEL])
         second = sets[0][1].data_ptr()

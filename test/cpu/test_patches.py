@@ -14,12 +14,9 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
 import torch
 import torch._inductor.config as config
-from new_process import python
+from commands import ROOT, python
 from torch._dynamo import utils as dynamo_utils
 from torch._inductor import cudagraph_trees, output_code, scheduler
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -62,10 +59,8 @@ class TestInstall(TestCase):
         super().tearDown()
 
     def test_uninstall_restores_the_very_objects(self):
-        if binding.extension is not None:
-            backward_edges.mark(
-                type("Node", (), {})
-            )  # torch's engine is left alone until the first function asks for it
+        if binding.extension is not None:  # until the first function asks for it, torch's engine is left alone
+            backward_edges.mark(type("Node", (), {}))
         inductor_patches.uninstall()
         before = torch_as_it_is()
         inductor_patches.install()
@@ -120,9 +115,8 @@ class TestCalls(TestCase):
             for inner in (lambda y: y * y, torch.func.grad(lambda y: (y * y).sum())):  # with a wrapper that is alive
                 leaked.clear()
                 torch.func.grad(lambda y, inner=inner: leaked.append(y) or unwrap((y, x))[0].sum() + inner(y).sum())(x)
-                yield from (
-                    found is given for found, given in zip(unwrap((x, 1, None, x)), (x, 1, None, x), strict=True)
-                )
+                given = x, 1, None, x
+                yield from (value is one for value, one in zip(unwrap(given), given, strict=True))
                 yield [torch._C._functorch.is_gradtrackingtensor(value) for value in unwrap((leaked[0], x))]
             yield unwrap(())
 
@@ -162,9 +156,8 @@ class TestMismatch(TestCase):
             with warns(self, FeatureOff, r"report stays off on torch .*graph_partition: no longer uses"):
                 status = inductor_patches.install()
             self.assertEqual([s.state for s in status], ["on", "on", "mismatch", *["on"] * 6])
-            self.assertIs(
-                output_code.CompiledFxGraph.__init__, before[f"{output_code.__name__}.CompiledFxGraph.__init__"]
-            )
+            unpatched = before[f"{output_code.__name__}.CompiledFxGraph.__init__"]
+            self.assertIs(output_code.CompiledFxGraph.__init__, unpatched)
             self.assertIn("graph_partition", status[2].mismatches[0])
             with warnings.catch_warnings(action="error"):  # one warning, not one per install
                 inductor_patches.install()

@@ -16,17 +16,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.errors import DriverError
-from pygraph_trees.indirection.placeholder import (
-    LEAST_HIGH_HALF,
-    LOW_HALF_END,
-    LOW_HALF_START,
-    MAX_PIECE_NBYTES,
-    SMALL_GUARD_NBYTES,
-    Arena,
-    Extent,
-    Placeholders,
-    stands_out,
-)
+from pygraph_trees.indirection import placeholder as rules
+from pygraph_trees.indirection.placeholder import LOW_HALF_END, LOW_HALF_START, Arena, Extent, Placeholders
 
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
 WINDOW = 4 * GIB  # extra size of an arena, so that it can begin at a multiple of it
@@ -75,7 +66,7 @@ class TestPlaceholders(PlaceholdersTestCase):
         self.assertTrue(api.is_reserved(placeholders.low, placeholders.high - placeholders.low))
         for placeholder, extent in zip(placeholders.placeholders, extents, strict=True):
             self.assertEqual((placeholder.start % 512, placeholder.nbytes), (extent.residue, extent.nbytes))
-            guard = SMALL_GUARD_NBYTES if extent.nbytes < MIB else GRANULE
+            guard = rules.SMALL_GUARD_NBYTES if extent.nbytes < MIB else GRANULE
             self.assertGreaterEqual(placeholder.start - placeholder.low, guard)
             self.assertGreaterEqual(placeholder.high - placeholder.end, guard)
             # Looking at the mappings' edges misses no page in the middle of the extent.
@@ -132,8 +123,8 @@ class TestPlaceholders(PlaceholdersTestCase):
             (many, 0, 2 * MIB, 20 * 5 + 1),
             (many, 5 * MIB, 6 * MIB, 20 * 2 + 1),
             (many, 30 * MIB, 30 * MIB, 20 / 2),  # the page has room beside two of them
-            (many, 320 * MIB, MAX_PIECE_NBYTES, 2),  # eighteen of them at most
-            ([Extent(400 * MIB, 0)], TIB, MAX_PIECE_NBYTES, 2),
+            (many, 320 * MIB, rules.MAX_PIECE_NBYTES, 2),  # eighteen of them at most
+            ([Extent(400 * MIB, 0)], TIB, rules.MAX_PIECE_NBYTES, 2),
         ):
             with self.subTest(budget=budget, nbytes=nbytes):
                 self.restart()
@@ -248,14 +239,14 @@ class TestArena(PlaceholdersTestCase):
     def test_high_halves_are_greater_than_shifts(self):
         """If the driver begins at low addresses, this holds as far as the reservation is large enough."""
         for most, nbytes, expected in (
-            (None, 100, LEAST_HIGH_HALF),
+            (None, 100, rules.LEAST_HIGH_HALF),
             (70 * GIB, 100, 4),
-            (None, TIB - (LEAST_HIGH_HALF - 5) * WINDOW, 4),  # too large to fit after it
+            (None, TIB - (rules.LEAST_HIGH_HALF - 5) * WINDOW, 4),  # too large to fit after it
         ):
             self.restart(_next_range=0x3_0200_0000, most_reserved=most)
             low, high = self.place(Extent(nbytes, 0))
             self.assertEqual(low, expected * WINDOW + LOW_HALF_START)
-            self.assertEqual(stands_out(low), expected == LEAST_HIGH_HALF)
+            self.assertEqual(rules.stands_out(low), expected == rules.LEAST_HIGH_HALF)
             self.assertLessEqual(high, self.arena()[1])
 
     def test_another_reservation_is_made_if_one_runs_out(self):

@@ -38,9 +38,8 @@ class OnCpu(fx.Interpreter):
     """Runs a graph with both devices on the CPU."""
 
     def call_function(self, target, args, kwargs):
-        args, kwargs = fx.node.map_aggregate(
-            (args, kwargs), lambda a: torch.device("cpu") if isinstance(a, torch.device) else a
-        )
+        on_cpu = lambda a: torch.device("cpu") if isinstance(a, torch.device) else a  # noqa: E731
+        args, kwargs = fx.node.map_aggregate((args, kwargs), on_cpu)
         found = super().call_function(target, args, kwargs)
         # A copy between devices never returns its source.
         return found.clone() if target is torch.ops.prims.device_put.default else found
@@ -295,10 +294,8 @@ class TestLowered(TestCase):
         self.assertEqual(devices(calls(graph, "aten.index")), ["cpu"])
 
     def test_what_is_staged_can_stand_for_it(self):
-        """The graph is given memory for its elements alone, in which code cannot take views with other strides.
-
-        The program copies a part of an input with gaps in its stream; a copy on the CPU would read it at the call.
-        """
+        """The graph is given memory for its elements alone, in which code cannot take views with other strides. The
+        program copies a part of an input with gaps in its stream; a copy on the CPU would read it at the call."""
         rows, wide = torch.rand(128, 256), torch.rand(128, 512)[:, :256]
         view, computed, nothing = r"^reinterpret_tensor\(arg", r"^buf\d+$", r"^$"
         for function, value, staged_is in (
@@ -416,9 +413,8 @@ class TestLowered(TestCase):
 
     def test_a_wrapper_in_cpp_stages_nothing(self):
         with torch._inductor.config.patch({"cpp_wrapper": True}), absent_gpu("sm_90"):
-            module = traced(
-                lambda x, v: x * torch.ops.prims.device_put(v, GPU), [(torch.rand(4), "gpu"), (torch.rand(4), "cpu")]
-            )
+            inputs = [(torch.rand(4), "gpu"), (torch.rand(4), "cpu")]
+            module = traced(lambda x, v: x * torch.ops.prims.device_put(v, GPU), inputs)
             with torch._inductor.config.patch({"triton.cudagraphs": True, "triton.pygraph_placement": "full"}):
                 self.assertTrue(place_for_graphs(module.graph, lambda: True))
         self.assertEqual([record.how for record in module.meta[PLACED]], ["copied"])

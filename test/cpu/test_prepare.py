@@ -147,9 +147,8 @@ class TestPrepare(TestCase):
 
         with mock.patch.object(preparing.pools, "managers", lambda: [manager]):
             found = pygraph_trees.prepare(fn, [5_000_000, 7_000_000])
-        self.assertEqual(
-            [(s.pool_bytes, s.own_bytes) for s in found.sizes], [(5_000_000, 500_000), (2_000_000, 200_000)]
-        )
+        facts = [(s.pool_bytes, s.own_bytes) for s in found.sizes]
+        self.assertEqual(facts, [(5_000_000, 500_000), (2_000_000, 200_000)])
         self.assertIn("5.0 MB  500 kB", str(found))
 
 

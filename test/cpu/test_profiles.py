@@ -12,8 +12,8 @@ import warnings
 from pathlib import Path
 from unittest import mock
 
-import captured
 import torch
+from commands import run
 from fake_driver import FakeApi
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -243,7 +243,7 @@ class TestMachine(TestCase):
 class TestCommand(Folder):
     def run_command(self, *argv):
         with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(self.profiles.folder.parent)):
-            status, out, err = captured.run(command_line.main, "profiles", *argv)
+            status, out, err = run(command_line.main, "profiles", *argv)
         return status, out.replace(str(self.profiles.folder), "FOLDER"), err
 
     def test_list(self):

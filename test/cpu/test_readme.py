@@ -8,34 +8,28 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-
+from commands import ROOT
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import __main__ as command_line
 
 README = ROOT / "README.md"
+TEXT = README.read_text(encoding="utf-8")
 MOST_WORDS = 1500
 
 
 def block_after(mark):
     """The first code block after a mark."""
-    return (
-        README.read_text(encoding="utf-8").partition(mark)[2].partition("```")[2].partition("\n")[2].partition("```")[0]
-    )
+    return TEXT.partition(mark)[2].partition("```")[2].partition("\n")[2].partition("```")[0]
 
 
 class TestReadme(TestCase):
     def test_it_is_short(self):
-        self.assertLessEqual(len(README.read_text(encoding="utf-8").split()), MOST_WORDS)
+        self.assertLessEqual(len(TEXT.split()), MOST_WORDS)
 
     def test_links_exist(self):
-        for page in (
-            README,
-            ROOT / "CONTRIBUTING.md",
-            *(ROOT / "pygraph_trees").rglob("*.md"),
-            *(ROOT / "tools").rglob("*.md"),
-        ):
+        of_folders = (page for name in ("pygraph_trees", "tools") for page in (ROOT / name).rglob("*.md"))
+        for page in (README, ROOT / "CONTRIBUTING.md", *of_folders):
             for name in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
                 self.assertTrue((page.parent / name).exists(), f"{page.relative_to(ROOT)}: {name}")
 
@@ -57,9 +51,7 @@ class TestReadme(TestCase):
 
         graphed = {mode for mode, options in list_mode_options().items() if options.get("triton.cudagraphs")}
         self.assertEqual(graphed, {"reduce-overhead", "max-autotune"})
-        self.assertIn(
-            '`"reduce-overhead"` or `"max-autotune"`', README.read_text(encoding="utf-8").replace("\n  ", " ")
-        )
+        self.assertIn('`"reduce-overhead"` or `"max-autotune"`', TEXT.replace("\n  ", " "))
 
 
 if __name__ == "__main__":

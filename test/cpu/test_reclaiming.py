@@ -145,9 +145,8 @@ class TestPool(WithoutGpu):
     def test_the_pool_is_given_back_with_its_last_recording_unless_an_output_is_held(self):
         """Outputs that were replaced by others count too."""
         older = output(is_held=True)
-        manager, model = self.recorded(
-            outputs_weakrefs=[output(), None], unaliased_in_all_paths=[True, False], older_outputs=[older]
-        )
+        outputs = {"outputs_weakrefs": [output(), None], "unaliased_in_all_paths": [True, False]}
+        manager, model = self.recorded(older_outputs=[older], **outputs)
         self.assertFalse(manager.give_pool_back())  # nothing was given back yet
         manager.forget(model)
         self.assertFalse(manager.give_pool_back())
@@ -219,8 +218,8 @@ class TestPool(WithoutGpu):
 
     def test_an_open_path_is_ended_if_that_takes_nothing_from_anybody(self):
         """``give_pool_back`` ends it."""
-        self.enterContext(mock.patch.object(Upstream, "try_end_curr_execution", end_path))
-        self.enterContext(mock.patch.object(Upstream, "clear_current_path_state_and_set_to_none", end_path))
+        ends = ("try_end_curr_execution", "clear_current_path_state_and_set_to_none")
+        self.enterContext(mock.patch.multiple(Upstream, **dict.fromkeys(ends, end_path)))
         state = cudagraph_trees.ExecutionState
         for path_state, are_dead, is_ended in (
             (state.EXECUTION, False, True),  # upstream ends it at a new step
@@ -281,10 +280,7 @@ class TestShutdown(WithoutGpu):
             containers.clear()
 
         local = SimpleNamespace(tree_manager_containers=containers)
-        with (
-            mock.patch.object(cudagraph_trees, "local", local),
-            mock.patch.object(cudagraph_trees, "_set_cached_tensors_enabled", order.append),
-        ):
+        with mock.patch.multiple(cudagraph_trees, local=local, _set_cached_tensors_enabled=order.append):
             entry_points.reset_cudagraph_trees(upstream)()
         self.assertEqual(order, [False, True, "freed"])
 

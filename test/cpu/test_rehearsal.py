@@ -323,10 +323,8 @@ class TestRehearsal(LiveInputsTestCase):
                 self.check_calls(live, graph, [a], lambda a: [a.double() + 1, a.double() + 2][: 1 + hides])  # noqa: B023
 
     def test_inputs_that_are_written_end_as_after_one_launch(self):
-        """A mutated input is written in place unless its address is hidden.
-
-        A donated buffer is changed by each launch, so the first call needs what it held before the check.
-        """
+        """A mutated input is written in place unless its address is hidden. A donated buffer is changed by each launch,
+        so the first call needs what it held before the check."""
         in_place = lambda a, o: [self.kernel("in_place", a[0]), self.kernel("plain", a[1], o[0])]  # noqa: E731
         written = lambda a, o: [self.kernel("written", a[0] ^ KEY, a[1]), self.kernel(KNOWN, a[0], o[0])]  # noqa: E731
         other = lambda a, o: [self.kernel("in_place", a[0]), self.kernel("halves", o[0], *split(a[1]))]  # noqa: E731
@@ -357,10 +355,8 @@ class TestRehearsal(LiveInputsTestCase):
             self.assertEqual((self.out[0], numbers.offset), (a + 4, 8))
 
     def test_inputs_are_copied_if_equal_launches_differ(self):
-        """If they differ only by rounding, even increasingly, only integers and written inputs are copied.
-
-        Own memory of outputs is only written, so it is not copied.
-        """
+        """If they differ only by rounding, even increasingly, only integers and written inputs are copied. Own memory
+        of outputs is only written, so it is not copied."""
         why = "two equal launches give different results, and {} may hide its address"
         a, index, total, block = some(), at(torch.arange(COUNT)), some(), some()
         live, graph = self.rehearse(lambda a, o: [self.kernel("counted", a[0], o[0])], a)
@@ -434,10 +430,7 @@ class TestRehearsal(LiveInputsTestCase):
 
     def test_with_other_processes_nothing_is_launched(self):
         self.assertFalse(hidden_addresses.may_wait_for_others())
-        with (
-            mock.patch.object(torch.distributed, "is_initialized", lambda: True),
-            mock.patch.object(torch.distributed, "get_world_size", lambda: 2),
-        ):
+        with mock.patch.multiple(torch.distributed, is_initialized=lambda: True, get_world_size=lambda: 2):
             live, graph = self.rehearse(lambda a, o: [self.kernel("plain", a[0], o[0])], some())
         why = "plain, which may wait for other processes, may hide its address"
         self.assertEqual((self.routes(live), graph.launches), ({0: why}, 0))

@@ -22,24 +22,19 @@ from pygraph_trees.report.text import environment_lines, render
 from pygraph_trees.trees.recordings.records import describe_outputs
 
 CAUSE = records.Cause("DeviceCopy ops", "prims.device_put.default", "model.py:31 in forward: y = table.to(x.device)")
+READS = records.PartitionInput("x", True, "cuda:0", "float32", 256, {"triton": 1})
 SPLIT = (
     records.Partition(graphed=True, kernels={"triton": 3, "extern": 2}),
     records.Partition(graphed=False, kernels={"copy": 1, "cpu": 4}, causes=(CAUSE,)),
-    records.Partition(
-        graphed=True,
-        kernels={"triton": 1},
-        inputs=(records.PartitionInput("x", True, "cuda:0", "float32", 256, {"triton": 1}),),
-        outputs=("buf7",),
-    ),
+    records.Partition(graphed=True, kernels={"triton": 1}, inputs=(READS,), outputs=("buf7",)),
 )
 ENVIRONMENT = records.Environment("0.1.0", "2.13.0", "3.7.0", "NVIDIA H200", (records.FeatureState("flags", "on"),))
 
 
 def function(**fields):
     settings = {"placement": "off", "indirection": "off", "selective": "always"}
-    return FunctionLog(
-        **{"model": "Net", "compile_id": "0/0", "mode": "inference", "partition": 1, "settings": settings, **fields}
-    )
+    known = {"model": "Net", "compile_id": "0/0", "mode": "inference", "partition": 1, "settings": settings}
+    return FunctionLog(**known | fields)
 
 
 INPUTS = (
@@ -108,9 +103,8 @@ class TestOutputs(TestCase):
         moved = "outlived its step: moved out of the graph pool"
         for number in (2, 2, 0):
             log.output_moved(number, 4096)
-        log.recorded(
-            RecordingLog(0, outputs=(records.OutputRecord(0, "pool", 4096), records.OutputRecord(2, "own", 4096)))
-        )
+        outputs = records.OutputRecord(0, "pool", 4096), records.OutputRecord(2, "own", 4096)
+        log.recorded(RecordingLog(0, outputs=outputs))
         often = f"{where} 2 {moved} 2 times, 8.2 kB, in memory of its own since"
         seldom = f"{where} 0 {moved} 1 time, 4.1 kB"
         self.assertEqual(lines("outliv", log), [often, seldom])
@@ -151,9 +145,8 @@ class TestCopies(TestCase):
             for number, (size, route, why) in enumerate(live)
         ]
         log = function()
-        log.recorded(
-            recording(0, inputs=(*inputs, (len(live), "weight", "static", "cuda:0", 9000, 0, False)), **fields)
-        )
+        inputs.append((len(live), "weight", "static", "cuda:0", 9000, 0, False))
+        log.recorded(recording(0, inputs=inputs, **fields))
         return lines(": copied", log)
 
     def test_copied_inputs_are_summed_by_reason(self):

@@ -148,9 +148,8 @@ class TestChooser(TestCase):
     def test_kernels_that_cannot_be_compiled_or_an_error_leave_inputs_patched(self) -> None:
         self.is_built = False
         self.assertEqual(self.steps_of(self.made()), 3)
-        self.assertEqual(
-            (self.choice, self.reasons, self.function.log.awaits_table), (Reason.TABLE_NOT_COMPILED, [], False)
-        )
+        found = self.choice, self.reasons, self.function.log.awaits_table
+        self.assertEqual(found, (Reason.TABLE_NOT_COMPILED, [], False))
         self.renew()
         with (
             mock.patch.object(builds, "begin", side_effect=RuntimeError("of the test")),

@@ -6,14 +6,13 @@ import functools
 import importlib.util
 import itertools
 import re
-import tempfile
 import textwrap
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from commands import WithFolder
 from fake_trees import FakeFunction, replay_with, replaying
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +21,7 @@ from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._guards import TracingContext, tracing
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.utils import fresh_cache
-from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.two_tensor import TwoTensor
 
 from pygraph_trees.fake_gpu import lower
@@ -164,10 +163,9 @@ def programs(draw):
     return "\n".join(lines), count, given_, returned == outputs
 
 
-class RunnerTestCase(TestCase):
+class RunnerTestCase(WithFolder):
     def setUp(self):
         super().setUp()
-        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.files = 0
 
     def module(self, source):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from commands import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from new_process import python
 from torch import nn
 from torch._dynamo import reset
 from torch._functorch._aot_autograd import runtime_wrappers

@@ -216,10 +216,8 @@ class TestBuffers(StagingTestCase):
         self.assertEqual(inner.reads, [(values[1].data_ptr(), HostRead.IN_ORDER)])
 
     def test_it_waits_if_all_buffers_are_queued_and_before_it_dies(self):
-        """Otherwise its memory may be allocated again.
-
-        While another thread captures in the global mode, such questions and waits are errors that end the capture.
-        """
+        """Otherwise its memory may be allocated again. While another thread captures in the global mode, such questions
+        and waits are errors that end the capture."""
         before, found = self.api.capture_mode, []
         self.pin()
         self.queue.asked = self.waited.side_effect = lambda: found.append(self.api.capture_mode)
@@ -277,9 +275,8 @@ class TestOneBlock(StagingTestCase):
     def test_placeholder_tensors_have_storages_of_their_own(self):
         """A recording identifies them by their storages; each holds the block."""
         placeholder_tensors = Staging(numbers(0)).placeholder_tensors
-        found = {
-            (memory.data_ptr(), memory.nbytes()) for memory in map(torch.Tensor.untyped_storage, placeholder_tensors)
-        }
+        storages = map(torch.Tensor.untyped_storage, placeholder_tensors)
+        found = {(memory.data_ptr(), memory.nbytes()) for memory in storages}
         self.assertEqual((len(found), {nbytes for _, nbytes in found}), (NUMBERS, {4}))
         block = weakref.ref(self.blocks.pop())
         gc.collect()
@@ -377,10 +374,8 @@ class TestOperator(StagingTestCase):
                 self.assertTrue(begin <= sources[0].data_ptr() < begin + nbytes)
 
     def test_outputs_have_memory_of_their_own(self):
-        """Code may return the memory of a value that it no longer needs; views of one value still share memory.
-
-        Nobody holds the copy afterwards: upstream counts live memory in the graph pool.
-        """
+        """Code may return the memory of a value that it no longer needs; views of one value still share memory. Nobody
+        holds the copy afterwards: upstream counts live memory in the graph pool."""
         buffers = Staging([torch.arange(8.0), torch.tensor(5), torch.arange(6.0).view(2, 3)])
         with operator.observed(buffers.together) as found:
             a, b, c = (self.staged(placeholder_tensor) for placeholder_tensor in buffers.placeholder_tensors)
@@ -419,8 +414,7 @@ class TestUngraphed(TestCase):
             mock.patch.object(operator, "_is_between_devices", lambda there, host: True),
             mock.patch.object(operator, "_is_captured", lambda there: captured),
             mock.patch.object(operator, "_pinned", lambda host: host.clone()),
-            mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: pinned),
-            mock.patch.object(torch.Tensor, "copy_", copy),
+            mock.patch.multiple(torch.Tensor, is_pinned=lambda tensor: pinned, copy_=copy),
         ):
             found = operator._staged(torch.empty(0), host, int(read))
         self.assertEqual(found, host.resolve_conj().resolve_neg())
@@ -428,10 +422,8 @@ class TestUngraphed(TestCase):
         return made
 
     def test_a_copy_waits_only_if_the_program_s_own_would(self):
-        """It would for pinned memory, to which the GPU may still have to write, and the program may write afterwards.
-
-        A graph that the program captures reads its memory itself: a copy that waits makes torch raise there.
-        """
+        """It would for pinned memory, to which the GPU may still have to write, and the program may write afterwards. A
+        graph that the program captures reads its memory itself: a copy that waits makes torch raise there."""
         layouts = torch.tensor(3.0), torch.rand(4, 5).t(), torch.rand(4, 6)[:, ::2], torch.ones(2).bool()
         for read, pinned in itertools.product(HostRead, (False, True)):
             itself = pinned and read is not HostRead.AT_ONCE
@@ -566,18 +558,15 @@ class TestLiveInputs(StagingTestCase):
         self.assertEqual([read_at(source, s), read_at(source + 64, s)], [torch.tensor(3.0), torch.tensor(6.0)])
 
     def test_an_input_is_not_staged_unless_it_is_read_through_copies_of_its_memory_that_are_found(self):
-        """A common copy also includes an input that is read by other means; later launches would read its old value.
-
-        A copy that the driver does not describe would always read the same values, even if another one is found.
-        """
+        """A common copy also includes an input that is read by other means; later launches would read its old value. A
+        copy that the driver does not describe would always read the same values, even if another one is found."""
         first = lambda addresses: self.copies(addresses[:1])  # noqa: E731
 
         def copied_twice(undescribed, away=0):
             live = self.chosen(*numbers(0))
             second = live.items[5].recorded
-            graph = self.capture(
-                lambda _: [self.common(), self.api.make_memcpy(second, TARGET + 8192, 4, "HOST")], live
-            )
+            own = lambda: self.api.make_memcpy(second, TARGET + 8192, 4, "HOST")  # noqa: E731
+            graph = self.capture(lambda _: [self.common(), own()], live)
             if undescribed is not None:
                 self.api.fail("cuGraphMemcpyNodeGetParams", undescribed, CUresult.CUDA_ERROR_INVALID_VALUE)
             live.set_up(graph, self.reads(live), [self.blocks[-1].data_ptr(), second - away])

@@ -142,9 +142,8 @@ class TestPaths(TestCase):
             (short, True, 1, False),
             (None, True, 1, False),
         ):
-            manager = bare_manager(
-                current_node=node, current_gen=0, keeps_outputs=keeps, running_forwards_with_pending_backwards=True
-            )
+            manager = bare_manager(current_node=node, current_gen=0, keeps_outputs=keeps)
+            manager.running_forwards_with_pending_backwards = True
             manager.id_to_mode = {7: cudagraph_trees.CompilationMode.FORWARD}
             with mock.patch.object(Manager, "get_curr_generation", lambda _, found=generation: found):
                 self.assertEqual(manager.can_start_new_generation(), begins)
@@ -185,9 +184,8 @@ class TestPaths(TestCase):
             (mode.INFERENCE, False, False),
         ):
             function, other = SimpleNamespace(model=lambda inputs: [inputs[0] + 1]), ["of another call"]
-            manager = bare_manager(
-                ids_to_funcs={7: function}, id_to_mode={7: name}, running_forwards_with_pending_backwards=pending
-            )
+            manager = bare_manager(ids_to_funcs={7: function}, id_to_mode={7: name})
+            manager.running_forwards_with_pending_backwards = pending
             self.assertTrue(manager.take_turn(other))
             self.assertEqual(manager.run([1], 7), [2])
             self.assertEqual(manager.running_forwards_with_pending_backwards, expected)

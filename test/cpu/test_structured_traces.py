@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from new_process import python
+from commands import python
 from torch._inductor import compile_fx  # noqa: F401  the patches go on with it
 from torch._logging._internal import trace_log
 from torch.testing._internal.common_utils import TestCase, run_tests

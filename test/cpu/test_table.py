@@ -213,10 +213,7 @@ class TestSlots(LiveInputsTestCase):
             return "it is that" if tensor is pooled else None
 
         of_live = [{live.data_ptr()}]
-        with (
-            mock.patch.object(warmups_module, "noting", noting),
-            mock.patch.object(warmups_module, "why_not_placeholder", why_not),
-        ):
+        with mock.patch.multiple(warmups_module, noting=noting, why_not_placeholder=why_not):
             self.assertEqual(looked_at(static, 3, live, pooled, None), of_live)
             # A backward's static inputs that were live in its forward; no others, and not in another step.
             self.assertEqual(looked_at(live), [])
@@ -245,8 +242,7 @@ class TestSlots(LiveInputsTestCase):
         def other() -> None: ...
 
         with (
-            mock.patch.object(warmups_module, "noting", noting),
-            mock.patch.object(warmups_module, "why_not_placeholder", lambda *_: None),
+            mock.patch.multiple(warmups_module, noting=noting, why_not_placeholder=lambda *_: None),
             mock.patch.object(launches, "build", lambda *_: self.variant("in_ptr1")),
         ):
             warm_up(one, a, 3, b, c, builds=True)

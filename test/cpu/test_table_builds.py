@@ -7,7 +7,6 @@ import functools
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from commands import WithFolder
 from fake_trees import Plain
 from test_launches import FakeAutotuner, autotuners, of_inductor, on_gpu
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -145,12 +145,8 @@ contextlib.ExitStack().enter_context(absent_gpu())
 """
 
 
-class TestWorker(TestCase):
+class TestWorker(WithFolder):
     """The real process compiles kernels that Inductor generates for an absent GPU."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
     def job(self, *names: str) -> tuple[Any, Job, list[Any]]:
         """A kernel's autotuner, the job of compiling it with these slots, and the job's arguments."""
@@ -237,8 +233,7 @@ class TestWorker(TestCase):
     def test_a_program_that_is_no_python(self) -> None:
         for frozen, executable in ((True, sys.executable), (False, "/usr/bin/editor"), (False, None)):
             with (
-                mock.patch.object(sys, "frozen", frozen, create=True),
-                mock.patch.object(sys, "executable", executable),
+                mock.patch.multiple(sys, frozen=frozen, executable=executable, create=True),
                 self.assertRaisesRegex(OSError, "is no Python"),
             ):
                 Worker.start([])

@@ -59,9 +59,8 @@ class TestThreads(TestCase):
         self.enterContext(mock.patch.object(threads, "_local", threading.local()))
         self.made, self.log = [], FunctionLog("model", None, "inference", 1, {})
         with compile_context(CompileContext(ID)):
-            self.run_ = threads.for_each_thread(
-                lambda: Run(self.made), self.log, lambda inputs: ["un-graphed", *inputs]
-            )
+            ungraphed = lambda inputs: ["un-graphed", *inputs]  # noqa: E731
+            self.run_ = threads.for_each_thread(lambda: Run(self.made), self.log, ungraphed)
 
     def call(self):
         return self.run_(["x"])

@@ -198,10 +198,8 @@ class TestDropped(TouchedTestCase):
             output.untyped_storage().resize_(4 * SIZE)
             output.fill_(9)
         else:
-            with (
-                mock.patch.object(pools, "OWNED", WeakValueDictionary({0: function.manager})),
-                mock.patch.object(pools, "holds", lambda *_: True),
-            ):
+            owned = WeakValueDictionary({0: function.manager})
+            with mock.patch.multiple(pools, OWNED=owned, holds=lambda *_: True):
                 other = entry_points.outside_of_pools(torch._lazy_clone)(output)
         wanted = output.clone(), other.clone()
         held = {"the output": [output], "the other": [other]}.get(holds, [])

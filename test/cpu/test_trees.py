@@ -609,8 +609,7 @@ class TestManager(TestCase):
         function = self.wrapped(inference(placement="off", indirection="patch"), mutated=(1,))
         node = self.node(log=RecordingLog(number=3), wrapped_function=function)
         node._attempts = attempts.Attempts(function, inputs)
-        self.enterContext(mock.patch.object(attempts, "choose", lambda *_, **__: (None, {})))
-        self.enterContext(mock.patch.object(attempts, "ranges_of"))
+        self.enterContext(mock.patch.multiple(attempts, choose=lambda *_, **__: (None, {}), ranges_of=mock.DEFAULT))
         upstream = recording_module.Upstream, "_allocate_and_copy_recording_inputs"
         self.enterContext(mock.patch.object(*upstream, lambda *_: "done"))
         loses = self.assertRaisesRegex(recording_module.WouldLoseWrites, "recording 3: input 1 is written")

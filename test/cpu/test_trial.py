@@ -489,9 +489,8 @@ class TestTrial(TrialTestCase):
         ):
             trial, _ = self.sized(sizes, 60.0, 30.0)
             found = trial.compared.latency
-            self.assertEqual(
-                (trial.way, found.ungraphed_us, found.graphed_us), (Execution.GRAPHED, 60 + size, 30 + size)
-            )
+            facts = trial.way, found.ungraphed_us, found.graphed_us
+            self.assertEqual(facts, (Execution.GRAPHED, 60 + size, 30 + size))
             self.assertEqual(self.memory.store.call_count, stored)
 
     def test_sizes_that_do_not_come_again_are_graphed_undecided(self):
@@ -525,10 +524,8 @@ class TestTrial(TrialTestCase):
             self.assertEqual((trial.way, self.memory.store.call_count), (Execution.GRAPHED, stored))
 
     def interrupted(self, run, other, line):
-        """Calls ``run``, and in another thread ``other`` after ``line`` lines of trial code.
-
-        Returns whether ``run`` had so many lines. If ``other`` blocks, ``run`` continues after a moment.
-        """
+        """Calls ``run``, and in another thread ``other`` after ``line`` lines of trial code. Returns whether ``run``
+        had so many lines. If ``other`` blocks, ``run`` continues after a moment."""
         thread, left = threading.Thread(target=other), line
 
         def trace(frame, event, arg):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 import variant_kernels as kernels
-from new_process import python
+from commands import WithFolder, python
 from test_launches import autotuners, of_a_user, of_inductor, on_gpu
 from torch import nn
 from torch._inductor import config as inductor_config
@@ -36,10 +35,9 @@ def accesses(compiled: Any) -> Counter[str]:
     return Counter(_ACCESS.findall(compiled.asm["ptx"]))
 
 
-class VariantsTestCase(TestCase):
+class VariantsTestCase(WithFolder):
     def setUp(self) -> None:
         super().setUp()
-        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         # Inductor sets this for the process when it makes a kernel's autotuner.
         self.enterContext(mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(self.folder / "cache")))
 

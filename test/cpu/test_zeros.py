@@ -66,17 +66,14 @@ class TestZeros(TestCase):
             address(manager, [zeros(2)], FUNCTION)
         with (
             mock.patch.object(Manager, "pool", mock.Mock()),
-            mock.patch.object(UpstreamManager, "run_eager", address),
-            mock.patch.object(UpstreamManager, "record_function", address),
+            mock.patch.multiple(UpstreamManager, run_eager=address, record_function=address),
         ):
             for call in (manager.run_eager, manager.record_function):
                 self.assertNotIn(0, call([zeros(2), torch.ones(2)], FUNCTION))
 
     def test_all_ungraphed_calls_of_a_backward_have_memory_for_tangents(self):
         """The calls are measured, made during another call, or left un-graphed by upstream after too many recordings.
-
-        Static inputs come from the forward, which makes no zeros without memory, so they are not checked.
-        """
+        Static inputs come from the forward, which makes no zeros without memory, so they are not checked."""
         for is_backward, expected in ((True, [True, False]), (False, [True, True])):
             mode = "backward" if is_backward else "forward"
             model = self.model(lambda inputs: [value._is_zerotensor() for value in inputs], mode)
@@ -96,12 +93,8 @@ class TestZeros(TestCase):
     def test_generated_code_reads_the_values_of_negated_and_conjugated_tangents(self):
         """It reads memory, whatever the bits of a view say."""
         real, pair = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([1 + 2j, 3 - 4j])
-        for value in (
-            torch._neg_view(real.mT),
-            torch._neg_view(real)[:, ::2],
-            pair.conj(),
-            torch._neg_view(pair.conj()),
-        ):
+        neg = torch._neg_view
+        for value in (neg(real.mT), neg(real)[:, ::2], pair.conj(), neg(pair.conj())):
             model = self.model(lambda inputs: list(inputs), "backward")
             model.note_tangents(2, [0])
             static, found = model([value, value])

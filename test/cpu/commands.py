@@ -1,0 +1,51 @@
+"""Commands of this checkout: Python in a new process, or a command's main function in this one; a folder for files."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+from torch.testing._internal.common_utils import TestCase
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``environment``: variables besides those of this process."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=300)
+
+
+def run(main: Callable[[list[str]], Any], *arguments: str) -> tuple[Any, str, str]:
+    """The exit status, and what is written to both streams."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(list(arguments))
+        except SystemExit as end:
+            status = end.code
+    return status, out.getvalue(), err.getvalue()
+
+
+def tool(name: str) -> Any:
+    """A script of ``tools`` as a module."""
+    loader = SourceFileLoader(name, str(ROOT / "tools" / name))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    sys.modules[name] = module
+    loader.exec_module(module)
+    return module
+
+
+class WithFolder(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
