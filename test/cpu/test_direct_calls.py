@@ -25,7 +25,6 @@ from pygraph_trees.reasons import Reason
 from pygraph_trees.trees.hooks import direct_calls, guard_facts
 from pygraph_trees.trees.hooks.attributes import METHOD, Absent, attribute_of
 
-# What changes all calls.
 STATES = {
     "grad mode": torch.no_grad,
     "inference mode": torch.inference_mode,
@@ -89,16 +88,11 @@ class TestChanges(DirectTest):
                 x = super().forward(*more, x) * self.config.bias
                 return x + self.part.config.bias + self.holder.config.bias
 
-        def single(*given):
-            noted.append(guard_facts.single(*given))
-            return noted[-1]
-
         model, x, noted = Shared(4, 4), rows(), []
-        model.config, model.part = Config(), nn.Identity()
-        model.holder = Config()
-        model.holder.config = model.config
-        model.part.config = model.config
-        with mock.patch.object(direct_calls, "single", single):
+        model.config, model.part, model.holder = Config(), nn.Identity(), Config()
+        model.part.config = model.holder.config = model.config
+        single = guard_facts.single
+        with mock.patch.object(direct_calls, "single", lambda *given: noted.append(single(*given)) or noted[-1]):
             made = self.compiled(model)
             self.settle(made, x)
             self.assertEqual({name for _, name in noted[-1]}, {None, "__class__", "more"})

@@ -9,7 +9,6 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "gpu"), str(Path(__file__).resolve().parent)]
 
-from isolated import compare_isolated, run_isolated
 from parity import OURS, UPSTREAM, ParityError, compare_by_address, compare_sides, run_side
 
 # Programs run on the host, compiled by a backend that captures nothing.
@@ -44,13 +43,6 @@ class TestPrograms(TestCase):
                     compare(lambda ctx, act=act: (calls(ctx), ctx.side == OURS and act(ctx)), **ON_THE_HOST)
         with self.assertRaises(ParityError):  # both sides differ from eager
             compare_sides(lambda ctx: ctx.record(2 if ctx.compiled else 1), **ON_THE_HOST)
-
-    def test_in_a_process_of_its_own(self):
-        answer = compare_isolated("test_parity_harness", "calls", **ON_THE_HOST)
-        self.assertEqual((answer["errors"], answer["lost"]), ([], None))
-        self.assertTrue(any(path.startswith("note 1") for path in answer["facts"]))
-        with self.assertRaisesRegex(ParityError, "no_such_program"):
-            run_isolated("test_parity_harness", "no_such_program", UPSTREAM, **ON_THE_HOST)
 
 
 if __name__ == "__main__":
