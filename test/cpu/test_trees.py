@@ -311,8 +311,7 @@ class TestInputsThatMove(TestCase):
 
     def setUp(self):
         super().setUp()
-        self.inputs = [torch.ones(2) for _ in range(4)] + [7]
-        self.id = FunctionID(0)
+        self.inputs, self.id = [*(torch.ones(2) for _ in range(4)), 7], FunctionID(0)
         wrapped = WrappedFunction(inference(), [0, 1, 2], self.id, (), [], [2], **LIMITS)
         recorded = SimpleNamespace(
             static_input_idxs=[0, 1, 2, 4],
@@ -321,13 +320,14 @@ class TestInputsThatMove(TestCase):
             preserved_aliased_inputs=[False] * 5,
         )
         self.manager = bare_manager(ids_to_funcs={self.id: wrapped}, roots={self.id: [recorded]})
-        self.in_place = True
+        self.in_place, self.kept = True, []
         self.enterContext(addressed())
         self.enterContext(mock.patch.object(Given, "is_written_in_place", lambda *_: self.in_place))
 
     def static(self, *moved):
         """The inputs that are static after the ``moved`` ones were found elsewhere."""
         inputs = [value.clone() if index in moved else value for index, value in enumerate(self.inputs)]
+        self.kept.append(inputs)  # later ones get other memory
         self.manager._demote(self.manager._given(inputs, self.id), self.id)
         return list(self.manager.ids_to_funcs[self.id].static_input_idxs)
 
