@@ -2,15 +2,14 @@
 
 import importlib.util
 import re
-import tempfile
 import unittest
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from commands import python
+from commands import WithFolder, python
 from torch._inductor import config
-from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.fake_gpu import lower
 from pygraph_trees.placement.stored import lower_stored, stored
@@ -45,7 +44,7 @@ COUNTED = {
 }
 
 
-class TestLowered(TestCase):
+class TestLowered(WithFolder):
     """Programs for an absent GPU: how values get to it, and what the kernels compute."""
 
     def placed(self, program, *inputs):
@@ -64,14 +63,13 @@ class TestLowered(TestCase):
             self.assertLessEqual(set(hows.values()), {MADE, "taken where it came from"}, name)
             (kernel,) = re.findall(r"(?s)async_compile\.triton\('\w+', \'\'\'(.*?)\'\'\'", graph.source_code)
             kernels.append((kernel, torch.zeros(SIZE, dtype=torch.float64)))
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "kernels.pt")
-            torch.save(kernels, path)
-            script = Path(__file__).resolve().parents[1] / "interpreted_kernels.py"
-            done = python(str(script), str(path))
-            self.assertEqual(done.returncode, 0, done.stderr)
-            for value, found in zip(COUNTED.values(), torch.load(path), strict=True):
-                self.assertEqual(found, value("cpu").double(), rtol=0, atol=0)
+        path = self.folder / "kernels.pt"
+        torch.save(kernels, path)
+        script = Path(__file__).resolve().parents[1] / "interpreted_kernels.py"
+        done = python(str(script), str(path))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for value, found in zip(COUNTED.values(), torch.load(path), strict=True):
+            self.assertEqual(found, value("cpu").double(), rtol=0, atol=0)
 
     def test_how_values_get_to_the_gpu(self):
         """Large constants of integers are staged: Inductor would compute a copied constant on the GPU."""

@@ -557,7 +557,7 @@ class TestLife(DirectTest):
                 self.number = number
 
             def __del__(self):
-                found.extend([made(x, config), config.thing.number] if self.number == 1.0 else [])
+                found.extend([made(*[x, config]), config.thing.number] if self.number == 1.0 else [])
 
         def store(own, value):
             own.thing = value

@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -14,7 +13,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "tools"), str(HERE)]
 
-from commands import run
+from commands import WithFolder, run
 from fuzzing import command_line
 from fuzzing.around import Around
 from fuzzing.case import Case, Input, read
@@ -93,22 +92,20 @@ class TestCheck(TestCase):
                     check(case, CPU, under_test=f"test_fuzz:{backend}", control="aot_eager")
 
 
-class TestCommand(TestCase):
+class TestCommand(WithFolder):
     def _main(self, *arguments):
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))  # for the processes
         with mock.patch("torch.cuda.is_available", return_value=False), mock.patch.dict(os.environ, PYTHONPATH=path):
             return run(command_line.main, *map(str, arguments))
 
     def test_a_failing_program_is_made_small_printed_and_run_again(self):
-        with tempfile.TemporaryDirectory() as folder:
-            way = ("--way", "test_fuzz:twice")
-            limits = ("--seed", SEED, "--cases", 60, "--jobs", 1, "--reduce", 4, "--out", folder)
-            status, out, _ = self._main(*way, *limits)
-            (path,) = Path(folder).iterdir()
-            case = read(path.read_text())
-            self.assertEqual((status, "against eager" in out, case.text() in out), (1, True, True))
-            self.assertLessEqual(len(case.body), 3)
-            self.assertEqual((self._main(*way, path)[0], self._main(path)[0]), (1, 0))
+        way, limits = ("--way", "test_fuzz:twice"), ("--seed", SEED, "--cases", 60, "--jobs", 1, "--reduce", 4)
+        status, out, _ = self._main(*way, *limits, "--out", self.folder)
+        (path,) = self.folder.iterdir()
+        case = read(path.read_text())
+        self.assertEqual((status, "against eager" in out, case.text() in out), (1, True, True))
+        self.assertLessEqual(len(case.body), 3)
+        self.assertEqual((self._main(*way, path)[0], self._main(path)[0]), (1, 0))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""The README is short, its links exist, and its example prints what it says."""
+"""The README is short, its links exist, and its example and sample are what the commands print."""
 
 import contextlib
 import io
+import json
 import re
 import sys
-import tempfile
-from pathlib import Path
 from unittest import mock
 
-from commands import ROOT
-from torch.testing._internal.common_utils import TestCase, run_tests
+from commands import ROOT, WithFolder
+from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees import __main__ as command_line
+from pygraph_trees.benchmark import Measurement, outcome, text_table
 
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -23,7 +23,7 @@ def block_after(mark):
     return TEXT.partition(mark)[2].partition("```")[2].partition("\n")[2].partition("```")[0]
 
 
-class TestReadme(TestCase):
+class TestReadme(WithFolder):
     def test_it_is_short(self):
         self.assertLessEqual(len(TEXT.split()), MOST_WORDS)
 
@@ -33,9 +33,16 @@ class TestReadme(TestCase):
             for name in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
                 self.assertTrue((page.parent / name).exists(), f"{page.relative_to(ROOT)}: {name}")
 
+    def test_the_sample_is_of_the_page(self):
+        (name,) = re.findall(r"\((\S+-tke\.html)\)", TEXT)
+        report = (ROOT / name).read_text(encoding="utf-8").partition('id="report">')[2].partition("</script>")[0]
+        found = [Measurement(**fields) for fields in json.loads(report)["measurements"]]
+        printed = {"", *text_table(found).splitlines(), *outcome.verdicts(found)}
+        self.assertTrue({""} < {*block_after("`compare` measures").splitlines()} <= printed, printed)
+
     def test_the_example_is_explained_as_it_says(self):
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(sys, "path", list(sys.path)):
-            path = Path(folder) / "my.py"
+        with mock.patch.object(sys, "path", list(sys.path)):
+            path = self.folder / "my.py"
             path.write_text(block_after("<!-- my.py: run by test_readme.py -->"))
             out = io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):

@@ -9,7 +9,6 @@ import io
 import itertools
 import json
 import logging
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from commands import python
+from commands import WithFolder, python
 from torch._inductor import compile_fx  # noqa: F401  the patches go on with it
 from torch._logging._internal import trace_log
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -72,7 +71,7 @@ def write(log):
     log.decided("graphed: 1 us", graphed=True)
 
 
-class TestStructuredTraces(TestCase):
+class TestStructuredTraces(WithFolder):
     def setUp(self):
         super().setUp()
         self.log = FunctionLog("Net", "3/1", "inference", 1, dict(SETTINGS))
@@ -136,11 +135,10 @@ class TestStructuredTraces(TestCase):
             "log = FunctionLog('Net', '3/1', 'inference', 1, {})\n"
             "log.not_graphed('no node reads it'); log.not_graphed('no node reads it')"
         )
-        with tempfile.TemporaryDirectory() as folder:
-            done = python("-c", code, TORCH_TRACE=folder)
-            self.assertEqual(done.returncode, 0, done.stderr)
-            (written,) = Path(folder).iterdir()
-            lines = written.read_text().splitlines()
+        done = python("-c", code, TORCH_TRACE=str(self.folder))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        (written,) = self.folder.iterdir()
+        lines = written.read_text().splitlines()
         first = [number for number, line in enumerate(lines) if '"pygraph_function"' in line]
         self.assertEqual(len(first), 1)
         payload = [line[1:] for line in itertools.takewhile(lambda line: line.startswith("\t"), lines[first[0] + 1 :])]
