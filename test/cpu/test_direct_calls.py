@@ -161,6 +161,23 @@ class TestChanges(DirectTest):
         with self.assertRaisesRegex(direct_calls.GuardsDiffer, "Net.forward was about to skip"):
             made(x)
 
+    def test_no_garbage_is_collected_while_dynamos_guards_run(self):
+        seen, utils = {"_memo": set(), "_verify": set()}, torch._functorch._aot_autograd.utils
+        real = utils.top_saved_tensors_hooks
+
+        def hooks():  # a guard that is in Python
+            frame = sys._getframe()
+            while (frame := frame.f_back) is not None:
+                seen.get(frame.f_code.co_name, set()).add(gc.isenabled())
+            return real()
+
+        x = rows().requires_grad_()
+        with mock.patch.object(utils, "top_saved_tensors_hooks", hooks):
+            made = self.compiled(Net().eval())
+            self.settle(made, x)
+            self.assertTrue(self.calls(made, x)[1])
+        self.assertEqual(seen, {"_memo": {False}, "_verify": {False}})
+
 
 class TestAttributes(DirectTest):
     """What the attributes of an object of the program depend on."""

@@ -33,6 +33,7 @@ from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.settings import Settings
 
+from ..pools.collector import paused
 from .gathering import GuardsDiffer, locals_of, noting_call
 from .guard_facts import Refused, Step, cloned, facts_of, single
 
@@ -137,7 +138,8 @@ def _learn(
 ) -> Any:
     """A memo of a call that torch has just made; None if there can be none; ``direct`` then has the reason."""
     try:
-        memo, call = _memo(fn, backend, direct, args, kwargs)
+        with paused():  # as in _verify
+            memo, call = _memo(fn, backend, direct, args, kwargs)
         memo.gather([], functools.partial(_first_call, direct, memo, torchs, call))
         direct.refusal = None
         return memo
@@ -308,8 +310,9 @@ def _first_call(direct: Any, memo: Any, torchs: FunctionType, call: Any, /, *arg
 
 def _verify(target: FunctionType, guards: Any, local_variables: dict[str, Any]) -> bool:
     entries = eval_frame._debug_get_cache_entry_list(target.__code__)
-    if not (any(entry.guard_manager is guards for entry in entries) and guards.check(local_variables)):
-        raise GuardsDiffer(name=target.__qualname__)
+    with paused():  # Dynamo holds a lock, for which a finalizer that calls the function would wait forever
+        if not (any(entry.guard_manager is guards for entry in entries) and guards.check(local_variables)):
+            raise GuardsDiffer(name=target.__qualname__)
     return True
 
 
