@@ -70,7 +70,7 @@ struct Metadata {
     }
 };
 
-/* One fact about an object. Pointers are borrowed from the program. A call reads a thousand, so it fits a line of the cache. */
+/* One fact about an object. Pointers are borrowed from the program. A call reads a thousand, so it is small. */
 struct Step {
     enum Kind { OBJECT, DICT, TENSOR, EMPTY, CLASS, FUNCTION, CELL, ITEM, ENTRY } kind;
     PyObject *object;
