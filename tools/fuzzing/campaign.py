@@ -35,7 +35,7 @@ WORKER = "fuzzing.worker"
 TOOLS = Path(__file__).resolve().parents[1]
 POISONED = 70  # exit status of a worker whose GPU context is lost
 POISONED_BY_EAGER = 71  # exit status of a worker whose GPU context eager lost
-FAILED = 1  # exit status of a worker that found and wrote a failure
+FAILED = 1  # exit status of a worker that found and sent a failure
 _POLL_S = 0.2
 _LONGEST_START_S = 300.0  # on a busy machine with cold disks
 _MOST_TRIES = 40  # to make a deadly case smaller
@@ -245,14 +245,14 @@ class _Worker:
     ) -> None:
         self.cause: str | None = None
         self.lost_by_eager = self.is_late = False
-        self._first, self._jobs, self._most = first, campaign.jobs, most
+        self._first, self._most = first, most
         self._longest_s = campaign.longest_call_s
         self._sent: dict[str, Any] = {}  # the latest case, counts and failure
         self._alive_at = time.monotonic()
         limits = {"seconds": seconds, "number": first, "most_cases": most}
         job = {**asdict(campaign), **limits, "vector_instructions": vector_instructions()}
-        # Several workers fill the machine, and pools of compile processes take long to start.
-        more = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if campaign.jobs > 1 else {}
+        # Several workers fill the machine: pools of compile processes and threads would wait for each other.
+        more = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"} if campaign.jobs > 1 else {}
         more |= ENVIRONMENT if campaign.everything else {}
         path = os.pathsep.join(filter(None, [str(TOOLS), str(TOOLS.parent), os.environ.get("PYTHONPATH")]))
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz_")
@@ -276,22 +276,25 @@ class _Worker:
         for sent in self._child.answers():
             self._sent |= sent
             self._alive_at = time.monotonic()
+        longest_s, cause = self._longest_s if "case" in self._sent else _LONGEST_START_S, None
         if status is None:
-            longest_s = self._longest_s if "case" in self._sent else _LONGEST_START_S
             if time.monotonic() - self._alive_at <= longest_s:
                 return False
-            self.is_late = True
-            self.cause = f"a call took longer than {longest_s:g} s: {self._child.abort()}"
-        elif status == POISONED_BY_EAGER:
+            cause = f"a call took longer than {longest_s:g} s: {self._child.abort()}"
+        if self.failure() is not None:  # also if it died while it made the case smaller
+            return True
+        if status == POISONED_BY_EAGER:
             self.lost_by_eager = True
-        elif status != 0 and not (status == FAILED and self.failure() is not None):
-            self.cause = self._child.how_it_ended(lines=60)
+        elif status != 0:
+            self.is_late = status is None
+            self.cause = cause or self._child.how_it_ended(lines=60)
         return True
 
     @property
     def number(self) -> int:
         """The number of its last program."""
-        return self._first + self._jobs * (self.counts().cases - 1)
+        number: int = self._sent.get("number", self._first)
+        return number
 
     def share_left(self) -> int | None:
         """The number of cases that it has not reached; None if only time is limited."""

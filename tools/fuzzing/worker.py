@@ -8,17 +8,19 @@ fails. Exit status: 0, :data:`campaign.FAILED`, or, if the GPU is lost, :data:`c
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import sys
 import threading
 import time
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from child import answering
+from torch._dynamo import guards
 from torch._inductor.cpu_vec_isa import VecISA
 
 from pygraph_trees.report.log import journal
@@ -44,6 +46,7 @@ class Worker:
         self._say = answering()
         self._device = device_of(told["device"])
         self._end = time.monotonic() + told["seconds"]
+        self._number = told["number"]
         self._failure: Failure | None = None
         self.counts = Counts()
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -51,13 +54,14 @@ class Worker:
 
     def campaign(self) -> int:
         """Draws and checks cases until the time is over or one fails."""
-        number = self._told["number"]
         while not self._over():
-            if number in self._told["left_out"]:
-                self.counts.cases, self.counts.invalid = self.counts.cases + 1, self.counts.invalid + 1
+            self.counts.cases += 1
+            if self._number in self._told["left_out"]:
+                self.counts.invalid += 1
             else:
-                self._failure = self._check(program(self._told["seed"], number, graphs=self._device.type == "cuda"))
-            number += self._told["jobs"]
+                case = program(self._told["seed"], self._number, graphs=self._device.type == "cuda")
+                self._failure = self._check(case)
+            self._number += self._told["jobs"]
         return self._result()
 
     def single(self, text: str) -> int:
@@ -88,15 +92,12 @@ class Worker:
                 self._send_failure(failure)
             return failure is not None
 
-        counted = replace(self.counts)
         reduce(self._failure.case, fails, _MOST_TRIES, self._told["reduce_s"])
-        self._say({"counts": asdict(counted)})
         return FAILED
 
     def _check(self, case: Case) -> Failure | None:
         """The failure of a case, if it fails."""
-        self.counts.cases += 1
-        self._say({"case": case.text(), "counts": asdict(self.counts)})
+        self._say({"case": case.text(), "number": self._number, **self._counted()})
         self._alive()
         try:
             verdict = check(
@@ -111,6 +112,7 @@ class Worker:
             self.counts.invalid += 1
             self._end_if_poisoned(POISONED_BY_EAGER)
         except Mismatch as error:
+            print(error, file=sys.stderr, flush=True)  # in the log, of which the end is shown if the GPU is lost
             self._end_if_poisoned(POISONED)
             return Failure(case, str(error))
         else:
@@ -139,7 +141,11 @@ class Worker:
         self.counts.on_lanes += sum(found.lanes > 1 for found in branches)
         self.counts.unguarded, _ = direct_calls.counts()
         self.counts.ungraphed_calls += sum(f.ungraphed_calls for f in functions)
-        self._say({"counts": asdict(self.counts)})
+        self._say(self._counted())
+
+    def _counted(self) -> dict[str, Any]:
+        """The counts as they are sent: without cases that are made smaller."""
+        return {"counts": asdict(self.counts)} if self._failure is None else {}
 
     def _end_if_poisoned(self, status: int) -> None:
         """After a fault, every later call on the GPU also fails, which says nothing about its case."""
@@ -160,6 +166,8 @@ def main(campaign: str) -> int:
     told = json.loads(campaign)
     threading.Thread(target=_end_with_parent, daemon=True).start()  # signals to the parent's session do not reach it
     VecISA.check_build = lambda isa, _: str(isa) in told["vector_instructions"]
+    guards.profile_guard_manager = lambda *_: 0.0  # slow: it flushes the CPU's caches after each compilation
+    gc.freeze()  # a collection visits only objects of programs
     warnings.simplefilter("ignore")
     if told["everything"]:
         everything.turn_on(told["seed"])
