@@ -3,9 +3,10 @@
 
 usage: tools/lane.py [--jobs N] [FILE ...]     default: all of test/, as many at a time as there are cores, 4 at most
 
-The processes are forks of this one, which imports torch once. The slowest files start first. All files of test/gpu
-share one process: without a GPU they are skipped, with one `tools/gpu_suite` is the tool for them. The output of files
-that fail comes last, then the totals; the exit status is 1 if anything failed. An interrupt ends all processes.
+The processes are forks of this one, which has compiled a program. Tests start others as forks too (tools/forks), whose
+processor time is not counted. The slowest files start first. All files of test/gpu share one process: without a GPU
+they are skipped, with one `tools/gpu_suite` is the tool for them. The output of files that fail comes last, then the
+totals; the exit status is 1 if anything failed. An interrupt ends all processes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,9 +39,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST_JOBS = 4
 # Files of test/cpu that take longer than their size suggests, the slowest first; the others follow by size.
 SLOWEST = (
-    *("import", "placement_graphs", "backward_edges", "commands", "variants", "bench", "newer_torch", "constants"),
-    *("direct_calls", "build", "fuzz", "counting", "benchmark", "backward_meanwhile", "structured_traces", "flags"),
-    *("caches", "saved_tensors", "launches", "table_builds", "patches"),
+    *("placement_graphs", "import", "backward_edges", "direct_calls", "build", "variants", "constants", "commands"),
+    *("structured_traces", "newer_torch", "fuzz", "bench", "counting", "caches", "backward_meanwhile", "launches"),
+    *("table_builds", "benchmark", "flags", "saved_tensors", "patches"),
 )
 PRELOADED = ("torch", "torch._inductor.compile_fx", "torch.testing._internal.common_utils")
 KINDS = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
@@ -67,10 +69,6 @@ class Outcome:
     output: str
     status: int  # exit status of the process; negative: the signal that ended it
     cpu_s: float = math.nan  # processor time of the process and of those it has waited for
-
-    @property
-    def failed(self) -> bool:
-        return self.status != 0
 
     def __str__(self) -> str:
         return f"{self.job.label}: {described(self.counts)} in {self.duration}"
@@ -194,15 +192,19 @@ def run(
 
 
 def preload(*more: str) -> None:
-    """Imports torch and more, and asks what takes seconds, so that all forks have the modules and the answers."""
+    """Imports torch and more, and does once what takes seconds, so that all forks have the modules and the answers."""
     # Compile workers and threads of each process would wait for the cores of the others.
     for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     sys.path.insert(0, str(ROOT))
     # Modules ask for GPUs while they are imported; with this variable that does not start CUDA, which cannot be forked.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    for name in (*PRELOADED, *more):
-        importlib.import_module(name)
+    torch, *_ = [importlib.import_module(name) for name in (*PRELOADED, *more)]
+    if not torch.cuda.is_available():  # the first compilation imports more, and fills tables
+        torch.compile(lambda x: x.sin().sum(), mode="reduce-overhead")(torch.ones(9, requires_grad=True)).backward()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        importlib.import_module("pygraph_trees.report.summary").clear()
     del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
     # Inductor asks which vector instructions work, by small programs and under a lock. Forks have the answer.
     importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
@@ -238,12 +240,15 @@ def main() -> int:
     processes.end_on_termination()
     os.chdir(ROOT)
     os.environ.setdefault("PYGRAPH_BUILD", "0")  # as in test/cpu/conftest.py, before the package is imported
-    preload("pygraph_trees")
-    start = time.monotonic()
-    jobs_to_run = [job_of(group) for group in groups_of(files)]
-    outcomes = run(jobs_to_run, options.jobs, lambda outcome: print(outcome, flush=True))
+    with tempfile.TemporaryDirectory() as folder:
+        forks = subprocess.Popen([sys.executable, "tools/forks", folder], stdin=subprocess.PIPE)
+        preload("pygraph_trees")
+        os.environ["LANE_FORKS"] = folder
+        start = time.monotonic()
+        outcomes = run([job_of(one) for one in groups_of(files)], options.jobs, lambda one: print(one, flush=True))
+        forks.terminate()
 
-    failed = [outcome for outcome in outcomes if outcome.failed]
+    failed = [outcome for outcome in outcomes if outcome.status]
     for outcome in failed:
         print(f"\n{'=' * 20} {outcome.job.label}\n{outcome.output}")
     total = {kind: sum(outcome.counts.get(kind, 0) for outcome in outcomes) for kind in (*KINDS, "died")}

@@ -9,10 +9,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch.testing._internal.common_utils import TestCase
 
@@ -23,6 +24,14 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     """``environment``: variables besides those of this process."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=300)
+
+
+@contextlib.contextmanager
+def forked(after: str | None) -> Iterator[None]:
+    """In the lane, new Python processes begin with ``torch``, or also its ``compiler``, imported; see tools/forks."""
+    folder = os.environ.get("LANE_FORKS")
+    with mock.patch.object(sys, "executable", f"{folder}/{after}" if folder and after else sys.executable):
+        yield
 
 
 def run(main: Callable[[list[str]], Any], *arguments: str) -> tuple[Any, str, str]:
