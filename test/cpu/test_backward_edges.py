@@ -1,14 +1,13 @@
 """Backwards whose compiled functions accumulate gradients themselves: in which loops, and on which conditions."""
 
 import logging
-import tempfile
 from unittest import mock
 
 import accumulating
 import torch
 import torch.nn.functional as F
 from accumulating import HOOKS, LABELS, TRAINS, WORDS, BackwardTest, Net, after_first, as_engine, counted, step
-from commands import python
+from commands import WithFolder, forked, python
 from torch import nn
 from torch._inductor import config
 from torch.testing._internal.common_utils import run_tests
@@ -150,7 +149,7 @@ class TestLoops(BackwardTest):
                 self.assertEqual(counted()[0] - before, taken, options)
 
 
-class TestConditions(BackwardTest):
+class TestConditions(BackwardTest, WithFolder):
     """If one condition does not hold, torch's engine accumulates as usual, and the reason is counted."""
 
     def refuse(self, program, reason, make=Net, count=1):
@@ -267,32 +266,30 @@ class TestConditions(BackwardTest):
             for _ in range(2):
                 wrapped(WORDS).sum().backward()
 
-        with tempfile.TemporaryDirectory() as folder:
-            torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/x", rank=0, world_size=1)
-            self.addCleanup(torch.distributed.destroy_process_group)
-            self.refuse(program, Reason.PARAMETER_HOOKED, count=2)
+        torch.distributed.init_process_group("gloo", init_method=f"file://{self.folder}/x", rank=0, world_size=1)
+        self.addCleanup(torch.distributed.destroy_process_group)
+        self.refuse(program, Reason.PARAMETER_HOOKED, count=2)
 
     def test_fsdp2(self):
         """Compiled blocks have whole parameters, which are plain tensors."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        with tempfile.TemporaryDirectory() as folder:
-            torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/x", rank=0, world_size=1)
-            self.addCleanup(torch.distributed.destroy_process_group)
-            mesh = init_device_mesh("cpu", (1,))
-            found = {}
-            for entry in ("off", "short"):
-                torch._dynamo.reset()
-                torch.manual_seed(0)
-                model = fully_shard(Net(), mesh=mesh)
-                before = counted()
-                with config.patch({"triton.pygraph_entry": entry}):
-                    model.compile(backend="aot_eager")
-                    for _ in range(3):
-                        model(WORDS).sum().backward()
-                found[entry] = [p.grad.full_tensor() for p in model.parameters()]
-                self.assertEqual(counted() == before, entry == "off")
+        torch.distributed.init_process_group("gloo", init_method=f"file://{self.folder}/x", rank=0, world_size=1)
+        self.addCleanup(torch.distributed.destroy_process_group)
+        mesh = init_device_mesh("cpu", (1,))
+        found = {}
+        for entry in ("off", "short"):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = fully_shard(Net(), mesh=mesh)
+            before = counted()
+            with config.patch({"triton.pygraph_entry": entry}):
+                model.compile(backend="aot_eager")
+                for _ in range(3):
+                    model(WORDS).sum().backward()
+            found[entry] = [p.grad.full_tensor() for p in model.parameters()]
+            self.assertEqual(counted() == before, entry == "off")
         self.assertEqual(found["short"], found["off"], rtol=0, atol=0)
 
     @as_engine(why={Reason.PARAMETER_SHARED: 2})
@@ -447,7 +444,8 @@ class TestInstall(BackwardTest):
                     call(torch.ones(2)).sum().backward()
                 found.append((*backward_edges.counts(), type(torch.autograd._engine_run_backward).__name__))
             print(found)"""
-        done = python("-c", code, PYGRAPH_ENTRY="short")
+        with forked("compiler"):
+            done = python("-c", code, PYGRAPH_ENTRY="short")
         wanted = [(0, {}, "function"), (1, {}, "builtin_function_or_method")]
         self.assertEqual(done.stdout, f"{wanted}\n", done.stderr)
 

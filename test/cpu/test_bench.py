@@ -11,7 +11,7 @@ import unittest
 from unittest import mock
 
 import torch
-from commands import ROOT, WithFolder, run
+from commands import ROOT, WithFolder, forked, run
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "examples")]
@@ -85,6 +85,7 @@ class TestCommandLine(WithFolder):
         }
     """
 
+    @forked("compiler")
     def test_a_workload_that_fails_fails_alone_and_is_run_again(self):
         """It runs as if there were a GPU, with workloads on the CPU."""
         (self.folder / "one_fails.py").write_text(textwrap.dedent(self.CODE))
@@ -140,6 +141,7 @@ class TestScripts(WithFolder):
             self.assertTrue(0 < record["trees"] < record["host"] <= record["latency"], record)
             self.assertAlmostEqual(record["outside"], record["host"] - record["trees"])
 
+    @forked("compiler")
     def test_loops_of_one_process_are_measured_although_another_fails(self):
         jobs = [loops.Job(model, "eager", "cpu") for model in ("mlp", "missing")]
         results = [loops.result(one) for one in loops.measure(jobs, "CE", 2, 200.0, lambda text: None, warm=1)]
@@ -201,6 +203,7 @@ class TestWorksWith(WithFolder):
         for ours, upstreams in (([1, 2], [1, 3]), ([1.0], [1.01]), ([], []), ([1.0], [1.0, 1.0]), ([math.nan], [1.0])):
             self.assertFalse(works_with.agree(ours, upstreams), (ours, upstreams))
 
+    @forked("torch")
     def test_against_upstream(self):
         """The values are the same in each run, so they can be compared."""
         options = ("scaler", "--device", "cpu", "--against-upstream", "--json", str(out := self.folder / "found.json"))

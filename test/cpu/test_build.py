@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
-from commands import ROOT, tool
+from commands import ROOT, WithFolder, tool
 from filelock import FileLock
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -25,7 +25,7 @@ from pygraph_trees.native import binding, build, location
 NO = "no (replays are slower, outputs are not kept), because "
 
 
-class TestLocation(TestCase):
+class TestLocation(WithFolder):
     def test_each_torch_and_each_state_of_the_sources_has_a_folder_among_torchs_extensions(self):
         for environment, parent in (
             ({"TORCH_EXTENSIONS_DIR": "/x"}, Path("/x")),
@@ -63,32 +63,31 @@ class TestLocation(TestCase):
         self.assertEqual({path.parent for path in found}, {location.SOURCES / "prebuilt"})
 
     def test_the_hash_covers_names_and_contents_of_sources_alone(self):
-        with tempfile.TemporaryDirectory() as name:
-            folder, found = Path(name), []
-            for file, content in (("a.cpp", "1"), ("a.cpp", "2"), ("b.h", ""), ("c.cpp", ""), ("note.md", "")):
-                (folder / file).write_text(content)
-                found.append(location.files_hash(folder))
-            (folder / "b.h").rename(folder / "d.h")
+        folder, found = self.folder, []
+        for file, content in (("a.cpp", "1"), ("a.cpp", "2"), ("b.h", ""), ("c.cpp", ""), ("note.md", "")):
+            (folder / file).write_text(content)
             found.append(location.files_hash(folder))
+        (folder / "b.h").rename(folder / "d.h")
+        found.append(location.files_hash(folder))
         self.assertEqual((len(set(found)), found[3]), (5, found[4]))
 
 
-class TestPackaging(TestCase):
+class TestPackaging(WithFolder):
     @unittest.skipIf(int(version("setuptools").split(".")[0]) < 77, "this setuptools reads no license expression")
     def test_distributions_have_all_that_a_build_needs(self):
         sources = {path.name for path in location.SOURCES.iterdir() if path.suffix in (".cpp", ".h")}
         wanted = {"setup.py", "pyproject.toml", "README.md", "LICENSE"}
         wanted |= {"pygraph_trees/report/page.css", "pygraph_trees/py.typed"}
         wanted |= {f"pygraph_trees/native/{name}" for name in sources}
-        with tempfile.TemporaryDirectory() as folder:
-            for arguments in (("egg_info", "-e", folder, "sdist", "-d", folder), ("build", "--build-base", folder)):
-                command = [sys.executable, "setup.py", "-q", *arguments]
-                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-                self.assertEqual(done.returncode, 0, done.stderr)
-            installed = {path.name for path in Path(folder).glob("lib/pygraph_trees/native/*")}
-            (path,) = Path(folder).glob("*.tar.gz")
-            with tarfile.open(path) as archive:
-                names = {name.partition("/")[2] for name in archive.getnames()}
+        folder = str(self.folder)
+        for arguments in (("egg_info", "-e", folder, "sdist", "-d", folder), ("build", "--build-base", folder)):
+            command = [sys.executable, "setup.py", "-q", *arguments]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+            self.assertEqual(done.returncode, 0, done.stderr)
+        installed = {path.name for path in self.folder.glob("lib/pygraph_trees/native/*")}
+        (path,) = self.folder.glob("*.tar.gz")
+        with tarfile.open(path) as archive:
+            names = {name.partition("/")[2] for name in archive.getnames()}
         self.assertLess(sources, installed)
         self.assertEqual(wanted - names, set())
 
@@ -185,22 +184,21 @@ class TestBuild(TestCase):
         self.assertIn("PYGRAPH_BUILD is off", logs.output[0])
 
 
-class TestProcess(TestCase):
+class TestProcess(WithFolder):
     def test_a_compiler_that_fails_is_told_of_in_the_log(self):
         """A program that needs the parts continues, and a detached process leaves the compiler's output."""
         program = "from pygraph_trees.native import build; build.start(); print(build.LOG)"
-        with tempfile.TemporaryDirectory() as folder:
-            environment = {**os.environ, "TORCH_EXTENSIONS_DIR": folder, "CC": "false", "CXX": "false"}
-            arguments = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 120}
-            log = Path(subprocess.run([sys.executable, "-c", program], check=True, **arguments).stdout.strip())
-            failed, deadline = log.with_suffix(".failed"), time.monotonic() + 100
-            while "error: " not in log.read_text() and time.monotonic() < deadline:
-                time.sleep(0.2)
-            why = r"error: the parts in C\+\+ were not built.*"
-            why += r"; they need a C\+\+ compiler and Python's headers \(--traceback shows where\)\n"
-            self.assertRegex(log.read_text(), why)
-            self.assertTrue(failed.exists())
-            told = subprocess.run([sys.executable, "-m", "pygraph_trees", "--version"], check=True, **arguments).stdout
+        environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(self.folder), "CC": "false", "CXX": "false"}
+        arguments = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 120}
+        log = Path(subprocess.run([sys.executable, "-c", program], check=True, **arguments).stdout.strip())
+        failed, deadline = log.with_suffix(".failed"), time.monotonic() + 100
+        while "error: " not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        why = r"error: the parts in C\+\+ were not built.*"
+        why += r"; they need a C\+\+ compiler and Python's headers \(--traceback shows where\)\n"
+        self.assertRegex(log.read_text(), why)
+        self.assertTrue(failed.exists())
+        told = subprocess.run([sys.executable, "-m", "pygraph_trees", "--version"], check=True, **arguments).stdout
         self.assertIn(f"native: {NO}its build failed: see", " ".join(told.split()))
 
 

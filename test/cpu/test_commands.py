@@ -6,15 +6,13 @@ import io
 import json
 import re
 import sys
-import tempfile
-from pathlib import Path
 from unittest import mock
 
 import torch
-from commands import python
+from commands import WithFolder, forked, python
 from commands import run as run_main
 from page_elements import Elements, needed
-from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.common_utils import run_tests
 
 import inductor_patches
 import pygraph_trees
@@ -66,7 +64,7 @@ def broken(device): raise ZeroDivisionError("mine")
 run = functools.partial(run_main, command_line.main)
 
 
-class Folder(TestCase):
+class Folder(WithFolder):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(sys, "path", list(sys.path)))
@@ -74,7 +72,7 @@ class Folder(TestCase):
         self.enterContext(mock.patch.object(sys, "dont_write_bytecode", True))
         self.addCleanup(sys.modules.pop, "beside", None)
         self.addCleanup(sys.modules.pop, "program", None)
-        self.file = Path(self.enterContext(tempfile.TemporaryDirectory())) / "program.py"
+        self.file = self.folder / "program.py"
         self.file.write_text(PROGRAM)
         self.file.with_name("beside.py").write_text("SIZE = 16\n")
         self.html, self.json = (self.file.with_name(name) for name in ("page.html", "out.json"))
@@ -282,7 +280,8 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
 
     def test_without_the_patches_nothing_is_told(self):
         said = "error: explain needs the patches of 'flags', and their state is 'disabled'; unset PYGRAPH_DISABLE\n"
-        self.assertEqual(self.in_a_process("explain", f"{self.file}:net", PYGRAPH_DISABLE="1"), (2, "", said))
+        with forked("compiler"):
+            self.assertEqual(self.in_a_process("explain", f"{self.file}:net", PYGRAPH_DISABLE="1"), (2, "", said))
         inductor_patches.uninstall()
         self.addCleanup(inductor_patches.install)
         with self.assertRaisesRegex(PygraphError, r"their state is 'off'; call pygraph_trees.install\(\)$"):
@@ -360,6 +359,7 @@ class TestDoctor(Folder):
         parts = [(line[:3], *line[5:].split(": ", 1)) for line in out.splitlines()]
         return status, {name: f"{works} {text}" for works, name, text in parts}
 
+    @forked("compiler")
     def test_what_works(self):
         """Only what is missing here is said to be."""
         status, found = self.doctor()
@@ -397,6 +397,7 @@ class TestDoctor(Folder):
         self.assertEqual((status, found["torch"]), (1, "ok  2.13.0"))
         self.assertEqual(found["import of torch"], "NOT failed; ImportError: no libcudart")
 
+    @forked("compiler")
     def test_an_unsupported_torch(self):
         """Nothing recommends a build that would serve nothing."""
         other = "import torch; torch.__version__ = '2.99.0'"

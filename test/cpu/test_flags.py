@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from commands import ROOT, python
+from commands import ROOT, forked, python
 from torch._inductor import config, cudagraph_trees
 from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch._inductor.utils import BoxedBool, fresh_cache
@@ -149,6 +149,7 @@ class TestFlags(TestCase):
         self.assertNotEqual(states[1][1], states[0][1])
         self.assertEqual(states[2][1], states[0][1])
 
+    @forked("torch")
     def test_a_process_that_is_sent_the_configuration_knows_the_flags(self):
         """Torch's compile workers patch the configuration that the program's process sends."""
         with config.patch({"triton.pygraph_placement": "exact"}):
@@ -246,30 +247,21 @@ class TestEnvironment(TestCase):
         _, told = self.installed(**dict.fromkeys(read - {"PYGRAPH_DISABLE"}, "1"))
         self.assertEqual(told, [])
 
+    @forked("compiler")
     def test_no_value_stops_an_import(self):
-        """Each import is in a fork of a process that has torch's compiler."""
         code = """if True:
-            import os, sys, torch._inductor.compile_fx
-            for values in sys.argv[1:]:
-                if not os.fork():
-                    names = "PYGRAPH_SELECTIVE", "PYGRAPH_VERIFY", "PYGRAPH_DISABLE"
-                    os.environ.update(zip(names, values.split()), PYGRAPH_VERFY="1")
-                    import pygraph_trees, inductor_patches as p
-                    from pygraph_trees.settings import Settings
-                    print(Settings.current(), {s.state for s in p.status()}, flush=True)
-                    os._exit(0)
-                os.wait()
-                print("the next one", file=sys.stderr)"""
-        cases = (
+            import torch._inductor.compile_fx, pygraph_trees, inductor_patches as p
+            from pygraph_trees.settings import Settings
+            print(Settings.current(), {s.state for s in p.status()})"""
+        for values, wanted, ignored in (
             ("never 1 false", r"selective='never', verify='on'.* \{'on'\}", 1),
             ("nevr 2 x", r"selective='auto', verify='off'.* \{'on'\}", 4),
             ("never 1 TRUE", r"\{'disabled'\}", 0),
-        )
-        done = python("-c", code, *(values for values, *_ in cases))
-        told = done.stderr.split("the next one")
-        for (_, wanted, ignored), shown, warned in zip(cases, done.stdout.splitlines(), told[:-1], strict=True):
-            self.assertRegex(shown, wanted)
-            self.assertEqual(warned.count("Ignored: pygraph_trees:"), ignored, warned)
+        ):
+            names = "PYGRAPH_SELECTIVE", "PYGRAPH_VERIFY", "PYGRAPH_DISABLE"
+            done = python("-c", code, **dict(zip(names, values.split(), strict=True)), PYGRAPH_VERFY="1")
+            self.assertRegex(done.stdout, wanted)
+            self.assertEqual(done.stderr.count("Ignored: pygraph_trees:"), ignored, done.stderr)
 
 
 NEVER = {"triton.cudagraphs": True, "triton.pygraph_selective": "never"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import tempfile
 import unittest
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from commands import python
+from commands import WithFolder, forked, python
 from recordings_on_cpu import SIZE, Function, OnCpuTestCase
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.invoke_subgraph import get_invoke_subgraph_compile_options
@@ -343,25 +342,25 @@ print(json.dumps([counters["aot_autograd"]["autograd_cache_hit"], [g.dropped for
 
 
 @unittest.skipUnless(hasattr(torch.compiler, "load_compiled_function"), "torch cannot save compiled functions")
-class TestSavedPrograms(TestCase):
+class TestSavedPrograms(WithFolder):
+    @forked("torch")
     def test_flags_are_those_of_the_process_that_loads(self) -> None:
         """Although it has not imported the compiler when it loads a program."""
-        with tempfile.TemporaryDirectory() as folder:
 
-            def run(code: str, *arguments: str) -> Any:
-                # Otherwise, Inductor compiles test programs for each new cache to check vector instructions.
-                fixed = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
-                caches = str(Path(folder, *arguments, "inductor"))
-                done = python("-c", _BEGIN + code, folder, *arguments, TORCHINDUCTOR_CACHE_DIR=caches, **fixed)
-                self.assertEqual(done.returncode, 0, done.stderr)
-                return json.loads(done.stdout.splitlines()[-1]) if arguments else None
+        def run(code: str, *arguments: str) -> Any:
+            # Otherwise, Inductor compiles test programs for each new cache to check vector instructions.
+            fixed = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+            folder, caches = str(self.folder), str(Path(self.folder, *arguments, "inductor"))
+            done = python("-c", _BEGIN + code, folder, *arguments, TORCHINDUCTOR_CACHE_DIR=caches, **fixed)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return json.loads(done.stdout.splitlines()[-1]) if arguments else None
 
-            run(_SAVING)
-            # Under "never", the second program is compiled without CUDA graphs, so the caches have nothing for it.
-            hits, reasons = run(_LOADING, "always")
-            self.assertEqual((hits, len(reasons)), (1, 2))
-            self.assertNotIn(Reason.NEVER(), reasons)
-            self.assertEqual(run(_LOADING, "never"), [0, [Reason.NEVER()]])
+        run(_SAVING)
+        # Under "never", the second program is compiled without CUDA graphs, so the caches have nothing for it.
+        hits, reasons = run(_LOADING, "always")
+        self.assertEqual((hits, len(reasons)), (1, 2))
+        self.assertNotIn(Reason.NEVER(), reasons)
+        self.assertEqual(run(_LOADING, "never"), [0, [Reason.NEVER()]])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import inspect
 import pkgutil
 import re
 import sys
-import tempfile
 import types
 import warnings
 import zipfile
@@ -16,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch._inductor.config as config
-from commands import ROOT, python
+from commands import ROOT, WithFolder, python
 from torch._dynamo import utils as dynamo_utils
 from torch._inductor import cudagraph_trees, output_code, scheduler
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -309,7 +308,7 @@ class TestVersionQuestions(TestCase):
 SOURCES = Path(torch.__file__).parent.parent
 
 
-class TestTool(TestCase):
+class TestTool(WithFolder):
     def run_tool(self, *arguments):
         done = python(str(ROOT / "tools" / "check_compat"), *map(str, arguments))
         return done.returncode, done.stdout, done.stderr
@@ -317,13 +316,12 @@ class TestTool(TestCase):
     def test_the_installed_torch_fits_and_a_changed_one_does_not(self):
         status, out, err = self.run_tool()
         self.assertEqual((status, "OFF" in out), (0, False), out + err)
-        with tempfile.TemporaryDirectory() as folder:
-            wheel = Path(folder, "torch-2.14.1.whl")
-            with zipfile.ZipFile(wheel, "w") as archive:
-                for path in ("torch/version.py", "torch/_inductor/scheduler.py"):
-                    text = (SOURCES / path).read_text()
-                    archive.writestr(path, text.replace("def graph_partition(", "def partition_graph("))
-            status, out, _ = self.run_tool(wheel)
+        wheel = self.folder / "torch-2.14.1.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for path in ("torch/version.py", "torch/_inductor/scheduler.py"):
+                text = (SOURCES / path).read_text()
+                archive.writestr(path, text.replace("def graph_partition(", "def partition_graph("))
+        status, out, _ = self.run_tool(wheel)
         self.assertEqual(status, 1)
         self.assertIn("OFF   report: torch._inductor.scheduler.Scheduler.graph_partition\n", out)
         status, _, err = self.run_tool("/nowhere")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from commands import python
+from commands import forked, python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -135,6 +135,7 @@ class TestAttach(TestCase):
 
 
 class TestCalls(TestCase):
+    @forked("compiler")
     def test_calls_after_hooks_conform_their_inputs(self):
         """Each way has a process of its own: once hooks were set, a process remembers it until it ends."""
         program = """

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 import variant_kernels as kernels
-from commands import WithFolder, python
+from commands import WithFolder, forked, python
 from test_launches import autotuners, of_a_user, of_inductor, on_gpu
 from torch import nn
 from torch._inductor import config as inductor_config
@@ -254,6 +254,7 @@ class TestInductor(VariantsTestCase):
 
 
 class TestInterpreted(TestCase):
+    @forked("torch")
     def test_interpreted_variants_give_the_same_results(self) -> None:
         # With CI, nothing else may be needed.
         done = python(str(HERE.with_name("interpreted_variants.py")), TRITON_INTERPRET="1", CI="true")
