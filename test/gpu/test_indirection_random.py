@@ -49,7 +49,7 @@ class TestIndirectionRandom(IndirectionTestCase):
     def test_random_programs(self, indirection, programs, seed):
         drawn = programs + programs // 3  # some cannot run in eager, or differ under torch.compile too
         limits = {"reduce_s": 20.0, "left_out": HANGS.get(seed, ())}
-        campaign = Campaign("cuda", "ours", "compile", None, SECONDS, seed, drawn, JOBS, **limits)
+        campaign = Campaign("cuda", "ours", "compile", SECONDS, seed, drawn, JOBS, **limits)
         with mock.patch.dict(os.environ, PYGRAPH_INDIRECTION=indirection):
             outcome = run(campaign, self.log, lambda failure: print(f"fails: {failure}", file=sys.stderr))
         for failure in outcome.failures:

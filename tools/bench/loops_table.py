@@ -7,9 +7,9 @@ a wait after each step comes first, then the time without waits.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from bench import loops, trained_models
@@ -71,11 +71,10 @@ def readme_row(files: Sequence[Result]) -> dict[str, Any] | None:
     ran = [loop for loop in loops.LOOPS if all("done_us" in found.get((way, loop), {}) for way in ways)]
     if not ran:
         return None
-
-    def mean(way: str, figure: str) -> float:
-        return math.exp(sum(math.log(found[way, loop][figure]) for loop in ran) / len(ran))
-
-    times, host = ({way: mean(way, figure) for way in ways} for figure in ("done_us", "host_us"))
+    times, host = (
+        {way: geometric_mean(found[way, loop][figure] for loop in ran) for way in ways}
+        for figure in ("done_us", "host_us")
+    )
     return {"loops": len(ran), "done_us": times, "host_us": host}
 
 

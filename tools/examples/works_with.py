@@ -197,12 +197,11 @@ def run(name: str, device: str) -> dict[str, Any]:
 
 def agree(ours: Values, upstreams: Values) -> bool:
     """Whether tokens are equal, or numbers within the tolerance."""
-    if len(ours) != len(upstreams) or not ours:
+    one, other = torch.tensor(ours), torch.tensor(upstreams)
+    if one.shape != other.shape or not ours:
         return False
-    if all(isinstance(value, int) for value in ours):
-        return ours == upstreams
-    largest = max(1.0, *(abs(value) for value in upstreams))
-    return all(abs(one - other) <= TOLERANCE * largest for one, other in zip(ours, upstreams, strict=True))
+    allowed = TOLERANCE * max(1.0, other.abs().max().item()) if other.is_floating_point() else 0.0
+    return torch.allclose(one, other, rtol=0, atol=allowed)
 
 
 def run_both_ways(arguments: list[str]) -> dict[str, dict[str, Any]]:
@@ -226,11 +225,6 @@ def run_both_ways(arguments: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-
-
 def compare(names: list[str], options: argparse.Namespace) -> int:
     """Runs programs both ways; returns 1 if one differs."""
     found = run_both_ways([*names, "--device", options.device])
@@ -239,7 +233,7 @@ def compare(names: list[str], options: argparse.Namespace) -> int:
         ours = found["ours"][name]
         state = "the same" if same[name] else "DIFFERENT"
         print(f"{name:10} {state}; {ours['replays']} replays, {ours['copied_bytes']} bytes copied at each")
-    write_json(options.json, {**found, "same": same})
+    options.json.write_text(json.dumps({**found, "same": same}, indent=1) + "\n", encoding="utf-8")
     return 0 if all(same.values()) else 1
 
 
@@ -247,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("names", nargs="*", metavar="NAMES", help=f"some of {', '.join(PROGRAMS)} (default: all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="on cpu there are no graphs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the values")
+    parser.add_argument("--json", type=Path, metavar="FILE", default=os.devnull, help="where to write the values")
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--upstream", action="store_true", help="torch's own CUDA graphs, without pygraph_trees")
     ways.add_argument("--against-upstream", action="store_true", help="both, and whether they agree")
@@ -264,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
         figures[name] = run(name, options.device)
         shown = ", ".join(f"{value:.5g}" for value in figures[name]["values"][:6])
         print(f"{name}: {shown}, ...", flush=True)
-    write_json(options.json, figures)
+    options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -48,7 +48,6 @@ class Campaign:
     device: str
     under_test: str
     control: str | None
-    exactly: str | None
     seconds: float
     seed: int
     most_cases: int | None = None
@@ -85,20 +84,19 @@ class Counts:
             self.uses[use] = self.uses.get(use, 0) + count
 
     def __str__(self) -> str:
-        text = f"{self.cases} programs, {self.calls} calls"
-        if self.inside:
-            text += f", {self.inside} from inside others"
-        if self.caught:
-            text += f", {self.caught} faults"
-        if self.recordings or self.replays:
-            text += f"; {self.replays} replays of {self.recordings} recordings, {self.ungraphed_calls} calls un-graphed"
-        if self.on_lanes or self.unguarded:
-            text += f"; {self.on_lanes} recordings on lanes, {self.unguarded} calls without guards"
-        if self.torch_differs:
-            text += f"; {self.torch_differs} where torch differs from eager as well"
-        if self.invalid:
-            text += f"; {self.invalid} that eager cannot run"
-        return text
+        told = {
+            "from inside others": self.inside,
+            "faults": self.caught,
+            "replays": self.replays,
+            "recordings": self.recordings,
+            "recordings on lanes": self.on_lanes,
+            "calls un-graphed": self.ungraphed_calls,
+            "calls without guards": self.unguarded,
+            "programs where torch differs from eager as well": self.torch_differs,
+            "that eager cannot run": self.invalid,
+        }
+        found = [f"{count} {what}" for what, count in told.items() if count]
+        return ", ".join([f"{self.cases} programs", f"{self.calls} calls", *found])
 
     def table(self) -> str:
         """A line for each feature, with the number of programs that use it."""
@@ -179,7 +177,7 @@ def _control_dies(campaign: Campaign, worker: _Worker, stopped: threading.Event)
     if case is None or campaign.control is None:
         return False
     for way in dict.fromkeys((campaign.control, UNGRAPHED)):
-        with _alone(replace(campaign, under_test=way, control=None, exactly=None), case, stopped) as single:
+        with _alone(replace(campaign, under_test=way, control=None), case, stopped) as single:
             if single.cause is not None:
                 return True
     return False
@@ -228,9 +226,9 @@ def vector_instructions() -> list[str]:
 
 
 def _gpus_of(number: int) -> dict[str, str]:
-    """What lets a worker see two GPUs of several, so that all are used evenly."""
+    """What lets a worker see two GPUs, so that all are used evenly."""
     count = torch.cuda.device_count()
-    if count < 3:
+    if count < 2:
         return {}
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named.split(",") if named else list(map(str, range(count)))  # there are none after the first that is missing
@@ -293,8 +291,7 @@ class _Worker:
     @property
     def number(self) -> int:
         """The number of its last program."""
-        number: int = self._sent.get("number", self._first)
-        return number
+        return int(self._sent.get("number", self._first))
 
     def share_left(self) -> int | None:
         """The number of cases that it has not reached; None if only time is limited."""

@@ -104,8 +104,7 @@ def check(
         theirs = None if control is None else _mismatch(compare, UNGRAPHED, tolerance, exact=True)
         if theirs is None or not error.names & theirs.names:
             raise
-        # Torch's decompositions change the last place, too, but maybe in another order; and signs of zeros, which
-        # decide on which side of a branch cut a complex number is.
+        # Torch's decompositions change the last place, too, and signs of zeros, which choose a side of a branch cut.
         try:
             compare(under_test, "eager", tolerance, exact=False)
         except Mismatch as ours:
@@ -275,7 +274,7 @@ def _observe(runner: Runner, call: int) -> Observation:
         seen = runner.step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # attributes a fault to this way, not to the next one
-        return seen
+        return seen.on_cpu()
     except Exception as error:
         if runner.kind == "eager":
             raise InvalidCase(f"call {call}: {error}") from error
@@ -302,6 +301,8 @@ def _agree(
         names = [name for name, _ in getattr(wanted, what)]
         if names != [name for name, _ in getattr(found, what)]:
             raise Mismatch(f"{where}: {what} are {[n for n, _ in getattr(found, what)]}, expected {names}")
+    if found.devices != wanted.devices:
+        raise Mismatch(f"{where}: outputs and inputs are on {found.devices}, expected {wanted.devices}")
     problems = {}
     for what in ("outputs", "blocks"):
         for one, other in zip(getattr(found, what), getattr(wanted, what), strict=True):

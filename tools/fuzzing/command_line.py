@@ -46,9 +46,9 @@ def main(arguments: Sequence[str]) -> int:
         metavar="WAY",
         help="runs where the way differs from eager; if it does the same, that is torch's; default: compile",
     )
-    parser.add_argument("--exact", action="store_true", help="must also equal torch.compile without graphs, bit by bit")
     parser.add_argument("--everything", action="store_true", help="with what is off by default, and random delays")
-    parser.add_argument("--jobs", type=int, default=_jobs(), help="processes at a time (default: %(default)s here)")
+    jobs = max(1, min(_MOST_JOBS, (os.cpu_count() or 1) - 1))  # most of the cores: programs spend their time compiling
+    parser.add_argument("--jobs", type=int, default=jobs, help="processes at a time (default: %(default)s here)")
     parser.add_argument("--failures", type=int, default=1, metavar="N", help="stop after so many (default: 1)")
     parser.add_argument("--reduce", type=float, default=120.0, metavar="SECONDS", help="for each (default: 120)")
     parser.add_argument("--out", type=Path, default=Path("fuzz-failures"), help="folder for the failing cases")
@@ -59,15 +59,11 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("expected at least one job, one program and more than no time")
     on_gpu = torch.cuda.is_available()
     way = options.way or ("ours" if on_gpu else "aot_eager")
-    if not on_gpu and way in ("ours", "upstream"):
-        parser.error(f"--way {way} needs a GPU, and this machine has none that torch can use")
+    control = options.control or ("compile" if on_gpu and way != "compile" else None)
+    if not on_gpu and not {way, control}.isdisjoint(("ours", "upstream")):
+        parser.error("a way with graphs needs a GPU, and this machine has none that torch can use")
     if not on_gpu:
         print(f"there is no GPU: programs run on the CPU under {way}, without CUDA graphs", file=sys.stderr)
-    control, exactly = options.control, "compile" if options.exact else None
-    if on_gpu and control is None:
-        control = None if way == "compile" else "compile"
-    if not on_gpu and (options.exact or control in ("ours", "upstream")):
-        parser.error("--exact and controls with graphs need a GPU, and this machine has none that torch can use")
 
     if options.program is not None and options.seed is None:
         parser.error("--program needs --seed")
@@ -82,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
             parser.error(str(error))
         device = device_of("cuda" if on_gpu else "cpu")
         try:
-            verdict = check(case, device, under_test=way, control=control, exactly=exactly)
+            verdict = check(case, device, under_test=way, control=control)
         except (InvalidCase, Mismatch) as error:
             print(f"{type(error).__name__}: {error}")
             return 1
@@ -95,7 +91,6 @@ def main(arguments: Sequence[str]) -> int:
         device="cuda" if on_gpu else "cpu",
         under_test=way,
         control=control,
-        exactly=exactly,
         everything=options.everything,
         seconds=minutes * 60,
         seed=seed,
@@ -113,11 +108,5 @@ def main(arguments: Sequence[str]) -> int:
         print(f"\n{failure.message}\n\n{failure.case.text()}\nwritten to {path}; tools/fuzz {path} runs it again")
 
     outcome = run(campaign, Progress(), write)
-    print(outcome.counts)
-    print(outcome.counts.table())
+    print(outcome.counts, outcome.counts.table(), sep="\n")
     return 1 if outcome.failures else 0
-
-
-def _jobs() -> int:
-    """Most of the cores: a program spends its time compiling."""
-    return max(1, min(_MOST_JOBS, (os.cpu_count() or 1) - 1))

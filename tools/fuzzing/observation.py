@@ -6,7 +6,7 @@ An :class:`Observation` holds clones, so it survives the next call and shows the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.benchmark.verify import snapshot
@@ -26,6 +26,14 @@ class Observation:
     aliases: tuple[str | None, ...]  # by output: the input whose block holds it, and the offset
     returns: tuple[str, ...]  # names of the outputs in the program
     inside: Sequence[Inside] = ()  # calls made from inside this one
+    devices: tuple[str, ...] = ()  # by named tensor, once all are on the CPU
+
+    def on_cpu(self) -> Observation:
+        """The same on the CPU, where to compare small tensors takes no turns with other processes."""
+        outputs, blocks = ([(name, tensor.cpu()) for name, tensor in named] for named in (self.outputs, self.blocks))
+        inside = [replace(one, found=one.found.on_cpu(), wanted=one.wanted.on_cpu()) for one in self.inside]
+        devices = tuple(str(tensor.device) for _, tensor in (*self.outputs, *self.blocks))
+        return replace(self, outputs=outputs, blocks=blocks, inside=inside, devices=devices)
 
 
 @dataclass(frozen=True, slots=True)

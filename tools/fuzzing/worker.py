@@ -105,7 +105,6 @@ class Worker:
                 self._device,
                 under_test=self._told["under_test"],
                 control=self._told["control"],
-                exactly=self._told["exactly"],
                 alive=self._alive,
             )
         except InvalidCase:
