@@ -63,18 +63,15 @@ void Entry::take(const py::dict &given) {
 /* Launches the graph for inputs that the recording has accepted, and returns the call's result. The result is made before
    the launch, which fills the caches with other data: the outputs were just read to see whether they are dead. */
 Ref replayed(Entry *state, Found &found, Replay *replay, const Inputs &inputs, const Ref &kept) {
-    Ref given, result;
-    {
-        CollectorOff until_launched; // during the launch, other threads run
-        given = tuple_of(replay->returned.size(),
-                         [&](size_t i) { return Py_NewRef(inputs.required(replay->returned[i].input)); });
-        if (are_untouched(replay))
-            result = result_at_hand(&state->results, replay, kept, given.get());
-        order_streams(found.trees());
-        replay->stream = found.trees()->stream;
-        launch(replay);
-        note_launch(found.trees());
-    }
+    Ref result, given = tuple_of(replay->returned.size(), [&](size_t i) {
+        return Py_NewRef(inputs.required(replay->returned[i].input));
+    });
+    if (are_untouched(replay))
+        result = result_at_hand(&state->results, replay, kept, given.get());
+    order_streams(found.trees());
+    replay->stream = found.trees()->stream;
+    launch(replay); // meanwhile, other threads run
+    note_launch(found.trees());
     if (!result)
         result = of_list(&state->results, kept, outputs_of(found.recording.get(), replay, given.get()));
     return result;
@@ -157,6 +154,8 @@ Ref replayed_fast(Entry *state, PyObject *list, std::optional<Slow> *why) {
         reason = Slow::captured;
         return Ref();
     }
+    collect_if_scheduled();
+    const CollectorOff until_launched;
     counted.asked++;
     if (!find_candidates(state->counters, &turn, &found, &reason))
         return Ref();

@@ -203,6 +203,14 @@ class CollectorOff {
     static inline bool was_on = false;
 };
 
+/* Runs a collection that is scheduled. Python 3.12 would run it at the next call of a Python function, although the
+   collector is off by then. */
+inline void collect_if_scheduled() {
+#if PY_VERSION_HEX >= 0x030C0000 && PY_VERSION_HEX < 0x030D0000
+    checked(PyErr_CheckSignals());
+#endif
+}
+
 /* A number that Python reads and writes as `value`. */
 struct Counter {
     unsigned long long value = 0;

@@ -17,7 +17,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "examples")]
 
 import works_with
-from bench import causes, choices, command_line, graph_host, many, routes
+from bench import causes, command_line, graph_host, routes
 from bench import summary as pages
 from bench import training_loops as loops
 from bench.isolated import Job
@@ -117,10 +117,6 @@ class TestCommandLine(WithFolder):
         for wrong, problem in usages:
             status, out, err = run(command_line.main, *wrong.split())
             self.assertEqual((status, out, problem in err), (2, "", True), err)
-        for module in (choices, graph_host, many, routes):
-            with mock.patch.object(sys, "argv", ["a script"]):
-                status, _, err = run(lambda _, main=module.main: main())
-            self.assertEqual((status, "need a GPU" in err), (2, True), module.__name__)
 
 
 class TestScripts(WithFolder):
@@ -175,9 +171,6 @@ class TestResultFiles(WithFolder):
         body = json.loads(path.read_text())
         self.assertEqual(list(body), HEAD.split())
         self.assertEqual(list(body["records"][0])[: len(names)], names)
-        body["records"][0]["added_later"] = 1
-        path.write_text(json.dumps(body))
-        self.assertEqual(Results.read(path), results)
         path.write_text("{}")
         with self.assertRaisesRegex(ResultsFormatError, "is no result file"):
             Results.read(path)
@@ -214,16 +207,6 @@ class TestWorksWith(WithFolder):
         self.assertEqual((found["same"], found["ours"]), ({"scaler": True}, found["upstream"]))
         self.assertEqual(len(found["ours"]["scaler"]["values"]), works_with.STEPS)
         self.assertIn("scaler     the same; 0 replays", printed)
-
-    def test_bad_options(self):
-        for options, says in (
-            ([], "there is no GPU that torch can use; with --device cpu"),
-            (["trane"], "there is no program trane; there are generate, trainer"),
-            (["--upstream", "--against-upstream"], "not allowed with argument"),
-        ):
-            with mock.patch.object(torch.cuda, "is_available", lambda: False):
-                status, _, said = run(works_with.main, *options)
-            self.assertEqual((status, says in said), (2, True), said)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda import driver as driver_module
-from pygraph_trees.cuda import driver as drivers
 from pygraph_trees.cuda import progress
 from pygraph_trees.cuda.copy_nodes import TARGET, MemcpyNode, MemsetNode
 from pygraph_trees.cuda.driver import Driver, IndirectionOff, usable_driver
@@ -258,7 +257,7 @@ class TestUsableDriver(TestCase):
 
     def said(self, found):
         """The driver that two calls give, and their warnings."""
-        with mock.patch.object(drivers, "driver", lambda: found), warnings.catch_warnings(record=True) as caught:
+        with mock.patch.object(driver_module, "driver", lambda: found), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             given = usable_driver(), usable_driver()
         self.assertIs(*given)
@@ -281,7 +280,7 @@ class TestUsableDriver(TestCase):
 
     def test_a_program_without_a_gpu_is_not_told_of_the_driver(self):
         with (
-            mock.patch.object(drivers, "driver", lambda: None),
+            mock.patch.object(driver_module, "driver", lambda: None),
             mock.patch.object(torch.cuda, "is_available", lambda: False),
             torch._inductor.config.patch(fx_graph_cache=False),
             warnings.catch_warnings(record=True) as caught,
@@ -303,7 +302,7 @@ class TestUsableDriver(TestCase):
             mock.patch.multiple(
                 Manager, _get_cuda_graph_recorded_tensor_checker=lambda _: lambda t: False, create=True
             ),
-            mock.patch.object(drivers, "driver", lambda: None),
+            mock.patch.object(driver_module, "driver", lambda: None),
             self.assertWarns(IndirectionOff),
         ):
             self.assertIsNone(recording.usable_driver())

@@ -19,15 +19,18 @@ from typing import Any
 from unittest import mock
 
 import torch
+from recordings_on_cpu import SIZE, Function, OnCpuTestCase
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.locks import run_if_free
 from pygraph_trees.native import binding
 from pygraph_trees.trees.functions.containment import cleaned_up
+from pygraph_trees.trees.managers import reclaiming
 from pygraph_trees.trees.pools import collector, interrupts
 from pygraph_trees.trees.pools.collector import paused
 from pygraph_trees.trees.pools.interrupts import deferred
+from pygraph_trees.trees.pools.liveness import release_unneeded
 
 
 def interrupted_at(moment: int, block: Callable[[], None]) -> bool:
@@ -289,6 +292,61 @@ class TestFinalizer(TestCase):
             thread.join(60)
         self.assertFalse(thread.is_alive())
         self.assertEqual((calls, gc.isenabled()), ([False], True))
+
+
+class TestCollections(OnCpuTestCase):
+    def test_none_comes_during_a_fast_replay(self):
+        """Python 3.12 runs one that is scheduled although the collector is off by then."""
+        function, seen = Function(), []
+        self.addCleanup(gc.set_threshold, *gc.get_threshold())
+        self.addCleanup(gc.callbacks.clear)
+        gc.callbacks.append(lambda *_: seen.append(function.manager.is_taken))
+        gc.set_threshold(50, 1, 1)
+        held = [(function.call(1.0), [{0} for _ in range(number % 40)]) for number in range(400)]
+        self.assertEqual((len(held), {*seen}), (400, {False}))
+
+    def test_a_pool_is_kept_if_its_manager_ends_while_the_program_captures(self):
+        function = Function()
+        output, before = function.call(1.0), len(reclaiming._in_use)
+        with mock.patch("torch.cuda.is_current_stream_capturing", lambda: True):
+            function.manager.shutdown()
+        reclaiming.release_pools()
+        self.assertEqual((len(reclaiming._in_use), output[0][0].item()), (before + 1, 1.0))
+        del output, function
+        gc.collect()
+        reclaiming.release_pools()
+        self.assertEqual(len(reclaiming._in_use), before)
+
+    def test_pools_are_released_while_others_are(self):
+        dead, alive = [False], SimpleNamespace(expired=lambda: False)
+        dies = SimpleNamespace(expired=lambda: dead[0])
+        meanwhile = SimpleNamespace(expired=lambda: dead[0] or bool(dead.insert(0, True) or reclaiming.release_pools()))
+        graphs = [("a", [dies]), ("b", [dies]), ("c", [meanwhile]), ("d", [alive])]
+        with mock.patch.object(reclaiming, "_in_use", graphs):
+            reclaiming.release_pools()
+            self.assertEqual([graph for graph, _ in reclaiming._in_use], ["d"])
+
+    def test_what_is_forgotten_during_a_call_is_given_back_later(self):
+        function, inputs = Function(), []
+        manager, model = function.manager, function.recording.wrapped_function.model
+        with mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
+            manager.take_turn(inputs)
+            manager.forget(model)
+            self.assertFalse(manager.give_pool_back())
+            self.assertEqual(manager.roots, {function.id: [function.recording]})
+            manager.end_turn(inputs)
+            with mock.patch.object(manager.reclaiming, "_leave_pool"):
+                manager.give_pool_back()
+        self.assertFalse(manager.roots.get(function.id))
+
+    def test_a_finalizer_removes_outputs_while_they_are_detached(self):
+        function, held = Function(2, cudagraph_trees.CompilationMode.FORWARD), threading.Event()
+        weakref.finalize(held, function.recording.remove_node_cached_tensors).atexit = False
+        output = function.call(1.0)[0].mul_(torch.ones(SIZE, requires_grad=True))
+        output.grad_fn.metadata["held"] = held
+        del held, output
+        release_unneeded(function.recording.cuda_graphs_pool)
+        self.assertFalse(any(function.recording.cached_tensor_outputs))
 
 
 if __name__ == "__main__":

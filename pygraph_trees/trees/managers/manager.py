@@ -112,6 +112,8 @@ class Manager(Making):
         node = self.current_node
         if self.keeps_outputs and node is not None and (is_last or self.can_start_new_generation()):
             if torch.cuda.is_current_stream_capturing():  # a copy would be made at each replay of the program's graph
+                if is_last:
+                    self.reclaiming.keep_pool(self)
                 return
             # Looking at all outputs of a long path takes longer than an un-graphed forward. C++ asks the same.
             is_known = self.path_state is _EXECUTION and getattr(node, "has_fast_path", False)
@@ -162,21 +164,29 @@ class Manager(Making):
             release_retired()
 
     def forget(self, model: FunctionModel, *, later: bool = False) -> None:
-        """Gives back a function's recordings and own memory; see :meth:`.Reclaiming.forget`."""
+        """Gives back a function's recordings and own memory; see :meth:`.Reclaiming.forget`. During a call, later."""
+        inputs: list[Any] = []
         with deferred():
             self.output_policy.release(self, model)
             try:
-                self.reclaiming.forget(self, model, later=later)
+                is_free = self.take_aside(inputs)
+                self.reclaiming.forget(self, model, later=later or not is_free)
             except Exception as error:
                 self.failed(error)
+            finally:
+                self.end_turn(inputs)
 
     def give_pool_back(self) -> bool:
-        try:
-            with deferred():
-                return self.reclaiming.give_pool_back(self)
-        except Exception as error:
-            self.failed(error)
-            return False
+        """:meth:`.Reclaiming.give_pool_back`, but not during a call."""
+        inputs: list[Any] = []
+        with deferred():
+            try:
+                return self.take_aside(inputs) and self.reclaiming.give_pool_back(self)
+            except Exception as error:
+                self.failed(error)
+                return False
+            finally:
+                self.end_turn(inputs)
 
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
         # When a step begins, upstream looks for a child of the last step's recording, finds none, ends the path and

@@ -6,6 +6,7 @@ soon as no path is open; the pool, once no output in it may be alive. Nothing ha
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -177,7 +178,9 @@ class Reclaiming:
     def keep_pool(self, manager: Any) -> None:
         """Keeps the graph pool of a manager that ends until its last step's outputs are dead."""
         release_pools()
-        _in_use.append((manager.graph, _outputs_on_path(manager.current_node)))
+        # Upstream's own references would call an output alive forever once its recording is gone.
+        outputs = [held.ref for held in _outputs_on_path(manager.current_node) if held.ref is not None]
+        _in_use.append((manager.graph, outputs))
 
     def _leave_pool(self, manager: Any) -> bool:
         """Gives the manager a new pool; returns whether there is one."""
@@ -209,7 +212,10 @@ def _outputs_on_path(node: Any) -> list[Any]:
 
 def release_pools() -> None:
     """Releases pools that were kept for outputs that are dead by now."""
-    _in_use[:] = [(graph, outputs) for graph, outputs in _in_use if not all(output.expired() for output in outputs)]
+    for kept in list(_in_use):  # meanwhile, a finalizer or another thread may do the same
+        if all(output.expired() for output in kept[1]):
+            with contextlib.suppress(ValueError):
+                _in_use.remove(kept)
 
 
 def _makes_new_outputs(node: Any) -> bool:

@@ -119,8 +119,10 @@ def _is_released(recording: Callable[[], Any], number: int, check: Callable[[], 
     )
     if is_held or not check():
         return False
-    outputs = node.cached_tensor_outputs
-    if weakref.getweakrefcount(outputs[number]) or weakref.getweakrefcount(outputs[number].untyped_storage()):
+    outputs = node.cached_tensor_outputs  # none if a finalizer has removed them
+    if outputs and (
+        weakref.getweakrefcount(outputs[number]) or weakref.getweakrefcount(outputs[number].untyped_storage())
+    ):
         node.remove_node_cached_tensors()  # otherwise the program would get a tensor whose memory is overwritten
     return True
 
@@ -128,9 +130,11 @@ def _is_released(recording: Callable[[], Any], number: int, check: Callable[[], 
 def _release_autograd(recording: Any) -> bool:
     outputs, found = recording.cached_tensor_outputs, False
     for i in range(len(outputs)):
-        # The output must have no name here: only the references of the list and of the argument may count.
+        # The output must have no name here: only the references of the list and of the argument may count. A finalizer
+        # that detaching runs may remove all.
         if (
-            outputs[i] is not None
+            i < len(outputs)
+            and outputs[i] is not None
             and sys.getrefcount(outputs[i]) == 2
             and outputs[i]._use_count() == 1
             and outputs[i].grad_fn is not None
