@@ -200,8 +200,8 @@ def preload(*more: str) -> None:
     # Modules ask for GPUs while they are imported; with this variable that does not start CUDA, which cannot be forked.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     torch, *_ = [importlib.import_module(name) for name in (*PRELOADED, *more)]
-    if not torch.cuda.is_available():  # the first compilation imports more, and fills tables
-        torch.compile(lambda x: x.sin().sum(), mode="reduce-overhead")(torch.ones(9, requires_grad=True)).backward()
+    if not torch.cuda.is_available():  # imports more and fills tables; after a backward, forks could make none
+        torch.compile(lambda x: x.sin().sum(), mode="reduce-overhead")(torch.ones(9))
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         importlib.import_module("pygraph_trees.report.summary").clear()
