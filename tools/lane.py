@@ -200,7 +200,7 @@ def preload(*more: str) -> None:
     # Modules ask for GPUs while they are imported; with this variable that does not start CUDA, which cannot be forked.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     torch, *_ = [importlib.import_module(name) for name in (*PRELOADED, *more)]
-    if not torch.cuda.is_available():  # imports more and fills tables; after a backward, forks could make none
+    if not torch.cuda.is_available():  # loads what compiling needs; after a backward, no fork could run one
         torch.compile(lambda x: x.sin().sum(), mode="reduce-overhead")(torch.ones(9))
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()

@@ -203,8 +203,8 @@ class CollectorOff {
     static inline bool was_on = false;
 };
 
-/* Runs a collection that is scheduled. Python 3.12 would run it at the next call of a Python function, although the
-   collector is off by then. */
+/* Runs a scheduled collection. Otherwise, Python 3.12 runs it at the next call of a Python function, even if the collector
+   has been turned off by then. */
 inline void collect_if_scheduled() {
 #if PY_VERSION_HEX >= 0x030C0000 && PY_VERSION_HEX < 0x030D0000
     checked(PyErr_CheckSignals());

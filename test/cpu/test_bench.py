@@ -17,7 +17,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "examples")]
 
 import works_with
-from bench import causes, command_line, graph_host, routes
+from bench import causes, choices, command_line, graph_host, many, routes
 from bench import summary as pages
 from bench import training_loops as loops
 from bench.isolated import Job
@@ -117,6 +117,10 @@ class TestCommandLine(WithFolder):
         for wrong, problem in usages:
             status, out, err = run(command_line.main, *wrong.split())
             self.assertEqual((status, out, problem in err), (2, "", True), err)
+        for module in (choices, graph_host, many, routes):
+            with mock.patch.object(sys, "argv", ["a script"]):
+                status, _, err = run(lambda _, main=module.main: main())
+            self.assertEqual((status, "need a GPU" in err), (2, True), module.__name__)
 
 
 class TestScripts(WithFolder):

@@ -296,7 +296,7 @@ class TestFinalizer(TestCase):
 
 class TestCollections(OnCpuTestCase):
     def test_none_comes_during_a_fast_replay(self):
-        """Python 3.12 runs one that is scheduled although the collector is off by then."""
+        """Python 3.12 runs a scheduled collection even if the collector has been turned off by then."""
         function, seen = Function(), []
         self.addCleanup(gc.set_threshold, *gc.get_threshold())
         self.addCleanup(gc.callbacks.clear)
@@ -318,10 +318,16 @@ class TestCollections(OnCpuTestCase):
         self.assertEqual(len(reclaiming._in_use), before)
 
     def test_pools_are_released_while_others_are(self):
-        dead, alive = [False], SimpleNamespace(expired=lambda: False)
-        dies = SimpleNamespace(expired=lambda: dead[0])
-        meanwhile = SimpleNamespace(expired=lambda: dead[0] or bool(dead.insert(0, True) or reclaiming.release_pools()))
-        graphs = [("a", [dies]), ("b", [dies]), ("c", [meanwhile]), ("d", [alive])]
+        dead = []
+
+        def expired():  # as if a finalizer ran meanwhile
+            if not dead:
+                dead.append(True)
+                reclaiming.release_pools()
+            return True
+
+        found = {"a": lambda: bool(dead), "b": lambda: bool(dead), "c": expired, "d": lambda: False}
+        graphs = [(graph, [SimpleNamespace(expired=answer)]) for graph, answer in found.items()]
         with mock.patch.object(reclaiming, "_in_use", graphs):
             reclaiming.release_pools()
             self.assertEqual([graph for graph, _ in reclaiming._in_use], ["d"])

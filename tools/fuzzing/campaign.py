@@ -279,7 +279,7 @@ class _Worker:
             if time.monotonic() - self._alive_at <= longest_s:
                 return False
             cause = f"a call took longer than {longest_s:g} s: {self._child.abort()}"
-        if self.failure() is not None:  # also if it died while it made the case smaller
+        if self.failure() is not None:  # even if it died while reducing the case
             return True
         if status == POISONED_BY_EAGER:
             self.lost_by_eager = True

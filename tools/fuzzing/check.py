@@ -114,7 +114,7 @@ def check(
         if control is None or is_lost(device):  # every way would raise on a GPU that is lost
             raise
         by_torch = _mismatch(compare, control, tolerance)
-        if by_torch is not None and isinstance(ours, Raised):  # its values may differ before it raises, too
+        if by_torch is not None and isinstance(ours, Raised):  # a control may raise only after its values differ
             by_torch = _mismatch(compare, control, tolerance, only=frozenset({"nothing"}))
         if by_torch is None or isinstance(by_torch, Raised) != isinstance(ours, Raised):
             raise

@@ -29,7 +29,7 @@ class Observation:
     devices: tuple[str, ...] = ()  # by named tensor, once all are on the CPU
 
     def on_cpu(self) -> Observation:
-        """The same on the CPU, where to compare small tensors takes no turns with other processes."""
+        """A copy on the CPU, where comparing small tensors does not wait for other processes on the GPU."""
         outputs, blocks = ([(name, tensor.cpu()) for name, tensor in named] for named in (self.outputs, self.blocks))
         inside = [replace(one, found=one.found.on_cpu(), wanted=one.wanted.on_cpu()) for one in self.inside]
         devices = tuple(str(tensor.device) for _, tensor in (*self.outputs, *self.blocks))

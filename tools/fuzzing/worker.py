@@ -111,7 +111,7 @@ class Worker:
             self.counts.invalid += 1
             self._end_if_poisoned(POISONED_BY_EAGER)
         except Mismatch as error:
-            print(error, file=sys.stderr, flush=True)  # in the log, of which the end is shown if the GPU is lost
+            print(error, file=sys.stderr, flush=True)  # if the GPU is lost, the last lines of this log are shown
             self._end_if_poisoned(POISONED)
             return Failure(case, str(error))
         else:
@@ -166,7 +166,7 @@ def main(campaign: str) -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()  # signals to the parent's session do not reach it
     VecISA.check_build = lambda isa, _: str(isa) in told["vector_instructions"]
     guards.profile_guard_manager = lambda *_: 0.0  # slow: it flushes the CPU's caches after each compilation
-    gc.freeze()  # a collection visits only objects of programs
+    gc.freeze()  # collections then skip what the imports made
     warnings.simplefilter("ignore")
     if told["everything"]:
         everything.turn_on(told["seed"])

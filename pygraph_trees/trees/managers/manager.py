@@ -164,7 +164,7 @@ class Manager(Making):
             release_retired()
 
     def forget(self, model: FunctionModel, *, later: bool = False) -> None:
-        """Gives back a function's recordings and own memory; see :meth:`.Reclaiming.forget`. During a call, later."""
+        """Gives back a function's recordings and own memory; during a call, recordings follow later."""
         inputs: list[Any] = []
         with deferred():
             self.output_policy.release(self, model)
