@@ -64,7 +64,7 @@ class KernelNode(GraphNode):
         """``layouts`` are known. Raises :class:`DriverError` also if the kernel's own is unknown."""
         super().__init__(driver, handle)
         self.function, self.kernel = int(self._params.func), int(self._params.kern)  # one of them is 0
-        self._layout: Layout | None = None  # None if the parameters are passed as one block
+        self.layout: Layout | None = None  # None if the parameters are passed as one block
         # The struct points to the node's memory, which is only read here.
         layouts = {} if layouts is None else layouts
         self._recorded = self._read_packed() if self._params.extra else self._read_plain(layouts)
@@ -83,7 +83,7 @@ class KernelNode(GraphNode):
             layout = layouts[key] = self._driver.layout(*key)
         if bool(given) != bool(layout):  # an unknown handle looks like one without parameters
             raise DriverError(call=self._get, code="parameters of unknown layout")
-        self._layout = layout
+        self.layout = layout
         block = bytearray(sum(layout[-1]) if layout else 0)  # with zeros in its gaps
         for (offset, nbytes), pointer in zip(layout, (ctypes.c_uint64 * len(layout)).from_address(given), strict=True):
             block[offset : offset + nbytes] = ctypes.string_at(pointer, nbytes)
@@ -99,23 +99,23 @@ class KernelNode(GraphNode):
         """The parameters that :meth:`set` writes: a copy, to which the struct points from now on."""
         self._block = block = _aligned_block(self._recorded)  # an interrupt may come before the property is cached
         start = ctypes.addressof(block)
-        if self._layout is None:
+        if self.layout is None:
             self._nbytes = ctypes.c_size_t(self.nbytes)
             pairs = (_BUFFER, start, _SIZE, ctypes.addressof(self._nbytes), _END)
             self._pointers = (ctypes.c_uint64 * 5)(*pairs)
             self._params.extra = ctypes.addressof(self._pointers)
-        elif self._layout:
-            self._pointers = (ctypes.c_uint64 * len(self._layout))(*(start + offset for offset, _ in self._layout))
+        elif self.layout:
+            self._pointers = (ctypes.c_uint64 * len(self.layout))(*(start + offset for offset, _ in self.layout))
             self._params.kernelParams = ctypes.addressof(self._pointers)
         return block
 
     def may_be_address(self, offset: int) -> bool:
         """Whether the 8 bytes at an offset may be one parameter, or part of one: they do not span several."""
-        return not any(offset < begin < offset + 8 for begin, _ in self._layout or ())
+        return not any(offset < begin < offset + 8 for begin, _ in self.layout or ())
 
     def is_word(self, offset: int) -> bool:
         """Whether the 8 bytes at an offset are known to be a parameter of their own."""
-        return self._layout is not None and (offset, 8) in self._layout
+        return self.layout is not None and (offset, 8) in self.layout
 
     def words(self) -> bytes:
         """The recorded parameters, padded with zeros to a multiple of 8 bytes."""
@@ -127,7 +127,7 @@ class KernelNode(GraphNode):
 
     def pointer(self, parameter: int) -> ctypes.c_uint64:
         """Where the struct has the address of a parameter's bytes, in place; raises ValueError if it is none."""
-        if self._layout is None or parameter >= len(self._layout):
+        if self.layout is None or parameter >= len(self.layout):
             raise ValueError(f"the kernel has no parameter {parameter} of its own")
         _ = self.block  # makes the pointers
         return ctypes.c_uint64.from_buffer(self._pointers, 8 * parameter)

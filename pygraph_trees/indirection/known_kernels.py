@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pygraph_trees.cuda.graph_nodes import Layout
 
 # Each family was replayed with poisoned old inputs and gave the right results (H200, torch 2.11; the programs are in
 # test/gpu/test_indirection_kernels.py, test_indirection_libraries.py and test_indirection_matmul.py). Names of torch's
@@ -50,7 +54,27 @@ _FAMILIES = (
 )
 _KNOWN = re.compile("|".join(_FAMILIES))
 
+# Kernels over lists of tensors take structs with arrays that are filled in part: addresses first, then numbers of one,
+# two or four bytes. What is not filled has stale words of the stack. If one or two bytes of such a word, an address,
+# are filled, it is still an address nearby, and writing another one there would change the numbers.
+_OF_A_LIST = re.compile("multi_tensor_apply_kernel.*TensorList(ScalarList)?Metadata")  # the first parameter
+_OF_CAT = re.compile(r"CatArrayBatchedCopy.*?Li\d+ELi(\d+)ELi\d+E")  # the second one, with so many addresses
+# The bytes of numbers at the end of a list's struct. It takes more than 4 KiB from torch 2.13 on, with CUDA 13.
+_SMALL_LIST_NBYTES, _BLOCKS_NBYTES, _LARGE_BLOCKS_NBYTES = 4096, 320 * (1 + 4), 2240 * (2 + 4)
+_FIRST_TENSOR_NBYTES = 8  # of a number after them, unless the struct has a list of scalars
+
 
 @functools.lru_cache(maxsize=4096)
 def is_known(name: str) -> bool:
     return _KNOWN.match(name) is not None
+
+
+def numbers_in(name: str, layout: Layout | None) -> range:
+    """The bytes of a kernel's parameters that hold only numbers, whatever they look like; none may be known."""
+    if layout and (found := _OF_A_LIST.search(name)) is not None:
+        end = sum(layout[0])
+        blocks = _BLOCKS_NBYTES if layout[0][1] <= _SMALL_LIST_NBYTES else _LARGE_BLOCKS_NBYTES
+        return range(end - blocks - (0 if found[1] else _FIRST_TENSOR_NBYTES), end)
+    if layout and len(layout) > 1 and (found := _OF_CAT.search(name)) is not None:
+        return range(layout[1][0] + 8 * int(found[1]), sum(layout[1]))
+    return range(0)

@@ -26,7 +26,7 @@ from pygraph_trees.cuda.value_kernel import NAME
 from pygraph_trees.errors import DriverError
 from pygraph_trees.reasons import Reason, Why
 
-from .known_kernels import is_known
+from .known_kernels import is_known, numbers_in
 from .placeholder import Placeholders, stands_out
 
 if TYPE_CHECKING:
@@ -144,8 +144,10 @@ class _Reader:
         elif not is_known(name):
             self.unknown[name] = None
         writes_table = name is not None and name.startswith(NAME)  # its bytes are addresses
+        numbers = range(0) if name is None else numbers_in(name, node.layout)
         for offset, address in _words(node.words(), self.placeholders):
-            found = self._input_at(address) if node.may_be_address(offset) else None
+            may_be_address = node.may_be_address(offset) and offset not in numbers
+            found = self._input_at(address) if may_be_address else None
             if found is None:
                 continue
             is_sure = writes_table or stands_out(address) or node.is_word(offset)

@@ -120,6 +120,25 @@ class TestKernels(RelocationsTestCase):
         kernels = self.api.make_kernel([PLAIN, b"abcd" + low]), self.api.make_kernel([high + b"abcd"])
         self.assertFound(self.scan(*kernels))
 
+    def test_numbers_of_kernels_over_lists_are_no_addresses(self):
+        """Stale words follow them, whose first bytes may be such numbers; all other words of the structs are read."""
+        torchs, blocks, large = "_ZN2at6native25multi_tensor_apply_kernelINS1_", 320 * 5, 2240 * 6
+        cat = "_ZN2at6native19CatArrayBatchedCopyINS1_10OpaqueTypeILj4EEEjLi2ELi64ELi64EEEvPT_"
+        for name, addresses, numbers, before in (
+            (torchs + "18TensorListMetadataILi2EEEE", 192, blocks + 8, []),
+            (torchs + "32FusedOptimizerTensorListMetadataILi4EEEE", 240, blocks + 8, []),
+            (torchs + "28TensorListScalarListMetadataIfLi1EEEE", 240, blocks, []),
+            (torchs + "18TensorListMetadataILi2EEEE", 1344, large + 8, []),
+            (cat, 64, 64 * 13, [self.c]),
+        ):
+            (start,) = self.place(Extent(100, 0))
+            words = little(*(start,) * addresses, *(start // 256 * 256 + 1,) * (numbers // 8))
+            kernel = self.api.make_kernel([*(start for _ in before), words, start], name=name)
+            held = (*range(addresses + len(before)), (len(words) // 8) + len(before))
+            self.assertFound(self.scan(kernel), *((kernel, 8 * word, 0, 0) for word in held))
+            other = self.api.make_kernel([words], name=KNOWN)
+            self.assertEqual(len(self.scan(other).relocations), len(words) // 8)
+
     def test_kernels_without_known_parameters_or_a_name_may_hide_all(self):
         """One without a name may be a collective."""
         unread, kernel = self.api.make_kernel([self.b], known=False), self.api.make_kernel([self.a])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -17,7 +19,21 @@ from test_trees_concurrency import in_thread, with_own_manager
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
+from pygraph_trees.cuda.extent import copy_bits
 from pygraph_trees.native import binding
+from pygraph_trees.outputs import allocations
+
+
+class OnStack(ctypes.Structure):
+    _fields_ = (("words", ctypes.c_uint64 * 8192),)
+
+
+def copied_after_stale_words(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copies, with a target's address all over the stack; the kernel's parameters have it where they are not filled."""
+    ignores = ctypes.CDLL(None).getpid
+    ignores.argtypes = [OnStack]
+    ignores(OnStack((ctypes.c_uint64 * 8192)(*[targets[0].data_ptr()] * 8192)))
+    copy_bits(targets, sources)
 
 
 class Kept(KeptTestCase):
@@ -73,14 +89,16 @@ class TestInference(Kept):
         self.assertGreater(newest.replays, 30)
 
     @parametrize("name", ["attention", "topk"])
-    def test_outputs_that_a_library_allocates(self, name: str) -> None:
+    @parametrize("copied", [copy_bits, copied_after_stale_words])
+    def test_outputs_that_a_library_allocates(self, name: str, copied: Callable[..., None]) -> None:
         """The graph copies them once they have outlived two steps."""
         fn: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = {
             "attention": lambda x: (torch.nn.functional.scaled_dot_product_attention(x, x * 2, x + 1),),
             "topk": lambda x: tuple(torch.topk(x * 2, 5)),
         }[name]
         graphed, kept, before = self.graphed(fn), [], 0
-        with torch.inference_mode() if name == "topk" else torch.no_grad():
+        copies = mock.patch.object(allocations, "copy_bits", copied)
+        with copies, torch.inference_mode() if name == "topk" else torch.no_grad():
             for call in range(40):
                 x = self.some(2, 4, 32, 32)
                 before = self.fast_replays() if call == 30 else before
