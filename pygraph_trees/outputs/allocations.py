@@ -1,8 +1,8 @@
 """The memory that one run of generated code allocates, watched or replaced.
 
-Generated code allocates with ``empty_strided_cuda``, a global of its module, which :func:`watching` replaces. Libraries
-allocate outputs too. A captured run may be given a tensor for each storage with outputs: generated code gets it instead
-of a new one, and the graph copies a library's storage to it.
+Generated code allocates with ``empty_strided_cuda``, a global of its module, for which :func:`run_generated` gives it
+another function. Libraries allocate outputs too. A captured run may be given a tensor for each storage with outputs:
+generated code gets it instead of a new one, and the graph copies a library's storage to it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -127,18 +128,36 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-class _Running(threading.local):
-    allocations: Allocations | None = None
+class _Watching(threading.local):
     note: Callable[[torch.Tensor], None] | None = None
 
 
-_running = _Running()
-_lock = threading.RLock()  # reentrant: a finalizer may run generated code
-_watched: dict[int, list[Any]] = {}  # by id of a module's globals: how many watch it, and torch's function
+_watching = _Watching()
 
 
-def is_watching() -> bool:
-    return _running.allocations is not None
+@contextlib.contextmanager
+def watching(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Inside, ``note`` is given each tensor that torch allocates for generated code that this thread runs."""
+    before, _watching.note = _watching.note, note
+    try:
+        yield
+    finally:
+        _watching.note = before
+
+
+def run_generated(model: Any, inputs: list[Any], allocations: Allocations | None = None) -> Any:
+    """Runs compiled code. If Inductor generated it, ``allocations`` watch or replace what it allocates.
+
+    It runs with globals of its own. Other runs at the same time, in any thread, see the module as it is.
+    """
+    note = _watching.note
+    names = None if allocations is None and note is None else _globals_of(model)
+    if names is None:
+        return model(inputs)
+    function = getattr(model, "__func__", model)
+    others = {**names, _NAME: functools.partial(_allocate, names[_NAME], allocations, note)}
+    watched = FunctionType(function.__code__, others, function.__name__, function.__defaults__, function.__closure__)
+    return watched(inputs) if function is model else watched(model.__self__, inputs)
 
 
 def generated_by_inductor(model: Any) -> bool:
@@ -146,48 +165,21 @@ def generated_by_inductor(model: Any) -> bool:
     return _globals_of(model) is not None
 
 
-@contextlib.contextmanager
-def watching(
-    model: Any, allocations: Allocations | None, note: Callable[[torch.Tensor], None] | None = None
-) -> Iterator[None]:
-    """Wraps one run of ``model`` in this thread; without ``allocations``, nothing is watched or replaced.
-
-    ``note`` is given each tensor that torch allocates for generated code, also in a run that is wrapped again.
-    """
-    names = _globals_of(model)
-    if names is None:
-        yield
-        return
-    with _lock:
-        watched = _watched.setdefault(id(names), [0, names[_NAME]])
-        watched[0] += 1
-        if watched[0] == 1:
-            names[_NAME] = functools.partial(_allocate, watched[1])
-    before, _running.allocations = (_running.allocations, _running.note), allocations
-    _running.note = note or _running.note
-    try:
-        yield
-    finally:
-        _running.allocations, _running.note = before
-        with _lock:
-            watched[0] -= 1
-            if watched[0] == 0:
-                names[_NAME] = watched[1]
-                del _watched[id(names)]
-
-
-def _allocate(upstream: Callable[..., torch.Tensor], size: Any, stride: Any, dtype: torch.dtype) -> Any:
-    allocations, note = _running.allocations, _running.note
-
+def _allocate(
+    upstream: Callable[..., torch.Tensor],
+    allocations: Allocations | None,
+    note: Callable[[torch.Tensor], None] | None,
+    size: Any,
+    stride: Any,
+    dtype: torch.dtype,
+) -> Any:
     def allocate(*args: Any) -> torch.Tensor:
         made = upstream(*args)
         if note is not None:
             note(made)
         return made
 
-    if allocations is None:  # only another thread watches, or a note is all that is wanted
-        return allocate(size, stride, dtype)
-    return allocations.allocate(allocate, size, stride, dtype)
+    return (allocate if allocations is None else functools.partial(allocations.allocate, allocate))(size, stride, dtype)
 
 
 def _globals_of(model: Any) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.indirection.pool import PoolRanges, segments_of
 from pygraph_trees.native import binding
-from pygraph_trees.outputs.allocations import Allocations, Block, Storage, View, generated_by_inductor, watching
+from pygraph_trees.outputs.allocations import Allocations, Block, Storage, View, generated_by_inductor, run_generated
 from pygraph_trees.report.log import FunctionLog, GraphLog
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions.function import FunctionModel
@@ -103,8 +103,7 @@ class TestAllocations(TestCase):
         self.names = self.call.__globals__
 
     def run_with(self, watch):
-        with watching(self.call, watch):
-            return watch.finished(self.call([self.x]))
+        return watch.finished(run_generated(self.call, [self.x], watch))
 
     def found(self):
         outputs = self.run_with(watch := Allocations())
@@ -153,12 +152,12 @@ class TestAllocations(TestCase):
             self.assertEqual(list(outputs), wanted(self.x))
             self.assertNotIn(other.data_ptr(), addresses(*outputs))
 
-    def test_the_module_is_as_before_afterwards(self):
-        before = self.names["empty_strided_cuda"]
-        with self.assertRaises(ValueError), watching(self.call, Allocations()), watching(self.call, Allocations()):
-            self.assertIsNot(self.names["empty_strided_cuda"], before)
-            raise ValueError
-        self.assertIs(self.names["empty_strided_cuda"], before)
+    def test_a_method_runs_with_its_own_names_and_the_module_stays_as_it_is(self):
+        self.use(CODE.replace("call(args)", "call(self, args)"))
+        names, given = dict(self.names), torch.empty(4)
+        outputs = run_generated(types.MethodType(self.call, self), [self.x], Allocations({FIRST: given}))
+        self.assertEqual((list(outputs), addresses(outputs[0])), (wanted(self.x), addresses(given)))
+        self.assertEqual(self.names, names)
 
     def test_code_that_inductor_did_not_generate_cannot_be_watched(self):
         self.assertTrue(generated_by_inductor(self.call))

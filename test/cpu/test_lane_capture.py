@@ -281,16 +281,15 @@ class TestRecording(BranchesTestCase):
             return torch.empty_strided(size, stride, dtype=dtype)
 
         names = {"empty_strided_cuda": upstream}
-        model = SimpleNamespace(__globals__=names)
-        own, found = torch.empty(4), []
+        exec("def call(dtypes):\n    return [empty_strided_cuda((4,), (1,), dtype) for dtype in dtypes]", names)
+        own, found, call = torch.empty(4), [], names["call"]
         given = allocations.Allocations({allocations.Block((0,), 1): own})
-        with allocations.watching(model, None, found.append):
-            first = names["empty_strided_cuda"]((4,), (1,), torch.float32)
-            with allocations.watching(model, given):
-                second, third = (names["empty_strided_cuda"]((4,), (1,), torch.float32) for _ in range(2))
+        with allocations.watching(found.append):
+            (first,) = allocations.run_generated(call, [torch.float32])
+            second, third = allocations.run_generated(call, [torch.float32] * 2, given)
+        allocations.run_generated(call, [torch.float32])
         self.assertEqual([*map(id, found)], [id(first), id(second)])
         self.assertEqual(third.data_ptr(), own.data_ptr())  # own memory stays where it is
-        self.assertIs(names["empty_strided_cuda"], upstream)
 
 
 class TestOptions(BranchesTestCase):

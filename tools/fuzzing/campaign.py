@@ -172,11 +172,12 @@ def _judged(campaign: Campaign, worker: _Worker, stopped: threading.Event) -> tu
 
 
 def _control_dies(campaign: Campaign, worker: _Worker, stopped: threading.Event) -> bool:
-    """Whether the case that killed a worker also kills one that runs only the control, or only un-graphed code."""
+    """Whether the case that killed a worker also kills one that runs the control, un-graphed code, or torch's trees."""
     case = worker.last_case() if worker.cause is not None else None
     if case is None or campaign.control is None:
         return False
-    for way in dict.fromkeys((campaign.control, UNGRAPHED)):
+    graphed = ("upstream",) if campaign.device == "cuda" else ()
+    for way in dict.fromkeys((campaign.control, UNGRAPHED, *graphed)):
         with _alone(replace(campaign, under_test=way, control=None), case, stopped) as single:
             if single.cause is not None:
                 return True

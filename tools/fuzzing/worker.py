@@ -61,7 +61,7 @@ class Worker:
             else:
                 case = program(self._told["seed"], self._number, graphs=self._device.type == "cuda")
                 self._failure = self._check(case)
-            self._number += self._told["jobs"]
+            self._number += self._told["jobs"] if self._failure is None else 0  # it is sent with the failure
         return self._result()
 
     def single(self, text: str) -> int:

@@ -19,7 +19,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from pygraph_trees.indirection.collectives import NAMESPACES
 from pygraph_trees.native import binding
-from pygraph_trees.outputs.allocations import is_watching, watching
+from pygraph_trees.outputs.allocations import run_generated
 from pygraph_trees.outputs.own_memory import OwnOutputs
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.log import FunctionLog, journal
@@ -128,11 +128,7 @@ class FunctionModel:
     def ungraphed(self, inputs: list[Any]) -> Any:
         """Runs the compiled code, without counting it; the last inputs may be own memory of outputs."""
         allocations = self.outputs.allocations(inputs)
-        if allocations is not None or is_watching():
-            with watching(self.model, allocations):
-                outputs = self.model(inputs)
-        else:
-            outputs = self.model(inputs)
+        outputs = run_generated(self.model, inputs, allocations)
         if self._makes_zeros:
             give_memory(outputs := list(outputs))
         if self.as_returned is not None:

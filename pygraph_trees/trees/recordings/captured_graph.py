@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,7 +115,7 @@ def branches_noted(node: Any, inputs: Sequence[Any], lanes: int = 0) -> Abstract
             except DriverError as error:
                 node.log.why_no_branches = Reason.UNREAD(error=str(error))
                 return nullcontext()
-        watched = None if streams is None else partial(watching, model, None)
+        watched = None if streams is None else watching
         return noting(node.log, api, calls, _current_stream, _allocated, tensors.values(), elsewhere, streams, watched)
     return nullcontext()
 
