@@ -54,14 +54,20 @@ _FAMILIES = (
 )
 _KNOWN = re.compile("|".join(_FAMILIES))
 
-# Kernels over lists of tensors take structs with arrays that are filled in part: addresses first, then numbers of one,
-# two or four bytes. What is not filled has stale words of the stack. If one or two bytes of such a word, an address,
-# are filled, it is still an address nearby, and writing another one there would change the numbers.
-_OF_A_LIST = re.compile("multi_tensor_apply_kernel.*TensorList(ScalarList)?Metadata")  # the first parameter
-_OF_CAT = re.compile(r"CatArrayBatchedCopy.*?Li\d+ELi(\d+)ELi\d+E")  # the second one, with so many addresses
-# The bytes of numbers at the end of a list's struct. It takes more than 4 KiB from torch 2.13 on, with CUDA 13.
-_SMALL_LIST_NBYTES, _BLOCKS_NBYTES, _LARGE_BLOCKS_NBYTES = 4096, 320 * (1 + 4), 2240 * (2 + 4)
-_FIRST_TENSOR_NBYTES = 8  # of a number after them, unless the struct has a list of scalars
+# ATen's kernels over lists of tensors (foreach functions, `cat`) take structs whose arrays are filled in part:
+# addresses first, then numbers. What is not filled has stale words of the stack.
+_OF_A_LIST = re.compile(
+    r"_ZN2at6native.*multi_tensor_apply_kernel.*?(FusedOptimizer)?TensorList(ScalarList)?MetadataI(\w*?)Li(\d)E"
+)
+_OF_CAT = re.compile(r"_ZN2at6native.*CatArrayBatchedCopy.*?Li\d+ELi(\d+)ELi\d+E")  # its second parameter's addresses
+_BLOCKS = 320
+_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # by the number of lists
+_SCALARS = {**dict.fromkeys("bah", 1), "s": 2, **dict.fromkeys("if", 4), **dict.fromkeys("ld", 8)}  # bytes, by type
+_SCALARS |= {"N3c107complexIfEE": 8, "N3c107complexIdEE": 16}
+_FEWER = {(8, 1): 96, (16, 1): 72, (16, 2): 60}  # tensors with scalars, by their bytes and the number of lists
+# With CUDA 13, torch 2.13 and newer have seven times as many of all, and numbers of tensors take 2 bytes.
+_FORMS = ((1, 1), (7, 2))
+_ATENS = re.compile("_ZN2at6native")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -69,12 +75,34 @@ def is_known(name: str) -> bool:
     return _KNOWN.match(name) is not None
 
 
-def numbers_in(name: str, layout: Layout | None) -> range:
-    """The bytes of a kernel's parameters that hold only numbers, whatever they look like; none may be known."""
-    if layout and (found := _OF_A_LIST.search(name)) is not None:
-        end = sum(layout[0])
-        blocks = _BLOCKS_NBYTES if layout[0][1] <= _SMALL_LIST_NBYTES else _LARGE_BLOCKS_NBYTES
-        return range(end - blocks - (0 if found[1] else _FIRST_TENSOR_NBYTES), end)
-    if layout and len(layout) > 1 and (found := _OF_CAT.search(name)) is not None:
-        return range(layout[1][0] + 8 * int(found[1]), sum(layout[1]))
+def points_inside(name: str) -> bool:
+    """Whether all addresses that a kernel gets are of elements, as those that ATen gives its own kernels are."""
+    return _ATENS.match(name) is not None
+
+
+def numbers_in(name: str, layout: Layout | None) -> range | None:
+    """The bytes of a kernel's parameters that hold only numbers; none may be known. None: its struct is unknown."""
+    if (found := _OF_A_LIST.match(name)) is not None:
+        begin, nbytes = layout[0] if layout else (0, 0)
+        ranges = [_numbers_of_a_list(*form, *found.groups()) for form in _FORMS]
+        return next((range(begin + first, begin + end) for first, end in ranges if end == nbytes), None)
+    if (found := _OF_CAT.match(name)) is not None:
+        return range(layout[1][0] + 8 * int(found[1]), sum(layout[1])) if layout and len(layout) > 1 else None
     return range(0)
+
+
+def _numbers_of_a_list(
+    times: int, number_nbytes: int, of_optimizer: str | None, with_scalars: str | None, scalar: str, lists: str
+) -> tuple[int, int]:
+    """Where a struct's numbers begin, and its size (ATen/native/cuda/MultiTensorApply.cuh)."""
+    count, scalar_nbytes = int(lists), _SCALARS.get(scalar, 0)
+    tensors = _TENSORS.get(count, 0)
+    if with_scalars:
+        tensors = _FEWER.get((max(scalar_nbytes, 8), count), tensors)
+    tensors, blocks = times * tensors, times * _BLOCKS
+    addresses = 8 * count * tensors
+    if of_optimizer:  # those of the steps come after the sizes
+        addresses += 2 * 8 * tensors
+    numbers = (0 if of_optimizer else 8 * tensors) + tensors * scalar_nbytes + blocks * number_nbytes
+    end = -(-(addresses + numbers) // 4) * 4 + 4 * blocks + (0 if with_scalars else 4)
+    return addresses, -(-end // 8) * 8

@@ -29,13 +29,16 @@ _T = TypeVar("_T")
 
 ALIGNMENT = 512
 SMALL_NBYTES = 1 << 20
-SMALL_GUARD_NBYTES = 64 << 10
+SMALL_GUARD_NBYTES = 60 << 10
 PAGE_NBYTES = 2 << 20
 MAX_MAPPINGS = 32  # of one input
 MAX_PIECE_NBYTES = 256 << 20  # unless an input is larger than 32 of them
 
-LOW_HALF_START, LOW_HALF_END = 0x9000_0000, 0xF000_0000
+# Halves of addresses that numbers do not have; README.md tells which.
+LOW_HALF_START, LOW_HALF_END = 0x9000_0000, 0xB000_0000
 LEAST_HIGH_HALF = 64
+# Where storages begin, modulo 64 KiB and without their residue: the second is best, but the first leaves smaller gaps.
+LOW_QUARTERS, LOW_QUARTER_NBYTES, TINY_NBYTES = (0x8A00, 0xFA00), 64 << 10, 16 << 10
 
 # Addresses cost nothing. The driver chooses them: it ignores hints at other places (driver 580).
 _ARENA_NBYTES = (1 << 40, 1 << 36)  # tried in turn, then only what a recording needs: a process may be limited
@@ -166,6 +169,10 @@ class Placeholders:
         _, high, index = self._bounds[position] if position >= 0 else (0, 0, 0)
         return index if address < high else None
 
+    def holds(self, index: int | None, address: int) -> bool:
+        """Whether an address is in the storage of the placeholder with this index, or at its end."""
+        return index is not None and self.placeholders[index].start <= address <= self.placeholders[index].end
+
     def materialise(self, index: int) -> None:
         """Gives a placeholder, with others on its page, memory until ``close``, for kernels that hide its address.
 
@@ -273,7 +280,8 @@ def _units(extents: Sequence[Extent], granularity: int) -> list[_Unit]:
     members: list[tuple[int, Placeholder]] = []  # of the latest page
     for index, extent in enumerate(extents):
         if extent.nbytes >= SMALL_NBYTES:
-            nbytes, start = _round_up(extent.residue + extent.nbytes, granularity), granularity + extent.residue
+            start = granularity + _low_quarter(extent)
+            nbytes = _round_up(start + extent.nbytes, granularity) - granularity
             placeholder = Placeholder(start, extent.nbytes, 0, nbytes + 2 * granularity)
             units.append(_Unit(nbytes, granularity, [(index, placeholder)]))
             continue
@@ -319,12 +327,17 @@ def _lay_out(extents: Sequence[Extent], granularity: int, frontier: int, budget:
 
 
 def _small_placeholder(extent: Extent, low: int) -> Placeholder:
-    start = _round_up(low + SMALL_GUARD_NBYTES, ALIGNMENT) + extent.residue
+    quarter = _low_quarter(extent)
+    start = _round_up(low + SMALL_GUARD_NBYTES - quarter, LOW_QUARTER_NBYTES) + quarter
     return Placeholder(start, extent.nbytes, low, _round_up(start + extent.nbytes + SMALL_GUARD_NBYTES, ALIGNMENT))
 
 
+def _low_quarter(extent: Extent) -> int:
+    return LOW_QUARTERS[extent.nbytes > TINY_NBYTES] + extent.residue
+
+
 def stands_out(address: int) -> bool:
-    """Whether no two int32 look like this address: no sizes or strides, and no factor with a shift."""
+    """Whether no two numbers of 32 bits look like this address: no sizes, strides or usual scalars."""
     return LOW_HALF_START <= address % _WINDOW < LOW_HALF_END and address >= LEAST_HIGH_HALF * _WINDOW
 
 

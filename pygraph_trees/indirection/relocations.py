@@ -26,7 +26,7 @@ from pygraph_trees.cuda.value_kernel import NAME
 from pygraph_trees.errors import DriverError
 from pygraph_trees.reasons import Reason, Why
 
-from .known_kernels import is_known, numbers_in
+from .known_kernels import is_known, numbers_in, points_inside
 from .placeholder import Placeholders, stands_out
 
 if TYPE_CHECKING:
@@ -145,12 +145,18 @@ class _Reader:
             self.unknown[name] = None
         writes_table = name is not None and name.startswith(NAME)  # its bytes are addresses
         numbers = range(0) if name is None else numbers_in(name, node.layout)
+        is_inside = name is not None and points_inside(name)
         for offset, address in _words(node.words(), self.placeholders):
-            may_be_address = node.may_be_address(offset) and offset not in numbers
-            found = self._input_at(address) if may_be_address else None
-            if found is None:
+            if not node.may_be_address(offset) or (numbers is not None and offset in numbers):
                 continue
-            is_sure = writes_table or stands_out(address) or node.is_word(offset)
+            near, is_alone = self._near(address), node.is_word(offset)
+            is_doubtful = numbers is None or not self.placeholders.holds(near, address)
+            if is_inside and not is_alone and is_doubtful:
+                self._refuse(near, Reason.AMBIGUOUS())
+                continue
+            if (found := self._input_at(address)) is None:
+                continue
+            is_sure = writes_table or stands_out(address) or is_alone
             if is_collective:
                 self._refuse(found, Reason.READ_BY_COLLECTIVE())
             elif offset % 8 or offset + 8 > node.nbytes or not is_sure:

@@ -8,6 +8,7 @@ generated code gets it instead of a new one, and the graph copies a library's st
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,16 +149,30 @@ def watching(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
 def run_generated(model: Any, inputs: list[Any], allocations: Allocations | None = None) -> Any:
     """Runs compiled code. If Inductor generated it, ``allocations`` watch or replace what it allocates.
 
-    It runs with globals of its own. Other runs at the same time, in any thread, see the module as it is.
+    It runs with globals of its own, and so do the functions of its module that it calls. Other runs at the same time,
+    in any thread, see the module as it is.
     """
     note = _watching.note
     names = None if allocations is None and note is None else _globals_of(model)
     if names is None:
         return model(inputs)
-    function = getattr(model, "__func__", model)
-    others = {**names, _NAME: functools.partial(_allocate, names[_NAME], allocations, note)}
-    watched = FunctionType(function.__code__, others, function.__name__, function.__defaults__, function.__closure__)
-    return watched(inputs) if function is model else watched(model.__self__, inputs)
+    own = {**names, _NAME: functools.partial(_allocate, names[_NAME], allocations, note)}
+
+    def with_own(value: Any) -> Any:
+        if not isinstance(value, FunctionType) or value.__globals__ is not names:
+            return value
+        return FunctionType(value.__code__, own, value.__name__, value.__defaults__, value.__closure__)
+
+    try:
+        own |= {name: with_own(value) for name, value in names.items() if name != _NAME}
+        if (runner := getattr(model, "__self__", None)) is None:
+            return with_own(model)(inputs)
+        runner = copy.copy(runner)
+        if partitions := getattr(runner, "partitions", None):
+            runner.partitions = [with_own(partition) for partition in partitions]
+        return with_own(model.__func__)(runner, inputs)
+    finally:
+        own.clear()  # the functions in it refer to it
 
 
 def generated_by_inductor(model: Any) -> bool:

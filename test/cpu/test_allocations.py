@@ -153,11 +153,23 @@ class TestAllocations(TestCase):
             self.assertNotIn(other.data_ptr(), addresses(*outputs))
 
     def test_a_method_runs_with_its_own_names_and_the_module_stays_as_it_is(self):
-        self.use(CODE.replace("call(args)", "call(self, args)"))
-        names, given = dict(self.names), torch.empty(4)
-        outputs = run_generated(types.MethodType(self.call, self), [self.x], Allocations({FIRST: given}))
-        self.assertEqual((list(outputs), addresses(outputs[0])), (wanted(self.x), addresses(given)))
-        self.assertEqual(self.names, names)
+        """So do the functions that it calls: those of subgraphs, and of partitions."""
+        runner = types.SimpleNamespace()
+        for head, tail in (
+            ("def call(self, args):", ""),
+            ("def subgraph(args):", "def call(self, args):\n    return subgraph(args)"),
+            ("def partition(args):", "def call(self, args):\n    return self.partitions[0](args)"),
+        ):
+            self.use(CODE.replace("def call(args):", head) + tail)
+            runner.partitions = [self.names.get("partition")]
+            names, given = dict(self.names), torch.empty(4)
+            watch = Allocations({FIRST: given})
+            outputs = run_generated(types.MethodType(self.call, runner), [self.x], watch)
+            self.assertEqual((list(outputs), addresses(outputs[0])), (wanted(self.x), addresses(given)))
+            self.assertEqual((self.names, runner.partitions), (names, [names.get("partition")]))
+            gone = weakref.ref(watch)
+            del watch
+            self.assertIsNone(gone())  # no cycle is left
 
     def test_code_that_inductor_did_not_generate_cannot_be_watched(self):
         self.assertTrue(generated_by_inductor(self.call))

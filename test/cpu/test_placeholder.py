@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 import sys
 import threading
 from collections import Counter
@@ -65,7 +66,9 @@ class TestPlaceholders(PlaceholdersTestCase):
         self.assertReserved(TIB)
         self.assertTrue(api.is_reserved(placeholders.low, placeholders.high - placeholders.low))
         for placeholder, extent in zip(placeholders.placeholders, extents, strict=True):
-            self.assertEqual((placeholder.start % 512, placeholder.nbytes), (extent.residue, extent.nbytes))
+            quarter = rules.LOW_QUARTERS[extent.nbytes > rules.TINY_NBYTES]
+            found = placeholder.start % (64 << 10) - quarter, placeholder.nbytes
+            self.assertEqual((*found, quarter % 512), (extent.residue, extent.nbytes, 0))
             guard = rules.SMALL_GUARD_NBYTES if extent.nbytes < MIB else GRANULE
             self.assertGreaterEqual(placeholder.start - placeholder.low, guard)
             self.assertGreaterEqual(placeholder.high - placeholder.end, guard)
@@ -93,8 +96,9 @@ class TestPlaceholders(PlaceholdersTestCase):
     @settings(deadline=None)
     @given(st.lists(extents_lists, min_size=1, max_size=3), st.integers(0, 2047), budgets)
     def test_low_halves_of_addresses_are_no_small_numbers(self, recordings, unaligned, budget):
-        """They are neither positive int32 nor small negative ones."""
+        """They are neither positive int32 nor small negative ones, nor usual float32."""
         self.assertTrue(2**31 <= LOW_HALF_START < LOW_HALF_END <= 2**32 - 2**28)
+        self.assertGreater(struct.unpack("f", struct.pack("I", LOW_HALF_END))[0], -1e-9)
         self.restart(_next_range=FakeApi()._next_range + unaligned * GRANULE)
         for extents in recordings:
             for placeholder in self.placeholders(*extents, budget=budget).placeholders:
@@ -118,7 +122,7 @@ class TestPlaceholders(PlaceholdersTestCase):
         many = [Extent(8 * MIB, 16)] * 20 + [Extent(4096, 0)]
         for extents, budget, nbytes, mappings in (
             ([Extent(256, 16)] * 12, 0, GRANULE, 1),
-            ([Extent(64 * MIB - 512, 0)] * 4 + [Extent(4096, 0)] * 20, 0, GRANULE, 4 * 32 + 2),
+            ([Extent(63 * MIB, 0)] * 4 + [Extent(4096, 0)] * 20, 0, GRANULE, 4 * 32 + 2),
             ([Extent(625 * MIB, 0), Extent(4096, 0)], 0, 20 * MIB, 1 + 32),
             (many, 0, 2 * MIB, 20 * 5 + 1),
             (many, 5 * MIB, 6 * MIB, 20 * 2 + 1),
@@ -135,7 +139,7 @@ class TestPlaceholders(PlaceholdersTestCase):
     def test_guards_are_mapped_only_for_small_inputs(self):
         is_mapped = self.api.is_mapped
         for placeholder in self.placeholders(Extent(5 * MIB, 16), Extent(2 * MIB, 0)).placeholders:
-            guards = placeholder.low, placeholder.start - 17, placeholder.high - GRANULE, placeholder.high - 1
+            guards = placeholder.low, placeholder.low + GRANULE - 1, placeholder.high - GRANULE, placeholder.high - 1
             self.assertFalse(any(map(is_mapped, guards)))
             self.assertTrue(is_mapped(placeholder.end - 1))
         for placeholder in self.placeholders(*[Extent(1 * MIB - 1, 500)] * 3, Extent(0, 4)).placeholders:
@@ -259,7 +263,7 @@ class TestArena(PlaceholdersTestCase):
             self.restart(_next_range=0x2000_0000_0000, most_reserved=140 * GIB if is_exceeded else 70 * GIB)
             _, end = self.place(Extent(4096, 0))
             rest = self.arena()[1] - end // WINDOW * WINDOW - WINDOW - LOW_HALF_START - 2 * GRANULE
-            _, high = self.place(Extent(rest + 1 if is_exceeded else rest // pieces * pieces - 512, 0))
+            _, high = self.place(Extent(rest + 1 if is_exceeded else rest // pieces * pieces - 64 * 1024, 0))
             self.assertReserved(*[64 * GIB] * (1 + is_exceeded))
             if not is_exceeded:
                 self.assertIn(self.arena()[1] - high, range(pieces))

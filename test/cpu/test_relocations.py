@@ -121,23 +121,36 @@ class TestKernels(RelocationsTestCase):
         self.assertFound(self.scan(*kernels))
 
     def test_numbers_of_kernels_over_lists_are_no_addresses(self):
-        """Stale words follow them, whose first bytes may be such numbers; all other words of the structs are read."""
-        torchs, blocks, large = "_ZN2at6native25multi_tensor_apply_kernelINS1_", 320 * 5, 2240 * 6
+        """Stale words follow them, which may begin with such numbers. In a struct of another size, nothing is sure."""
+        lists = "_ZN2at6native12_GLOBAL__N_125multi_tensor_apply_kernelINS1_"
         cat = "_ZN2at6native19CatArrayBatchedCopyINS1_10OpaqueTypeILj4EEEjLi2ELi64ELi64EEEvPT_"
-        for name, addresses, numbers, before in (
-            (torchs + "18TensorListMetadataILi2EEEE", 192, blocks + 8, []),
-            (torchs + "32FusedOptimizerTensorListMetadataILi4EEEE", 240, blocks + 8, []),
-            (torchs + "28TensorListScalarListMetadataIfLi1EEEE", 240, blocks, []),
-            (torchs + "18TensorListMetadataILi2EEEE", 1344, large + 8, []),
-            (cat, 64, 64 * 13, [self.c]),
+        for name, nbytes, addresses, before in (
+            (lists + "18TensorListMetadataILi2EEENS1_", 3144, 128, []),
+            (lists + "32FusedOptimizerTensorListMetadataILi4EEENS1_", 3336, 216, []),
+            (lists + "28TensorListScalarListMetadataIsLi1EEENS1_", 3328, 96, []),
+            (lists + "28TensorListScalarListMetadataIN3c107complexIdEELi2EEENS1_", 4000, 120, []),
+            (lists + "18TensorListMetadataILi2EEENS1_", 24200, 896, []),
+            (cat, 64 * 13, 64, [self.c]),
+            (lists + "18TensorListMetadataILi2EEENS1_", 3152, 0, []),
         ):
-            (start,) = self.place(Extent(100, 0))
-            words = little(*(start,) * addresses, *(start // 256 * 256 + 1,) * (numbers // 8))
-            kernel = self.api.make_kernel([*(start for _ in before), words, start], name=name)
-            held = (*range(addresses + len(before)), (len(words) // 8) + len(before))
-            self.assertFound(self.scan(kernel), *((kernel, 8 * word, 0, 0) for word in held))
-            other = self.api.make_kernel([words], name=KNOWN)
-            self.assertEqual(len(self.scan(other).relocations), len(words) // 8)
+            with self.subTest(name=name, nbytes=nbytes):
+                (start,) = self.place(Extent(100, 0))
+                struct = little(*(start,) * addresses, *(start + 1,) * (nbytes // 8 - addresses))
+                kernel = self.api.make_kernel([*(start for _ in before), struct, start], name=name)
+                held = (*range(addresses + len(before)), nbytes // 8 + len(before))
+                found = [(kernel, 8 * word, 0, 0) for word in held]
+                self.assertFound(self.scan(kernel), *found, refused=[0] * (addresses == 0))
+
+    def test_addresses_outside_of_the_input_in_atens_structs_refuse(self):
+        """They may be stale words with a number in their first two bytes."""
+        name = "_ZN2at6native18elementwise_kernelILi128ELi4EZNS0_22gpu_kernel_impl_nocastI"
+        for first in (0x0000, 0x0007, 0x3C00, 0x3F80, 0xBC00, 0xF9FF):
+            for start, index in ((self.a, 0), (self.c, 2)):
+                word = little(start >> 16 << 16 | first)
+                kernel = self.api.make_kernel([little(start) + word], name=name)
+                self.assertFound(self.scan(kernel), (kernel, 0, index, 0), refused=[index])
+                other = self.api.make_kernel([start >> 16 << 16 | first], name=name)  # a parameter of its own
+                self.assertEqual(self.scan(other).refused, {})
 
     def test_kernels_without_known_parameters_or_a_name_may_hide_all(self):
         """One without a name may be a collective."""
