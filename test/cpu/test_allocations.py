@@ -256,8 +256,7 @@ class TestVerification(TestCase):
     def test_own_memory_is_compared_as_an_output(self):
         """The graph writes to own memory; un-graphed code does not."""
         self.check(lambda x: x * 2)
-        with self.assertRaisesRegex(VerificationFailed, "output 0"):
-            self.check(lambda x: x * 3)
+        self.assertRaisesRegex(VerificationFailed, "output 0", self.check, lambda x: x * 3)
 
 
 MIB = 1 << 20

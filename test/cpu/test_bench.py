@@ -176,8 +176,7 @@ class TestResultFiles(WithFolder):
         self.assertEqual(list(body), HEAD.split())
         self.assertEqual(list(body["records"][0])[: len(names)], names)
         path.write_text("{}")
-        with self.assertRaisesRegex(ResultsFormatError, "is no result file"):
-            Results.read(path)
+        self.assertRaisesRegex(ResultsFormatError, "is no result file", Results.read, path)
 
 
 class TestSummary(TestCase):

@@ -253,8 +253,7 @@ class TestWays(TestCase):
                 self.assertEqual(found, flags)
         self.assertEqual(torch._inductor.config.triton.pygraph_selective, "auto")
         for name in ("jit", "upstream:patch", "ours:off", "ours:"):
-            with self.assertRaisesRegex(UnknownWayError, f"got '{name}'"):
-                make_ways(Program(lambda: None), ["eager", name])
+            self.assertRaisesRegex(UnknownWayError, f"got '{name}'", make_ways, Program(lambda: None), ["eager", name])
 
     def test_ours_needs_the_patches(self):
         off = mock.patch.object(inductor_patches, "status", lambda: [inductor_patches.Status("trees", "disabled", ())])

@@ -319,8 +319,7 @@ class TestReport(BranchesTestCase):
             ops.cat.out(tensors[:1], out=tensors[1])
             raise KeyError
 
-        with self.assertRaises(KeyError):
-            self.noted(run)
+        self.assertRaises(KeyError, self.noted, run)
         with self.operations(captured := Captured()):  # the one before is over
             self.assertEqual(len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()), 2)
         self.assertIsNotNone(captured)

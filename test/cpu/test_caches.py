@@ -229,8 +229,7 @@ class TestHashes(WithFolder):
         for name in ("trees/managers/manager.py", "report/page.py", "native/replay.cpp", "placement/plan.pyc"):
             self.assertFalse(self.changes(f"pygraph_trees/{name}", "\n", of), name)
         (self.folder / "pygraph_trees" / "settings.py").unlink()
-        with self.assertRaises(OSError):
-            of()
+        self.assertRaises(OSError, of)
 
     def test_that_code_uses_no_other(self):
         of_package = [path for path in artifact_files() if path.is_relative_to(ROOT / "pygraph_trees")]

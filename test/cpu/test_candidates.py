@@ -432,8 +432,7 @@ class TestCandidateFilter(TestCase):
         self.assertEqual(find(5, given_), 5)  # outputs that are gone rule out nothing
         del held
         self.assertEqual([candidate_filter([])(n, []) for n in (0, 3)], [0, 0])
-        with self.assertRaises((TypeError, IndexError)):
-            find(0, given_[:1])
+        self.assertRaises((TypeError, IndexError), find, 0, given_[:1])
 
     def test_references(self):
         x, lists = [torch.zeros(1)], [[torch.zeros(1)] for _ in range(3)]

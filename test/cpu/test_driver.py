@@ -42,8 +42,7 @@ class DriverTestCase(TestCase):
         self.driver = Driver(self.api)
 
     def assertRefused(self, call, code, function, *args):
-        with self.assertRaisesRegex(DriverError, f"^{call} returned {code}$"):
-            function(*args)
+        self.assertRaisesRegex(DriverError, f"^{call} returned {code}$", function, *args)
 
     def bound(self, kind, node):
         """A node's wrapper, bound to the only executable graph that has it, and that graph."""

@@ -167,8 +167,7 @@ class TestReplacing(TestCase):
                 del pairs[at]
             else:
                 pairs.append(needed[at][::-1] if kind == "cycle" else needed[at])
-            with self.assertRaises(KeyboardInterrupt if kind == "interrupt" else NotReplaced):
-                chain.replace(pairs)
+            self.assertRaises(KeyboardInterrupt if kind == "interrupt" else NotReplaced, chain.replace, pairs)
             self.assertEqual(api.edges(captured.graph), captured.edges)
 
     def test_a_chain_that_cannot_be_restored_is_reported(self):
@@ -180,18 +179,15 @@ class TestReplacing(TestCase):
             else:
                 captured.api.misadds = "lost"
                 captured.api.fail(call, after)
-            with self.assertRaises(GraphLost):
-                chain.replace([(0, 1)])
+            self.assertRaises(GraphLost, chain.replace, [(0, 1)])
 
     def test_only_a_chain_of_all_nodes_is_changed(self):
         captured = Captured([Op(writes(1)), Op(writes(2)), Op(writes(3), nodes=2, side_by_side=True)])
         units = captured.ops
         for wrong in (units[:2], [*units, units[0]], [*units, Unit(())], units[::-1]):
-            with self.assertRaises(NotReplaced):
-                Chain(captured.dependencies, captured.graph, captured.nodes, wrong)
+            self.assertRaises(NotReplaced, Chain, captured.dependencies, captured.graph, captured.nodes, wrong)
         captured.dependencies.remove(captured.graph, [Edge(units[1].nodes[0], units[2].nodes[1])])
-        with self.assertRaises(NotReplaced):
-            captured.chain()
+        self.assertRaises(NotReplaced, captured.chain)
 
 
 class TestOrder(TestCase):
@@ -221,8 +217,7 @@ class TestOrder(TestCase):
         self.assertEqual(schedule([(1, 2)], [0, 0, 1], [4.0, 4.0, 4.0]), ([1, 0, 2], 4.0 + HOP_US + 4.0))
 
     def test_an_access_has_at_least_a_byte(self):
-        with self.assertRaisesRegex(ValueError, "from 0x10 ends at 0x10"):
-            Access(16, 16, False)
+        self.assertRaisesRegex(ValueError, "from 0x10 ends at 0x10", Access, 16, 16, False)
 
 
 class TestDependencies(TestCase):
@@ -236,14 +231,12 @@ class TestDependencies(TestCase):
         dependencies.add(1, edges)
         self.assertEqual(dependencies.read(1), edges)
         self.assertEqual([edge.is_full for edge in edges], [True, False, False])
-        with self.assertRaisesRegex(DriverError, f"^{REMOVE} returned 1$"):
-            dependencies.remove(1, edges[:2])
+        self.assertRaisesRegex(DriverError, f"^{REMOVE} returned 1$", dependencies.remove, 1, edges[:2])
         dependencies.remove(1, edges)
         self.assertEqual(dependencies.read(1), [])
 
     def test_an_older_driver_lacks_the_calls(self):
-        with self.assertRaisesRegex(DriverError, f"^{READ} returned {NOT_FOUND}$"):
-            Dependencies(object()).read(1)
+        self.assertRaisesRegex(DriverError, f"^{READ} returned {NOT_FOUND}$", Dependencies(object()).read, 1)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,7 @@ class TestReasons(TestCase):
             self.assertTrue(all(fact in why for fact in facts.values()), why)
             for copied in (copy.deepcopy(why), pickle.loads(pickle.dumps(why)), json.loads(json.dumps(why))):
                 self.assertEqual((type(copied), copied), (str, str(why)))
-        with self.assertRaises(KeyError):
-            Reason.TABLE(kernels=1)
+        self.assertRaises(KeyError, Reason.TABLE, kernels=1)
 
     def test_functions_that_say_why_return_no_text_of_their_own(self):
         files = [path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")]

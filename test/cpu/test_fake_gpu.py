@@ -77,16 +77,14 @@ class TestPresence(TestCase):
         with self.assertRaisesRegex(ZeroDivisionError, "inside"), absent_gpu():
             raise ZeroDivisionError("inside")
         self.assertLeftAsItWas()
-        with self.assertRaises(ZeroDivisionError):
-            lower(lambda x: 1 // 0, (on_gpu(4),))
+        self.assertRaises(ZeroDivisionError, lower, lambda x: 1 // 0, (on_gpu(4),))
         self.assertLeftAsItWas()
         model = nn.Linear(4, 4)
         places = dict(model.named_parameters())
         lower(model, (on_gpu(2, 4),), training=True)
         self.assertLeftAsItWas()
         model.register_forward_pre_hook(lambda *_: 1 // 0)
-        with self.assertRaises(ZeroDivisionError):
-            lower(model, (on_gpu(2, 4),))
+        self.assertRaises(ZeroDivisionError, lower, model, (on_gpu(2, 4),))
         for name, parameter in model.named_parameters():
             self.assertIs(parameter, places[name])
 
@@ -248,8 +246,7 @@ class TestLower(TestCase):
             self.assertEqual(len(graphs), 2)
             (output,) = graphs[1].gm.graph.output_node().args[0]
             self.assertEqual(tuple(output.meta["val"].shape), (5,))
-            with self.assertRaises(ValueNeededError):
-                lower(program, (on_gpu(9), True))
+            self.assertRaises(ValueNeededError, lower, program, (on_gpu(9), True))
 
     def test_training(self) -> None:
         model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))

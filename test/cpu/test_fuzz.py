@@ -73,8 +73,7 @@ class TestCases(TestCase):
         for case in (*found, *(smaller for one in found[:9] for smaller in reductions(one))):
             self.assertEqual(read(f"# a comment\n{case.text()}"), case)
         for text in ("", "3", "Case(", "Input('a', (2,))", PLAIN.text().replace("(2, 3)", "(2, 3), layout='fortran'")):
-            with self.assertRaises(ValueError):
-                read(text)
+            self.assertRaises(ValueError, read, text)
 
 
 class TestCheck(TestCase):

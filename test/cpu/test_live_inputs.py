@@ -952,8 +952,7 @@ class TestFailures(LiveInputsTestCase):
             live, graph = self.attempt(inputs)
             # The copy's memory could not be mapped at its address, and the graph's addresses are unknown.
             if times > 1 and self.hide and call == "cuMemUnmap":
-                with self.assertRaisesRegex(DriverError, call):
-                    live.set_up(graph)
+                self.assertRaisesRegex(DriverError, call, live.set_up, graph)
                 return
             if live is not None:
                 live.set_up(graph)
@@ -988,8 +987,7 @@ class TestFailures(LiveInputsTestCase):
         live, _ = self.choose(*self.inputs())
         graph = Graph(self.api, ["HOST"])
         self.fail("cuMemCreate", times=20)
-        with self.assertRaisesRegex(DriverError, "cuMemCreate"):
-            live.set_up(graph)
+        self.assertRaisesRegex(DriverError, "cuMemCreate", live.set_up, graph)
         self.assertEqual(graph.instances, 0)
         live.release()
         self.choose()

@@ -105,8 +105,7 @@ class TestHooksOnReplays(OnCpuTestCase):
                         handle.remove()
                         handle = getattr(self.graph, f"register_replay_{at}_hook")(hook)
                         self.function.events.clear()
-                        with self.assertRaisesRegex((AssertionError, ValueError), "hook"):
-                            self.function.call(4.0, fast=fast)
+                        self.assertRaisesRegex((AssertionError, ValueError), "hook", self.function.call, 4.0, fast=fast)
                         self.assertEqual(self.function.events, ["launch"] * (at == "end"))
                         handle.remove()
                         self.check("launch", fast=fast)

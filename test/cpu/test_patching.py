@@ -209,8 +209,7 @@ class TestPatching(TestCase):
             self.assertTrue(patches.broken)
             setup.api.calls.clear()
             for later in (now, new, *steps):
-                with self.assertRaises(HalfPatched):
-                    patches.apply(later[: len(inputs)])
+                self.assertRaises(HalfPatched, patches.apply, later[: len(inputs)])
             self.assertEqual(setup.api.calls, [])
             return
         self.assertFalse(patches.broken)
@@ -236,12 +235,10 @@ class TestPatching(TestCase):
     def test_an_interrupt_half_way_breaks_the_patches(self):
         setup = Setup([kernel(Held(0, 0)), kernel(Held(0, 8)), kernel(Held(0, 16))], [0])
         setup.api.fail(SET_CALLS["kernel"], 1, raises=KeyboardInterrupt())
-        with self.assertRaises(KeyboardInterrupt):
-            setup.patches.apply([0x7F00_0000_0000])
+        self.assertRaises(KeyboardInterrupt, setup.patches.apply, [0x7F00_0000_0000])
         self.assertTrue(setup.patches.broken)
         # The graph seems to hold the recorded addresses, but does not.
-        with self.assertRaises(HalfPatched):
-            setup.patches.apply([PLACEHOLDERS[0]])
+        self.assertRaises(HalfPatched, setup.patches.apply, [PLACEHOLDERS[0]])
 
     def test_an_absent_call_is_an_error_only_if_it_is_needed(self):
         for kind, node in (("kernel", kernel(Held(0, 0))), ("memset", memset(Held(0, 0)))):

@@ -233,8 +233,7 @@ class TestArena(PlaceholdersTestCase):
         for extents, failure in recordings:
             if failure is not None:
                 self.api.fail(failure)
-                with self.assertRaisesRegex(DriverError, failure):
-                    self.placeholders(*extents)
+                self.assertRaisesRegex(DriverError, failure, self.placeholders, *extents)
             ranges.append(self.place(*extents))
         self.assertEqual((ranges, mapped), (sorted(ranges), sorted(mapped)))
         self.assertDisjoint(ranges)
@@ -267,8 +266,7 @@ class TestArena(PlaceholdersTestCase):
             self.assertReserved(*[64 * GIB] * (1 + is_exceeded))
             if not is_exceeded:
                 self.assertIn(self.arena()[1] - high, range(pieces))
-                with self.assertRaisesRegex(DriverError, "cuMemAddressReserve"):
-                    self.place(Extent(2 * pieces, 0))
+                self.assertRaisesRegex(DriverError, "cuMemAddressReserve", self.place, Extent(2 * pieces, 0))
 
     def test_less_is_reserved_if_the_driver_does_not_give_as_much(self):
         needed = LOW_HALF_START + GRANULE  # a page of small placeholders
@@ -344,8 +342,7 @@ class TestFailures(PlaceholdersTestCase):
                 for _ in range(3 if call == "cuMemAddressReserve" else 1):  # each attempt asks for less
                     self.api.fail(call, after)
                 with self.subTest(call=call, after=after):
-                    with self.assertRaisesRegex(DriverError, call):
-                        self.placeholders(*SOME)
+                    self.assertRaisesRegex(DriverError, call, self.placeholders, *SOME)
                     self.assertEqual(self.api.leaks(), [])
                     self.placeholders(*SOME)
                     self.assertReserved(TIB)
@@ -353,8 +350,7 @@ class TestFailures(PlaceholdersTestCase):
         # The first failure is raised, though undoing fails too.
         self.api.fail("cuMemMap", 2)
         self.api.fail("cuMemUnmap")
-        with self.assertRaisesRegex(DriverError, "cuMemMap"):
-            self.placeholders(*SOME)
+        self.assertRaisesRegex(DriverError, "cuMemMap", self.placeholders, *SOME)
 
     def each_failure(self, work: Callable[[Placeholders], None]) -> Iterator[Placeholders]:
         """Yields the state after each call that ``work`` makes has failed once."""
@@ -364,8 +360,7 @@ class TestFailures(PlaceholdersTestCase):
                 placeholders = self.placeholders(*SOME)
                 self.api.fail(call, after)
                 with self.subTest(work=work, call=call, after=after):
-                    with self.assertRaisesRegex(DriverError, call):
-                        work(placeholders)
+                    self.assertRaisesRegex(DriverError, call, work, placeholders)
                     yield placeholders
 
     def test_failed_calls_can_be_tried_again_or_closed(self):

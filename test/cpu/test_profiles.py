@@ -164,8 +164,7 @@ class TestDisk(Folder):
             self.assertIsNone(self.profiles.find(KEY))
             self.profiles.store(profile())
         self.assertEqual(list(self.profiles.folder.iterdir()), [self.file])
-        with self.assertRaisesRegex(module.ProfilesNotRemoved, "^profiles in .* could not be removed: "):
-            self.profiles.clear()
+        self.assertRaisesRegex(module.ProfilesNotRemoved, "^profiles in .* could not be removed: ", self.profiles.clear)
 
     def test_clear_takes_what_was_left_behind_and_not_what_is_written(self):
         self.profiles.store(profile())

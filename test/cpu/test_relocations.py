@@ -331,8 +331,7 @@ class TestFailures(RelocationsTestCase):
         graph = self.api.make_graph("KERNEL")
         for call in ("cuGraphGetNodes", "cuGraphNodeGetType"):
             self.api.fail(call)
-            with self.assertRaisesRegex(DriverError, call):
-                scan(self.driver, graph, self.placeholders)
+            self.assertRaisesRegex(DriverError, call, scan, self.driver, graph, self.placeholders)
 
 
 @st.composite

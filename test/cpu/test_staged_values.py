@@ -214,8 +214,7 @@ class TestInPython(ValuesTestCase):
             {"fails": lambda: self.api.fail("cuGraphGetNodes", 0, CUresult.CUDA_ERROR_INVALID_VALUE)},
             {"fails": lambda: self.api.fail(KERNEL, 0, CUresult.CUDA_ERROR_INVALID_VALUE)},
         ):
-            with self.assertRaises(NotStaged):
-                self.record(torch.tensor(1.0), torch.tensor(2.0), **more)
+            self.assertRaises(NotStaged, self.record, torch.tensor(1.0), torch.tensor(2.0), **more)
 
     def test_a_refused_node_refuses_all_that_it_holds(self):
         live, _ = self.recorded(*numbers(0))

@@ -580,8 +580,7 @@ class TestLiveInputs(StagingTestCase):
             ("input 5 is on the CPU", lambda: copied_twice(1)),
             ("", lambda: copied_twice(None, away=1)),  # memory that belongs to no buffer
         ):
-            with self.assertRaisesRegex(NotStaged, why):
-                record()
+            self.assertRaisesRegex(NotStaged, why, record)
 
     def test_inputs_of_one_copy_are_refused_together(self):
         self.live, graph = self.record_numbers()

@@ -62,8 +62,7 @@ class TestZeros(TestCase):
         def address(manager, inputs, function_id):
             return [value.untyped_storage().data_ptr() for value in inputs]
 
-        with self.assertRaisesRegex(RuntimeError, "invalid python storage"):
-            address(manager, [zeros(2)], FUNCTION)
+        self.assertRaisesRegex(RuntimeError, "invalid python storage", address, manager, [zeros(2)], FUNCTION)
         with (
             mock.patch.object(Manager, "pool", mock.Mock()),
             mock.patch.multiple(UpstreamManager, run_eager=address, record_function=address),
@@ -124,8 +123,7 @@ class TestZeros(TestCase):
         with mock.patch("torch._inductor.cudagraph_trees.maybe_deref", lambda held: found):
             self.assertIsNone(recording._why_not_alive(live, [zeros(2)]))
             self.assertIn("should be dead", recording._why_not_alive(live, [output]))
-            with self.assertRaises(RuntimeError):
-                Upstream._is_alias_of_live_recorded_tensor(recording, zeros(2))
+            self.assertRaises(RuntimeError, Upstream._is_alias_of_live_recorded_tensor, recording, zeros(2))
 
 
 STATES = "_module_state_mapping"
