@@ -157,10 +157,6 @@ def like_aot(gradients):
     return CompiledFunction
 
 
-def node_of_parameter(parameter):
-    return parameter.view_as(parameter).grad_fn.next_functions[0][0]
-
-
 # Hooks on a parameter. Each one is put on by a function of the parameter and a list of what it sees.
 HOOKS = {
     "tensor": lambda p, seen: p.register_hook(lambda g: seen.append(g.clone()) or g * 2),
@@ -172,7 +168,7 @@ HOOKS = {
 
 def _held(parameter, method, hook):
     """A parameter does not hold its node, and the node holds the hook."""
-    node = node_of_parameter(parameter)
+    node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
     return node, getattr(node, method)(hook)
 
 

@@ -5,6 +5,7 @@ import gc
 import signal
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import accumulating
 import torch
@@ -95,7 +96,7 @@ class TestDuring(BackwardTest):
         call = accumulating.compiled(model)
         step(model, call)
         interrupted = 0
-        self.addCleanup(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, _interrupt))
+        self.addCleanup(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, signal.default_int_handler))
         for i in range(200):
             loss = call(WORDS).sum()
             model.zero_grad()
@@ -133,7 +134,8 @@ class TestDuring(BackwardTest):
                     torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
                 raised.append(1)
 
-            after_first(model, call, in_thread(grad))
+            with ThreadPoolExecutor(1) as other:
+                after_first(model, call, lambda loss: other.submit(grad, loss).result())
 
         self.compare(program, taken=1, why={Reason.SOME_INPUTS: 2})
         raised = []
@@ -236,13 +238,9 @@ class TestDuring(BackwardTest):
                 p.data.fill_(0.5)
             step(model, call)
             model.zero_grad()
-            run = lambda: [step(model, call) for _ in range(20)]  # noqa: E731
-            threads = [threading.Thread(target=run) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            return None
+            run = lambda _: [step(model, call) for _ in range(20)]  # noqa: E731
+            with ThreadPoolExecutor(4) as threads:
+                list(threads.map(run, range(4)))
 
         engine, ours = (self.run_with(entry, program, Net) for entry in ("off", "short"))
         self.assertEqual(ours[0], engine[0])
@@ -263,19 +261,6 @@ class TestDuring(BackwardTest):
         del loss
         model.zero_grad()
         self.assertEqual((node(), gradient()), (None, None))
-
-
-def in_thread(run):
-    def wait(*args):
-        thread = threading.Thread(target=run, args=args)
-        thread.start()
-        thread.join()
-
-    return wait
-
-
-def _interrupt(*_):
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -67,9 +67,8 @@ run = functools.partial(run_main, command_line.main)
 class Folder(WithFolder):
     def setUp(self):
         super().setUp()
-        self.enterContext(mock.patch.object(sys, "path", list(sys.path)))
         # A file that is written again within a second, with the same length, would run as it was before.
-        self.enterContext(mock.patch.object(sys, "dont_write_bytecode", True))
+        self.enterContext(mock.patch.multiple(sys, path=list(sys.path), dont_write_bytecode=True))
         self.addCleanup(sys.modules.pop, "beside", None)
         self.addCleanup(sys.modules.pop, "program", None)
         self.file = self.folder / "program.py"

@@ -8,6 +8,7 @@ import sys
 import threading
 import unittest
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import CellType, SimpleNamespace
 from unittest import mock
 
@@ -604,11 +605,8 @@ class TestLife(DirectTest):
             with torch.set_grad_enabled(is_grad):
                 self.settle(made, rows())
         before = direct_calls.counts()[0]
-        threads = [threading.Thread(target=run, args=(i % 2 == 0,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(run, (True, False, True, False)))
         # How often Dynamo compiles is left open: with such threads, it also compiles again without direct calls.
         self.assertEqual(wrong, [])
         self.assertGreater(direct_calls.counts()[0], before)

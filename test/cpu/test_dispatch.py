@@ -155,11 +155,8 @@ class TestThreads(TestCase):
             wrong.extend(found for _ in range(500) if (found := self.fast_call(["x"])) != [IDS[number], number])
 
         IDS.update({number: FunctionID(number) for number in range(20, 28)})
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(20, 28)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(work, range(20, 28)))
         self.assertEqual((wrong, len(self.dispatch.replayers)), ([], 8))
 
 

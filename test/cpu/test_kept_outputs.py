@@ -305,6 +305,8 @@ class TestPolicy(TestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(policy, "OwnMemory", _OnCpu))
+        pool = mock.Mock(nbytes=lambda: 0, holds=lambda address: False)
+        self.enterContext(mock.patch.multiple(Manager, pool=pool, _warming_up=lambda *_: contextlib.nullcontext()))
         self.again, self.path = [], []
         self.manager = bare_manager()
         self.manager.reclaiming = Plain(record_again=lambda id_, why, newest: self.again.append(id_))
@@ -474,8 +476,6 @@ class TestPolicy(TestCase):
 
     def test_a_manager_watches_the_first_warm_up_and_releases_memory_with_the_function(self):
         """Not of code that Inductor did not generate, or of functions that use no addresses or do not keep outputs."""
-        self.enterContext(mock.patch.object(Manager, "pool", mock.Mock(nbytes=lambda: 0, holds=lambda address: False)))
-        self.enterContext(mock.patch.object(Manager, "_warming_up", lambda *_: contextlib.nullcontext()))
         self.enterContext(mock.patch.object(Upstream, "run_eager", lambda _, x, id_: self.functions[id_].model(x)))
         kept, others = function(), [function(lambda inputs: [inputs[0] + 1]), function(outputs="upstream"), function()]
         self.enterContext(mock.patch.object(input_rules, "uses_addresses", lambda model: model is not others[-1]))
@@ -495,8 +495,6 @@ class TestPolicy(TestCase):
             manager.warmed_up_functions.add(id_)
             raise KeyboardInterrupt
 
-        self.enterContext(mock.patch.object(Manager, "pool", mock.Mock(nbytes=lambda: 0)))
-        self.enterContext(mock.patch.object(Manager, "_warming_up", lambda *_: contextlib.nullcontext()))
         self.enterContext(mock.patch.object(Upstream, "run_eager", stopped))
         for was_warm in (False, True):
             id_ = self.add(function())
@@ -514,8 +512,6 @@ class TestPolicy(TestCase):
             manager.path_state = ExecutionState.WARMUP
             raise ValueError("of the program")
 
-        self.enterContext(mock.patch.object(Manager, "pool", mock.Mock(nbytes=lambda: 0)))
-        self.enterContext(mock.patch.object(Manager, "_warming_up", lambda *_: contextlib.nullcontext()))
         self.enterContext(mock.patch.object(Upstream, "run_eager", failing))
         for indirection, left in (("off", traces), ("auto", [])):
             id_ = self.add(function(indirection=indirection))

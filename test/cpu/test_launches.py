@@ -84,12 +84,8 @@ class LaunchesTestCase(TestCase):
         super().setUp()
         self.made: list[tuple[str, frozenset[str]]] = []
         self.refused: Collection[str] = ()
-        for target, name, value in (
-            (launches, "tap", tap := Tap()),
-            (launches, "_made", self._made),
-            (launches, "_built", weakref.WeakKeyDictionary()),
-        ):
-            self.enterContext(mock.patch.object(target, name, value))
+        tap, built = Tap(), weakref.WeakKeyDictionary[Any, Any]()
+        self.enterContext(mock.patch.multiple(launches, tap=tap, _made=self._made, _built=built))
         self.addCleanup(tap.offer(self._put_on))
 
     def _put_on(self) -> Callable[[], None]:

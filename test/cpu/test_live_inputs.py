@@ -135,16 +135,11 @@ class LiveInputsTestCase(TestCase):
         self.synchronized: list[int] = []  # the devices that were waited for
         self.stream = 0  # the current one
         self.idle: set[int] = set()  # streams on which all launches are over
-        for target, name, value in (
-            (live_input, "placeholder_tensor", placeholder_tensor),
-            (choosing, "why_not_placeholder", lambda tensor, device, in_pool: None),
-            (torch.cuda, "synchronize", self.synchronized.append),
-            (torch.cuda, "device", lambda device: contextlib.nullcontext()),
-            (torch.cuda, "is_current_stream_capturing", lambda: False),
-            (torch.cuda, "current_stream", self.current_stream),
-            (torch.cuda, "Event", lambda: Event(self)),
-        ):
-            self.enterContext(mock.patch.object(target, name, value))
+        self.enterContext(mock.patch.object(live_input, "placeholder_tensor", placeholder_tensor))
+        self.enterContext(mock.patch.object(choosing, "why_not_placeholder", lambda tensor, device, in_pool: None))
+        streams = {"current_stream": self.current_stream, "is_current_stream_capturing": lambda: False}
+        devices = {"synchronize": self.synchronized.append, "device": lambda device: contextlib.nullcontext()}
+        self.enterContext(mock.patch.multiple(torch.cuda, **streams, **devices, Event=lambda: Event(self)))
         self.addCleanup(retired._retired.clear)
 
     def current_stream(self, device: int) -> Any:
@@ -704,7 +699,7 @@ class TestChoice(LiveInputsTestCase):
         self.assertEqual(self.api.calls, [])
 
     def test_inputs_in_the_pool_are_told_from_others(self):
-        tensors = [at(0), at(0).as_subclass(OnCuda), at(0)]
+        tensors = [at(0), at(0).as_subclass(type("OnCuda", (torch.Tensor,), {"is_cuda": True})), at(0)]
         self.put_in_pool(*tensors[1:])
         rule = lambda tensor, device, in_pool: f"in the pool of {device}" if in_pool else None  # noqa: E731
         with mock.patch.object(choosing, "why_not_placeholder", rule):
@@ -722,10 +717,6 @@ class TestChoice(LiveInputsTestCase):
         outside, _ = self.choose(at(0))  # only at placeholder addresses
         for recording, other in ((live, torch.ones(3)), (outside, torch.ones(3)), (live, torch.empty(0))):
             self.assertNotIn(other.untyped_storage().data_ptr(), recording.storages)
-
-
-class OnCuda(torch.Tensor):
-    is_cuda = True
 
 
 class TestLifetimes(LiveInputsTestCase):

@@ -213,9 +213,7 @@ class TestFastPath(PatcherTestCase):
         ):
             for places in calls:
                 inputs = [sets[which][index] for index, which in enumerate(places)]
-                given_ = list(inputs)
-                for index, place in enumerate(order or range(3)):
-                    given_[place] = inputs[index]
+                given_ = [inputs[(order or range(3)).index(place)] for place in range(3)]
                 self.assertEqual(len(entry(given_)), 1)
                 first, second, third = addresses(inputs)
                 self.assertEqual(graph.launch(), [[third, 5, first], [second]])

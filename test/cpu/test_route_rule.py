@@ -57,15 +57,10 @@ class TestChooser(TestCase):
         self.kernels: Sequence[str | None] = [*["kernel"] * 20, "other", None]
         inputs = frozenset((f"in_ptr{index}", index) for index in range(6))
         self.readers = {0: Reader(FakeAutotuner("kernel"), frozenset({"in_ptr0"}), inputs)}
-        for target, name, value in (
-            (route_rule, "_choices", weakref.WeakKeyDictionary()),
-            (route_rule, "_waiting", weakref.WeakSet()),
-            (builds, "_builds", weakref.WeakKeyDictionary()),
-            (builds, "go_on", self.build),
-            (table, "READERS", weakref.WeakKeyDictionary()),
-            (table, "TAKEN", weakref.WeakKeyDictionary()),
-        ):
-            self.enterContext(mock.patch.object(target, name, value))
+        choices, of_functions, readers, taken = (weakref.WeakKeyDictionary[Any, Any]() for _ in range(4))
+        self.enterContext(mock.patch.multiple(route_rule, _choices=choices, _waiting=weakref.WeakSet()))
+        self.enterContext(mock.patch.multiple(builds, _builds=of_functions, go_on=self.build))
+        self.enterContext(mock.patch.multiple(table, READERS=readers, TAKEN=taken))
         self.renew()
 
     def renew(self) -> None:

@@ -46,12 +46,9 @@ class ValuesTestCase(StagingTestCase):
     def setUp(self):
         super().setUp()
         self.on_gpu = []
-        for target, name, value in (
-            (operator, "_is_captured", lambda there: True),
-            (operator, "_stream", lambda device: self.stream),
-            (choosing, "may_be_staged", lambda tensor: not any(tensor is other for other in self.on_gpu)),
-        ):
-            self.enterContext(mock.patch.object(target, name, value))
+        is_on_cpu = lambda tensor: not any(tensor is other for other in self.on_gpu)  # noqa: E731
+        self.enterContext(mock.patch.object(choosing, "may_be_staged", is_on_cpu))
+        self.enterContext(mock.patch.multiple(operator, _is_captured=lambda _: True, _stream=lambda _: self.stream))
 
     def record(self, *inputs, read=HostRead.IN_ORDER, nodes=lambda found: [], stages=None, fails=lambda: None):
         """A recording that is about to be launched; its kernels hold the values of the inputs that are not ``on_gpu``.
@@ -256,9 +253,7 @@ class TestInCpp(TestInPython):
         with self.without_python():
             for call, which in enumerate(calls):
                 inputs = [places[which], observation(call), torch.tensor(call)]
-                given_ = list(inputs)
-                for index, place in enumerate(order or range(3)):
-                    given_[place] = inputs[index]
+                given_ = [inputs[(order or range(3)).index(place)] for place in range(3)]
                 self.assertEqual(len(entry(given_)), 1)
                 inputs[1].zero_()
                 queued.append((graph.launch()[0], self.launched(graph)))

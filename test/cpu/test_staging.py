@@ -61,13 +61,8 @@ class StagingTestCase(LiveInputsTestCase):
         self.blocks = []  # that were allocated
         self.waited = mock.Mock()  # waits for a stream
         stream = lambda device: SimpleNamespace(cuda_stream=self.stream, synchronize=self.waited)  # noqa: E731
-        for target, name, value in (
-            (staging, "pinned_bytes", self.pinned_bytes),
-            (torch.cuda, "Event", lambda: Event(self.queue)),
-            (torch.cuda, "current_stream", stream),
-            (staging, "value_kernel", self.value_kernel),
-        ):
-            self.enterContext(mock.patch.object(target, name, value))
+        self.enterContext(mock.patch.multiple(torch.cuda, Event=lambda: Event(self.queue), current_stream=stream))
+        self.enterContext(mock.patch.multiple(staging, pinned_bytes=self.pinned_bytes, value_kernel=self.value_kernel))
 
     def value_kernel(self, *_):
         """There is none: inputs are copied from pinned memory."""
@@ -302,8 +297,7 @@ class TestOperator(StagingTestCase):
     def setUp(self):
         super().setUp()
         self.stream = 1
-        for name, value in (("_is_captured", lambda there: True), ("_stream", lambda device: self.stream)):
-            self.enterContext(mock.patch.object(operator, name, value))
+        self.enterContext(mock.patch.multiple(operator, _is_captured=lambda _: True, _stream=lambda _: self.stream))
 
     def staged(self, host, read=HostRead.IN_ORDER):
         return torch.ops.pygraph_trees.staged(torch.empty(0), host, int(read))

@@ -51,15 +51,11 @@ class TestBuilding(TestCase):
         inputs = frozenset({("in_ptr0", 0)})
         self.readers = [Reader(FakeAutotuner(kernel), frozenset({"in_ptr0"}), inputs) for kernel in ("a", "b", "c")]
         self.error: Exception | None = None
-        for target, name, value in (
-            (table, "readers_of", lambda function: self.readers),
-            (builds, "job_of", self.job_of),
-            (Worker, "start", self.start),
-            (builds, "_builds", weakref.WeakKeyDictionary()),
-            (table, "TAKEN", weakref.WeakKeyDictionary()),
-            (launches, "build", self.build),
-        ):
-            self.enterContext(mock.patch.object(target, name, value))
+        of_functions, taken = (weakref.WeakKeyDictionary[Any, Any]() for _ in range(2))
+        self.enterContext(mock.patch.multiple(table, readers_of=lambda function: self.readers, TAKEN=taken))
+        self.enterContext(mock.patch.multiple(builds, job_of=self.job_of, _builds=of_functions))
+        self.enterContext(mock.patch.object(Worker, "start", self.start))
+        self.enterContext(mock.patch.object(launches, "build", self.build))
 
     def begin(self) -> None:
         builds.begin(self.function)

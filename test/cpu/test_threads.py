@@ -171,8 +171,7 @@ class TestHome(TestCase):
 
     def setUp(self):
         super().setUp()
-        for name, value in (("PER_THREAD", False), ("_homes", {}), ("IDLE_S", 0.0)):
-            self.enterContext(mock.patch.object(home, name, value))
+        self.enterContext(mock.patch.multiple(home, PER_THREAD=False, _homes={}, IDLE_S=0.0))
         self.managers = [mock.Mock(device_index=0, turns=0, asides=0, **{"end_step.return_value": True})]
         self.enterContext(mock.patch.object(home.pools, "managers", lambda: self.managers))
         self.logs = {mode: FunctionLog("model", None, mode, 1, {}) for mode in ("inference", "forward", "backward")}
@@ -299,8 +298,7 @@ class TestHome(TestCase):
         containers = {0: "used here", 1: "used elsewhere", 2: "unused"}
         shared = {"tree_manager_containers": containers, "tree_manager_locks": {0: None}}
         local = threading.local()
-        for name, value in (("local", local), ("PER_THREAD", False), ("_of_others", shared)):
-            self.enterContext(mock.patch.object(manager_container, name, value))
+        self.enterContext(mock.patch.multiple(manager_container, local=local, PER_THREAD=False, _of_others=shared))
         vars(local).update(shared)
         self.assertTrue(home.may_use(0))
         on(self.first, home.may_use, 1)
