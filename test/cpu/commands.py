@@ -45,13 +45,18 @@ def run(main: Callable[[list[str]], Any], *arguments: str) -> tuple[Any, str, st
     return status, out.getvalue(), err.getvalue()
 
 
-def tool(name: str) -> Any:
-    """A script of ``tools`` as a module."""
-    loader = SourceFileLoader(name, str(ROOT / "tools" / name))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
-    sys.modules[name] = module
+def module_of(path: Path) -> Any:
+    """A file as a module, wherever it is."""
+    loader = SourceFileLoader(path.stem, str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(path.stem, loader))
+    sys.modules[path.stem] = module
     loader.exec_module(module)
     return module
+
+
+def tool(name: str) -> Any:
+    """A script of ``tools`` as a module."""
+    return module_of(ROOT / "tools" / name)
 
 
 class WithFolder(TestCase):

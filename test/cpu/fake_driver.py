@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from fake_calls import CUresult, FakeEdges, Handle, View
 from fake_memory import GRANULE, CUdeviceptr, FakeMemory
 
-__all__ = ["GRANULE", "KNOWN", "CUresult", "FakeApi"]
+__all__ = ["GRANULE", "KNOWN", "CUresult", "FakeApi", "little"]
 
 KNOWN = "triton_poi_fused_add_0"  # a kernel that hides no address
 
@@ -173,6 +173,11 @@ class Node:
         return (self.handle, 0) if self.has_function else (0, self.handle)
 
 
+def little(*words: int) -> bytes:
+    """Words of 8 bytes, as they are in memory."""
+    return b"".join(word.to_bytes(8, "little") for word in words)
+
+
 def _addresses(values: dict[str, int]) -> list[int]:
     """Those of a copy's two sides, or of a fill."""
     if "dst" in values:
@@ -299,7 +304,7 @@ class FakeApi(FakeEdges, FakeMemory):
         held = self._execs[exec_][node]
         if isinstance(held, bytes):
             return held
-        return b"".join(address.to_bytes(8, "little") for address in _addresses(held))
+        return little(*_addresses(held))
 
     def capture(self, stream: int, graph: int, status: str = "ACTIVE") -> None:
         self._streams[stream] = (CUstreamCaptureStatus[f"CU_STREAM_CAPTURE_STATUS_{status}"], graph)

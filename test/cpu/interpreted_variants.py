@@ -6,7 +6,6 @@ ends in ``unittest.main``, since torch's ``run_tests`` needs another package if 
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import itertools
 import os
@@ -22,6 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch
 import variant_kernels as kernels
+from commands import module_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase
@@ -126,9 +126,7 @@ class TestRandomKernels(InterpretedTestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "random_kernel.py"
             path.write_text(source)
-            spec = importlib.util.spec_from_file_location("random_kernel", path)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            module = module_of(path)
             signature = {**types, "n": "i32", "BLOCK": "constexpr"}
             attrs = {(i,): [["tt.divisibility", 16]] for i in range(len(types)) if choices.random() < 0.5}
             variant = with_slots(module.kernel, signature, {"BLOCK": 64}, attrs, slots)

@@ -43,7 +43,7 @@ class _Graph:
         self.replay = run
 
 
-def _tensor_of(metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
+def tensor_of(metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0).set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
 
 
@@ -100,7 +100,7 @@ class Function:
     def _record(self, model: FunctionModel, outputs: int, mode: CompilationMode) -> Recording:
         references = [StorageWeakRefWrapper(torch.empty(1)) for _ in range(outputs)]
         made: Any = bare_recording(None, references, id=self.id, cuda_graphs_pool=(0, 38), _gives_addresses=True)
-        made._reconstruct_from_tensor_metadata = _tensor_of  # on a GPU otherwise
+        made._reconstruct_from_tensor_metadata = tensor_of  # on a GPU otherwise
         made.wrapped_function = WrappedFunction(model, [], self.id, (), (), (), **LIMITS)
         made.children = collections.defaultdict(list)
         same = {"size": torch.Size([SIZE]), "stride": (1,), "dtype": torch.float32, "storage_offset": 0}

@@ -9,10 +9,10 @@ import ctypes
 import functools
 import gc
 import sys
-import threading
 import types
 import unittest
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 from weakref import WeakValueDictionary
@@ -207,10 +207,9 @@ class TestFunction(TestCase):
 
         def inside():
             names["inside"] = lambda: None
-            for function in (self.function, self.function.model):
-                thread = threading.Thread(target=lambda: calls.append(function([self.x + 5])))  # noqa: B023
-                thread.start()
-                thread.join(60)
+            with ThreadPoolExecutor(1) as other:
+                for function in (self.function, self.function.model):
+                    calls.append(other.submit(function, [self.x + 5]).result(60))
             calls.append(self.function([self.x + 5]))
 
         names["inside"] = inside

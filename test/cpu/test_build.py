@@ -228,10 +228,7 @@ class TestWheel(TestCase):
     @classmethod
     def make_wheel(cls):
         wheels, out = tool("wheels"), io.StringIO()
-
-        def copied(folder, torch):
-            shutil.copytree(cls.built, folder / "out")
-
+        copied = lambda folder, torch: shutil.copytree(cls.built, folder / "out")  # noqa: E731
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.dict(os.environ))
             stack.enter_context(contextlib.redirect_stdout(out))

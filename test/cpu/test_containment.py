@@ -142,8 +142,7 @@ class TestContained(TestCase):
     def test_errors_of_the_program_pass_through(self) -> None:
         """And errors of code with a collective, which some ranks alone would repeat."""
 
-        class OfProgram(Exception):
-            pass
+        class OfProgram(Exception): ...
 
         def fails(inputs: list[Any]) -> Any:
             raise OfProgram

@@ -282,9 +282,8 @@ class TestUsableDriver(TestCase):
             mock.patch.object(driver_module, "driver", lambda: None),
             mock.patch.object(torch.cuda, "is_available", lambda: False),
             torch._inductor.config.patch(fx_graph_cache=False),
-            warnings.catch_warnings(record=True) as caught,
+            warnings.catch_warnings(record=True, action="always") as caught,
         ):
-            warnings.simplefilter("always")
             compiled = torch.compile(lambda x: x.sin(), mode="reduce-overhead")
             self.assertEqual(compiled(torch.ones(4)), torch.ones(4).sin())
         self.assertEqual([w for w in caught if w.category is IndirectionOff], [])

@@ -277,12 +277,10 @@ class TestNever(TestCase):
     def settings_seen(self, fn, inputs, **how):
         """Returns whether CUDA graphs were on, and the flags, when each graph of a program was compiled."""
         seen = []
-
-        def look(artifact, graph, gm):
-            seen.append((config.triton.cudagraphs, Settings.current().placement, are_graphs_left_out()))
-
+        facts = lambda: (config.triton.cudagraphs, Settings.current().placement, are_graphs_left_out())  # noqa: E731
         torch._dynamo.reset()
-        with mock.patch.object(compiled, "attach", look), config.patch({"force_disable_caches": True}):
+        note = mock.patch.object(compiled, "attach", lambda *_: seen.append(facts()))
+        with note, config.patch({"force_disable_caches": True}):
             found = torch.compile(fn, **how)(*inputs)
             if found.requires_grad:
                 found.sum().backward()

@@ -92,8 +92,7 @@ class TestDeferred(TestCase):
     def test_locals_of_the_interrupted_frame_are_freed(self) -> None:
         """Otherwise memory of the graph pool that compiled code used would be alive after it has run."""
 
-        class Buffer:
-            pass
+        class Buffer: ...
 
         def code() -> weakref.ref[Any]:
             buffer = Buffer()

@@ -253,11 +253,6 @@ class TestSteps(TestCase):
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")
 class TestFastPath(TestCase):
-    def setUp(self):
-        super().setUp()
-        self.x = torch.ones(4)
-        self.outputs = some(2)
-
     def trees(self, outliving=(), *, begins=True, keeps=True):
         trees = Trees({0: self.x}, some(1), mode=MODE.INFERENCE)
         last = Trees({0: self.x}, self.outputs, outliving=deaths(self.outputs, *outliving) if outliving else None)
@@ -275,6 +270,7 @@ class TestFastPath(TestCase):
         self.assertEqual(trees.manager.ended, ended)
 
     def test_python_is_asked_only_if_an_output_is_alive_when_a_step_begins(self):
+        self.x, self.outputs = torch.ones(4), some(2)
         self.check(self.trees((0, 1)), 0)
         held = self.outputs[1][1:]
         self.check(self.trees((0, 1)), 1)

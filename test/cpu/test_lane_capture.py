@@ -277,10 +277,7 @@ class TestRecording(BranchesTestCase):
             self.assertEqual(node.log.why_no_branches, why if number == Number(0, why) else None)
 
     def test_generated_code_tells_what_it_allocates(self):
-        def upstream(size, stride, dtype):
-            return torch.empty_strided(size, stride, dtype=dtype)
-
-        names = {"empty_strided_cuda": upstream}
+        names = {"empty_strided_cuda": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)}
         exec("def call(dtypes):\n    return [empty_strided_cuda((4,), (1,), dtype) for dtype in dtypes]", names)
         own, found, call = torch.empty(4), [], names["call"]
         given = allocations.Allocations({allocations.Block((0,), 1): own})

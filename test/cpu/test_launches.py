@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
-import importlib.util
 import itertools
 import os
 import weakref
@@ -18,7 +17,7 @@ from unittest import mock
 
 import torch
 import variant_kernels as kernels
-from commands import WithFolder
+from commands import WithFolder, module_of
 from torch._inductor.runtime import static_triton_launcher, triton_helpers, triton_heuristics
 from torch.testing._internal.common_utils import TestCase, run_tests
 from triton.compiler import CompiledKernel
@@ -39,9 +38,6 @@ class Table:
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.slots = {t.data_ptr(): torch.tensor([t.data_ptr()]) for t in tensors}
         self.read: list[tuple[str, int]] = []
-
-    def is_read_by(self, variant: VariantLauncher, address: int) -> None:
-        self.read.append((variant.kernel, address))
 
 
 class FakeAutotuner:
@@ -76,7 +72,7 @@ def warming_up(addresses: Collection[int]) -> Iterator[None]:
 
 
 def through(table: Table) -> contextlib.AbstractContextManager[None]:
-    return launches.through(table.slots, table.is_read_by)
+    return launches.through(table.slots, lambda variant, address: table.read.append((variant.kernel, address)))
 
 
 class LaunchesTestCase(TestCase):
@@ -314,10 +310,7 @@ def autotuners(folder: Path, fn: Any, *args: torch.Tensor, **options: Any) -> It
                 name, source = (ast.literal_eval(argument) for argument in node.args[:2])
                 path = folder / f"{name}.py"
                 path.write_text(source)
-                spec = importlib.util.spec_from_file_location(name, path)
-                module = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
-                yield getattr(module, name)
+                yield getattr(module_of(path), name)
 
 
 def of_a_user(x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:

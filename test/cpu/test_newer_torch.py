@@ -67,8 +67,7 @@ class TestHooksOnReplays(OnCpuTestCase):
         replaced = {"replay": lambda graph: graph.launch(), "_has_graph_exec": True}
         if _UPSTREAM.__module__ == "torch._utils":
             replaced["__new__"] = lambda cls, *_: object.__new__(cls)
-        for name, value in replaced.items():
-            self.enterContext(mock.patch.object(_UPSTREAM, name, value, create=True))
+        self.enterContext(mock.patch.multiple(_UPSTREAM, create=True, **replaced))
         self.function = _Hooked()
         self.graph: Any = self.function.recording.graph
 

@@ -269,10 +269,8 @@ torch.a f
                 self.assertTrue(named, target)
 
     def test_text_that_is_no_row_is_refused(self):
-        for line in ("    other f(x): old", "    2.11  f(x", "    2.11-  f", "    2.11  f: a, b"):
-            table = f"torch.a f\n{line}"
-            self.assertRaisesRegex(ValueError, "expected 'VERSIONS", parse, table)
-        for table in ("torch.a\n    2.11  f", "    2.11  f"):
+        lines = "    other f(x): old", "    2.11  f(x", "    2.11-  f", "    2.11  f: a, b"
+        for table in (*(f"torch.a f\n{line}" for line in lines), "torch.a\n    2.11  f", "    2.11  f"):
             self.assertRaisesRegex(ValueError, "expected 'VERSIONS", parse, table)
 
 

@@ -8,7 +8,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 
-from fake_driver import CUresult, FakeApi
+from fake_driver import CUresult, FakeApi, little
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -24,10 +24,6 @@ SET_CALLS = {kind: f"cuGraphExec{kind.title()}NodeSetParams" for kind in ("kerne
 SET_CAPTURED_CALLS = {kind: f"cuGraph{kind.title()}NodeSetParams" for kind in ("memcpy", "memset")}
 PLACEHOLDERS = [0x7E00_9000_0000 + i * 0x20_0000 for i in range(6)]
 RECORDED = dict(enumerate(PLACEHOLDERS))
-
-
-def words(*values: int) -> bytes:
-    return b"".join(value.to_bytes(8, "little") for value in values)
 
 
 @dataclass(frozen=True)
@@ -57,11 +53,11 @@ class NodeSpec:
             return api.make_memcpy(*values, 64, *self.options)
         if self.kind == "memset":
             return api.make_memset(*values, 64, *self.options)
-        parameters = [words(*itertools.islice(values, size)) for size in self.sizes]
+        parameters = [little(*itertools.islice(values, size)) for size in self.sizes]
         return api.make_kernel(parameters + [self.tail] * bool(self.tail), packed=self.packed, func=self.func)
 
     def bytes_at(self, addresses: dict[int, int]) -> bytes:
-        return words(*(held.at(addresses) for held in self.held)) + self.tail
+        return little(*(held.at(addresses) for held in self.held)) + self.tail
 
     def inputs(self) -> set[int]:
         return {held.input for held in self.held if held.input is not None}
@@ -280,10 +276,10 @@ class TestCapturedCopies(TestCase):
             return api.exec_parameters(api.instantiate(graph), node.handle)
 
         copies.point({0: 0x7F00_0000_0000})
-        self.assertEqual(captured(), words(0x1008, 0x7F00_0000_0000))
+        self.assertEqual(captured(), little(0x1008, 0x7F00_0000_0000))
         node.word(HOST_SOURCE).value = 0x5555_0000
         copies.point_back({0: PLACEHOLDERS[0], 1: 0x1000})
-        self.assertEqual(captured(), words(0x1008, PLACEHOLDERS[0]))
+        self.assertEqual(captured(), little(0x1008, PLACEHOLDERS[0]))
 
 
 if __name__ == "__main__":

@@ -6,14 +6,12 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
 import warnings
-from pathlib import Path
 from unittest import mock
 
 import torch
-from commands import run
+from commands import WithFolder, run
 from fake_driver import FakeApi
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,11 +46,10 @@ def profile(number: int = 0, at: str = KEY, decided_s: float = 1e9) -> Profile:
     return Profile(at, f"net {number}", list(Execution)[number % 2], f"decision {number}", decided_s)
 
 
-class Folder(TestCase):
+class Folder(WithFolder):
     def setUp(self):
         super().setUp()
-        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
-        self.profiles = Profiles(folder / "cache" / "pygraph_trees")
+        self.profiles = Profiles(self.folder / "cache" / "pygraph_trees")
         self.file = self.profiles.folder / f"{KEY}.json"
         module._warned.clear()
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fake_driver import KNOWN, FakeApi
+from fake_driver import KNOWN, FakeApi, little
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -30,10 +30,6 @@ PLAIN = 0x7F00_0000_0000  # an address of no placeholder
 HOST_ARRAY = "its address is in a host array"
 FAR = "a pointer far outside of every input"
 LOOKALIKE = "a value that looks like its address may be something else"
-
-
-def little(*words: int) -> bytes:
-    return b"".join(word.to_bytes(8, "little") for word in words)
 
 
 class RelocationsTestCase(TestCase):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import re
 import textwrap
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from commands import WithFolder
+from commands import WithFolder, module_of
 from fake_trees import FakeFunction, replay_with, replaying
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,10 +172,7 @@ class RunnerTestCase(WithFolder):
         self.files += 1
         path = self.folder / f"generated{self.files}.py"
         path.write_text(HEAD + source)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return module_of(path)
 
     def runner(self, call, *partitions):
         return self.module(runner_of(call)).Runner(list(partitions))

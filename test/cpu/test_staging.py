@@ -33,8 +33,7 @@ class Queue:
     """Launches that the GPU has not reached yet, in order."""
 
     def __init__(self):
-        self.done = self.queued = 0
-        self.waits = 0
+        self.done = self.queued = self.waits = 0
         self.asked = lambda: None  # called at each question and wait
 
 

@@ -86,12 +86,9 @@ class TestPaths(TestCase):
         )
 
     def test_a_recording_of_an_interrupted_call_is_noted(self):
-        def interrupted(manager, inputs, function_id):
-            signal.raise_signal(signal.SIGINT)
-
         for replays in (0, 3):
             (node,) = self.recordings(1, replays)
-            with mock.patch.object(Manager, "_run_in_turn", interrupted):
+            with mock.patch.object(Manager, "_run_in_turn", lambda *_: signal.raise_signal(signal.SIGINT)):
                 self.assertRaises(KeyboardInterrupt, bare_manager(current_node=node).run, [], 7)
             self.assertEqual(node.log.was_interrupted, replays == 0)
 

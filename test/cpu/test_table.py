@@ -209,9 +209,7 @@ class TestSlots(LiveInputsTestCase):
             with warmups.begin(print, step, inputs, [0], 0, self.pool, is_backward=is_backward, builds=True):
                 return [set(call.args[0].values()) for call in noting.mock_calls]
 
-        def why_not(tensor: torch.Tensor, device: int, in_pool: bool) -> str | None:
-            return "it is that" if tensor is pooled else None
-
+        why_not = lambda tensor, device, in_pool: "it is that" if tensor is pooled else None  # noqa: E731
         of_live = [{live.data_ptr()}]
         with mock.patch.multiple(warmups_module, noting=noting, why_not_placeholder=why_not):
             self.assertEqual(looked_at(static, 3, live, pooled, None), of_live)

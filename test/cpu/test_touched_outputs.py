@@ -150,10 +150,7 @@ class TestDropped(TouchedTestCase):
         """Such code may ask which outputs are alive."""
         function, asked = Function(outputs=2), []
         outputs = function.call(3.0)
-
-        def ask():
-            asked.append([held() for held in function.recording.outputs_weakrefs])
-
+        ask = lambda: asked.append([held() for held in function.recording.outputs_weakrefs])  # noqa: E731
         weakref.finalize(outputs[0], ask).atexit = False
         outputs.clear()
         self.assertEqual(function.call(4.0), [all_of(4)] * 2)

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from fake_trees import CHECKS_LIVENESS_AGAIN, LIMITS, Plain, bare_manager, bare_recording, replay_with, replaying
+from recordings_on_cpu import tensor_of
 from test_own_memory import own_memory, storage
 from torch._inductor import config, cudagraph_trees
 from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, WrappedFunction
@@ -409,9 +410,7 @@ class TestWhoHoldsOutputs(TestCase):
             output_storage_alias=[cudagraph_trees.UnaliasedStorage] * count,
             unaliased_in_all_paths=[True] * count,
             outputs_metadata=[Recording._tensor_metadata(torch.zeros(3), ignore_storage_offset=False)] * count,
-            _reconstruct_from_tensor_metadata=lambda metadata, storage: torch.empty(0).set_(
-                storage, metadata["storage_offset"], metadata["size"], metadata["stride"]
-            ),
+            _reconstruct_from_tensor_metadata=tensor_of,
         )
         node._initialize_cached_tensors()
         return node
