@@ -4,13 +4,12 @@ import html
 import json
 import re
 import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
+from commands import WithFolder
 from page_elements import Elements, needed
-from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.benchmark.inspection import Span
 from pygraph_trees.benchmark.outcome import Measurement, sections
@@ -71,7 +70,7 @@ MEASURED = [
 ]
 
 
-class TestPage(TestCase):
+class TestPage(WithFolder):
     def elements(self, text):
         """Tags and attributes of a text that is well-formed and has no markup from a program."""
         found = Elements(text)
@@ -87,7 +86,7 @@ class TestPage(TestCase):
         return text
 
     def test_the_command_is_shown_without_the_folders_of_the_program(self):
-        path = Path(self.enterContext(tempfile.TemporaryDirectory())) / "page.html"
+        path = self.folder / "page.html"
         for given, shown in (
             (["/some/where/pygraph_trees/__main__.py", "compare", "my model.py"], "python -m pygraph_trees compare"),
             (["/home/me/bin/pygraph-trees", "compare", "BERT"], ", pygraph-trees compare BERT<"),
