@@ -176,8 +176,7 @@ def _control_dies(campaign: Campaign, worker: _Worker, stopped: threading.Event)
     case = worker.last_case() if worker.cause is not None else None
     if case is None or campaign.control is None:
         return False
-    graphed = ("upstream",) if campaign.device == "cuda" else ()
-    for way in dict.fromkeys((campaign.control, UNGRAPHED, *graphed)):
+    for way in dict.fromkeys((campaign.control, UNGRAPHED, "upstream" if campaign.device == "cuda" else UNGRAPHED)):
         with _alone(replace(campaign, under_test=way, control=None), case, stopped) as single:
             if single.cause is not None:
                 return True

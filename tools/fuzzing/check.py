@@ -114,7 +114,7 @@ def check(
         if control is None or is_lost(device):  # every way would raise on a GPU that is lost
             raise
         by_torch = _mismatch(compare, control, tolerance)
-        # A control may raise only after its values differ. One that raised may not do so again: its kernels are tuned.
+        # It may raise only after its values differ. If it raised, it may not do so again: its kernels are tuned.
         if by_torch is not None and isinstance(ours, Raised) and not isinstance(by_torch, Raised):
             by_torch = _mismatch(compare, control, tolerance, only=frozenset({"nothing"}))
         if by_torch is None or isinstance(by_torch, Raised) != isinstance(ours, Raised):

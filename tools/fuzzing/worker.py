@@ -59,8 +59,9 @@ class Worker:
             if self._number in self._told["left_out"]:
                 self.counts.invalid += 1
             else:
-                case = program(self._told["seed"], self._number, graphs=self._device.type == "cuda")
-                self._failure = self._check(case)
+                self._failure = self._check(
+                    program(self._told["seed"], self._number, graphs=self._device.type == "cuda")
+                )
             self._number += self._told["jobs"] if self._failure is None else 0  # it is sent with the failure
         return self._result()
 
