@@ -59,9 +59,8 @@ class Worker:
             if self._number in self._told["left_out"]:
                 self.counts.invalid += 1
             else:
-                self._failure = self._check(
-                    program(self._told["seed"], self._number, graphs=self._device.type == "cuda")
-                )
+                case = program(self._told["seed"], self._number, graphs=self._device.type == "cuda")
+                self._failure = self._check(case)
             self._number += self._told["jobs"] if self._failure is None else 0  # it is sent with the failure
         return self._result()
 
@@ -75,11 +74,8 @@ class Worker:
 
     def _over(self) -> bool:
         most = self._told["most_cases"]
-        return (
-            self._failure is not None
-            or time.monotonic() >= self._end
-            or (most is not None and self.counts.cases >= most)
-        )
+        is_enough = most is not None and self.counts.cases >= most
+        return self._failure is not None or time.monotonic() >= self._end or is_enough
 
     def _result(self) -> int:
         """The exit status; first makes a failing case smaller, and sends each smaller one."""
