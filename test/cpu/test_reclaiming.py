@@ -36,7 +36,7 @@ def recording(number=0, **attributes):
 
 def output(is_held=False):
     """Torch's reference to an output."""
-    return mock.Mock(**{"expired.return_value": not is_held})
+    return mock.Mock(**dict.fromkeys(("expired.return_value", "ref.expired.return_value"), not is_held))
 
 
 class WithoutGpu(TestCase):
@@ -166,8 +166,9 @@ class TestPool(WithoutGpu):
         self.assertEqual(manager.graph, "new graph")
 
     def test_to_start_over_takes_another_pool_although_an_output_is_held(self):
-        for is_held in (True, False):
-            manager, _ = self.recorded(outputs_weakrefs=[output(is_held)], unaliased_in_all_paths=[True])
+        (broken := output(is_held=True)).expired.side_effect = AssertionError("of torch's reference")
+        for reference, is_held in ((output(is_held=True), True), (output(), False), (broken, True)):
+            manager, _ = self.recorded(outputs_weakrefs=[reference], unaliased_in_all_paths=[True])
             with mock.patch.object(reclaiming, "_in_use", []) as in_use:
                 manager.reclaiming.start_over(manager, "an error")
                 self.assertEqual([graph for graph, _ in in_use], ["first graph"] if is_held else [])

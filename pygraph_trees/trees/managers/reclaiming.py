@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,11 +164,14 @@ class Reclaiming:
             manager.current_node, manager.path_state = None, _STATE.NONE
         self.forgotten = dict.fromkeys(manager.ids_to_funcs, math.inf)
         self._again, self._dropped = {}, dict.fromkeys(self.forgotten, why)
-        self.give_back(manager)
+        try:
+            self.give_back(manager)
+        except Exception as error:  # the pool is left in any case
+            _log.info("recordings could not be given back", exc_info=error)
         if manager.cuda_graphs_thread_pool == pool:
             # This frame must not keep the old graph alive. Outputs of earlier steps need nothing here: they were moved
             # when their step ended, or are torch's and have been invalid since.
-            held = [(manager.graph, self._left)]
+            held = [(manager.graph, _storages_of(self._left or ()))]
             if self._leave_pool(manager):
                 _in_use.extend(held)
             held.clear()
@@ -178,9 +181,7 @@ class Reclaiming:
     def keep_pool(self, manager: Any) -> None:
         """Keeps the graph pool of a manager that ends until its last step's outputs are dead."""
         release_pools()
-        # Upstream's own references would call an output alive forever once its recording is gone.
-        outputs = [held.ref for held in _outputs_on_path(manager.current_node) if held.ref is not None]
-        _in_use.append((manager.graph, outputs))
+        _in_use.append((manager.graph, _storages_of(_outputs_on_path(manager.current_node))))
 
     def _leave_pool(self, manager: Any) -> bool:
         """Gives the manager a new pool; returns whether there is one."""
@@ -208,6 +209,11 @@ def _outputs_on_path(node: Any) -> list[Any]:
     """References to the outputs of the recordings on the path to a node, if there is one."""
     path = () if node is None else node._path_from_root
     return [held for recording in path for held in recording.outputs_weakrefs if held is not None]
+
+
+def _storages_of(outputs: Iterable[Any]) -> list[Any]:
+    """Plain references: upstream's own may raise, and once its recording is gone, call an output alive forever."""
+    return [output.ref for output in outputs if output.ref is not None]
 
 
 def release_pools() -> None:
