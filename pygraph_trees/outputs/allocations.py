@@ -164,7 +164,7 @@ def run_generated(model: Any, inputs: list[Any], allocations: Allocations | None
         return FunctionType(value.__code__, own, value.__name__, value.__defaults__, value.__closure__)
 
     try:
-        own |= {name: with_own(value) for name, value in names.items() if name != _NAME}
+        own |= {name: with_own(value) for name, value in own.items()}
         if (runner := getattr(model, "__self__", None)) is None:
             return with_own(model)(inputs)
         runner = copy.copy(runner)
