@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "tools"), str(HERE)]
 
 from commands import WithFolder, run
-from fuzzing import command_line
+from fuzzing import command_line, ledger
 from fuzzing.around import Around
 from fuzzing.case import Case, Input, read
 from fuzzing.check import Mismatch, check
@@ -97,14 +97,22 @@ class TestCommand(WithFolder):
         with mock.patch("torch.cuda.is_available", return_value=False), mock.patch.dict(os.environ, PYTHONPATH=path):
             return run(command_line.main, *map(str, arguments))
 
-    def test_a_failing_program_is_made_small_printed_and_run_again(self):
+    def test_a_failing_program_is_made_small_printed_noted_and_run_again(self):
         way, limits = ("--way", "test_fuzz:twice"), ("--seed", SEED, "--cases", 60, "--jobs", 1, "--reduce", 4)
-        status, out, _ = self._main(*way, *limits, "--out", self.folder)
-        (path,) = self.folder.iterdir()
+        noted = self.folder / "ledger.json"
+        status, out, _ = self._main(*way, *limits, "--out", self.folder / "failing", "--ledger", noted)
+        (path,) = (self.folder / "failing").iterdir()
+        (entry,) = ledger.read(noted)
+        self.assertRegex(*entry.failures, f"^{path.stem}: call ")
+        self.assertEqual((entry.programs, entry.everything), (entry.counts["cases"], False))
         case = read(path.read_text())
         self.assertEqual((status, "against eager" in out, case.text() in out), (1, True, True))
         self.assertLessEqual(len(case.body), 3)
         self.assertEqual((self._main(*way, path)[0], self._main(path)[0]), (1, 0))
+
+    def test_the_ledgers_table_is_in_contributing(self):
+        text = (HERE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+        self.assertIn(f"\n\n{ledger.table(ledger.read())}\n\n", text)
 
 
 if __name__ == "__main__":

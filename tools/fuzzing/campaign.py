@@ -119,7 +119,7 @@ class Outcome:
 def run(
     campaign: Campaign, progress: Callable[[float, float, str], None], failed: Callable[[Failure], None]
 ) -> Outcome:
-    """Checks cases until the time is over or enough have failed.
+    """Checks cases until the time is over, enough have failed, or an interrupt comes.
 
     Args:
         progress: called with seconds gone, total seconds, and the counts as text, a few times a second.
@@ -135,28 +135,31 @@ def run(
         most = [None if campaign.most_cases is None else len(range(n, campaign.most_cases, jobs)) for n in range(jobs)]
         workers = [stack.enter_context(_Worker(campaign, campaign.seconds, n, most[n])) for n in range(jobs)]
         judged: dict[Future[tuple[bool, Failure | None]], _Worker] = {}  # workers that have ended
-        while (workers or judged) and len(outcome.failures) < campaign.most_failures:
-            time.sleep(_POLL_S)
-            seen = replace(outcome.counts, uses=dict(outcome.counts.uses))
-            for worker in workers:
-                seen.add(worker.counts())
-            gone = time.monotonic() - start
-            text = f"{seen}; {len(workers)} workers, {len(judged)} judged"
-            progress(gone, max(campaign.seconds, gone + 1), text)  # never the total, which is reported once, at the end
-            for worker in [w for w in workers if w.ended()]:
-                workers.remove(worker)
-                outcome.counts.add(worker.counts())
-                judged[judges.submit(_judged, campaign, worker, stopped)] = worker
-            for verdict in [v for v in judged if v.done()]:
-                worker, (by_torch, failure) = judged.pop(verdict), verdict.result()
-                outcome.counts.torch_differs += by_torch and not worker.lost_by_eager
-                if failure is not None:
-                    outcome.failures.append(failure)
-                    failed(failure)
-                left, share = campaign.seconds - (time.monotonic() - start), worker.share_left()
-                has_died = worker.cause is not None or worker.lost_by_eager
-                if (has_died or failure is not None) and left > 0 and share != 0:
-                    workers.append(stack.enter_context(_Worker(campaign, left, worker.number + jobs, share)))
+        with contextlib.suppress(KeyboardInterrupt):  # what was found until then counts
+            while (workers or judged) and len(outcome.failures) < campaign.most_failures:
+                time.sleep(_POLL_S)
+                seen = replace(outcome.counts, uses=dict(outcome.counts.uses))
+                for worker in workers:
+                    seen.add(worker.counts())
+                gone = time.monotonic() - start
+                text = f"{seen}; {len(workers)} workers, {len(judged)} judged"
+                progress(gone, max(campaign.seconds, gone + 1), text)  # the total is reported once, at the end
+                for worker in [w for w in workers if w.ended()]:
+                    workers.remove(worker)
+                    outcome.counts.add(worker.counts())
+                    judged[judges.submit(_judged, campaign, worker, stopped)] = worker
+                for verdict in [v for v in judged if v.done()]:
+                    worker, (by_torch, failure) = judged.pop(verdict), verdict.result()
+                    outcome.counts.torch_differs += by_torch and not worker.lost_by_eager
+                    if failure is not None:
+                        outcome.failures.append(failure)
+                        failed(failure)
+                    left, share = campaign.seconds - (time.monotonic() - start), worker.share_left()
+                    has_died = worker.cause is not None or worker.lost_by_eager
+                    if (has_died or failure is not None) and left > 0 and share != 0:
+                        workers.append(stack.enter_context(_Worker(campaign, left, worker.number + jobs, share)))
+        for worker in workers:
+            outcome.counts.add(worker.counts())
     progress(campaign.seconds, campaign.seconds, str(outcome.counts))
     return outcome
 

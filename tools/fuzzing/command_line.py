@@ -15,15 +15,18 @@ import os
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from tested_code import code_hash
 
 from pygraph_trees.cli.progress import Progress
 
 from .campaign import Campaign, Failure, run
 from .case import read
 from .check import InvalidCase, Mismatch, check, device_of
+from .ledger import Entry, add
 from .programs import program
 
 _MINUTES, _MOST_MINUTES = 5.0, 60.0  # the second if the number of programs is limited
@@ -52,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--failures", type=int, default=1, metavar="N", help="stop after so many (default: 1)")
     parser.add_argument("--reduce", type=float, default=120.0, metavar="SECONDS", help="for each (default: 120)")
     parser.add_argument("--out", type=Path, default=Path("fuzz-failures"), help="folder for the failing cases")
+    parser.add_argument("--ledger", type=Path, metavar="FILE", help="file to which the campaign is added")
     options = parser.parse_args(arguments)
 
     minutes = options.minutes if options.minutes is not None else _MINUTES if options.cases is None else _MOST_MINUTES
@@ -109,4 +113,10 @@ def main(arguments: Sequence[str]) -> int:
 
     outcome = run(campaign, Progress(), write)
     print(outcome.counts, outcome.counts.table(), sep="\n")
+    if options.ledger is not None:
+        counts = {name: value for name, value in asdict(outcome.counts).items() if isinstance(value, int)}
+        on = f"{torch.cuda.device_count()} {torch.cuda.get_device_name()}" if on_gpu else "none"
+        failures = [f"{seed}-{failure.number}: {failure.message.splitlines()[0]}" for failure in outcome.failures]
+        ran = Entry(code_hash()[:8], torch.__version__, on, [seed], outcome.counts.cases, options.everything, failures)
+        add(replace(ran, counts=counts), options.ledger)
     return 1 if outcome.failures else 0
