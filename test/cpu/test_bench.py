@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "examples")]
 
 import works_with
-from bench import causes, choices, command_line, graph_host, many, routes
+from bench import causes, choices, command_line, graph_host, many, routes, soak
 from bench import summary as pages
 from bench import training_loops as loops
 from bench.isolated import Job
@@ -177,6 +178,20 @@ class TestResultFiles(WithFolder):
         self.assertEqual(list(body["records"][0])[: len(names)], names)
         path.write_text("{}")
         self.assertRaisesRegex(ResultsFormatError, "is no result file", Results.read, path)
+
+
+class TestSoak(TestCase):
+    def test_a_soak_counts_what_comes_once_it_is_warm(self):
+        calls = itertools.count()
+
+        def loop(over, times):
+            while not over.wait(0.002):
+                times.append(1.0 if next(calls) == 0 else 0.25)
+
+        found = soak.soak([loop] * 2, seconds=0.2, warm_s=0.1)
+        self.assertEqual((found["longest_us"], found["recordings"]), (250_000, 0))
+        self.assertLess(10, found["calls"])
+        self.assertLess(found["growth"]["host"], 1)
 
 
 class TestSummary(TestCase):
