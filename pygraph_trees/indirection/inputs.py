@@ -170,14 +170,14 @@ class LiveInputs:
         """Scans the captured graph, and decides the routes."""
         passed = {position for position, item in enumerate(self.items) if item.index in returned}
         nodes = {} if self._staged is None else self._staged.nodes
-        known = () if self.collectives is None else self.collectives.nodes
-        found = scan(self._driver, int(graph.raw_cuda_graph()), self._placeholders, self._sources, nodes, known)
-        shared = () if self.collectives is None else self.collectives.storages
+        known, shared = ((), ()) if self.collectives is None else (self.collectives.nodes, self.collectives.storages)
         at_placeholders = self.items[: len(self._placeholders.placeholders)]
+        recorded = [item.recorded for item in at_placeholders]
+        scanned = int(graph.raw_cuda_graph()), self._placeholders, self._sources, nodes, known, recorded
+        found = scan(self._driver, *scanned)
         for position, item in enumerate(at_placeholders if shared else ()):
             if item.placeholder_tensor.untyped_storage().data_ptr() in shared:
                 found.refused[position] = Reason.READ_BY_COLLECTIVE()
-        recorded = [item.recorded for item in at_placeholders]
         table = self._table
         writers, read = (set(), set()) if table is None else table.found(self._driver, found, recorded)
         copied_to = [position for position, is_copied in self._own.items() if is_copied]

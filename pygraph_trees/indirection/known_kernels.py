@@ -68,6 +68,7 @@ _FEWER = {(8, 1): 96, (16, 1): 72, (16, 2): 60}  # tensors with scalars, by thei
 # With CUDA 13, torch 2.13 and newer have seven times as many of all, and numbers of tensors take 2 bytes.
 _FORMS = ((1, 1), (7, 2))
 _ATENS = re.compile("_ZN2at6native")
+_WITH_STRIDES = re.compile("_ZN2at6native18elementwise_kernelI.*gpu_kernel_impl")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -78,6 +79,11 @@ def is_known(name: str) -> bool:
 def points_inside(name: str) -> bool:
     """Whether all addresses that a kernel gets are of elements, as those that ATen gives its own kernels are."""
     return _ATENS.match(name) is not None
+
+
+def holds_only_starts(name: str) -> bool:
+    """Whether numbers of any size may follow a kernel's addresses, in the same struct; few programs give it views."""
+    return _WITH_STRIDES.match(name) is not None
 
 
 def numbers_in(name: str, layout: Layout | None) -> range | None:

@@ -32,13 +32,13 @@ SMALL_NBYTES = 1 << 20
 SMALL_GUARD_NBYTES = 60 << 10
 PAGE_NBYTES = 2 << 20
 MAX_MAPPINGS = 32  # of one input
-MAX_PIECE_NBYTES = 256 << 20  # unless an input is larger than 32 of them
+MAX_PIECE_NBYTES = 248 << 20  # two with their guards fit between the bounds below; more for inputs of over 32 of them
 
 # Halves of addresses that numbers do not have; README.md tells which.
 LOW_HALF_START, LOW_HALF_END = 0x9000_0000, 0xB000_0000
 LEAST_HIGH_HALF = 64
-# Where storages begin, modulo 64 KiB and without their residue: the second is best, but the first leaves smaller gaps.
-LOW_QUARTERS, LOW_QUARTER_NBYTES, TINY_NBYTES = (0x8A00, 0xFA00), 64 << 10, 16 << 10
+# Where storages begin, modulo 64 KiB and without their residue. The first are in no other 64 KiB.
+LOW_QUARTERS, LOW_QUARTER_NBYTES, TINY_NBYTES = (0x8A00, 0xFE00), 64 << 10, 12 << 10
 
 # Addresses cost nothing. The driver chooses them: it ignores hints at other places (driver 580).
 _ARENA_NBYTES = (1 << 40, 1 << 36)  # tried in turn, then only what a recording needs: a process may be limited
@@ -172,6 +172,10 @@ class Placeholders:
     def holds(self, index: int | None, address: int) -> bool:
         """Whether an address is in the storage of the placeholder with this index, or at its end."""
         return index is not None and self.placeholders[index].start <= address <= self.placeholders[index].end
+
+    def may_be_between(self, address: int) -> bool:
+        """Whether an address between two placeholders may be a pointer: the halves of others were never given out."""
+        return self.low <= address < self.high and LOW_HALF_START <= address % _WINDOW < LOW_HALF_END
 
     def materialise(self, index: int) -> None:
         """Gives a placeholder, with others on its page, memory until ``close``, for kernels that hide its address.

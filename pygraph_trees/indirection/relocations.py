@@ -26,7 +26,7 @@ from pygraph_trees.cuda.value_kernel import NAME
 from pygraph_trees.errors import DriverError
 from pygraph_trees.reasons import Reason, Why
 
-from .known_kernels import is_known, numbers_in, points_inside
+from .known_kernels import holds_only_starts, is_known, numbers_in, points_inside
 from .placeholder import Placeholders, stands_out
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def scan(
     staged: Sequence[tuple[int, int]] = (),
     by_value: Mapping[int, int] = MappingProxyType({}),
     hide_nothing: Collection[int] = (),
+    recorded: Sequence[int] = (),
 ) -> Scan:
     """Finds the relocations of a captured graph.
 
@@ -89,8 +90,10 @@ def scan(
         staged: address and size in bytes of each memory of staged inputs; one copy may take several inputs from it.
         by_value: the kernel nodes that hold staged bytes by value, and the address from which each copies them.
         hide_nothing: nodes of collectives whose tensors are known.
+        recorded: by placeholder, the address of the input's first element; by default, the placeholder's start.
     """
-    found = _Reader(driver, placeholders, staged, by_value, hide_nothing)
+    recorded = recorded or [placeholder.start for placeholder in placeholders.placeholders]
+    found = _Reader(driver, placeholders, staged, by_value, hide_nothing, recorded)
     for handle in driver.nodes(graph):
         found.read(driver.node_kind(handle), handle)
     return Scan(
@@ -107,6 +110,7 @@ class _Reader:
     staged: Sequence[tuple[int, int]]
     by_value: Mapping[int, int]
     hide_nothing: Collection[int]
+    recorded: Sequence[int]
     nodes: list[GraphNode] = field(default_factory=list)
     relocations: list[Relocation] = field(default_factory=list)
     refused: dict[int, Why] = field(default_factory=dict)
@@ -149,12 +153,12 @@ class _Reader:
         for offset, address in _words(node.words(), self.placeholders):
             if not node.may_be_address(offset) or (numbers is not None and offset in numbers):
                 continue
-            near, is_alone = self._near(address), node.is_word(offset)
-            is_doubtful = numbers is None or not self.placeholders.holds(near, address)
-            if is_inside and not is_alone and is_doubtful:
+            is_alone = node.is_word(offset)
+            near = self._near(address, is_alone=is_alone)
+            if is_inside and not is_alone and (numbers is None or not self._is_plausible(name, near, address)):
                 self._refuse(near, Reason.AMBIGUOUS())
                 continue
-            if (found := self._input_at(address)) is None:
+            if (found := self._input_at(address, is_alone=is_alone)) is None:
                 continue
             is_sure = writes_table or stands_out(address) or is_alone
             if is_collective:
@@ -194,17 +198,23 @@ class _Reader:
         elif found is not None:
             self._relocation(node, 0, found, node.target)
 
-    def _input_at(self, address: int) -> int | None:
-        found = self._near(address)
+    def _input_at(self, address: int, *, is_alone: bool = True) -> int | None:
+        found = self._near(address, is_alone=is_alone)
         if found is not None and self.placeholders.placeholders[found].is_far_from(address):
             self._hide("a pointer far outside of every input")
             return None
         return found
 
-    def _near(self, address: int) -> int | None:
+    def _is_plausible(self, name: str | None, near: int | None, address: int) -> bool:
+        """Whether a kernel of ATen's own may be given an address near an input, in a struct."""
+        if near is None or not holds_only_starts(name or ""):
+            return self.placeholders.holds(near, address)
+        return address == self.recorded[near]
+
+    def _near(self, address: int, *, is_alone: bool = True) -> int | None:
         """The input in whose range or guards an address is, at any distance from the input."""
-        found = self.placeholders.find(address)
-        if found is None and self.placeholders.low <= address < self.placeholders.high:
+        found, among = self.placeholders.find(address), self.placeholders
+        if found is None and (among.may_be_between(address) or (is_alone and among.low <= address < among.high)):
             self._hide("a pointer far outside of every input")
         return found
 

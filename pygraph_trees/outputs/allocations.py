@@ -161,7 +161,9 @@ def run_generated(model: Any, inputs: list[Any], allocations: Allocations | None
     def with_own(value: Any) -> Any:
         if not isinstance(value, FunctionType) or value.__globals__ is not names:
             return value
-        return FunctionType(value.__code__, own, value.__name__, value.__defaults__, value.__closure__)
+        made = FunctionType(value.__code__, own, value.__name__, value.__defaults__, value.__closure__)
+        made.__kwdefaults__ = value.__kwdefaults__
+        return made
 
     try:
         own |= {name: with_own(value) for name, value in own.items()}

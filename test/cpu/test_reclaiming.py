@@ -174,6 +174,11 @@ class TestPool(WithoutGpu):
                 self.assertEqual([graph for graph, _ in in_use], ["first graph"] if is_held else [])
             self.assertEqual((manager.graph, manager.roots), ("new graph", {}))
             self.assertEqual(manager.reclaiming.why_again(1), "an error")
+        lists = {"outputs_weakrefs": [output()], "older_outputs": [output(is_held=True)]}
+        manager, _ = self.recorded(recording(**{"remove_node_cached_tensors.side_effect": AssertionError}, **lists))
+        with mock.patch.object(reclaiming, "_in_use", []) as in_use:
+            manager.reclaiming.start_over(manager, "an error")
+            self.assertEqual([graph for graph, _ in in_use], ["first graph"])
 
     def test_the_pool_stays_if_outputs_are_made_at_each_replay(self):
         """Only the newest outputs are known, and older ones may be held; for upstream's recordings, none is known."""

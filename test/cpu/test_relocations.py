@@ -137,16 +137,34 @@ class TestKernels(RelocationsTestCase):
                 found = [(kernel, 8 * word, 0, 0) for word in held]
                 self.assertFound(self.scan(kernel), *found, refused=[0] * (addresses == 0))
 
-    def test_addresses_outside_of_the_input_in_atens_structs_refuse(self):
-        """They may be stale words with a number in their first two bytes."""
-        name = "_ZN2at6native18elementwise_kernelILi128ELi4EZNS0_22gpu_kernel_impl_nocastI"
-        for first in (0x0000, 0x0007, 0x3C00, 0x3F80, 0xBC00, 0xF9FF):
-            for start, index in ((self.a, 0), (self.c, 2)):
-                word = little(start >> 16 << 16 | first)
-                kernel = self.api.make_kernel([little(start) + word], name=name)
+    def test_addresses_with_a_number_in_their_first_bytes_refuse_in_atens_structs(self):
+        """They are stale. With strides, only the input itself is sure; other kernels may be given parts of it."""
+        strided = "_ZN2at6native18elementwise_kernelILi128ELi4EZNS0_22gpu_kernel_impl_nocastI"
+        for name, start, index, nbytes, numbers in (
+            ("_ZN2at6native13reduce_kernelI", self.a, 0, 2, (0x0000, 0x0007, 0x3C00, 0x3F80, 0xBC00, 0xBF80, 0xFC00)),
+            ("_ZN2at6native13reduce_kernelI", self.c, 2, 2, (0x0000, 0x0007, 0x3C00, 0x3F80, 0xBC00, 0xBF80, 0xFC00)),
+            (strided, self.c, 2, 2, (0x0000, 0x3C00, 0xFF80, 0xFFFF)),
+            (strided, self.c, 2, 3, ((self.c & 0xFF0000) + 0x020E00,)),
+        ):
+            for number in numbers:
+                stale = start >> 8 * nbytes << 8 * nbytes | number
+                kernel = self.api.make_kernel([little(start, stale)], name=name)
                 self.assertFound(self.scan(kernel), (kernel, 0, index, 0), refused=[index])
-                other = self.api.make_kernel([start >> 16 << 16 | first], name=name)  # a parameter of its own
+                other = self.api.make_kernel([stale], name=name)  # a parameter of its own
                 self.assertEqual(self.scan(other).refused, {})
+        views = [self.api.make_kernel([little(self.c + 64, PLAIN)], name=strided) for _ in range(2)]
+        self.assertFound(self.scan(views[0]), refused=[2])
+        graph, first = self.api.make_graph(views[1]), [self.a, self.b, self.c + 64]
+        self.assertFound(scan(self.driver, graph, self.placeholders, recorded=first), (views[1], 0, 2, 64))
+
+    def test_a_number_before_half_an_address_is_not_taken_for_one_between_inputs(self):
+        """Placeholders of many large inputs are in several ranges of 4 GiB."""
+        first, *_, last = self.place(*[Extent(400 << 20, 0)] * 4)
+        self.assertLess(first >> 32, last >> 32)
+        kernel = self.api.make_kernel([little(first, last >> 32 << 32 | 7)])
+        self.assertFound(self.scan(kernel), (kernel, 0, 0, 0))
+        kernel = self.api.make_kernel([first, last >> 32 << 32 | 7])
+        self.assertFound(self.scan(kernel), (kernel, 0, 0, 0), opaque=FAR)
 
     def test_kernels_without_known_parameters_or_a_name_may_hide_all(self):
         """One without a name may be a collective."""

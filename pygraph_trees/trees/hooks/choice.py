@@ -24,7 +24,8 @@ from pygraph_trees.selection.trial import Environment, TrialMember
 
 from ..functions.fast_path import Call
 from ..functions.function import Aligned, FunctionModel
-from ..managers.manager import Manager, recordings_in
+from ..managers.manager import Manager
+from ..managers.reclaiming import recordings_in
 from ..managers.storms import COMES_AGAIN, FIRST_SIZES, REFUSED, Sizes
 
 if TYPE_CHECKING:

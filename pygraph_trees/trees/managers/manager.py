@@ -8,9 +8,7 @@ before the patches also work, but have no log.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +36,7 @@ from . import input_rules
 from .candidates import find
 from .input_rules import Moves
 from .making import Making
-from .reclaiming import Reclaiming
+from .reclaiming import Reclaiming, recordings_in
 
 if TYPE_CHECKING:
     from pygraph_trees.indirection.pool import PoolRanges
@@ -225,11 +223,3 @@ class Manager(Making):
 
     def _skip_table(self) -> Any:
         return getattr(self, _SKIP_TABLE)
-
-
-def recordings_in(children: Mapping[Any, Sequence[Any]]) -> Iterator[Any]:
-    todo = [children]
-    while todo:
-        for node in itertools.chain.from_iterable(todo.pop().values()):
-            yield node
-            todo.append(node.children)

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,8 +117,7 @@ class Reclaiming:
             gone += itertools.chain.from_iterable(node.children.values())
             node.remove_node_cached_tensors()  # the program may still hold one
             assert self._left is not None
-            held = (*getattr(node, "older_outputs", ()), *node.outputs_weakrefs)
-            self._left += [output for output in held if output is not None]
+            self._left += _outputs_of(node)
             self._is_unknown |= _makes_new_outputs(node)
             node.graph = node.native = None
             del node
@@ -160,6 +159,7 @@ class Reclaiming:
         manager.move_last_outputs()
         pool, node = manager.cuda_graphs_thread_pool, manager.current_node
         self._left = [*(self._left or []), *_outputs_on_path(node)]
+        recorded = [held for made in recordings_in(manager.roots) for held in _outputs_of(made)]
         if node is not None:
             manager.current_node, manager.path_state = None, _STATE.NONE
         self.forgotten = dict.fromkeys(manager.ids_to_funcs, math.inf)
@@ -167,7 +167,9 @@ class Reclaiming:
         try:
             self.give_back(manager)
         except Exception as error:  # the pool is left in any case
-            _log.info("recordings could not be given back", exc_info=error)
+            _log.info("recordings could not be given back: %s", error)
+            self._left = [*(self._left or []), *recorded]
+        recorded.clear()  # upstream's references may hold their recordings, and these the old graph
         if manager.cuda_graphs_thread_pool == pool:
             # This frame must not keep the old graph alive. Outputs of earlier steps need nothing here: they were moved
             # when their step ended, or are torch's and have been invalid since.
@@ -203,6 +205,19 @@ class Reclaiming:
 
     def clear(self) -> None:
         self.forgotten, self._left = {}, None
+
+
+def _outputs_of(node: Any) -> list[Any]:
+    """References to all outputs of a recording that may be alive, if they are known."""
+    return [held for held in (*getattr(node, "older_outputs", ()), *node.outputs_weakrefs) if held is not None]
+
+
+def recordings_in(children: Mapping[Any, Sequence[Any]]) -> Iterator[Any]:
+    todo = [children]
+    while todo:
+        for node in itertools.chain.from_iterable(todo.pop().values()):
+            yield node
+            todo.append(node.children)
 
 
 def _outputs_on_path(node: Any) -> list[Any]:
