@@ -2,7 +2,8 @@
 
 An operation returns the source of a new value or, if it writes to an operand, of a whole statement. Families are kinds
 of GPU kernels: code that Inductor generates, and libraries that ATen calls. Values stay within a few units in any
-chain, and no operation has jumps in floating point, so a small difference stays small.
+chain, and no operation has jumps in floating point, so a small difference stays small. The order of the operations is
+part of what a seed means.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .constants import begin, combination, continued
 from .faults import OPERATOR
-from .scope import NoRoom
+from .scope import NoRoom, Scope, Value
 
-if TYPE_CHECKING:
-    from .scope import Scope
+Write = Callable[[Scope], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,180 +25,133 @@ class Operation:
     """A way to continue a program."""
 
     family: str
-    write: Callable[[Scope], str]
+    write: Write
     mutates: bool  # a statement instead of a new value
 
 
 OPERATIONS: list[Operation] = []
 
 
-def _operation(family: str, mutates: bool = False) -> Callable[[Callable[[Scope], str]], Callable[[Scope], str]]:
-    def add(write: Callable[[Scope], str]) -> Callable[[Scope], str]:
+def _operation(family: str, mutates: bool = False) -> Callable[[Write], Write]:
+    def add(write: Write) -> Write:
         OPERATIONS.append(Operation(family, write, mutates))
         return write
 
     return add
 
 
-@_operation("pointwise")
-def unary(s: Scope) -> str:
-    return f"torch.{s.one_of('tanh', 'sigmoid', 'sin', 'cos', 'abs', 'neg')}({s.tensor()})"
+def _on(family: str, mutates: bool = False, **operand: Any) -> Callable[[Callable[[Scope, Value], str]], Write]:
+    """For an operation on an operand that is drawn before anything else: one that :meth:`Scope.tensor` finds."""
+    draw = Scope.written if mutates else Scope.tensor
+    return lambda write: _operation(family, mutates)(lambda s: write(s, draw(s, **operand)))
 
 
-@_operation("pointwise")
-def binary(s: Scope) -> str:
-    x = s.tensor()
+_operation("pointwise")(lambda s: f"torch.{s.one_of('tanh', 'sigmoid', 'sin', 'cos', 'abs', 'neg')}({s.tensor()})")
+
+
+@_on("pointwise")
+def binary(s: Scope, x: Value) -> str:
     return s.one_of("{0} * {1}", "({0} + {1}) * 0.5", "torch.maximum({0}, {1})").format(x, s.tensor(shape=x.shape))
 
 
-@_operation("pointwise")
-def broadcast(s: Scope) -> str:
-    x = s.tensor(least_rank=1)
-    return f"({x} - {s.tensor(shape=x.shape[-1:])}) * 0.5"
+_on("pointwise", least_rank=1)(lambda s, x: f"({x} - {s.tensor(shape=x.shape[-1:])}) * 0.5")
+_on("pointwise")(lambda s, x: f"torch.where({s.mask(x.shape)}, {x}, {s.tensor(shape=x.shape)})")
+_on("pointwise")(lambda s, x: f"{x}.to(torch.{s.one_of('float32', 'float64', 'bfloat16', 'float16')})")
 
 
-@_operation("pointwise")
-def where(s: Scope) -> str:
-    x = s.tensor()
-    return f"torch.where({s.mask(x.shape)}, {x}, {s.tensor(shape=x.shape)})"
-
-
-@_operation("pointwise")
-def cast(s: Scope) -> str:
-    return f"{s.tensor()}.to(torch.{s.one_of('float32', 'float64', 'bfloat16', 'float16')})"
-
-
-@_operation("reduction")
-def reduce(s: Scope) -> str:
-    x = s.tensor(least_rank=1)
+@_on("reduction", least_rank=1)
+def reduce(s: Scope, x: Value) -> str:
     return f"{x}.{s.one_of('mean', 'amax', 'amin')}({s.dimension(x)}, keepdim={s.one_of(True, False)})"
 
 
-@_operation("reduction")
-def softmax(s: Scope) -> str:
-    x = s.tensor(least_rank=1)
-    return f"torch.softmax({x}, {s.dimension(x)})"
+_on("reduction", least_rank=1)(lambda s, x: f"torch.softmax({x}, {s.dimension(x)})")
 
 
-@_operation("reduction")
-def layer_norm(s: Scope) -> str:
-    x = s.tensor(least_rank=1)
+@_on("reduction", least_rank=1)
+def layer_norm(s: Scope, x: Value) -> str:
     last = x.shape[-1:]
     weight, bias = s.tensor(shape=last, dtype=x.dtype), s.tensor(shape=last, dtype=x.dtype)
     return f"torch.tanh(F.layer_norm({x}, {list(last)}, {weight}, {bias}, 0.1))"
 
 
-@_operation("matmul")
-def mm(s: Scope) -> str:
-    a = s.tensor(rank=2)
+@_on("matmul", rank=2)
+def mm(s: Scope, a: Value) -> str:
     b = s.tensor(shape=(a.shape[1], s.size()), dtype=a.dtype)
     return f"({a} @ {b}) * {_share(a.shape[1])}"
 
 
-@_operation("matmul")
-def addmm(s: Scope) -> str:
-    a = s.tensor(rank=2)
+@_on("matmul", rank=2)
+def addmm(s: Scope, a: Value) -> str:
     b = s.tensor(shape=(a.shape[1], s.size()), dtype=a.dtype)
     bias = s.tensor(shape=b.shape[1:], dtype=a.dtype)
     return f"torch.addmm({bias}, {a}, {b}, beta=0.5, alpha={_share(2 * a.shape[1])})"
 
 
-@_operation("matmul")
-def linear(s: Scope) -> str:
-    x = s.tensor(least_rank=2)
+@_on("matmul", least_rank=2)
+def linear(s: Scope, x: Value) -> str:
     weight = s.tensor(shape=(s.size(), x.shape[-1]), dtype=x.dtype)
     return f"F.linear({x}, {weight}) * {_share(x.shape[-1])}"
 
 
-@_operation("matmul")
-def bmm(s: Scope) -> str:
-    a = s.tensor(rank=3)
+@_on("matmul", rank=3)
+def bmm(s: Scope, a: Value) -> str:
     b = s.tensor(shape=(a.shape[0], a.shape[2], s.size()), dtype=a.dtype)
     return f"torch.bmm({a}, {b}) * {_share(a.shape[2])}"
 
 
-@_operation("convolution")
-def conv2d(s: Scope) -> str:
-    x = s.tensor(rank=4)
+@_on("convolution", rank=4)
+def conv2d(s: Scope, x: Value) -> str:
     side, channels = s.one_of(1, 3), s.size()
     weight = s.tensor(shape=(channels, x.shape[1], side, side), dtype=x.dtype)
     return f"F.conv2d({x}, {weight}, padding={side // 2}) * {_share(side * side * x.shape[1])}"
 
 
-@_operation("attention")
-def attention(s: Scope) -> str:
-    q = s.tensor(rank=4)
+@_on("attention", rank=4)
+def attention(s: Scope, q: Value) -> str:
     k, v = (s.tensor(shape=q.shape, dtype=q.dtype) for _ in range(2))
     return f"F.scaled_dot_product_attention({q}, {k}, {v}, is_causal={s.one_of(True, False)})"
 
 
-@_operation("embedding")
-def embedding(s: Scope) -> str:
-    table = s.tensor(rank=2)
-    return f"F.embedding({s.index((s.size(),), table.shape[0])}, {table})"
+_on("embedding", rank=2)(lambda s, table: f"F.embedding({s.index((s.size(),), table.shape[0])}, {table})")
 
 
-@_operation("embedding")
-def embedding_bag(s: Scope) -> str:
-    table = s.tensor(rank=2, dtypes=("float32", "float64"))
+@_on("embedding", rank=2, dtypes=("float32", "float64"))
+def embedding_bag(s: Scope, table: Value) -> str:
     return f"F.embedding_bag({s.index((s.size(), s.size()), table.shape[0])}, {table}, mode='mean')"
 
 
-@_operation("indexing")
-def index_select(s: Scope) -> str:
-    x = s.tensor(least_rank=1)
+@_on("indexing", least_rank=1)
+def index_select(s: Scope, x: Value) -> str:
     d = s.dimension(x)
     return f"torch.index_select({x}, {d}, {s.index((s.size(),), x.shape[d])})"
 
 
-@_operation("indexing")
-def gather(s: Scope) -> str:
-    x = s.tensor(rank=2)
-    return f"torch.gather({x}, 1, {s.index(x.shape, x.shape[1])})"
+_on("indexing", rank=2)(lambda s, x: f"torch.gather({x}, 1, {s.index(x.shape, x.shape[1])})")
+_on("indexing", least_rank=2)(lambda s, x: f"{x}[..., {s.index((s.size(),), x.shape[-1])}]")
+_on("scan and sort", least_rank=1)(lambda s, x: f"torch.sort({x}, {s.dimension(x)}).values")
+_on("scan and sort", least_rank=1)(lambda _, x: f"torch.topk({x}, {min(2, x.shape[-1])}).values")
 
 
-@_operation("indexing")
-def advanced_index(s: Scope) -> str:
-    x = s.tensor(least_rank=2)
-    return f"{x}[..., {s.index((s.size(),), x.shape[-1])}]"
-
-
-@_operation("scan and sort")
-def sort(s: Scope) -> str:
-    x = s.tensor(least_rank=1)
-    return f"torch.sort({x}, {s.dimension(x)}).values"
-
-
-@_operation("scan and sort")
-def topk(s: Scope) -> str:
-    x = s.tensor(least_rank=1)
-    return f"torch.topk({x}, {min(2, x.shape[-1])}).values"
-
-
-@_operation("scan and sort")
-def cumsum(s: Scope) -> str:
-    x = s.tensor(least_rank=1)
+@_on("scan and sort", least_rank=1)
+def cumsum(s: Scope, x: Value) -> str:
     d = s.dimension(x)
     return f"torch.cumsum({x}, {d}) * {_share(x.shape[d])}"
 
 
-@_operation("copy")
-def cat(s: Scope) -> str:
-    x = s.tensor(least_rank=1)
+@_on("copy", least_rank=1)
+def cat(s: Scope, x: Value) -> str:
     others = [s.tensor(shape=x.shape, dtype=x.dtype) for _ in range(s.one_of(1, 2, 5))]
     return f"torch.{s.one_of('cat', 'stack')}([{', '.join(map(str, [x, *others]))}])"
 
 
 @_operation("copy")
 def copy(s: Scope) -> str:
-    return s.one_of("{}.clone()", "{}.contiguous()", "torch.zeros_like({})", "{}.flip(0)").format(
-        s.tensor(least_rank=1)
-    )
+    form = s.one_of("{}.clone()", "{}.contiguous()", "torch.zeros_like({})", "{}.flip(0)")
+    return form.format(s.tensor(least_rank=1))
 
 
-@_operation("view")
-def view(s: Scope) -> str:
-    x = s.tensor(least_rank=2)
+@_on("view", least_rank=2)
+def view(s: Scope, x: Value) -> str:
     form = s.one_of("{}.transpose(-1, -2)", "{}[..., 1:]", "{}.unsqueeze(0)", "{}[0]", "{}.reshape(-1)", "{}[:]")
     return form.format(x)
 
@@ -225,10 +178,9 @@ def foreach_in_place(s: Scope) -> str:
     return f"torch._foreach_lerp_([{listed}], [{', '.join([str(operand)] * len(values))}], 0.25)"
 
 
-@_operation("complex")
-def complex_pair(s: Scope) -> str:
-    x = s.tensor(dtypes=("float32", "float64"))
-    return f"torch.complex({x}, {s.tensor(shape=x.shape, dtype=x.dtype)})"
+_on("complex", dtypes=("float32", "float64"))(
+    lambda s, x: f"torch.complex({x}, {s.tensor(shape=x.shape, dtype=x.dtype)})"
+)
 
 
 @_operation("constants")
@@ -241,9 +193,7 @@ def constant_chain(s: Scope) -> str:
     return combination(s.move(x), str(made.dtype).removeprefix("torch."), x)
 
 
-@_operation("custom operator")
-def custom_operator(s: Scope) -> str:
-    return f"{OPERATOR}({s.tensor()})"
+_operation("custom operator")(lambda s: f"{OPERATOR}({s.tensor()})")
 
 
 @_operation("control flow")
@@ -263,9 +213,8 @@ def while_loop(s: Scope) -> str:
     return f"torch.while_loop({loop}, (torch.zeros_like({last}), {start.format(x)}))[1]"
 
 
-@_operation("control flow")
-def scan(s: Scope) -> str:
-    x = s.tensor(least_rank=2)
+@_on("control flow", least_rank=2)
+def scan(s: Scope, x: Value) -> str:
     s.like(f"torch.sin({x})")
     step = "lambda _c, _t: ((_c + _t) * 0.5, (_c - _t) * 0.5)"
     return f"torch._higher_order_ops.scan({step}, torch.zeros_like({x}[0]), {x}, dim=0)[1]"
@@ -288,48 +237,31 @@ def parameter_data(s: Scope) -> str:
     return s.one_of(*forms).format(s.parameter())
 
 
-@_operation("in place", mutates=True)
-def arithmetic_in_place(s: Scope) -> str:
-    x = s.written()
+@_on("in place", mutates=True)
+def arithmetic_in_place(s: Scope, x: Value) -> str:
     y = s.tensor(shape=x.shape, apart_from=[x])
     forms = "{0}.mul_({1})", "{0}.mul_(0.5).add_({1}, alpha=0.5)", "{0}.copy_({1})", "{0}.clamp_(-0.5, 0.5)"
     return s.one_of(*forms).format(x, y)
 
 
-@_operation("in place", mutates=True)
-def set_to_zero(s: Scope) -> str:
-    return f"{s.written()}.zero_()"
+_on("in place", mutates=True)(lambda _, x: f"{x}.zero_()")
+_on("in place", mutates=True)(lambda s, x: f"{x}.masked_fill_({s.mask(x.shape)}, 0.25)")
+_on("in place", mutates=True, least_rank=1)(lambda s, x: f"{x}[0] = {s.tensor(shape=x.shape[1:], apart_from=[x])}")
 
 
-@_operation("in place", mutates=True)
-def masked_fill(s: Scope) -> str:
-    x = s.written()
-    return f"{x}.masked_fill_({s.mask(x.shape)}, 0.25)"
-
-
-@_operation("in place", mutates=True)
-def row(s: Scope) -> str:
-    x = s.written(least_rank=1)
-    return f"{x}[0] = {s.tensor(shape=x.shape[1:], apart_from=[x])}"
-
-
-@_operation("indexing", mutates=True)
-def index_copy(s: Scope) -> str:
-    x = s.written(least_rank=1)
+@_on("indexing", mutates=True, least_rank=1)
+def index_copy(s: Scope, x: Value) -> str:
     source = s.tensor(shape=x.shape, dtype=x.dtype, apart_from=[x])
     return f"{x}.index_copy_(0, {s.order(x.shape[0])}, {source})"
 
 
-@_operation("indexing", mutates=True)
-def index_put(s: Scope) -> str:
-    x = s.written(rank=2)
+@_on("indexing", mutates=True, rank=2)
+def index_put(s: Scope, x: Value) -> str:
     source = s.tensor(shape=x.shape, dtype=x.dtype, apart_from=[x])
     return f"{x}[:, {s.order(x.shape[1])}] = {source}"
 
 
-@_operation("graph break", mutates=True)
-def graph_break(s: Scope) -> str:
-    return "torch._dynamo.graph_break()"
+_operation("graph break", mutates=True)(lambda _: "torch._dynamo.graph_break()")
 
 
 def _share(count: int) -> float:
