@@ -55,8 +55,7 @@ class Input:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        return getattr(torch, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +114,7 @@ class Case:
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         namespace: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
         exec(compile(source, filename, "exec"), namespace)
-        made: Callable[..., Any] = namespace["forward" if self.parameters else "program"]
-        return made
+        return namespace["forward" if self.parameters else "program"]
 
     def text(self) -> str:
         """The case as Python that :func:`read` understands, without fields at their defaults."""

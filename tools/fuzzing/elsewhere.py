@@ -70,19 +70,14 @@ class Elsewhere:
     @contextlib.contextmanager
     def current(self, call: int) -> Iterator[None]:
         """Makes the stream or device of a call current for the block."""
-        if self._where == "device":
-            with torch.cuda.device(torch.cuda.current_device()):
-                yield
-        elif self._streams:
-            stream = self._streams[call % len(self._streams)]
-            before = torch.cuda.current_stream(self.device)
-            stream.wait_stream(before)
-            try:
-                with torch.cuda.stream(stream):
-                    yield
-            finally:
-                before.wait_stream(stream)
-        else:
+        with contextlib.ExitStack() as stack:
+            if self._where == "device":
+                stack.enter_context(torch.cuda.device(torch.cuda.current_device()))
+            elif self._streams:
+                stream, before = self._streams[call % len(self._streams)], torch.cuda.current_stream(self.device)
+                stream.wait_stream(before)
+                stack.callback(before.wait_stream, stream)
+                stack.enter_context(torch.cuda.stream(stream))
             yield
 
 
@@ -117,12 +112,9 @@ class Reader:
 @contextlib.contextmanager
 def own_trees(device: torch.device) -> Iterator[None]:
     """Trees for the current thread, if torch allows them for a plain thread."""
-    if device.type != "cuda" or not has_trees_per_thread():
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda" and has_trees_per_thread():
+            trees = Trees()
+            stack.enter_context(trees.active())
+            stack.callback(trees.clear)
         yield
-        return
-    trees = Trees()
-    with trees.active():
-        try:
-            yield
-        finally:
-            trees.clear()

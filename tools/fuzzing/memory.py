@@ -33,8 +33,7 @@ def strides_of(item: Input) -> tuple[int, ...]:
         row = max(1, item.shape[-1] // 2)
         return (*(row * s for s in _contiguous(item.shape[:-1])), 1)
     if item.layout == "channels_last" and rank == 4:
-        _, c, h, w = item.shape
-        return (h * w * c, 1, w * c, c)
+        return torch.empty(item.shape, device="meta", memory_format=torch.channels_last).stride()
     return dense
 
 
@@ -145,8 +144,4 @@ def _values(kind: str, count: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
+    return torch.empty(shape, device="meta").stride()

@@ -11,20 +11,7 @@ from typing import Any
 
 import torch
 
-from .around import (
-    BESIDE,
-    EVENTS,
-    HOLDS,
-    NOTHING,
-    PLACES_TO_RUN,
-    SAVED,
-    STREAMS,
-    TANGENTS,
-    TARGETS,
-    THREADS,
-    WHEN,
-    Around,
-)
+from .around import BESIDE, EVENTS, HOLDS, PLACES_TO_RUN, SAVED, STREAMS, TANGENTS, TARGETS, THREADS, WHEN, Around
 from .case import Case, seed_of
 from .faults import FROM_OUTSIDE, OF_OPERATOR, OPERATOR, Fault
 from .operations import OPERATIONS
@@ -72,7 +59,7 @@ def program(seed: int, number: int, graphs: bool = False) -> Case:
 
 def around_of(draws: Draws, scope: Scope, case: Case, graphs: bool, fails: bool) -> Around:
     """Draws the events around the calls; usually few."""
-    around = NOTHING
+    around = Around()
     # A case's own function is not called from inside if that would change what the calls around it see.
     targets = [t for t in TARGETS if t == "other" or not scope.mutated_parameters()]
     if case.backward:

@@ -135,10 +135,8 @@ class Runner:
 
     def close(self) -> None:
         """Frees what the way holds on the device."""
-        self._fed.clear()
-        self._held.clear()
-        self._of_step.clear()
-        self._captured.clear()
+        for kept in (self._fed, self._held, self._of_step, self._captured):
+            kept.clear()
         self._threads.close()
         self._close()
 
@@ -273,15 +271,12 @@ class Runner:
                 return self._threads.new(lambda: tuple(None if g is None else g.clone() for g in taken()))
             return taken()
 
-    @contextlib.contextmanager
-    def _output_hooks(self, outputs: Sequence[torch.Tensor]) -> Any:
-        wanted = [o for o in outputs if o.requires_grad] if "output hook" in self._events else []
-        handles = [o.register_hook(lambda _: self._happened("output hook")) for o in wanted]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _output_hooks(self, outputs: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+        hooked = contextlib.ExitStack()
+        for output in outputs if "output hook" in self._events else ():
+            if output.requires_grad:
+                hooked.enter_context(output.register_hook(lambda _: self._happened("output hook")))
+        return hooked
 
     def _happened(self, event: str) -> None:
         for action in self._events.get(event, ()):
@@ -333,22 +328,12 @@ def _way(
     """The callable of a way, the context for calls, what frees it, and whether the last call was not a replay."""
     if kind in FLAGS:
         (way,) = make_ways(Program(fn), [kind])
-        trees = way.trees
-        if trees is None:
-            return way.callable, way.active, lambda: None, lambda: False
-        return (
-            way.callable,
-            way.active,
-            trees.clear,
-            lambda: not all(map(_replays, way.managers)),
-        )
+        call = way.callable, way.active
+        if way.trees is None:
+            return *call, lambda: None, lambda: False
+        return *call, way.trees.clear, lambda: any(m.path_state.name != "EXECUTION" for m in way.managers)
     backend: Any = kind
     if ":" in kind:
         module, name = kind.split(":")
         backend = getattr(importlib.import_module(module), name)
     return torch.compile(fn, backend=backend), contextlib.nullcontext, lambda: None, lambda: False
-
-
-def _replays(manager: Any) -> bool:
-    state: str = manager.path_state.name
-    return state == "EXECUTION"

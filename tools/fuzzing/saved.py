@@ -31,8 +31,7 @@ def hooks(kind: str, noticed: Callable[[str], None]) -> AbstractContextManager[A
 
     def unpacking(packed: Any) -> torch.Tensor:
         noticed("unpack")
-        tensor: torch.Tensor = unpack(packed)
-        return tensor
+        return unpack(packed)
 
     return torch.autograd.graph.saved_tensors_hooks(packing, unpacking)
 
@@ -50,8 +49,7 @@ def _on_cpu(pinned: bool) -> tuple[Hook, Hook]:
 
     def unpack(packed: Any) -> torch.Tensor:
         device, tensor = packed
-        back: torch.Tensor = tensor.to(device, non_blocking=pinned)
-        return back
+        return tensor.to(device, non_blocking=pinned)
 
     return pack, unpack
 
@@ -63,8 +61,7 @@ def _to_double(tensor: torch.Tensor) -> Any:
 
 def _from_double(packed: Any) -> torch.Tensor:
     dtype, tensor = packed
-    narrow: torch.Tensor = tensor.to(dtype)
-    return narrow
+    return tensor.to(dtype)
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
