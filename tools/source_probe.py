@@ -86,15 +86,11 @@ def _members(scope: ast.ClassDef) -> Iterator[str]:
         yield from (t.id for t in targets if isinstance(t, ast.Name))
 
 
+_TEXT = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.alias: "name", ast.Constant: "value"}
+
+
 def _mentioned(function: ast.AST) -> Iterator[str]:
     for node in ast.walk(function):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.alias):
-            yield node.name
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+        text = getattr(node, _TEXT[type(node)]) if type(node) in _TEXT else None
+        if isinstance(text, str):
+            yield text
