@@ -31,7 +31,8 @@ class Beside:
         self, wanted: Sequence[tuple[str, str]], targets: Mapping[str, Target], device: torch.device, backward: bool
     ) -> None:
         self._device, self._backward = device, backward
-        self._calls = [(place, targets[name], self._stream()) for place, name in wanted]
+        stream = torch.cuda.Stream if device.type == "cuda" else lambda _: None
+        self._calls = [(place, targets[name], stream(device)) for place, name in wanted]
         self._ready: list[Ready] = []
         self.seen: list[Inside] = []
 
@@ -52,10 +53,7 @@ class Beside:
             waiting = [self._start(pool, n, ready) for n, ready in enumerate(self._ready)]
             yield
             for (place, _, stream), ready, begun in zip(self._calls, self._ready, waiting, strict=False):
-                if isinstance(begun, Future):
-                    found: Observation = begun.result()
-                else:
-                    found = self._observed(stream, ready, begun)
+                found = begun.result() if isinstance(begun, Future) else self._observed(stream, ready, begun)
                 self.seen.append(Inside(f"a call at the same time on another {place}", found, ready.wanted))
                 if stream is not None:
                     torch.cuda.current_stream(self._device).wait_stream(stream)
@@ -81,6 +79,3 @@ class Beside:
     def _observed(self, stream: torch.cuda.Stream | None, ready: Ready, made: Any) -> Observation:
         with torch.cuda.stream(stream):
             return observe(ready.memory.case.returns, *made, ready.memory)
-
-    def _stream(self) -> torch.cuda.Stream | None:
-        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None

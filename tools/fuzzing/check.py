@@ -181,9 +181,8 @@ def _compare(
     """
     agreed = inside = 0
     # Gradients of rows that were looked up are summed in their own precision, one row at a time.
-    rounded = (
-        16.0 if any(name in line for line in case.body for name in ("embedding", "index_select", "gather")) else 4.0
-    )
+    lookups = ("embedding", "index_select", "gather")
+    rounded = 16.0 if any(name in line for line in case.body for name in lookups) else 4.0
     with contextlib.ExitStack() as stack:
         if case.around.captures is not None and device.type == "cuda":
             stack.callback(_end_captures)
@@ -324,18 +323,14 @@ def _problem(one: Any, other: Any, allowed: float, where: str, is_exact: bool) -
     ((_, apart),) = differences([one], [other])
     if isinstance(apart, str):
         return (InexactConstant if is_exact else Mismatch)(f"{where}: {apart}")
-    if is_exact and _apart(one[1], other[1]).any():
-        elements = _first(one[1], other[1])
-        return InexactConstant(f"{where}: {one[0]} is a constant, and has other bits: {elements}")
+    if is_exact and (elements := _apart(one[1], other[1])).any():
+        at = int(elements.nonzero()[0])
+        found, wanted = (_real(t)[at].item() for _, t in (one, other))
+        bits = f"element {at} is {found!r}, expected {wanted!r}"
+        return InexactConstant(f"{where}: {one[0]} is a constant, and has other bits: {bits}")
     if apart > allowed:
         return Mismatch(f"{where}: {one[0]} differs by {apart:.3g}, allowed {allowed:.3g}")
     return None
-
-
-def _first(one: torch.Tensor, other: torch.Tensor) -> str:
-    at = int(_apart(one, other).nonzero()[0])
-    found, wanted = (_real(t)[at].item() for t in (one, other))
-    return f"element {at} is {found!r}, expected {wanted!r}"
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

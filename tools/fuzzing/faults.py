@@ -84,17 +84,14 @@ def _operator_raising(error: type[BaseException], moment: int) -> Iterator[None]
 
 @contextlib.contextmanager
 def _limited(device: torch.device, segments: int) -> Iterator[None]:
-    if device.type != "cuda":
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            allowed = torch.cuda.memory_reserved(device) + segments * _SEGMENT + _SEGMENT // 2
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
+            stack.callback(torch.cuda.set_per_process_memory_fraction, 1.0, device)
         yield
-        return
-    torch.cuda.empty_cache()
-    allowed = torch.cuda.memory_reserved(device) + segments * _SEGMENT + _SEGMENT // 2
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 @contextlib.contextmanager

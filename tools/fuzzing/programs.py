@@ -171,6 +171,4 @@ def _feedback(draws: Draws, scope: Scope, case: Case) -> tuple[tuple[int, str], 
         and by_name[returned].shape == item.shape
         and by_name[returned].dtype == item.dtype
     ]
-    if fitting and draws.chance(2):
-        return (draws.choice(fitting),)
-    return ()
+    return (draws.choice(fitting),) if fitting and draws.chance(2) else ()

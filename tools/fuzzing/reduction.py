@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
 
 from .around import NOTHING, Around
 from .case import Case, Input
@@ -21,17 +20,16 @@ from .case import Case, Input
 def reduce(case: Case, fails: Callable[[Case], bool], most_tries: int, most_s: float = float("inf")) -> Case:
     """The smallest failing case found within the limits; ``case`` itself is assumed to fail."""
     tries, end = 0, time.monotonic() + most_s
-    progress = True
-    while progress:
-        progress = False
+    while True:
         for smaller in reductions(case):
             if tries == most_tries or time.monotonic() >= end:
                 return case
             tries += 1
             if fails(smaller):
-                case, progress = smaller, True
+                case = smaller
                 break
-    return case
+        else:
+            return case
 
 
 def reductions(case: Case) -> Iterator[Case]:
@@ -65,13 +63,11 @@ def _plainer_around(around: Around) -> Iterator[Around]:
     yield NOTHING
     for field in fields(Around):
         if getattr(around, field.name) != field.default:
-            default: dict[str, Any] = {field.name: field.default}
-            yield replace(around, **default)
+            yield replace(around, **{field.name: field.default})
     for name in ("tangents", "events", "beside", "faults"):
         items = getattr(around, name)
         for position in range(len(items) if len(items) > 1 else 0):
-            fewer: dict[str, Any] = {name: (*items[:position], *items[position + 1 :])}
-            yield replace(around, **fewer)
+            yield replace(around, **{name: (*items[:position], *items[position + 1 :])})
     if around.step_of > 2:
         yield replace(around, step_of=2)
     if around.keeps > 1:
@@ -79,14 +75,8 @@ def _plainer_around(around: Around) -> Iterator[Around]:
 
 
 def _plainer(item: Input) -> Iterator[Input]:
-    if item.shares is not None:
-        yield replace(item, shares=None, shift=0)
-    if item.parameter:
-        yield replace(item, parameter=False)
-    if item.layout != "contiguous":
-        yield replace(item, layout="contiguous")
-    if item.place != "same":
-        yield replace(item, place="same")
+    simplest = {"shares": None, "shift": 0}, {"parameter": False}, {"layout": "contiguous"}, {"place": "same"}
+    yield from (plainer for simple in simplest if (plainer := replace(item, **simple)) != item)
 
 
 def _with_size(case: Case, old: int, new: int) -> Case:
