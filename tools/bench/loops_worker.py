@@ -15,73 +15,62 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Worker:
-    """The commands, by name."""
+def loops_of(job: dict[str, Any]) -> Any:
+    """The loops of a job's model, which the first step will compile."""
+    way, ranks = job["way"], job["ranks"]
+    if way.startswith("ours"):
+        import pygraph_trees  # noqa: F401  its patches are measured
+    import torch
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        self._job = job
+    from bench.loops import Loops
+    from bench.trained_models import MODELS
 
-    def prepare(self) -> dict[str, Any]:
-        way, model, ranks = self._job["way"], self._job["model"], self._job["ranks"]
-        if way.startswith("ours"):
-            import pygraph_trees  # noqa: F401  its patches are measured
-        import torch
+    warnings.filterwarnings("ignore")
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(0)
+    device = torch.device(job["device"])
+    if device.type == "cuda":
+        device = torch.device("cuda", job["rank"])
+        torch.cuda.set_device(device)
+    if ranks:
+        import torch.distributed as dist
 
-        from bench.loops import Loops
-        from bench.trained_models import MODELS
+        store = f"file://{job['store']}"
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=store, rank=job["rank"], world_size=ranks)
 
-        warnings.filterwarnings("ignore")
-        torch.set_float32_matmul_precision("high")
-        torch.manual_seed(0)
-        device = torch.device(self._job["device"])
-        if device.type == "cuda":
-            device = torch.device("cuda", self._job["rank"])
-            torch.cuda.set_device(device)
+    def compiled(fn: Any) -> Any:
         if ranks:
-            import torch.distributed as dist
+            fn = torch.nn.parallel.DistributedDataParallel(fn)
+        if way == "eager":
+            return fn
+        return torch.compile(fn, mode=None if way == "compile" else "reduce-overhead")
 
-            store = f"file://{self._job['store']}"
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, init_method=store, rank=self._job["rank"], world_size=ranks)
-
-        def compiled(fn: Any) -> Any:
-            if ranks:
-                fn = torch.nn.parallel.DistributedDataParallel(fn)
-            if way == "eager":
-                return fn
-            return torch.compile(fn, mode=None if way == "compile" else "reduce-overhead")
-
-        updates = MODELS[model](device, device.type != "cuda", compiled)
-        self._loops = Loops(updates, device, is_careful=way in ("upstream", "ours-upstream"))
-        self._loops.steps("A", 1)
-        return {}
-
-    def settle(self, loop: str, steps: int) -> dict[str, Any]:
-        return self._loops.settle(loop, steps)
-
-    def measure(self, loop: str) -> dict[str, Any]:
-        return self._loops.measure(loop)
-
-    def abandon(self) -> None:
-        self._loops.abandon()
+    updates = MODELS[job["model"]](device, device.type != "cuda", compiled)
+    return Loops(updates, device, is_careful=way in ("upstream", "ours-upstream"))
 
 
 def main(job: str) -> int:
     from child import answering
 
-    worker, say = Worker(json.loads(job)), answering()
+    loops, say = None, answering()
     for line in sys.stdin:
         command = json.loads(line)
+        do, answer = command.pop("do"), {}
         try:
-            answer = getattr(worker, command.pop("do"))(**command)
+            if do == "prepare":
+                loops = loops_of(json.loads(job))
+                loops.steps("A", 1)
+            else:
+                answer = getattr(loops, do)(**command)
         except Exception as error:
             import traceback
 
             traceback.print_exc()
             said = " ".join(str(error).split())[:300]
             answer = {"error": f"{type(error).__name__}: {said}"}
-            if hasattr(worker, "_loops"):
-                worker.abandon()
+            if loops is not None:
+                loops.abandon()
         say(answer)
     return 0
 

@@ -22,10 +22,6 @@ Losses = Callable[[int], tuple[torch.Tensor, ...]]  # of the batch with this num
 Compile = Callable[[Any], Any]  # compiles a module or a function
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Update:
     """One update of a step: losses, whose sum is differentiated, and an optimizer."""
@@ -34,14 +30,22 @@ class Update:
     plain: Losses  # the same, not compiled
     parameters: Sequence[nn.Parameter]
     optimizer: torch.optim.Optimizer
-    after: Callable[[], None] = _nothing  # what the program does after the optimizer's step
+    after: Callable[[], object]  # what the program does after the optimizer's step
 
 
 Make = Callable[[torch.device, bool, Compile], list[Update]]  # the second argument: whether to make a small model
 
 
-def _update(losses: Losses, plain: Losses, parameters: Sequence[nn.Parameter], after: Any = _nothing) -> Update:
-    return Update(losses, plain, parameters, torch.optim.SGD(parameters, RATE, foreach=True), after)
+def _update(
+    losses: Callable[[Any, int], tuple[torch.Tensor, ...]],
+    fn: Any,
+    compiled: Compile,
+    parameters: Sequence[nn.Parameter],
+    after: Callable[[], object] = lambda: None,
+) -> Update:
+    """An update by losses that call ``fn``, a module or a function, compiled or not."""
+    ways = (functools.partial(losses, call) for call in (compiled(fn), fn))
+    return Update(*ways, parameters, torch.optim.SGD(parameters, RATE, foreach=True), after)
 
 
 def bert(device: torch.device, is_small: bool, compiled: Compile) -> list[Update]:
@@ -56,7 +60,7 @@ def bert(device: torch.device, is_small: bool, compiled: Compile) -> list[Update
     def losses(call: Any, number: int) -> tuple[torch.Tensor, ...]:
         return (call(input_ids=tokens[number % BATCHES], labels=tokens[(number + 1) % BATCHES]).loss,)
 
-    return _with(losses, model, compiled)
+    return [_update(losses, model, compiled, list(model.parameters()))]
 
 
 def vit(device: torch.device, is_small: bool, compiled: Compile) -> list[Update]:
@@ -92,12 +96,7 @@ def _classifier(
     def losses(call: Any, number: int) -> tuple[torch.Tensor, ...]:
         return (F.cross_entropy(call(inputs[number % BATCHES]), labels[number % BATCHES]),)
 
-    return _with(losses, model, compiled)
-
-
-def _with(losses: Callable[[Any, int], tuple[torch.Tensor, ...]], model: nn.Module, compiled: Compile) -> list[Update]:
-    ways = (functools.partial(losses, call) for call in (compiled(model), model))
-    return [_update(*ways, list(model.parameters()))]
+    return [_update(losses, model, compiled, list(model.parameters()))]
 
 
 class Actor(nn.Module):
@@ -125,8 +124,7 @@ class Critic(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(hidden, 1))
 
     def forward(self, states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        values: torch.Tensor = self.layers(torch.cat((states, actions), -1)).squeeze(-1)
-        return values
+        return self.layers(torch.cat((states, actions), -1)).squeeze(-1)
 
 
 def actor_critic(device: torch.device, is_small: bool, compiled: Compile) -> list[Update]:
@@ -166,8 +164,7 @@ def actor_critic(device: torch.device, is_small: bool, compiled: Compile) -> lis
 
     def train_critics(call: Any, number: int) -> tuple[torch.Tensor, ...]:
         k = number % BATCHES
-        found: tuple[torch.Tensor, ...] = call(states[k], actions[k], rewards[k], next_states[k], next_noise[k])
-        return found
+        return call(states[k], actions[k], rewards[k], next_states[k], next_noise[k])
 
     def train_actor(call: Any, number: int) -> tuple[torch.Tensor, ...]:
         k = number % BATCHES
@@ -182,13 +179,9 @@ def actor_critic(device: torch.device, is_small: bool, compiled: Compile) -> lis
     def follow() -> None:
         torch._foreach_lerp_(of_targets, of_critics, 0.005)
 
-    of_both = (
-        (train_critics, losses_of_critics, of_critics, follow),
-        (train_actor, loss_of_actor, list(actor.parameters()), _nothing),
-    )
     return [
-        _update(*(functools.partial(train, call) for call in (compiled(fn), fn)), parameters, after)
-        for train, fn, parameters, after in of_both
+        _update(train_critics, losses_of_critics, compiled, of_critics, follow),
+        _update(train_actor, loss_of_actor, compiled, list(actor.parameters())),
     ]
 
 

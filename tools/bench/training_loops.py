@@ -126,7 +126,7 @@ def measure(
             log(f"compiled after {time.monotonic() - began:.0f} s")
             for group in groups:
                 for one in group.measured:
-                    one.settled = group.ask(_STEP_S, do="settle", loop=one.loop, steps=warm)
+                    one.settled = group.ask(_STEP_S, do="settle", name=one.loop, count=warm)
                     one.error = one.settled.pop("error", None)
             log(f"warmed up after {time.monotonic() - began:.0f} s")
             for number in range(rounds):
@@ -154,7 +154,7 @@ def _measure_round(groups: Sequence[Group], number: int) -> None:
                 one = group.measured[loop]
                 if one.error is not None:
                     continue
-                answer = group.ask(_STEP_S, do="measure", loop=one.loop)
+                answer = group.ask(_STEP_S, do="measure", name=one.loop)
                 if "error" in answer:
                     one.error = answer["error"]
                 else:
@@ -208,9 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     of_ranks = OF_RANKS if options.ranks else {"models": tuple(MODELS), "ways": WAYS, "loops": LOOPS}
-    models = options.models or of_ranks["models"]
-    ways = options.ways or of_ranks["ways"]
-    loops = options.loops or of_ranks["loops"]
+    models, ways, loops = (getattr(options, name) or default for name, default in of_ranks.items())
     if options.ranks and "sac" in models:
         parser.error("with --ranks, a model is one module: sac has three")
     if options.device == "cuda" and not has_gpu():
