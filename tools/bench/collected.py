@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pygraph_trees.benchmark import Measurement
 from . import paper
 from .result_files import Results
 
-_OTHERS = ("upstream", "compile")
+_OTHERS = ("compile", "upstream")
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,8 @@ class Workload:
 
     def best_other(self, figure: str, regime: str) -> tuple[str, float] | None:
         """The better one of upstream's graphs and no graphs, among those that were measured."""
-        found = [(self.get(way, regime, figure), way) for way in _OTHERS]
-        known = [(value, way) for value, way in found if value]
-        return (min(known)[1], min(known)[0]) if known else None
+        known = [(way, value) for way in _OTHERS if (value := self.get(way, regime, figure))]
+        return min(known, key=operator.itemgetter(1), default=None)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _started(measured: Measurement, times: Mapping[tuple[str, str, str], Measure
     return dataclasses.replace(measured, compile_s=other.compile_s, record_s=other.record_s)
 
 
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Columns as a Markdown table, the first ``left`` ones left-aligned and the others right-aligned."""
-    ruler = ["---"] * left + ["---:"] * (len(head) - left)
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns as a Markdown table, the first one left-aligned and the others right-aligned."""
+    ruler = ["---"] + ["---:"] * (len(head) - 1)
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ruler, *rows))

@@ -67,15 +67,14 @@ class Block(nn.Module):
         return x + functional.all_reduce(self.down(F.silu(gate) * up), "sum", dist.group.WORLD)
 
 
-def decode(batch: int, device: torch.device) -> tuple[Program, tuple[Any, ...]]:
+def decode(batch: int, device: torch.device) -> Program:
     torch.manual_seed(dist.get_rank())
     block = Block(batch, device).eval()
     x = torch.ones(batch, _HIDDEN, device=device, dtype=torch.bfloat16) / 64
-    args = x, torch.tensor([7], device=device)
-    return Program(block, args, {}), args
+    return Program(block, (x, torch.tensor([7], device=device)), {})
 
 
-def bert(batch: int, device: torch.device) -> tuple[Program, tuple[Any, ...]]:
+def bert(batch: int, device: torch.device) -> Program:
     from torch.nn.parallel import DistributedDataParallel
     from transformers import BertConfig, BertForMaskedLM
 
@@ -83,15 +82,10 @@ def bert(batch: int, device: torch.device) -> tuple[Program, tuple[Any, ...]]:
     config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     model = DistributedDataParallel(BertForMaskedLM(config).to(device))
     tokens = torch.randint(config.vocab_size, (batch, 128), device=device)
-
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
-        return loss
-
-    return Program(step, (tokens,), {}, training=True, parameters=list(model.parameters())), (tokens,)
+    return _training(lambda tokens: model(input_ids=tokens, labels=tokens).loss, model, tokens)
 
 
-def fsdp2(batch: int, device: torch.device) -> tuple[Program, tuple[Any, ...]]:
+def fsdp2(batch: int, device: torch.device) -> Program:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -100,21 +94,19 @@ def fsdp2(batch: int, device: torch.device) -> tuple[Program, tuple[Any, ...]]:
     for module in (*model.layers, model):
         fully_shard(module)
     x = torch.rand(batch, 128, 768, device=device)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(x).square().mean()
-        return loss
-
-    return Program(step, (x,), {}, training=True, parameters=list(model.parameters())), (x,)
+    return _training(lambda x: model(x).square().mean(), model, x)
 
 
-_Make = Callable[[int, torch.device], tuple[Program, tuple[Any, ...]]]
-PROGRAMS: dict[str, _Make] = {"decode": decode, "bert": bert, "fsdp2": fsdp2}
+def _training(loss: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, x: torch.Tensor) -> Program:
+    return Program(loss, (x,), {}, training=True, parameters=list(model.parameters()))
+
+
+PROGRAMS: dict[str, Callable[[int, torch.device], Program]] = {"decode": decode, "bert": bert, "fsdp2": fsdp2}
 
 
 def measure(name: str, batch: int, device: torch.device, rounds: int, steps: int) -> dict[str, Any]:
     """By way: milliseconds per step, the largest difference from eager, and whether it has torch.compile's bits."""
-    program, args = PROGRAMS[name](batch, device)
+    program = PROGRAMS[name](batch, device)
     ways = make_ways(program, ["eager", *WAYS])
     samples: dict[str, list[float]] = {way.name: [] for way in ways}
     apart: dict[str, float] = {}
@@ -122,13 +114,13 @@ def measure(name: str, batch: int, device: torch.device, rounds: int, steps: int
     for way in ways:
         with way.active(), torch.set_grad_enabled(program.training):
             for _ in range(_WARM):
-                found = _value(program.step(way.callable, args, {}))
+                found = _value(program.step(way.callable, program.args, {}))
         values[way.name] = found
         apart[way.name] = float((found - values["eager"]).abs().max())
     for way in schedule(ways, rounds):
         with way.active(), torch.set_grad_enabled(program.training):
-            program.step(way.callable, args, {})
-            samples[way.name].append(_block(lambda: program.step(way.callable, args, {}), device, steps))  # noqa: B023
+            program.step(way.callable, program.args, {})
+            samples[way.name].append(_block(lambda: program.step(way.callable, program.args, {}), device, steps))  # noqa: B023
     for way in ways:
         if way.trees is not None:
             way.trees.clear()

@@ -30,6 +30,7 @@ _CALLS = 300
 _SETTLE = 6  # calls until a function is recorded and replays normally
 
 Function = Callable[[list[Any]], Any]
+step = torch.compiler.cudagraph_mark_step_begin
 
 
 def handed_over(model: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, outputs: int = 1) -> Function:
@@ -40,14 +41,9 @@ def handed_over(model: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor,
         inputs.clear()
         return list(model(*own))
 
-    made: Function = cudagraph_trees.cudagraphify_impl(
+    return cudagraph_trees.cudagraphify_impl(
         boxed, [x], (), device_index=0, is_backward=False, is_inference=True, stack_traces=[None] * outputs
     )
-    return made
-
-
-def step() -> None:
-    torch.compiler.cudagraph_mark_step_begin()
 
 
 def one_of_many_functions(count: int) -> dict[str, float]:

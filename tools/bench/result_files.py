@@ -74,8 +74,8 @@ class Results:
 
     def write(self, path: Path) -> None:
         """Writes the file as a whole or not at all."""
-        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "records"}
-        body = {**head, "records": [to_record(record) for record in self.records]}
+        body = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        body["records"] = [to_record(record) for record in self.records]
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".part")
         partial.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +112,21 @@ _bytes = _or_dash(lambda value: nbytes(int(value)))
 
 
 def _pair(w: Workload, regime: str, figure: str, show: Shown) -> str:
-    return " → ".join(show(w.get(way, regime, figure)) for way in ("upstream", "ours"))
+    return _both(lambda way: show(w.get(way, regime, figure)))
+
+
+def _both(show: Callable[[str], str]) -> str:
+    return " → ".join(map(show, ("upstream", "ours")))
 
 
 def _graphed(w: Workload, way: str) -> str:
     graphed, total = (w.get(way, "same", f"kernels_{which}") for which in ("graphed", "total"))
     return "-" if total is None else f"{graphed:.0f}/{total:.0f}"
+
+
+def _by_workload(summary: Summary, columns: Mapping[str, Callable[[Workload], str]]) -> str:
+    rows = ([w.name, *(show(w) for show in columns.values())] for w in summary.workloads)
+    return markdown_table(["workload", *columns], rows)
 
 
 def _latency_table(summary: Summary, figure: str, regime: str) -> str:
@@ -164,49 +173,41 @@ def page(summary: Summary, training: Sequence[dict[str, Any]] = ()) -> str:
         "Upstream → ours. *Host* is until a call returns, µs; *graphs* the GPU's time inside of CUDA graphs, ms, which "
         "is the least that latency can be: *limit* is how many times as long it is. *Copied* are inputs, at each "
         "replay, *kernels* those inside of graphs of all.",
-        markdown_table(
-            ["workload", "mode", "batch", "host, same", "host, fresh", "graphs", "limit", "copied", "kernels"],
-            (
-                [
-                    *(w.name, w.mode, str(w.batch)),
-                    *(_pair(w, regime, "host_us", _whole) for regime in REGIMES),
-                    _pair(w, "fresh", "gpu_ms", _ms),
-                    " → ".join(_times(w.limit(way, "fresh")) for way in ("upstream", "ours")),
-                    _pair(w, "fresh", "copied_bytes", _bytes),
-                    " → ".join(_graphed(w, way) for way in ("upstream", "ours")),
-                ]
-                for w in summary.workloads
-            ),
+        _by_workload(
+            summary,
+            {
+                "mode": lambda w: w.mode,
+                "batch": lambda w: str(w.batch),
+                "host, same": lambda w: _pair(w, "same", "host_us", _whole),
+                "host, fresh": lambda w: _pair(w, "fresh", "host_us", _whole),
+                "graphs": lambda w: _pair(w, "fresh", "gpu_ms", _ms),
+                "limit": lambda w: _both(lambda way: _times(w.limit(way, "fresh"))),
+                "copied": lambda w: _pair(w, "fresh", "copied_bytes", _bytes),
+                "kernels": lambda w: _both(lambda way: _graphed(w, way)),
+            },
         ),
         "## What it costs",
         "Upstream → ours. *Memory* is a call's peak on the GPU: parameters, inputs, temporaries, and the pool as "
         "reserved. *Compile* and *record* are s, once each; upstream compiles first and fills what both use.",
-        markdown_table(
-            ["workload", "memory", "compile", "record", "recordings"],
-            (
-                [
-                    w.name,
-                    _pair(w, "same", "peak_bytes", _bytes),
-                    _pair(w, "same", "compile_s", _or_dash("{:.1f}".format)),
-                    _pair(w, "same", "record_s", _or_dash("{:.3f}".format)),
-                    _pair(w, "same", "recordings", _whole),
-                ]
-                for w in summary.workloads
-            ),
+        _by_workload(
+            summary,
+            {
+                "memory": lambda w: _pair(w, "same", "peak_bytes", _bytes),
+                "compile": lambda w: _pair(w, "same", "compile_s", _or_dash("{:.1f}".format)),
+                "record": lambda w: _pair(w, "same", "record_s", _or_dash("{:.3f}".format)),
+                "recordings": lambda w: _pair(w, "same", "recordings", _whole),
+            },
         ),
         "## Beside the paper",
         f"PyGraph (arXiv 2503.19779), on an H100 and over a PyTorch of April 2024: geometric mean "
         f"{paper.GEOMETRIC_MEAN}x. Ours in latency, same and fresh inputs.",
-        markdown_table(
-            ["workload", "ours, same", "ours, fresh", "the paper"],
-            (
-                [
-                    w.name,
-                    *(_times(w.ratio("latency_ms", regime)) for regime in REGIMES),
-                    paper.FIGURES.get(w.name, "-"),
-                ]
-                for w in summary.workloads
-            ),
+        _by_workload(
+            summary,
+            {
+                "ours, same": lambda w: _times(w.ratio("latency_ms", "same")),
+                "ours, fresh": lambda w: _times(w.ratio("latency_ms", "fresh")),
+                "the paper": lambda w: paper.FIGURES.get(w.name, "-"),
+            },
         ),
     ]
     parts += map(loops_table.section, training)
@@ -234,7 +235,7 @@ def short_table(summary: Summary, training: Sequence[dict[str, Any]] = ()) -> st
                 f"BERT, {loops['loops']} training loops",
                 *(_ms(times[way] / 1e3) for way in ways),
                 _times(times["upstream"] / times["ours"]),
-                " → ".join(_whole(host[way]) for way in ("upstream", "ours")),
+                _both(lambda way: _whole(host[way])),
                 "",
             ]
         )
