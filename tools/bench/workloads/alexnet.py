@@ -43,8 +43,7 @@ class AlexNet(nn.Module):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.classifier(self.pool(self.features(images)).flatten(1))
-        return scores
+        return self.classifier(self.pool(self.features(images)).flatten(1))
 
 
 def _model() -> nn.Module:
@@ -52,8 +51,7 @@ def _model() -> nn.Module:
         from torchvision.models import alexnet  # type: ignore[import-not-found,unused-ignore]
     except Exception:  # a torchvision of another torch version raises more than ImportError
         return AlexNet()
-    model: nn.Module = alexnet(weights=None)
-    return model
+    return alexnet(weights=None)
 
 
 @workload("ALNET", mode="inference", batch=2)

@@ -136,8 +136,7 @@ def enthalpy_by_temperature(s: torch.Tensor, t: torch.Tensor, p: torch.Tensor) -
     slanted = _over(_times(r1, _sum(along_low, along_high)), _scaled(b2, 2.0))
     rest = _minus(r0, _over(_times(r1, b1), b2))
     level = _over(_times(rest, _minus(along_low, along_high)), _scaled(half_width, 2.0))
-    slope: torch.Tensor = _sum(straight, slanted, level)[1] * PASCAL_PER_DBAR
-    return slope
+    return _sum(straight, slanted, level)[1] * PASCAL_PER_DBAR
 
 
 @workload("EOS", mode="inference", batch=1048576, autocast=False)

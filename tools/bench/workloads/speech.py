@@ -59,22 +59,13 @@ class _Layer(nn.Module):
         return self.norm(self.narrow(self.wide(x).relu()) + x) * is_there
 
 
-class _Positions(nn.Module):
-    def __init__(self, width: int, most: int) -> None:
-        super().__init__()
-        angles = torch.arange(most)[:, None] * torch.exp(torch.arange(0, width, 2) * -(math.log(10000.0) / width))
-        self.register_buffer("table", torch.stack([angles.sin(), angles.cos()], -1).flatten(1))
-
-    def forward(self, length: int) -> torch.Tensor:
-        return self.table[:length]
-
-
 class _SpeechTransformer(nn.Module):
     def __init__(self, features: int, width: int, layers: int, vocabulary: int, most: int) -> None:
         super().__init__()
         heads = max(1, width // 64)
         self.features, self.norm = nn.Linear(features, width), nn.LayerNorm(width)
-        self.positions = _Positions(width, most)
+        angles = torch.arange(most)[:, None] * torch.exp(torch.arange(0, width, 2) * -(math.log(10000.0) / width))
+        self.register_buffer("positions", torch.stack([angles.sin(), angles.cos()], -1).flatten(1))
         self.characters = nn.Embedding(vocabulary, width)
         self.encoder = nn.ModuleList(_Layer(width, heads, reads_source=False) for _ in range(layers))
         self.decoder = nn.ModuleList(_Layer(width, heads, reads_source=True) for _ in range(layers))
@@ -83,13 +74,13 @@ class _SpeechTransformer(nn.Module):
     def forward(self, sounds: torch.Tensor, lengths: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Scores of the characters, from sounds (batch, time, features) whose lengths are on the CPU."""
         is_there = (torch.arange(sounds.shape[1]) < lengths[:, None]).to(sounds.device)
-        x = self.norm(self.features(sounds)) + self.positions(sounds.shape[1])
+        x = self.norm(self.features(sounds)) + self.positions[: sounds.shape[1]]
         for layer in self.encoder:
             x = layer(x, is_there[..., None], ~is_there[:, None].expand(-1, sounds.shape[1], -1))
         said = torch.cat([torch.full((target.shape[0], 1), _START, device=target.device), target[:, :-1]], 1)
         count = said.shape[1]
         later = torch.ones(count, count, dtype=torch.bool).triu(1).to(sounds.device)
-        y = self.characters(said) / self.scale + self.positions(count)
+        y = self.characters(said) / self.scale + self.positions[:count]
         some = torch.ones_like(said, dtype=torch.bool)[..., None]
         for layer in self.decoder:
             y = layer(y, some, later.expand(said.shape[0], -1, -1), x, ~is_there[:, None].expand(-1, count, -1))
