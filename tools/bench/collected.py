@@ -6,7 +6,7 @@ import dataclasses
 import json
 import operator
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,9 @@ class Workload:
         return min(known, key=operator.itemgetter(1), default=None)
 
 
+Ratio = Callable[[Workload, str, str], "float | None"]
+
+
 @dataclass(frozen=True)
 class Summary:
     """All workloads of one GPU and one torch."""
@@ -64,16 +67,10 @@ class Summary:
     missing: Sequence[str]  # workloads that were not measured
     starts: Mapping[Path, tuple[Results, Sequence[str]]]  # files of times to compile and record, and their workloads
 
-    def ratios(self, figure: str, regime: str) -> list[float]:
-        """The ratios to upstream, for workloads on the paper's list."""
-        return [ratio for w in self._listed() if (ratio := w.ratio(figure, regime)) is not None]
-
-    def ratios_to_best(self, figure: str, regime: str) -> list[float]:
-        """The ratios to the better of upstream's graphs and no graphs, for workloads on the paper's list."""
-        return [ratio for w in self._listed() if (ratio := w.ratio_to_best(figure, regime)) is not None]
-
-    def _listed(self) -> list[Workload]:
-        return [w for w in self.workloads if w.name not in paper.BESIDES]
+    def ratios(self, figure: str, regime: str, of: Ratio = Workload.ratio) -> list[float]:
+        """The ratios to upstream, or others ``of`` a workload, for workloads on the paper's list."""
+        listed = (w for w in self.workloads if w.name not in paper.BESIDES)
+        return [ratio for w in listed if (ratio := of(w, figure, regime)) is not None]
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:

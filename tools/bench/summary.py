@@ -132,7 +132,7 @@ def _by_workload(summary: Summary, columns: Mapping[str, Callable[[Workload], st
 def _latency_table(summary: Summary, figure: str, regime: str) -> str:
     ways = [way for way in WAYS if any(w.get(way, regime, figure) for w in summary.workloads)]
     means = {"over upstream": summary.ratios(figure, regime)}
-    if best := summary.ratios_to_best(figure, regime):
+    if best := summary.ratios(figure, regime, Workload.ratio_to_best):
         means["over the better"] = best
     rows = [
         [
@@ -241,7 +241,7 @@ def short_table(summary: Summary, training: Sequence[dict[str, Any]] = ()) -> st
         )
     if over := summary.ratios("latency_ms", "fresh"):
         means = f"{_times(geometric_mean(over))}, median {_times(statistics.median(over))}, worst {_times(min(over))}"
-        if over_best := summary.ratios_to_best("latency_ms", "fresh"):
+        if over_best := summary.ratios("latency_ms", "fresh", Workload.ratio_to_best):
             means += f"; {_times(geometric_mean(over_best))} over the better way"
         rows.append([f"geometric mean of {len(over)}", *[""] * len(ways), means, "", ""])
     names = {"compile": "torch.compile", "upstream": "reduce-overhead", "ours": "ours"}
