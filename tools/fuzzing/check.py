@@ -209,14 +209,9 @@ def _compare(
                 found = replace(found, aliases=wanted.aliases)
             _agree(found, wanted, tolerance, where, with_bits, only, rounded)
             # Those were made by eager, whatever the reference is.
-            for call_inside in found.inside if reference == "eager" else ():
-                _agree(
-                    call_inside.found,
-                    call_inside.wanted,
-                    max(tolerance, TOLERANCE[torch.float32]),
-                    f"{where}: {call_inside.where}",
-                    with_bits,
-                )
+            least = max(tolerance, TOLERANCE[torch.float32])
+            for one in found.inside if reference == "eager" else ():
+                _agree(one.found, one.wanted, least, f"{where}: {one.where}", with_bits)
             agreed, inside = agreed + 1, inside + len(found.inside)
             # Outputs of a warm-up or a recording must not be used in a later step; torch raises if they are.
             for runner in runners if any(runner.recorded() for runner in runners) else ():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 
@@ -41,7 +41,7 @@ def reductions(case: Case) -> Iterator[Case]:
     for position in range(len(case.body)):
         yield from _without_operator(case, position)
     for position in range(len(case.returns) if len(case.returns) > 1 else 0):
-        yield _without_return(case, position)
+        yield _tidied(case, case.body, [(i, name) for i, name in enumerate(case.returns) if i != position])
     for size in sorted({size for item in case.inputs for size in item.shape if size > 2}, reverse=True):
         yield _with_size(case, size, 2)
     if case.calls > 1:
@@ -81,17 +81,12 @@ def _plainer(item: Input) -> Iterator[Input]:
 
 def _with_size(case: Case, old: int, new: int) -> Case:
     """The case with one size replaced by another, in all inputs and in the indices below it."""
-    return replace(
-        case,
-        inputs=tuple(
-            replace(
-                item,
-                shape=tuple(new if size == old else size for size in item.shape),
-                values=f"below {new}" if item.values == f"below {old}" else item.values,
-            )
-            for item in case.inputs
-        ),
-    )
+    inputs = []
+    for item in case.inputs:
+        shape = tuple(new if size == old else size for size in item.shape)
+        values = f"below {new}" if item.values == f"below {old}" else item.values
+        inputs.append(replace(item, shape=shape, values=values))
+    return replace(case, inputs=tuple(inputs))
 
 
 def _without_statement(case: Case, position: int) -> Case:
@@ -120,11 +115,7 @@ def _without_operator(case: Case, position: int) -> Iterator[Case]:
             yield _tidied(case, body, list(enumerate(returns)))
 
 
-def _without_return(case: Case, position: int) -> Case:
-    return _tidied(case, list(case.body), [(i, name) for i, name in enumerate(case.returns) if i != position])
-
-
-def _tidied(case: Case, body: list[str], kept: list[tuple[int, str]]) -> Case:
+def _tidied(case: Case, body: Sequence[str], kept: list[tuple[int, str]]) -> Case:
     """``case`` with another body, those of its returned values, and the inputs that they need."""
     made = [name for line in body for name in re.findall(r"^(\w+) = ", line)]
     returns = tuple(name for _, name in kept) or ((made or [case.inputs[0].name])[-1],)

@@ -59,11 +59,6 @@ def _to_double(tensor: torch.Tensor) -> Any:
     return tensor.dtype, wide
 
 
-def _from_double(packed: Any) -> torch.Tensor:
-    dtype, tensor = packed
-    return tensor.to(dtype)
-
-
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if tensor.dim() >= 2 else tensor.clone()
 
@@ -73,7 +68,7 @@ _PAIRS: dict[str, tuple[Hook, Hook]] = {
     "clone": (_same, torch.clone),
     "cpu": _on_cpu(pinned=False),
     "pinned": _on_cpu(pinned=True),
-    "float64": (_to_double, _from_double),
+    "float64": (_to_double, lambda packed: packed[1].to(packed[0])),
     "contiguous": (_same, lambda tensor: tensor.contiguous()),
     "transposed": (_same, _transposed),
 }
