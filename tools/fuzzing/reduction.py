@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 from .around import NOTHING, Around
 from .case import Case, Input
@@ -63,11 +64,13 @@ def _plainer_around(around: Around) -> Iterator[Around]:
     yield NOTHING
     for field in fields(Around):
         if getattr(around, field.name) != field.default:
-            yield replace(around, **{field.name: field.default})
+            default: dict[str, Any] = {field.name: field.default}
+            yield replace(around, **default)
     for name in ("tangents", "events", "beside", "faults"):
         items = getattr(around, name)
         for position in range(len(items) if len(items) > 1 else 0):
-            yield replace(around, **{name: (*items[:position], *items[position + 1 :])})
+            fewer: dict[str, Any] = {name: (*items[:position], *items[position + 1 :])}
+            yield replace(around, **fewer)
     if around.step_of > 2:
         yield replace(around, step_of=2)
     if around.keeps > 1:
