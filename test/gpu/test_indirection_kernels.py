@@ -79,16 +79,8 @@ MANY = [
 class TestIndirectionKernels(IndirectionTestCase):
     verify = "on"
 
-    @parametrize("program", POINTWISE, name_fn=by_name)
-    def test_pointwise(self, program):
-        self.check(program)
-
-    @parametrize("program", REDUCTION, name_fn=by_name)
-    def test_reduction(self, program):
-        self.check(program)
-
-    @parametrize("program", MANY, name_fn=by_name)
-    def test_many(self, program):
+    @parametrize("program", [*POINTWISE, *REDUCTION, *MANY], name_fn=by_name)
+    def test_kernels(self, program):
         self.check(program)
 
 

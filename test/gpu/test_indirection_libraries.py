@@ -124,26 +124,14 @@ LINALG = [
 class TestIndirectionLibraries(IndirectionTestCase):
     verify = "on"
 
-    @parametrize("program", CONVOLUTION, name_fn=by_name)
-    def test_convolution(self, program):
-        self.check(program)
-
-    @parametrize("program", ATTENTION, name_fn=by_name)
-    def test_attention(self, program):
+    @parametrize("program", [*CONVOLUTION, *ATTENTION, *EMBEDDING, *SORT, *FFT, *LINALG], name_fn=by_name)
+    def test_libraries(self, program):
         self.check(program)
 
     def test_attention_of_cudnn(self):
         if torch.cuda.get_device_capability() < (8, 0):
             self.skipTest("needs compute capability 8.0")
         self.check(CUDNN_ATTENTION)
-
-    @parametrize("program", EMBEDDING, name_fn=by_name)
-    def test_embedding(self, program):
-        self.check(program)
-
-    @parametrize("program", SORT, name_fn=by_name)
-    def test_sort(self, program):
-        self.check(program)
 
     @parametrize("program", LARGE, name_fn=by_name)
     def test_large(self, program):
@@ -152,14 +140,6 @@ class TestIndirectionLibraries(IndirectionTestCase):
         nbytes = [i.nbytes for r in recordings for i in r.inputs if i.kind == "live"]
         self.assertEqual(len(nbytes), len(program.inputs))
         self.assertGreater(min(nbytes), PAGE_NBYTES)
-
-    @parametrize("program", FFT, name_fn=by_name)
-    def test_fft(self, program):
-        self.check(program)
-
-    @parametrize("program", LINALG, name_fn=by_name)
-    def test_linalg(self, program):
-        self.check(program)
 
 
 def residual(x, first, second, skip):

@@ -202,16 +202,8 @@ class TestIndirectionMutation(IndirectionTestCase):
         told = [str(w.message) for w in caught] + [line for _, line in log.lines]
         self.assertEqual([line for line in told if "skipping cudagraphs" in line], [])
 
-    @parametrize("program", IN_PLACE, name_fn=by_name)
-    def test_in_place(self, program):
-        self.written(program)
-
-    @parametrize("program", INDEXED, name_fn=by_name)
-    def test_indexed(self, program):
-        self.written(program)
-
-    @parametrize("program", LISTS, name_fn=by_name)
-    def test_lists(self, program):
+    @parametrize("program", [*IN_PLACE, *INDEXED, *LISTS], name_fn=by_name)
+    def test_writes(self, program):
         self.written(program)
 
     def test_writes_to_an_output_of_the_step_before(self):

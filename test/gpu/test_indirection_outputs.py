@@ -74,12 +74,8 @@ SAVED = [
 class TestIndirectionOutputs(IndirectionTestCase):
     verify = "on"
 
-    @parametrize("program", RETURNED, name_fn=by_name)
-    def test_returned(self, program):
-        self.check(program)
-
-    @parametrize("program", PARTS, name_fn=by_name)
-    def test_passed_through_parts(self, program):
+    @parametrize("program", [*RETURNED, *PARTS], name_fn=by_name)
+    def test_returned_or_passed_through_parts(self, program):
         self.check(program)
 
     @parametrize("program", SAVED, name_fn=by_name)
