@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +70,6 @@ class Summary:
         """The ratios to upstream, or others ``of`` a workload, for workloads on the paper's list."""
         listed = (w for w in self.workloads if w.name not in paper.BESIDES)
         return [ratio for w in listed if (ratio := of(w, figure, regime)) is not None]
-
-
-def geometric_mean(values: Sequence[float]) -> float | None:
-    """The geometric mean; None without values."""
-    return statistics.geometric_mean(values) if values else None
 
 
 def read_all(paths: Iterable[Path]) -> dict[Path, Results]:

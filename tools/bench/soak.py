@@ -9,6 +9,8 @@ exit status is 1. With ``--out``, the run is added to the file's results. README
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import os
 import random
@@ -17,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +32,9 @@ from bench.figures import write_figures
 
 THREADS, PAUSE_S = 8, 0.02  # of the server: each thread waits for so long on average before a request
 WIDTH, SIZES = 256, (1, 2, 4, 8, 16, 32)  # of the model, and numbers of sequences in a request
-SAMPLE_S = 5.0
-MOST_GROWTH = 0.01
+SAMPLE_S, MOST_GROWTH = 5.0, 0.01
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+finish = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
 
 Times = list[float]
 Loop = Callable[[threading.Event, Times], None]  # appends the seconds of each call until the event is set
@@ -40,9 +43,7 @@ Loop = Callable[[threading.Event, Times], None]  # appends the seconds of each c
 def used_bytes() -> dict[str, int]:
     """Resident memory of this process, and what torch and, in all, the GPU's driver have given out."""
     host = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if DEVICE == "cpu":
-        return {"host": host}
-    free, total = torch.cuda.mem_get_info()
+    free, total = (0, 0) if DEVICE == "cpu" else torch.cuda.mem_get_info()
     return {"host": host, "torch": torch.cuda.memory_allocated(), "GPU": total - free}
 
 
@@ -55,12 +56,6 @@ def model() -> torch.nn.Module:
     return torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).to(DEVICE)
 
 
-def finish() -> None:
-    """Waits for this thread's work on the GPU."""
-    if DEVICE == "cuda":
-        torch.cuda.current_stream().synchronize()
-
-
 def server() -> list[Loop]:
     """Threads that send requests of several sizes to one model, and keep the latest answers for a while."""
     compiled = torch.compile(model().eval(), mode="reduce-overhead", dynamic=False)
@@ -71,20 +66,17 @@ def server() -> list[Loop]:
         finish()
         return found
 
-    def serve(number: int) -> Loop:
-        def run(over: threading.Event, times: Times) -> None:
-            drawn, kept = random.Random(number), []
-            while not over.wait(drawn.expovariate(1 / PAUSE_S)):
-                begin = time.perf_counter()
-                kept.append(answer(drawn.choice(SIZES)))
-                times.append(time.perf_counter() - begin)
-                del kept[: -drawn.randrange(1, 5)]
-
-        return run
+    def serve(number: int, over: threading.Event, times: Times) -> None:
+        drawn, kept = random.Random(number), []
+        while not over.wait(drawn.expovariate(1 / PAUSE_S)):
+            begin = time.perf_counter()
+            kept.append(answer(drawn.choice(SIZES)))
+            times.append(time.perf_counter() - begin)
+            del kept[: -drawn.randrange(1, 5)]
 
     for size in SIZES * 3:  # compiled by one thread
         answer(size)
-    return [serve(number) for number in range(THREADS)]
+    return [functools.partial(serve, number) for number in range(THREADS)]
 
 
 def training() -> list[Loop]:
@@ -113,22 +105,19 @@ def training() -> list[Loop]:
 def soak(loops: list[Loop], seconds: float, warm_s: float) -> dict[str, Any]:
     """Runs the loops, each in a thread, and returns what they and the samples showed after ``warm_s``."""
     over, times = threading.Event(), [[] for _ in loops]  # type: tuple[threading.Event, list[Times]]
-    threads = [threading.Thread(target=loop, args=(over, own)) for loop, own in zip(loops, times, strict=True)]
-    for thread in threads:
-        thread.start()
-    try:
+    with ThreadPoolExecutor(len(loops)) as threads, contextlib.ExitStack() as stack:
+        stack.callback(over.set)
+        running = [threads.submit(loop, over, own) for loop, own in zip(loops, times, strict=True)]
         over.wait(warm_s)
         first, before, begun = used_bytes(), recordings(), time.monotonic()
         for own in times:
             own.clear()
         most = first
-        while time.monotonic() - begun < seconds and all(thread.is_alive() for thread in threads):
+        while time.monotonic() - begun < seconds and not any(one.done() for one in running):
             over.wait(min(SAMPLE_S, seconds))
             most = {name: max(most[name], value) for name, value in used_bytes().items()}
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
+    for one in running:
+        one.result()  # raises what ended a loop
     found = sorted(each for own in times for each in own)
     return {
         "seconds": round(time.monotonic() - begun),

@@ -13,12 +13,13 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 from bench import RESULTS_FOLDER, START_FOLDER, causes, loops_table, paper
-from bench.collected import Summary, Workload, geometric_mean, markdown_table, read_all, summarise
+from bench.collected import Summary, Workload, markdown_table, read_all, summarise
 from bench.result_files import ResultsFormatError
 from bench.workloads import WORKLOADS
 from pygraph_trees.benchmark import REGIMES, WAYS
@@ -141,7 +142,7 @@ def _latency_table(summary: Summary, figure: str, regime: str) -> str:
         ]
         for w in summary.workloads
     ]
-    mean = [_times(geometric_mean(ratios)) for ratios in means.values()]
+    mean = [_times(geometric_mean(ratios) if ratios else None) for ratios in means.values()]
     rows.append([f"geometric mean of {len(means['over upstream'])}", *[""] * len(ways), *mean])
     return markdown_table(["workload", *(_title(way) for way in ways), *means], rows)
 

@@ -15,10 +15,6 @@ from pathlib import Path
 LEDGER = Path(__file__).with_name("ledger.json")
 
 
-def _today() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One campaign, or several of the same code and day."""
@@ -31,7 +27,7 @@ class Entry:
     everything: bool  # with what is off by default (everything.py)
     failures: Sequence[str] | None = ()  # seed, number and message of each that is not torch's; None: not noted
     counts: Mapping[str, int] = field(default_factory=dict)  # what else was counted
-    date: str = field(default_factory=_today)
+    date: str = field(default_factory=datetime.date.today().isoformat)
 
 
 def read(path: Path = LEDGER) -> list[Entry]:
