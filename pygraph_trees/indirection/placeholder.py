@@ -37,7 +37,7 @@ MAX_PIECE_NBYTES = 248 << 20  # two with their guards fit between the bounds bel
 # Halves of addresses that numbers do not have; README.md tells which.
 LOW_HALF_START, LOW_HALF_END = 0x9000_0000, 0xB000_0000
 LEAST_HIGH_HALF = 64
-# Where storages begin, modulo 64 KiB and without their residue. The first are in no other 64 KiB.
+# Where storages begin, modulo 64 KiB and without their residue: tiny ones, which end in the same 64 KiB, and others.
 LOW_QUARTERS, LOW_QUARTER_NBYTES, TINY_NBYTES = (0x8A00, 0xFE00), 64 << 10, 12 << 10
 
 # Addresses cost nothing. The driver chooses them: it ignores hints at other places (driver 580).
