@@ -8,6 +8,7 @@ more.
 
 from __future__ import annotations
 
+import enum
 import functools
 import re
 from typing import TYPE_CHECKING
@@ -64,7 +65,7 @@ _BLOCKS = 320
 _TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # by the number of lists
 _SCALARS = {**dict.fromkeys("bah", 1), "s": 2, **dict.fromkeys("if", 4), **dict.fromkeys("ld", 8)}  # bytes, by type
 _SCALARS |= {"N3c107complexIfEE": 8, "N3c107complexIdEE": 16}
-_FEWER = {(8, 1): 96, (16, 1): 72, (16, 2): 60}  # tensors with scalars, by their bytes and the number of lists
+_FEWER = {(False, 1): 96, (True, 1): 72, (True, 2): 60}  # tensors, by whether scalars take 16 bytes, and lists
 # With CUDA 13, torch 2.13 and newer have seven times as many of all, and numbers of tensors take 2 bytes.
 _FORMS = ((1, 1), (7, 2))
 _ATENS = re.compile("_ZN2at6native")
@@ -76,14 +77,18 @@ def is_known(name: str) -> bool:
     return _KNOWN.match(name) is not None
 
 
-def points_inside(name: str) -> bool:
-    """Whether all addresses that a kernel gets are of elements, as those that ATen gives its own kernels are."""
-    return _ATENS.match(name) is not None
+class Pointers(enum.Enum):
+    """Which addresses near an input a struct among a kernel's parameters may hold."""
+
+    ANY = enum.auto()
+    INSIDE = enum.auto()  # of elements: all that ATen gives its own kernels
+    FIRST = enum.auto()  # of the first element; numbers of any size may follow, and few programs pass parts
 
 
-def holds_only_starts(name: str) -> bool:
-    """Whether numbers of any size may follow a kernel's addresses, in the same struct; few programs give it views."""
-    return _WITH_STRIDES.match(name) is not None
+def pointers_of(name: str) -> Pointers:
+    if _WITH_STRIDES.match(name) is not None:
+        return Pointers.FIRST
+    return Pointers.ANY if _ATENS.match(name) is None else Pointers.INSIDE
 
 
 def numbers_in(name: str, layout: Layout | None) -> range | None:
@@ -104,7 +109,7 @@ def _numbers_of_a_list(
     count, scalar_nbytes = int(lists), _SCALARS.get(scalar, 0)
     tensors = _TENSORS.get(count, 0)
     if with_scalars:
-        tensors = _FEWER.get((max(scalar_nbytes, 8), count), tensors)
+        tensors = _FEWER.get((scalar_nbytes == 16, count), tensors)
     tensors, blocks = times * tensors, times * _BLOCKS
     addresses = 8 * count * tensors
     if of_optimizer:  # those of the steps come after the sizes

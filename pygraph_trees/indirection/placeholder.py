@@ -169,10 +169,6 @@ class Placeholders:
         _, high, index = self._bounds[position] if position >= 0 else (0, 0, 0)
         return index if address < high else None
 
-    def holds(self, index: int | None, address: int) -> bool:
-        """Whether an address is in the storage of the placeholder with this index, or at its end."""
-        return index is not None and self.placeholders[index].start <= address <= self.placeholders[index].end
-
     def may_be_between(self, address: int) -> bool:
         """Whether an address between two placeholders may be a pointer: the halves of others were never given out."""
         return self.low <= address < self.high and LOW_HALF_START <= address % _WINDOW < LOW_HALF_END

@@ -26,7 +26,7 @@ from pygraph_trees.cuda.value_kernel import NAME
 from pygraph_trees.errors import DriverError
 from pygraph_trees.reasons import Reason, Why
 
-from .known_kernels import holds_only_starts, is_known, numbers_in, points_inside
+from .known_kernels import Pointers, is_known, numbers_in, pointers_of
 from .placeholder import Placeholders, stands_out
 
 if TYPE_CHECKING:
@@ -149,16 +149,17 @@ class _Reader:
             self.unknown[name] = None
         writes_table = name is not None and name.startswith(NAME)  # its bytes are addresses
         numbers = range(0) if name is None else numbers_in(name, node.layout)
-        is_inside = name is not None and points_inside(name)
+        pointers = Pointers.ANY if name is None else pointers_of(name)
         for offset, address in _words(node.words(), self.placeholders):
             if not node.may_be_address(offset) or (numbers is not None and offset in numbers):
                 continue
             is_alone = node.is_word(offset)
-            near = self._near(address, is_alone=is_alone)
-            if is_inside and not is_alone and (numbers is None or not self._is_plausible(name, near, address)):
-                self._refuse(near, Reason.AMBIGUOUS())
+            if (found := self._near(address, is_alone=is_alone)) is None:
                 continue
-            if (found := self._input_at(address, is_alone=is_alone)) is None:
+            if not is_alone and (numbers is None or not self._may_hold(pointers, found, address)):
+                self._refuse(found, Reason.AMBIGUOUS())
+                continue
+            if self._is_far(found, address):
                 continue
             is_sure = writes_table or stands_out(address) or is_alone
             if is_collective:
@@ -198,18 +199,22 @@ class _Reader:
         elif found is not None:
             self._relocation(node, 0, found, node.target)
 
-    def _input_at(self, address: int, *, is_alone: bool = True) -> int | None:
-        found = self._near(address, is_alone=is_alone)
-        if found is not None and self.placeholders.placeholders[found].is_far_from(address):
-            self._hide("a pointer far outside of every input")
-            return None
-        return found
+    def _input_at(self, address: int) -> int | None:
+        found = self._near(address)
+        return None if found is None or self._is_far(found, address) else found
 
-    def _is_plausible(self, name: str | None, near: int | None, address: int) -> bool:
-        """Whether a kernel of ATen's own may be given an address near an input, in a struct."""
-        if near is None or not holds_only_starts(name or ""):
-            return self.placeholders.holds(near, address)
-        return address == self.recorded[near]
+    def _is_far(self, near: int, address: int) -> bool:
+        """Whether an address near an input may belong to any other, and so hides which."""
+        if self.placeholders.placeholders[near].is_far_from(address):
+            self._hide("a pointer far outside of every input")
+            return True
+        return False
+
+    def _may_hold(self, pointers: Pointers, near: int, address: int) -> bool:
+        """Whether a struct may hold an address near an input."""
+        start, nbytes, *_ = self.placeholders.placeholders[near]
+        is_inside = start <= address <= start + nbytes
+        return address == self.recorded[near] if pointers is Pointers.FIRST else pointers is Pointers.ANY or is_inside
 
     def _near(self, address: int, *, is_alone: bool = True) -> int | None:
         """The input in whose range or guards an address is, at any distance from the input."""

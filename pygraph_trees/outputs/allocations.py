@@ -156,7 +156,8 @@ def run_generated(model: Any, inputs: list[Any], allocations: Allocations | None
     names = None if allocations is None and note is None else _globals_of(model)
     if names is None:
         return model(inputs)
-    own = {**names, _NAME: functools.partial(_allocate, names[_NAME], allocations, note)}
+    allocate = names[_NAME] if note is None else functools.partial(_noted, names[_NAME], note)
+    own = {**names, _NAME: allocate if allocations is None else functools.partial(allocations.allocate, allocate)}
 
     def with_own(value: Any) -> Any:
         if not isinstance(value, FunctionType) or value.__globals__ is not names:
@@ -182,21 +183,10 @@ def generated_by_inductor(model: Any) -> bool:
     return _globals_of(model) is not None
 
 
-def _allocate(
-    upstream: Callable[..., torch.Tensor],
-    allocations: Allocations | None,
-    note: Callable[[torch.Tensor], None] | None,
-    size: Any,
-    stride: Any,
-    dtype: torch.dtype,
-) -> Any:
-    def allocate(*args: Any) -> torch.Tensor:
-        made = upstream(*args)
-        if note is not None:
-            note(made)
-        return made
-
-    return (allocate if allocations is None else functools.partial(allocations.allocate, allocate))(size, stride, dtype)
+def _noted(upstream: Callable[..., torch.Tensor], note: Callable[[torch.Tensor], None], *args: Any) -> torch.Tensor:
+    made = upstream(*args)
+    note(made)
+    return made
 
 
 def _globals_of(model: Any) -> dict[str, Any] | None:
