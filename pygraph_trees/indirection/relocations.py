@@ -26,8 +26,9 @@ from pygraph_trees.cuda.value_kernel import NAME
 from pygraph_trees.errors import DriverError
 from pygraph_trees.reasons import Reason, Why
 
-from .known_kernels import Pointers, is_known, numbers_in, pointers_of
+from .known_kernels import is_known
 from .placeholder import Placeholders, stands_out
+from .structs import Pointers, numbers_in, pointers_of
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
