@@ -110,6 +110,12 @@ torch._inductor.output_code CompiledFxGraph.post_compile
         cudagraph_partition_post_compile cudagraph_post_compile current_callable
     torch._inductor.utils BoxedBool.disable
 
+torch._inductor.output_code maybe_handle_backward_generation
+    maybe_handle_backward_generation(compiled_graph, boxed_forward_device_index): is_backward get_manager
+        set_to_running_backward current_callable
+    cudagraph_post_compile: maybe_handle_backward_generation
+    cudagraph_partition_post_compile: maybe_handle_backward_generation
+
 torch._inductor.output_code CompiledFxGraph.__call__
     CompiledFxGraph.__call__(self, inputs): current_callable _is_profiler_enabled RECORD_GRAPH_EXECUTION finish
         end_compile

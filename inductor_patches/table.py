@@ -66,8 +66,10 @@ _REBOUND: dict[str, dict[str, dict[str, str | Callable[[Any], Any]]]] = {
         # Every whole graph and every partition goes through this function.
         "torch._inductor.compile_fx": {"cudagraphify": "pygraph_trees.trees.hooks.entry_points.cudagraphify"},
         # When a compiled graph is installed, it is decided whether it is graphed. A call tries the fast path first.
+        # Until torch does not assert that the forward of a backward that is not graphed made a manager.
         "torch._inductor.output_code": {
             "CompiledFxGraph.post_compile": "pygraph_trees.trees.hooks.entry_points.putting_to_use",
+            "maybe_handle_backward_generation": "pygraph_trees.trees.hooks.entry_points.of_ungraphed_backward",
             "CompiledFxGraph.__call__": "pygraph_trees.trees.hooks.entry_points.calling",
         },
         # A compilation leaves AOTAutograd's metadata in the tracing context. For a program that comes from

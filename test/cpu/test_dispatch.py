@@ -11,8 +11,9 @@ from unittest import mock
 import torch
 from fake_trees import Plain, bare_manager, manager_of, replaying
 from recordings_on_cpu import SIZE, Function, OnCpuTestCase
-from torch._inductor import cudagraph_trees
+from torch._inductor import cudagraph_trees, output_code
 from torch._inductor.cudagraph_trees import FunctionID
+from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
@@ -207,6 +208,23 @@ class TestFlags(TestCase):
         self.assertIsNot(its, mine)
         self.assertTrue(its.running_forwards_with_pending_backwards)
         self.assertFalse(mine.running_forwards_with_pending_backwards)
+
+    def test_a_backward_that_is_not_graphed_finds_the_manager_of_a_later_forward(self):
+        """Upstream asserts that its own forward, which may have run un-graphed, has made one."""
+        self.enterContext(mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", FakeManager))
+        containers = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
+        self.enterContext(mock.patch.dict(containers, clear=True))
+        backwards = []
+        for is_backward in (True, False):
+            graph = SimpleNamespace(fx_kwargs={"is_backward": is_backward}, current_callable=lambda inputs: "gradients")
+            output_code.maybe_handle_backward_generation(graph, BoxedDeviceIndex(0))
+            backwards.append(graph.current_callable)
+        self.assertEqual([backward([]) for backward in backwards], ["gradients"] * 2)
+        manager = cudagraph_trees.get_manager(0)
+        for backward, is_awaited in zip(backwards, (False, True), strict=True):
+            manager.running_forwards_with_pending_backwards = True
+            backward([])
+            self.assertEqual(manager.running_forwards_with_pending_backwards, is_awaited)
 
 
 class TestUngraphed(OnCpuTestCase):

@@ -202,9 +202,9 @@ class TestHome(TestCase):
         self.first.shutdown()
         self.assertEqual([self.call(self.second, mode) for mode in self.logs], [None] * 3)
         self.assertEqual(dispatch.replayers, {})
-        on(self.third, home.leave, [0])
+        on(self.third, home.leave)
         self.assertTrue(self.is_elsewhere(self.third))
-        on(self.second, home.leave, [0, 2])
+        on(self.second, home.leave)
         self.assertFalse(self.is_elsewhere(self.third))
 
     def test_another_takes_over_from_an_idle_one_whose_path_can_end(self):
@@ -225,8 +225,6 @@ class TestHome(TestCase):
         self.assertTrue(self.is_elsewhere(self.second))
         with mock.patch.object(home, "IDLE_S", 3600.0):
             self.assertTrue(self.is_elsewhere(self.second))
-        with mock.patch.object(self, "managers", []):  # the first one is being made
-            self.assertTrue(self.is_elsewhere(self.second))
         self.assertEqual(self.call(self.third, "backward"), "noted")
         manager.asides += 1
         manager.turns += 1  # of the call that was noted, and not graphed
@@ -235,6 +233,12 @@ class TestHome(TestCase):
         self.assertTrue(self.is_elsewhere(self.first))
         self.assertFalse(self.is_elsewhere(self.first))
         self.first.shutdown()
+        self.assertFalse(self.is_elsewhere(self.second))
+
+    def test_another_takes_over_once_the_functions_of_the_first_one_are_gone(self):
+        self.assertFalse(self.is_elsewhere(self.first))
+        self.managers.clear()
+        self.assertTrue(self.is_elsewhere(self.second))  # a manager may be in the making
         self.assertFalse(self.is_elsewhere(self.second))
 
     def test_each_device_has_its_own(self):
@@ -263,7 +267,7 @@ class TestHome(TestCase):
         self.keep_busy()
         self.assertFalse(on(self.first, home.is_used_elsewhere, 0))  # captures end their paths
         self.assertTrue(self.is_elsewhere(self.first))
-        home._homes.clear()
+        on(self.first, home.leave)
         with ThreadPoolExecutor(1) as thread:
             self.assertIsNone(self.call(thread, "forward"))
         self.assertEqual(self.call(self.second, "backward"), "noted")  # otherwise no forward would be graphed again
@@ -300,7 +304,8 @@ class TestHome(TestCase):
         local = threading.local()
         self.enterContext(mock.patch.multiple(manager_container, local=local, PER_THREAD=False, _of_others=shared))
         vars(local).update(shared)
-        self.assertTrue(home.may_use(0))
+        for device in (0, 3):  # the last one's call ended before a manager was made
+            self.assertTrue(home.may_use(device))
         on(self.first, home.may_use, 1)
         with manager_container.without_others():
             found = dict(local.tree_manager_containers)
@@ -310,8 +315,7 @@ class TestHome(TestCase):
         self.assertEqual(found, {0: "used here", 2: "unused"})
         self.assertIs(local.tree_manager_containers, containers)
         self.assertEqual(containers, {1: "used elsewhere"})
-        self.assertTrue(on(self.second, home.may_use, 0))
-        self.assertFalse(on(self.second, home.may_use, 1))
+        self.assertEqual([on(self.second, home.may_use, device) for device in (0, 1, 3)], [True, False, True])
         vars(local).clear()
         with mock.patch.object(torch._C, "_is_key_in_tls", return_value=False), manager_container.without_others():
             pass  # upstream resets nothing of a thread without trees

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.reasons import Reason
@@ -82,12 +82,12 @@ def _move_in(device: int, thread: Thread) -> Thread:
     return thread
 
 
-def leave(devices: Iterable[int]) -> None:
-    """The calling thread does not use these devices' graphs any more."""
+def leave() -> None:
+    """The calling thread uses no device's graphs any more: it has reset them, and those of unmarked threads."""
     caller = _caller()
     with paused(), _lock:
-        for device in devices:
-            if _user(device) is caller:
+        for device in list(_homes):
+            if _user(device) in (caller, _unmarked):
                 del _homes[device]
 
 
@@ -99,7 +99,7 @@ def takes_over(device: int) -> bool:
     caller, home = _caller(), _homes.get(device)
     managers = [manager for manager in pools.managers() if manager.device_index == device]
     # A thread without a mark, in a backward, would keep the graphs forever.
-    if home is None or not managers or caller is _unmarked or not _is_idle(home, managers):
+    if home is None or caller is _unmarked or not _is_idle(home, managers):
         return False
     trained = caller.trains_ungraphed
     with paused(), _lock:
@@ -121,7 +121,10 @@ def takes_over(device: int) -> bool:
 
 
 def _is_idle(home: _Home, managers: Sequence[Any]) -> bool:
-    """Whether no call was graphed for :data:`IDLE_S`; after True, it takes as long until the next True."""
+    """Whether no call was graphed for :data:`IDLE_S`; after True, it takes as long until the next True.
+
+    There are no managers if the functions of the device are gone, or if the first call is just making one.
+    """
     now, calls = time.monotonic(), sum(manager.turns - manager.asides for manager in managers)
     is_same = calls == home.calls  # fewer: a reset made new managers, which have made calls since
     is_idle = is_same and now - home.since >= IDLE_S

@@ -138,6 +138,25 @@ def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return post_compile
 
 
+def of_ungraphed_backward(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets each call look for the manager if there is none yet; upstream asserts that the forward has made one."""
+
+    @functools.wraps(upstream)
+    def maybe_handle_backward_generation(compiled_graph: Any, boxed_forward_device_index: Any) -> None:
+        graph, index = compiled_graph, getattr(boxed_forward_device_index, "value", None)
+        is_backward = graph.fx_kwargs["is_backward"] and config.triton.cudagraph_trees
+        if (
+            not is_backward
+            or index is None
+            or cudagraph_trees.get_manager(index, create_if_none_exists=False) is not None
+        ):
+            upstream(compiled_graph, boxed_forward_device_index)
+        else:
+            graph.current_callable = as_upstream_has_it(graph.current_callable, BACKWARD, index)
+
+    return maybe_handle_backward_generation
+
+
 def calling(upstream: Callable[..., Any]) -> Callable[..., Any]:
     """Gives inputs the layout that was compiled for, and skips upstream's call if a fast replay gives the outputs."""
     if binding.extension is not None:
