@@ -323,6 +323,11 @@ PyObject *memo_gather(PyObject *self, PyObject *arguments) {
     });
 }
 
+int add_code(PyObject *codes, PyFrameObject *frame, int what, PyObject *) {
+    Ref code(what == PyTrace_CALL ? reinterpret_cast<PyObject *>(PyFrame_GetCode(frame)) : nullptr);
+    return code ? PySet_Add(codes, code.get()) : 0;
+}
+
 void add_direct_calls(py::module_ &module) {
     add_class<Memo>(
         module, "Memo", 0, {}, {{"function", T_OBJECT, FIELD(Memo, function), 0, "What is called."}},
@@ -359,6 +364,10 @@ void add_direct_calls(py::module_ &module) {
             throw std::runtime_error("only a direct call has inputs");
         return py::reinterpret_steal<py::object>(std::exchange(Handed::latest, nullptr));
     }, "The inputs of the compiled code in the direct call that has just begun, the last one first.");
+    /* A profile function in Python may be interrupted by finalizers, and Dynamo does not see what is called there. */
+    module.def("note_codes", [](std::optional<py::set> codes) {
+        PyEval_SetProfile(codes ? add_code : nullptr, codes ? codes->ptr() : nullptr);
+    }, "Adds the code of each Python function that this thread calls to a set, until it is given None.");
     module.def("counted_direct_calls", [] { return entries; }, "Calls without Dynamo, and the others by reason.");
 }
 

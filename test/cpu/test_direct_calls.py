@@ -588,6 +588,42 @@ class TestLife(DirectTest):
         store(config, Thing(5.0))
         torch.testing.assert_close(found[0], x + found[1])
 
+    def test_finalizers_may_call_compiled_functions_at_any_time(self):
+        """Python hides frames from Dynamo while a profile function runs, as one in Python would in a memo's first call."""
+
+        def backend(graph, inputs):
+            return lambda *args: runs.append(1) or graph(*args)
+
+        class Litter:
+            def __init__(self):
+                self.cycle = self
+
+            @torch._dynamo.disable  # it may run inside of compiled functions
+            def __del__(self):
+                if left:
+                    left.pop()
+                    other(x)
+                    Litter()
+
+        x, runs, left = rows(), [], []
+        other = torch.compile(lambda x: x * 2, backend=backend)
+        other(x)
+        self.addCleanup(gc.set_threshold, *gc.get_threshold())
+        for _ in range(4):
+            made = self.compiled(lambda x: sum(torch.sin(x) for _ in range(9)))
+            made(x)  # compiles
+            left += [1] * 500
+            garbage = [Litter() for _ in range(20)]
+            del garbage
+            gc.set_threshold(1)
+            for _ in range(4):
+                made(x)
+            gc.set_threshold(1000)
+            before = len(left), len(runs)
+            left.clear()
+            self.assertEqual(before[1], 1 + 500 - before[0])
+            runs[1:] = []
+
     def test_threads_with_their_own_modes_get_their_own_results(self):
         model, wrong = Net().eval(), []
         made = self.compiled(model)

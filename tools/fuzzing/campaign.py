@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -170,20 +171,35 @@ def _judged(campaign: Campaign, worker: _Worker, stopped: threading.Event) -> tu
         case = worker.last_case()
         text = "" if case is None else case.text()
         print(f"program {worker.number} ended its process: {worker.cause}\n{text}", file=sys.stderr, flush=True)
-    by_torch = worker.lost_by_eager or _control_dies(campaign, worker, stopped)
+    by_torch = worker.lost_by_eager or _control_fails(campaign, worker, stopped)
     return by_torch, None if by_torch else _failure(campaign, worker, stopped)
 
 
-def _control_dies(campaign: Campaign, worker: _Worker, stopped: threading.Event) -> bool:
-    """Whether the case that killed a worker also kills one that runs the control, un-graphed code, or torch's trees."""
-    case = worker.last_case() if worker.cause is not None else None
-    if case is None or campaign.control is None:
+def _control_fails(campaign: Campaign, worker: _Worker, stopped: threading.Event) -> bool:
+    """Whether the case that killed a worker also kills one that runs the control, un-graphed code, or torch's trees.
+
+    An error that a worker raised is torch's if the control raises the same in a process where no kernel is tuned yet.
+    """
+    if campaign.control is None:
+        return False
+    if worker.cause is None:
+        failure = worker.failure()
+        if failure is None or not (raised := _raised(failure)):
+            return False
+        with _alone(replace(campaign, under_test=campaign.control, control=None), failure.case, stopped) as single:
+            return (theirs := single.failure()) is not None and _raised(theirs) == raised
+    if (case := worker.last_case()) is None:
         return False
     for way in dict.fromkeys((campaign.control, UNGRAPHED, "upstream" if campaign.device == "cuda" else UNGRAPHED)):
         with _alone(replace(campaign, under_test=way, control=None), case, stopped) as single:
             if single.cause is not None:
                 return True
     return False
+
+
+def _raised(failure: Failure) -> list[Any]:
+    """Type and text of the error of a way that raised."""
+    return re.findall(r"^call \d+: \w+ raised (\w+) at [^ ]*: (.*)", failure.message)
 
 
 @contextlib.contextmanager
@@ -214,8 +230,9 @@ def _failure(campaign: Campaign, worker: _Worker, stopped: threading.Event) -> F
         with _alone(campaign, smaller, stopped) as single:
             return single.cause is not None or single.failure() is not None
 
-    if worker.is_late:  # otherwise the machine was busy; each try to make the case smaller would take as long
-        return Failure(case, worker.cause, worker.number) if fails(case) else None
+    if worker.is_late:  # each try to make the case smaller would take as long
+        again = "" if fails(case) else " (but not in a process of its own: perhaps the machine was busy)"
+        return Failure(case, worker.cause + again, worker.number)
     return Failure(reduce(case, fails, _MOST_TRIES, 2 * campaign.reduce_s), worker.cause, worker.number)
 
 

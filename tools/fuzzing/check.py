@@ -125,6 +125,8 @@ def check(
             except Raised as error:  # a later call of the control may raise
                 if error.way == under_test:
                     raise
+                if is_lost(device):
+                    raise InvalidCase(f"the control lost the GPU: {error}") from error
             except Mismatch as error:
                 raise Mismatch(f"{error}; {ours}") from error
         if ours.names == ALIASES:  # the values must still be eager's, or those of the control

@@ -209,18 +209,19 @@ class _Litter:
             self._inner.from_finalizer()
 
 
+_BUSY = frozenset({"torch._dynamo.convert_frame", "torch._dynamo.guards"})
 _MAKERS = frozenset({"record_function", "run_eager", "add_function", "_record", "cudagraphify_impl"})
 
 
 def _graphs_are_made() -> bool:
-    """Whether this thread is compiling, warming up, capturing, or in a control-flow operator."""
+    """Whether this thread is compiling, warming up, capturing, checking guards, or in a control-flow operator."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return True
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        # A control-flow operator calls a branch without autograd.
-        if module == "torch._dynamo.convert_frame" or module.startswith("torch._higher_order_ops"):
+        # A control-flow operator calls a branch without autograd; torch holds a lock while it checks guards.
+        if module in _BUSY or module.startswith("torch._higher_order_ops"):
             return True
         if module == "torch._inductor.compile_fx" and "compile_fx" in name:
             return True

@@ -128,7 +128,7 @@ def index_select(s: Scope, x: Value) -> str:
 
 _on("indexing", rank=2)(lambda s, x: f"torch.gather({x}, 1, {s.index(x.shape, x.shape[1])})")
 _on("indexing", least_rank=2)(lambda s, x: f"{x}[..., {s.index((s.size(),), x.shape[-1])}]")
-_on("scan and sort", least_rank=1)(lambda s, x: f"torch.sort({x}, {s.dimension(x)}).values")
+_on("scan and sort", least_rank=1)(lambda s, x: f"torch.sort({x}, stable=True, dim={s.dimension(x)}).values")
 _on("scan and sort", least_rank=1)(lambda _, x: f"torch.topk({x}, {min(2, x.shape[-1])}).values")
 
 

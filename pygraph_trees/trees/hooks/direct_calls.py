@@ -15,7 +15,7 @@ import operator
 import sys
 from collections import Counter
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -294,12 +294,14 @@ def _first_call(direct: Any, memo: Any, torchs: FunctionType, call: Any, /, *arg
     given = args if direct.self is None else args[1:]
     if sys.getprofile() is not None:
         return torchs(*given, **kwargs)
-    codes = set()
-    sys.setprofile(lambda frame, event, _: codes.add(frame.f_code) if event == "call" else None)
+    codes: set[CodeType] = set()
+    with paused():  # Dynamo does not see what a finalizer calls while Python's audit hooks run
+        binding.extension.note_codes(codes)
     try:
         result = torchs(*given, **kwargs)
     finally:
-        sys.setprofile(None)
+        with paused():
+            binding.extension.note_codes(None)
     if sum(code in output_codes for code in codes) == 1:
         memo.gather([], call)
     else:
@@ -309,8 +311,8 @@ def _first_call(direct: Any, memo: Any, torchs: FunctionType, call: Any, /, *arg
 
 
 def _verify(target: FunctionType, guards: Any, local_variables: dict[str, Any]) -> bool:
-    entries = eval_frame._debug_get_cache_entry_list(target.__code__)
     with paused():  # Dynamo holds a lock, for which a finalizer that calls the function would wait forever
+        entries = eval_frame._debug_get_cache_entry_list(target.__code__)
         if not (any(entry.guard_manager is guards for entry in entries) and guards.check(local_variables)):
             raise GuardsDiffer(name=target.__qualname__)
     return True
