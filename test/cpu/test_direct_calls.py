@@ -589,7 +589,7 @@ class TestLife(DirectTest):
         torch.testing.assert_close(found[0], x + found[1])
 
     def test_finalizers_may_call_compiled_functions_at_any_time(self):
-        """Python hides frames from Dynamo while a profile function runs, as one in Python would in a memo's first call."""
+        """Dynamo does not see frames inside of profile functions in Python, nor while Python's audit hooks run."""
 
         def backend(graph, inputs):
             return lambda *args: runs.append(1) or graph(*args)

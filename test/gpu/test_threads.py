@@ -300,25 +300,26 @@ class TestThreads(KeptTestCase):
         with torch.no_grad():
             self.close(graphed(x), wanted, "the main thread again")
 
-    def test_the_main_thread_drops_its_model_and_another_one_trains(self) -> None:
-        """No manager is left. The backward has no kernels, so it is not graphed, and the forward was not either."""
+    def test_a_thread_trains_after_its_reset_has_freed_the_functions_of_the_main_thread(self) -> None:
+        """No manager is left. The backward has no kernels, so it is not graphed, and the first forwards may not be."""
         graphed = self.graphed(lambda x: x.sin() * 2)
         for _ in range(4):
             graphed(self.values)
-        del graphed
-        gc.collect()
-        self.assertIsNone(cudagraph_trees.get_manager(0, create_if_none_exists=False))
-        graphed, replays = self.graphed(lambda x, y: torch.cat([x, y])), []
+        self.assertIsNotNone(cudagraph_trees.get_manager(0, create_if_none_exists=False))
+        both, replays = self.graphed(lambda x, y: torch.cat([x, y]), dynamic=False), []
 
         def train() -> None:
             for call in range(60):
                 leaves = [self.input(number, call, 64, 2).requires_grad_() for number in (1, 2)]
                 tangent = self.input(3, call, 128, 2)
-                self.close(torch.autograd.grad(graphed(*leaves), leaves, tangent), tangent.split(64), f"call {call}")
+                self.close(torch.autograd.grad(both(*leaves), leaves, tangent), tangent.split(64), f"call {call}")
                 replays.append(pygraph_trees.report().replays)
                 time.sleep(0.03)
 
         with ThreadPoolExecutor(1) as other:
+            other.submit(torch._dynamo.reset).result(300)
+            gc.collect()
+            self.assertIsNone(cudagraph_trees.get_manager(0, create_if_none_exists=False))
             other.submit(contextvars.copy_context().run, train).result(300)
         self.assertGreaterEqual(replays[-1] - replays[-11], 10)
 
