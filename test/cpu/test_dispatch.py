@@ -17,9 +17,11 @@ from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
+from pygraph_trees.trees.functions import home
 from pygraph_trees.trees.functions.dispatch import Dispatch
 from pygraph_trees.trees.functions.fast_path import entry
 from pygraph_trees.trees.hooks import choice
+from pygraph_trees.trees.managers import calls
 from pygraph_trees.trees.managers.calls import Upstream
 from pygraph_trees.trees.managers.manager import Manager
 
@@ -209,22 +211,30 @@ class TestFlags(TestCase):
         self.assertTrue(its.running_forwards_with_pending_backwards)
         self.assertFalse(mine.running_forwards_with_pending_backwards)
 
-    def test_a_backward_that_is_not_graphed_finds_the_manager_of_a_later_forward(self):
-        """Upstream asserts that its own forward, which may have run un-graphed, has made one."""
+    def test_a_backward_that_is_not_graphed_finds_the_manager_of_its_forward(self):
+        """Upstream asserts that there is one, and tells it forever. It may be gone, or never have been made."""
         self.enterContext(mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", FakeManager))
         containers = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
         self.enterContext(mock.patch.dict(containers, clear=True))
-        backwards = []
-        for is_backward in (True, False):
-            graph = SimpleNamespace(fx_kwargs={"is_backward": is_backward}, current_callable=lambda inputs: "gradients")
-            output_code.maybe_handle_backward_generation(graph, BoxedDeviceIndex(0))
-            backwards.append(graph.current_callable)
-        self.assertEqual([backward([]) for backward in backwards], ["gradients"] * 2)
+        graphs = []
+        for _ in range(2):  # before and after a manager is made
+            for is_backward in (True, False):
+                graph = SimpleNamespace(fx_kwargs={"is_backward": is_backward}, current_callable=lambda _: "gradients")
+                output_code.maybe_handle_backward_generation(graph, BoxedDeviceIndex(0))
+                graphs.append(graph)
+            self.assertEqual([graph.current_callable([]) for graph in graphs], ["gradients"] * len(graphs))
+            first = cudagraph_trees.get_manager(0)
+        gone = weakref.ref(first)
+        cudagraph_trees.get_container(0).tree_manager = first = None
+        self.assertIsNone(gone())
         manager = cudagraph_trees.get_manager(0)
-        for backward, is_awaited in zip(backwards, (False, True), strict=True):
-            manager.running_forwards_with_pending_backwards = True
-            backward([])
-            self.assertEqual(manager.running_forwards_with_pending_backwards, is_awaited)
+        for is_left_out in (False, True):  # as another thread uses graphs
+            self.enterContext(mock.patch.object(home, "is_left_out", lambda _, is_so=is_left_out: is_so))
+            for graph in graphs:
+                manager.running_forwards_with_pending_backwards = True
+                graph.current_callable([])
+                is_told = graph.fx_kwargs["is_backward"] and not is_left_out
+                self.assertEqual(manager.running_forwards_with_pending_backwards, not is_told)
 
 
 class TestUngraphed(OnCpuTestCase):
@@ -249,9 +259,21 @@ class TestUngraphed(OnCpuTestCase):
             self.assertIs(manager.current_node, None if begins else node)
             self.assertEqual(manager.current_gen == manager.get_curr_generation(), not is_taken)
             self.assertEqual(manager.running_forwards_with_pending_backwards, call is forward)
+            self.assertTrue(manager.take_turn(other))
+            backward([])  # of a thread that runs beside another one's call, which may await its own
+            self.assertEqual(manager.running_forwards_with_pending_backwards, call is forward)
+            manager.end_turn(other)
             backward([])
+            self.assertFalse(manager.running_forwards_with_pending_backwards)
             function.call(4.0)
             self.assertEqual(output, torch.full((SIZE,), 3.0))
+
+    def test_a_call_that_was_let_in_runs_ungraphed_once_another_thread_has_taken_over(self):
+        function = Function()
+        with mock.patch.object(calls, "is_used_elsewhere", lambda _: True):
+            self.assertRaisesRegex(AssertionError, "no replay", function.call, 3.0, fast=False)
+        (output,) = function.call(4.0, fast=False)
+        self.assertEqual(output, torch.full((SIZE,), 4.0))
 
     def test_a_path_ends_in_any_state(self):
         for state in ("execution", "recording", "warmup"):

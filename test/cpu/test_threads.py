@@ -39,8 +39,8 @@ class Run:
         return [self.number, self.compile_id, *inputs]
 
 
-def on(thread, work, *arguments):
-    return thread.submit(work, *arguments).result(60)
+def on(thread, work, *arguments, **named):
+    return thread.submit(work, *arguments, **named).result(60)
 
 
 def in_backward(call):
@@ -202,9 +202,9 @@ class TestHome(TestCase):
         self.first.shutdown()
         self.assertEqual([self.call(self.second, mode) for mode in self.logs], [None] * 3)
         self.assertEqual(dispatch.replayers, {})
-        on(self.third, home.leave)
+        on(self.third, home.leave, unmarked=True)
         self.assertTrue(self.is_elsewhere(self.third))
-        on(self.second, home.leave)
+        on(self.second, home.leave, unmarked=False)
         self.assertFalse(self.is_elsewhere(self.third))
 
     def test_another_takes_over_from_an_idle_one_whose_path_can_end(self):
@@ -214,14 +214,16 @@ class TestHome(TestCase):
         for change in ({"return_value": False}, {"side_effect": torch.OutOfMemoryError}):
             with self.subTest(change), mock.patch.object(manager, "end_step", mock.Mock(**change)):
                 self.assertTrue(self.is_elsewhere(self.second))
-                self.assertFalse(self.is_elsewhere(self.first))
+                self.assertFalse(on(self.first, home.is_used_elsewhere, 0))
         with mock.patch.object(manager, "end_step", side_effect=KeyboardInterrupt):
             self.assertRaises(KeyboardInterrupt, self.is_elsewhere, self.second)
-            self.assertFalse(self.is_elsewhere(self.first))
+            self.assertFalse(on(self.first, home.is_used_elsewhere, 0))
         self.assertEqual(self.call(self.second, "backward"), "un-graphed")  # of its own forward
         manager.turns += 1
         self.assertTrue(self.is_elsewhere(self.second))
         home._homes[0].calls += 5  # of managers that were reset
+        self.assertTrue(self.is_elsewhere(self.second))
+        self.assertFalse(self.is_elsewhere(self.first))  # a call, perhaps of a function that has no manager of ours
         self.assertTrue(self.is_elsewhere(self.second))
         with mock.patch.object(home, "IDLE_S", 3600.0):
             self.assertTrue(self.is_elsewhere(self.second))
@@ -266,8 +268,15 @@ class TestHome(TestCase):
                 self.assertIsNone(self.call(thread, "backward"))
         self.keep_busy()
         self.assertFalse(on(self.first, home.is_used_elsewhere, 0))  # captures end their paths
-        self.assertTrue(self.is_elsewhere(self.first))
-        on(self.first, home.leave)
+        for is_dead in (False, True):  # outputs; otherwise no forward would ever be graphed
+            self.managers[0].end_step.return_value = is_dead
+            with ThreadPoolExecutor(1) as thread:
+                self.assertEqual(self.call(thread, "forward"), None if is_dead else "un-graphed")
+        home._homes.clear()
+        self.assertIsNone(self.call(self.third, "backward"))
+        for unmarked in (False, True):
+            on(self.first, home.leave, unmarked=unmarked)
+            self.assertEqual(home._user(0), None if unmarked else home._unmarked)
         with ThreadPoolExecutor(1) as thread:
             self.assertIsNone(self.call(thread, "forward"))
         self.assertEqual(self.call(self.second, "backward"), "noted")  # otherwise no forward would be graphed again

@@ -37,7 +37,8 @@ class _Home:
 
     def __init__(self, thread: Thread) -> None:
         self.thread = weakref.ref(thread)
-        self.calls = -1  # graphed calls of the device's managers, as another thread saw them last
+        self.let_in = 0  # calls that are not known to be replays
+        self.calls = -1  # these, and graphed calls of the device's managers, as another thread saw them last
         self.since = 0.0  # when there were others
 
 
@@ -60,12 +61,18 @@ def is_used_elsewhere(device: int) -> bool:
     return user is not None and user is not _unmarked and user is not _caller()
 
 
+def is_left_out(device: int) -> bool:
+    """Whether another thread uses a device's graphs, and a forward of the calling one has therefore run un-graphed."""
+    return is_used_elsewhere(device) and _caller().trains_ungraphed
+
+
 def may_use(device: int) -> bool:
     """Whether the calling thread may use a device's graphs; if no thread does, this one does from now on."""
     if PER_THREAD:
         return True
-    caller, user = _caller(), _user(device)
-    if user is not None:
+    caller, home = _caller(), _homes.get(device)
+    if home is not None and (user := home.thread()) is not None:
+        home.let_in += user is caller
         return user is caller
     with paused(), _lock:
         user = _user(device)
@@ -82,12 +89,12 @@ def _move_in(device: int, thread: Thread) -> Thread:
     return thread
 
 
-def leave() -> None:
-    """The calling thread uses no device's graphs any more: it has reset them, and those of unmarked threads."""
-    caller = _caller()
+def leave(*, unmarked: bool) -> None:
+    """The calling thread uses no device's graphs any more: it has reset them, and perhaps those of unmarked threads."""
+    gone = {_caller(), *([_unmarked] if unmarked else ())}
     with paused(), _lock:
         for device in list(_homes):
-            if _user(device) in (caller, _unmarked):
+            if _user(device) in gone:
                 del _homes[device]
 
 
@@ -99,7 +106,10 @@ def takes_over(device: int) -> bool:
     caller, home = _caller(), _homes.get(device)
     managers = [manager for manager in pools.managers() if manager.device_index == device]
     # A thread without a mark, in a backward, would keep the graphs forever.
-    if home is None or caller is _unmarked or not _is_idle(home, managers):
+    if home is None or caller is _unmarked:
+        return False
+    # Backwards of unmarked threads would keep all forwards un-graphed.
+    if home.thread() is not _unmarked and not _is_idle(home, managers):
         return False
     trained = caller.trains_ungraphed
     with paused(), _lock:
@@ -123,9 +133,10 @@ def takes_over(device: int) -> bool:
 def _is_idle(home: _Home, managers: Sequence[Any]) -> bool:
     """Whether no call was graphed for :data:`IDLE_S`; after True, it takes as long until the next True.
 
-    There are no managers if the functions of the device are gone, or if the first call is just making one.
+    There are no managers of ours if the functions of the device are gone, if the first call is just making one, and for
+    graphs without trees.
     """
-    now, calls = time.monotonic(), sum(manager.turns - manager.asides for manager in managers)
+    now, calls = time.monotonic(), home.let_in + sum(manager.turns - manager.asides for manager in managers)
     is_same = calls == home.calls  # fewer: a reset made new managers, which have made calls since
     is_idle = is_same and now - home.since >= IDLE_S
     if not is_same or is_idle:

@@ -22,6 +22,7 @@ from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.functions import trial_of
 from pygraph_trees.selection.trial import Environment, TrialMember
 
+from ..functions import home
 from ..functions.fast_path import Call
 from ..functions.function import Aligned, FunctionModel
 from ..managers.manager import Manager
@@ -202,20 +203,22 @@ def handed_on(manager: Manager, model: FunctionModel) -> int:
     return taken
 
 
-def as_upstream_has_it(run: Call, mode: str, device: int) -> Call:
+def as_upstream_has_it(run: Call, mode: str, device: int, manager: Any = None) -> Call:
     """``run``, but upstream's manager is told of un-graphed forwards and backwards: no step begins between the two.
 
-    An un-graphed backward expects that its forward has made a manager.
+    An un-graphed backward expects that its forward has made a manager. If its thread has none, ``manager`` is told.
     """
     if mode not in (FORWARD, BACKWARD):
         return run
-    is_forward = mode == FORWARD
+    is_forward, given = mode == FORWARD, (lambda: None) if manager is None else weakref.ref(manager)
 
     def call(inputs: list[Any]) -> Any:
-        waits = cudagraph_trees.get_manager(device, create_if_none_exists=is_forward)
+        if not is_forward and home.is_left_out(device):
+            return run(inputs)
+        waits, has_turn = cudagraph_trees.get_manager(device, create_if_none_exists=is_forward) or given(), True
         if isinstance(waits, Manager):
-            waits.note_ungraphed(inputs, is_forward=is_forward)
-        if waits is not None and not is_forward:
+            has_turn = waits.note_ungraphed(inputs, is_forward=is_forward)
+        if waits is not None and not is_forward and has_turn:
             waits.set_to_running_backward()
         outputs = run(inputs)
         if waits is not None and is_forward:

@@ -139,20 +139,16 @@ def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_ungraphed_backward(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets each call look for the manager if there is none yet; upstream asserts that the forward has made one."""
+    """Lets each call look for the manager. Upstream asserts that the forward made one, and tells that one forever."""
 
     @functools.wraps(upstream)
     def maybe_handle_backward_generation(compiled_graph: Any, boxed_forward_device_index: Any) -> None:
         graph, index = compiled_graph, getattr(boxed_forward_device_index, "value", None)
-        is_backward = graph.fx_kwargs["is_backward"] and config.triton.cudagraph_trees
-        if (
-            not is_backward
-            or index is None
-            or cudagraph_trees.get_manager(index, create_if_none_exists=False) is not None
-        ):
-            upstream(compiled_graph, boxed_forward_device_index)
+        if graph.fx_kwargs["is_backward"] and config.triton.cudagraph_trees and index is not None:
+            manager = cudagraph_trees.get_manager(index, create_if_none_exists=False)
+            graph.current_callable = as_upstream_has_it(graph.current_callable, BACKWARD, index, manager)
         else:
-            graph.current_callable = as_upstream_has_it(graph.current_callable, BACKWARD, index)
+            upstream(compiled_graph, boxed_forward_device_index)
 
     return maybe_handle_backward_generation
 

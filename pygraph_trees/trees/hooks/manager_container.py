@@ -141,7 +141,7 @@ def without_others() -> Iterator[None]:
         if trees is shared:
             for device in devices:
                 shared.pop(device, None)
-        leave()
+        leave(unmarked=trees is shared)
 
 
 if not PER_THREAD and has_trees():

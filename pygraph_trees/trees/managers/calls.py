@@ -19,6 +19,7 @@ from pygraph_trees.reasons import Reason, Why
 from ..functions import fast_path
 from ..functions.containment import check_readable, contained, described, is_of_program, passes
 from ..functions.function import FunctionModel
+from ..functions.home import is_used_elsewhere
 from ..functions.outputs import give_memory
 from ..pools import program_pools
 from ..pools.capture_lock import idle_device
@@ -66,7 +67,7 @@ class Calls(fast_path.TreeState, Upstream):
 
     def _run_in_turn(self, new_inputs: list[Any], function_id: Any) -> Any:
         try:
-            if not self.take_turn(new_inputs):
+            if not self.take_turn(new_inputs) or is_used_elsewhere(self.device_index):  # since it was let in
                 return self._run_beside(new_inputs, function_id)
             self.order_streams()
             outputs = self._run_contained(new_inputs, function_id)
@@ -163,15 +164,17 @@ class Calls(fast_path.TreeState, Upstream):
         self.asides += 1  # first: another thread that looks in between must not see a graphed call
         return bool(self.take_turn(inputs))
 
-    def note_ungraphed(self, inputs: list[Any], *, is_forward: bool) -> None:
-        """Notes that an un-graphed forward or backward runs now; it is part of a step like a graphed one.
+    def note_ungraphed(self, inputs: list[Any], *, is_forward: bool) -> bool:
+        """Notes that an un-graphed forward or backward runs now, if no other call is under way; returns whether it did.
 
-        A forward that begins a step ends the last step's path: while a backward is pending, no later call does.
+        It is part of a step like a graphed one. A forward that begins a step ends the last step's path: while a
+        backward is pending, no later call does.
         """
         with deferred():
             try:
-                if self.take_aside(inputs):  # otherwise it is called during another call
+                if has_turn := self.take_aside(inputs):
                     self.note_ungraphed_in_turn(is_forward=is_forward)
+                return has_turn
             finally:
                 self.end_turn(inputs)
 
