@@ -176,6 +176,7 @@ def run_generated(model: Any, inputs: list[Any], allocations: Allocations | None
         return with_own(model.__func__)(runner, inputs)
     finally:
         own.clear()  # the functions in it refer to it
+        own["__name__"] = names.get("__name__")  # tells in a traceback whose frame it is
 
 
 def generated_by_inductor(model: Any) -> bool:

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import gc
 import sys
+import traceback
 import types
 import unittest
 import weakref
@@ -170,6 +171,16 @@ class TestAllocations(TestCase):
             gone = weakref.ref(watch)
             del watch
             self.assertIsNone(gone())  # no cycle is left
+
+    def test_a_traceback_tells_the_module_of_a_run_that_raised(self):
+        """What its frames hold is freed once it is known that they are not the program's."""
+        self.use(CODE, library=lambda _: 1 / 0)
+        found = []
+        try:
+            self.run_with(Allocations())
+        except ZeroDivisionError as error:  # unittest would drop its traceback
+            found += [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "call"]
+        self.assertEqual([frame.f_globals for frame in found], [{"__name__": "generated"}])
 
     def test_code_that_inductor_did_not_generate_cannot_be_watched(self):
         self.assertTrue(generated_by_inductor(self.call))

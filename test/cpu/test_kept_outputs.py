@@ -22,7 +22,9 @@ from pygraph_trees.native import binding
 from pygraph_trees.outputs import policy
 from pygraph_trees.outputs.allocations import Block
 from pygraph_trees.outputs.own_memory import OwnMemory
+from pygraph_trees.reasons import Reason
 from pygraph_trees.report.records import MovedOutput
+from pygraph_trees.trees.functions import containment
 from pygraph_trees.trees.managers import input_rules
 from pygraph_trees.trees.managers import manager as trees_manager
 from pygraph_trees.trees.managers.calls import Upstream
@@ -359,6 +361,18 @@ class TestPolicy(TestCase):
         live = Plain(decisions=decisions, outputs=outputs) if outputs else None
         node = Plain(own=own, live=live, wrapped_function=self.functions[id_])
         self.policy.recorded(self.manager, node, pool_bytes)
+
+    def test_memory_is_freed_if_its_function_runs_ungraphed_or_another_one_lacks_memory(self):
+        for lacks_memory in (False, True):
+            self.call(id_ := self.warm_up(model := function()), times=5)
+            self.assertIsNotNone(self.item(id_))
+            error = torch.OutOfMemoryError("2 GiB") if lacks_memory else None
+            model.why_ungraphed = None if lacks_memory else Reason.FAILED(error="?")
+            other = self.add(function(lambda inputs: self.assertIsNone(self.item(id_)) or [X]))
+            is_mocks = mock.patch.object(containment, "is_of_program", lambda _: False)
+            with mock.patch.object(Upstream, "run", side_effect=error), is_mocks:
+                self.manager._run_contained([X], other if lacks_memory else id_)
+            self.assertIsNone(self.item(id_))
 
     def test_outputs_of_inference_have_own_memory_after_the_warm_up(self):
         """Those that its code allocates, if it is the graph's only partition and has no collective."""

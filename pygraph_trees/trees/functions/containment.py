@@ -162,6 +162,8 @@ def _after(error: Exception, manager: Any, progress: Progress, function_id: Any,
         outputs = progress.node.copied_outputs() if progress.outputs is None else progress.outputs
     else:
         inputs, borrowed = progress.take_inputs()
+        if _lacks_memory(error):
+            manager.output_policy.release(manager)
         # If it raises too, that is what the program gets without graphs.
         outputs = manager.run_ungraphed(inputs, function_id, described(error))
         if borrowed:
@@ -196,8 +198,12 @@ def _is_held(error: Exception, manager: Any, progress: Progress) -> bool:
 
 def passes(error: BaseException) -> bool:
     """Whether an error while a function is recorded says nothing about the next recording."""
-    lacks_memory = isinstance(error, torch.OutOfMemoryError) or getattr(error, "error_code", None) == _NO_MEMORY
-    return not isinstance(error, Exception) or lacks_memory or isinstance(error, DeviceBusy) or is_of_program(error)
+    is_no_fault = _lacks_memory(error) or isinstance(error, DeviceBusy)
+    return not isinstance(error, Exception) or is_no_fault or is_of_program(error)
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or getattr(error, "error_code", None) == _NO_MEMORY
 
 
 def is_of_program(error: Exception) -> bool:

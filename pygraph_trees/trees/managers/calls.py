@@ -92,6 +92,8 @@ class Calls(fast_path.TreeState, Upstream):
             if model.stop is not None:  # not before: it frees what the call that failed used
                 model.stop(model.why_ungraphed)
                 model.stop = None
+            if (own := getattr(self.ids_to_funcs[function_id], "own", None)) is not None:
+                own.native.release()
             if (mode := self.id_to_mode[function_id]) in (_FORWARD, _BACKWARD):
                 self.note_ungraphed_in_turn(is_forward=mode == _FORWARD)
             return self.run_ungraphed(inputs, function_id, model.why_ungraphed)
