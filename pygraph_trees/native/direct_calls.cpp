@@ -36,6 +36,13 @@ struct Handed {
 
 thread_local PyObject *Handed::latest = nullptr;
 
+/* Clears an error that says nothing, but throws interrupts and exits. */
+void clear_error() {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
+        throw py::error_already_set();
+    PyErr_Clear();
+}
+
 /* What a function has in place of torch's vectorcall. Python sets all but the counters. */
 struct Direct {
     PyObject *learn = nullptr, *verify = nullptr; // make a memo; compare with Dynamo's guards
@@ -44,6 +51,7 @@ struct Direct {
     PyObject *target = nullptr;                   // the function that Dynamo compiled
     PyObject *memos = nullptr;                    // a list; the last used is the first
     PyObject *refusal = nullptr;                  // None, or the Counter of calls without a memo for the same reason
+    const void *of = nullptr;                     // the function; others may have copied its attributes
     uint32_t every = 0, hits = 0, pause = 0, waits = 0;
     bool is_busy = false;
 
@@ -62,7 +70,8 @@ struct Direct {
     /* Whether torch would not simply look up the function's code: a compiled region, a trace, a mode, the profiler. */
     static bool is_inside() {
         Ref callback(PyObject_CallNoArgs(known.get_callback));
-        if (callback.get() != Py_None || c10::impl::TorchDispatchModeTLS::any_modes_set() || at::hasCallbacks())
+        if (callback.get() != Py_None || c10::impl::TorchDispatchModeTLS::any_modes_set() || at::hasCallbacks() ||
+            c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode))
             return true;
         Ref context(PyObject_GetAttr(known.of_thread, known.tracing_context));
         PyErr_Clear();
@@ -78,7 +87,7 @@ struct Direct {
     /* The variables of a call as Dynamo's guards see them; NULL if the arguments do not fit. */
     Ref locals_of(const std::vector<PyObject *> &given, size_t count, PyObject *names) const {
         Ref locals(PyObject_Vectorcall(bind, given.data(), count, names));
-        PyErr_Clear();
+        clear_error();
         if (!locals || !PyDict_CheckExact(locals.get()) || target == nullptr)
             return Ref();
         const auto *function = reinterpret_cast<PyFunctionObject *>(target);
@@ -117,10 +126,12 @@ struct Direct {
             PyErr_Clear();
             if (why != Miss::TAKEN)
                 continue;
+            if (is_busy) // another thread has run meanwhile
+                return Miss::BUSY;
             is_busy = true;
             const bool is_held = memo->has_guards(locals.get());
             is_busy = false;
-            PyErr_Clear();
+            clear_error();
             if (!is_held) {
                 why = Miss::GUARD;
                 continue;
@@ -187,7 +198,7 @@ struct Direct {
         if (memo && in<Memo>(memo.get()) != nullptr && PyList_Insert(memos, 0, memo.get()) == 0 &&
             PyList_GET_SIZE(memos) > MOST_MEMOS)
             PyList_SetSlice(memos, MOST_MEMOS, PyList_GET_SIZE(memos), nullptr);
-        PyErr_Clear();
+        clear_error();
     }
 };
 
@@ -195,7 +206,13 @@ vectorcallfunc stock = nullptr; // of all functions of Python
 
 Ref direct_of(PyObject *function) {
     PyObject *attributes = reinterpret_cast<PyFunctionObject *>(function)->func_dict;
-    return Ref::dup(attributes == nullptr ? nullptr : PyDict_GetItemWithError(attributes, known.attribute));
+    PyObject *found = attributes == nullptr ? nullptr : PyDict_GetItemWithError(attributes, known.attribute);
+    const auto *direct = in<Direct>(found);
+    return Ref::dup(direct != nullptr && direct->of == function ? found : nullptr);
+}
+
+PyObject *copy_of_direct(PyObject *, PyObject *) {
+    return Py_BuildValue("O()", Py_TYPE(Py_None));
 }
 
 PyObject *enter(PyObject *function, PyObject *const *arguments, size_t flags, PyObject *names) {
@@ -281,6 +298,9 @@ void set_entered(const py::function &given, bool is_entered, bool is_of_modules)
     auto *function = reinterpret_cast<PyFunctionObject *>(given.ptr());
     if (stock == nullptr)
         stock = function->vectorcall;
+    PyObject *attributes = function->func_dict;
+    if (auto *direct = in<Direct>(attributes == nullptr ? nullptr : PyDict_GetItemWithError(attributes, known.attribute)))
+        direct->of = function;
     const auto own = is_of_modules ? enter_module : enter;
     if (function->vectorcall != (is_entered ? stock : own)) // other code has replaced it
         return;
@@ -323,9 +343,24 @@ PyObject *memo_gather(PyObject *self, PyObject *arguments) {
     });
 }
 
-int add_code(PyObject *codes, PyFrameObject *frame, int what, PyObject *) {
-    Ref code(what == PyTrace_CALL ? reinterpret_cast<PyObject *>(PyFrame_GetCode(frame)) : nullptr);
-    return code ? PySet_Add(codes, code.get()) : 0;
+thread_local PyObject *noted = nullptr; // a dictionary, while this thread notes codes
+
+int note_code(PyObject *, PyFrameObject *frame, int what, PyObject *) {
+    if (what != PyTrace_CALL || noted == nullptr)
+        return 0;
+    Ref code(reinterpret_cast<PyObject *>(PyFrame_GetCode(frame))), key(PyLong_FromVoidPtr(code.get()));
+    return key ? PyDict_SetItem(noted, key.get(), code.get()) : -1;
+}
+
+/* In C++: Dynamo does not see what finalizers call while a profile function in Python runs. */
+bool note_codes(const std::optional<py::dict> &codes) {
+    const Py_tracefunc profiler = PyThreadState_Get()->c_profilefunc;
+    if (codes && profiler != nullptr)
+        return false;
+    noted = codes ? codes->ptr() : nullptr;
+    if (codes || profiler == note_code)
+        PyEval_SetProfile(codes ? note_code : nullptr, nullptr);
+    return true;
 }
 
 void add_direct_calls(py::module_ &module) {
@@ -341,7 +376,8 @@ void add_direct_calls(py::module_ &module) {
          {"target", T_OBJECT, FIELD(Direct, target), 0, "The function that Dynamo compiled."},
          {"refusal", T_OBJECT, FIELD(Direct, refusal), 0, "A Counter of calls, if no memo could be made."},
          {"every", T_UINT, FIELD(Direct, every), READONLY, "Which calls are checked; 0 for none."},
-         {"memos", T_OBJECT, FIELD(Direct, memos), READONLY, "The last used one is the first."}});
+         {"memos", T_OBJECT, FIELD(Direct, memos), READONLY, "The last used one is the first."}},
+        {{"__reduce__", copy_of_direct, METH_NOARGS, "A copy is None: it would be another function's."}});
     module.attr("HAS_VERSIONS") = PY_VERSION_HEX < 0x030d0000;
     module.def("know_dynamo",
                [](const std::string &attribute, const py::object &get_callback, const py::object &set_complete_hook,
@@ -364,10 +400,9 @@ void add_direct_calls(py::module_ &module) {
             throw std::runtime_error("only a direct call has inputs");
         return py::reinterpret_steal<py::object>(std::exchange(Handed::latest, nullptr));
     }, "The inputs of the compiled code in the direct call that has just begun, the last one first.");
-    /* A profile function in Python may be interrupted by finalizers, and Dynamo does not see what is called there. */
-    module.def("note_codes", [](std::optional<py::set> codes) {
-        PyEval_SetProfile(codes ? add_code : nullptr, codes ? codes->ptr() : nullptr);
-    }, "Adds the code of each Python function that this thread calls to a set, until it is given None.");
+    module.def("note_codes", note_codes,
+               "Puts the code of each Python function that this thread calls into a dictionary, by identity, until it "
+               "is given None. False if there is another profiler.");
     module.def("counted_direct_calls", [] { return entries; }, "Calls without Dynamo, and the others by reason.");
 }
 

@@ -1,8 +1,10 @@
 """Calls of compiled functions without Dynamo's guards: whatever a guard reads is seen when it changes."""
 
+import copy
 import dis
 import functools
 import gc
+import inspect
 import itertools
 import sys
 import threading
@@ -464,6 +466,80 @@ class TestFunctions(DirectTest):
         deleted = torch._dynamo.guards.DeletedGuardManagerWrapper("a test")
         entry.guard_manager.extra_state.invalidate(entry, deleted)
         self.assertEqual((self.calls(made, x)[1], self.counter.frame_count), (False, 3))
+
+    def test_functions_that_compiled_code_makes(self):
+        """Dynamo's code for them has constants that cannot be hashed."""
+
+        class Makes(nn.Module):
+            def forward(self, x):
+                return x.sin(), lambda z: z * 2
+
+        made, x = self.compiled(Makes()), rows()
+        for _ in range(6):
+            found, double = made(x)
+            torch.testing.assert_close([found, double(x)], [x.sin(), x * 2])
+
+    def test_an_attribute_that_the_class_of_tensors_gets(self):
+        class Scaled(nn.Linear):
+            def forward(self, x):
+                return x * (3.0 if hasattr(self.bias, "quant") else self.bias)
+
+        x = rows()
+        for function, of in ((lambda x: x * getattr(x, "quant", 3.0), torch.Tensor), (Scaled(4, 4), nn.Parameter)):
+            made = self.compiled(function, "direct")
+            self.settle(made, x)
+            of.quant = 5.0
+            try:
+                self.assert_as_eager(made, function, x)
+            finally:
+                del of.quant
+
+    def test_inside_of_a_transform(self):
+        """A memo that was made there would end the caller's transform."""
+        function = lambda: torch.arange(4.0) * 2  # noqa: E731
+        self.compiled(function)()
+        made, x = self.compiled(function), rows()
+        for _ in range(4):
+            torch.testing.assert_close(torch.vmap(lambda x: made(*[]) * x)(x), torch.arange(4.0) * 2 * x)
+
+    def test_attributes_that_are_copied_and_a_signature_of_the_programs(self):
+        one, other = (self.compiled(fn) for fn in (lambda x: x + 1, lambda x: x * 2))
+        for made in (one, other):
+            self.settle(made, x := rows())
+        functools.update_wrapper(other, one)
+        torch.testing.assert_close([one(*[x]), other(*[x])], [x + 1, x * 2])
+        self.assertIsNone(copy.deepcopy(vars(one)["pygraph_direct"]))
+
+        def named(x, n=1, m=2):
+            return x * n - m
+
+        named.__signature__ = inspect.signature(lambda x, m=2, n=1: None)
+        made = self.compiled(named)
+        for values in ((3, 4), (3, 4), (3, 4), (4, 3), (4, 3), (4, 3)):
+            torch.testing.assert_close(made(*[x, *values]), named(x, *values))
+
+    def test_profilers_and_interrupts_of_the_program(self):
+        """Of a memo's first call, and while a memo is made."""
+
+        @torch._dynamo.disable
+        def look(x):
+            seen.append(sys.getprofile())
+            if sets:
+                sys.setprofile(sets.pop())
+            return x
+
+        seen, sets, x = [], [], rows()
+        profile = lambda *_: None  # noqa: E731
+        made = self.compiled(lambda x: look(x + 1))
+        self.addCleanup(sys.setprofile, None)
+        for _ in range(4):
+            sets.append(profile)
+            made(x)
+            self.assertIs(sys.getprofile(), profile)
+            sys.setprofile(None)
+        self.assertEqual(seen, [None] * 4)
+        with mock.patch.object(direct_calls, "_memo", side_effect=KeyboardInterrupt):
+            self.assertRaises(KeyboardInterrupt, self.compiled(lambda x: x - 1), x)
 
     def test_graph_breaks_errors_and_hooks_are_torchs(self):
         def backend(graph, inputs):

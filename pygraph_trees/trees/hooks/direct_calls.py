@@ -12,7 +12,6 @@ import functools
 import inspect
 import logging
 import operator
-import sys
 from collections import Counter
 from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType
@@ -253,7 +252,10 @@ def _bind(direct: Any, target: FunctionType, own: Any) -> None:
     as_is = (target, target.__code__, target.__defaults__, target.__kwdefaults__)
     if found is None or not all(map(operator.is_, found.of, as_is)) or direct.self is not own:
         direct.memos.clear()
-        empty, names = inspect.Parameter.empty, inspect.Signature.from_callable(target, follow_wrapped=False).parameters
+        # Without the attributes of the program's, which may name another signature.
+        bare = FunctionType(target.__code__, {}, target.__name__, target.__defaults__, target.__closure__)
+        bare.__kwdefaults__ = target.__kwdefaults__
+        empty, names = inspect.Parameter.empty, inspect.signature(bare).parameters
         plain = [p.replace(annotation=empty, default=empty if p.default is empty else None) for p in names.values()]
         scope: dict[str, Any] = {"_locals_": locals}  # a parameter may have the usual name
         exec(f"def bind{inspect.Signature(plain)}: return _locals_()", scope)
@@ -292,17 +294,17 @@ def _function(target: FunctionType, code: Any) -> FunctionType:
 def _first_call(direct: Any, memo: Any, torchs: FunctionType, call: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A memo's first call is torch's, and tells whether other compiled code runs inside of the memo's."""
     given = args if direct.self is None else args[1:]
-    if sys.getprofile() is not None:
-        return torchs(*given, **kwargs)
-    codes: set[CodeType] = set()
+    codes: dict[int, CodeType] = {}
     with paused():  # Dynamo does not see what a finalizer calls while Python's audit hooks run
-        binding.extension.note_codes(codes)
+        is_noted = binding.extension.note_codes(codes)
+    if not is_noted:
+        return torchs(*given, **kwargs)
     try:
         result = torchs(*given, **kwargs)
     finally:
         with paused():
             binding.extension.note_codes(None)
-    if sum(code in output_codes for code in codes) == 1:
+    if sum(code in output_codes for code in codes.values()) == 1:
         memo.gather([], call)
     else:
         direct.memos.clear()

@@ -63,6 +63,7 @@ class Facts:
     dropped: set[str] = field(default_factory=set)  # sources of nodes
     kept: set[str] = field(default_factory=set)
     held: dict[str, Any] = field(default_factory=dict)  # objects that are the same in each call, by source
+    classes: set[type] = field(default_factory=set)  # of tensors that must lack an attribute
     are_distinct: bool = True  # whether which of these are the same object is all that the last guards ask
     free: tuple[str, ...] = ()  # names of local variables that are the same objects in each call
     reads_modules: bool = True  # whether objects that are attributes of Python's modules may be facts
@@ -199,9 +200,17 @@ def _drop_tensor(facts: Facts, node: Any, is_global: bool, name: str, item: Any,
     is_any = _is_plain_tensor(node, value) and vars(value).keys() <= {dynamic_mark()}
     if not is_any or any("ID_MATCH" in _leaves(child) for child in _nodes(node)):
         return False
+    _note_class(facts, node, value)
     facts.variables.append((is_global, name, item, value, any(True for _ in _children(node))))
     facts.dropped.update(child.get_source() for child in _nodes(node))
     return True
+
+
+def _note_class(facts: Facts, node: Any, tensor: torch.Tensor) -> None:
+    """A tensor's facts say what attributes it has of its own."""
+    if "NO_HASATTR" in _leaves(node) and type(tensor) not in facts.classes:
+        facts.classes.add(type(tensor))
+        facts.steps.append(("class", type(tensor), None, None))
 
 
 def _is_plain_tensor(node: Any, value: Any) -> bool:
@@ -221,6 +230,7 @@ def _visit(facts: Facts, node: Any, value: Any) -> bool:
     if type(value) in _TENSORS:
         is_covered = _is_plain_tensor(node, value)
         if is_covered:
+            _note_class(facts, node, value)
             facts.steps.append(("tensor", value, None, None))
     elif type(value) is dict and value is not vars(builtins):
         facts.steps.append(("dict", value, None, None))
