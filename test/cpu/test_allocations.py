@@ -283,16 +283,6 @@ pools = st.lists(gaps_and_sizes, max_size=12).flatmap(
 )
 
 
-class Allocator:
-    """The segments of a pool, and how many times they were asked for."""
-
-    snapshots = 0
-
-    def snapshot(self):
-        self.snapshots += 1
-        return iter(self.segments)
-
-
 def holds(segments, address: int) -> bool:
     return any(s["address"] <= address < s["address"] + s["total_size"] for s in segments)
 
@@ -317,10 +307,9 @@ class TestPoolRanges(TestCase):
     @example([([], False, [0, 1, 1 << 47])])  # an empty pool is asked once
     @given(st.lists(st.tuples(pools, st.booleans(), st.lists(st.integers(0, 80 * MIB), max_size=4)), max_size=6))
     def test_what_lies_in_a_segment_is_held_until_ranges_are_forgotten(self, steps):
-        allocator = Allocator()
-        ranges, known, snapshots = PoolRanges(allocator.snapshot), None, 0
+        snapshot = mock.Mock(side_effect=lambda: iter(segments))
+        ranges, known, snapshots = PoolRanges(snapshot), None, 0
         for segments, forgotten, addresses in steps:
-            allocator.segments = segments
             if forgotten:
                 ranges.forget()
                 known = None
@@ -329,7 +318,7 @@ class TestPoolRanges(TestCase):
                 if known is None:
                     known, snapshots = segments, snapshots + 1
                 self.assertEqual(ranges.holds(address), holds(known, address), hex(address))
-            self.assertEqual(allocator.snapshots, snapshots)
+            self.assertEqual(snapshot.call_count, snapshots)
 
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")

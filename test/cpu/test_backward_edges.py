@@ -166,25 +166,19 @@ class TestConditions(BackwardTest, WithFolder):
         call(WORDS).sum().backward(create_graph=True)
         return [p.grad.requires_grad for p in model.parameters()]
 
-    @as_engine(why={Reason.SOME_INPUTS: 1}, result=lambda found: len(found) == TRAINS)
-    def test_gradients_that_are_returned(model, call):
+    @as_engine(why={Reason.SOME_INPUTS: 2}, result=lambda found: len(found) == TRAINS)
+    def test_gradients_of_some_inputs_or_that_are_returned(model, call):
+        call(WORDS).sum().backward(inputs=list(model.layers[0].parameters()))
         return torch.autograd.grad(call(WORDS).sum(), list(model.parameters()))
 
-    @as_engine(why={Reason.SOME_INPUTS: 1})
-    def test_gradients_of_some_inputs(model, call):
-        call(WORDS).sum().backward(inputs=list(model.layers[0].parameters()))
-
-    @as_engine(why={Reason.COMPILED_AUTOGRAD: 1})
-    def test_compiled_autograd(model, call):
-        loss = call(WORDS).sum()
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-            loss.backward()
-
-    @as_engine(why={Reason.COMPILED_AUTOGRAD: 1})
-    def test_a_backward_inside_compiled_autograd(model, call):
-        loss = call(WORDS).sum()
-        with mock.patch.object(torch._dynamo.compiled_autograd, "in_compiled_autograd_region", True):
-            loss.backward()
+    @as_engine(why={Reason.COMPILED_AUTOGRAD: 2})
+    def test_compiled_autograd_and_a_backward_inside_it(model, call):
+        compiled = torch._dynamo.compiled_autograd
+        inside = mock.patch.object(compiled, "in_compiled_autograd_region", True)
+        for context in (compiled._enable(torch.compile(backend="eager")), inside):
+            loss = call(WORDS).sum()
+            with context:
+                loss.backward()
 
     @as_engine(why={Reason.WATCHED: 1}, result=lambda error: "returned nan values" in error)
     def test_anomaly_mode(model, call):
@@ -322,16 +316,12 @@ class TestConditions(BackwardTest, WithFolder):
         (loss + term).backward()
         return other.detach()
 
-    @as_engine(why={Reason.PARAMETER_SHARED: 1})
-    def test_a_parameter_is_a_root(model, call):
+    @as_engine(why={Reason.PARAMETER_SHARED: 2})
+    def test_a_parameter_or_its_edge_is_a_root(model, call):
         """The engine adds its gradient to the function's."""
         bias = model.layers[4].bias
-        torch.autograd.backward([call(WORDS).sum(), bias], [None, torch.full_like(bias, 0.1)])
-
-    @as_engine(why={Reason.PARAMETER_SHARED: 1})
-    def test_an_edge_is_a_root(model, call):
-        other = torch.autograd.graph.get_gradient_edge(model.layers[4].bias)
-        torch.autograd.backward([call(WORDS).sum(), other], [None, torch.full_like(model.layers[4].bias, 0.1)])
+        for root in (bias, torch.autograd.graph.get_gradient_edge(bias)):
+            torch.autograd.backward([call(WORDS).sum(), root], [None, torch.full_like(bias, 0.1)])
 
     @as_engine(taken=1)
     def test_edges_that_eager_code_shares_stay(model, call):

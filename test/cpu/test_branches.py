@@ -19,7 +19,7 @@ from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.edges import lanes
 from pygraph_trees.edges.branches import noting
-from pygraph_trees.edges.operations import Operations, span_of
+from pygraph_trees.edges.operations import span_of
 from pygraph_trees.edges.order import reduced
 from pygraph_trees.edges.rewriting import Chain
 from pygraph_trees.edges.units import Access
@@ -45,7 +45,9 @@ steps = st.lists(
 
 
 class TestAccesses(BranchesTestCase):
-    def run_program(self, program) -> tuple[Captured, Operations, list[torch.Tensor]]:
+    @settings(max_examples=200, deadline=None)
+    @given(steps)
+    def test_no_interleaving_changes_what_a_kernel_reads(self, program):
         captured = Captured()
         alive = [captured.tensor() for _ in range(3)]
         inputs = alive[:2]
@@ -62,12 +64,6 @@ class TestAccesses(BranchesTestCase):
                 del one, other, out
                 if dies and len(alive) > 3:
                     del alive[2]
-        return captured, operations, inputs
-
-    @settings(max_examples=200, deadline=None)
-    @given(steps)
-    def test_no_interleaving_changes_what_a_kernel_reads(self, program):
-        captured, operations, inputs = self.run_program(program)
         self.assertIsNone(operations.why_not)
         units = captured.units(operations, inputs)
         nodes = captured.driver.nodes(captured.graph)
@@ -152,39 +148,29 @@ class TestAccesses(BranchesTestCase):
             self.assertEqual([need.bit_length() for need in chain.needs], expected)
 
     def test_whatever_is_not_certain_is_a_barrier(self):
-        def aten(name=ATEN, **more):
+        def aten(name=ATEN, change=lambda captured: None):
             def run(captured, a, b, c, d):
                 captured.name = name
-                for key, value in more.items():
-                    setattr(captured, key, value)
+                change(captured)
                 ops.cat.out([a, b], out=c)
 
             return run
 
         def with_node(kind):
-            def run(captured, a, b, c, d):
+            def change(captured):
                 captured.work = lambda *_: captured.api.append(captured.stream, captured.api._make_kind(kind, None))
-                ops.cat.out([a, b], out=c)
+
+            return aten(change=change)
+
+        def cooperative(captured):
+            captured.work = lambda read, written, name: captured.api.cooperative.add(captured.kernel(read, written))
+
+        def triton(change):
+            def run(captured, a, b, c, d):
+                change(kernel := FakeAutotuner(captured))
+                kernel.run(a, b, c, 8, stream=captured.stream)
 
             return run
-
-        def cooperative(captured, a, b, c, d):
-            captured.work = lambda read, written, name: captured.api.cooperative.add(captured.kernel(read, written))
-            ops.cat.out([a, b], out=c)
-
-        def user_kernel(captured, a, b, c, d):
-            kernel = FakeAutotuner(captured)
-            kernel.custom_kernel = True
-            kernel.run(a, b, c, 8, stream=captured.stream)
-
-        def two_launchers(captured, a, b, c, d):
-            kernel = FakeAutotuner(captured)
-            kernel.launchers *= 2
-            kernel.run(a, b, c, 8, stream=captured.stream)
-
-        def unread(captured, a, b, c, d):
-            captured.api.lack("cuGraphKernelNodeGetParams")
-            ops.cat.out([a, b], out=c)
 
         cases = {
             "an operator of another library": lambda captured, a, b, c, d: custom([a], [b]),
@@ -195,10 +181,12 @@ class TestAccesses(BranchesTestCase):
             "a kernel without a name": aten(None),
             "a grouped matmul": aten("_ZN7cutlass13device_kernelIN2at4cuda12_GLOBAL__N_1"),
             "a node outside": lambda captured, a, b, c, d: captured.kernel([a], [b]),
-            "a kernel that waits for all of its blocks": cooperative,
-            "a user's kernel": user_kernel,
-            "a kernel whose parameters have no names": two_launchers,
-            "a kernel that cannot be read": unread,
+            "a kernel that waits for all of its blocks": aten(change=cooperative),
+            "a user's kernel": triton(lambda kernel: setattr(kernel, "custom_kernel", True)),
+            "a kernel whose parameters have no names": triton(lambda kernel: kernel.launchers.append(len)),
+            "a kernel that cannot be read": aten(
+                change=lambda captured: captured.api.lack("cuGraphKernelNodeGetParams")
+            ),
             **{kind: with_node(kind) for kind in ("HOST", "GRAPH", "CONDITIONAL", "EVENT_RECORD", "WAIT_EVENT")},
         }
         for what, run in cases.items():

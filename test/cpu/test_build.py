@@ -215,18 +215,6 @@ class TestWheel(TestCase):
         super().setUpClass()
         cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory())).resolve()
         cls.built = Path(binding.extension.__file__).parent
-        cls.wheel, cls.told = cls.make_wheel()
-        cls.environment = cls.folder / "environment"
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", cls.environment], check=True)
-        (cls.packages,) = cls.environment.glob("lib/python*/site-packages")
-        # Torch is there as a line in a file, which does not make an installed checkout importable.
-        (cls.packages / "torch.pth").write_text(str(location.torch_folder().parent))
-        command = [sys.executable, "-m", "pip", "-q", "--python", cls.environment, "install", "--no-deps", "--no-index"]
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may have an egg-info
-        subprocess.run([*command, cls.wheel], check=True, env=env)
-
-    @classmethod
-    def make_wheel(cls):
         wheels, out = tool("wheels"), io.StringIO()
         copied = lambda folder, torch: shutil.copytree(cls.built, folder / "out")  # noqa: E731
         with contextlib.ExitStack() as stack:
@@ -235,9 +223,17 @@ class TestWheel(TestCase):
             if not os.environ.get("TEST_WHEELS"):
                 stack.enter_context(mock.patch.object(wheels.build, "compile_module", copied))
             status = wheels.main(["--out", str(cls.folder), str(location.torch_folder())])
-        assert status == 0, out.getvalue()
-        (wheel,) = cls.folder.glob("*.whl")
-        return wheel, out.getvalue()
+        cls.told = out.getvalue()
+        assert status == 0, cls.told
+        (cls.wheel,) = cls.folder.glob("*.whl")
+        cls.environment = cls.folder / "environment"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", cls.environment], check=True)
+        (cls.packages,) = cls.environment.glob("lib/python*/site-packages")
+        # Torch is there as a line in a file, which does not make an installed checkout importable.
+        (cls.packages / "torch.pth").write_text(str(location.torch_folder().parent))
+        command = [sys.executable, "-m", "pip", "-q", "--python", cls.environment, "install", "--no-deps", "--no-index"]
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may have an egg-info
+        subprocess.run([*command, cls.wheel], check=True, env=env)
 
     def setUp(self):
         super().setUp()

@@ -233,20 +233,17 @@ class TestHashes(WithFolder):
 
     def test_that_code_uses_no_other(self):
         of_package = [path for path in artifact_files() if path.is_relative_to(ROOT / "pygraph_trees")]
-        used = {module for path in of_package for module in _imports(path)}
+        found = [(path, node) for path in of_package for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+        used = set()
+        for path, node in found:
+            if isinstance(node, ast.ImportFrom):
+                package, module = ".".join(path.relative_to(ROOT).parent.parts), "." * node.level + (node.module or "")
+                place = ROOT / importlib.util.resolve_name(module, package).replace(".", "/")
+                for alias in node.names if place.is_relative_to(ROOT / "pygraph_trees") else ():
+                    files = (place / f"{alias.name}.py", place.with_suffix(".py"), place / "__init__.py")
+                    used.add(next(file for file in files if file.is_file()))
         self.assertGreater(len(used), 10)
         self.assertEqual(used - {*of_package}, set())
-
-
-def _imports(path):
-    """The files of the package from which a module imports, anywhere in it."""
-    package = ".".join(path.relative_to(ROOT).parent.parts)
-    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
-    for node in nodes:
-        place = ROOT / importlib.util.resolve_name("." * node.level + (node.module or ""), package).replace(".", "/")
-        for alias in node.names if place.is_relative_to(ROOT / "pygraph_trees") else ():
-            files = (place / f"{alias.name}.py", place.with_suffix(".py"), place / "__init__.py")
-            yield next(file for file in files if file.is_file())
 
 
 class TestEvidence(WithFolder):

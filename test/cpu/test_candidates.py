@@ -374,35 +374,31 @@ class TestDeaths(TestCase):
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")
 class TestCandidateFilter(TestCase):
-    def test_no_recording_that_fits_is_passed_over(self):
+    @EXAMPLES
+    @given(CHOICES, st.integers(0, 8), st.sampled_from([1, 30]))
+    def test_no_recording_that_fits_is_passed_over(self, drawn, begin, times):
         """The recording that the filter names need not fit: the filter stops once at most one is left."""
+        given_ = some_tensors()
+        choices, outputs = [], []
+        for fixed, last_moved, kinds in drawn * times:
+            where = [given_[index].data_ptr() for index in fixed]
+            if last_moved and fixed:
+                where[-1] += 1
+            outputs.append(None if kinds is None else Outputs(kinds))
+            deaths = None if kinds is None else Deaths(outputs[-1].places, fail)
+            choices.append((list(zip(fixed, where, strict=True)), deaths))
 
-        @EXAMPLES
-        @given(CHOICES, st.integers(0, 8), st.sampled_from([1, 30]))
-        def check(drawn, begin, times):
-            given_ = some_tensors()
-            choices, outputs = [], []
-            for fixed, last_moved, kinds in drawn * times:
-                where = [given_[index].data_ptr() for index in fixed]
-                if last_moved and fixed:
-                    where[-1] += 1
-                outputs.append(None if kinds is None else Outputs(kinds))
-                deaths = None if kinds is None else Deaths(outputs[-1].places, fail)
-                choices.append((list(zip(fixed, where, strict=True)), deaths))
+        def fits(number):
+            fixed, deaths = choices[number]
+            are_there = all(given_[index].data_ptr() == address for index, address in fixed)
+            return are_there and (deaths is None or outputs[number].are_dead)
 
-            def fits(number):
-                fixed, deaths = choices[number]
-                are_there = all(given_[index].data_ptr() == address for index, address in fixed)
-                return are_there and (deaths is None or outputs[number].are_dead)
-
-            find = candidate_filter(choices)
-            position = find(begin, given_)
-            while position < len(choices) and not fits(position):
-                position = find(position + 1, given_)
-            expected = next(filter(fits, range(begin, len(choices))), len(choices))
-            self.assertEqual(min(position, len(choices)), expected)
-
-        check()
+        find = candidate_filter(choices)
+        position = find(begin, given_)
+        while position < len(choices) and not fits(position):
+            position = find(position + 1, given_)
+        expected = next(filter(fits, range(begin, len(choices))), len(choices))
+        self.assertEqual(min(position, len(choices)), expected)
 
     def test_outputs_and_addresses_rule_recordings_out(self):
         """There are more recordings than bits in a word. Each call looks again; torch's references are not called."""

@@ -409,17 +409,14 @@ class TestDoctor(Folder):
         self.assertEqual(out, f"pygraph_trees {pygraph_trees.__version__}, torch 2.99.0, native: {why}\n")
 
 
-REPORT_ENVIRONMENT = Environment("9", "2", None, "a GPU", ())
-
-
 class TestCompare(Folder):
     """The GPU is absent: ``compare`` calls and times a program on the CPU, in ways that are plain callables."""
 
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.multiple(torch.cuda, is_available=lambda: True, get_device_name=lambda: "a GPU"))
-        made = mock.patch("pygraph_trees.report.summary.Environment", lambda *_, **__: REPORT_ENVIRONMENT)
-        self.enterContext(made)
+        environment = Environment("9", "2", None, "a GPU", ())
+        self.enterContext(mock.patch("pygraph_trees.report.summary.Environment", return_value=environment))
 
     def test_verdicts(self):
         latencies = {"eager": 4.0, "compile": 2.0, "upstream": 3.0, "ours": 1.5}

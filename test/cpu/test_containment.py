@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from fake_trees import bare_manager
+from test_trees import double
 from torch._inductor.cudagraph_trees import FunctionID
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -25,12 +26,6 @@ from pygraph_trees.trees.managers import calls
 from pygraph_trees.trees.managers.manager import Manager
 
 ID = FunctionID(0)
-
-
-def doubled(inputs: list[Any]) -> list[Any]:
-    outputs = [value * 2 for value in inputs]
-    inputs.clear()
-    return outputs
 
 
 def of_torch() -> None:
@@ -46,7 +41,7 @@ def fails(error: BaseException) -> None:
 class TestContained(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        self.model = FunctionModel(doubled, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
+        self.model = FunctionModel(double, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
         self.manager = bare_manager(ids_to_funcs={ID: SimpleNamespace(model=self.model)}, warmed_up_functions={ID})
         self.manager.reclaiming = mock.Mock(forgotten=[])
         self.enterContext(mock.patch.object(Manager, "pool", SimpleNamespace(holds=lambda address: False)))

@@ -111,29 +111,23 @@ class TestReplacing(TestCase):
         edges = lane_edges(chain.units, chain.needs, times[: len(chain.units)])
         chain.replace(edges)
         self.assertTrue(captured.is_right(range(8)))
-        self.check_nodes(captured, chain.units)
-        self.check_pairs(edges, [unit.lane for unit in chain.units])
-        chain.restore()
-        self.assertEqual(captured.api.edges(captured.graph), captured.edges)
-
-    def check_nodes(self, captured, units):
-        """All nodes of two operations in conflict are in order, or the two are one unit, which keeps its edges."""
+        # All nodes of two operations in conflict are in order, or the two are one unit, which keeps its edges.
         present = captured.api.edges(captured.graph)
-        unit = {node: i for i, one in enumerate(units) for node in one.nodes}
+        unit = {node: i for i, one in enumerate(chain.units) for node in one.nodes}
         after = {node: reachable(present, node) for node in unit}
         for one, other in itertools.combinations(captured.ops, 2):
             if unit[one.nodes[0]] != unit[other.nodes[0]] and in_conflict(one, other):
                 self.assertTrue(all({*other.nodes} <= after[node] for node in one.nodes), (one, other))
         inside = {nodes: data for nodes, data in captured.edges.items() if unit[nodes[0]] == unit[nodes[1]]}
         self.assertEqual({nodes: data for nodes, data in present.items() if data or nodes in inside}, inside)
-
-    def check_pairs(self, pairs, lanes):
-        """No edge is redundant, and the units of each lane are in order."""
-        for earlier, later in pairs:
-            self.assertNotIn(later, reachable({*pairs} - {(earlier, later)}, earlier))
-        for one, other in itertools.combinations(range(len(lanes)), 2):
-            if lanes[one] == lanes[other]:
-                self.assertTrue(other in reachable(pairs, one) or one in reachable(pairs, other), (one, other))
+        # No edge is redundant, and the units of each lane are in order.
+        for earlier, later in edges:
+            self.assertNotIn(later, reachable({*edges} - {(earlier, later)}, earlier))
+        for one, other in itertools.combinations(range(len(chain.units)), 2):
+            if chain.units[one].lane == chain.units[other].lane:
+                self.assertTrue(other in reachable(edges, one) or one in reachable(edges, other), (one, other))
+        chain.restore()
+        self.assertEqual(captured.api.edges(captured.graph), captured.edges)
 
     def test_a_unit_keeps_its_lane_first(self):
         """The last unit waits for unit 1, too, so that unit 2 starts first; but it is in the lane of unit 0."""

@@ -99,9 +99,6 @@ class TestLaneCapture(BranchesTestCase):
                 ops.cat.out([source], out=held[0])
         self.assertEqual(captured.moved, [])
 
-    def written(self, captured, source, hidden, *_):
-        captured.kernel([source], [hidden])
-
     def test_memory_that_an_unknown_operation_may_have_written_is_not_moved(self):
         """It may be given the memory as something that is no tensor, such as a descriptor."""
         for unknown in ("operator", "kernel"):
@@ -110,7 +107,7 @@ class TestLaneCapture(BranchesTestCase):
             with captured.noted(source, other):
                 hidden = captured.made()
                 address = hidden.data_ptr()
-                captured.work = functools.partial(self.written, captured, source, hidden)
+                captured.work = lambda *_: captured.kernel([source], [hidden])  # noqa: B023
                 if unknown == "operator":
                     custom([source], [other])
                 else:

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import variant_kernels as kernels
 from commands import WithFolder, module_of
+from test_fake_gpu import on_gpu
 from torch._inductor.runtime import static_triton_launcher, triton_helpers, triton_heuristics
 from torch.testing._internal.common_utils import TestCase, run_tests
 from triton.compiler import CompiledKernel
@@ -283,10 +284,6 @@ def loaded() -> Iterator[Any]:
         mock.patch.multiple(CompiledKernel, _init_handles=init_handles, __del__=lambda kernel: None, create=True),
     ):
         yield gpu
-
-
-def on_gpu(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(*size, dtype=dtype, device="meta")
 
 
 @contextlib.contextmanager

@@ -51,10 +51,6 @@ def report(functions=(), graphs=(), breaks=()):
     return Report(ENVIRONMENT, tuple(graphs), tuple(functions), tuple(breaks))
 
 
-def measurement(way, regime="same", latency_ms=1.0, **fields):
-    return Measurement("Net", "inference", 1, way, regime, latency_ms=latency_ms, **fields)
-
-
 FULL = report(
     [
         function(recording(0, replays=90), recording(2, 1, "static input arg3_1 moved", 4), mode="forward"),
@@ -63,8 +59,9 @@ FULL = report(
     [graph(), records.GraphRecord("other", None, "inference", (), EVIL)],
     [records.GraphBreak(f"data: {EVIL}", f"model.py:31 in f: {EVIL}", 2, EVIL)],
 )
+TIMELINE = Span("host", True, 0.0, 5.0), Span("gpu", True, 6.0, 40.0)
 MEASURED = [
-    measurement(way, regime, latency, timeline=(Span("host", True, 0.0, 5.0), Span("gpu", True, 6.0, 40.0)))
+    Measurement("Net", "inference", 1, way, regime, latency_ms=latency, timeline=TIMELINE)
     for regime in ("same", "fresh")
     for way, latency in (("upstream", 2.0), ("ours", 1.0))
 ]

@@ -284,17 +284,14 @@ def questions():
     return [question for question in found if question.__annotations__ == {"return": "bool"}]
 
 
-def answer_by_comment(question):
-    word, version = COMMENT.search(inspect.getsource(question)).groups()
-    named = parse_version(version)
-    return {"since": named <= INSTALLED, "up to": named >= INSTALLED}[word]
-
-
 class TestVersionQuestions(TestCase):
     def test_the_installed_torch_answers_as_the_comments_say(self):
         self.assertGreater(len(questions()), 5)
         for question in questions():
-            self.assertIs(question(), answer_by_comment(question), question.__name__)
+            word, version = COMMENT.search(inspect.getsource(question)).groups()
+            named = parse_version(version)
+            answer = {"since": named <= INSTALLED, "up to": named >= INSTALLED}[word]
+            self.assertIs(question(), answer, question.__name__)
 
     def test_answers_are_those_of_torch_without_the_patches(self):
         patched = [question() for question in questions()]

@@ -415,26 +415,23 @@ class TestInterrupts(PlaceholdersTestCase):
         for work in (None, materialise_all, Placeholders.release_memory, Placeholders.close):
             for at, after in itertools.product(range(calls_of(work).total()), (False, True)):
                 with self.subTest(work=work, at=at, after=after):
-                    self.check_interrupt(work, at, after)
-
-    def check_interrupt(self, work: Callable[[Placeholders], None] | None, at: int, after: bool) -> None:
-        self.restart()
-        interrupts = Interrupts(self.api)
-        self.driver = Driver(interrupts)
-        placeholders = None if work is None else self.placeholders(*SOME)
-        interrupts.at, interrupts.after = at, after
-        with self.assertRaises(KeyboardInterrupt):
-            self.placeholders(*SOME) if work is None else work(placeholders)
-        if placeholders is not None:
-            placeholders.close()
-        # A handle is lost if a call was about to return it, or if it was taken off the books to be given back.
-        lost = [("cuMemCreate", True), ("cuMemRelease", False)]
-        self.assertEqual(self.api.mappings, {})
-        self.assertEqual(len(self.api.leaks()), (interrupts.struck, after) in lost, self.api.leaks())
-        # A range that was being reserved is lost; the next recording has its own.
-        again = self.placeholders(*SOME)
-        self.assertReserved(*[TIB] * (1 + ((interrupts.struck, after) == ("cuMemAddressReserve", True))))
-        self.assertTrue(self.api.is_reserved(again.low, again.high - again.low))
+                    self.restart()
+                    interrupts = Interrupts(self.api)
+                    self.driver = Driver(interrupts)
+                    placeholders = None if work is None else self.placeholders(*SOME)
+                    interrupts.at, interrupts.after = at, after
+                    with self.assertRaises(KeyboardInterrupt):
+                        self.placeholders(*SOME) if work is None else work(placeholders)
+                    if placeholders is not None:
+                        placeholders.close()
+                    # A handle is lost if a call was about to return it, or if it was off the books to be given back.
+                    lost = [("cuMemCreate", True), ("cuMemRelease", False)]
+                    self.assertEqual(self.api.mappings, {})
+                    self.assertEqual(len(self.api.leaks()), (interrupts.struck, after) in lost, self.api.leaks())
+                    # A range that was being reserved is lost; the next recording has its own.
+                    again = self.placeholders(*SOME)
+                    self.assertReserved(*[TIB] * (1 + ((interrupts.struck, after) == ("cuMemAddressReserve", True))))
+                    self.assertTrue(self.api.is_reserved(again.low, again.high - again.low))
 
 
 if __name__ == "__main__":

@@ -71,18 +71,15 @@ class TestPlacement(TestCase):
             module, _ = self.placed_program(lambda x, y: put(view(x), GPU, True) + y, large, torch.rand(1))  # noqa: B023
             self.assertEqual([n.args[2] for n in module.graph.nodes if n.target is put], [is_late])
 
-    def test_any_program(self):
-        @EXAMPLES
-        @given(programs(), st.booleans())
-        def check(drawn, exact):
-            inputs, steps, outputs = drawn
-            after, placed = self.check(run_steps(steps, outputs), inputs, exact=exact)
-            if placed.why_not is None:
-                for node in after.graph.nodes:
-                    if is_copy_between_devices(node) and is_on_gpu(node):
-                        self.assertFalse(is_on_cpu(node.args[0]) and node.args[0].op == "placeholder", node)
-
-        check()
+    @EXAMPLES
+    @given(programs(), st.booleans())
+    def test_any_program(self, drawn, exact):
+        inputs, steps, outputs = drawn
+        after, placed = self.check(run_steps(steps, outputs), inputs, exact=exact)
+        if placed.why_not is None:
+            for node in after.graph.nodes:
+                if is_copy_between_devices(node) and is_on_gpu(node):
+                    self.assertFalse(is_on_cpu(node.args[0]) and node.args[0].op == "placeholder", node)
 
     def test_single_precision_math_on_inputs_moves_unless_results_may_be_further_apart(self):
         for name, function in {**EQUAL, **NEAR, **STAYS}.items():

@@ -1,13 +1,11 @@
 """The README is short, its links exist, and its example and sample are what the commands print."""
 
-import contextlib
-import io
 import json
 import re
 import sys
 from unittest import mock
 
-from commands import ROOT, WithFolder
+from commands import ROOT, WithFolder, run
 from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees import __main__ as command_line
@@ -44,13 +42,12 @@ class TestReadme(WithFolder):
         with mock.patch.object(sys, "path", list(sys.path)):
             path = self.folder / "my.py"
             path.write_text(block_after("<!-- my.py: run by test_readme.py -->"))
-            out = io.StringIO()
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-                self.assertEqual(command_line.main(["explain", f"{path}:build"]), 0)
+            status, out, err = run(command_line.main, "explain", f"{path}:build")
+            self.assertEqual(status, 0, err)
             sys.modules.pop("my", None)
         versions = lambda text: re.sub(r"\S+/my\.py", "my.py", re.sub(r"torch \S+:", "torch:", text))  # noqa: E731
         wanted = block_after("<!-- explained: compared by test_readme.py -->")
-        self.assertEqual(versions(out.getvalue()), versions(wanted))
+        self.assertEqual(versions(out), versions(wanted))
 
     def test_other_modes_with_cuda_graphs_are_named(self):
         """The README names exactly the modes in which torch uses CUDA graphs."""

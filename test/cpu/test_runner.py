@@ -15,6 +15,7 @@ from commands import WithFolder, module_of
 from fake_trees import FakeFunction, replay_with, replaying
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_fake_gpu import on_gpu
 from torch import nn
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._guards import TracingContext, tracing
@@ -480,10 +481,6 @@ class TestShortened(RunnerTestCase):
         check_edited(1, lines[:1], lines[1:])  # taken apart twice
         twice = [line.replace("(buf0, buf1)", "(buf0, buf0)") for line in lines[:-1]]
         self.check_refused("\n".join([*twice, "return (buf0, buf0, )"]))
-
-
-def on_gpu(*size):
-    return torch.empty(*size, device="meta")
 
 
 class TestInductor(RunnerTestCase):

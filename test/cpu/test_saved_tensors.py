@@ -212,15 +212,6 @@ def see(self, func, types, args=(), kwargs=None):
     return func(*args, **(kwargs or {}))
 
 
-def state_of(count, unchecked=0, symints=0, opaque=0, dynamic=None, kept=None):
-    metadata = object.__new__(ViewAndMutationMeta)
-    metadata.num_forward, metadata.num_tensors_saved_with_no_vc_check = 1, unchecked
-    metadata.num_symints_saved_for_bw, metadata.num_opaque_objects_saved_for_bw = symints, opaque
-    metadata.dynamic_saved_tensors_idxs = dynamic or {}
-    metadata.saved_tensor_is_graph_input = kept or [False] * count
-    return SavedState(metadata)
-
-
 def described(value, given):
     """A tensor's place in the list, or what can be seen of a new one."""
     if not isinstance(value, torch.Tensor):
@@ -243,10 +234,14 @@ class TestMethod(TestCase):
         self.plain = [self.base, nn.Parameter(torch.ones(2)), torch.ones(0), torch.zeros(2, dtype=torch.int64)]
         self.views = [self.base[:2], self.base.view(2, 3).t()]
 
-    def check(self, given, is_ours, mode=None, **counts):
+    def check(self, given, is_ours, mode=None, *, unchecked=0, symints=0, opaque=0, dynamic=None, kept=None):
         """Compares what is saved, which calls a mode sees, and the error; returns them."""
-        state = state_of(len(given) - 1 - counts.get("symints", 0) - counts.get("opaque", 0), **counts)
-        found = []
+        metadata, found = object.__new__(ViewAndMutationMeta), []
+        metadata.num_forward, metadata.num_tensors_saved_with_no_vc_check = 1, unchecked
+        metadata.num_symints_saved_for_bw, metadata.num_opaque_objects_saved_for_bw = symints, opaque
+        metadata.dynamic_saved_tensors_idxs = dynamic or {}
+        metadata.saved_tensor_is_graph_input = kept or [False] * (len(given) - 1 - symints - opaque)
+        state = SavedState(metadata)
         for save in (self.upstream, self.saving):
             self.torchs.reset_mock(), SEEN.clear()
             ctx, error = Context(), ""

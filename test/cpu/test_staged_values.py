@@ -28,7 +28,6 @@ from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.native import binding
 from pygraph_trees.placement import staging as operator
 
-requires_cpp = unittest.skipIf(binding.extension is None, "the part in C++ was not built")
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.uint8)
 
 
@@ -222,7 +221,7 @@ class TestInPython(ValuesTestCase):
         self.assertEqual(live.addresses.prepare(numbers(1)), "a driver call failed")
 
 
-@requires_cpp
+@unittest.skipIf(binding.extension is None, "the part in C++ was not built")
 class TestInCpp(TestInPython):
     """The same with the reader of nodes, and replays without Python."""
 

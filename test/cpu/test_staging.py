@@ -29,14 +29,6 @@ TARGET = 0x7B00_0000_0000  # memory that belongs to the graph
 CALL = "cuGraphExecMemcpyNodeSetParams"
 
 
-class Queue:
-    """Launches that the GPU has not reached yet, in order."""
-
-    def __init__(self):
-        self.done = self.queued = self.waits = 0
-        self.asked = lambda: None  # called at each question and wait
-
-
 class Event:
     def __init__(self, queue):
         self.queue = queue
@@ -56,7 +48,8 @@ class Event:
 class StagingTestCase(LiveInputsTestCase):
     def setUp(self):
         super().setUp()
-        self.queue = Queue()
+        # Launches that the GPU reaches in order; ``asked`` is called at each question and wait.
+        self.queue = SimpleNamespace(done=0, queued=0, waits=0, asked=lambda: None)
         self.blocks = []  # that were allocated
         self.waited = mock.Mock()  # waits for a stream
         stream = lambda device: SimpleNamespace(cuda_stream=self.stream, synchronize=self.waited)  # noqa: E731
@@ -115,7 +108,9 @@ class TestBuffers(StagingTestCase):
                         (memory,) = buffers.placeholder_tensors
                         self.assertEqual(memory, wanted.resolve_neg().resolve_conj(), rtol=0, atol=0)
 
-    def test_a_queued_buffer_is_not_written_to(self):
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.sampled_from(["launch", "launch", "put", "done"]), max_size=60), st.booleans())
+    def test_a_queued_buffer_is_not_written_to(self, steps, fixed):
         """Every input in it keeps its value."""
         shapes = (4,), (9000,), (4, 3)
 
@@ -123,28 +118,23 @@ class TestBuffers(StagingTestCase):
             small, large, wide = (torch.full(shape, float(number)) for shape in shapes)
             return [small, large, wide.t()]
 
-        @settings(max_examples=100, deadline=None)
-        @given(st.lists(st.sampled_from(["launch", "launch", "put", "done"]), max_size=60), st.booleans())
-        def check(steps, fixed):
-            self.queue.done = self.queue.queued = 0
-            buffers = Staging(values(0))
-            buffers.is_fixed = fixed
-            offsets = [tensor.data_ptr() - buffers.together.data_ptr() for tensor in buffers.placeholder_tensors]
-            queued = []  # the address, and the number whose values the launch must read
-            for number, step in enumerate(steps, 1):
-                if step == "done":
-                    self.queue.done = min(self.queue.done + 1, self.queue.queued)
-                    continue
-                (address,) = buffers.put(values(number))
-                if step == "launch":
-                    self.launch(buffers)
-                    queued.append((address, number))
-                for begin, wanted in (*queued[self.queue.done :], (address, number)):
-                    for offset, value in zip(offsets, values(wanted), strict=True):
-                        self.assertTrue(torch.equal(read_at(begin + offset, value), value))
-            self.assertLessEqual(len({address for address, _ in queued}), 1 if fixed else MOST_BUFFERS)
-
-        check()
+        self.queue.done = self.queue.queued = 0
+        buffers = Staging(values(0))
+        buffers.is_fixed = fixed
+        offsets = [tensor.data_ptr() - buffers.together.data_ptr() for tensor in buffers.placeholder_tensors]
+        queued = []  # the address, and the number whose values the launch must read
+        for number, step in enumerate(steps, 1):
+            if step == "done":
+                self.queue.done = min(self.queue.done + 1, self.queue.queued)
+                continue
+            (address,) = buffers.put(values(number))
+            if step == "launch":
+                self.launch(buffers)
+                queued.append((address, number))
+            for begin, wanted in (*queued[self.queue.done :], (address, number)):
+                for offset, value in zip(offsets, values(wanted), strict=True):
+                    self.assertTrue(torch.equal(read_at(begin + offset, value), value))
+        self.assertLessEqual(len({address for address, _ in queued}), 1 if fixed else MOST_BUFFERS)
 
     def test_pinned_memory_is_read_when_the_program_reads_it(self):
         """The program's copy may follow a copy into that memory which the GPU has not made yet."""
@@ -504,10 +494,6 @@ class TestLiveInputs(StagingTestCase):
         """The node that copies the whole block."""
         return self.api.make_memcpy(self.blocks[-1].data_ptr(), TARGET, self.blocks[-1].numel(), "HOST")
 
-    def numbers_of(self, address):
-        offset = [item.recorded - self.blocks[0].data_ptr() for item in self.live.items]
-        return [read_at(address + offset[i], torch.tensor(0.0)) for i in range(NUMBERS)]
-
     def test_one_node_copies_all_numbers(self):
         """Each call patches one block and one node, and each launch reads its own numbers."""
         for own in ((), (5,)):  # a second copy of a number is given the address of its part
@@ -527,7 +513,9 @@ class TestLiveInputs(StagingTestCase):
             self.assertEqual(len({node[0][0] for node, _ in launched}), 6)
             for ((source, target), *others), call in launched:
                 self.assertEqual(target, TARGET)
-                self.assertEqual(self.numbers_of(source), numbers(call), rtol=0, atol=0)
+                places = [source + item.recorded - self.blocks[0].data_ptr() for item in self.live.items]
+                found = [read_at(place, torch.tensor(0.0)) for place in places]
+                self.assertEqual(found, numbers(call), rtol=0, atol=0)
                 self.assertEqual([read_at(s, torch.tensor(0.0)) for s, _ in others], [numbers(call)[i] for i in own])
             self.queue.done = self.queue.queued
             del self.api.calls[:]

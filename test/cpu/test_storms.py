@@ -148,26 +148,19 @@ class TestPaths(TestCase):
     def test_the_end_of_a_path_and_the_move_of_its_outputs_go_by_one_answer(self):
         """Torch's own code, in any version, asks once; another thread begins a step in between."""
 
-        class Manages(Manager):
-            def get_curr_generation(self):
-                return self.now
+        def keep_outputs(manager):
+            if manager.can_start_new_generation():
+                moved.append("moved")
+            manager.now = 1  # another thread begins a step
 
-            def user_invoked_mark_step(self):
-                return True
-
-            def _clone_current_path_live_user_visible_outputs(self):
-                pass  # torch 2.14 and later
-
-            def _keep_outputs(self):
-                if self.can_start_new_generation():
-                    moved.append("moved")
-                self.now = 1  # another thread begins a step
-
+        replaced = {"get_curr_generation": lambda manager: manager.now, "user_invoked_mark_step": lambda _: True}
+        replaced["_clone_current_path_live_user_visible_outputs"] = lambda _: None  # torch 2.14 and later
+        manages = type("Manages", (Manager,), {"_keep_outputs": keep_outputs, **replaced})
         for generation, expected in ((1, ["moved", "ended"]), (0, [])):
             moved, node = [], cudagraph_trees.CUDAGraphNode.__new__(cudagraph_trees.CUDAGraphNode)
             node._parent, node.all_outputs_are_dead = lambda: None, lambda: False
             node.clear_path_state = lambda moved=moved: moved.append("ended")
-            manager = bare_manager(Manages, now=generation, current_node=node, current_gen=0, keeps_outputs=True)
+            manager = bare_manager(manages, now=generation, current_node=node, current_gen=0, keeps_outputs=True)
             manager.path_state = cudagraph_trees.ExecutionState.EXECUTION
             manager.try_end_curr_execution()
             self.assertEqual(moved, expected)

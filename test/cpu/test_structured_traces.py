@@ -11,7 +11,6 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary
 from types import SimpleNamespace
@@ -33,23 +32,17 @@ from pygraph_trees.report.records import Partition
 SETTINGS = {"placement": "full", "indirection": "auto"}
 
 
-@dataclass(frozen=True, slots=True)
-class Artifact:
-    name: str
-    metadata: dict[str, Any]
-    content: dict[str, Any]
-
-
 @contextlib.contextmanager
-def artifacts() -> Iterator[list[Artifact]]:
+def artifacts() -> Iterator[list[SimpleNamespace]]:
     """This package's artifacts in torch's structured trace that are written inside the context."""
-    found: list[Artifact] = []
+    found: list[SimpleNamespace] = []
 
     def emit(record: Any) -> None:
         what = record.metadata.get("artifact", {})
         if what.get("name", "").startswith("pygraph_"):
             assert what["encoding"] == "json", what
-            found.append(Artifact(what["name"], record.metadata, json.loads(record.payload)))
+            content = json.loads(record.payload)
+            found.append(SimpleNamespace(name=what["name"], metadata=record.metadata, content=content))
 
     with listening(emit):
         yield found

@@ -235,10 +235,7 @@ class TestSlots(LiveInputsTestCase):
             with Warmups().begin(function, 1, inputs, [0], 0, self.pool, is_backward=False, builds=builds):
                 pass
 
-        def one() -> None: ...
-
-        def other() -> None: ...
-
+        one, other = (lambda: None), (lambda: None)
         with (
             mock.patch.multiple(warmups_module, noting=noting, why_not_placeholder=lambda *_: None),
             mock.patch.object(launches, "build", lambda *_: self.variant("in_ptr1")),

@@ -29,13 +29,6 @@ def all_of(value):
     return torch.full((SIZE,), float(value))
 
 
-def give_memory(output, other, how):
-    if how == "data":
-        output.data = other
-    else:
-        output.set_(other)
-
-
 def under_autograd(function):
     """Returns a callable that calls ``function`` as the forward of an autograd function; gradients pass unchanged."""
 
@@ -167,7 +160,11 @@ class TestDropped(TouchedTestCase):
         keep = {"view": output.detach, "storage": output.untyped_storage, "typed storage": output.storage}
         held = keep[kept]() if kept in keep else None
         if change != "nothing":
-            give_memory(output, other if is_other_held else other.clone(), change)
+            given = other if is_other_held else other.clone()
+            if change == "data":
+                output.data = given
+            else:
+                output.set_(given)
             if kept != "nothing":
                 output.untyped_storage()  # torch remembers the object
         del output, keep

@@ -53,21 +53,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="A,B",
         help="some of eager,compile,upstream,ours,ours:patch,ours:table,ours:graphed,ours:keep,ours:overwrite",
     )
-    parse.add_argument(
-        "--jobs",
-        type=_at_least_one,
-        default=1,
-        metavar="N",
-        help="workloads prepared at a time (1), which share the cores, and timed one by one; with several there are no "
-        "times to compile",
-    )
-    parse.add_argument(
-        "--gpus",
-        type=_at_least_one,
-        default=1,
-        metavar="N",
-        help="GPUs of one kind (1); as many workloads are timed at a time, each on a GPU of its own",
-    )
+    jobs = "workloads prepared at a time (1), which share the cores, and timed one by one; with several there are no "
+    jobs += "times to compile"
+    gpus = "GPUs of one kind (1); as many workloads are timed at a time, each on a GPU of its own"
+    for name, what in (("--jobs", jobs), ("--gpus", gpus)):
+        parse.add_argument(name, type=_at_least_one, default=1, metavar="N", help=what)
     parse.add_argument(
         "--caches",
         type=Path,
@@ -139,15 +129,17 @@ def _measure(
     folder = RESULTS_FOLDER / START_FOLDER if options.start_times else RESULTS_FOLDER
     out: Path = options.out or folder / f"{file_stem(results.gpu, results.torch)}.json"
     done: set[str] = set()
-    if options.resume:
-        results, done = _resume(results, out, ways)
-    elif not options.out and len(names) < len(workloads) and out.exists():
+    if out.exists() and (options.resume or (not options.out and len(names) < len(workloads))):
         before = Results.read(out)
-        differ = results.differs_in(before)
-        if differ:
-            print(f"{out} has other workloads, and differs in {', '.join(differ)}: name another with --out")
+        differ = ", ".join(results.differs_in(before))
+        if differ and not options.resume:
+            print(f"{out} has other workloads, and differs in {differ}: name another with --out")
             return 2
-        results = replace(results, records=before.records)
+        if differ:
+            print(f"{out} differs in {differ}; starting from scratch", flush=True)
+        else:
+            results = replace(results, records=before.records)
+            done = before.finished(ways) if options.resume else done
     for name in sorted(done.intersection(names), key=names.index):
         print(f"{name}: measured before", flush=True)
     left = [name for name in names if name not in done]
@@ -197,7 +189,7 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float, gpus: int = 1)
         with contextlib.ExitStack() as stack:
             workers = [stack.enter_context(Worker(job, timeout_s)) for job in jobs[first : first + size]]
             for number, worker in enumerate(workers, first + 1):
-                print(f"[{number}/{len(jobs)}] {worker.name}", flush=True)
+                print(f"[{number}/{len(jobs)}] {jobs[number - 1].name}", flush=True)
                 worker.prepare()
             for worker in workers:
                 worker.wait_until_prepared(Progress() if size == 1 else None)
@@ -213,17 +205,6 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float, gpus: int = 1)
                         for worker in together:
                             worker.end()
                         raise
-
-
-def _resume(results: Results, out: Path, ways: Sequence[str]) -> tuple[Results, set[str]]:
-    if not out.exists():
-        return results, set()
-    before = Results.read(out)
-    differ = results.differs_in(before)
-    if differ:
-        print(f"{out} differs in {', '.join(differ)}; starting from scratch", flush=True)
-        return results, set()
-    return replace(results, records=before.records), before.finished(ways)
 
 
 def _tables(records: Sequence[Measurement]) -> str:

@@ -69,10 +69,6 @@ class Worker:
         self.end()
         self._folder.cleanup()
 
-    @property
-    def name(self) -> str:
-        return self._job.name
-
     def prepare(self) -> None:
         """Starts building the program and compiling and warming up all ways; does not wait."""
         self._until = time.monotonic() + self._timeout_s

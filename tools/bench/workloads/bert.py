@@ -6,30 +6,17 @@ has 384, the length used for SQuAD, and three live inputs, as a tokenizer gives 
 
 from __future__ import annotations
 
-from typing import Any
-
 from .registry import DROPS_NOTHING, Made, workload
-from .texts import labelled, question
-
-
-def _config(layers: int, hidden: int, **settings: Any) -> Any:
-    from transformers import BertConfig
-
-    return BertConfig(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=hidden // 64,
-        intermediate_size=4 * hidden,
-        **settings,
-    )
+from .texts import bert_sizes, labelled, question
 
 
 @workload("BERT", mode="training", batch=16)
 def build_training(*, batch: int = 16, sequence: int = 512, layers: int = 12, hidden: int = 768) -> Made:
     """BERT base, masked language modelling step, 512 tokens"""
-    from transformers import BertForMaskedLM
+    from transformers import BertConfig, BertForMaskedLM
 
-    config = _config(layers, hidden, hidden_dropout_prob=DROPS_NOTHING, attention_probs_dropout_prob=DROPS_NOTHING)
+    drops = {"hidden_dropout_prob": DROPS_NOTHING, "attention_probs_dropout_prob": DROPS_NOTHING}
+    config = BertConfig(**bert_sizes(layers, hidden), **drops)
     model = BertForMaskedLM(config).train()
     return model, labelled(config.vocab_size, batch, sequence)
 
@@ -37,8 +24,8 @@ def build_training(*, batch: int = 16, sequence: int = 512, layers: int = 12, hi
 @workload("BERT-I", mode="inference", batch=1)
 def build_inference(*, batch: int = 1, sequence: int = 384, layers: int = 12, hidden: int = 768) -> Made:
     """BERT base, question answering, 384 tokens"""
-    from transformers import BertForQuestionAnswering
+    from transformers import BertConfig, BertForQuestionAnswering
 
-    config = _config(layers, hidden)
+    config = BertConfig(**bert_sizes(layers, hidden))
     model = BertForQuestionAnswering(config).eval()
     return model, question(config.vocab_size, batch, sequence)

@@ -7,7 +7,7 @@ a step consists of many small graphs. The second puts a square root into a CPU t
 from __future__ import annotations
 
 from .registry import DROPS_NOTHING, Made, workload
-from .texts import labelled, question
+from .texts import bert_sizes, labelled, question
 
 
 @workload("DMLM", mode="training", batch=8)
@@ -16,10 +16,7 @@ def build_training(*, batch: int = 8, sequence: int = 512, layers: int = 12, hid
     from transformers import DebertaConfig, DebertaForMaskedLM
 
     config = DebertaConfig(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=hidden // 64,
-        intermediate_size=4 * hidden,
+        **bert_sizes(layers, hidden),
         relative_attention=True,
         pos_att_type=["c2p", "p2c"],
         position_biased_input=False,
@@ -39,11 +36,8 @@ def build_inference(*, batch: int = 1, sequence: int = 512, layers: int = 24, hi
     from transformers import DebertaV2Config, DebertaV2ForQuestionAnswering
 
     config = DebertaV2Config(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=hidden // 64,
+        **bert_sizes(layers, hidden),
         attention_head_size=64,
-        intermediate_size=4 * hidden,
         relative_attention=True,
         pos_att_type=["p2c", "c2p"],
         position_biased_input=False,

@@ -175,12 +175,9 @@ def build(*, shape: tuple[int, int, int] = SHAPE) -> Made:
     def field(*size: int, low: float, high: float) -> torch.Tensor:
         return torch.rand(size, dtype=torch.float64) * (high - low) + low
 
-    def mask() -> torch.Tensor:
-        return (torch.rand(shape, dtype=torch.float64) < 0.9).to(torch.float64)
-
     return tke_step, (
         *(field(*shape, low=-1e-2, high=1e-2) for _ in range(3)),
-        *(mask() for _ in range(3)),
+        *((field(*shape, low=0.0, high=1.0) < 0.9).double() for _ in range(3)),
         *(field(nx, low=9e3, high=11e3) for _ in range(2)),
         *(field(ny, low=9e3, high=11e3) for _ in range(2)),
         *(field(nz, low=8.0, high=12.0) for _ in range(2)),

@@ -1,12 +1,18 @@
 """Inputs of language models: random tokens, in the form in which a tokenizer or a data set gives them.
 
-Each function takes the vocabulary's size, the batch and the length, and returns a dictionary from the names of
-transformers' arguments to integers [batch, sequence], on the default device.
+Each function of inputs takes the vocabulary's size, the batch and the length, and returns a dictionary from the names
+of transformers' arguments to integers [batch, sequence], on the default device.
 """
 
 from __future__ import annotations
 
 import torch
+
+
+def bert_sizes(layers: int, hidden: int) -> dict[str, int]:
+    """A configuration's settings for a model of BERT's shape: heads of 64, and 4 times as wide between the layers."""
+    inner = {"num_attention_heads": hidden // 64, "intermediate_size": 4 * hidden}
+    return {"num_hidden_layers": layers, "hidden_size": hidden, **inner}
 
 
 def labelled(vocabulary: int, batch: int, sequence: int) -> dict[str, torch.Tensor]:
