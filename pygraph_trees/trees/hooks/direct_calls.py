@@ -304,7 +304,9 @@ def _first_call(direct: Any, memo: Any, torchs: FunctionType, call: Any, /, *arg
     finally:
         with paused():
             binding.extension.note_codes(None)
-    if sum(code in output_codes for code in codes.values()) == 1:
+    with paused():
+        is_alone = sum(code in output_codes for code in codes.values()) == 1
+    if is_alone:
         memo.gather([], call)
     else:
         direct.memos.clear()
