@@ -343,26 +343,6 @@ PyObject *memo_gather(PyObject *self, PyObject *arguments) {
     });
 }
 
-thread_local PyObject *noted = nullptr; // a dictionary, while this thread notes codes
-
-int note_code(PyObject *, PyFrameObject *frame, int what, PyObject *) {
-    if (what != PyTrace_CALL || noted == nullptr)
-        return 0;
-    Ref code(reinterpret_cast<PyObject *>(PyFrame_GetCode(frame))), key(PyLong_FromVoidPtr(code.get()));
-    return key ? PyDict_SetItem(noted, key.get(), code.get()) : -1;
-}
-
-/* In C++: Dynamo does not see what finalizers call while a profile function in Python runs. */
-bool note_codes(const std::optional<py::dict> &codes) {
-    const Py_tracefunc profiler = PyThreadState_Get()->c_profilefunc;
-    if (codes && profiler != nullptr)
-        return false;
-    noted = codes ? codes->ptr() : nullptr;
-    if (codes || profiler == note_code)
-        PyEval_SetProfile(codes ? note_code : nullptr, nullptr);
-    return true;
-}
-
 void add_direct_calls(py::module_ &module) {
     add_class<Memo>(
         module, "Memo", 0, {}, {{"function", T_OBJECT, FIELD(Memo, function), 0, "What is called."}},
@@ -400,9 +380,6 @@ void add_direct_calls(py::module_ &module) {
             throw std::runtime_error("only a direct call has inputs");
         return py::reinterpret_steal<py::object>(std::exchange(Handed::latest, nullptr));
     }, "The inputs of the compiled code in the direct call that has just begun, the last one first.");
-    module.def("note_codes", note_codes,
-               "Puts the code of each Python function that this thread calls into a dictionary, by identity, until it "
-               "is given None. False if there is another profiler.");
     module.def("counted_direct_calls", [] { return entries; }, "Calls without Dynamo, and the others by reason.");
 }
 

@@ -19,6 +19,7 @@
 #include "entry.cpp"
 #include "memo.h"
 #include "direct_calls.cpp"
+#include "codes.cpp"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 
@@ -122,6 +123,7 @@ PYBIND11_MODULE(_fast_path, module) {
     add_entry(module);
     add_backward_edges(module);
     add_direct_calls(module);
+    add_codes(module);
     module.def("collector_off", [](const py::list &is_counted) { switch_collector(is_counted, true); },
                "Turns the collector off, and sets the list's only item.");
     module.def("collector_on", [](const py::list &is_counted) { switch_collector(is_counted, false); },

@@ -63,7 +63,6 @@ class Facts:
     dropped: set[str] = field(default_factory=set)  # sources of nodes
     kept: set[str] = field(default_factory=set)
     held: dict[str, Any] = field(default_factory=dict)  # objects that are the same in each call, by source
-    classes: set[type] = field(default_factory=set)  # of tensors that must lack an attribute
     are_distinct: bool = True  # whether which of these are the same object is all that the last guards ask
     free: tuple[str, ...] = ()  # names of local variables that are the same objects in each call
     reads_modules: bool = True  # whether objects that are attributes of Python's modules may be facts
@@ -200,17 +199,14 @@ def _drop_tensor(facts: Facts, node: Any, is_global: bool, name: str, item: Any,
     is_any = _is_plain_tensor(node, value) and vars(value).keys() <= {dynamic_mark()}
     if not is_any or any("ID_MATCH" in _leaves(child) for child in _nodes(node)):
         return False
-    _note_class(facts, node, value)
+    facts.steps += _of_class(node, value)
     facts.variables.append((is_global, name, item, value, any(True for _ in _children(node))))
     facts.dropped.update(child.get_source() for child in _nodes(node))
     return True
 
 
-def _note_class(facts: Facts, node: Any, tensor: torch.Tensor) -> None:
-    """A tensor's facts say what attributes it has of its own."""
-    if "NO_HASATTR" in _leaves(node) and type(tensor) not in facts.classes:
-        facts.classes.add(type(tensor))
-        facts.steps.append(("class", type(tensor), None, None))
+def _of_class(node: Any, tensor: torch.Tensor) -> list[Step]:
+    return [("class", type(tensor), None, None)] if "NO_HASATTR" in _leaves(node) else []
 
 
 def _is_plain_tensor(node: Any, value: Any) -> bool:
@@ -230,8 +226,7 @@ def _visit(facts: Facts, node: Any, value: Any) -> bool:
     if type(value) in _TENSORS:
         is_covered = _is_plain_tensor(node, value)
         if is_covered:
-            _note_class(facts, node, value)
-            facts.steps.append(("tensor", value, None, None))
+            facts.steps += [*_of_class(node, value), ("tensor", value, None, None)]
     elif type(value) is dict and value is not vars(builtins):
         facts.steps.append(("dict", value, None, None))
         is_covered = _visit_items(facts, node, value) and leaves <= _OF_DICT
@@ -245,12 +240,10 @@ def _visit(facts: Facts, node: Any, value: Any) -> bool:
         facts.steps += [("object", value, None, None), ("empty", value, None, None)]
         is_covered = leaves <= _OF_DICT and not children
     else:
-        if type(value) not in _FIXED:
-            kind = "function" if isinstance(value, FunctionType) else "object"
-            facts.steps.append((kind, value, None, None))
+        kind = "function" if isinstance(value, FunctionType) else "object"
+        facts.steps += [] if type(value) in _FIXED else [(kind, value, None, None)]
         is_covered = _visit_parts(facts, value, children) and leaves <= _FIXED.get(type(value), _IDENTITY)
-    if type(value) is not dict and hasattr(node, "get_key_value_managers"):
-        is_covered = False  # an ordered dictionary, for example
+    is_covered &= type(value) is dict or not hasattr(node, "get_key_value_managers")  # as an ordered dictionary has
     if is_covered:
         facts.dropped.update(child.get_source() for child in _nodes(node))
     elif type(value) in _TENSORS or is_constant(value):
