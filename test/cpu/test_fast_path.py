@@ -216,7 +216,10 @@ class TestNative(TestCase):
         self.assertTrue(gc.isenabled())
 
     def test_a_call_beside_another_one(self):
-        """Another call has the turn: one in Python, or one in C++ that a hook or a finalizer interrupted."""
+        """Another call has the turn: one in Python, or one in C++ that a hook or a finalizer interrupted.
+
+        The turn is given back whatever happens.
+        """
         trees = Trees({}, some(1), live=Live([0], None))
         call, given_, manager = trees.entry(), some(1), trees.manager
         manager.take_turn(other := [])
@@ -228,23 +231,17 @@ class TestNative(TestCase):
             inputs = list(inner)
             seen.append((manager.is_taken, call(inputs), len(inputs)))
 
-        trees.graph.at_launch = interrupt  # as a garbage collection during the launch does
-        self.assertIsNotNone(call(list(given_)))
-        trees.live.settle(None)
-        trees.live.answer = interrupt  # or one while Python prepares addresses
-        self.assertIsNotNone(call(list(given_)))
-        self.assertEqual(seen, [(True, None, 1)] * 3)
-        self.assertEqual((trees.graph.launches, manager.is_taken), (2, False))
-
-    def test_the_turn_is_given_back_whatever_happens(self):
-        for owner, name in (("graph", "at_launch"), ("live", "answer")):
-            trees, given_ = Trees({}, some(1), live=Live([0], None)), some(1)
-            call = trees.entry()
-            setattr(getattr(trees, owner), name, fail)
-            self.assertRaises(Failed, call, list(given_))
-            self.assertFalse(trees.manager.is_taken)
-            setattr(getattr(trees, owner), name, lambda: None)
-            self.assertIsNotNone(call(list(given_)))
+        # As a garbage collection does during the launch, or while Python prepares addresses.
+        for owner, name in ((trees.graph, "at_launch"), (trees.live, "answer")):
+            for hook in (interrupt, fail, lambda: None):
+                trees.live.settle(None)
+                setattr(owner, name, hook)
+                if hook is fail:
+                    self.assertRaises(Failed, call, list(given_))
+                else:
+                    self.assertIsNotNone(call(list(given_)))
+                self.assertFalse(manager.is_taken)
+        self.assertEqual((seen, trees.graph.launches), ([(True, None, 1)] * 2, 5))
 
     def test_inputs_are_released_once_it_is_anybodys_turn(self):
         trees, seen, given_ = Trees({}, some(1)), [], some(1)
@@ -369,11 +366,11 @@ class TestNative(TestCase):
             self.check_replays(call, others, trees.recording.outputs)
             self.assertEqual((len(live.prepared), trees.graph.launches, trees.recording.calls), (1, 7, []))
 
-    def dying(self, order=None, live=None):
+    def dying(self, order=None, **recording):
         """Two of another recording's three cached outputs are inputs, and all three must be dead."""
         earlier, static = some(3), torch.zeros(3)
         fixed, after = {0: earlier[0], 2: earlier[1]}, deaths(earlier, 0, 2, 1)
-        trees = Trees(fixed, some(1), managed=[0, 2], live=live, after=after)
+        trees = Trees(fixed, some(1), managed=[0, 2], after=after, **recording)
         back = [0, 1, 2] if order is None else [order.index(number) for number in range(3)]
         return trees, earlier, lambda: ordered([earlier[0], static, earlier[1]], back)
 
@@ -420,24 +417,13 @@ class TestNative(TestCase):
             self.check_held(trees, call, given_)
             del old, holder
 
-    def test_inputs_that_are_held_since_they_were_looked_at(self):
-        trees, earlier, inputs = self.dying(live=Live([1], None))
-        call, live, held = trees.entry(), trees.live, []
-        for _ in range(3):
-            self.assertIsNotNone(call(inputs()))
-        live.settle(None)
-        live.answer = lambda: held.append(earlier[0])
-        self.check_held(trees, call, inputs())
-        self.assertEqual((trees.graph.launches, len(held)), (3, 1))
-
     def test_inputs_that_hold_others(self):
-        earlier = some(2)
-        trees = Trees(dict(enumerate(earlier)), some(1), managed=[0, 1], after=deaths(earlier, 0, 1))
+        trees, earlier, inputs = self.dying()
         call = trees.entry()
         for number in range(1, 5):
-            self.assertIsNotNone(call([earlier[0].view(2, 2), earlier[1]]))
+            self.assertIsNotNone(call([earlier[0].view(2, 2), *inputs()[1:]]))
             held = earlier[0].view(2, 2)
-            self.check_held(trees, call, [held, earlier[1]])
+            self.check_held(trees, call, [held, *inputs()[1:]])
             del held
             self.assertEqual(trees.graph.launches, number)
 
@@ -473,18 +459,21 @@ class TestNative(TestCase):
                 self.assertEqual(trees.recording.calls, ["borrowed"])
             del held
 
-    def test_an_input_that_is_taken_while_python_is_asked(self):
-        """It is taken after the inputs were looked at and seen to die."""
-        earlier, held, taken = some(1), [], [False]
-        before = Deaths([([None], [lambda: None], 0, 0)], fail)
-        before.ask = lambda: (held.append(earlier[0]) if taken[0] else None) or True
-        trees = Trees({0: earlier[0]}, some(1), managed=[0], before=before, after=deaths(earlier, 0))
-        call = trees.entry()
-        for _ in range(3):
-            self.assertIsNotNone(call([earlier[0]]))
-        taken[0] = True
-        self.check_held(trees, call, [earlier[0]])
-        self.assertEqual(trees.graph.launches, 3)
+    def test_an_input_that_is_taken_after_it_was_seen_to_die(self):
+        """It is taken while Python prepares addresses, or while torch is asked which outputs are dead."""
+        live, before, held = Live([1], None), Deaths([([None], [lambda: None], 0, 0)], fail), []
+        for asked in ({"live": live}, {"before": before}):
+            live.answer = take = mock.Mock(return_value=None)
+            before.ask = lambda take=take: not take()
+            trees, earlier, inputs = self.dying(**asked)
+            call = trees.entry()
+            for _ in range(3):
+                self.assertIsNotNone(call(inputs()))
+            live.settle(None)
+            take.side_effect = lambda earlier=earlier: held.append(earlier[0])
+            self.check_held(trees, call, inputs())
+            self.assertEqual((trees.graph.launches, len(held)), (3, 1))
+            held.clear()
 
 
 if __name__ == "__main__":

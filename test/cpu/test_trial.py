@@ -79,17 +79,9 @@ class Function(Environment):
         self.times = {Execution.UNGRAPHED: ungraphed, Execution.GRAPHED: graphed}
         self.log = FunctionLog("Net", "0/0", mode, 1, {})
         self.went, self.calls = [], []
+        self.ended, self.handed, self.why_not_tried = self.went.append, lambda: 0, lambda: None
         self.member = TrialMember(self.log, lambda inputs: self.graph(inputs), self.ungraph, world, self)
         trial.join(self.member)
-
-    def ended(self, way):
-        self.went.append(way)
-
-    def handed(self):
-        return 0
-
-    def why_not_tried(self):
-        return None
 
     def ungraph(self, inputs):
         self.calls.append("u")
@@ -134,10 +126,12 @@ class TrialTestCase(TestCase):
         self.memory = mock.Mock(find=mock.Mock(return_value=found))
         return Trial(turn=self.turn, memory=self.memory)
 
-    def one(self, **function):
-        """A trial and its only function."""
+    def one(self, steps=0, **function):
+        """A trial and its only function, after some steps."""
         trial = self.trial()
-        return trial, Function(self.world, trial, **function)
+        function = Function(self.world, trial, **function)
+        self.steps(steps, function)
+        return trial, function
 
     def pair(self):
         """A trial, its forward and its backward."""
@@ -204,8 +198,7 @@ class TestPlain(TrialTestCase):
 
 class TestTrial(TrialTestCase):
     def test_graphs_that_pay_are_kept(self):
-        trial, function = self.one()
-        self.steps(30, function)
+        trial, function = self.one(30)
         # Warm-up, recording, an unmeasured replay, an unmeasured un-graphed call, and five pairs.
         self.assertEqual("".join(function.calls), "gggg" + "uuu" + "gg" + "uu" + "gg" + "u" + "g" * 16)
         self.assertEqual((trial.is_over, function.went), (True, [Execution.GRAPHED]))
@@ -220,8 +213,7 @@ class TestTrial(TrialTestCase):
     def test_graphs_that_do_not_pay(self):
         """A forward whose backward is not graphed does not wait for a backward."""
         for mode in ("inference", "forward"):
-            trial, function = self.one(**HEAVY, kernels=1, mode=mode)
-            self.steps(30, function)
+            trial, function = self.one(30, **HEAVY, kernels=1, mode=mode)
             self.assertEqual((function.went, trial.way), ([Execution.UNGRAPHED], Execution.UNGRAPHED))
             self.assertEqual("".join(function.calls)[-5:], "uuuuu")
             self.assertRegex(function.log.decision, "^un-graphed: 60 us a call against 130 us")
@@ -310,17 +302,15 @@ class TestTrial(TrialTestCase):
         """That thread may run a finalizer that waits for this trial."""
         first, second, found = self.trial(), self.trial(), []
 
-        class Holder:
-            @property
-            def is_over(holder):
-                if not found:
-                    found.append("asked")
-                    other = threading.Thread(target=lambda: found.append(self.turn.take(second)), daemon=True)
-                    other.start()
-                    other.join(10)
-                return False
+        def is_over(holder):
+            if not found:
+                found.append("asked")
+                other = threading.Thread(target=lambda: found.append(self.turn.take(second)), daemon=True)
+                other.start()
+                other.join(10)
+            return False
 
-        holder = Holder()
+        holder = type("Holder", (), {"is_over": property(is_over)})()
         self.assertTrue(self.turn.take(holder))
         found.append(self.turn.take(first))
         self.assertEqual(found, ["asked", False, False])
@@ -349,8 +339,7 @@ class TestTrial(TrialTestCase):
 
     def test_a_step_goes_one_way(self):
         """The backward joins after the first forward."""
-        trial = self.trial()
-        forward = Function(self.world, trial, kernels=1)
+        trial, forward = self.one(kernels=1)
         forward(0)
         backward = Function(self.world, trial, graphed=(5.0, 20.0))
         backward(0)
@@ -463,41 +452,33 @@ class TestTrial(TrialTestCase):
         self.assertEqual((forward.went, backward.went), ([Execution.GRAPHED], [Execution.GRAPHED]))
 
     def test_a_call_that_records_again_is_not_measured(self):
-        _, function = self.one()
-        self.steps(8, function)
+        _, function = self.one(8)
         before = self.measured(function, Execution.GRAPHED)
         again = RecordingLog(1, kernels=4, other_nodes=0, has_fast_path=False)
         with mock.patch.object(self.world, "work", lambda *times: function.log.recordings.append(again)):
             self.steps(1, function)
         self.assertEqual((function.calls[-1], self.measured(function, Execution.GRAPHED)), ("g", before))
 
-    def sized(self, sizes, ungraphed, graphed):
-        """A function of one kernel, called with the given sizes; the GPU takes as many microseconds as the size."""
-        trial, function = self.one(kernels=1)
-        for size in sizes:
-            function.times = {Execution.UNGRAPHED: (ungraphed, float(size)), Execution.GRAPHED: (graphed, float(size))}
-            self.assertEqual(function(0, sizes=(size,)), [1])
-            self.world.wait()
-        return trial, function
-
     def test_only_like_is_compared_with_like(self):
-        """A decision is kept for the first call's sizes only: the memory was asked for those."""
-        for sizes, size, stored in (
-            ([100] * 8 + [400] * 20 + [100, 400] * 20, 100, 1),
-            ([400] * 8 + [100] * 20 + [400, 100] * 20, 400, 1),
-            ([100] + [400] * 30, 400, 0),
-        ):
-            trial, _ = self.sized(sizes, 60.0, 30.0)
-            found = trial.compared.latency
-            facts = trial.way, found.ungraphed_us, found.graphed_us
-            self.assertEqual(facts, (Execution.GRAPHED, 60 + size, 30 + size))
-            self.assertEqual(self.memory.store.call_count, stored)
+        """A decision is kept for the first call's sizes only: the memory was asked for those.
 
-    def test_sizes_that_do_not_come_again_are_graphed_undecided(self):
-        trial, function = self.sized([100] * 8 + [400] * (trials._MOST_STEPS + 1), 30.0, 60.0)
-        self.assertFalse(trial.is_over)
-        self.assertEqual(function(0, sizes=(400,)), [1])
-        self.assertEqual((trial.is_over, trial.compared, function.went), (True, None, [Execution.GRAPHED]))
+        The GPU takes as many microseconds as the size. Sizes that do not come again are graphed undecided.
+        """
+        for sizes, ungraphed, graphed, found, stored in (
+            ([100] * 8 + [400] * 20 + [100, 400] * 20, 60.0, 30.0, (160, 130), 1),
+            ([400] * 8 + [100] * 20 + [400, 100] * 20, 60.0, 30.0, (460, 430), 1),
+            ([100] + [400] * 30, 60.0, 30.0, (460, 430), 0),
+            ([100] * 8 + [400] * (trials._MOST_STEPS + 2), 30.0, 60.0, None, 0),
+        ):
+            trial, function = self.one(kernels=1)
+            for size in sizes:
+                was_over, gpu_us = trial.is_over, float(size)
+                function.times = {Execution.UNGRAPHED: (ungraphed, gpu_us), Execution.GRAPHED: (graphed, gpu_us)}
+                self.steps(1, functools.partial(function, sizes=(size,)))
+            latency = trial.compared and trial.compared.latency
+            self.assertEqual(latency and (latency.ungraphed_us, latency.graphed_us), found)
+            self.assertEqual((was_over, function.went), (found is not None, [Execution.GRAPHED]))
+            self.assertEqual((trial.way, self.memory.store.call_count), (Execution.GRAPHED, stored))
 
     def test_a_decision_that_is_not_clear_is_not_kept(self):
         trial, function = self.one()
@@ -516,8 +497,7 @@ class TestTrial(TrialTestCase):
             (torch._inductor.config.patch({"triton.force_cudagraph_sync": True}), 0),
             (mock.patch.dict("os.environ", CUDA_LAUNCH_BLOCKING="0"), 1),
         ):
-            trial, function = self.one()
-            self.steps(7, function)
+            trial, function = self.one(7)
             with disturbed:
                 self.steps(1, function)
             self.steps(30, function)
@@ -550,31 +530,24 @@ class TestTrial(TrialTestCase):
         return thread.ident is not None
 
     def test_another_thread_ends_it_anywhere(self):
-        for steps in (4, 8, 14):
+        """It ends while a function is called, or while another one joins."""
+        for steps, joins in ((4, False), (8, False), (14, False), (1, True)):
             for line in itertools.count():
-                trial, function = self.one()
-                self.steps(steps, function)
-                found = []
-                if not self.interrupted(lambda: found.append(function(1)), lambda: found.append(function(5)), line):  # noqa: B023
+                trial, function = self.one(steps)
+                made, others = [], []
+                run = functools.partial(Function, self.world, trial) if joins else functools.partial(function, 1)
+                if not self.interrupted(lambda: made.append(run()), lambda: others.append(function(5)), line):  # noqa: B023
                     break
-                self.assertEqual((sorted(found), len(function.calls)), ([[2], [6]], steps + 2))
-                self.assertEqual((trial.is_over, function.went), (True, [Execution.GRAPHED]))
+                if joins:
+                    self.assertEqual(made[0].went, [Execution.GRAPHED])
+                else:
+                    self.assertEqual((made, len(function.calls)), ([[2]], steps + 2))
+                self.assertEqual((trial.is_over, function.went, others), (True, [Execution.GRAPHED], [[6]]))
                 self.assertEqual(self.measured(function), 0)  # nothing is left to read
-            self.assertGreater(line, 40)
-
-    def test_one_that_joins_while_another_thread_ends_it(self):
-        for line in itertools.count():
-            trial, function = self.one()
-            self.steps(1, function)
-            joined = []
-            if not self.interrupted(lambda: joined.append(Function(self.world, trial)), lambda: function(5), line):  # noqa: B023
-                break
-            self.assertEqual((function.went, joined[0].went), ([Execution.GRAPHED], [Execution.GRAPHED]))
-        self.assertGreater(line, 5)
+            self.assertGreater(line, 5 if joins else 40)
 
     def test_an_error_of_the_program_does_not_end_the_trial(self):
-        trial, function = self.one()
-        self.steps(5, function)
+        trial, function = self.one(5)
         failing = mock.patch.object(self.world, "work", side_effect=ValueError("theirs"))
         with failing, self.assertRaisesRegex(ValueError, "theirs"):
             function(1)
