@@ -40,6 +40,9 @@ STATES = {
 }
 
 
+judging_methods = unittest.skipIf(sys.version_info < (3, 11), "a method may catch errors, so its guard stays")
+
+
 class TestChanges(DirectTest):
     def test_a_change_of_what_guards_read_is_seen(self):
         tracker = torch._dynamo.mutation_guard.GenerationTracker
@@ -85,6 +88,7 @@ class TestChanges(DirectTest):
             switch(value)
             self.assertTrue(self.calls(made, x)[1], switch)
 
+    @judging_methods
     def test_the_last_guards_compare_objects_that_facts_hold(self):
         class Shared(nn.Linear):
             def forward(self, x, *more):
@@ -151,7 +155,7 @@ class TestChanges(DirectTest):
             made = self.compiled(model)
             self.settle(made, x)
         model.items[0] = 9
-        self.assertRaisesRegex(direct_calls.GuardsDiffer, "Net.forward was about to skip", made, x)
+        self.assertRaisesRegex(direct_calls.GuardsDiffer, "forward was about to skip", made, x)
 
     def test_a_wrong_input_raises_under_check(self):
         model, x = Net().eval(), rows()
@@ -160,7 +164,7 @@ class TestChanges(DirectTest):
             self.settle(made, x)
         (memo,) = vars(made.forward)["pygraph_direct"].memos
         memo.gather([model.part.linear.bias], memo.function)
-        self.assertRaisesRegex(direct_calls.GuardsDiffer, "Net.forward was about to skip", made, x)
+        self.assertRaisesRegex(direct_calls.GuardsDiffer, "forward was about to skip", made, x)
 
     def test_no_garbage_is_collected_while_dynamos_guards_run(self):
         seen, utils = {"_memo": set(), "_verify": set()}, torch._functorch._aot_autograd.utils
@@ -212,6 +216,7 @@ class TestAttributes(DirectTest):
     self.names.pop("a") or self.items.number
     """.strip().splitlines()
 
+    @judging_methods
     def test_answers_depend_on_facts_alone(self):
         for text in self.ANSWERED + self.REFUSED:
             kind = type("Kind", (), {"of_class": 7, "method": lambda self: 1})
@@ -226,6 +231,7 @@ class TestAttributes(DirectTest):
                     self.assertEqual(attribute_of(value, "read", steps), value.read)
                     self.assertIn(("function", vars(kind)["read"].fget, None, None), steps)
 
+    @judging_methods
     def test_errors_may_come_of_what_is_hidden(self):
         def read(self):
             try:
@@ -259,6 +265,7 @@ class TestAttributes(DirectTest):
             exec(text, {"Kind": kind, "Base": base, "Config": Config})
             self.assertFalse(memo.holds({}, {}), text)
 
+    @judging_methods
     def test_a_direct_call_runs_neither_guards_nor_code_for_what_facts_hold(self):
         model, x, seen = Net().eval(), rows(), set()
         made = self.compiled(model, "direct")
