@@ -212,6 +212,22 @@ class TestFunction(TestCase):
         other = FunctionModel.of(lambda inputs: [len(inputs)], is_backward=False, is_inference=True)
         self.assertEqual(other([self.x] * 3), [3])
 
+    def test_a_gradient_that_is_returned_twice_has_two_memories_in_a_recording(self):
+        """Autograd takes both over. It copies one that un-graphed code gives twice, as it is the same tensor."""
+        code = (
+            "def call(args):\n    (x,) = args\n    args.clear()\n    y = x * 2\n    return (y, None, y, None, 7, 7, y)"
+        )
+        for mode, is_watched, is_recorded, count in (
+            *(("backward", False, False, 1), ("backward", True, False, 3), ("backward", False, True, 3)),
+            *(("inference", True, False, 1), ("inference", False, True, 1)),
+        ):
+            made = function(generated(code), mode=mode)
+            made.outputs.call.watch = Allocations() if is_watched else None
+            with captured(is_recorded), mock.patch.object(torch.cuda, "is_initialized", lambda: True):
+                found = list(made([self.x]))
+            self.assertEqual(found, [self.x * 2, None, self.x * 2, None, 7, 7, self.x * 2])
+            self.assertEqual(len(set(addresses(found[0], found[2], found[6]))), count)
+
     def test_calls_of_the_same_code_during_another_allocate(self):
         """A finalizer, an operator of the program or another thread can make one."""
         names, calls = self.function.model.__globals__, []

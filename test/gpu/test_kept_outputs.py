@@ -257,6 +257,7 @@ class TestInference(Kept):
             self.close(found, wanted)
 
 
+@instantiate_parametrized_tests
 class TestTraining(Kept):
     def both(self) -> tuple[torch.nn.Module, torch.nn.Module]:
         model = self.layers()
@@ -299,6 +300,23 @@ class TestTraining(Kept):
             theirs.zero_grad()
             for one, other in zip(model.parameters(), eager.parameters(), strict=True):
                 self.close(one, other, number)
+
+    @parametrize("partitioned", [False, True])
+    def test_one_gradient_of_two_parameters_that_is_accumulated(self, partitioned: bool) -> None:
+        def loss(x: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return ((one + other) * x).sum()
+
+        with torch._inductor.config.patch(graph_partition=partitioned):
+            graphed, totals = self.graphed(loss), []
+            leaves = [self.some().requires_grad_() for _ in range(2)]
+            for call in range(12):
+                x = self.some()
+                graphed(x, *leaves).backward()
+                totals = [total + x for total in totals or [0, 0]]
+                for leaf, total in zip(leaves, totals, strict=True):
+                    self.close(leaf.grad, total, call)
+                if call == 8:
+                    totals = leaves[0].grad = leaves[1].grad = None
 
     def test_outputs_of_a_forward(self) -> None:
         """Outputs that outlive two steps get own memory, although a call of the same function is under way."""

@@ -33,7 +33,7 @@ from .containment import Progress, progress_of
 from .dispatch import Dispatch
 from .fast_path import Call, entry
 from .lanes import Lanes
-from .outputs import as_it_reads, give_memory
+from .outputs import as_it_reads, each_once, give_memory
 
 if TYPE_CHECKING:
     from pygraph_trees.selection.trial import Trial
@@ -129,6 +129,8 @@ class FunctionModel:
         """Runs the compiled code, without counting it; the last inputs may be own memory of outputs."""
         allocations = self.outputs.allocations(inputs)
         outputs = run_generated(self.model, inputs, allocations)
+        if self.log.mode == BACKWARD and (allocations is not None or is_captured()):
+            outputs = each_once(outputs)
         if self._makes_zeros:
             give_memory(outputs := list(outputs))
         if self.as_returned is not None:

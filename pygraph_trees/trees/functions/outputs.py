@@ -73,6 +73,16 @@ def as_it_reads(value: Any) -> Any:
     return flat(value).resolve_conj().resolve_neg().as_strided(value.shape, value.stride(), 0)
 
 
+def each_once(gradients: Sequence[Any]) -> list[Any]:
+    """The gradients of a recorded or watched run, with a copy in each place but the first of one that is given twice.
+
+    Replays return a tensor for each place. Autograd takes each over as a parameter's gradient, to which it adds later.
+    """
+    places = {id(one): place for place, one in reversed(list(enumerate(gradients)))}
+    is_first = [not isinstance(one, torch.Tensor) or places[id(one)] == place for place, one in enumerate(gradients)]
+    return [one if first else one.clone() for one, first in zip(gradients, is_first, strict=True)]
+
+
 def give_memory(values: list[Any], indices: Iterable[int] | None = None) -> None:
     """Replaces inputs or outputs, or those at ``indices``, that are zeros without memory by zeros with memory.
 
