@@ -307,16 +307,13 @@ class TestTraining(Kept):
             return ((one + other) * x).sum()
 
         with torch._inductor.config.patch(graph_partition=partitioned):
-            graphed, totals = self.graphed(loss), []
+            graphed, total = self.graphed(loss), torch.zeros_like(self.some())
             leaves = [self.some().requires_grad_() for _ in range(2)]
             for call in range(12):
-                x = self.some()
-                graphed(x, *leaves).backward()
-                totals = [total + x for total in totals or [0, 0]]
-                for leaf, total in zip(leaves, totals, strict=True):
+                graphed(x := self.some(), *leaves).backward()
+                total += x
+                for leaf in leaves:
                     self.close(leaf.grad, total, call)
-                if call == 8:
-                    totals = leaves[0].grad = leaves[1].grad = None
 
     def test_outputs_of_a_forward(self) -> None:
         """Outputs that outlive two steps get own memory, although a call of the same function is under way."""

@@ -302,9 +302,7 @@ class TestThreads(KeptTestCase):
 
     def test_a_thread_trains_after_its_reset_has_freed_the_functions_of_the_main_thread(self) -> None:
         """No manager is left. The backward has no kernels, so it is not graphed, and the first forwards may not be."""
-        graphed = self.graphed(lambda x: x.sin() * 2)
-        for _ in range(4):
-            graphed(self.values)
+        self.graphed(lambda x: x.sin() * 2)(self.values)
         self.assertIsNotNone(cudagraph_trees.get_manager(0, create_if_none_exists=False))
         both, replays = self.graphed(lambda x, y: torch.cat([x, y]), dynamic=False), []
 
