@@ -204,9 +204,13 @@ struct Direct {
 
 vectorcallfunc stock = nullptr; // of all functions of Python
 
+/* The attribute of a function, borrowed; perhaps another function's. */
+PyObject *attribute_of(const PyFunctionObject *function) {
+    return function->func_dict == nullptr ? nullptr : PyDict_GetItemWithError(function->func_dict, known.attribute);
+}
+
 Ref direct_of(PyObject *function) {
-    PyObject *attributes = reinterpret_cast<PyFunctionObject *>(function)->func_dict;
-    PyObject *found = attributes == nullptr ? nullptr : PyDict_GetItemWithError(attributes, known.attribute);
+    PyObject *found = attribute_of(reinterpret_cast<PyFunctionObject *>(function));
     const auto *direct = in<Direct>(found);
     return Ref::dup(direct != nullptr && direct->of == function ? found : nullptr);
 }
@@ -298,8 +302,7 @@ void set_entered(const py::function &given, bool is_entered, bool is_of_modules)
     auto *function = reinterpret_cast<PyFunctionObject *>(given.ptr());
     if (stock == nullptr)
         stock = function->vectorcall;
-    PyObject *attributes = function->func_dict;
-    if (auto *direct = in<Direct>(attributes == nullptr ? nullptr : PyDict_GetItemWithError(attributes, known.attribute)))
+    if (auto *direct = in<Direct>(attribute_of(function)))
         direct->of = function;
     const auto own = is_of_modules ? enter_module : enter;
     if (function->vectorcall != (is_entered ? stock : own)) // other code has replaced it

@@ -526,8 +526,7 @@ class TestFunctions(DirectTest):
             return x
 
         seen, sets, x = [], [], rows()
-        profile = lambda *_: None  # noqa: E731
-        made = self.compiled(lambda x: look(x + 1))
+        profile, made = mock.Mock(return_value=None), self.compiled(lambda x: look(x + 1))
         self.addCleanup(sys.setprofile, None)
         for _ in range(4):
             sets.append(profile)
@@ -686,8 +685,7 @@ class TestLife(DirectTest):
             made = self.compiled(lambda x: sum(torch.sin(x) for _ in range(9)))
             made(x)  # compiles
             left, runs = [1] * 500, []
-            for _ in range(20):
-                Litter()
+            [Litter() for _ in range(20)].clear()
             gc.set_threshold(1)
             for _ in range(4):
                 made(x)

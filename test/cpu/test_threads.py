@@ -193,7 +193,9 @@ class TestHome(TestCase):
         """The manager is told of a backward that it awaits."""
         self.keep_busy()
         self.assertEqual([self.call(self.first, mode) for mode in self.logs], [None] * 3)
-        self.assertEqual([self.call(self.second, mode) for mode in self.logs], ["un-graphed"] * 3)
+        self.assertEqual([self.call(self.second, mode) for mode in self.logs], ["un-graphed", "un-graphed", "noted"])
+        for thread, is_out in ((self.second, True), (self.third, False)):
+            self.assertEqual(on(thread, in_backward, lambda: home.is_left_out(0)), is_out)
         self.assertEqual([self.call(self.third, mode) for mode in ("backward", "inference")], ["noted", "un-graphed"])
         self.assertEqual({log.ungraphed_reason for log in self.logs.values()}, {Reason.OTHER_THREAD()})
         self.assertTrue(on(self.second, home.may_use, 1))  # of another device
@@ -218,7 +220,7 @@ class TestHome(TestCase):
         with mock.patch.object(manager, "end_step", side_effect=KeyboardInterrupt):
             self.assertRaises(KeyboardInterrupt, self.is_elsewhere, self.second)
             self.assertFalse(on(self.first, home.is_used_elsewhere, 0))
-        self.assertEqual(self.call(self.second, "backward"), "un-graphed")  # of its own forward
+        self.assertTrue(on(self.second, in_backward, lambda: home.is_left_out(0)))  # a backward of its own forward
         manager.turns += 1
         self.assertTrue(self.is_elsewhere(self.second))
         home._homes[0].calls += 5  # of managers that were reset

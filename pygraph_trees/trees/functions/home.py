@@ -160,7 +160,6 @@ def way_elsewhere(device: int, log: FunctionLog, ungraphed: Call, noted: Call) -
         thread = mark()
         if thread is not None and log.mode == FORWARD:
             thread.trains_ungraphed = True
-        may_be_awaited = log.mode == BACKWARD and (thread is None or not thread.trains_ungraphed)
-        return noted if may_be_awaited else ungraphed  # its forward may have been graphed
+        return noted if log.mode == BACKWARD else ungraphed  # its forward may have been graphed
 
     return way

@@ -78,9 +78,13 @@ def each_once(gradients: Sequence[Any]) -> list[Any]:
 
     Replays return a tensor for each place. Autograd takes each over as a parameter's gradient, to which it adds later.
     """
-    places = {id(one): place for place, one in reversed(list(enumerate(gradients)))}
-    is_first = [not isinstance(one, torch.Tensor) or places[id(one)] == place for place, one in enumerate(gradients)]
-    return [one if first else one.clone() for one, first in zip(gradients, is_first, strict=True)]
+    made, seen = list(gradients), set()
+    for place, one in enumerate(gradients):
+        if id(one) in seen:
+            made[place] = one.clone()
+        elif isinstance(one, torch.Tensor):
+            seen.add(id(one))
+    return made
 
 
 def give_memory(values: list[Any], indices: Iterable[int] | None = None) -> None:

@@ -304,8 +304,7 @@ def _first_call(direct: Any, memo: Any, torchs: FunctionType, call: Any, /, *arg
     finally:
         with paused():
             binding.extension.note_codes(None)
-    with paused():
-        is_alone = sum(code in output_codes for code in codes.values()) == 1
+            is_alone = sum(code in output_codes for code in codes.values()) == 1
     if is_alone:
         memo.gather([], call)
     else:

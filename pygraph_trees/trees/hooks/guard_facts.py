@@ -206,6 +206,7 @@ def _drop_tensor(facts: Facts, node: Any, is_global: bool, name: str, item: Any,
 
 
 def _of_class(node: Any, tensor: torch.Tensor) -> list[Step]:
+    """A tensor's own facts say nothing of attributes that its class gets."""
     return [("class", type(tensor), None, None)] if "NO_HASATTR" in _leaves(node) else []
 
 

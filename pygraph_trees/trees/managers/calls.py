@@ -67,7 +67,8 @@ class Calls(fast_path.TreeState, Upstream):
 
     def _run_in_turn(self, new_inputs: list[Any], function_id: Any) -> Any:
         try:
-            if not self.take_turn(new_inputs) or is_used_elsewhere(self.device_index):  # since it was let in
+            # Another thread may have taken over since the call was let in.
+            if not self.take_turn(new_inputs) or is_used_elsewhere(self.device_index):
                 return self._run_beside(new_inputs, function_id)
             self.order_streams()
             outputs = self._run_contained(new_inputs, function_id)
