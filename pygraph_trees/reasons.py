@@ -140,6 +140,7 @@ class Reason(Enum):
     NOT_CAPTURED = "its stream does not capture"
     LITTLE_GAIN = "predicted times are {us} us on lanes and {chain_us} us one after another"
     LANES_GREW = "on lanes, the graph pool grew by {nbytes} bytes, which is too much"
+    LANES_UNPAID = "recordings for lanes that are not faster held {nbytes} bytes of the graph pool"
     LANES_MEASURED = "{text}"
     RANKS = "it calls a collective, and ranks could decide differently"
 

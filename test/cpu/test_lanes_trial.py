@@ -34,6 +34,7 @@ from pygraph_trees.selection import profiles
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions import lanes
 from pygraph_trees.trees.functions.function import FunctionModel
+from pygraph_trees.trees.managers.manager import Manager
 from pygraph_trees.trees.recordings import captured_graph, recording
 from pygraph_trees.trees.recordings.captured_graph import try_lanes
 
@@ -258,7 +259,7 @@ class TestNumbers(TestCase):
         graph = GraphLog("Net", "0/0", mode, (), code=code)
         return FunctionModel(lambda inputs: [], settings, FunctionLog("Net", "0/0", mode, 1, {}, graph=graph, **more))
 
-    def record(self, function, function_id="f", inputs=(), pool=0, grew=0, used=4):
+    def record(self, function, function_id="f", inputs=(), pool=0, grew=0, used=4, others=()):
         """A recording; returns what it is, the reason to make it again, and its log."""
         function.lanes.look_up(function_id, inputs, 0)
         node = SimpleNamespace(
@@ -271,7 +272,7 @@ class TestNumbers(TestCase):
         log.pool_bytes = grew
         if flag == "forecast":
             function.lanes.numbers[function_id] = lanes.Number(4, Reason.ON_LANES(lanes=4), is_final=False)
-        return (flag, count), function.lanes.recorded(function_id, log, pool), log
+        return (flag, count), function.lanes.recorded(function_id, log, pool, others), log
 
     def tried(self, function, lanes_us, function_id="f", **more):
         *_, log = self.record(function, function_id, **more)
@@ -324,16 +325,20 @@ class TestNumbers(TestCase):
         self.assertEqual(self.record(function, "a third")[0], ("off", 0))
 
     def test_a_pool_that_grows_too_much_gives_lanes_up(self):
-        for pool, grew, expected in (
-            (MB, 127 * MB, None),
-            (MB, 129 * MB, Reason.LANES_GREW),
-            (2000 * MB, 290 * MB, None),
+        other = lanes.Number(0, None, more_bytes=200 * MB)
+        for pool, grew, others, expected in (
+            (MB, 127 * MB, (), None),
+            (MB, 129 * MB, (), Reason.LANES_GREW),
+            (2000 * MB, 290 * MB, (), None),
+            (2000 * MB, 60 * MB, [other], None),
+            (2000 * MB, 90 * MB, [other], Reason.LANES_GREW),
         ):
-            function = self.function()
-            self.assertEqual(self.record(function, pool=pool, grew=grew)[1].reason, Reason.ON_LANES)
-            why = self.record(function, pool=pool, grew=grew)[1]
+            function, known = self.function(), {"pool": pool, "grew": grew, "others": others}
+            self.assertEqual(self.record(function, **known)[1].reason, Reason.ON_LANES)
+            why = self.record(function, **known)[1]
             self.assertIs(why and why.reason, expected)
             self.assertEqual(self.record(function)[0], ("off", 0) if expected else ("auto", 4))
+            self.assertIsNone(self.record(function, grew=5000 * MB)[1])  # in a new pool
 
     def test_lanes_that_cannot_be_used_are_not_tried_again(self):
         for why in (Reason.NO_CHAIN(why="of the test"), Reason.LANES_LOST(error="of the test")):
@@ -365,17 +370,38 @@ class TestNumbers(TestCase):
 
 class TestRecordedAgain(TestCase):
     def test_the_manager_records_a_function_again_or_gives_the_pool_back(self):
-        for why, again, start_over in (
+        for why, again, dropped in (
             (None, None, None),
             (found := Reason.ON_LANES(lanes=2), found, None),
             (found := Reason.LANES_GREW(nbytes=5), None, found),
         ):
-            manager, model = bare_manager(why_start_over=None), mock.Mock()
+            manager, model = self.manager(f=0, g=0), mock.Mock()
             manager._candidates[1] = "found"
             model.lanes.recorded.return_value = why
             manager._let_lanes_rerecord(model, "f", RecordingLog(number=3), 0)
-            self.assertEqual((manager.reclaiming.why_again("f"), manager.why_start_over), (again, start_over))
+            self.assertEqual([manager.reclaiming.why_again(id_) for id_ in "fg"], [again or dropped, dropped])
             self.assertEqual(manager._candidates, {} if why else {1: "found"})
+
+    def test_lanes_that_do_not_pay_give_their_memory_back(self):
+        """BERT's training step kept 1.6 GB more than without lanes."""
+        for numbers, why in (
+            ({"f": lanes.Number(0, None, more_bytes=65 * MB), "g": lanes.Number(4, None)}, Reason.LANES_UNPAID),
+            ({id_: lanes.Number(0, None, more_bytes=40 * MB) for id_ in "fg"}, Reason.LANES_UNPAID),
+            ({"f": lanes.Number(0, None, more_bytes=63 * MB), "g": lanes.Number(4, None, more_bytes=99 * MB)}, None),
+        ):
+            manager = self.manager(**numbers)
+            for again in (why, None):  # once
+                manager.lanes_tried("f", Tried(1.0, 1.0, 0.0, pays=False), 3)
+                found = [manager.reclaiming.why_again(id_) for id_ in "fg"]
+                self.assertEqual([told and told.reason for told in found], [again] * 2)
+
+    def manager(self, **numbers):
+        functions = {id_: TestNumbers.function(None) for id_ in numbers}
+        for id_, function in functions.items():
+            function.lanes.numbers.update({id_: numbers[id_]} if numbers[id_] else {})
+        functions = {id_: SimpleNamespace(model=function) for id_, function in functions.items()}
+        self.enterContext(mock.patch.object(Manager, "pool", SimpleNamespace(nbytes=lambda: 1000 * MB)))
+        return bare_manager(ids_to_funcs=functions)
 
 
 class TestLiveGraph(LiveInputsTestCase):

@@ -17,12 +17,14 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.compat import is_kernel_free
+from pygraph_trees.edges.trial import Tried
 from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.outputs.allocations import generated_by_inductor
 from pygraph_trees.reasons import Reason, Why
 
 from ..functions.containment import cleaned_up, forget_frames, progress_of
 from ..functions.function import FunctionModel
+from ..functions.lanes import Number, why_memory_is_wasted
 from ..functions.outputs import give_memory
 from ..pools.capture_lock import locked_by_torch
 from ..pools.collector import paused
@@ -154,12 +156,23 @@ class Making(Calls):
 
     def _let_lanes_rerecord(self, model: FunctionModel, function_id: Any, log: RecordingLog, pool_bytes: int) -> None:
         """Lets a function be recorded on lanes, or without them if the graph pool has grown too much."""
-        why = model.lanes.recorded(function_id, log, pool_bytes)
+        why = model.lanes.recorded(function_id, log, pool_bytes, self._numbers_of_lanes(function_id))
         if why is not None and why.reason is Reason.LANES_GREW:
-            self.why_start_over = why  # otherwise the pool would keep the memory
-            self._candidates.clear()
+            self.reclaiming.drop_all(self, why)  # otherwise the pool would keep the memory
         elif why is not None:
             self.reclaiming.record_again(function_id, why, log.number)
+
+    def _numbers_of_lanes(self, without: Any = None) -> list[Number]:
+        models = [(id_, function.model) for id_, function in self.ids_to_funcs.items() if id_ is not without]
+        found = [model.lanes.numbers.get(id_) for id_, model in models if isinstance(model, FunctionModel)]
+        return [number for number in found if number is not None]
+
+    def lanes_tried(self, function_id: Any, found: Tried | Why, number: int) -> None:
+        """After the trial of the lanes of the recording ``number``: lets recordings be made again if needed."""
+        if isinstance(found, Why):  # the graph cannot be used any more
+            self.reclaiming.record_again(function_id, found, number)
+        elif (why := why_memory_is_wasted(self._numbers_of_lanes(), self.pool.nbytes)) is not None:
+            self.reclaiming.drop_all(self, why)
 
     def _given(self, inputs: list[Any], function_id: Any) -> Given:
         is_managed = self._get_cuda_graph_recorded_tensor_checker()

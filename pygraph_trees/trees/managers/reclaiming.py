@@ -85,13 +85,16 @@ class Reclaiming:
         if nbytes <= max(limit, self._seen):
             return False
         self._seen = nbytes
-        why = Reason.POOL_LIMIT(nbytes=nbytes)
+        self.drop_all(manager, Reason.POOL_LIMIT(nbytes=nbytes))
+        return True
+
+    def drop_all(self, manager: Any, why: Why) -> None:
+        """Drops all recordings, as soon as no path is open; also during a call."""
         _log.info("all recordings are dropped: %s", why)
         ids = list(manager.ids_to_funcs)
         self.forgotten = dict.fromkeys(ids, math.inf) | self.forgotten
         self._dropped = dict.fromkeys(ids, why)
         self._candidates.clear()
-        return True
 
     def give_back(self, manager: Any) -> None:
         """Gives back the recordings of forgotten functions, unless a path is open."""
