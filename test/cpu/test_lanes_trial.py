@@ -391,7 +391,7 @@ class TestRecordedAgain(TestCase):
         ):
             manager = self.manager(**numbers)
             for again in (why, None):  # once
-                manager.lanes_tried("f", Tried(1.0, 1.0, 0.0, pays=False), 3)
+                manager.give_lanes_back()
                 found = [manager.reclaiming.why_again(id_) for id_ in "fg"]
                 self.assertEqual([told and told.reason for told in found], [again] * 2)
 

@@ -17,7 +17,6 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.compat import is_kernel_free
-from pygraph_trees.edges.trial import Tried
 from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.outputs.allocations import generated_by_inductor
 from pygraph_trees.reasons import Reason, Why
@@ -167,11 +166,9 @@ class Making(Calls):
         found = [model.lanes.numbers.get(id_) for id_, model in models if isinstance(model, FunctionModel)]
         return [number for number in found if number is not None]
 
-    def lanes_tried(self, function_id: Any, found: Tried | Why, number: int) -> None:
-        """After the trial of the lanes of the recording ``number``: lets recordings be made again if needed."""
-        if isinstance(found, Why):  # the graph cannot be used any more
-            self.reclaiming.record_again(function_id, found, number)
-        elif (why := why_memory_is_wasted(self._numbers_of_lanes(), self.pool.nbytes)) is not None:
+    def give_lanes_back(self) -> None:
+        """Lets all be recorded again if recordings on lanes that do not pay hold too much memory."""
+        if (why := why_memory_is_wasted(self._numbers_of_lanes(), self.pool.nbytes)) is not None:
             self.reclaiming.drop_all(self, why)
 
     def _given(self, inputs: list[Any], function_id: Any) -> Given:

@@ -134,8 +134,12 @@ def try_lanes(node: Any, branching: Branching) -> None:
 
     def ended(found: Tried | Why) -> None:
         lanes.tried(function_id, log, found)
-        if (manager := pools.OWNED.get(pool)) is not None:
-            manager.lanes_tried(function_id, found, log.number)
+        if (manager := pools.OWNED.get(pool)) is None:
+            return
+        if isinstance(found, Why):  # the graph cannot be used any more
+            manager.reclaiming.record_again(function_id, found, log.number)
+        else:
+            manager.give_lanes_back()
 
     how = CudaDevice(device), instantiate, lambda: of_function.is_tried, ended
     node.graph.replay, log.is_tried = Trial(node.graph, branching.chain, branching.edges, *how), True
