@@ -8,6 +8,7 @@ instantiated graph are known.
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -390,10 +391,12 @@ class TestRecordedAgain(TestCase):
             ({"f": lanes.Number(0, None, more_bytes=63 * MB), "g": lanes.Number(4, None, more_bytes=99 * MB)}, None),
         ):
             manager = self.manager(**numbers)
-            for again in (why, None):  # once
+            manager.reclaiming.record_again("g", Reason.ON_LANES(lanes=2), 1)
+            for expected in ([why, why or Reason.ON_LANES], [None, None]):  # once
                 manager.give_lanes_back()
                 found = [manager.reclaiming.why_again(id_) for id_ in "fg"]
-                self.assertEqual([told and told.reason for told in found], [again] * 2)
+                self.assertEqual([told and told.reason for told in found], expected)
+            self.assertEqual(manager.reclaiming.forgotten, dict.fromkeys("fg", math.inf) if why else {"g": 1})
 
     def manager(self, **numbers):
         functions = {id_: TestNumbers.function(None) for id_ in numbers}

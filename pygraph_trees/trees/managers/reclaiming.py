@@ -91,9 +91,8 @@ class Reclaiming:
     def drop_all(self, manager: Any, why: Why) -> None:
         """Drops all recordings, as soon as no path is open; also during a call."""
         _log.info("all recordings are dropped: %s", why)
-        ids = list(manager.ids_to_funcs)
-        self.forgotten = dict.fromkeys(ids, math.inf) | self.forgotten
-        self._dropped = dict.fromkeys(ids, why)
+        self.forgotten |= dict.fromkeys(manager.ids_to_funcs, math.inf)
+        self._again, self._dropped = {}, dict.fromkeys(manager.ids_to_funcs, why)
         self._candidates.clear()
 
     def give_back(self, manager: Any) -> None:
