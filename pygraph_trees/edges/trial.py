@@ -100,7 +100,7 @@ class Trial:
             for form in (True, False)
         )
         tried = compared(chain, lanes)
-        if not tried.pays:
+        if tried.pays == self._is_chain:
             self._change(graph)
         if not self._is_lost:
             del graph.replay  # and so this object

@@ -193,6 +193,8 @@ class LiveInputs:
 
     def instantiate_again(self, graph: Any) -> None:
         """Instantiates the graph, whose edges have changed, just after a launch; the next call sets all addresses."""
+        # The memory that copies were instantiated with first may be gone.
+        self._copies.point(dict(zip(self._by_address, self._patches.addresses, strict=False)))
         graph.instantiate()
         self._patches.rebind(int(graph.raw_cuda_graph_exec()))
 
@@ -246,7 +248,7 @@ class LiveInputs:
         on_cpu = () if self._staged is None else self._staged.items
         routes = [*decisions, *self._held, *(Decision(Route.STAGE) for _ in on_cpu)]
         self.decisions = {item.index: decision for item, decision in zip(self.items, routes, strict=True)}
-        patched = [p for p, d in enumerate(decisions) if d.by_address]
+        self._by_address = patched = [p for p, d in enumerate(decisions) if d.by_address]
         starts = {p: self._placeholders.placeholders[p].start for p in patched}
         self._found = found
         self.patched = tuple(self.items[p] for p in patched)

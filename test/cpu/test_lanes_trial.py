@@ -7,8 +7,8 @@ instantiated graph are known.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import math
 import weakref
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -238,6 +238,26 @@ class TestTrial(BranchesTestCase):
         self.replay(ALL)
         self.assertEqual((self.forms(), self.found), ([WARM_UP + BLOCK, BLOCK, BLOCK, BLOCK], []))
 
+    def test_an_interrupted_change_is_made_later(self):
+        change = Trial._change
+        for number, lanes_us, is_before in itertools.product((1, 2, 3, 4), (80.0, 99.0), (True, False)):
+            self.setUp()
+            self.lanes_us, calls = lanes_us, itertools.count(1)
+
+            def interrupted(trial, graph, calls=calls, number=number, is_before=is_before):
+                now = next(calls) == number
+                if not (now and is_before):
+                    change(trial, graph)
+                if now:
+                    raise KeyboardInterrupt
+
+            with mock.patch.object(Trial, "_change", interrupted):
+                for _ in range(ALL + 10):
+                    with contextlib.suppress(KeyboardInterrupt):
+                        self.graph.replay()
+            self.assertEqual([found.pays for found in self.found], [lanes_us == 80.0])
+            self.assertEqual(self.graph.launched[-1] == self.chain, lanes_us == 99.0)
+
     def test_the_trial_ends_with_its_graph(self):
         self.replay(WARM_UP + BLOCK + 1)
         gone = weakref.ref(self.graph)
@@ -260,20 +280,19 @@ class TestNumbers(TestCase):
         graph = GraphLog("Net", "0/0", mode, (), code=code)
         return FunctionModel(lambda inputs: [], settings, FunctionLog("Net", "0/0", mode, 1, {}, graph=graph, **more))
 
-    def record(self, function, function_id="f", inputs=(), pool=0, grew=0, used=4, others=()):
+    def record(self, function, function_id="f", inputs=(), used=4):
         """A recording; returns what it is, the reason to make it again, and its log."""
         function.lanes.look_up(function_id, inputs, 0)
         node = SimpleNamespace(
-            **{"graph": "torch's", "log": RecordingLog(pool_bytes=grew)},
+            **{"graph": "torch's", "log": RecordingLog(), "cuda_graphs_pool": (0, 7)},
             wrapped_function=SimpleNamespace(model=function, id=function_id),
         )
         with mock.patch.object(recording.compat, "is_kernel_free", lambda function: False):
             flag, count = recording.Recording._branches_flag(node)
         log = side_by_side(OnLanes(max(count, 1)), count=min(used, max(count, 1)))[0] if flag != "off" else node.log
-        log.pool_bytes = grew
         if flag == "forecast":
             function.lanes.numbers[function_id] = lanes.Number(4, Reason.ON_LANES(lanes=4), is_final=False)
-        return (flag, count), function.lanes.recorded(function_id, log, pool, others), log
+        return (flag, count), function.lanes.recorded(function_id, log), log
 
     def tried(self, function, lanes_us, function_id="f", **more):
         *_, log = self.record(function, function_id, **more)
@@ -325,21 +344,37 @@ class TestNumbers(TestCase):
         self.assertEqual(self.record(function, "other")[0], ("auto", 4))  # its own trial decides
         self.assertEqual(self.record(function, "a third")[0], ("off", 0))
 
+    def test_places_of_the_same_step_wait_for_the_recording_again(self):
+        """Their memory would count as that of lanes."""
+        function, manager = self.function(), bare_manager()
+        why = self.record(function)[1]
+        manager.reclaiming.record_again("f", why, 1)
+        with mock.patch.object(recording.pools, "OWNED", {(0, 7): manager}):
+            self.assertEqual(self.record(function)[:2], (("off", 0), why))
+            self.assertEqual(manager.reclaiming.why_again("f"), why)
+            self.assertEqual(self.record(function)[:2], (("auto", 4), None))
+
     def test_a_pool_that_grows_too_much_gives_lanes_up(self):
-        other = lanes.Number(0, None, more_bytes=200 * MB)
-        for pool, grew, others, expected in (
-            (MB, 127 * MB, (), None),
-            (MB, 129 * MB, (), Reason.LANES_GREW),
-            (2000 * MB, 290 * MB, (), None),
-            (2000 * MB, 60 * MB, [other], None),
-            (2000 * MB, 90 * MB, [other], Reason.LANES_GREW),
+        for pool, known, grown, expected in (
+            (200, 1, [127], None),
+            (200, 1, [129], 129),
+            (2200, 1, [280], None),
+            (2200, 2, [200, 60], None),
+            (2200, 2, [200, 90], 290),
+            (200, 2, [127, 0], None),
+            (200, 0, [190], None),  # in a new pool, all memory is new
+            (200, 1, [100, 100], None),  # so it is at another place
         ):
-            function, known = self.function(), {"pool": pool, "grew": grew, "others": others}
-            self.assertEqual(self.record(function, **known)[1].reason, Reason.ON_LANES)
-            why = self.record(function, **known)[1]
-            self.assertIs(why and why.reason, expected)
-            self.assertEqual(self.record(function)[0], ("off", 0) if expected else ("auto", 4))
-            self.assertIsNone(self.record(function, grew=5000 * MB)[1])  # in a new pool
+            function, memory = self.function(), lanes.LanesMemory()
+            function.lanes.numbers["f"] = lanes.Number(4, Reason.ON_LANES(lanes=4))
+            for _ in range(known):
+                self.assertIsNone(memory.recorded("f", function.lanes, RecordingLog(), pool * MB))
+            for nbytes in grown:
+                log = side_by_side(OnLanes(4), count=4)[0]
+                log.pool_bytes = nbytes * MB
+                why = memory.recorded("f", function.lanes, log, pool * MB)
+            self.assertEqual(why and why.facts["nbytes"], expected and expected * MB)
+            self.assertEqual(self.record(function)[0], ("off", 0) if expected else ("always", 4))
 
     def test_lanes_that_cannot_be_used_are_not_tried_again(self):
         for why in (Reason.NO_CHAIN(why="of the test"), Reason.LANES_LOST(error="of the test")):
@@ -370,41 +405,51 @@ class TestNumbers(TestCase):
 
 
 class TestRecordedAgain(TestCase):
+    """With :func:`bare_manager`, whose pool has 1,000 MB."""
+
+    def setUp(self):
+        super().setUp()
+        functions = {id_: SimpleNamespace(model=TestNumbers.function(None)) for id_ in "fg"}
+        self.enterContext(mock.patch.object(Manager, "pool", SimpleNamespace(nbytes=lambda: 1000 * MB)))
+        self.manager = bare_manager(ids_to_funcs=functions)
+        self.manager._candidates[1] = "found"
+
+    def again(self):
+        return self.manager.reclaiming.why_again("f"), self.manager.why_start_over
+
     def test_the_manager_records_a_function_again_or_gives_the_pool_back(self):
-        for why, again, dropped in (
-            (None, None, None),
-            (found := Reason.ON_LANES(lanes=2), found, None),
-            (found := Reason.LANES_GREW(nbytes=5), None, found),
-        ):
-            manager, model = self.manager(f=0, g=0), mock.Mock()
-            manager._candidates[1] = "found"
-            model.lanes.recorded.return_value = why
-            manager._let_lanes_rerecord(model, "f", RecordingLog(number=3), 0)
-            self.assertEqual([manager.reclaiming.why_again(id_) for id_ in "fg"], [again or dropped, dropped])
-            self.assertEqual(manager._candidates, {} if why else {1: "found"})
+        on_lanes, grew = Reason.ON_LANES(lanes=2), Reason.LANES_GREW(nbytes=5)
+        for once_more, too_large in ((None, None), (on_lanes, None), (None, grew)):
+            self.setUp()
+            model = mock.Mock(**{"lanes.recorded.return_value": once_more})
+            with mock.patch.object(lanes.LanesMemory, "recorded", lambda *_, why=too_large: why):
+                self.manager._let_lanes_rerecord(model, "f", RecordingLog(number=3))
+            self.assertEqual(self.again(), (once_more, too_large))
+            self.assertEqual(self.manager._candidates, {} if once_more or too_large else {1: "found"})
 
     def test_lanes_that_do_not_pay_give_their_memory_back(self):
-        """BERT's training step kept 1.6 GB more than without lanes."""
-        for numbers, why in (
-            ({"f": lanes.Number(0, None, more_bytes=65 * MB), "g": lanes.Number(4, None)}, Reason.LANES_UNPAID),
-            ({id_: lanes.Number(0, None, more_bytes=40 * MB) for id_ in "fg"}, Reason.LANES_UNPAID),
-            ({"f": lanes.Number(0, None, more_bytes=63 * MB), "g": lanes.Number(4, None, more_bytes=99 * MB)}, None),
-        ):
-            manager = self.manager(**numbers)
-            manager.reclaiming.record_again("g", Reason.ON_LANES(lanes=2), 1)
-            for expected in ([why, why or Reason.ON_LANES], [None, None]):  # once
-                manager.give_lanes_back()
-                found = [manager.reclaiming.why_again(id_) for id_ in "fg"]
-                self.assertEqual([told and told.reason for told in found], expected)
-            self.assertEqual(manager.reclaiming.forgotten, dict.fromkeys("fg", math.inf) if why else {"g": 1})
+        for f, g, count, expected in ((65, 0, 4, 65), (40, 40, 0, 80), (63, 99, 4, None)):
+            self.setUp()
+            self.manager.ids_to_funcs["g"].model.lanes.numbers["g"] = lanes.Number(count, None)
+            self.manager.reclaiming.lanes._nbytes.update(f=f * MB, g=g * MB)
+            self.manager.free_memory_of_lanes()
+            found = self.manager.why_start_over
+            self.assertEqual(found and found.facts["nbytes"], expected and expected * MB)
 
-    def manager(self, **numbers):
-        functions = {id_: TestNumbers.function(None) for id_ in numbers}
-        for id_, function in functions.items():
-            function.lanes.numbers.update({id_: numbers[id_]} if numbers[id_] else {})
-        functions = {id_: SimpleNamespace(model=function) for id_, function in functions.items()}
-        self.enterContext(mock.patch.object(Manager, "pool", SimpleNamespace(nbytes=lambda: 1000 * MB)))
-        return bare_manager(ids_to_funcs=functions)
+    def test_the_pool_is_left_when_a_step_begins_unless_an_error_wants_it_at_once(self):
+        left, why = [], Reason.LANES_GREW(nbytes=5)
+        self.manager.reclaiming.start_over = lambda manager, why: left.append(why)
+        self.manager.start_over_later(why)
+        self.manager.current_node = object()
+        for begins, expected in ((False, []), (True, [why])):
+            with mock.patch.object(Manager, "can_start_new_generation", lambda manager, begins=begins: begins):
+                self.manager._start_over()
+            self.assertEqual(left, expected)
+        self.manager.start_over_later(why)
+        with mock.patch.object(Manager, "can_start_new_generation", lambda manager: False):
+            self.manager.failed(RuntimeError("of the driver"), "f")
+            self.manager._start_over()
+        self.assertIn("of the driver", left[1])
 
 
 class TestLiveGraph(LiveInputsTestCase):

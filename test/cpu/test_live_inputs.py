@@ -295,8 +295,10 @@ class TestAddresses(LiveInputsTestCase):
             a, b, other = at(0), at(0), at(0)
             live, graph = self.replayable(nodes, a, b)
             self.call(live, graph, other, b)
-            for first in (a, a, other):
+            for first, copied in ((a, other), (a, a), (other, a)):
                 live.instantiate_again(graph)
+                if not is_fast:  # memory that is gone would be refused
+                    self.assertEqual(graph.launch()[1], [copied.data_ptr(), OTHER])
                 native = live.addresses.native
                 if native is not None and is_fast:
                     self.assertFalse(native.patch([first.data_ptr(), b.data_ptr()]))

@@ -6,7 +6,8 @@ decides whether they stay. What was measured is kept on disk for later processes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from pygraph_trees.settings import Settings, is_disturbed
 if TYPE_CHECKING:
     from pygraph_trees.report.log import FunctionLog, RecordingLog
 
-_MOST, _MOST_BYTES = 0.15, 128 << 20  # that lanes may take besides the graph pool, whichever is more
+_MOST, _MOST_BYTES = 0.15, 128 << 20  # that lanes may add to a graph pool, whichever is more
 _MOST_UNPAID, _MOST_UNPAID_BYTES = 0.05, 64 << 20  # the same, of lanes that do not pay
 
 
@@ -30,7 +31,6 @@ class Number:
     count: int  # 0: operations run one after another
     why: Why
     is_final: bool = True  # otherwise a trial follows
-    more_bytes: int | None = None  # by which the graph pool grew when the function was first recorded on lanes
 
 
 class Lanes:
@@ -54,30 +54,23 @@ class Lanes:
             if (found := kept.find(inputs)) is not None:
                 self.numbers[function_id] = Number(found.lanes, Reason.LANES_MEASURED(text=found.text))
 
+    def wants(self, function_id: Any) -> bool:
+        """Whether a function is recorded on lanes."""
+        number = self.numbers.get(function_id)
+        return number is not None and number.count > 0
+
     def give_up(self, function_id: Any, why: Why) -> Why:
-        before = self.numbers.get(function_id)
-        self.numbers[function_id] = Number(0, why, more_bytes=None if before is None else before.more_bytes)
+        self.numbers[function_id] = Number(0, why)
         return why
 
-    def recorded(
-        self, function_id: Any, log: RecordingLog, pool_bytes: int, others: Iterable[Number] = ()
-    ) -> Why | None:
-        """After a recording: why it must be made again.
-
-        ``pool_bytes``: of the graph pool before it; ``others``: the numbers of the functions that share the pool.
-        """
+    def recorded(self, function_id: Any, log: RecordingLog) -> Why | None:
+        """After a recording in the captured order: why it must be made again, on lanes."""
         number = self.numbers.get(function_id)
-        if number is None or not number.count or log.branches is None:
+        if number is None or number.is_final or not number.count:
             return None
-        if log.branches.lanes == 1:  # it made the forecast
-            return None if number.is_final else number.why
-        if number.is_final or number.more_bytes is not None:  # an earlier one has shown how much memory it takes
-            return None
-        before = sum(other.more_bytes or 0 for other in others)
-        if before + log.pool_bytes > max(_MOST * (pool_bytes - before), _MOST_BYTES):
-            return self.give_up(function_id, Reason.LANES_GREW(nbytes=log.pool_bytes))
-        number.more_bytes = max(0, log.pool_bytes)
-        return None
+        has_waited = log.branches is None and log.why_no_branches is number.why
+        made_forecast = log.branches is not None and log.branches.lanes == 1
+        return number.why if has_waited or made_forecast else None
 
     def tried(self, function_id: Any, log: RecordingLog, found: Tried | Why) -> None:
         """Takes the result of a recording's trial."""
@@ -88,21 +81,38 @@ class Lanes:
             return
         times = f"{found.lanes_us:.3g} us of the GPU, and {found.launch_us:.2g} more to launch"
         text = f"on {branches.lanes} lanes, a replay takes {times}; one after another, {found.chain_us:.3g} us"
-        more_bytes = self.numbers[function_id].more_bytes
-        number = Number(branches.lanes * found.pays, Reason.LANES_MEASURED(text=text), more_bytes=more_bytes)
-        self.numbers[function_id] = number
+        self.numbers[function_id] = number = Number(branches.lanes * found.pays, Reason.LANES_MEASURED(text=text))
         log.why_no_branches = None if found.pays else number.why
         log.branches = replace(branches, measured_us=(found.chain_us, found.lanes_us))
         if function_id in self._kept and not is_disturbed():
             self._kept[function_id].store(Execution.GRAPHED, text, number.count)
 
 
-def why_memory_is_wasted(numbers: Iterable[Number], pool_bytes: Callable[[], int]) -> Why | None:
-    """Why all recordings that share a graph pool are made again: on lanes that do not pay, some take too much of it."""
-    unpaid = [number for number in numbers if not number.count and number.more_bytes]
-    nbytes = sum(number.more_bytes or 0 for number in unpaid)
-    if nbytes <= _MOST_UNPAID_BYTES or nbytes <= _MOST_UNPAID * pool_bytes():
+class LanesMemory:
+    """The memory of one graph pool that only recordings on lanes needed."""
+
+    def __init__(self) -> None:
+        self.known: Counter[Any] = Counter()  # by function: its warm-ups, and recordings in the captured order
+        self._nbytes: Counter[Any] = Counter()  # by function: growth of the pool by recordings that followed these
+
+    def recorded(self, function_id: Any, lanes: Lanes, log: RecordingLog, pool_bytes: int) -> Why | None:
+        """After a recording: why the pool must be left; the function has one lane from then on.
+
+        ``pool_bytes``: of the pool after it.
+        """
+        if log.branches is None or log.branches.lanes == 1:
+            self.known[function_id] += 1
+        elif lanes.wants(function_id) and self.known[function_id]:  # others need memory in any case
+            self.known[function_id] -= 1
+            self._nbytes[function_id] += max(0, log.pool_bytes)
+            nbytes = self._nbytes.total()
+            if log.pool_bytes > 0 and nbytes > max(_MOST * (pool_bytes - nbytes), _MOST_BYTES):
+                return lanes.give_up(function_id, Reason.LANES_GREW(nbytes=nbytes))
         return None
-    for number in unpaid:
-        number.more_bytes = None  # given back now
-    return Reason.LANES_UNPAID(nbytes=nbytes)
+
+    def why_wasted(self, pool_bytes: Callable[[], int], pays: Callable[[Any], bool]) -> Why | None:
+        """After a trial: why the pool must be left; ``pays``: whether a function has lanes."""
+        nbytes = sum(nbytes for function_id, nbytes in self._nbytes.items() if not pays(function_id))
+        if nbytes <= _MOST_UNPAID_BYTES or nbytes <= _MOST_UNPAID * pool_bytes():
+            return None
+        return Reason.LANES_UNPAID(nbytes=nbytes)

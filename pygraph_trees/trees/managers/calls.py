@@ -47,6 +47,7 @@ class Calls(fast_path.TreeState, Upstream):
     output_policy: OutputPolicy
     pool: Any  # its address ranges
     why_start_over: Why | None = None  # why all recordings are dropped at the next call
+    starts_over_later = False  # not before a step begins
     _candidates: dict[Any, Any]
     keeps_outputs: bool  # whether a function was added whose outputs must be kept
     _begins_step: bool | None = None  # the answer of can_start_new_generation while a path may end
@@ -110,14 +111,21 @@ class Calls(fast_path.TreeState, Upstream):
         if passes(error):
             return
         _log.info("CUDA graphs start over", exc_info=error)
-        self.why_start_over = described(error)
+        self.why_start_over, self.starts_over_later = described(error), False
         self._candidates.clear()
         self.warmed_up_functions.discard(function_id)
 
+    def start_over_later(self, why: Why) -> None:
+        """Drops all recordings and the graph pool when a step begins; also during a call."""
+        if self.why_start_over is None:
+            self.why_start_over, self.starts_over_later = why, True
+            self._candidates.clear()
+
     def _start_over(self) -> None:
-        why, self.why_start_over = self.why_start_over, None
-        if why is None:
+        is_open = self.starts_over_later and self.current_node is not None and not self.can_start_new_generation()
+        if self.why_start_over is None or is_open:
             return
+        why, self.why_start_over = self.why_start_over, None
         try:
             self.reclaiming.start_over(self, why)
         except Exception as error:  # the GPU is lost, or another thread captures

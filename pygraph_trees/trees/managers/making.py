@@ -23,7 +23,6 @@ from pygraph_trees.reasons import Reason, Why
 
 from ..functions.containment import cleaned_up, forget_frames, progress_of
 from ..functions.function import FunctionModel
-from ..functions.lanes import Number, why_memory_is_wasted
 from ..functions.outputs import give_memory
 from ..pools.capture_lock import locked_by_torch
 from ..pools.collector import paused
@@ -90,6 +89,8 @@ class Making(Calls):
         own = getattr(given.function, "own", None)
         model.lanes.look_up(function_id, new_inputs[: own and own.takes], self.device_index)
         before = self.pool.nbytes()
+        if model.lanes.wants(function_id) and (free := torch.cuda.mem_get_info(self.device_index)[0]) < before // 2:
+            model.lanes.give_up(function_id, Reason.LANES_NO_ROOM(nbytes=free))
         start = time.perf_counter()
         if (progress := progress_of(model)) is not None:
             progress.hold()
@@ -123,7 +124,7 @@ class Making(Calls):
             if self.reclaiming.limit(self, nbytes, limit):
                 self.output_policy.release(self)
         self._let_chooser_rerecord(self.current_node, function_id)
-        self._let_lanes_rerecord(model, function_id, log, before)
+        self._let_lanes_rerecord(model, function_id, log)
         if verification is not None:
             verification.check(self.current_node, outputs, function.name)
         self.output_policy.recorded(self, self.current_node, self.pool.nbytes())
@@ -153,23 +154,20 @@ class Making(Calls):
 
         chooser.ready = ready
 
-    def _let_lanes_rerecord(self, model: FunctionModel, function_id: Any, log: RecordingLog, pool_bytes: int) -> None:
+    def _let_lanes_rerecord(self, model: FunctionModel, function_id: Any, log: RecordingLog) -> None:
         """Lets a function be recorded on lanes, or without them if the graph pool has grown too much."""
-        why = model.lanes.recorded(function_id, log, pool_bytes, self._numbers_of_lanes(function_id))
-        if why is not None and why.reason is Reason.LANES_GREW:
-            self.reclaiming.drop_all(self, why)  # otherwise the pool would keep the memory
-        elif why is not None:
+        if (why := model.lanes.recorded(function_id, log)) is not None:
             self.reclaiming.record_again(function_id, why, log.number)
+        why = self.reclaiming.lanes.recorded(function_id, model.lanes, log, self.pool.nbytes())
+        if why is not None:
+            self.start_over_later(why)
 
-    def _numbers_of_lanes(self, without: Any = None) -> list[Number]:
-        models = [(id_, function.model) for id_, function in self.ids_to_funcs.items() if id_ is not without]
-        found = [model.lanes.numbers.get(id_) for id_, model in models if isinstance(model, FunctionModel)]
-        return [number for number in found if number is not None]
-
-    def give_lanes_back(self) -> None:
-        """Lets all be recorded again if recordings on lanes that do not pay hold too much memory."""
-        if (why := why_memory_is_wasted(self._numbers_of_lanes(), self.pool.nbytes)) is not None:
-            self.reclaiming.drop_all(self, why)
+    def free_memory_of_lanes(self) -> None:
+        """Starts over later if recordings on lanes that do not pay hold much memory."""
+        models = {id_: function.model for id_, function in self.ids_to_funcs.items()}
+        why = self.reclaiming.lanes.why_wasted(self.pool.nbytes, lambda id_: models[id_].lanes.wants(id_))
+        if why is not None:
+            self.start_over_later(why)
 
     def _given(self, inputs: list[Any], function_id: Any) -> Given:
         is_managed = self._get_cuda_graph_recorded_tensor_checker()
@@ -212,6 +210,7 @@ class Making(Calls):
         if found is not None:
             found(outputs, self.pool.holds)
         function.warmup_pool_bytes += self.pool.nbytes() - before
+        self.reclaiming.lanes.known[function_id] += 1
         return outputs
 
     def _watching(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ from torch._inductor import cudagraph_trees
 from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.reasons import Reason, Why
 
+from ..functions.lanes import LanesMemory
 from ..pools import pools
 from ..pools.collector import paused
 
@@ -48,6 +49,7 @@ class Reclaiming:
         self._again: dict[Any, Why] = {}  # why, by id of a function that is to be recorded again
         self._dropped: dict[Any, Why] = {}  # why, by id of a function whose recordings the pool has no room for
         self._seen = 0  # bytes of the pool when recordings were dropped last; 0 if it is a new pool
+        self.lanes = LanesMemory()  # of the pool
         self._left: list[Any] | None = None  # references to outputs of recordings given back; None if none was
         self._is_unknown = False  # whether an output that is not among them may be alive
 
@@ -72,6 +74,10 @@ class Reclaiming:
         self.forgotten[function_id] = newest if before == math.inf else max(newest, before)
         self._candidates.clear()
 
+    def awaits(self, function_id: Any) -> bool:
+        """Whether a function is to be recorded again."""
+        return function_id in self._again
+
     def why_again(self, function_id: Any) -> Why | None:
         """Why a function is recorded again, returned once; None if it is not."""
         return self._again.pop(function_id, None) or self._dropped.pop(function_id, None)
@@ -85,15 +91,13 @@ class Reclaiming:
         if nbytes <= max(limit, self._seen):
             return False
         self._seen = nbytes
-        self.drop_all(manager, Reason.POOL_LIMIT(nbytes=nbytes))
-        return True
-
-    def drop_all(self, manager: Any, why: Why) -> None:
-        """Drops all recordings, as soon as no path is open; also during a call."""
+        why = Reason.POOL_LIMIT(nbytes=nbytes)
         _log.info("all recordings are dropped: %s", why)
-        self.forgotten |= dict.fromkeys(manager.ids_to_funcs, math.inf)
-        self._again, self._dropped = {}, dict.fromkeys(manager.ids_to_funcs, why)
+        ids = list(manager.ids_to_funcs)
+        self.forgotten = dict.fromkeys(ids, math.inf) | self.forgotten
+        self._dropped = dict.fromkeys(ids, why)
         self._candidates.clear()
+        return True
 
     def give_back(self, manager: Any) -> None:
         """Gives back the recordings of forgotten functions, unless a path is open."""
@@ -201,7 +205,7 @@ class Reclaiming:
             setattr(manager, name, getattr(fresh, name))
         pools.OWNED.pop(old, None)
         pools.OWNED[manager.cuda_graphs_thread_pool] = manager
-        self._left, self._seen, self._is_unknown = None, 0, False
+        self._left, self._seen, self._is_unknown, self.lanes = None, 0, False, LanesMemory()
         torch.cuda.empty_cache()
         return True
 

@@ -139,7 +139,7 @@ def try_lanes(node: Any, branching: Branching) -> None:
         if isinstance(found, Why):  # the graph cannot be used any more
             manager.reclaiming.record_again(function_id, found, log.number)
         else:
-            manager.give_lanes_back()
+            manager.free_memory_of_lanes()
 
     how = CudaDevice(device), instantiate, lambda: of_function.is_tried, ended
     node.graph.replay, log.is_tried = Trial(node.graph, branching.chain, branching.edges, *how), True

@@ -250,8 +250,11 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         try:
             outputs = super()._record(on_placeholder_tensors, inputs)
         except BaseException as error:
-            if flag == "auto" and isinstance(error, Exception):  # lanes may need more memory than there is
-                self.wrapped_function.model.lanes.give_up(self.wrapped_function.id, Reason.NO_CHAIN(why=error))
+            function, manager = self.wrapped_function, pools.OWNED.get(self.cuda_graphs_pool)
+            if lanes and function.model.settings.branches == "auto" and isinstance(error, Exception):
+                why = function.model.lanes.give_up(function.id, Reason.NO_CHAIN(why=error))
+                if manager is not None:  # lanes may need more memory than there is
+                    manager.start_over_later(why)
             if self.graph is not None:
                 abandon_capture(self, error, stream)
             raise
@@ -295,6 +298,10 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         number = model.lanes.numbers.get(self.wrapped_function.id) if flag == "auto" else None
         if number is None:
             return "forecast" if flag == "auto" else flag, max(LANES) if flag == "always" else 0
+        manager = pools.OWNED.get(self.cuda_graphs_pool)
+        if not number.is_final and manager is not None and manager.reclaiming.awaits(self.wrapped_function.id):
+            self.log.why_no_branches = number.why  # elsewhere in the same step; it is recorded on lanes later
+            return "off", 0
         self.log.why_no_branches = None if number.count else number.why
         return "off" if not number.count else "always" if number.is_final else "auto", number.count
 
