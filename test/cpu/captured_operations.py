@@ -103,8 +103,7 @@ class Captured(TorchDispatchMode):
         used = [] if at is None else [(at, self.temporary)]
         self.allocated += len(used)
         for number in range(self.kernels):
-            last = number == self.kernels - 1
-            self.kernel(read, written if last else [], temporaries=used, name=name)
+            self.kernel(read, written if number == self.kernels - 1 else [], temporaries=used, name=name)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -131,9 +130,8 @@ class Captured(TorchDispatchMode):
 
     def units(self, operations: Operations, inputs=()):
         edges = self.dependencies.read(self.graph)
-        nodes = self.driver.nodes(self.graph)
         elsewhere = Regions(filter(None, map(span_of, inputs)))
-        return accesses.units_of(self.driver, nodes, edges, operations.found, elsewhere)
+        return accesses.units_of(self.driver, self.driver.nodes(self.graph), edges, operations.found, elsewhere)
 
     def is_right(self, seeds: range) -> bool:
         return is_right(self.effects, self.api.edges(self.graph), seeds)

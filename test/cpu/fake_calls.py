@@ -135,9 +135,8 @@ class FakeEdges(FakeCalls):
 
     def connect(self, graph: int, edges: Iterable[tuple[int, int, int]]) -> None:
         """Adds edges, given as nodes and data, without a call."""
-        nodes = {*self._graphs[graph]}
         for before, after, data in edges:
-            assert {before, after} <= nodes, f"{before:#x} or {after:#x} is in another graph"
+            assert {before, after} <= {*self._graphs[graph]}, f"{before:#x} or {after:#x} is in another graph"
             self.edges(graph)[before, after] = data
 
     def cuStreamUpdateCaptureDependencies_v2(self, stream: Any, nodes: Any, data: Any, count: Any, flags: Any) -> int:

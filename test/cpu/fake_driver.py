@@ -422,8 +422,7 @@ class FakeApi(FakeEdges, FakeMemory):
     def cuGraphKernelNodeGetAttribute(self, node: int, attribute: CUlaunchAttributeID):
         assert attribute is CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, attribute
         self._node(node, "KERNEL")
-        value = SimpleNamespace(cooperative=int(node in self.cooperative))
-        return self._answer("cuGraphKernelNodeGetAttribute", value)
+        return self._answer("cuGraphKernelNodeGetAttribute", SimpleNamespace(cooperative=int(node in self.cooperative)))
 
     def _copy_of_fields(self, call: str, node: int, kind: str):
         fields = self._node(node, kind).content

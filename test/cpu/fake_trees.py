@@ -178,8 +178,7 @@ class Trees:
 
     def entry(self, *, around=False, **arguments):
         """An entry that starts each call after the same recording."""
-        runner = (self.partitions, self.partition) if around else None
-        made = fast_path.entry(self.function, runner=runner, **arguments)
+        made = fast_path.entry(self.function, runner=(self.partitions, self.partition) if around else None, **arguments)
 
         def call(inputs):
             self.manager._current_node = self.before

@@ -47,8 +47,7 @@ def interleaved(effects: Mapping[int, Sequence[Access]], edges: Iterable[tuple[i
     chance, found, running = random.Random(seed), Outcome(), []
     waits = {node: {before for before, after in edges if after == node} for node in effects}
     while waits or running:
-        ready = [node for node, before in waits.items() if not before]
-        node = chance.choice(ready + running)
+        node = chance.choice([node for node, before in waits.items() if not before] + running)
         if node in waits:
             del waits[node]
             running.append(node)

@@ -276,8 +276,7 @@ class TestVerification(TestCase):
         model = function(generated(code))
         model.outputs.takes, model.outputs.call.blocks = 1, (COPIED,)
         with captured(False):
-            inputs = [x, torch.full_like(x * 2, -1)]
-            Verification(inputs, [0]).check(verified(model, result), [x * 2], "f")
+            Verification([x, torch.full_like(x * 2, -1)], [0]).check(verified(model, result), [x * 2], "f")
 
     def test_own_memory_is_compared_as_an_output(self):
         """The graph writes to own memory; un-graphed code does not."""

@@ -243,8 +243,7 @@ class TestDuring(BackwardTest):
     def test_nothing_is_kept_alive(self):
         torch._dynamo.reset()
         model = Net()
-        call = accumulating.compiled(model)
-        loss = call(WORDS).sum()
+        loss = accumulating.compiled(model)(WORDS).sum()
         gc.collect()
         gc.disable()
         self.addCleanup(gc.enable)

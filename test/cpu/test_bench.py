@@ -94,10 +94,9 @@ class TestCommandLine(WithFolder):
         self.enterContext(mock.patch.object(sys, "path", [str(self.folder), *sys.path]))
         out = self.folder / "x.json"
         options = ("--workloads", "one_fails", "--rounds", "1", "--ways", "eager", "--out", str(out))
-        blank = Results("a GPU", "1", "2.11.0", "3", "3.12", "today", "this", 1)
         for target, value in (
             ("torch.cuda.is_available", lambda: True),
-            ("bench.command_line.here", lambda *args: blank),
+            ("bench.command_line.here", lambda *args: Results("a GPU", "1", "2.11.0", "3", "3.12", "today", "this", 1)),
             ("bench.command_line.Job", lambda *of, **more: Job(*of, device="cpu", **more)),
             ("bench.command_line.wait_until_quiet", lambda *args: None),
         ):

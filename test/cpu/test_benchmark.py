@@ -249,8 +249,7 @@ class TestWays(TestCase):
             self.assertTrue(way.patched)
             with way.active():
                 triton = torch._inductor.config.triton
-                found = [triton.pygraph_indirection, triton.pygraph_selective, triton.pygraph_outputs]
-                self.assertEqual(found, flags)
+                self.assertEqual([triton.pygraph_indirection, triton.pygraph_selective, triton.pygraph_outputs], flags)
         self.assertEqual(torch._inductor.config.triton.pygraph_selective, "auto")
         for name in ("jit", "upstream:patch", "ours:off", "ours:"):
             self.assertRaisesRegex(UnknownWayError, f"got '{name}'", make_ways, Program(lambda: None), ["eager", name])

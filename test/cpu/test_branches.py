@@ -238,9 +238,8 @@ class TestReport(BranchesTestCase):
         found = log.branches
         self.assertEqual((found.operations, found.barriers, found.edges, found.depth), (8, 0, 6, 4))
         self.assertEqual((found.chain_us, found.lanes_us), (8 * lanes.FLOOR_US, dict.fromkeys((2, 4), 10.0)))
-        function = FunctionLog("f", "0/0", "inference", 1, {}, recordings=[log])
         line = "branches: 8 operations, 4 deep, 0 barriers, 6 edges; predicted 20 us, on 2 lanes 10, on 4 lanes 10"
-        self.assertIn(line, [*function_notes(function.record())])
+        self.assertIn(line, [*function_notes(FunctionLog("f", "0/0", "inference", 1, {}, recordings=[log]).record())])
 
     def test_a_barrier_and_a_chain_are_as_deep_as_they_are_long(self):
         def chain(captured, a, b, c, d, e, f):

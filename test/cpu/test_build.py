@@ -84,11 +84,10 @@ class TestPackaging(WithFolder):
             command = [sys.executable, "setup.py", "-q", *arguments]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
             self.assertEqual(done.returncode, 0, done.stderr)
-        installed = {path.name for path in self.folder.glob("lib/pygraph_trees/native/*")}
         (path,) = self.folder.glob("*.tar.gz")
         with tarfile.open(path) as archive:
             names = {name.partition("/")[2] for name in archive.getnames()}
-        self.assertLess(sources, installed)
+        self.assertLess(sources, {path.name for path in self.folder.glob("lib/pygraph_trees/native/*")})
         self.assertEqual(wanted - names, set())
 
     def test_a_torch_that_is_not_known_is_not_installed(self):

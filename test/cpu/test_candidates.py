@@ -45,8 +45,7 @@ class Reference:
         self.outputs, self.index, self.is_held = outputs, index, False
 
     def __call__(self):
-        is_alive = self.is_held or sys.getrefcount(self.outputs[self.index]) > 2
-        return self.outputs[self.index] if is_alive else None
+        return self.outputs[self.index] if self.is_held or sys.getrefcount(self.outputs[self.index]) > 2 else None
 
     def data_ptr(self):
         return self.outputs[self.index].data_ptr()
@@ -202,9 +201,8 @@ class TestCandidates(TestCase):
         (first, call_first), (second, call_second) = self.function(), self.function()
         root, others = self.recording(first), self.recording(second)
         children = [self.recording(second, root), self.recording(second, others)]
-        inner = self.recording(first, children[0])
         paths = [
-            [(call_first, root), (call_second, children[0]), (call_first, inner)],
+            [(call_first, root), (call_second, children[0]), (call_first, self.recording(first, children[0]))],
             [(call_second, others), (call_second, children[1])],
             [(call_first, root), (call_second, children[0])],
             [(call_second, others)],
@@ -397,17 +395,15 @@ class TestCandidateFilter(TestCase):
         position = find(begin, given_)
         while position < len(choices) and not fits(position):
             position = find(position + 1, given_)
-        expected = next(filter(fits, range(begin, len(choices))), len(choices))
-        self.assertEqual(min(position, len(choices)), expected)
+        self.assertEqual(min(position, len(choices)), next(filter(fits, range(begin, len(choices))), len(choices)))
 
     def test_outputs_and_addresses_rule_recordings_out(self):
         """There are more recordings than bits in a word. Each call looks again; torch's references are not called."""
         given_, cached = some_tensors()[:4], [torch.zeros(1) for _ in range(7)]
-        references = [fail] * 7
         choices = [
             (
                 [(0, given_[0].data_ptr()), (1, given_[1].data_ptr() + (number >= 64))],
-                Deaths([(cached, references, n, 0) for n in range(7) if not number >> n & 1], fail),
+                Deaths([(cached, [fail] * 7, n, 0) for n in range(7) if not number >> n & 1], fail),
             )
             for number in range(128)
         ]
@@ -419,8 +415,7 @@ class TestCandidateFilter(TestCase):
             self.assertGreaterEqual(find(0, given_), 127)  # the filter does not check the last recording that is left
             del held
         self.assertEqual([find(n, given_) for n in (63, 64, 127, 128, 200)], [63, 128, 127, 128, 128])
-        moved = torch.zeros(9)[1:]
-        self.assertEqual([find(n, [given_[0], moved]) for n in (0, 126, 127)], [128, 128, 127])
+        self.assertEqual([find(n, [given_[0], torch.zeros(9)[1:]]) for n in (0, 126, 127)], [128, 128, 127])
         held = cached[6].detach()  # a reference in C++ alone
         self.assertEqual(find(5, given_), 5)
         held = list(cached)

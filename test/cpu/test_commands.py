@@ -136,9 +136,8 @@ class TestTarget(Folder):
             with self.subTest(function=function, text=text):
                 self.file.write_text(text or PROGRAM)
                 status, out, err = run("explain", f"{self.file}:{function}")
-                line = err.splitlines()[-1].replace(str(self.file), "program.py")  # after the progress
                 said = rf"^error: target 'program.py:{function}': {problem} \(--traceback shows where\)$"
-                self.assertRegex(line, said)
+                self.assertRegex(err.splitlines()[-1].replace(str(self.file), "program.py"), said)  # after the progress
                 traced = run("explain", "--traceback", f"{self.file}:{function}")
                 self.assertEqual((status, out, traced[0]), (2, "", 2))
                 self.assertIn("Traceback (most recent call last)", traced[2])
@@ -317,8 +316,7 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         self.enterContext(mock.patch.object(torch.cuda, "is_available", lambda: False))
         for option in ("--json", "--html", "--trace", "--baseline"):
             said = f"error: compare needs a GPU, and torch finds none; it has no measurements for {option}\n"
-            file = self.file if option == "--baseline" else self.json
-            found = run("compare", f"{self.file}:net", option, str(file))
+            found = run("compare", f"{self.file}:net", option, str(self.file if option == "--baseline" else self.json))
             self.assertEqual((found, self.json.exists()), ((2, "", said), False))
         self.assertRaisesRegex(PygraphError, "compare needs a GPU", pygraph_trees.compare, torch.sin, torch.ones(2))
         status, out, err = run("compare", f"{self.file}:net")

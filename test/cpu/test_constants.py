@@ -143,9 +143,8 @@ class TestLoweredConstants(TestCase):
             for n in (size, (MOST_FOLDED_NBYTES >> 1) + 1024):
                 values[f"{name}, {n}"] = lambda _, value=value, n=n: value(n)
                 wanted[f"{name}, {n}"] = how
-        lowered = self.check(values, wanted)
         why = f"its result may differ in the last place, and {size * 4} bytes are too many for a constant"
-        self.assertIn(why, " ".join(lowered.whys))
+        self.assertIn(why, " ".join(self.check(values, wanted).whys))
 
     def test_every_type(self):
         """A folded value of any type is on the GPU with its bits."""
@@ -284,8 +283,7 @@ class TestFoldedGraphs(TestCase):
 
         with absent_gpu("sm_90"):
             module = traced(program, [(torch.zeros(64), "gpu")])
-            placed = place(module.graph)
-        self.assertNotIn(FOLDED, [move.how.value for move in placed.moves])
+            self.assertNotIn(FOLDED, [move.how.value for move in place(module.graph).moves])
         self.assertEqual(list(module.buffers()), [buffer for buffer in module.buffers() if buffer is held])
 
     def test_the_sum_of_what_is_computed_is_bounded(self):

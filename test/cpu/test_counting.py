@@ -65,9 +65,8 @@ class TestLowered(WithFolder):
             kernels.append((kernel, torch.zeros(SIZE, dtype=torch.float64)))
         path = self.folder / "kernels.pt"
         torch.save(kernels, path)
-        script = Path(__file__).resolve().parents[1] / "interpreted_kernels.py"
         with forked("torch"):
-            done = python(str(script), str(path))
+            done = python(str(Path(__file__).resolve().parents[1] / "interpreted_kernels.py"), str(path))
         self.assertEqual(done.returncode, 0, done.stderr)
         for value, found in zip(COUNTED.values(), torch.load(path), strict=True):
             self.assertEqual(found, value("cpu").double(), rtol=0, atol=0)

@@ -22,8 +22,7 @@ def part(ungraphed, graphed, launches=1, pairs=8, **more):
 
 
 def gain(ungraphed_us, graphed_us, noise_us=0.0):
-    margin_us = max(1.0, 0.02 * ungraphed_us)
-    return Gain(ungraphed_us, graphed_us, graphed_us - ungraphed_us, margin_us, noise_us)
+    return Gain(ungraphed_us, graphed_us, graphed_us - ungraphed_us, max(1.0, 0.02 * ungraphed_us), noise_us)
 
 
 def compared(latency, throughput=None, launches=2, **more):

@@ -278,8 +278,7 @@ class TestUngraphed(OnCpuTestCase):
     def test_a_path_ends_in_any_state(self):
         for state in ("execution", "recording", "warmup"):
             path_state = cudagraph_trees.ExecutionState[state.upper()]
-            manager = bare_manager(path_state=path_state, current_node=object(), current_gen=-7)
-            forward, _ = self.calls(manager)
+            forward, _ = self.calls(bare_manager(path_state=path_state, current_node=object(), current_gen=-7))
             with (
                 mock.patch.object(Upstream, "can_start_new_generation", lambda _: True),
                 mock.patch.object(Manager, f"try_end_curr_{state}") as ended,

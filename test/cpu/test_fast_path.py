@@ -85,8 +85,7 @@ class TestNative(TestCase):
                 state = (m.mode, m.compile_id, m._current_node, m.path_state, m.running_forwards_with_pending_backwards)
                 self.assertAreSame(state, (mode, trees.compile_id, trees.recording, EXECUTION, pending))
                 counts = m.current_gen, trees.graph.launches, trees.log.counter.value, *binding.extension.counts()
-                wanted = GenerationTracker.generation, number, number, asked + 1, were + 1, in_python
-                self.assertEqual(counts, wanted)
+                self.assertEqual(counts, (GenerationTracker.generation, number, number, asked + 1, were + 1, in_python))
             self.assertEqual((trees.searched, trees.recording.calls, trees.function.was_asked), ([], [], False))
 
     @settings(max_examples=300, deadline=None)
@@ -342,8 +341,7 @@ class TestNative(TestCase):
             trees = Trees({1: theirs[1]}, some(1), live=Live([2, 0], None))
             call, live, (asked, *were) = trees.entry(order=order), trees.live, binding.extension.counts()
             self.check_missed(trees, call, others)
-            entry = trees.entry(order=order, around=True, kept=[0], picks=[0])
-            self.check_missed(trees, entry, others, was_asked=True)
+            self.check_missed(trees, trees.entry(order=order, around=True, kept=[0], picks=[0]), others, was_asked=True)
             self.assertEqual((binding.extension.counts(), live.prepared), ((asked + 2, *were), []))
             live.answer = lambda: "why not"
             self.check_missed(trees, call, given_)

@@ -113,8 +113,7 @@ class TestFlags(TestCase):
         for name in ("triton.pygraph_selectve", "triton.pygraph-selectve", "pygraph_selective"):
             with self.assertRaisesRegex(UnknownFlag, f"^{name} is no option; {flags}"):
                 torch.compile(lambda x: x, options={name: "never"})
-        entry = {"triton.pygraph_version": config.triton.pygraph_version}  # of ours, and no flag
-        torch.compile(lambda x: x, options=entry)
+        torch.compile(lambda x: x, options={"triton.pygraph_version": config.triton.pygraph_version})  # ours, no flag
         with self.assertRaisesRegex(RuntimeError, "Unexpected optimization option"):
             torch.compile(lambda x: x, options={"max_autotun": True})
 
@@ -214,8 +213,7 @@ class TestEnvironment(TestCase):
     def test_other_flags_are_read_in_any_case(self):
         words = {"SELECTIVE": "Always", "PLACEMENT": "EXACT", "INDIRECTION": "", "ENTRY": " Off"}
         found = self.installed(**{f"PYGRAPH_{name}": word for name, word in words.items()})
-        wanted = Settings(placement="exact", indirection="auto", selective="always", entry="off")
-        self.assertEqual(found, (wanted, []))
+        self.assertEqual(found, (Settings(placement="exact", indirection="auto", selective="always", entry="off"), []))
 
     def test_a_wrong_value_is_ignored_with_a_warning(self):
         """The warning comes once."""
@@ -321,22 +319,20 @@ class TestNever(TestCase):
         """Neither cache returns an artifact that was made for CUDA graphs."""
         counters = torch._dynamo.utils.counters
         plain, never, graphs = {}, NEVER, {"triton.cudagraphs": True}
-        auto = {**graphs, "triton.pygraph_selective": "auto"}
         caches = {"fx_graph_cache": True, "force_disable_caches": False, "deterministic": False}
         for has_autograd_cache, *ways, is_hit in (
             (False, plain, never, True),
             (False, never, graphs, False),
             (True, never, plain, True),
             (True, graphs, never, False),
-            (True, graphs, auto, True),
+            (True, graphs, {**graphs, "triton.pygraph_selective": "auto"}, True),
         ):
             aot = torch._functorch.config.patch({"enable_autograd_cache": has_autograd_cache})
             with self.subTest(ways, aot=has_autograd_cache), fresh_cache(), config.patch(caches), aot:
                 for options in ways:
                     torch._dynamo.reset()
                     counters.clear()
-                    found = torch.compile(product, options=options)(torch.ones(3, 3))
-                    self.assertEqual(found, torch.full((3, 3), 3.0))
+                    self.assertEqual(torch.compile(product, options=options)(torch.ones(3, 3)), torch.full((3, 3), 3.0))
                 hits = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]
                 self.assertEqual(hits[0] if has_autograd_cache else hits[1], int(is_hit))
 

@@ -172,8 +172,7 @@ class TestGradients(TestCase):
             self.assertEqual(self.is_own(), [not seen] * count)
             self.assertEqual([p.grad for p in parameters], self.cached)
             for i, (parameter, cached) in enumerate(zip(parameters, self.cached, strict=True)):
-                is_taken_over = parameter.grad.data_ptr() == cached.data_ptr()
-                self.assertEqual(is_taken_over, not (seen and i == 5))
+                self.assertEqual(parameter.grad.data_ptr() == cached.data_ptr(), not (seen and i == 5))
             self.assertEqual(held, self.cached[5:6] if seen else [])
 
     def test_gradients_that_go_on_into_another_backward_are_others(self):

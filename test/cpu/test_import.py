@@ -36,8 +36,7 @@ def run_python(*lines, **environment):
 class TestImport(TestCase):
     def check(self, *lines, states=None, end="", **environment):
         done = run_python(*lines, STATES, end, **environment)
-        expected = 0, [states or all_are("on")]
-        self.assertEqual((done.returncode, done.stdout.splitlines()[-1:]), expected, done.stderr)
+        self.assertEqual((done.returncode, done.stdout.splitlines()[-1:]), (0, [states or all_are("on")]), done.stderr)
         return done.stdout.splitlines()[:-1]
 
     @parametrize(

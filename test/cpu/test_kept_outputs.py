@@ -139,13 +139,11 @@ class TestMoving(TestCase):
         del outputs[1], outputs[1]  # the numbers 1 and 2 are dead
         self.move(backward)
         self.assertEqual(outputs, [torch.arange(4.0), torch.arange(12.0, 16.0)])
-        moved = first.moved, forward.moved, backward.moved
-        self.assertEqual(moved, (({}, 0), ({0: (1, 16)}, 1), ({1: (1, 16)}, 1)))
+        self.assertEqual((first.moved, forward.moved, backward.moved), (({}, 0), ({0: (1, 16)}, 1), ({1: (1, 16)}, 1)))
 
     def test_outputs_as_upstream_stay(self):
         kept, other = in_pool(self.pool, 0, 4), in_pool(self.pool, 4, 4)
-        forward = Node(other, outputs_are="upstream")
-        node = Node(kept, parent=forward)
+        node = Node(kept, parent=Node(other, outputs_are="upstream"))
         self.move(node)
         self.assertEqual((kept, other), (torch.arange(4.0), torch.full((4,), -1.0)))
         node.live_indices_after_graph = [(0, 0), (1, 0)]
@@ -359,8 +357,7 @@ class TestPolicy(TestCase):
         outputs = {index: (index, None) for index in indices} if outputs is None else outputs
         decisions = {n: Decision(Route.COPY, "?") if n in refused else Decision(Route.PATCH, None) for n in indices}
         live = Plain(decisions=decisions, outputs=outputs) if outputs else None
-        node = Plain(own=own, live=live, wrapped_function=self.functions[id_])
-        self.policy.recorded(self.manager, node, pool_bytes)
+        self.policy.recorded(self.manager, Plain(own=own, live=live, wrapped_function=self.functions[id_]), pool_bytes)
 
     def test_memory_is_freed_if_its_function_runs_ungraphed_or_another_one_lacks_memory(self):
         for lacks_memory in (False, True):

@@ -37,8 +37,7 @@ class Layer(nn.Module):
 
     def forward(self, x):
         q, k, v = (part(x).view(2, 16, 4, 16).transpose(1, 2) for part in (self.q, self.k, self.v))
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 16, 64)
-        return self.norm(x + self.out(attended))
+        return self.norm(x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 16, 64)))
 
 
 class Encoder(nn.Sequential):

@@ -166,8 +166,7 @@ class TestLaneCapture(BranchesTestCase):
             ops.cat.out([source], out=captured.made())
             captured.work = fail
             ops.cat.out([source], out=captured.made())
-        nodes = captured.driver.nodes(captured.graph)
-        self.assertIn(nodes[-1], captured.driver.captured_last(captured.main))
+        self.assertIn(captured.driver.nodes(captured.graph)[-1], captured.driver.captured_last(captured.main))
         self.assertEqual(captured.stream, captured.main)
 
     @settings(max_examples=150, deadline=None)
@@ -247,8 +246,7 @@ class TestRecording(BranchesTestCase):
                     raise torch.OutOfMemoryError
                 return model(inputs)
 
-            instantiate = functools.partial(steps.append, "instantiate")
-            kept = SimpleNamespace(raw_cuda_graph=lambda: 7, instantiate=instantiate)
+            kept = SimpleNamespace(raw_cuda_graph=lambda: 7, instantiate=functools.partial(steps.append, "instantiate"))
             patches = {
                 **{"kept_graph": lambda inputs, kept=kept: kept, "branches_noted": noted},
                 **{"captured_nodes": Counter, "progress_of": lambda model: None},

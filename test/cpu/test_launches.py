@@ -137,8 +137,7 @@ class TestCapture(LaunchesTestCase):
             self.assertIs(given[0], table.slots[a.data_ptr()])
             self.assertIs(given[1], b if refused else table.slots[b.data_ptr()])
             self.assertIs(given[2], out)
-            taken = [a] if refused else [a, b]
-            self.assertEqual(sorted(table.read), sorted(("kernel", t.data_ptr()) for t in taken))
+            self.assertEqual(sorted(table.read), sorted(("kernel", t.data_ptr()) for t in ([a] if refused else [a, b])))
             self.assertEqual(len(self.made), 1)  # nothing is built while capturing
 
     def test_an_input_has_one_slot_also_through_a_view_but_not_further_on(self) -> None:
@@ -326,9 +325,8 @@ class TestInductor(WithFolder):
 
     def check(self, autotuner: Any, static: bool) -> None:
         """Its variant for all pointers is launched like the original, except that it takes addresses of slots."""
-        config = autotuner.configs[-1]
         with loaded() as gpu, torch._inductor.config.patch({"use_static_triton_launcher": static}):
-            autotuner.launchers = [autotuner._precompile_config(config).make_launcher()]
+            autotuner.launchers = [autotuner._precompile_config(autotuner.configs[-1]).make_launcher()]
             names = parameters(autotuner.launchers[0])[:-1]
             pointers = [n for n in names if str(autotuner.triton_meta["signature"].get(n)).startswith("*")]
             values = {n: torch.zeros(8) if n in pointers else 1 + i for i, n in enumerate(names)}

@@ -262,8 +262,7 @@ class TestAddresses(LiveInputsTestCase):
         # The whole storage counts: a tensor saved for the backward can be another view of the input.
         begin, nbytes = first.untyped_storage().data_ptr(), first.untyped_storage().nbytes()
         inside = [begin, first.data_ptr(), begin + nbytes - 1, other.data_ptr()]
-        reached = filter(live.addresses.reaches, (*inside, 0, begin - 1, begin + nbytes))
-        self.assertEqual(list(reached), inside)
+        self.assertEqual(list(filter(live.addresses.reaches, (*inside, 0, begin - 1, begin + nbytes))), inside)
         live.finish()
         self.call(live, graph, later, other)
         self.assertEqual([live.addresses.reaches(t.data_ptr()) for t in (first, later, other)], [False, True, True])
@@ -281,8 +280,7 @@ class TestAddresses(LiveInputsTestCase):
         for first, second in ((a, b), (a, b), (at(0), at(0)), (at(0), at(16))):
             self.api.calls.clear()
             self.begin(live, first, second)
-            due = Counter([MEMCPY, MEMCPY, MEMSET, *[KERNEL] * (first is not a)])
-            self.assertEqual(Counter(self.api.calls), due)
+            self.assertEqual(Counter(self.api.calls), Counter([MEMCPY, MEMCPY, MEMSET, *[KERNEL] * (first is not a)]))
             start, read = first.data_ptr(), live.addresses.temporary.get(1, second).data_ptr()
             self.assertEqual(graph.launch(), [[start + 8, OTHER], [read, start], [read + 16], [start]])
             live.finish()
@@ -338,8 +336,7 @@ class TestAddresses(LiveInputsTestCase):
             for start in (128, 256, 0):
                 view = storage[start : start + 128] if start else at(storage[128:].data_ptr() % 512, (128,))
                 address = view.data_ptr()
-                expected = [[address, address - item.lead], [address + 4, OTHER]]
-                self.assertEqual(self.call(live, graph, view), expected)
+                self.assertEqual(self.call(live, graph, view), [[address, address - item.lead], [address + 4, OTHER]])
 
 
 CALLS = st.lists(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 0, 16, 4])), min_size=3, max_size=3))

@@ -214,12 +214,11 @@ class TestOverrides(_CompilingTestCase):
 
     def test_a_backward_that_is_turned_off_ends_the_wait_for_it(self) -> None:
         """Otherwise no step would begin after a graphed forward. It also holds for a backward from torch's cache."""
-        override = SimpleNamespace(fwd=True, bwd=False)
         for from_cache in (False, True):
             artifact = SimpleNamespace(current_callable=len, device_types=(), disabled_cudagraphs_reason=None)
             index = SimpleNamespace(value=0)
             given = {"cudagraphs": BoxedBool(from_cache), "is_backward": True, "boxed_forward_device_index": index}
-            with functions._noting(override=override):
+            with functions._noting(override=SimpleNamespace(fwd=True, bwd=False)):
                 putting_to_use(mock.Mock())(artifact, (), None, given)
             with mock.patch.object(cudagraph_trees, "get_manager") as manager:
                 self.assertEqual((artifact.current_callable([1, 2]), bool(given["cudagraphs"])), (2, False))
@@ -271,9 +270,8 @@ class TestPartitions(TestCase):
     """A sort is kept outside of CUDA graphs."""
 
     def lowered(self, fn: Any) -> Any:
-        inputs = [torch.empty(8, 8, device="meta") for _ in range(2)]
         with config.patch(custom_should_partition_ops=["aten::topk"]):
-            (graph,) = lower(fn, inputs)
+            (graph,) = lower(fn, [torch.empty(8, 8, device="meta") for _ in range(2)])
         return graph.graph
 
     def test_settings_and_regions_give_as_many_partitions_as_with_torch_alone(self) -> None:

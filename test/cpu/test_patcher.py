@@ -174,8 +174,7 @@ class TestPatcher(PatcherTestCase):
 
     def test_what_cpp_does_not_set(self):
         """C++ sets no nodes other than kernels, and no nodes at all if the driver's calls have no addresses."""
-        fill = lambda found: [self.api.make_memset(found[0], 16)]  # noqa: E731
-        recordings = [self.recorded(fill, inputs=1)]
+        recordings = [self.recorded(lambda found: [self.api.make_memset(found[0], 16)], inputs=1)]
         self.driver = Driver(self.api)
         recordings.append(self.recorded(self.one_kernel(), inputs=1))
         with mock.patch.object(binding, "extension", None):
@@ -213,8 +212,7 @@ class TestFastPath(PatcherTestCase):
         ):
             for places in calls:
                 inputs = [sets[which][index] for index, which in enumerate(places)]
-                given_ = [inputs[(order or range(3)).index(place)] for place in range(3)]
-                self.assertEqual(len(entry(given_)), 1)
+                self.assertEqual(len(entry([inputs[(order or range(3)).index(place)] for place in range(3)])), 1)
                 first, second, third = addresses(inputs)
                 self.assertEqual(graph.launch(), [[third, 5, first], [second]])
         self.assertEqual((trees.graph.launches, trees.searched), (len(calls), []))

@@ -182,8 +182,7 @@ class TestMismatch(TestCase):
     def test_failing_patch_takes_its_feature_back(self):
         before = torch_as_it_is()
         good = inductor_patches.patches("trees")
-        refuse = mock.Mock(side_effect=KeyboardInterrupt)
-        bad = Rebind("trees", "torch._inductor.scheduler", "Scheduler", refuse)
+        bad = Rebind("trees", "torch._inductor.scheduler", "Scheduler", mock.Mock(side_effect=KeyboardInterrupt))
         with mock.patch.object(inductor_patches, "patches", lambda feature: (*good, bad) if feature == "trees" else ()):
             inductor_patches._mismatches.update(dict.fromkeys(inductor_patches.FEATURES, ()))
             self.assertRaises(KeyboardInterrupt, inductor_patches.install)

@@ -121,8 +121,7 @@ class Setup:
 
 
 def held_words(least: int, most: int, numbers_end: int = 2**64):
-    addends = st.integers(-0x1_0000, 0x20_0000)
-    addresses = st.builds(Held, st.integers(0, len(PLACEHOLDERS) - 1), addends)
+    addresses = st.builds(Held, st.integers(0, len(PLACEHOLDERS) - 1), st.integers(-0x1_0000, 0x20_0000))
     numbers = st.builds(Held, st.none(), st.integers(0, numbers_end - 1))
     return st.lists(addresses | numbers, min_size=least, max_size=most).map(tuple)
 

@@ -167,9 +167,8 @@ class TestLowered(TestCase):
     def test_families(self):
         for how, programs_ in (("full", PROGRAMS), ("exact", EXACT)):
             for program in programs_:
-                inputs = [item.make("meta", 0) for item in program.inputs]
                 with self.subTest(program.family, name=program.name, how=how):
-                    _, found = self.partitions(program.fn, inputs, how)
+                    _, found = self.partitions(program.fn, [item.make("meta", 0) for item in program.inputs], how)
                     self.assertEqual(found, (how == "exact" and program.exact) or program.full)
 
     def test_real_programs(self):
@@ -180,8 +179,7 @@ class TestLowered(TestCase):
                 program, inputs = build("meta", small=True)
                 self.assertEqual(self.partitions(program, inputs, "off")[1], (1, 1))
                 # The CPU looks up steps of the noise schedule, so a step out of bounds is an error.
-                wanted = (1, int(build is noise_schedule))
-                self.assertEqual(self.partitions(program, inputs, "full")[1], wanted)
+                self.assertEqual(self.partitions(program, inputs, "full")[1], (1, int(build is noise_schedule)))
 
     def test_kernels_round_to_half_precision_as_the_cpu(self):
         """In a kernel, half precision is single precision until it is stored."""
@@ -284,8 +282,7 @@ class TestLowered(TestCase):
         cases += [(lambda v: v[torch.arange(3) * 2], (torch.rand(5),), True)]
         for function, inputs, is_on_gpu_ in cases:
             graph, _ = self.full(plus(function), *inputs, size=3)
-            found = devices(calls(graph, "index", "gather", "embedding"))
-            self.assertEqual(found, ["cuda" if is_on_gpu_ else "cpu"])
+            self.assertEqual(devices(calls(graph, "index", "gather", "embedding")), ["cuda" if is_on_gpu_ else "cpu"])
         with torch._dynamo.config.patch(assume_static_by_default=False):
             graph, _ = self.full(plus(lookups[0]), torch.rand(9), size=3)
         self.assertEqual(devices(calls(graph, "aten.index")), ["cpu"])
@@ -497,8 +494,7 @@ class TestLowered(TestCase):
         half = torch.empty(64, 64, device="meta", dtype=torch.bfloat16)
         for program in (lambda x: x.sin() @ x, lambda x: torch.arange(64, device="cuda") + x, scaled):
             codes = [self.partitions(program, (half,), how)[0].source_code for how in ("off", "full")]
-            without_comments = ["\n".join(line for line in code.splitlines() if line[:1] != "#") for code in codes]
-            self.assertEqual(*without_comments)
+            self.assertEqual(*["\n".join(line for line in code.splitlines() if line[:1] != "#") for code in codes])
 
 
 if __name__ == "__main__":

@@ -46,8 +46,7 @@ class TestReadme(WithFolder):
             self.assertEqual(status, 0, err)
             sys.modules.pop("my", None)
         versions = lambda text: re.sub(r"\S+/my\.py", "my.py", re.sub(r"torch \S+:", "torch:", text))  # noqa: E731
-        wanted = block_after("<!-- explained: compared by test_readme.py -->")
-        self.assertEqual(versions(out), versions(wanted))
+        self.assertEqual(versions(out), versions(block_after("<!-- explained: compared by test_readme.py -->")))
 
     def test_other_modes_with_cuda_graphs_are_named(self):
         """The README names exactly the modes in which torch uses CUDA graphs."""

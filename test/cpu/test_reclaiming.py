@@ -315,8 +315,7 @@ class TestHandedOn(TestCase):
         follower = self.node(partition, 3, ((1, 0),), a=[last], b=[older, newer])
         newest = self.node(first, 2, depth=1, a=[follower])
         above = self.node(neighbour, 0, a=[newest])
-        roots = {1: [self.node(first, 1)], 2: [above], 3: [self.node(neighbour, 7, ((0, 0),))]}
-        manager = bare_manager(roots=roots)
+        manager = bare_manager(roots={1: [self.node(first, 1)], 2: [above], 3: [self.node(neighbour, 7, ((0, 0),))]})
         self.assertEqual(handed_on(manager, first), 4)
         self.assertEqual(handed_on(manager, SimpleNamespace(trial=own)), 0)
         manager.roots = {1: [self.node(first, 1)]}

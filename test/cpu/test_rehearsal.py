@@ -399,9 +399,8 @@ class TestRehearsal(LiveInputsTestCase):
                 ],
                 *(some() for _ in range(3)),
             )
-            why = self.routes(live)
             for index in range(2):
-                self.assertRegex(str(why[index]), f"{name} or xored or mask may hide its address", index)
+                self.assertRegex(str(self.routes(live)[index]), f"{name} or xored or mask may hide its address", index)
 
     def test_inputs_in_the_pool_and_static_ones_are_put_back(self):
         a, pool, static = some(), torch.rand(COUNT), torch.rand(COUNT)

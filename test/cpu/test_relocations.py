@@ -404,8 +404,7 @@ class TestAllAtOnce(RelocationsTestCase):
                     refused.add(index)
                 elif index is not None:
                     expected[handle, offset] = (index, address - placeholders.placeholders[index].start)
-        relocations = [(*place, *held) for place, held in expected.items()]
-        self.assertFound(found, *relocations, refused=refused, opaque=opaque)
+        self.assertFound(found, *[(*place, *held) for place, held in expected.items()], refused=refused, opaque=opaque)
 
 
 if __name__ == "__main__":

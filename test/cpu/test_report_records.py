@@ -264,9 +264,8 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         self.assertEqual(before.diff(before), "")
         busier, new = function(), function(model="New")
         busier.recorded(recording(0, replays=1300, pool_bytes=2_097_152))
-        after = Report(ENVIRONMENT, (), (busier.record(), new.record()))
         self.assertExpectedInline(
-            after.diff(before),
+            Report(ENVIRONMENT, (), (busier.record(), new.record())).diff(before),
             """\
 Net 0/0 inference: replays 1200 → 1300
 New 0/0 inference: new, 0 recordings, 0 replays

@@ -250,8 +250,7 @@ class TestFits(TestCase):
     @given(st.integers(0, 1 << 10), st.integers(0, 1 << 10))
     def test_as_aligned_as_recorded(self, address, recorded):
         as_aligned = all(address % (1 << p) == 0 for p in range(10) if recorded % (1 << p) == 0)
-        expected = as_aligned and (recorded % 16 == 0 or address % 16 == recorded % 16)
-        self.assertEqual(fits(address, recorded), expected)
+        self.assertEqual(fits(address, recorded), as_aligned and (recorded % 16 == 0 or address % 16 == recorded % 16))
 
     @given(st.integers(0, 1 << 10), st.integers(0, 1 << 10), st.integers(0, 1 << 10), st.integers(0, 1 << 8))
     def test_a_pointer_into_the_middle_stays_as_aligned(self, address, recorded, ahead, steps):
@@ -311,13 +310,11 @@ class TestCountedReplays(LiveInputsTestCase):
         self.assertIsNone(live.addresses.chooser)
 
     def test_a_build_takes_a_step_in_many_replays_until_it_ends(self) -> None:
-        live = self.begin_counting(steps=3)
-        self.replay(self.replayer(live), 8 * REPLAYS)
+        self.replay(self.replayer(self.begin_counting(steps=3)), 8 * REPLAYS)
         self.assertEqual([replay for replay, *_ in self.asked], [n * REPLAYS for n in range(1, 5)])
 
     def test_replays_that_change_nothing_do_not_count(self) -> None:
-        live = self.begin_counting()
-        call = self.replayer(live)
+        call = self.replayer(self.begin_counting())
         for _ in range(4 * REPLAYS):
             call(list(self.given))
         self.replay(call, REPLAYS - 1)

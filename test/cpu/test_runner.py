@@ -199,8 +199,7 @@ class RunnerTestCase(WithFolder):
         return call
 
     def check_refused(self, call, *partitions):
-        runner = self.runner(call, *(partitions or [Partition([])]))
-        self.assertIsNone(shortened(runner.call))
+        self.assertIsNone(shortened(self.runner(call, *(partitions or [Partition([])])).call))
 
 
 OF_GRADIENTS = None if binding.extension is None else 0  # C++ finds whether they are seen
@@ -526,8 +525,7 @@ class TestInductor(RunnerTestCase):
                 y = step(x)
             return y
 
-        text = self.check_graph(lower(any_size, (on_gpu(4, 8), on_gpu(5, 8)))[-1])
-        self.assertRegex(text, r"\n *s\d+ = arg0_1\n")
+        self.assertRegex(self.check_graph(lower(any_size, (on_gpu(4, 8), on_gpu(5, 8)))[-1]), r"\n *s\d+ = arg0_1\n")
 
 
 if __name__ == "__main__":

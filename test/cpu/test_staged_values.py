@@ -252,8 +252,7 @@ class TestInCpp(TestInPython):
         with self.without_python():
             for call, which in enumerate(calls):
                 inputs = [places[which], observation(call), torch.tensor(call)]
-                given_ = [inputs[(order or range(3)).index(place)] for place in range(3)]
-                self.assertEqual(len(entry(given_)), 1)
+                self.assertEqual(len(entry([inputs[(order or range(3)).index(place)] for place in range(3)])), 1)
                 inputs[1].zero_()
                 queued.append((graph.launch()[0], self.launched(graph)))
         for call, ((address,), written) in enumerate(queued):

@@ -78,8 +78,7 @@ class StagingTestCase(LiveInputsTestCase):
 
 def read_at(address, like):
     """A tensor like another one, made from the memory at an address."""
-    nbytes = like.numel() * like.element_size()
-    memory = bytearray(ctypes.string_at(address, nbytes))
+    memory = bytearray(ctypes.string_at(address, like.numel() * like.element_size()))
     return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).view(like.shape)
 
 
@@ -253,8 +252,7 @@ class TestOneBlock(StagingTestCase):
             spans.append((start, start + tensor.nbytes))
         spans.sort()
         self.assertTrue(all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)))
-        block = self.blocks[-1] if buffers.together is None else buffers.together
-        self.assertLessEqual(spans[-1][1], block.numel())
+        self.assertLessEqual(spans[-1][1], (self.blocks[-1] if buffers.together is None else buffers.together).numel())
 
     def test_placeholder_tensors_have_storages_of_their_own(self):
         """A recording identifies them by their storages; each holds the block."""
@@ -316,9 +314,8 @@ class TestOperator(StagingTestCase):
         with operator.observed(buffers.together) as found:
             whole, again, part = self.staged(value), self.staged(value), self.staged(value[16:48])
             self.assertEqual(found.copied, [value.data_ptr(), value.data_ptr(), value.data_ptr() + 64])
-            memories = {t.untyped_storage().data_ptr() for t in (whole, again, part)}
             whole.zero_()
-        self.assertEqual(len(memories), 3)
+        self.assertEqual(len({t.untyped_storage().data_ptr() for t in (whole, again, part)}), 3)
         self.assertEqual((again, part), (torch.arange(64.0), torch.arange(16.0, 48.0)))
         with operator.observed(buffers.together):
             for begin, is_shared in ((0, True), (16, True), (33, False)):
@@ -514,8 +511,7 @@ class TestLiveInputs(StagingTestCase):
             for ((source, target), *others), call in launched:
                 self.assertEqual(target, TARGET)
                 places = [source + item.recorded - self.blocks[0].data_ptr() for item in self.live.items]
-                found = [read_at(place, torch.tensor(0.0)) for place in places]
-                self.assertEqual(found, numbers(call), rtol=0, atol=0)
+                self.assertEqual([read_at(place, torch.tensor(0.0)) for place in places], numbers(call), rtol=0, atol=0)
                 self.assertEqual([read_at(s, torch.tensor(0.0)) for s, _ in others], [numbers(call)[i] for i in own])
             self.queue.done = self.queue.queued
             del self.api.calls[:]

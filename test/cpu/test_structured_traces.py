@@ -150,8 +150,7 @@ class TestTorchLogs(TestCase):
             ("torch", "pygraph_trees", "+pygraph_trees", True, True),
             ("pygraph_trees", "torch", "recompiles", False, False),
         ):
-            code = f"import {first}, {then}, os; print(os.environ['TORCH_LOGS'])\n{SAY}"
-            done = python("-c", code, TORCH_LOGS=logs)
+            done = python("-c", f"import {first}, {then}, os; print(os.environ['TORCH_LOGS'])\n{SAY}", TORCH_LOGS=logs)
             self.assertEqual((done.returncode, done.stdout.strip()), (0, logs), done.stderr)
             self.assertEqual(("an info" in done.stderr, "a debug" in done.stderr), (info, debug), done.stderr)
 

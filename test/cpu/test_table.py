@@ -84,8 +84,7 @@ class TestSlots(LiveInputsTestCase):
                 table._is_read_by(self.variant("in_ptr0"), address)
         (*_, addresses) = self.written
         wanted = [item.recorded for item in live.items]
-        given = [address for i, address in enumerate(wanted) if slots is None or i in slots]
-        self.assertEqual(list(addresses), given)
+        self.assertEqual(list(addresses), [address for i, address in enumerate(wanted) if slots is None or i in slots])
         if written is not None:
             addresses = [a if wanted.index(a) in written else 1 for a in addresses]
         values = struct.pack(f"{len(addresses)}Q", *addresses)

@@ -192,8 +192,7 @@ class TestDropped(TouchedTestCase):
             output.untyped_storage().resize_(4 * SIZE)
             output.fill_(9)
         else:
-            owned = WeakValueDictionary({0: function.manager})
-            with mock.patch.multiple(pools, OWNED=owned, holds=lambda *_: True):
+            with mock.patch.multiple(pools, OWNED=WeakValueDictionary({0: function.manager}), holds=lambda *_: True):
                 other = entry_points.outside_of_pools(torch._lazy_clone)(output)
         wanted = output.clone(), other.clone()
         held = {"the output": [output], "the other": [other]}.get(holds, [])
@@ -219,9 +218,8 @@ class TestDropped(TouchedTestCase):
         """The last replay may still be queued on another stream, on which the program then reads its output."""
         function, done = Function(), []
         (output,) = function.call(3.0)
-        wait = mock.patch.object(capture_lock, "wait_for_device", lambda index: done.append("wait") or True)
         copy = mock.patch.object(kept_outputs, "copy_bits", lambda to, source: done.append("copy"))
-        with wait, copy:
+        with mock.patch.object(capture_lock, "wait_for_device", lambda index: done.append("wait") or True), copy:
             function.end()
         self.assertEqual(done, ["wait", "copy", "wait", "wait"])
         del output

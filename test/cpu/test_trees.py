@@ -75,8 +75,7 @@ class TestFunction(TestCase):
         call, dispatch = enter(function, lambda inputs: ["the wrappers", *inputs]), function.dispatch
         self.assertIs(enter(function, double), double)
         self.assertEqual(call([1]), ["the wrappers", 1])
-        manager = replaying(lambda inputs, function_id: [function_id] if inputs == [1] else None)
-        replay_with(dispatch, manager, 7)
+        replay_with(dispatch, replaying(lambda inputs, function_id: [function_id] if inputs == [1] else None), 7)
         self.assertEqual((call([1]), call([2])), ([7], ["the wrappers", 2]))
         dispatch.was_asked = True  # the caller has already tried the fast path in vain
         self.assertEqual((call([1]), call([1])), (["the wrappers", 1], [7]))
@@ -197,9 +196,8 @@ class TestPutToUse(TestCase):
         with self.assertLogs("pygraph_trees.report", "WARNING"):
             compiled.attach(SimpleNamespace(), SimpleNamespace(scheduler=None), object())
         for field, value in (("partitions", [{"unknown": 1}]), ("placed", [{"unknown": 1}]), ("partitions", 3)):
-            artifact = self.artifact(pygraph_coverage={"model": "Net", field: value})
             with self.subTest(field=field), self.assertLogs("pygraph_trees.report", "WARNING"):
-                (graph,) = self.put(artifact)
+                (graph,) = self.put(self.artifact(pygraph_coverage={"model": "Net", field: value}))
                 self.assertEqual((graph.model, graph.partitions, graph.dropped), ("Net", (), None))
 
     @unittest.skipIf(binding.extension is None, "not built for this torch")
@@ -702,13 +700,12 @@ class TestManager(TestCase):
         saved, weight, managed, tangent = (torch.ones(4) for _ in range(4))
         reached = {saved.data_ptr(), managed.data_ptr(), tangent.data_ptr()}
         forward = self.node(live=SimpleNamespace(addresses=SimpleNamespace(reaches=reached.__contains__)))
-        later = self.node(live=None, _parent=lambda: forward)
         inputs = [saved, weight, managed, 7, tangent]
         modes = cudagraph_trees.CompilationMode
         self.enterContext(mock.patch.object(Given, "is_written_in_place", lambda given, index: False))
         self.manager._get_cuda_graph_recorded_tensor_checker = lambda: lambda t: t is managed
         for mode, node, uses, mutated, static in (
-            (modes.BACKWARD, later, True, (), [1, 2, 3]),
+            (modes.BACKWARD, self.node(live=None, _parent=lambda: forward), True, (), [1, 2, 3]),
             (modes.BACKWARD, forward, True, (1,), [1, 2, 3]),
             (modes.BACKWARD, forward, True, (0,), [0, 1, 2, 3]),
             (modes.BACKWARD, None, True, (), [0, 1, 2, 3]),

@@ -483,8 +483,7 @@ class TestTrial(TrialTestCase):
     def test_a_decision_that_is_not_clear_is_not_kept(self):
         trial, function = self.one()
         for number in range(40):
-            noise = 40.0 * (number % 5)
-            function.times = {way: (100.0 + noise * (number % 2), 5.0) for way in Execution}
+            function.times = {way: (100.0 + 40.0 * (number % 5) * (number % 2), 5.0) for way in Execution}
             self.steps(1, function)
         self.assertEqual((trial.way, trial.compared.is_clear), (Execution.GRAPHED, False))
         self.memory.store.assert_not_called()
@@ -659,8 +658,7 @@ class TestTrialOf(TestCase):
 
 class TestChoice(TrialTestCase):
     def model(self, fn=lambda inputs: [x * 2 for x in inputs]):
-        graph = GraphLog("Net", "5/0", "inference", ())
-        with journal.compiling(graph):
+        with journal.compiling(GraphLog("Net", "5/0", "inference", ())):
             model = FunctionModel.of(fn, is_backward=False, is_inference=True)
         model.log.compile_id = "5/0"
         model.settings = Settings("off", "auto", "auto")
