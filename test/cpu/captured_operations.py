@@ -288,9 +288,9 @@ class BranchesTestCase(TestCase):
         return bare_recording(wrapped_function=wrapped, **known | more)
 
     @contextlib.contextmanager
-    def operations(self, captured, *tensors, stream=None):
+    def operations(self, captured, *tensors):
         noted = Operations(
-            captured.driver, captured.stream, lambda: stream or captured.stream, lambda: captured.allocated, tensors
+            captured.driver, captured.stream, lambda: captured.stream, lambda: captured.allocated, tensors
         )
         with captured, launches.tap.scope(noted.launch), noted:
             yield noted

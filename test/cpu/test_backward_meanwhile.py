@@ -172,23 +172,12 @@ class TestDuring(BackwardTest):
                 started.clear(), finish.clear(), outs.clear()
                 begun, backward = make(model, call)
                 thread = threading.Thread(target=backward, args=(begun,))
-
-                def inside(_):
-                    started.set()
-                    finish.wait(20)
-
-                def at_the_beginning(_):
-                    thread.start()
-                    started.wait(20)
-
-                begun.register_hook(inside)
-                out = outs[0] if outs else call(WORDS)
-                loss = out.sum()
-                loss.grad_fn.register_prehook(at_the_beginning)
+                begun.register_hook(lambda _: (started.set(), finish.wait(20), None)[2])
+                loss = (outs[0] if outs else call(WORDS)).sum()
+                loss.grad_fn.register_prehook(lambda _: (thread.start(), started.wait(20), None)[2])
                 loss.backward()
-                node = node_of(loss)
                 finish.set(), thread.join()
-                return names(node).count("AccumulateGrad")
+                return names(node_of(loss)).count("AccumulateGrad")
 
             with self.subTest(make.__name__):
                 why = {Reason.SOME_INPUTS: 1} if make is other_head else {}
@@ -231,9 +220,8 @@ class TestDuring(BackwardTest):
                 p.data.fill_(0.5)
             step(model, call)
             model.zero_grad()
-            run = lambda _: [step(model, call) for _ in range(20)]  # noqa: E731
             with ThreadPoolExecutor(4) as threads:
-                list(threads.map(run, range(4)))
+                list(threads.map(lambda _: [step(model, call) for _ in range(20)], range(4)))
 
         engine, ours = (self.run_with(entry, program, Net) for entry in ("off", "short"))
         self.assertEqual(ours[0], engine[0])

@@ -279,20 +279,14 @@ class TestWays(TestCase):
             self.assertIs(cudagraph_trees.get_container(0), trees)
 
     def test_ways_do_not_share_compiled_code(self):
-        compiled: list[bool] = []
         program = Program(lambda x: x @ x, (torch.randn(8, 8),), context=torch.no_grad)  # needs no kernel
-        real = OwnInductor.__call__
-
-        def counted(backend: Any, *args: Any, **kwargs: Any) -> Any:
-            compiled.append(backend.config.get("triton.cudagraphs", False))
-            return real(backend, *args, **kwargs)
-
-        with mock.patch.object(OwnInductor, "__call__", counted):
+        with mock.patch.object(OwnInductor, "__call__", autospec=True, side_effect=OwnInductor.__call__) as compiled:
             for way in make_ways(program, ["compile", "upstream", "ours"]) * 2:
                 with way.active():
                     out = program.step(way.callable, program.args, program.kwargs)
                 self.assertEqual(out, program.args[0] @ program.args[0])
-        self.assertEqual(compiled, [False, True, True])
+        with_graphs = [call.args[0].config.get("triton.cudagraphs", False) for call in compiled.call_args_list]
+        self.assertEqual(with_graphs, [False, True, True])
 
 
 class TestComparison(TestCase):

@@ -207,10 +207,9 @@ class TestCandidates(TestCase):
             [(call_first, root), (call_second, children[0])],
             [(call_second, others)],
         ]
-        for times in range(4):
-            for path in paths:
-                with self.looked_for(0 if times > 1 else None):
-                    self.check_step(*path)
+        for times, path in itertools.product(range(4), paths):
+            with self.looked_for(0 if times > 1 else None):
+                self.check_step(*path)
 
     def fifty(self):
         """A function that follows another; it has a recording for each set of the other's outputs that is kept."""
@@ -230,9 +229,8 @@ class TestCandidates(TestCase):
     def test_each_of_fifty_recordings_is_found_by_what_is_alive(self):
         """Recordings are found by their live outputs. Once these differ, no other recording is checked."""
         _, _, run = self.fifty()
-        for _ in range(2):
-            for kept in range(50):
-                run(kept, kept)
+        for kept in (*range(50), *range(50)):
+            run(kept, kept)
         with self.looked_for(0):
             for kept in (*range(50), 49, 0, 31, 7, 7):
                 run(kept, kept)

@@ -38,8 +38,7 @@ class Lowered:
         torch._dynamo.reset()
 
         def program(x):
-            n = x.shape[0] if symbolic else size
-            return x + 1, *(value(n).to("cuda") for value in values)
+            return x + 1, *(value(x.shape[0] if symbolic else size).to("cuda") for value in values)
 
         with (
             torch._inductor.config.patch({"triton.pygraph_placement": "full"}),
@@ -51,8 +50,7 @@ class Lowered:
         self.whys = [record.why for record in self.placed if record.why]
         graph = self.graph.gm.graph
         takes_size = any(isinstance(node.meta["val"], torch.SymInt) for node in graph.find_nodes(op="placeholder"))
-        inputs = [size, torch.zeros(size)] if takes_size else [torch.zeros(size)]
-        self.values = OnCpu(self.graph.gm).run(*inputs)[1:]
+        self.values = OnCpu(self.graph.gm).run(*[size] * takes_size, torch.zeros(size))[1:]
         self.hows = [how_of(node) for node in graph.output_node().args[0][1:]]
 
 
@@ -250,11 +248,10 @@ def lowered(program, size=64):
     return graph
 
 
-def placed_graph(value, size=SIZE):
+def placed_graph(value):
     """The graph of a program whose value from constants goes to the GPU, as it is and rewritten."""
     with absent_gpu("sm_90"):
-        program = lambda x: (x + 1, torch.ops.prims.device_put(value(size), GPU))  # noqa: E731
-        before = traced(program, [(torch.zeros(size), "gpu")])
+        before = traced(lambda x: (x + 1, torch.ops.prims.device_put(value(SIZE), GPU)), [(torch.zeros(SIZE), "gpu")])
         before.graph.eliminate_dead_code()
         after = copy.deepcopy(before)
         after.meta["placed"] = place(after.graph)

@@ -101,37 +101,23 @@ class TestContained(TestCase):
             ("the code was captured", capture, 1, False),  # nothing must be undone, so other recordings stay
         ):
             self.setUp()
-
-            def upstream(inputs: list[Any], before: Callable[[list[Any]], Any] = before) -> Any:
-                before(inputs)
-                fails(AssertionError("of upstream about itself"))
-
             with self.subTest(stage):
-                self.check(upstream)
+                self.check(lambda inputs: (before(inputs), fails(AssertionError("of upstream about itself"))))  # noqa: B023
                 self.assertEqual(self.model.log.runs, runs)
                 self.assertEqual(self.manager.why_start_over is not None, starts_over)
 
     def test_what_was_launched_is_not_run_again(self) -> None:
         """An output is made from the inputs, which are gone."""
-
-        def upstream(inputs: list[Any]) -> Any:
-            self.progress().launched(None)
-            fails(AssertionError())
-
+        upstream = lambda inputs: (self.progress().launched(None), fails(AssertionError()))  # noqa: E731
         self.assertRaises(AssertionError, self.call, upstream)
         self.assertEqual(self.model.log.runs, 0)
 
     def test_nothing_is_left_of_an_error(self) -> None:
         """Its traceback would hold the frames, and with them inputs and outputs, until garbage is collected."""
-        seen = []
-
-        def upstream(inputs: list[Any]) -> Any:
-            seen.append(weakref.ref(inputs[0]))
-            of_torch()
-
+        seen: list[Any] = []
         gc.disable()
         self.addCleanup(gc.enable)
-        self.check(upstream)
+        self.check(lambda inputs: (seen.append(weakref.ref(inputs[0])), of_torch()))
         self.assertIsNone(seen[0]())
 
     def test_errors_of_the_program_pass_through(self) -> None:

@@ -188,11 +188,14 @@ class FakeManager:
 
 
 class TestFlags(TestCase):
-    def test_upstreams_manager_awaits_the_backward_of_an_ungraphed_forward(self):
-        """A step of one thread does not change which backwards another thread waits for."""
+    def setUp(self):
+        super().setUp()
         self.enterContext(mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", FakeManager))
         containers = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
         self.enterContext(mock.patch.dict(containers, clear=True))
+
+    def test_upstreams_manager_awaits_the_backward_of_an_ungraphed_forward(self):
+        """A step of one thread does not change which backwards another thread waits for."""
         modes = "forward", "backward"
         forward, backward = (choice.as_upstream_has_it(lambda inputs: inputs, mode, 0) for mode in modes)
 
@@ -213,9 +216,6 @@ class TestFlags(TestCase):
 
     def test_a_backward_that_is_not_graphed_finds_the_manager_of_its_forward(self):
         """Upstream asserts that there is one, and tells it forever. It may be gone, or never have been made."""
-        self.enterContext(mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", FakeManager))
-        containers = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
-        self.enterContext(mock.patch.dict(containers, clear=True))
         graphs = []
         for _ in range(2):  # before and after a manager is made
             for is_backward in (True, False):

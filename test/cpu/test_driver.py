@@ -130,8 +130,6 @@ class TestDriver(DriverTestCase):
         self.assertIn("cuFuncGetParamInfo", found.missing_calls())
         self.assertEqual((collects, gc.isenabled()), ([False], True))
 
-
-class TestMissingCalls(DriverTestCase):
     def test_calls_are_missing_that_the_driver_or_the_bindings_lack(self):
         self.assertEqual(self.driver.missing_calls(), [])
         for version, missing in ((12040, []), (12030, ["cuFuncGetParamInfo", "cuKernelGetParamInfo"])):
@@ -197,7 +195,7 @@ class TestKernelNode(DriverTestCase):
         self.assertIsNone(self.driver.function_name(node.function, node.kernel))
 
 
-class TestMemcpyNode(DriverTestCase):
+class TestCopyNodes(DriverTestCase):
     SOURCE, TARGET = 0x1000, 0x2000
 
     def sides(self, *types, source=SOURCE, target=TARGET, **more):
@@ -240,8 +238,6 @@ class TestMemcpyNode(DriverTestCase):
         node.word(TARGET).value = 0x3000
         self.check_set(node, exec_, struct.pack("<QQ", self.SOURCE, 0x3000))
 
-
-class TestMemsetNode(DriverTestCase):
     def test_a_fill_of_several_rows_is_not_plain(self):
         for rows in (1, 3):
             node = MemsetNode(self.driver, self.api.make_memset(0x1000, 64, 4, rows=rows, pitch=512))

@@ -203,16 +203,10 @@ class TestGradients(TestCase):
             call = self.trees.entry(kept=[0], views=views, own=own, picks=picks, constants=(7,))
             kept = torch.zeros(1)
             for sees in (False, True):
-                found = []
-
-                def around(_, call=call, kept=kept, found=found):
-                    found += call([kept])
-                    return [None]
-
-                parameter = torch.ones(4, requires_grad=True)
+                found, parameter = [], torch.ones(4, requires_grad=True)
                 if sees:
                     parameter.register_hook(lambda gradient: None)
-                CompiledFunction.apply(around, len, parameter).backward()
+                CompiledFunction.apply(lambda _: found.extend(call([kept])) or [None], len, parameter).backward()  # noqa: B023
                 gradients = [self.cached[index] for index in (1, 2, 0, 2)]
                 self.assertEqual([one is c for one, c in zip(found, gradients, strict=False)], [not sees] * 4)
                 self.assertEqual([one.data_ptr() for one in found[:4]], [c.data_ptr() for c in gradients])

@@ -166,8 +166,7 @@ class _CompilingTestCase(TestCase):
         self.seen.clear()
         x, w = torch.rand(3, 3), torch.rand(3, 3, requires_grad=training)
         options = {f"triton.{name}": value for name, value in ({"cudagraphs": True} | options).items() if value}
-        caches = contextlib.nullcontext() if cached else config.patch(force_disable_caches=True)
-        with caches:
+        with contextlib.nullcontext() if cached else config.patch(force_disable_caches=True):
             out = torch.compile(fn, options=options)(x, w)
             self.assertEqual(out, product(x, w))
             if training:

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 from fake_driver import GRANULE, CUresult, FakeApi
 from hypothesis import given, settings
@@ -223,18 +224,13 @@ class TestArena(PlaceholdersTestCase):
     def test_no_address_is_used_twice(self, recordings):
         """This includes addresses that a failed constructor mapped."""
         self.restart()
-        ranges, mapped, map_memory = [], [], self.driver.map_memory
-
-        def watch(address: int, nbytes: int, memory: int) -> None:
-            map_memory(address, nbytes, memory)
-            mapped.append((address, address + nbytes))
-
-        self.driver.map_memory = watch
+        ranges, self.driver.map_memory = [], mock.Mock(side_effect=self.driver.map_memory)
         for extents, failure in recordings:
             if failure is not None:
                 self.api.fail(failure)
                 self.assertRaisesRegex(DriverError, failure, self.placeholders, *extents)
             ranges.append(self.place(*extents))
+        mapped = [(address, address + nbytes) for (address, nbytes, _), _ in self.driver.map_memory.call_args_list]
         self.assertEqual((ranges, mapped), (sorted(ranges), sorted(mapped)))
         self.assertDisjoint(ranges)
         self.assertDisjoint(mapped)

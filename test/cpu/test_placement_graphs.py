@@ -254,8 +254,7 @@ class TestLowered(TestCase):
             (lambda v, n: v + (n * n + 1) // 2, True),
         ):
             with self.subTest(moves=moves), torch._dynamo.config.patch(assume_static_by_default=False):
-                whole = lambda x, v: x.sum() + program(v, x.shape[0]).to("cuda")  # noqa: B023, E731
-                graph, _ = self.full(whole, torch.arange(7))
+                graph, _ = self.full(lambda x, v: x.sum() + program(v, x.shape[0]).to("cuda"), torch.arange(7))  # noqa: B023
                 types = torch.int64, torch.bool
                 found = [n for n in calls(graph, "aten.add.Tensor", "aten.gt.Scalar") if n.meta["val"].dtype in types]
                 self.assertEqual(devices(found), ["cuda" if moves else "cpu"])

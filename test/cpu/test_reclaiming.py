@@ -280,11 +280,7 @@ class TestShutdown(WithoutGpu):
         """They do so even while the reset frees what it drops, because other threads may run then."""
         order, containers = [], {0: mock.Mock()}
         weakref.finalize(containers[0], order.append, "freed")
-
-        def upstream():
-            cudagraph_trees._set_cached_tensors_enabled(False)
-            containers.clear()
-
+        upstream = lambda: (cudagraph_trees._set_cached_tensors_enabled(False), containers.clear())  # noqa: E731
         local = SimpleNamespace(tree_manager_containers=containers)
         with mock.patch.multiple(cudagraph_trees, local=local, _set_cached_tensors_enabled=order.append):
             entry_points.reset_cudagraph_trees(upstream)()

@@ -150,8 +150,7 @@ class TestKernels(RelocationsTestCase):
                 stale = start >> 8 * nbytes << 8 * nbytes | number
                 kernel = self.api.make_kernel([little(start, stale)], name=name)
                 self.assertFound(self.scan(kernel), (kernel, 0, index, 0), refused=[index])
-                other = self.api.make_kernel([stale], name=name)  # a parameter of its own
-                self.assertEqual(self.scan(other).refused, {})
+                self.assertEqual(self.scan(self.api.make_kernel([stale], name=name)).refused, {})  # its own parameter
         views = [self.api.make_kernel([little(self.c + 64, PLAIN)], name=strided) for _ in range(2)]
         self.assertFound(self.scan(views[0]), refused=[2])
         graph, first = self.api.make_graph(views[1]), [self.a, self.b, self.c + 64]

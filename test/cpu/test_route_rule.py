@@ -356,12 +356,7 @@ class TestCountedReplaysNative(TestCountedReplays):
             live.addresses.prepare(inputs)
         counts, prepare = live.addresses.native, Addresses.prepare
         counts.countdown, python = REPLAYS, list[int]()
-
-        def counted(*given: Any) -> Any:
-            python.append(self.replays)
-            return prepare(*given)
-
-        with mock.patch.object(Addresses, "prepare", counted):
+        with mock.patch.object(Addresses, "prepare", lambda *given: python.append(self.replays) or prepare(*given)):
             self.replay(call, 8 * REPLAYS)
         self.assertEqual(python, [n * REPLAYS for n in range(1, 4)])
         self.assertEqual((len(self.asked), counts.countdown), (3, 0))

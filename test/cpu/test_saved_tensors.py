@@ -214,9 +214,8 @@ def described(value, given):
     """A tensor's place in the list, or what can be seen of a new one."""
     if not isinstance(value, torch.Tensor):
         return value
-    places = [i for i, one in enumerate(given) if one is value]
     told = [type(value), value._is_view(), value.requires_grad, value.data_ptr(), value.stride(), value.grad_fn]
-    return places or told, value, vars(value).copy()
+    return [i for i, one in enumerate(given) if one is value] or told, value, vars(value).copy()
 
 
 @unittest.skipIf(SavedState is None or binding.extension is None, "torch 2.11, or the parts in C++ are not built")

@@ -202,6 +202,10 @@ class Broken(torch.nn.Module):
         return x.cos()
 
 
+# Where the graphs of `Broken` begin.
+PLACES = [f"{__file__}:{inspect.getsourcelines(Broken.forward)[1] + line} in forward" for line in (0, 2)]
+
+
 class TestBreaks(TestCase):
     def setUp(self):
         super().setUp()
@@ -277,28 +281,21 @@ class TestBreaks(TestCase):
         self.enterContext(mock.patch("pygraph_trees.report.summary.journal", journal := Journal()))
         self.enterContext(mock.patch("pygraph_trees.report.compiled.journal", journal))
 
-        def backend(gm, inputs):
-            logs.append(_log_of(artifact, {"is_backward": False}))
-            return gm
-
         for fn in (Broken(), torch.nn.Linear(4, 4), Decorated()):
-            self.of(fn, backend)
-        first = inspect.getsourcelines(Broken.forward)[1]
-        places = [f"{__file__}:{first + line} in forward" for line in (0, 2)]
-        self.assertEqual([log.record().source for log in logs[:2]], places)
+            self.of(fn, lambda gm, _: logs.append(_log_of(artifact, {"is_backward": False})) or gm)
+        self.assertEqual([log.record().source for log in logs[:2]], PLACES)
         self.assertRegex(logs[2].source, r"torch/nn/modules/linear\.py:\d+ in forward$")
         self.assertEqual(logs[3].source, f"{__file__}:{inspect.getsourcelines(Decorated.forward)[1]} in forward")
         journal.add_graph(logs[0])
         with mock.patch("pygraph_trees.report.compiled.compile_id", return_value=logs[0].compile_id):
-            self.assertEqual(_log_of(artifact, {"is_backward": True}).source, places[0])
-        self.assertIn(f"compiled from {places[0]}", " ".join(str(pygraph_trees.report()).split()))
+            self.assertEqual(_log_of(artifact, {"is_backward": True}).source, PLACES[0])
+        self.assertIn(f"compiled from {PLACES[0]}", " ".join(str(pygraph_trees.report()).split()))
 
     def test_an_explanation_has_all_lines(self):
         found = pygraph_trees.explain(Broken(), torch.ones(4, 4, device="meta"))
-        data, first = json.loads(found.to_json()), inspect.getsourcelines(Broken.forward)[1]
-        places = [f"{__file__}:{first + line} in forward" for line in (0, 2)]
-        self.assertEqual([graph["source"] for graph in data["graphs"]], places)
-        self.assertEqual([b["source"] for b in data["breaks"]], [f'{places[1]}: print("seen")'])
+        data = json.loads(found.to_json())
+        self.assertEqual([graph["source"] for graph in data["graphs"]], PLACES)
+        self.assertEqual([b["source"] for b in data["breaks"]], [f'{PLACES[1]}: print("seen")'])
         self.assertIn(PRINT, found.to_html())
         self.assertEqual(pygraph_trees.report().breaks, ())  # of the process
 

@@ -147,8 +147,7 @@ class TestWorker(WithFolder):
     def job(self, *names: str) -> tuple[Any, Job, list[Any]]:
         """A kernel's autotuner, the job of compiling it with these slots, and the job's arguments."""
         self.enterContext(of_inductor(self.folder))
-        program = lambda x, y: (x.sin() + y).sum(-1)  # noqa: E731
-        (autotuner,) = autotuners(self.folder, program, on_gpu(64, 64), on_gpu(64, 64))
+        (autotuner,) = autotuners(self.folder, lambda x, y: (x.sin() + y).sum(-1), on_gpu(64, 64), on_gpu(64, 64))
         autotuner.launchers = [SimpleNamespace(config=autotuner.configs[0])]
         job = job_of(autotuner, frozenset(names))
         return autotuner, job, list(job.args)
@@ -210,9 +209,8 @@ class TestWorker(WithFolder):
             return Worker.start([])
 
     def test_a_process_that_fails(self) -> None:
-        worker = self.fake("echo 0; echo other; exit 3")
         with self.assertLogs("pygraph_trees.indirection", "WARNING") as logs:
-            self.assertEqual(self.wait(worker), {0})
+            self.assertEqual(self.wait(self.fake("echo 0; echo other; exit 3")), {0})
         self.assertIn("ended with 3", logs.output[0])
 
     def test_a_process_that_hangs(self) -> None:

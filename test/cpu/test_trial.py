@@ -63,8 +63,7 @@ class World:
         """The GPU begins a piece once the host has launched it."""
         begin_us = self.now_us
         for piece in range(1, pieces + 1):
-            launched_us = begin_us + host_us * piece / pieces
-            self.gpu_until_us = max(launched_us, self.gpu_until_us) + gpu_us / pieces
+            self.gpu_until_us = max(begin_us + host_us * piece / pieces, self.gpu_until_us) + gpu_us / pieces
         self.now_ns += int(host_us * 1e3)
 
     def wait(self):

@@ -209,12 +209,11 @@ class TestRefused(VariantsTestCase):
 
         case = kernels.CASES["oneline"]
         self.assertAsWide(case._replace(fn=sorting, constants={"XBLOCK": 32}))
-        why = "'ty' is not a tl.constexpr, and Triton's cache ignores its value"
         refused = case._replace(fn=make(tl.int8))
         self.original(refused)
         self.assertEqual(refused.fn.cache_key, make(tl.int16).cache_key)
         for _ in range(2):  # whether or not keys are cached
-            self.assertRefused(why, refused)
+            self.assertRefused("'ty' is not a tl.constexpr, and Triton's cache ignores its value", refused)
         self.assertAsWide(case._replace(fn=make(tl.constexpr(tl.int8))))
 
 
