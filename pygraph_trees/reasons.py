@@ -207,6 +207,8 @@ class Reason(Enum):
     INDEX_GIVEN = "its indices come from an input and may be out of bounds, which is an error on the CPU"
     INDEX_UNPROVEN = "its indices may be out of bounds, which is an error on the CPU"
     INEXACT = "it is computed from {name}, whose last place may differ"
+    READ_BY_JUMP = "on the GPU, its last place may differ, and {name} would jump"
+    NUMBER_FOR_CPU = "its number would otherwise be needed on the CPU alone, and graphs would depend on it"
     SOURCES_LARGER = "its sources are larger: {nbytes} bytes"
     NO_STAGING = "inputs are not given by address"
     GAPS = "it is part of an input with gaps"

@@ -74,6 +74,12 @@ STAYS: dict[str, Function] = {
     "half precision": lambda v: v.bfloat16() * 0.1,
     "rectified": torch.relu,  # of the two zeros, the CPU returns -0.0
     "clamped at zero": lambda v: v.clamp(min=0),
+    # A fused product makes a difference that is zero on the CPU negative.
+    "square root of a difference": lambda v: (v.flip(0) - v * v).sqrt(),
+    "logarithm of a difference": lambda v: (v * v * 0.3 + v).log(),
+    "over a difference": lambda v: v / (v.flip(0) - v * v),
+    "arccosine of a quotient": lambda v: (v / v.flip(0)).acos(),
+    "bits": lambda v: (v * 0.1).view(torch.int32),
     "maximum": lambda v: torch.maximum(v, v.flip(0)),
     "minimum": lambda v: torch.minimum(v, torch.tensor(0.0)),
     "largest": lambda v: v.view(2, -1).amax(0),

@@ -45,10 +45,14 @@ _COMPUTES_INTEGERS |= named(
 )
 # Single precision. Devices round each result alike, but a compiler may fuse a product and a sum, which rounds once, or
 # divide approximately.
-_ARITHMETIC = _CLAMPS | named("add sub mul div reciprocal square")
+_ARITHMETIC = named("add sub mul div square")
 # Exact, but discontinuous: neighbouring inputs may have very different results.
 _JUMPS = named("fmod ceil floor trunc round sign copysign")
-_FUNCTIONS = named("sqrt rsqrt pow exp exp2 expm1 log log2 log10 log1p sin cos tan tanh asin acos atan atan2 erf erfc")
+_FUNCTIONS = named("exp exp2 expm1 sin cos tanh atan erf erfc")
+# They are infinite, NaN or discontinuous at zero, or elsewhere.
+_EDGES_AT_ZERO = named("sqrt rsqrt pow log log2 log10")
+_EDGES = named("log1p tan asin acos atan2")
+_NOT_NEGATIVE = named("abs square exp exp2 sqrt")
 # The CPU computes in single precision with these types, and converts them to it first.
 _SINGLE = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 _WHOLE = frozenset({torch.int64, torch.int32, torch.bool})
@@ -63,8 +67,9 @@ class Error(IntEnum):
     """How far a value that the GPU computes may be from the CPU's."""
 
     NONE = 0  # the same bits
-    ROUNDING = 1  # of single-precision arithmetic
-    FUNCTION = 2  # of a function such as `exp`
+    ROUNDING = 1  # of single-precision arithmetic: it is zero if the CPU's is, and has the same sign
+    DIFFERENCE = 2  # of numbers that are rounded: it may be zero or not, of either sign
+    FUNCTION = 3  # of a function such as `exp`
 
 
 class Kind(Enum):
@@ -75,11 +80,15 @@ class Kind(Enum):
     """
 
     MOVES = Error.NONE, Error.FUNCTION, False  # elements of the inputs, or given numbers
-    CONVERTS = Error.NONE, Error.ROUNDING, False  # the same fractions, or integers as fractions, in another type
+    CONVERTS = Error.NONE, Error.DIFFERENCE, False  # the same fractions, or integers as fractions, in another type
     EXACT = Error.NONE, Error.NONE, False  # the same bits
     JUMPS = Error.NONE, Error.NONE, True  # the same bits for the same input, but discontinuous
-    ROUNDS = Error.ROUNDING, Error.ROUNDING, True  # single-precision arithmetic, which may be rounded differently
-    FUNCTION = Error.FUNCTION, Error.ROUNDING, True  # such as `exp`, for which devices have different algorithms
+    CLAMPS = Error.NONE, Error.DIFFERENCE, True
+    ROUNDS = Error.ROUNDING, Error.DIFFERENCE, True  # single-precision arithmetic, which may be rounded differently
+    DIVIDES = Error.ROUNDING, Error.ROUNDING, True  # by what may be zero
+    FUNCTION = Error.FUNCTION, Error.DIFFERENCE, True  # such as `exp`, for which devices have different algorithms
+    EDGE_AT_ZERO = Error.FUNCTION, Error.ROUNDING, True  # such as `sqrt`
+    EDGE = Error.FUNCTION, Error.NONE, True  # such as `asin`
 
 
 def why_not_the_same_again(node: fx.Node) -> Why | None:
@@ -144,9 +153,9 @@ def kind_of(node: fx.Node) -> Kind | None:
     if not (types <= _SINGLE | HALVES | {torch.float64} and _numbers_fit(node)):
         return None
     if packet in _MOVES_ELEMENTS:
-        # A kernel holds half precision in single precision, and a mask in one bit.
-        reads_bits = target is aten.view.dtype and given[0].dtype in HALVES | {torch.bool}
-        return None if reads_bits else Kind.MOVES
+        if target is aten.view.dtype:  # a kernel holds half precision in single precision, and a mask in one bit
+            return None if types & (HALVES | {torch.bool}) else Kind.EXACT
+        return Kind.MOVES
     if packet in _COMPARES:
         rounds_first = bool(types & HALVES) and len(types - {torch.bool}) > 1  # the CPU does, to half precision
         return None if rounds_first else Kind.EXACT
@@ -173,8 +182,26 @@ def _single_kind(node: fx.Node) -> Kind | None:
     bounds = [bound for bound in (*node.args[1:], *node.kwargs.values()) if packet in _CLAMPS and bound is not None]
     if not all(isinstance(bound, (int, float)) and torch.tensor(bound, dtype=torch.float32) for bound in bounds):
         return None
-    kinds = {Kind.ROUNDS: _ARITHMETIC, Kind.JUMPS: _JUMPS, Kind.FUNCTION: _FUNCTIONS}
+    if packet is aten.reciprocal or (packet is aten.div and isinstance(node.args[1], fx.Node)):
+        return Kind.DIVIDES
+    kinds = {Kind.CLAMPS: _CLAMPS, Kind.ROUNDS: _ARITHMETIC, Kind.JUMPS: _JUMPS, Kind.FUNCTION: _FUNCTIONS}
+    kinds |= {Kind.EDGE_AT_ZERO: _EDGES_AT_ZERO, Kind.EDGE: _EDGES}
     return next((kind for kind, packets in kinds.items() if packet in packets), None)
+
+
+def _is_not_negative(value: Any, depth: int = 8) -> bool:
+    """Whether a value, as its operators tell, has no negative numbers."""
+    if not isinstance(value, fx.Node):
+        return isinstance(value, (int, float)) and value >= 0
+    packet, inputs = nodes.packet_of(value), value.args[:2]
+    if packet in _NOT_NEGATIVE or any(t.dtype in (torch.bool, torch.uint8) for t in nodes.tensors_of(value)):
+        return True
+    if packet is aten.mul and inputs[0] is inputs[1]:
+        return True
+    if packet not in _ARITHMETIC - {aten.sub} | _CONVERTS or "alpha" in value.kwargs:
+        return False
+    parts = inputs[: 1 if packet in _CONVERTS else 2]
+    return depth > 0 and all(_is_not_negative(part, depth - 1) for part in parts)
 
 
 def error_of(node: fx.Node, given: Error) -> Error | None:
@@ -183,7 +210,18 @@ def error_of(node: fx.Node, given: Error) -> Error | None:
     if kind is None:
         return None
     added, most, _ = kind.value
+    # A compiler may fuse a product with a sum.
+    is_sum = kind is Kind.ROUNDS and nodes.packet_of(node) in (aten.add, aten.sub)
+    if is_sum and (given or "alpha" in node.kwargs) and not _is_not_negative(node):
+        added = Error.DIFFERENCE
     return max(given, added) if given <= most else None
+
+
+def jumps(node: fx.Node) -> bool:
+    """Whether neighbouring inputs of a node on any device may have very different results."""
+    if any(map(nodes.is_integral, nodes.tensors_of(node))):
+        return not all(map(nodes.is_integral, nodes.tensors_given(node)))
+    return nodes.packet_of(node) in _JUMPS | _DIVIDES - {aten.div} or "rounding_mode" in node.kwargs
 
 
 def indices_of(node: fx.Node) -> list[tuple[int, fx.Node]]:

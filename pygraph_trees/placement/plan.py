@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,7 +24,7 @@ from pygraph_trees.report.naming import source_line
 from . import nodes
 from .folding import Folding
 from .operators import Error, error_of, indices_of, is_elementwise, keeps_memory, looks_up_within, why_not_elsewhere
-from .readers import needs, waits_for_stream, when_read
+from .readers import needs, reader_that_jumps, waits_for_stream, when_read
 
 # A larger value is copied outside of the CUDA graph, once to pinned memory and once to the GPU. Upstream copies pinned
 # memory only once; at about this size, the additional copy takes as long as splitting the graph (measured: 98 us
@@ -76,6 +77,7 @@ class Plan:
     def __init__(self, graph: fx.Graph, *, exact: bool, stages: bool, folds: bool) -> None:
         self._exact, self._stages = exact, stages
         self._waits = any(map(waits_for_stream, graph.nodes))
+        self._symbols = {symbol for node in graph.nodes if nodes.is_on_gpu(node) for symbol in _symbols_of(node)}
         self.folding = Folding(graph, folds=folds)
         self.reads = {node: sources for node in graph.nodes if (sources := needs(node))}  # by GPU operators
         self._decided: dict[fx.Node, Value] = {}
@@ -140,6 +142,10 @@ class Plan:
             return self._copied(node, Reason.INEXACT(name=inexact.node.name))
         if nbytes > MOST_NBYTES and nbytes > nodes.nbytes_of(node):
             return self._copied(node, Reason.SOURCES_LARGER(nbytes=nbytes))
+        if error is not Error.NONE and (reader := reader_that_jumps(node)) is not None:
+            return self._copied(node, Reason.READ_BY_JUMP(name=reader.name))
+        if leaves and not _symbols_of(node) <= self._symbols:  # each of its values would need a recording
+            return self._copied(node, Reason.NUMBER_FOR_CPU())
         return Value(node, How.MADE, leaves=leaves, error=error)
 
     def _folded_or_copied(self, node: fx.Node, why: Why) -> Value:
@@ -161,6 +167,16 @@ class Plan:
         if self._waits:
             read = HostRead.IN_ORDER  # no copy is later than that wait, and no read is needed before it
         return Value(node, How.STAGED, why, read, frozenset([node]))
+
+
+def _symbols_of(node: fx.Node) -> set[Any]:
+    """The symbols of the numbers that a node is given, and of a GPU value's size."""
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    numbers = [value for value in values if isinstance(value, torch.SymInt)]
+    numbers += [
+        n for t in nodes.tensors_of(node) for n in t.shape if isinstance(n, torch.SymInt) and nodes.is_on_gpu(node)
+    ]
+    return {symbol for number in numbers for symbol in number.node.expr.free_symbols}
 
 
 def _shows_constant(node: fx.Node) -> bool:

@@ -28,6 +28,7 @@ from pygraph_trees.fake_gpu import absent_gpu, lower
 from pygraph_trees.placement import place, place_for_graphs
 from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
 from pygraph_trees.placement.plan import How
+from pygraph_trees.reasons import Reason
 from pygraph_trees.report.compiled import partitions_of
 from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
 
@@ -92,6 +93,22 @@ class TestPlacement(TestCase):
                 self.assertTrue(all(stay.how is How.STAGED and "input" in stay.why for stay in placed.stays))
                 found = OnCpu(module).run(numbers(), torch.zeros(1))
                 self.assertEqual(found, function(numbers()), rtol=0, atol=0, exact_dtype=True)
+
+    def test_what_the_gpu_would_round_otherwise_is_not_read_by_what_jumps(self):
+        for read, moves in (
+            (lambda v, x: v.floor(), False),
+            (lambda v, x: v.long(), False),
+            (lambda v, x: v == 1.0, False),
+            (lambda v, x: torch.div(v, 3, rounding_mode="floor") + x, False),
+            (lambda v, x: ((v * 2).bfloat16() + 1 > 0.5) * x, False),
+            (lambda v, x: v * x + v.sin(), True),
+            (lambda v, x: (v * x).floor(), True),  # of a value that only the GPU has
+        ):
+            program = lambda v, x: read(torch.ops.prims.device_put(v / 41, GPU), x)  # noqa: B023, E731
+            module, placed = self.placed_program(program, v := torch.arange(0, 64 * 41, 41.0), torch.rand(64))
+            jumps = [stay.why.reason for stay in placed.stays if stay.why.reason is not Reason.INPUT]
+            self.assertEqual(jumps, [Reason.READ_BY_JUMP] * (not moves))
+            self.assertEqual(OnCpu(module).run(v, torch.ones(64)), read(v / 41, torch.ones(64)))
 
     def placed_program(self, program, on_cpu, on_gpu):
         with absent_gpu("sm_90"):
@@ -236,6 +253,7 @@ class TestLowered(TestCase):
             (lambda v: v.view(64, 1).sum(1), (integers,), "sum", True),
             (lambda v: (v > 0.5).view(torch.uint8), (integers.float(),), "view.dtype", False),
             (lambda v: v.view(torch.int32), (integers.float(),), "view.dtype", True),
+            (lambda v: v.view(torch.bool), (torch.ones(64, dtype=torch.uint8),), "view.dtype", False),
             (lambda v: v.clamp(min=1e-50), (integers.float(),), "clamp", False),
             (lambda v: v.clamp(min=1e-30), (integers.float(),), "clamp", True),
             (masked, (torch.zeros(2, 5, 3),), "index_put", False),
@@ -356,6 +374,18 @@ class TestLowered(TestCase):
             shapes = [node.meta["val"] for node in graph.gm.graph.find_nodes(op="placeholder")]
             self.assertTrue(any(isinstance(shape, torch.SymInt) for shape in shapes))
             self.assertEqual(found, wanted)
+
+    def test_a_number_that_only_the_cpu_needs_is_not_given_to_a_graph(self):
+        """Each of its values would need a recording."""
+        for program, moves in (
+            (lambda x, v, n: x.masked_fill((v > n).to("cuda"), 0), False),
+            (lambda x, v, n: x.masked_fill((v > n).to("cuda"), 0) + n, True),
+            (lambda x, v, n: x + torch.full((64,), n).to("cuda"), True),  # upstream does the same
+        ):
+            with self.subTest(moves=moves), torch._dynamo.config.patch(assume_static_by_default=False):
+                found = self.records(program, torch.arange(64), 5)
+                others = [why for _, why, _ in found if why not in (None, "it is an input")]
+                self.assertEqual(others, [] if moves else [Reason.NUMBER_FOR_CPU()])
 
     def test_as_many_numbers_as_the_data_say(self):
         def program(x, v, mask):
