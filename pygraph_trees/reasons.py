@@ -164,7 +164,7 @@ class Reason(Enum):
     COMPILED_AUTOGRAD = "compiled autograd is on"
     WATCHED = "anomaly mode or autograd's debug log is on"
     OTHER_BACKWARD = "another backward was running"
-    NODE_HOOKED = "its node in the autograd graph has a hook"
+    NODE_HOOKED = "its node in the autograd graph, or one that is evaluated before, has a hook"
     PARAMETER_HOOKED = "a parameter has a hook"
     PARAMETER_SHARED = "other parts of the graph, or roots of the backward, lead to its parameters"
     PARAMETER_ELSEWHERE = "its parameters are on other streams or devices"

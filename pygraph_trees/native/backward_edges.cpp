@@ -142,8 +142,6 @@ const char *method_of(const auto *function) {
 /* Which edges are taken out, or why they stay. */
 Why choose(Node &node, const Question &is_shared, std::vector<bool> *is_taken) {
     const edge_list &edges = node.next_edges();
-    if (!node.post_hooks().empty())
-        return Why::NODE_HOOKED;
     const auto stream = node.stream();
     const c10::Device device = stream ? stream->device() : c10::Device(c10::kCPU);
     is_taken->assign(edges.size(), false);
@@ -265,10 +263,13 @@ class Run {
     std::vector<std::shared_ptr<Taken>> used, back;        // back: with all edges while this backward runs
 };
 
-/* The nodes of functions that were compiled with "short". */
-std::vector<std::pair<NodePtr, Ref>> marked_nodes(const std::vector<NodePtr> &roots) {
+/* The nodes of functions that were compiled with "short", and whether hooks of the program may run before them. */
+std::vector<std::pair<NodePtr, Ref>> marked_nodes(const std::vector<NodePtr> &roots, bool *are_hooked) {
     std::vector<std::pair<NodePtr, Ref>> found;
     walk(roots, MOST_NODES, [&](const NodePtr &node) {
+        const bool has_hooks =
+            !(node->pre_hooks().empty() && node->tensor_pre_hooks().empty() && node->post_hooks().empty());
+        *are_hooked |= has_hooks && typeid(*node) != typeid(AccumulateGrad);
         if (!node->is_aot_backward())
             return;
         Ref self(torch::autograd::functionToPyObject(node));
@@ -314,8 +315,11 @@ PyObject *run_backward(Surroundings &around, const py::args &args, const py::kwa
             });
         return nodes == MOST_COUNTED || edges[to.get()] != 1;
     };
-    auto nodes = marked_nodes(roots);
-    const Why none = nodes.empty() ? Why::TAKEN : why_none(around, args, keywords);
+    bool are_hooked = false;
+    auto nodes = marked_nodes(roots, &are_hooked);
+    Why none = nodes.empty() ? Why::TAKEN : why_none(around, args, keywords);
+    if (none == Why::TAKEN && are_hooked)
+        none = Why::NODE_HOOKED; // a hook may do anything: put others on, begin a backward, read the graph
     std::vector<std::vector<bool>> chosen(nodes.size());
     std::vector<Why> whys;
     for (size_t i = 0; i < nodes.size(); i++)

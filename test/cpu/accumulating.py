@@ -172,15 +172,24 @@ def _held(parameter, method, hook):
     return node, getattr(node, method)(hook)
 
 
+class Doing(torch.autograd.Function):
+    """Returns a tensor, and takes an action when the backward reaches it; a hook would keep edges from being taken."""
+
+    @staticmethod
+    def forward(ctx, tensor, action):
+        ctx.action = action
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            ctx.action()
+        return gradient, None
+
+
 def after_first(model, call, action):
     """A backward in which an action, given the loss, is taken once the backward has begun."""
-    out, box = call(WORDS), []
-
-    def hook(_):
-        with torch.enable_grad():
-            action(box[0])
-
-    out.register_hook(hook)
-    box.append(out.sum())
+    box = []
+    box.append(Doing.apply(call(WORDS), lambda: action(box[0])).sum())
     box[0].backward()
     return box.pop()

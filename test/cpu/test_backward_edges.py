@@ -209,11 +209,20 @@ class TestConditions(BackwardTest, WithFolder):
         loss.backward()
         return sum(map(any, seen))
 
-    @as_engine(taken=1)
+    @as_engine(why={Reason.NODE_HOOKED: 1})
     def test_a_hook_before_the_node(model, call):
         loss = call(WORDS).sum()
         accumulating.node_of(loss).register_prehook(lambda given: tuple(None if g is None else g * 2 for g in given))
         loss.backward()
+
+    @as_engine(why={Reason.NODE_HOOKED: 1}, result=[TRAINS])
+    def test_a_hook_that_puts_on_others(model, call):
+        put, seen = torch.autograd.graph.register_multi_grad_hook, []
+        out, parameters = call(WORDS), tuple(model.parameters())
+        count = lambda given: seen.append(sum(g is not None for g in given))  # noqa: E731
+        out.register_hook(lambda _: put(parameters, count) and None)
+        out.sum().backward()
+        return seen
 
     def test_hooks_on_parameters(self):
         """Of each kind; one parameter suffices."""

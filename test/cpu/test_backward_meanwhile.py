@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import accumulating
 import torch
-from accumulating import HOOKS, TRAINS, WORDS, BackwardTest, Net, after_first, as_engine, names, node_of, step
+from accumulating import HOOKS, TRAINS, WORDS, BackwardTest, Doing, Net, after_first, as_engine, names, node_of, step
 from torch._inductor import config
 from torch.testing._internal.common_utils import run_tests
 
@@ -70,8 +70,7 @@ class TestDuring(BackwardTest):
 
             weight, found = model.layers[4].weight, []
             for put in (fail, weight.register_hook, weight.register_post_accumulate_grad_hook):
-                loss = call(WORDS).sum()
-                loss.grad_fn.register_prehook(lambda _, put=put: put(fail) and None)
+                loss = Doing.apply(call(WORDS), lambda put=put: put(fail)).sum()
                 try:
                     loss.backward()
                 except BaseException as raised:
@@ -173,8 +172,8 @@ class TestDuring(BackwardTest):
                 begun, backward = make(model, call)
                 thread = threading.Thread(target=backward, args=(begun,))
                 begun.register_hook(lambda _: (started.set(), finish.wait(20), None)[2])
-                loss = (outs[0] if outs else call(WORDS)).sum()
-                loss.grad_fn.register_prehook(lambda _: (thread.start(), started.wait(20), None)[2])
+                out = outs[0] if outs else call(WORDS)
+                loss = Doing.apply(out, lambda: (thread.start(), started.wait(20))).sum()
                 loss.backward()
                 finish.set(), thread.join()
                 return names(node_of(loss)).count("AccumulateGrad")
@@ -186,10 +185,8 @@ class TestDuring(BackwardTest):
     @as_engine(taken=1, why={Reason.GRAPH_KEPT: 1})
     def test_a_node_that_is_reached_from_another_root_inside(model, call):
         out = call(WORDS)
-        loss = (out * 2).sum()
         other = (out * 3).sum()
-        first = []
-        loss.grad_fn.register_prehook(lambda _: first or first.append(other.backward(retain_graph=True)))
+        loss = Doing.apply(out * 2, lambda: other.backward(retain_graph=True)).sum()
         loss.backward()
 
     @as_engine(taken=1, why={Reason.OTHER_BACKWARD: 1})

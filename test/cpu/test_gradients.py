@@ -4,6 +4,7 @@ import unittest
 from unittest import mock
 
 import torch
+from accumulating import Doing
 from fake_trees import MODE, Trees, some
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
@@ -165,7 +166,7 @@ class TestGradients(TestCase):
             parameters, held = [torch.ones(4, requires_grad=True) for _ in range(count)], []
             y = node.apply(call, self.look, *parameters)
             if seen:
-                y.register_hook(lambda _, p=parameters[5], held=held: hold(held, p.register_hook) and None)
+                y = Doing.apply(y, lambda p=parameters[5], held=held: hold(held, p.register_hook))
             before = backward_edges.counts()[0]
             y.backward()
             self.assertEqual(backward_edges.counts()[0] - before, 1)
