@@ -305,7 +305,7 @@ class TestPolicy(TestCase):
         self.enterContext(mock.patch.multiple(Manager, pool=pool, _warming_up=lambda *_: contextlib.nullcontext()))
         self.again, self.path = [], []
         self.manager = bare_manager()
-        self.manager.reclaiming = Plain(record_again=lambda id_, why, newest: self.again.append(id_))
+        self.manager.reclaiming.record_again = lambda id_, why, newest: self.again.append(id_)
         self.policy, self.functions = self.manager.output_policy, self.manager.ids_to_funcs
 
     def add(self, model):
