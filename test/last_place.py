@@ -77,7 +77,6 @@ STAYS: dict[str, Function] = {
     # A fused product makes a difference that is zero on the CPU negative.
     "square root of a difference": lambda v: (v.flip(0) - v * v).sqrt(),
     "logarithm of a difference": lambda v: (v * v * 0.3 + v).log(),
-    "over a difference": lambda v: v / (v.flip(0) - v * v),
     "arccosine of a quotient": lambda v: (v / v.flip(0)).acos(),
     "bits": lambda v: (v * 0.1).view(torch.int32),
     "maximum": lambda v: torch.maximum(v, v.flip(0)),

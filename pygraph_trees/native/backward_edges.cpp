@@ -263,19 +263,26 @@ class Run {
     std::vector<std::shared_ptr<Taken>> used, back;        // back: with all edges while this backward runs
 };
 
-/* The nodes of functions that were compiled with "short", and whether hooks of the program may run before them. */
+/* The nodes of functions that were compiled with "short", and whether hooks may run before they have accumulated. */
 std::vector<std::pair<NodePtr, Ref>> marked_nodes(const std::vector<NodePtr> &roots, bool *are_hooked) {
     std::vector<std::pair<NodePtr, Ref>> found;
+    std::unordered_set<const Node *> hooked;
     walk(roots, MOST_NODES, [&](const NodePtr &node) {
-        const bool has_hooks =
-            !(node->pre_hooks().empty() && node->tensor_pre_hooks().empty() && node->post_hooks().empty());
-        *are_hooked |= has_hooks && typeid(*node) != typeid(AccumulateGrad);
+        if (!(node->pre_hooks().empty() && node->tensor_pre_hooks().empty() && node->post_hooks().empty()))
+            hooked.insert(node.get());
         if (!node->is_aot_backward())
             return;
         Ref self(torch::autograd::functionToPyObject(node));
         if (self && PyObject_HasAttr(reinterpret_cast<PyObject *>(Py_TYPE(self.get())), mark_name))
             found.emplace_back(node, std::move(self));
     });
+    std::vector<NodePtr> later; // are evaluated after one of them
+    for (size_t i = 0; i < found.size() && !hooked.empty(); i++)
+        for (const auto &edge : found[i].first->next_edges())
+            if (edge.is_valid() && typeid(*edge.function) != typeid(AccumulateGrad))
+                later.push_back(edge.function);
+    walk(later, MOST_NODES, [&](const NodePtr &node) { hooked.erase(node.get()); });
+    *are_hooked = !hooked.empty();
     return found;
 }
 

@@ -45,7 +45,7 @@ _COMPUTES_INTEGERS |= named(
 )
 # Single precision. Devices round each result alike, but a compiler may fuse a product and a sum, which rounds once, or
 # divide approximately.
-_ARITHMETIC = named("add sub mul div square")
+_ARITHMETIC = named("add sub mul div reciprocal square")
 # Exact, but discontinuous: neighbouring inputs may have very different results.
 _JUMPS = named("fmod ceil floor trunc round sign copysign")
 _FUNCTIONS = named("exp exp2 expm1 sin cos tanh atan erf erfc")
@@ -85,7 +85,6 @@ class Kind(Enum):
     JUMPS = Error.NONE, Error.NONE, True  # the same bits for the same input, but discontinuous
     CLAMPS = Error.NONE, Error.DIFFERENCE, True
     ROUNDS = Error.ROUNDING, Error.DIFFERENCE, True  # single-precision arithmetic, which may be rounded differently
-    DIVIDES = Error.ROUNDING, Error.ROUNDING, True  # by what may be zero
     FUNCTION = Error.FUNCTION, Error.DIFFERENCE, True  # such as `exp`, for which devices have different algorithms
     EDGE_AT_ZERO = Error.FUNCTION, Error.ROUNDING, True  # such as `sqrt`
     EDGE = Error.FUNCTION, Error.NONE, True  # such as `asin`
@@ -182,8 +181,6 @@ def _single_kind(node: fx.Node) -> Kind | None:
     bounds = [bound for bound in (*node.args[1:], *node.kwargs.values()) if packet in _CLAMPS and bound is not None]
     if not all(isinstance(bound, (int, float)) and torch.tensor(bound, dtype=torch.float32) for bound in bounds):
         return None
-    if packet is aten.reciprocal or (packet is aten.div and isinstance(node.args[1], fx.Node)):
-        return Kind.DIVIDES
     kinds = {Kind.CLAMPS: _CLAMPS, Kind.ROUNDS: _ARITHMETIC, Kind.JUMPS: _JUMPS, Kind.FUNCTION: _FUNCTIONS}
     kinds |= {Kind.EDGE_AT_ZERO: _EDGES_AT_ZERO, Kind.EDGE: _EDGES}
     return next((kind for kind, packets in kinds.items() if packet in packets), None)
@@ -194,6 +191,8 @@ def _is_not_negative(value: Any, depth: int = 8) -> bool:
     if not isinstance(value, fx.Node):
         return isinstance(value, (int, float)) and value >= 0
     packet, inputs = nodes.packet_of(value), value.args[:2]
+    if nodes.is_copy_between_devices(value):
+        return depth > 0 and _is_not_negative(inputs[0], depth - 1)
     if packet in _NOT_NEGATIVE or any(t.dtype in (torch.bool, torch.uint8) for t in nodes.tensors_of(value)):
         return True
     if packet is aten.mul and inputs[0] is inputs[1]:
@@ -210,18 +209,27 @@ def error_of(node: fx.Node, given: Error) -> Error | None:
     if kind is None:
         return None
     added, most, _ = kind.value
-    # A compiler may fuse a product with a sum.
-    is_sum = kind is Kind.ROUNDS and nodes.packet_of(node) in (aten.add, aten.sub)
-    if is_sum and (given or "alpha" in node.kwargs) and not _is_not_negative(node):
+    if kind is Kind.ROUNDS and _may_cancel(node, given):
         added = Error.DIFFERENCE
     return max(given, added) if given <= most else None
 
 
-def jumps(node: fx.Node) -> bool:
-    """Whether neighbouring inputs of a node on any device may have very different results."""
+def _may_cancel(node: fx.Node, given: Error) -> bool:
+    """Whether a sum may be close to zero, of numbers with an error: a compiler may fuse a product with it."""
+    is_sum = nodes.packet_of(node) in (aten.add, aten.sub) and (given is not Error.NONE or "alpha" in node.kwargs)
+    return is_sum and not _is_not_negative(node)
+
+
+def error_unless_it_jumps(node: fx.Node, given: Error) -> Error | None:
+    """The error of a GPU node's result; None if inputs that differ by a given one may have very different results."""
+    packet, error = nodes.packet_of(node), Error.DIFFERENCE if _may_cancel(node, given) else given
     if any(map(nodes.is_integral, nodes.tensors_of(node))):
-        return not all(map(nodes.is_integral, nodes.tensors_given(node)))
-    return nodes.packet_of(node) in _JUMPS | _DIVIDES - {aten.div} or "rounding_mode" in node.kwargs
+        jumps = not all(map(nodes.is_integral, nodes.tensors_given(node)))
+    elif packet in _EDGES_AT_ZERO and given >= Error.DIFFERENCE:
+        jumps = not all(map(_is_not_negative, node.all_input_nodes))
+    else:
+        jumps = packet in _EDGES | _JUMPS | _DIVIDES - {aten.div} or "rounding_mode" in node.kwargs
+    return None if jumps else max(error, given)
 
 
 def indices_of(node: fx.Node) -> list[tuple[int, fx.Node]]:

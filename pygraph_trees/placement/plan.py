@@ -142,7 +142,7 @@ class Plan:
             return self._copied(node, Reason.INEXACT(name=inexact.node.name))
         if nbytes > MOST_NBYTES and nbytes > nodes.nbytes_of(node):
             return self._copied(node, Reason.SOURCES_LARGER(nbytes=nbytes))
-        if error is not Error.NONE and (reader := reader_that_jumps(node)) is not None:
+        if error is not Error.NONE and (reader := reader_that_jumps(node, error)) is not None:
             return self._copied(node, Reason.READ_BY_JUMP(name=reader.name))
         if leaves and not _symbols_of(node) <= self._symbols:  # each of its values would need a recording
             return self._copied(node, Reason.NUMBER_FOR_CPU())

@@ -12,7 +12,7 @@ from torch import fx
 from pygraph_trees.cuda.host_reads import HostRead
 
 from .nodes import aten, cpu_inputs, is_copy_between_devices, is_on_cpu, is_on_gpu, is_view, may_write, prims, reached
-from .operators import jumps, may_wait
+from .operators import Error, error_unless_it_jumps, may_wait
 
 _WRITES = (aten.index_put.default, aten.index_put_.default)
 _INDEX = (*_WRITES, aten.index.Tensor, aten.copy.default, aten.slice_scatter.default, aten._unsafe_index.Tensor)
@@ -44,17 +44,19 @@ def _may_be_anywhere(node: fx.Node, source: fx.Node) -> bool:
     return target in _INDEX or (torch.Tag.pointwise in target.tags and source.meta["val"].dim() == 0)
 
 
-def reader_that_jumps(node: fx.Node) -> fx.Node | None:
-    """A GPU operator that computes something discontinuous from a CPU value, and from numbers and CPU values alone."""
-    reached, todo = {node}, [node]
+def reader_that_jumps(node: fx.Node, error: Error) -> fx.Node | None:
+    """A GPU operator that computes something discontinuous from a CPU value with an error, and from no GPU input."""
+    errors, todo = {node: error}, [node]
     while todo:
         for user in filter(is_on_gpu, todo.pop().users):
-            others = (source for source in user.all_input_nodes if source not in reached and is_on_gpu(source))
-            if user in reached or any(source.op != "get_attr" for source in others):
+            others = [source for source in user.all_input_nodes if source not in errors and is_on_gpu(source)]
+            if user in errors or any(n.op == "placeholder" for n in reached(others, lambda n: n.all_input_nodes)):
                 continue
-            if jumps(user):
+            given = max(errors.get(source, Error.NONE) for source in user.all_input_nodes)
+            found = error_unless_it_jumps(user, given)
+            if found is None:
                 return user
-            reached.add(user)
+            errors[user] = found
             todo.append(user)
     return None
 

@@ -22,6 +22,15 @@ from pygraph_trees.trees.hooks import backward_edges
 SHORT = {"triton.pygraph_entry": "short"}
 
 
+class Body(Net):
+    """Without a layer that needs no gradient of its input."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
 class TestLoops(BackwardTest):
     """Loops as people write them."""
 
@@ -214,6 +223,13 @@ class TestConditions(BackwardTest, WithFolder):
         loss = call(WORDS).sum()
         accumulating.node_of(loss).register_prehook(lambda given: tuple(None if g is None else g * 2 for g in given))
         loss.backward()
+
+    @as_engine(taken=1, make=Body, result=1)
+    def test_a_hook_that_runs_after_the_node(model, call):
+        seen, x = [], torch.ones(4, 8, requires_grad=True).exp()
+        x.register_hook(lambda _: seen.append(1))
+        call(x).sum().backward()
+        return len(seen)
 
     @as_engine(why={Reason.NODE_HOOKED: 1}, result=[TRAINS])
     def test_a_hook_that_puts_on_others(model, call):

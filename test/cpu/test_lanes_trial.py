@@ -346,13 +346,20 @@ class TestNumbers(TestCase):
 
     def test_places_of_the_same_step_wait_for_the_recording_again(self):
         """Their memory would count as that of lanes."""
-        function, manager = self.function(), bare_manager()
+        function, manager, free = self.function(), bare_manager(), [500 * MB]
         why = self.record(function)[1]
         manager.reclaiming.record_again("f", why, 1)
-        with mock.patch.object(recording.pools, "OWNED", {(0, 7): manager}):
-            self.assertEqual(self.record(function)[:2], (("off", 0), why))
-            self.assertEqual(manager.reclaiming.why_again("f"), why)
-            self.assertEqual(self.record(function)[:2], (("auto", 4), None))
+        self.enterContext(mock.patch.object(Manager, "pool", SimpleNamespace(nbytes=lambda: 1000 * MB)))
+        self.enterContext(mock.patch.object(recording.pools, "free_bytes", lambda device, pool: free[0]))
+        self.enterContext(mock.patch.object(recording.pools, "OWNED", {(0, 7): manager}))
+        self.assertIsNone(manager.reclaiming.why_again("f"))  # the open path still has the first recording
+        self.assertEqual(self.record(function)[:2], (("off", 0), why))
+        manager.reclaiming.forgotten = {}
+        self.assertEqual(manager.reclaiming.why_again("f"), why)
+        self.assertEqual(self.record(function)[:2], (("auto", 4), None))
+        free[0] -= 1
+        found, again, log = self.record(function)
+        self.assertEqual((found, again, log.why_no_branches.reason), (("off", 0), None, Reason.LANES_NO_ROOM))
 
     def test_a_pool_that_grows_too_much_gives_lanes_up(self):
         for pool, known, grown, expected in (
@@ -424,6 +431,7 @@ class TestRecordedAgain(TestCase):
             model = mock.Mock(**{"lanes.recorded.return_value": once_more})
             with mock.patch.object(lanes.LanesMemory, "recorded", lambda *_, why=too_large: why):
                 self.manager._let_lanes_rerecord(model, "f", RecordingLog(number=3))
+            self.manager.reclaiming.forgotten.clear()
             self.assertEqual(self.again(), (once_more, too_large))
             self.assertEqual(self.manager._candidates, {} if once_more or too_large else {1: "found"})
 
@@ -439,17 +447,20 @@ class TestRecordedAgain(TestCase):
     def test_the_pool_is_left_when_a_step_begins_unless_an_error_wants_it_at_once(self):
         left, why = [], Reason.LANES_GREW(nbytes=5)
         self.manager.reclaiming.start_over = lambda manager, why: left.append(why)
-        self.manager.start_over_later(why)
-        self.manager.current_node = object()
-        for begins, expected in ((False, []), (True, [why])):
+        self.manager.current_node = node = mock.Mock()
+        for begins, are_dead in ((False, False), (True, False), (False, True)):  # the last without any backward
+            self.manager.start_over_later(why)
+            node.all_outputs_are_dead.return_value = are_dead
             with mock.patch.object(Manager, "can_start_new_generation", lambda manager, begins=begins: begins):
                 self.manager._start_over()
-            self.assertEqual(left, expected)
+            self.assertEqual(left, [why] * (begins or are_dead))
+            left.clear()
+        node.all_outputs_are_dead.return_value = False
         self.manager.start_over_later(why)
         with mock.patch.object(Manager, "can_start_new_generation", lambda manager: False):
             self.manager.failed(RuntimeError("of the driver"), "f")
             self.manager._start_over()
-        self.assertIn("of the driver", left[1])
+        self.assertIn("of the driver", left[0])
 
 
 class TestLiveGraph(LiveInputsTestCase):
@@ -495,6 +506,7 @@ class TestLiveGraph(LiveInputsTestCase):
         self.graph.refuses.append(RuntimeError("no memory"))
         self.replay(1)
         self.assertIs(self.result().reason, Reason.LANES_LOST)
+        self.manager.reclaiming.forgotten.clear()
         self.assertEqual(self.manager.reclaiming.why_again(self.function.id), self.result())
 
 

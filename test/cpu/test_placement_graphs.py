@@ -101,6 +101,11 @@ class TestPlacement(TestCase):
             (lambda v, x: v == 1.0, False),
             (lambda v, x: torch.div(v, 3, rounding_mode="floor") + x, False),
             (lambda v, x: ((v * 2).bfloat16() + 1 > 0.5) * x, False),
+            (lambda v, x: (v == torch.ones(64, device=x.device)) * x, False),
+            (lambda v, x: torch.bucketize(v, torch.arange(9.0, device=x.device)), False),
+            (lambda v, x: (v * v - v).log1p() + x, False),
+            (lambda v, x: (v * v - v).sqrt() + x, False),
+            (lambda v, x: (v * v + 1).sqrt() + x, True),
             (lambda v, x: v * x + v.sin(), True),
             (lambda v, x: (v * x).floor(), True),  # of a value that only the GPU has
         ):

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.cuda.progress import CudaDevice
@@ -28,6 +27,7 @@ from ..functions.function import Aligned, FunctionModel
 from ..managers.manager import Manager
 from ..managers.reclaiming import recordings_in
 from ..managers.storms import COMES_AGAIN, FIRST_SIZES, REFUSED, Sizes
+from ..pools import pools
 
 if TYPE_CHECKING:
     from pygraph_trees.selection.trial import Trial
@@ -121,16 +121,8 @@ class _Choice(Environment):
 
 def has_room_for_another(manager: Manager) -> bool:
     """Whether the GPU has 10% more memory free, of what the process may take, than the graph pool takes."""
-    pool, device = manager.pool.nbytes(), manager.device_index
-    try:
-        free, total = torch.cuda.mem_get_info(device)
-        allowed = torch.cuda.get_per_process_memory_fraction(device) * total
-    except RuntimeError:
-        return False
-    free = min(free, allowed - torch.cuda.memory_reserved(device))
-    # Memory that torch has reserved counts as free, but not the pool's.
-    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return bool(free + max(0, reserve - pool) > 1.1 * pool)
+    pool = manager.pool.nbytes()
+    return pools.free_bytes(manager.device_index, pool) > 1.1 * pool
 
 
 def only_sizes_that_come_again(

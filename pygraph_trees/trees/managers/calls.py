@@ -121,9 +121,12 @@ class Calls(fast_path.TreeState, Upstream):
             self.why_start_over, self.starts_over_later = why, True
             self._candidates.clear()
 
+    def _is_path_open(self) -> bool:
+        node = self.current_node
+        return not (node is None or self.can_start_new_generation() or node.all_outputs_are_dead())
+
     def _start_over(self) -> None:
-        is_open = self.starts_over_later and self.current_node is not None and not self.can_start_new_generation()
-        if self.why_start_over is None or is_open:
+        if self.why_start_over is None or (self.starts_over_later and self._is_path_open()):
             return
         why, self.why_start_over = self.why_start_over, None
         try:

@@ -89,8 +89,6 @@ class Making(Calls):
         own = getattr(given.function, "own", None)
         model.lanes.look_up(function_id, new_inputs[: own and own.takes], self.device_index)
         before = self.pool.nbytes()
-        if model.lanes.wants(function_id) and (free := torch.cuda.mem_get_info(self.device_index)[0]) < before // 2:
-            model.lanes.give_up(function_id, Reason.LANES_NO_ROOM(nbytes=free))
         start = time.perf_counter()
         if (progress := progress_of(model)) is not None:
             progress.hold()

@@ -79,8 +79,9 @@ class Reclaiming:
         return function_id in self._again
 
     def why_again(self, function_id: Any) -> Why | None:
-        """Why a function is recorded again, returned once; None if it is not."""
-        return self._again.pop(function_id, None) or self._dropped.pop(function_id, None)
+        """Why a function is recorded again, returned once; None if it is not, or if the open path must end before."""
+        again = None if function_id in self.forgotten else self._again.pop(function_id, None)
+        return again or self._dropped.pop(function_id, None)
 
     def limit(self, manager: Any, nbytes: int, limit: int) -> bool:
         """Drops all recordings, as soon as no path is open, if ``nbytes`` is more than ``limit``; tells if so.

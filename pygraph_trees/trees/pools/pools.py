@@ -40,3 +40,16 @@ def holds(manager: Any, storage: torch.UntypedStorage) -> bool:
 def ranges_of(device: int, pool: tuple[int, int]) -> PoolRanges:
     """The ranges of a pool. Its manager calls ``forget`` whenever it may have grown; none does outside of ``OWNED``."""
     return PoolRanges(lambda: (segment for segment in segments_of(pool) if segment["device"] == device))
+
+
+def free_bytes(device: int, pool_bytes: int) -> int:
+    """How much memory the process may still take on a GPU, for other uses than a pool; 0 if that is unknown."""
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+    except RuntimeError:
+        return 0
+    free = min(free, allowed - torch.cuda.memory_reserved(device))
+    # Memory that torch has reserved counts as free, but not the pool's.
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free + max(0, reserve - pool_bytes))

@@ -298,11 +298,15 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         number = model.lanes.numbers.get(self.wrapped_function.id) if flag == "auto" else None
         if number is None:
             return "forecast" if flag == "auto" else flag, max(LANES) if flag == "always" else 0
-        manager = pools.OWNED.get(self.cuda_graphs_pool)
-        if not number.is_final and manager is not None and manager.reclaiming.awaits(self.wrapped_function.id):
-            self.log.why_no_branches = number.why  # elsewhere in the same step; it is recorded on lanes later
-            return "off", 0
         self.log.why_no_branches = None if number.count else number.why
+        if number.count and (manager := pools.OWNED.get(self.cuda_graphs_pool)) is not None:
+            if not number.is_final and manager.reclaiming.awaits(self.wrapped_function.id):
+                self.log.why_no_branches = number.why  # elsewhere in the same step; it is recorded on lanes later
+                return "off", 0
+            pool = manager.pool.nbytes()
+            if (free := pools.free_bytes(manager.device_index, pool)) < pool // 2:
+                self.log.why_no_branches = Reason.LANES_NO_ROOM(nbytes=free)
+                return "off", 0
         return "off" if not number.count else "always" if number.is_final else "auto", number.count
 
     def _add_first_outputs(self, outputs: Any, static_input_persistent_storage_ptrs: dict[int, Any]) -> None:
