@@ -434,13 +434,16 @@ class TestRecordedAgain(TestCase):
             self.assertEqual(self.manager._candidates, {} if once_more or too_large else {1: "found"})
 
     def test_lanes_that_do_not_pay_give_their_memory_back(self):
-        for f, g, count, expected in ((65, 0, 4, 65), (40, 40, 0, 80), (63, 99, 4, None)):
+        cases = (65, 0, 4, 65), (40, 40, 0, 80), (63, 99, 4, None)
+        for is_final, (f, g, count, expected) in itertools.product((True, False), cases):
             self.setUp()
-            self.manager.ids_to_funcs["g"].model.lanes.numbers["g"] = lanes.Number(count, None)
+            numbers = {"f": lanes.Number(0, None), "g": lanes.Number(count, None, is_final)}
+            for id_, number in numbers.items():
+                self.manager.ids_to_funcs[id_].model.lanes.numbers[id_] = number
             self.manager.reclaiming.lanes._nbytes.update(f=f * MB, g=g * MB)
             self.manager.free_memory_of_lanes()
             found = self.manager.why_start_over
-            self.assertEqual(found and found.facts["nbytes"], expected and expected * MB)
+            self.assertEqual(found and found.facts["nbytes"], expected * MB if expected and is_final else None)
 
     def test_the_pool_is_left_when_a_step_begins_unless_an_error_wants_it_at_once(self):
         left, why = [], Reason.LANES_GREW(nbytes=5)

@@ -394,8 +394,12 @@ class TestSideBySide(BranchesTestCase):
                 # The halves in the caches of the second become too small to be exact.
                 is_inexact = program in (critics, in_place)
                 self.assertEqual(found, expected, rtol=1e-3 * is_inexact, atol=1e-4 * is_inexact)
-                newest = [f.recordings[-1] for f in pygraph_trees.report().functions if f.recordings]
-                on_lanes = [r for r in newest if r.branches is not None and r.branches.lanes > 1]
+                # Memory that lanes take for nothing may be given back, by recordings in the captured order.
+                made = [
+                    [r for r in f.recordings if r.branches and r.branches.lanes > 1]
+                    for f in pygraph_trees.report().functions
+                ]
+                on_lanes = [each[-1] for each in made if each]
                 self.assertGreaterEqual(len(on_lanes), program in BY_DATA)
                 for recording in on_lanes:
                     self.assertIsNotNone(recording.branches.measured_us)  # 0 if a launch takes longer

@@ -161,11 +161,14 @@ class Making(Calls):
             self.start_over_later(why)
 
     def free_memory_of_lanes(self) -> None:
-        """Starts over later if recordings on lanes that do not pay hold much memory."""
-        models = {id_: function.model for id_, function in self.ids_to_funcs.items()}
-        why = self.reclaiming.lanes.why_wasted(self.pool.nbytes, lambda id_: models[id_].lanes.wants(id_))
-        if why is not None:
-            self.start_over_later(why)
+        """Starts over later, after the last trial, if recordings on lanes that do not pay hold much memory."""
+        models = [(id_, function.model) for id_, function in self.ids_to_funcs.items()]
+        asked = [(id_, model.lanes.numbers.get(id_)) for id_, model in models if isinstance(model, FunctionModel)]
+        numbers = {id_: number for id_, number in asked if number is not None}
+        if all(number.is_final for number in numbers.values()):
+            why = self.reclaiming.lanes.why_wasted(self.pool.nbytes, lambda id_: numbers[id_].count > 0)
+            if why is not None:
+                self.start_over_later(why)
 
     def _given(self, inputs: list[Any], function_id: Any) -> Given:
         is_managed = self._get_cuda_graph_recorded_tensor_checker()
