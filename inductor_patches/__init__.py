@@ -139,12 +139,16 @@ def _install(features: Collection[str]) -> None:
         if _busy:
             return
         _busy = True
+        before = set(_undo)
         try:
             if "trees" in features:
                 _take_off(_first_load)
             for feature in features:
                 if feature not in _undo:
                     _put_on(feature)
+        except BaseException:  # the module that is imported now is discarded, and patched again when it comes back
+            _take_off([undo for feature in FEATURES if feature not in before for undo in _undo.pop(feature, ())])
+            raise
         finally:
             _busy = False
 
@@ -186,8 +190,15 @@ def _check(feature: str, wanted: tuple[Patch, ...]) -> tuple[str, ...]:
 
 
 def _take_off(undo: list[Callable[[], None]]) -> None:
+    """Undoes all from the end, and then raises the first error, as a warning may be."""
+    errors: list[Exception] = []
     while undo:
-        undo.pop()()
+        try:
+            undo.pop()()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def uninstall() -> tuple[Status, ...]:
@@ -195,8 +206,7 @@ def uninstall() -> tuple[Status, ...]:
     with _lock:
         _hook.stop()
         _take_off(_first_load)
-        for feature in reversed(FEATURES):
-            _take_off(_undo.pop(feature, []))
+        _take_off([undo for feature in FEATURES for undo in _undo.pop(feature, ())])
         return status()
 
 

@@ -99,8 +99,12 @@ class Flags(Patch):
 
         from pygraph_trees.settings import FLAGS, Flag
 
+        class _Version(Flag):
+            def check(self, value: object) -> str:
+                return self.values[0]  # a saved configuration may have another one
+
         known = _version()
-        version = Flag("pygraph_version", (known,), changes_artifacts=True, help="")
+        version = _Version("pygraph_version", (known,), changes_artifacts=True, help="")
         entries = {_PREFIX + flag.name: _entry(flag) for flag in (*FLAGS, version)}
         for flag in FLAGS:
             wanted = environment.value_of(flag.environment, flag.values, flag.default)

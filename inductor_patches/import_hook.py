@@ -21,12 +21,12 @@ class ImportHook(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self._waiting: dict[str, Callable[[], None]] = {}
 
-    def watch(self, actions: Mapping[str, Callable[[], None]]) -> None:
-        """Runs each action once its module, the key, is loaded; for loaded ones now, in the given order."""
+    def watch(self, actions: Mapping[str, Callable[[], None]], *, now: bool = True) -> None:
+        """Runs each action once its module, the key, is loaded; for loaded ones ``now``, in the given order."""
         self._waiting.update(actions)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
-        for name in actions:
+        for name in actions if now else ():
             if name in sys.modules:
                 importlib.import_module(name)  # waits if another thread is importing it
             if is_loaded(name):
@@ -58,8 +58,13 @@ class ImportHook(importlib.abc.MetaPathFinder):
         action = self._waiting.pop(name, None)
         if not self._waiting:
             self.stop()
-        if action is not None:
+        if action is None:
+            return
+        try:
             action()
+        except BaseException:  # such as an interrupt: the import fails, and the next one tries again
+            self.watch({name: action}, now=False)
+            raise
 
 
 class _Loader(importlib.abc.Loader):

@@ -156,6 +156,7 @@ class LiveInputs:
         if self._table is not None:
             weakref.finalize(graph, retire, self._driver, self._device, self._table, launches).atexit = False
         if self._copied:
+            self._placeholders.kept = [item.placeholder_tensor for item in self._copied.values()]
             weakref.finalize(graph, retire, self._driver, self._device, self._placeholders, launches).atexit = False
             at_placeholders = [position for position, decision in enumerate(decisions) if not decision.by_address]
             give_back(lambda: self._placeholders.release_memory(at_placeholders))

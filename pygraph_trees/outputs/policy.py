@@ -120,7 +120,10 @@ class OutputPolicy:
             self._change(manager, node.wrapped_function.model, (), Reason.OUTPUT_REFUSED())
         kept = sorted(self._natives(manager), key=lambda native: native.used, reverse=True)
         for native in kept:
-            native.hold(native is kept[0] or pool_bytes >= native.nbytes)
+            may = native is kept[0] or pool_bytes >= native.nbytes
+            native.hold(may)
+            if not may:
+                native.release()
             pool_bytes -= 0 if native is kept[0] else native.nbytes
 
     def held_bytes(self, manager: Any) -> int:

@@ -99,6 +99,17 @@ class TestOutputs(OnCpuTestCase):
         self.assertEqual((kept, kept.data_ptr()), (torch.full((SIZE,), 3.0), address))
         self.assertEqual(self.began, [{}])
 
+    def test_an_ungraphed_call_leaves_the_stream_of_earlier_outputs(self):
+        """Otherwise they would be moved to memory of a stream that did not make them."""
+        function = Function()
+        (_output,) = function.call(3.0)
+        function.recording.native.stream = 77
+        model = function.manager.ids_to_funcs[function.id].model
+        model.why_ungraphed, model.model = Reason.FAILED(error="of the test"), lambda inputs: inputs
+        with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
+            function.manager.run([torch.ones(1)], function.id)
+        self.assertEqual(function.recording.native.stream, 77)
+
     def test_a_recording_captures_without_that(self):
         function = Function()
         (output,) = function.call(3.0)

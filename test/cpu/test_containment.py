@@ -151,8 +151,14 @@ class TestContained(TestCase):
         self.assertFalse(self.manager.is_taken)
 
     def test_out_of_memory_passes(self) -> None:
-        for _ in range(MOST_FAILURES + 1):
-            self.check(lambda inputs: fails(torch.OutOfMemoryError("while recording")))
+        """Own memory is freed before, also if the error is the program's."""
+        no_memory = torch.OutOfMemoryError("while recording")
+        with mock.patch.object(type(self.manager.output_policy), "release") as release:
+            for _ in range(MOST_FAILURES + 1):
+                self.check(lambda inputs: fails(no_memory))
+            self.model.model = mock.Mock(side_effect=no_memory)
+            self.assertRaises(torch.OutOfMemoryError, self.call, self.model)
+        self.assertEqual(release.call_count, MOST_FAILURES + 2)
         self.assertEqual(self.model.failures, 0)
         self.assertIsNone(self.manager.why_start_over)
 

@@ -110,10 +110,13 @@ class TestFlags(TestCase):
 
     def test_an_option_that_is_no_flag(self):
         flags = "the flags are triton.pygraph_placement, .* Did you mean 'triton.pygraph_sel"
+        version = config.triton.pygraph_version
         for name in ("triton.pygraph_selectve", "triton.pygraph-selectve", "pygraph_selective"):
             with self.assertRaisesRegex(UnknownFlag, f"^{name} is no option; {flags}"):
                 torch.compile(lambda x: x, options={name: "never"})
-        torch.compile(lambda x: x, options={"triton.pygraph_version": config.triton.pygraph_version})  # ours, no flag
+        torch.compile(lambda x: x, options={"triton.pygraph_version": version})  # ours, no flag
+        with config.patch({"triton.pygraph_version": "of a saved configuration"}):
+            self.assertEqual(config.triton.pygraph_version, version)
         with self.assertRaisesRegex(RuntimeError, "Unexpected optimization option"):
             torch.compile(lambda x: x, options={"max_autotun": True})
 

@@ -465,6 +465,7 @@ class TestPolicy(TestCase):
         for pool_bytes, held in ((48, [24, 24, 24]), (47, [24, 24, 0]), (0, [0, 24, 0])):
             self.recorded(ids[0], pool_bytes=pool_bytes)
             self.assertEqual([self.functions[id_].own.native.held_bytes for id_ in ids], held)
+            self.assertEqual([24 * (self.item(id_) is not None) for id_ in ids], held)  # the rest is free at once
 
     def test_a_function_of_integers_has_own_memory_for_each_set_of_values(self):
         """Unless its allocations differ: then outputs are in the pool until they are copied."""

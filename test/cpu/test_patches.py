@@ -222,11 +222,14 @@ class TestPatch(TestCase):
             self.assertEqual(found, [f"{self.module.__name__}.{text}" for text in expected])
 
     def test_undo_leaves_what_others_put_there(self):
-        undo = self.rebind().apply()
+        seen, undo = [], self.rebind().apply()
         self.module.f = max
         with warns(self, PatchOverwritten, "a_module_to_patch.f was replaced"):
             undo()
         self.assertIs(self.module.f, max)
+        with self.assertRaisesRegex(ValueError, "last"):  # warnings may be errors
+            inductor_patches._take_off([lambda: seen.append(1), mock.Mock(side_effect=ValueError("last"))])
+        self.assertEqual(seen, [1])
 
     def test_versions(self):
         self.assertEqual(parse_version("2.13.0+cpu"), (2, 13))

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from fake_trees import bare_manager
 from test_trial import if_aligned
-from torch._inductor import cudagraph_trees
+from torch._inductor import config, cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.reasons import Reason
@@ -218,6 +218,11 @@ class TestFunctions(TestCase):
         self.assertIsNone(self.model.dispatch.call([3, torch.ones(2)]))
         self.assertIsNone(self.model.dispatch.call)
         self.assertIsNone(self.model.dispatch.call)
+
+    @config.patch({"triton.cudagraph_capture_sizes": (3,)})
+    def test_sizes_that_the_program_names_are_not_limited(self):
+        run = choice.only_sizes_that_come_again(self.model, self.run_graphed, [3, None], self.aligned, 0)
+        self.assertEqual(run, self.run_graphed)
 
     def test_sizes_that_are_replayed_in_between_go_on_being_replayed_and_measured(self):
         """C++ replays them, so their calls are not seen in Python."""

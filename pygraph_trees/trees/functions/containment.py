@@ -141,6 +141,8 @@ def contained(manager: Any, run: Callable[[], Any], inputs: list[Any], function_
     except Reported:
         raise
     except Exception as error:
+        if _lacks_memory(error):  # also for the program, if the error is its own to handle
+            manager.output_policy.release(manager)
         # If only one rank ran a collective without its graph, the ranks could wait for each other.
         if progress.stage is Stage.RUNNING or is_of_program(error) or model.log.has_collective:
             raise
@@ -162,8 +164,6 @@ def _after(error: Exception, manager: Any, progress: Progress, function_id: Any,
         outputs = progress.node.copied_outputs() if progress.outputs is None else progress.outputs
     else:
         inputs, borrowed = progress.take_inputs()
-        if _lacks_memory(error):
-            manager.output_policy.release(manager)
         # If it raises too, that is what the program gets without graphs.
         outputs = manager.run_ungraphed(inputs, function_id, described(error))
         if borrowed:

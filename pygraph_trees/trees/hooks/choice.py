@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch._inductor import cudagraph_trees
+from torch._inductor import config, cudagraph_trees
 
 from pygraph_trees.cuda.progress import CudaDevice
 from pygraph_trees.native import binding
@@ -130,7 +130,8 @@ def only_sizes_that_come_again(
 ) -> Call:
     """``run``, but with "auto", a function of integers is graphed only for the sets that :class:`Sizes` chooses."""
     indices = [index for index, value in enumerate(inputs) if isinstance(value, int)]
-    if not indices or function.settings.selective != "auto":
+    # If the program names sizes, torch graphs those alone, and others must not count.
+    if not indices or function.settings.selective != "auto" or config.triton.cudagraph_capture_sizes is not None:
         return run
     sizes, dispatch, integers = Sizes(), function.dispatch, operator.itemgetter(*indices)
     ungraphed = as_upstream_has_it(aligned, function.log.mode, device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -72,12 +73,19 @@ class Calls(fast_path.TreeState, Upstream):
             if not self.take_turn(new_inputs) or is_used_elsewhere(self.device_index):
                 return self._run_beside(new_inputs, function_id)
             self.order_streams()
+            before = self._latest_launch()
             outputs = self._run_contained(new_inputs, function_id)
-            note_launch_of(self.current_node, self.last_stream)
+            if self._latest_launch() != before:  # otherwise it ran un-graphed
+                note_launch_of(self.current_node, self.last_stream)
             return outputs
         finally:
             self.note_launch()
             self.end_turn(new_inputs)
+
+    def _latest_launch(self) -> tuple[Any, int]:
+        """The recording or warm-up that ends the open path, if there is one, and how often it was launched."""
+        node = self.current_node
+        return node and weakref.ref(node), getattr(getattr(node, "log", None), "replays", 0)
 
     def _run_contained(self, inputs: list[Any], function_id: Any) -> Any:
         model, upstream = self.ids_to_funcs[function_id].model, super().run

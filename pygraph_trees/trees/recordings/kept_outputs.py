@@ -23,6 +23,7 @@ from ..functions.function import FunctionModel
 from ..pools.capture_lock import wait
 from ..pools.liveness import release_unneeded
 from ..pools.pools import streams_that_use
+from ..pools.program_pools import outside
 
 _CUDA = 1  # c10's number of the type of device
 
@@ -69,7 +70,8 @@ def move_alive(node: Any, only: torch.UntypedStorage | None = None) -> None:
     copies = []
     for storage, held_by in alive:
         # Once freed, memory is reused after the queued work of the stream on which it was allocated.
-        with torch.inference_mode(False), torch.no_grad(), _on_stream_of(held_by[0][0], storage.device):
+        on_stream = _on_stream_of(held_by[0][0], storage.device)
+        with torch.inference_mode(False), torch.no_grad(), outside(), on_stream:
             before = bytes_of(storage)
             copies.append(torch.empty_like(before))
             copy_bits(copies[-1:], [before])
