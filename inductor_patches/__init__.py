@@ -1,8 +1,8 @@
 """The patches that change torch; no other code changes it.
 
 If a patch of a feature does not fit the installed torch, none of that feature's patches is applied, and one warning
-says so. With ``PYGRAPH_DISABLE=1`` none is applied. Importing this package changes nothing and needs neither torch nor
-``pygraph_trees``.
+says so. With ``PYGRAPH_DISABLE=1`` none is applied; flags are there, so that programs can set them, and have no effect.
+Importing this package changes nothing and needs neither torch nor ``pygraph_trees``.
 """
 
 from __future__ import annotations
@@ -73,12 +73,23 @@ def install_when_loaded() -> None:
     ``torch._inductor.config`` is, and everything else is applied before a program can be compiled.
     """
     actions: dict[str, Callable[[], None]] = {_LOGS: register}
-    if not disabled():
+    if disabled():
+        actions[_FLAGS] = _declare_flags
+    else:
         # If torch itself is not loaded yet, the flags are applied with the other features.
         actions[_FLAGS] = lambda: _install(["flags"]) if is_loaded("torch") else None
         actions |= {name: functools.partial(_install_after, name) for name in _COMPILER}
         actions[_LOADING] = _install_at_first_load
     _hook.watch(actions)
+
+
+def _declare_flags() -> None:
+    import torch
+
+    from .config import declare
+
+    if why_unsupported(torch.__version__) is None:
+        declare()
 
 
 def register() -> None:

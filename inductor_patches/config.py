@@ -93,6 +93,19 @@ def _version() -> str:
     return version.ArtifactVersion(f"{version.__version__}+{code}")
 
 
+def declare() -> None:
+    """Adds flags that have no effect, for programs that set some although the package is disabled."""
+    from torch._inductor import config
+
+    from pygraph_trees.settings import FLAGS
+
+    entries = {_PREFIX + flag.name: _entry(flag) for flag in FLAGS}
+    config._config.update(entries)
+    for held in _ignored_prefix_lists(config):
+        held.extend(entries)
+    _mark_dirty(config)
+
+
 class Flags(Patch):
     def apply(self) -> Callable[[], None]:
         from torch._inductor import config

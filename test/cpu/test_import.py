@@ -107,10 +107,12 @@ class TestImport(TestCase):
             "import pygraph_trees, torch._inductor.compile_fx, torch._inductor.cudagraph_trees as t",
             "__import__('inductor_patches').install()",
             "print(t.CUDAGraphNode.__module__)",
+            "import torch; torch.compile(options={'triton.pygraph_placement': 'exact'})",  # without an effect
+            keys := "import torch._inductor.config as c; print(sorted(c.save_config_portable()))",
             states=all_are("disabled"),
             PYGRAPH_DISABLE="1",
         )
-        self.assertEqual(shown, ["torch._inductor.cudagraph_trees"])
+        self.assertEqual(shown, ["torch._inductor.cudagraph_trees", run_python(keys).stdout.strip()])
 
     def test_uninstall_ends_the_wait(self):
         lines = ("import pygraph_trees", "pygraph_trees.uninstall()")
