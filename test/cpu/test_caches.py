@@ -103,11 +103,7 @@ class CachesTestCase(TestCase):
 
 class TestHits(CachesTestCase):
     def test_a_second_process_hits_as_with_torch_alone(self):
-        programs = [
-            (product, {"training": training, "dynamic": dynamic})
-            for training in (False, True)
-            for dynamic in (None, True)
-        ]
+        programs = [(product, {"training": trains, "dynamic": dyn}) for trains in (False, True) for dyn in (None, True)]
         for flags, fn, options in (
             *((flags, *program) for flags in (None, OFF) for program in programs),
             (None, written, {}),
@@ -120,17 +116,16 @@ class TestHits(CachesTestCase):
                     self.assertEqual(found, [missed, hit, hit])
 
     def test_a_backward_that_is_compiled_after_its_forward_was_cached(self):
-        for flags in (None, OFF):
-            for patched in (False, True):
-                with self.subTest(flags=flags, patched=patched), self.way(patched, flags):
-                    _, found = self.run_as_if_new(product, training=True, backward=False)
-                    self.assertEqual(found, {"fxgraph_cache_miss": 1, "autograd_cache_miss": 1})
-                    out, found = self.run_as_if_new(product, training=True, backward=False)
-                    self.assertEqual(found, {"fxgraph_cache_hit": 1, "autograd_cache_miss": 1})
-                    out.sum().backward()
-                    self.assertEqual(counted(), {"fxgraph_cache_miss": 1, "autograd_cache_saved": 1})
-                    _, found = self.run_as_if_new(product, training=True)
-                    self.assertEqual(found, BOTH_HIT)
+        for flags, patched in ((None, False), (None, True), (OFF, False), (OFF, True)):
+            with self.subTest(flags=flags, patched=patched), self.way(patched, flags):
+                _, found = self.run_as_if_new(product, training=True, backward=False)
+                self.assertEqual(found, {"fxgraph_cache_miss": 1, "autograd_cache_miss": 1})
+                out, found = self.run_as_if_new(product, training=True, backward=False)
+                self.assertEqual(found, {"fxgraph_cache_hit": 1, "autograd_cache_miss": 1})
+                out.sum().backward()
+                self.assertEqual(counted(), {"fxgraph_cache_miss": 1, "autograd_cache_saved": 1})
+                _, found = self.run_as_if_new(product, training=True)
+                self.assertEqual(found, BOTH_HIT)
 
     def test_entries_that_hold_the_graphs_themselves(self):
         if not hasattr(torch._functorch.config, "bundled_autograd_cache"):

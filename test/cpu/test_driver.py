@@ -209,8 +209,6 @@ class TestCopyNodes(DriverTestCase):
         plain, other = (source, target, None, True), (None, None, None, False)
         cases = [
             (("DEVICE", "DEVICE"), {}, plain),
-            (("UNIFIED", "DEVICE"), {}, plain),
-            (("DEVICE", "UNIFIED"), {}, plain),
             (("HOST", "DEVICE"), {}, (None, target, source, True)),
             (("DEVICE", "HOST"), {}, (source, None, None, True)),
             (("HOST", "HOST"), {}, (None, None, source, True)),

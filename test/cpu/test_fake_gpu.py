@@ -118,7 +118,6 @@ class TestPresence(TestCase):
                 torch.ones(3).cuda(),
                 torch.rand_like(x),
                 torch.tensor([1.0, 2.0], device="cuda"),
-                torch.randn(3, device=x.device),
             ):
                 self.assertIsInstance(tensor, FakeTensor)
                 self.assertEqual(tensor.device, torch.device("cuda", 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import unittest
 from collections.abc import Callable
@@ -95,19 +96,17 @@ class TestHooksOnReplays(OnCpuTestCase):
     def test_errors_of_hooks(self) -> None:
         """Torch ignores an error of a hook on all graphs. One of a hook on a graph reaches the program, once."""
         raising = {"raise": lambda _: self.fail("hook"), "in C": lambda _: int("hook")}
-        for name, hook in raising.items():
-            for fast in (True, False):
-                for at in ("start", "end"):
-                    with self.subTest(name=name, fast=fast, at=at):
-                        handle = getattr(graphs, f"register_graph_replay_{at}_hook")(hook)
-                        self.check("launch", fast=fast)
-                        handle.remove()
-                        handle = getattr(self.graph, f"register_replay_{at}_hook")(hook)
-                        self.function.events.clear()
-                        self.assertRaisesRegex((AssertionError, ValueError), "hook", self.function.call, 4.0, fast=fast)
-                        self.assertEqual(self.function.events, ["launch"] * (at == "end"))
-                        handle.remove()
-                        self.check("launch", fast=fast)
+        for (name, hook), fast, at in itertools.product(raising.items(), (True, False), ("start", "end")):
+            with self.subTest(name=name, fast=fast, at=at):
+                handle = getattr(graphs, f"register_graph_replay_{at}_hook")(hook)
+                self.check("launch", fast=fast)
+                handle.remove()
+                handle = getattr(self.graph, f"register_replay_{at}_hook")(hook)
+                self.function.events.clear()
+                self.assertRaisesRegex((AssertionError, ValueError), "hook", self.function.call, 4.0, fast=fast)
+                self.assertEqual(self.function.events, ["launch"] * (at == "end"))
+                handle.remove()
+                self.check("launch", fast=fast)
         self.assertIsNone(self.function.recording.wrapped_function.model.why_ungraphed)
 
     def test_a_hook_that_calls_the_function(self) -> None:

@@ -324,15 +324,17 @@ class TestGradients(TestCase):
     def values(self):
         return [parameter.grad[0, 0].item() for parameter in self.parameters]
 
-    def test_gradients_are_the_memory_itself_and_used_again_once_dropped(self):
-        addresses = set()
-        for step in range(6):
-            self.backward(float(step))
-            self.assertEqual(self.values(), [float(step)] * 3)
-            addresses.add(tuple(parameter.grad.data_ptr() for parameter in self.parameters))
-            self.drop()
-        self.assertEqual(len(addresses), 1)
-        self.assertEqual(self.program.own.counts(), (3, 0))
+    def test_gradients_are_the_memory_itself_used_again_once_dropped_and_kept_apart_if_zeroed_in_place(self):
+        for is_dropped, counts in ((True, (3, 0)), (False, (6, 3))):  # given away once, as the first gradients stayed
+            self.setUp()
+            addresses = set()
+            for step in range(6):
+                self.backward(float(step))
+                self.assertEqual(self.values(), [float(step)] * 3)
+                addresses.add(tuple(parameter.grad.data_ptr() for parameter in self.parameters))
+                for parameter in self.parameters:
+                    parameter.grad = None if is_dropped else parameter.grad.zero_()
+            self.assertEqual((len(addresses), self.program.own.counts()), (1, counts))
 
     def test_gradients_that_are_kept_or_accumulated(self):
         kept = []
@@ -346,14 +348,6 @@ class TestGradients(TestCase):
                 self.backward(float(micro + cycle))
             self.assertEqual(self.values(), [6.0 + 4 * cycle] * 3)
             self.drop()
-
-    def test_zeroed_in_place_gradients_are_kept_apart(self):
-        for step in range(6):
-            self.backward(float(step))
-            self.assertEqual(self.values(), [float(step)] * 3)
-            for parameter in self.parameters:
-                parameter.grad.zero_()
-        self.assertEqual(self.program.own.counts(), (6, 3))  # once, as the first gradients stayed
 
     def test_a_hook_sees_tensors_of_its_own(self):
         seen = []

@@ -126,8 +126,7 @@ class TestDamage(Folder):
         self.put(json.dumps({**json.loads(self.file.read_text()), "new": {"a": 1}}).encode())
         with self.warned():
             self.assertEqual(self.profiles.find(KEY), profile())
-        self.put(json.dumps({"format": module.FORMAT + 1, "key": 3}).encode())
-        with self.warned():
+            self.put(json.dumps({"format": module.FORMAT + 1, "key": 3}).encode())
             self.assertIsNone(self.profiles.find(KEY))
             self.assertEqual(self.profiles.list(), ())
 
@@ -161,7 +160,6 @@ class TestDisk(Folder):
             self.assertIsNone(self.profiles.find(KEY))
             self.profiles.store(profile())
         self.assertEqual(list(self.profiles.folder.iterdir()), [self.file])
-        self.assertRaisesRegex(module.ProfilesNotRemoved, "^profiles in .* could not be removed: ", self.profiles.clear)
 
     def test_clear_takes_what_was_left_behind_and_not_what_is_written(self):
         self.profiles.store(profile())

@@ -11,12 +11,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fake_driver import KNOWN, FakeApi, little
+from fake_driver import KNOWN, little
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_placeholder import PlaceholdersTestCase
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection import relocations
 from pygraph_trees.indirection.collectives import Collectives
@@ -32,16 +32,14 @@ FAR = "a pointer far outside of every input"
 LOOKALIKE = "a value that looks like its address may be something else"
 
 
-class RelocationsTestCase(TestCase):
+class RelocationsTestCase(PlaceholdersTestCase):
     def setUp(self):
         super().setUp()
         self.a, self.b, self.c = self.place(*(Extent(nbytes, 64 * i) for i, nbytes in enumerate(NBYTES)))
 
     def place(self, *extents: Extent, **memory: int) -> list[int]:
         """Starts again with other placeholders; returns where they begin."""
-        self.api = FakeApi()
-        vars(self.api).update(memory)
-        self.driver = Driver(self.api)
+        self.restart(**memory)
         self.placeholders = Placeholders(self.driver, 0, extents)
         return [placeholder.start for placeholder in self.placeholders.placeholders]
 

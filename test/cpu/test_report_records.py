@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import torch
+from test_structured_traces import Broken
 from torch._dynamo.backends.common import aot_autograd
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -66,9 +67,9 @@ class TestLogs(TestCase):
         found = record.recordings[0]
         self.assertEqual([found.copied_bytes, *map(found.count, ("static", "managed", "live"))], [2048, 1, 0, 1])
 
-    def test_each_thread_knows_the_graph_that_it_compiles(self):
+    def test_each_thread_knows_the_graph_that_it_compiles_and_a_backward_finds_the_one_of_its_forward(self):
         journal = Journal()
-        graph, inner = GraphLog("Net", "0/0", "inference", SPLIT), GraphLog("B", None, "forward", ())
+        graph, inner = GraphLog("Net", "0/0", "inference", SPLIT), GraphLog("B", "2/0", "forward", ())
         with journal.compiling(graph), ThreadPoolExecutor(1) as other:
             self.assertIsNone(other.submit(lambda: journal.graph).result())
             with self.assertRaises(KeyError), journal.compiling(inner):
@@ -76,6 +77,8 @@ class TestLogs(TestCase):
                 raise KeyError
             self.assertIs(journal.graph, graph)
         self.assertIsNone(journal.graph)
+        journal.add_graph(inner)
+        self.assertEqual([journal.graph_of(number) for number in ("2/0", "3/0", None)], [inner, None, None])
 
     def test_facts_are_logged(self):
         with self.assertLogs("pygraph_trees.report", logging.DEBUG) as logs:
@@ -164,12 +167,6 @@ class TestNaming(TestCase):
     """Names are those from the source code: of the module's class, or of the function."""
 
     def test_a_graph_has_the_name_of_its_module_or_function(self):
-        class Broken(torch.nn.Module):
-            def forward(self, x):
-                x = x.sin()
-                torch._dynamo.graph_break()
-                return x.cos()
-
         def double(x):
             return x * 2
 
@@ -180,11 +177,6 @@ class TestNaming(TestCase):
             torch.compile(fn, backend=lambda gm, _: seen.append(program_name()) or gm)(torch.ones(2))  # noqa: B023
             self.assertRegex(" ".join(seen), f"^{names}$")
         self.assertIsNone(program_name())
-
-    def test_a_backward_has_the_name_of_its_forward(self):
-        journal = Journal()
-        journal.add_graph(graph := GraphLog("Net", "2/0", "forward", ()))
-        self.assertEqual([journal.graph_of(number) for number in ("2/0", "3/0", None)], [graph, None, None])
 
 
 class TestReport(TestCase):

@@ -143,7 +143,6 @@ class TestBuffers(StagingTestCase):
             (HostRead.AT_ONCE, True, False, False),
             (HostRead.LATER, True, False, True),
             (HostRead.LATER, False, False, False),
-            (HostRead.IN_ORDER, False, False, False),
         ):
             with self.subTest(read=read, pinned=pinned), mock.patch.object(torch.cuda, "synchronize") as synchronize:
                 self.pin(pinned)

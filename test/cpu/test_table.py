@@ -112,14 +112,6 @@ class TestSlots(LiveInputsTestCase):
             self.assertEqual(graph.launch()[0][2:4], [a.data_ptr(), b.data_ptr()])
         self.assertEqual(live.kernels_of(0), [WRITER, "reader"])
 
-    def test_kernels_that_hold_an_address_beside(self) -> None:
-        live, graph = self.tabled(2, read=(0,), held=(0, 1))
-        self.assertEqual(self.decided(live), [TABLE, PATCH])
-        c, d = at(0), at(0)
-        self.begin(live, c, d)
-        writer, kernel = graph.launch()
-        self.assertEqual([writer[2:4], kernel], [[c.data_ptr(), d.data_ptr()]] * 2)
-
     def test_inputs_that_are_copied_and_why(self) -> None:
         """Writing a slot is no use of an input, and a slot must be written."""
         for given_, routes, why in (
@@ -145,14 +137,16 @@ class TestSlots(LiveInputsTestCase):
             self.assertEqual(self.decided(live), [PATCH])
         self.assertEqual(self.written, [])
 
-    def test_slots_for_those_alone_that_a_variant_takes(self) -> None:
-        live, graph = self.tabled(2, read=(1,), held=(0,), slots=(1, 7))
-        self.assertNotIn(live.items[0].recorded, live._table._slots)
-        self.assertEqual(self.decided(live), [PATCH, TABLE])
-        live.finish()
-        a, b = at(0), at(0)
-        writer, kernel = self.call(live, graph, a, b)
-        self.assertEqual((writer[2:4], kernel), ([b.data_ptr(), 0], [a.data_ptr()]))
+    def test_slots_for_those_alone_that_a_variant_takes_and_kernels_that_hold_an_address_beside(self) -> None:
+        for read, held, slots, routes in ((1, (0,), (1, 7), [PATCH, TABLE]), (0, (0, 1), None, [TABLE, PATCH])):
+            live, graph = self.tabled(2, read=(read,), held=held, slots=slots)
+            self.assertEqual(live.items[0].recorded in live._table._slots, slots is None)
+            self.assertEqual(self.decided(live), routes)
+            live.finish()
+            inputs = at(0), at(0)
+            a, b = (tensor.data_ptr() for tensor in inputs)
+            writer, kernel = self.call(live, graph, *inputs)
+            self.assertEqual((writer[2:4], kernel), ([b, 0], [a]) if slots else ([a, b], [a, b]))
 
     def test_the_graph_holds_the_addresses(self) -> None:
         stream, graph = self.api.make_stream(), self.api.make_graph()

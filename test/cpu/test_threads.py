@@ -346,7 +346,7 @@ class TestCaptures(TestCase):
             self.assertTrue(self.lock.locked())
             self.done.set()
 
-    def test_outputs_are_moved_once_no_other_thread_captures(self):
+    def test_outputs_are_moved_once_no_other_thread_captures_and_a_thread_does_not_wait_for_its_own_capture(self):
         for is_torchs in (True, False):
             self.done.clear()
             with ThreadPoolExecutor(1) as other:
@@ -355,9 +355,6 @@ class TestCaptures(TestCase):
                     self.assertFalse(self.done.wait(0.1))
                 moving.result(60)
             self.assertEqual((self.done.is_set(), self.lock.locked()), (True, False))
-
-    def test_a_thread_does_not_wait_for_its_own_capture(self):
-        for is_torchs in (True, False):
             with self.capturing(is_torchs):
                 self.move()
                 self.assertTrue(self.lock.locked())

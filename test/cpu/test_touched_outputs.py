@@ -79,14 +79,10 @@ class TestDropped(TouchedTestCase):
     def test_what_is_left_on_an_output(self, change, fast):
         function, hooked = Function(), []
         (output,) = function.call(3.0)
-        if change == "tag":
-            output.tag = 1
-        elif change == "grad_dtype":
-            output.grad_dtype = torch.float64
-        elif change == "dtype":
-            output.data = output.view(torch.int32)
-        elif change == "negated":
-            output.data = torch._neg_view(output)
+        if change in ("tag", "grad_dtype"):
+            setattr(output, change, torch.float64)
+        elif change in ("dtype", "negated"):
+            output.data = output.view(torch.int32) if change == "dtype" else torch._neg_view(output)
         elif change == "retain_grad":
             output.requires_grad_().retain_grad()
             (output * 2).sum().backward()

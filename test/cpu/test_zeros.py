@@ -172,15 +172,10 @@ class TestGathered(TestCase):
         one, two, freed = torch.ones(2), torch.ones(2), torch.ones(2)
         freed.untyped_storage().resize_(0)
         wrapped, half_freed = TwoTensor(torch.ones(2), torch.ones(2)), TwoTensor(torch.ones(2), freed)
-        parameters = [
-            SimpleNamespace(_unsharded_param=one),
-            SimpleNamespace(_unsharded_param=SimpleNamespace(_local_tensor=two)),
-            SimpleNamespace(_unsharded_param=freed),
-            SimpleNamespace(_unsharded_param=nn.Parameter(wrapped)),  # as with float8: its own address is 0
-            SimpleNamespace(_unsharded_param=SimpleNamespace(_local_tensor=half_freed)),
-            SimpleNamespace(),
-        ]
-        group = SimpleNamespace(fsdp_params=parameters)
+        local = (SimpleNamespace(_local_tensor=tensor) for tensor in (two, half_freed))
+        held = one, freed, nn.Parameter(wrapped), *local  # as with float8: the third one's own address is 0
+        parameters = [SimpleNamespace(_unsharded_param=tensor) for tensor in held]
+        group = SimpleNamespace(fsdp_params=[*parameters, SimpleNamespace()])
         found = {tensor.data_ptr() for tensor in (one, two, wrapped.a, wrapped.b, half_freed.a)}
         for state, expected in (
             (SimpleNamespace(_fsdp_param_group=group), found),
