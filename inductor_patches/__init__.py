@@ -88,7 +88,7 @@ def _declare_flags() -> None:
 
     from .config import declare
 
-    if why_unsupported(torch.__version__) is None:
+    if is_loaded("torch") and why_unsupported(torch.__version__) is None:
         declare()
 
 
