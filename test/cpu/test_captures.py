@@ -7,6 +7,7 @@ code makes in the mode of the call: an inference tensor cannot be changed in pla
 """
 
 import dataclasses
+import itertools
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from pygraph_trees.reasons import Reason
 from pygraph_trees.trees.functions import function as trees_function
 from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
 from pygraph_trees.trees.hooks import choice, entry_points
+from pygraph_trees.trees.managers import calls
 from pygraph_trees.trees.pools import capture_lock, pools, program_pools
 
 
@@ -109,6 +111,24 @@ class TestOutputs(OnCpuTestCase):
         with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
             function.manager.run([torch.ones(1)], function.id)
         self.assertEqual(function.recording.native.stream, 77)
+
+    def test_an_output_is_shared_once_there_is_memory(self):
+        """Or an error is raised: its memory in the pool must not be shared."""
+        function = Function()
+        (output,) = function.call(3.0)
+        pool, empty = function.pool.untyped_storage().data_ptr(), torch.empty_like
+        full = mock.Mock(side_effect=[torch.OutOfMemoryError("none")] * 3)
+        with mock.patch.object(
+            torch, "empty_like", lambda *given: (full() if full.call_count < 3 else 0) or empty(*given)
+        ):
+            function.manager.move_out(output.untyped_storage())
+        self.assertNotEqual(output.data_ptr(), pool)
+        (output,) = function.call(4.0)
+        with (
+            mock.patch.object(torch, "empty_like", side_effect=torch.OutOfMemoryError("none")),
+            mock.patch.object(calls.time, "monotonic", itertools.count().__next__),
+        ):
+            self.assertRaises(torch.OutOfMemoryError, function.manager.move_out, output.untyped_storage())
 
     def test_a_recording_captures_without_that(self):
         function = Function()

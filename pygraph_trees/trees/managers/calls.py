@@ -244,7 +244,8 @@ class Calls(fast_path.TreeState, Upstream):
     def move_out(self, storage: torch.UntypedStorage) -> None:
         """Moves an output out of the graph pool; does nothing if it is no output.
 
-        Waits a second at most for a call of another thread: ``multiprocessing.Queue`` sends tensors from its own one.
+        Waits a second at most for a call of another thread (``multiprocessing.Queue`` sends tensors from its own one),
+        for its capture, or for memory.
         """
         inputs: list[Any] = []
         until = time.monotonic() + 1
@@ -253,9 +254,16 @@ class Calls(fast_path.TreeState, Upstream):
                 if time.monotonic() > until:
                     return
                 time.sleep(1e-4)
-            if self.current_node is not None:
-                with idle_device(self.device_index):
-                    move_alive(self.current_node, storage)
+            while self.current_node is not None:
+                try:
+                    with idle_device(self.device_index):
+                        move_alive(self.current_node, storage)
+                    return
+                except Exception as error:  # no memory is free, or another thread captures
+                    if not passes(error) or time.monotonic() > until:
+                        raise
+                    self.output_policy.release(self)
+                    time.sleep(1e-4)
         finally:
             self.end_turn(inputs)
 
