@@ -117,15 +117,13 @@ class TestOutputs(OnCpuTestCase):
         function = Function()
         (output,) = function.call(3.0)
         pool, empty = function.pool.untyped_storage().data_ptr(), torch.empty_like
-        full = mock.Mock(side_effect=[torch.OutOfMemoryError("none")] * 3)
-        with mock.patch.object(
-            torch, "empty_like", lambda *given: (full() if full.call_count < 3 else 0) or empty(*given)
-        ):
+        full, fails = mock.Mock(side_effect=torch.OutOfMemoryError("none")), iter([True] * 3)
+        with mock.patch.object(torch, "empty_like", lambda *given: (full if next(fails, False) else empty)(*given)):
             function.manager.move_out(output.untyped_storage())
         self.assertNotEqual(output.data_ptr(), pool)
         (output,) = function.call(4.0)
         with (
-            mock.patch.object(torch, "empty_like", side_effect=torch.OutOfMemoryError("none")),
+            mock.patch.object(torch, "empty_like", full),
             mock.patch.object(calls.time, "monotonic", itertools.count().__next__),
         ):
             self.assertRaises(torch.OutOfMemoryError, function.manager.move_out, output.untyped_storage())
