@@ -72,6 +72,17 @@ def machine(device: int) -> dict[str, str]:
     }
 
 
+def modes() -> list[object]:
+    """Settings of torch by which libraries choose kernels; the generated code does not show them."""
+    import torch
+
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by both of torch's ways
+        precision = "mixed"
+    return [precision, torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()]
+
+
 @functools.cache
 def _cpu() -> str:
     with contextlib.suppress(OSError, StopIteration):
@@ -215,7 +226,7 @@ class Kept:
         except NoCacheFolder as error:
             _log.info("%s", error)
             return None
-        subject = [self.code, [_describe(value) for value in inputs], machine(self.device), self.settings]
+        subject = [self.code, [_describe(value) for value in inputs], machine(self.device), modes(), self.settings]
         self._key = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
         found = self._profiles.find(self._key)
         return None if found is None or found.is_stale else found

@@ -195,6 +195,8 @@ class TestKept(Folder):
         tensor, same = inputs[0], self.kept(a="1", b="2")
         for values in ([tensor.t(), 4], [tensor.long(), 4], [tensor, 5], [tensor, None], []):
             self.assertIsNone(same.find(values))
+        with torch.backends.cudnn.flags(benchmark=True):
+            self.assertIsNone(self.kept(a="1", b="2").find(inputs))  # libraries may choose other kernels
         for name in MACHINE:
             self.machine = {**MACHINE, name: "x"}
             self.assertIsNone(self.kept(a="1", b="2").find(inputs))
