@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from .environment import disabled
@@ -46,6 +46,7 @@ _LOGS = "torch._logging._registrations"
 _FLAGS = "torch._inductor.config"
 _COMPILER = ("torch._inductor.compile_fx", "torch._inductor.cudagraph_trees")
 _LOADING = "torch._functorch._aot_autograd.aot_autograd_result"
+_declared: list[Callable[[], None]] = []  # takes away flags that have no effect
 _first_load: list[Callable[[], None]] = []  # undoes the patch of what puts a program that was compiled earlier to use
 
 
@@ -88,8 +89,9 @@ def _declare_flags() -> None:
 
     from .config import declare
 
-    if is_loaded("torch") and why_unsupported(torch.__version__) is None:
-        declare()
+    with _lock:
+        if is_loaded("torch") and not _declared and why_unsupported(torch.__version__) is None:
+            _declared.append(declare())
 
 
 def register() -> None:
@@ -107,8 +109,12 @@ def register() -> None:
 def _install_after(module: str) -> None:
     # Each of these modules may import the other, and another thread may import either: both must have run.
     _executed.add(module)
-    if _is_there():
-        install()
+    try:
+        if _is_there():
+            install()
+    except BaseException:  # the module is discarded
+        _executed.discard(module)
+        raise
 
 
 def _install_at_first_load() -> None:
@@ -152,13 +158,14 @@ def _install(features: Collection[str]) -> None:
         _busy = True
         before = set(_undo)
         try:
+            _take_off(_declared)
             if "trees" in features:
                 _take_off(_first_load)
             for feature in features:
                 if feature not in _undo:
                     _put_on(feature)
-        except BaseException:  # the module that is imported now is discarded, and patched again when it comes back
-            _take_off([undo for feature in FEATURES if feature not in before for undo in _undo.pop(feature, ())])
+        except BaseException:  # the module that is imported now is discarded
+            _take_features_off([feature for feature in FEATURES if feature not in before])
             raise
         finally:
             _busy = False
@@ -212,12 +219,25 @@ def _take_off(undo: list[Callable[[], None]]) -> None:
         raise errors[0]
 
 
+def _take_features_off(features: Sequence[str]) -> None:
+    """As :func:`_take_off`; after an interrupt, another call does the rest."""
+    errors: list[Exception] = []
+    for feature in reversed(features):
+        try:
+            _take_off(_undo.get(feature, []))
+        except Exception as error:
+            errors.append(error)
+        _undo.pop(feature, None)
+    if errors:
+        raise errors[0]
+
+
 def uninstall() -> tuple[Status, ...]:
     """Undoes all patches in reverse order; programs that are already compiled and recorded keep working."""
     with _lock:
         _hook.stop()
         _take_off(_first_load)
-        _take_off([undo for feature in FEATURES for undo in _undo.pop(feature, ())])
+        _take_features_off(FEATURES)
         return status()
 
 

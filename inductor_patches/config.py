@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -93,23 +93,35 @@ def _version() -> str:
     return version.ArtifactVersion(f"{version.__version__}+{code}")
 
 
-def declare() -> None:
-    """Adds flags that have no effect, for programs that set some although the package is disabled."""
-    from torch._inductor import config
-
+def declare() -> Callable[[], None]:
+    """Adds flags that have no effect, for programs that set some although the package is disabled; returns the undo."""
     from pygraph_trees.settings import FLAGS
 
     entries = {_PREFIX + flag.name: _entry(flag) for flag in FLAGS}
+    return _add(entries, ignored=list(entries))
+
+
+def _add(entries: Mapping[str, Any], ignored: Sequence[str]) -> Callable[[], None]:
+    """Adds entries to the configuration, some of which cache keys ignore; returns what takes them away."""
+    from torch._inductor import config
+
     config._config.update(entries)
     for held in _ignored_prefix_lists(config):
-        held.extend(entries)
+        held.extend(ignored)
     _mark_dirty(config)
+
+    def undo() -> None:
+        for name in entries:
+            config._config.pop(name, None)
+        for held in _ignored_prefix_lists(config):
+            held[:] = [prefix for prefix in held if prefix not in ignored]
+        _mark_dirty(config)
+
+    return undo
 
 
 class Flags(Patch):
     def apply(self) -> Callable[[], None]:
-        from torch._inductor import config
-
         from pygraph_trees.settings import FLAGS, Flag
 
         class _Version(Flag):
@@ -123,17 +135,4 @@ class Flags(Patch):
             wanted = environment.value_of(flag.environment, flag.values, flag.default)
             if wanted is not None:
                 entries[_PREFIX + flag.name].env_value_default = wanted
-        ignored = [_PREFIX + flag.name for flag in FLAGS if not flag.changes_artifacts]
-        config._config.update(entries)
-        for held in _ignored_prefix_lists(config):
-            held.extend(ignored)
-        _mark_dirty(config)
-
-        def undo() -> None:
-            for name in entries:
-                config._config.pop(name, None)
-            for held in _ignored_prefix_lists(config):
-                held[:] = [prefix for prefix in held if prefix not in ignored]
-            _mark_dirty(config)
-
-        return undo
+        return _add(entries, [_PREFIX + flag.name for flag in FLAGS if not flag.changes_artifacts])

@@ -62,8 +62,9 @@ class ImportHook(importlib.abc.MetaPathFinder):
             return
         try:
             action()
-        except BaseException:  # such as an interrupt: the import fails, and the next one tries again
-            self.watch({name: action}, now=False)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt: the import fails, and the next one tries again
+                self.watch({name: action}, now=False)
             raise
 
 

@@ -82,10 +82,12 @@ class Calls(fast_path.TreeState, Upstream):
             self.note_launch()
             self.end_turn(new_inputs)
 
-    def _latest_launch(self) -> tuple[Any, int]:
-        """The recording or warm-up that ends the open path, if there is one, and how often it was launched."""
+    def _latest_launch(self) -> tuple[Any, object]:
+        """The recording or warm-up that ends the open path, and how often it was launched."""
         node = self.current_node
-        return node and weakref.ref(node), getattr(getattr(node, "log", None), "replays", 0)
+        if node is None or isinstance(node, cudagraph_trees.CUDAWarmupNode):
+            return node and weakref.ref(node), 1
+        return weakref.ref(node), getattr(getattr(node, "log", None), "replays", object())  # torch's own do not count
 
     def _run_contained(self, inputs: list[Any], function_id: Any) -> Any:
         model, upstream = self.ids_to_funcs[function_id].model, super().run
