@@ -1,19 +1,20 @@
 """The patches that change torch; no other code changes it.
 
 If a patch of a feature does not fit the installed torch, none of that feature's patches is applied, and one warning
-says so. With ``PYGRAPH_DISABLE=1`` none is applied; flags are there, so that programs can set them, and have no effect.
-Importing this package changes nothing and needs neither torch nor ``pygraph_trees``.
+says so. With ``PYGRAPH_DISABLE=1`` none is applied; flags can still be set, but do nothing. Importing this package
+changes nothing and needs neither torch nor ``pygraph_trees``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from .environment import disabled
@@ -46,7 +47,7 @@ _LOGS = "torch._logging._registrations"
 _FLAGS = "torch._inductor.config"
 _COMPILER = ("torch._inductor.compile_fx", "torch._inductor.cudagraph_trees")
 _LOADING = "torch._functorch._aot_autograd.aot_autograd_result"
-_declared: list[Callable[[], None]] = []  # takes away flags that have no effect
+_declared: list[Callable[[], None]] = []  # removes the flags of a disabled package
 _first_load: list[Callable[[], None]] = []  # undoes the patch of what puts a program that was compiled earlier to use
 
 
@@ -208,28 +209,15 @@ def _check(feature: str, wanted: tuple[Patch, ...]) -> tuple[str, ...]:
 
 
 def _take_off(undo: list[Callable[[], None]]) -> None:
-    """Undoes all from the end, and then raises the first error, as a warning may be."""
-    errors: list[Exception] = []
-    while undo:
-        try:
-            undo.pop()()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+    """Undoes everything, the last change first; raises an error or interrupt only when all is undone."""
+    with contextlib.ExitStack() as stack:
+        for one in undo:
+            stack.callback(one)
+        undo.clear()
 
 
-def _take_features_off(features: Sequence[str]) -> None:
-    """As :func:`_take_off`; after an interrupt, another call does the rest."""
-    errors: list[Exception] = []
-    for feature in reversed(features):
-        try:
-            _take_off(_undo.get(feature, []))
-        except Exception as error:
-            errors.append(error)
-        _undo.pop(feature, None)
-    if errors:
-        raise errors[0]
+def _take_features_off(features: Collection[str]) -> None:
+    _take_off([undo for feature in features for undo in _undo.pop(feature, ())])
 
 
 def uninstall() -> tuple[Status, ...]:

@@ -94,7 +94,7 @@ def _version() -> str:
 
 
 def declare() -> Callable[[], None]:
-    """Adds flags that have no effect, for programs that set some although the package is disabled; returns the undo."""
+    """Registers flags that do nothing, for programs that set them while the package is disabled; returns the undo."""
     from pygraph_trees.settings import FLAGS
 
     entries = {_PREFIX + flag.name: _entry(flag) for flag in FLAGS}
@@ -102,7 +102,7 @@ def declare() -> Callable[[], None]:
 
 
 def _add(entries: Mapping[str, Any], ignored: Sequence[str]) -> Callable[[], None]:
-    """Adds entries to the configuration, some of which cache keys ignore; returns what takes them away."""
+    """Registers entries with torch, and leaves those that ``ignored`` names out of cache keys; returns the undo."""
     from torch._inductor import config
 
     config._config.update(entries)

@@ -21,12 +21,12 @@ class ImportHook(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self._waiting: dict[str, Callable[[], None]] = {}
 
-    def watch(self, actions: Mapping[str, Callable[[], None]], *, now: bool = True) -> None:
-        """Runs each action once its module, the key, is loaded; for loaded ones ``now``, in the given order."""
+    def watch(self, actions: Mapping[str, Callable[[], None]]) -> None:
+        """Runs each action once its module, the key, is loaded; for loaded ones now, in the given order."""
         self._waiting.update(actions)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
-        for name in actions if now else ():
+        for name in actions:
             if name in sys.modules:
                 importlib.import_module(name)  # waits if another thread is importing it
             if is_loaded(name):
@@ -55,17 +55,18 @@ class ImportHook(importlib.abc.MetaPathFinder):
         return None
 
     def _run(self, name: str) -> None:
-        action = self._waiting.pop(name, None)
-        if not self._waiting:
-            self.stop()
-        if action is None:
+        if (action := self._waiting.pop(name, None)) is None:
             return
         try:
             action()
-        except BaseException as error:
-            if not isinstance(error, Exception):  # an interrupt: the import fails, and the next one tries again
-                self.watch({name: action}, now=False)
+        except Exception:
             raise
+        except BaseException:  # an interrupt makes the import fail; the next import tries again
+            self._waiting[name] = action
+            raise
+        finally:
+            if not self._waiting:
+                self.stop()
 
 
 class _Loader(importlib.abc.Loader):

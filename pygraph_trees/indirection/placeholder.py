@@ -149,7 +149,7 @@ class Placeholders:
         self._own: dict[int, _Block] = {}  # by start of a materialised unit
         self._layout: _AddressLayout | None = None
         self.placeholders: tuple[Placeholder, ...] = ()  # in the order of the extents
-        self.kept: Sequence[object] = ()  # ordinary memory that is freed with theirs
+        self.kept: Sequence[object] = ()  # tensors in ordinary memory, freed together with the placeholders
         if extents:
             self._layout = layout = Arena.place(driver, extents, driver.granularity(device), budget)
             self.placeholders = layout.placeholders

@@ -36,7 +36,7 @@ struct Handed {
 
 thread_local PyObject *Handed::latest = nullptr;
 
-/* Clears an error that says nothing, but throws interrupts and exits. */
+/* Clears an ordinary exception; throws interrupts and exits. */
 void clear_error() {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
         throw py::error_already_set();

@@ -187,7 +187,7 @@ def _single_kind(node: fx.Node) -> Kind | None:
 
 
 def _is_not_negative(value: Any, depth: int = 8) -> bool:
-    """Whether a value, as its operators tell, has no negative numbers."""
+    """Whether the operators that make a value show that it is nowhere negative."""
     if not isinstance(value, fx.Node):
         return isinstance(value, (int, float)) and value >= 0
     packet, inputs = nodes.packet_of(value), value.args[:2]

@@ -45,7 +45,7 @@ def _may_be_anywhere(node: fx.Node, source: fx.Node) -> bool:
 
 
 def reader_that_jumps(node: fx.Node, error: Error) -> fx.Node | None:
-    """A GPU operator that computes something discontinuous from a CPU value with an error, and from no GPU input."""
+    """A discontinuous GPU operator whose result depends on a CPU value with an error, but on no input of the graph."""
     errors, todo = {node: error}, [node]
     while todo:
         for user in filter(is_on_gpu, todo.pop().users):

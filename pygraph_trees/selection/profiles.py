@@ -73,7 +73,7 @@ def machine(device: int) -> dict[str, str]:
 
 
 def modes() -> list[object]:
-    """Settings of torch by which libraries choose kernels; the generated code does not show them."""
+    """Torch's settings that decide which kernels libraries choose; generated code does not show them."""
     import torch
 
     try:

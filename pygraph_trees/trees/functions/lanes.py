@@ -89,7 +89,7 @@ class Lanes:
 
 
 class LanesMemory:
-    """The memory of one graph pool that only recordings on lanes needed."""
+    """How much of a graph pool is there only because of lanes."""
 
     def __init__(self) -> None:
         self.known: Counter[Any] = Counter()  # by function: its warm-ups, and recordings in the captured order

@@ -74,7 +74,7 @@ def as_it_reads(value: Any) -> Any:
 
 
 def each_once(gradients: Sequence[Any]) -> list[Any]:
-    """The gradients of a recorded or watched run, with a copy in each place but the first of one that is given twice.
+    """The gradients of a recorded or watched run; if a tensor appears again, a clone takes its place there.
 
     Replays return a tensor for each place. Autograd takes each over as a parameter's gradient, to which it adds later.
     """
