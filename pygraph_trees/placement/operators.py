@@ -83,7 +83,7 @@ class Kind(Enum):
     CONVERTS = Error.NONE, Error.DIFFERENCE, False  # the same fractions, or integers as fractions, in another type
     EXACT = Error.NONE, Error.NONE, False  # the same bits
     JUMPS = Error.NONE, Error.NONE, True  # the same bits for the same input, but discontinuous
-    CLAMPS = Error.NONE, Error.DIFFERENCE, True
+    CLAMPS = Error.NONE, Error.DIFFERENCE, True  # the same bits for the same input
     ROUNDS = Error.ROUNDING, Error.DIFFERENCE, True  # single-precision arithmetic, which may be rounded differently
     FUNCTION = Error.FUNCTION, Error.DIFFERENCE, True  # such as `exp`, for which devices have different algorithms
     EDGE_AT_ZERO = Error.FUNCTION, Error.ROUNDING, True  # such as `sqrt`
