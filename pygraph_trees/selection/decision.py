@@ -1,8 +1,4 @@
-"""Decides whether functions are graphed, by rules over plain numbers; README.md describes the model.
-
-:func:`plain_way` decides from :class:`Facts` about recordings, if the answer is plain. Otherwise calls are measured in
-pairs: :func:`next_way` gives the way of the next call, :func:`compare` the gain, and :func:`decide` the way to take.
-"""
+"""Decides whether functions are graphed, by rules over plain numbers; README.md describes the model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Keeps decisions on disk for later processes, which may share the folder.
 
-A profile is a small JSON file in the folder ``pygraph_trees`` of Inductor's cache, named by a hash over all that the
-decision depends on. No disk failure is an error: a file that cannot be read is no profile, and one warning per process
-and reason says so.
+A profile is a JSON file in the folder ``pygraph_trees`` of Inductor's cache, named by a hash over all that the decision
+depends on. No failure of the disk is an error: each reason gives one warning in a process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Decides whether functions are graphed: at once if the answer is plain, otherwise by measured calls of both ways.
 
-A :class:`Trial` makes the calls of functions that are decided together, its :class:`TrialMember` objects. If their
-recordings leave a doubt, steps run graphed and un-graphed in turn. The first call of each way is not measured, nor is a
-graphed call that is not a plain replay. No call is repeated, and nothing waits for the GPU. README.md has more.
+A :class:`Trial` makes the calls of functions that are decided together, its :class:`TrialMember` objects. No call is
+repeated, and nothing waits for the GPU. README.md tells which calls are measured.
 """
 
 from __future__ import annotations
