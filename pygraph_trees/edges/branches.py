@@ -95,6 +95,7 @@ def noting(
     stream = current_stream()
     elsewhere = Regions(filter(None, map(span_of, inputs)))
     operations = Operations(driver, stream, current_stream, allocated, tensors, streams, branching.forecast)
+    del tensors, inputs  # the captured code frees some of them, and uses their memory again
     watched = nullcontext() if watching is None else watching(operations.allocated)
     with tap.scope(operations.launch), watched, operations:
         yield branching

@@ -7,6 +7,7 @@ between the tensors, and the executor knows what each kernel really does.
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -294,6 +295,17 @@ class TestReport(BranchesTestCase):
             self.assertEqual((log.branches, log.why_no_branches.reason), (None, reason))
             function = FunctionLog("f", "0/0", "inference", 1, {}, recordings=[log])
             self.assertIn(f"no branches, because {log.why_no_branches}", [*function_notes(function.record())])
+
+    def test_inputs_can_be_freed_during_a_capture(self):
+        captured = Captured()
+        tensors = [captured.tensor()]
+        held, asked = weakref.ref(tensors[0]), (lambda: captured.stream, lambda: captured.allocated)
+        with (
+            captured,
+            noting(RecordingLog(), captured.driver, captured.dependencies, *asked, tensors.copy(), tensors.copy()),
+        ):
+            tensors.clear()
+            self.assertIsNone(held())
 
     def test_bindings_of_cuda_12_are_asked_for_edges_with_data(self):
         captured = Captured()
