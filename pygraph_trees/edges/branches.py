@@ -72,7 +72,7 @@ def noting(
     driver: Driver,
     dependencies: Dependencies,
     current_stream: Callable[[], int],
-    allocated: Callable[[], int],
+    allocated: Callable[[], int] | None,
     tensors: Iterable[torch.Tensor],
     inputs: Iterable[torch.Tensor],
     streams: Streams | None = None,
@@ -81,7 +81,7 @@ def noting(
     """Inside, the operations that the current stream captures are noted.
 
     Args:
-        allocated: tells how many blocks torch's allocator has given out so far.
+        allocated: tells how many blocks torch's allocator has given out so far; None if only a forecast is wanted.
         tensors: those that are alive when the capture begins.
         inputs: those among them that another call may pass elsewhere, where they may overlap others.
         streams: to capture on, so that the graph gets other edges.
@@ -99,6 +99,9 @@ def noting(
     watched = nullcontext() if watching is None else watching(operations.allocated)
     with tap.scope(operations.launch), watched, operations:
         yield branching
+    if allocated is None:
+        log.why_no_branches = operations.why_not
+        return
     try:
         with driver.without_disturbing_captures():
             chain, times_us, found = _measured(driver, dependencies, stream, operations, elsewhere)

@@ -59,7 +59,8 @@ class Forecast:
 
     def captured(self, given: Given, nbytes: int, *, may_move: bool) -> None:
         """Notes an operation with its results; one that may not move is a barrier."""
-        ahead = self._flow.ahead(given) | self._barrier if may_move else {*range(self._flow.count)}
+        before = range(min(self._barrier, default=0), self._flow.count)  # all of it follows what came earlier
+        ahead = self._flow.ahead(given) | self._barrier if may_move else {*before}
         self._barrier = self._barrier if may_move else {self._flow.count}
         self._flow.note(given)
         self._nbytes += nbytes

@@ -59,18 +59,18 @@ class Operations(TorchDispatchMode):
         driver: Driver,
         stream: int,
         current_stream: Callable[[], int],
-        allocated: Callable[[], int],
+        allocated: Callable[[], int] | None,
         tensors: Iterable[torch.Tensor],
         streams: Streams | None = None,
         forecast: Forecast | None = None,
     ) -> None:
-        """The arguments are those of :func:`.branches.noting`."""
+        """The arguments are those of :func:`.branches.noting`; without ``allocated``, only the forecast is made."""
         super().__init__()
         self._streams, self._forecast = streams, forecast
         self.found: list[Operation] = []
         self.why_not: Why | None = None  # why they are not all of the capture's operations
         self._driver, self._stream, self._current_stream, self._allocated = driver, stream, current_stream, allocated
-        self._storages: dict[int, StorageWeakRef] = {}  # that were seen
+        self._storages: dict[int, tuple[StorageWeakRef, Range | None]] = {}  # that were seen, and where they last were
         self._is_inside = False  # another operation, which accounts for what it calls
         self._latest: tuple[int, ...] = ()  # the last nodes after an operation
         self._accesses([(tensor, False) for tensor in tensors])
@@ -135,8 +135,7 @@ class Operations(TorchDispatchMode):
             if before != self._latest:
                 streams.may_be_used()  # by nodes outside of all operations
             lane = streams.choose(given, may_move=may_move)  # may move memory that nothing has used
-        declared = self._accesses(given)
-        alive, allocated = self._alive(), self._allocated()
+        memory = None if self._allocated is None else (self._accesses(given), self._alive(), self._allocated())
         self._is_inside = True
         try:
             result = call(stream) if streams is None else streams.run(lane, call)
@@ -144,26 +143,33 @@ class Operations(TorchDispatchMode):
             self._is_inside = False
             if streams is not None and not known:
                 streams.may_be_used()  # through something that is no tensor, such as a descriptor
-        allocated = self._allocated() - allocated
         made = [(leaf, True) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        returned = self._accesses(made)
-        declared += returned
-        results = {(access.start, access.end) for access in returned} - alive
-        if allocated == len(results):  # it had no temporary, whose place a result could have taken
-            alive |= results
         self._latest = after = self._last()
         if stream != self._stream:
             self.why_not = self.why_not or Reason.OTHER_STREAMS()
         if after != before:
             sizes = {id(tensor): read(tensor) * tensor.element_size() for tensor, _ in [*given, *made]}
-            kept = Regions(alive & self._alive())
             nbytes = sum(sizes.values())
-            self.found.append(Operation(before, after, known, tuple(declared), kept, nbytes, lane))
+            if memory is not None:
+                declared, kept = self._declared(*memory, given, made)
+                self.found.append(Operation(before, after, known, declared, kept, nbytes, lane))
             if streams is not None:
                 streams.captured(lane, [*given, *made], nbytes)
             if self._forecast is not None:
                 self._forecast.captured([*given, *made], nbytes, may_move=may_move)
         return result
+
+    def _declared(
+        self, declared: list[Access], alive: set[Range], allocated: int, given: Given, made: Given
+    ) -> tuple[tuple[Access, ...], Regions]:
+        """What an operation accesses, and what is alive after it; the first three are from before it."""
+        assert self._allocated is not None
+        self._accesses(given)  # it may have resized one
+        returned = self._accesses(made)
+        results = {(access.start, access.end) for access in returned} - alive
+        if self._allocated() - allocated == len(results):  # no temporary, whose place a result could have taken
+            alive |= results
+        return (*declared, *returned), Regions(alive & self._alive())
 
     def allocated(self, tensor: torch.Tensor) -> None:
         """Notes a tensor that generated code has allocated, if no operation of the capture has used it yet."""
@@ -182,20 +188,20 @@ class Operations(TorchDispatchMode):
         """Accesses to the tensors' storages, which are seen from now on."""
         found = []
         for tensor, write in given:
-            if (span := span_of(tensor)) is not None:
-                storage = tensor.untyped_storage()
-                self._storages.setdefault(storage._cdata, StorageWeakRef(storage))
-                found.append(Access(*span, write))
+            if (storage := storage_of(tensor)) is not None:
+                span, seen = _span(storage), self._storages.get(storage._cdata)
+                self._storages[storage._cdata] = StorageWeakRef(storage) if seen is None else seen[0], span
+                if span is not None:
+                    found.append(Access(*span, write))
         return found
 
     def _alive(self) -> set[Range]:
         """The storages that were seen and are alive."""
         found = set()
-        for key, reference in list(self._storages.items()):
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if storage is None:
+        for key, (reference, span) in list(self._storages.items()):
+            if reference.expired():
                 del self._storages[key]
-            elif (span := _span(storage)) is not None:
+            elif span is not None:
                 found.add(span)
         return found
 

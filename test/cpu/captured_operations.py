@@ -227,13 +227,13 @@ class OnLanes(Captured):
             yield
 
     @contextlib.contextmanager
-    def noted(self, *tensors, log=None, on_lanes=True):
+    def noted(self, *tensors, log=None, on_lanes=True, only_forecast=False):
         """Yields the edges to come, once the capture has begun."""
-        log = log or RecordingLog()
+        log, allocated = log or RecordingLog(), None if only_forecast else lambda: self.allocated
         with (
             self,
             noting(
-                *(log, self.driver, self.dependencies, lambda: self.stream, lambda: self.allocated, tensors, ()),
+                *(log, self.driver, self.dependencies, lambda: self.stream, allocated, tensors, ()),
                 streams=self.streams if on_lanes else None,
                 watching=self.watching,
             ) as branching,

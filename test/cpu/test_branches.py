@@ -339,7 +339,7 @@ class TestReport(BranchesTestCase):
             (self.node("report"), Reason.NO_DRIVER),
         ):
             with mock.patch("pygraph_trees.trees.recordings.captured_graph.driver", lambda: None):
-                branches_noted(node, [])
+                branches_noted(node, [], "report")
             self.assertEqual(node.log.why_no_branches.reason, reason)
 
     def test_managed_inputs_and_own_memory_may_not_overlap_others(self):
@@ -347,7 +347,9 @@ class TestReport(BranchesTestCase):
         patches = {"driver": lambda: 1, "dependencies": lambda: 2, "noting": lambda *args: seen.append(args)}
         tensors = [torch.zeros(1) for _ in range(4)]
         with mock.patch.multiple("pygraph_trees.trees.recordings.captured_graph", **patches):
-            branches_noted(self.node("report", own=SimpleNamespace(takes=3), cudagraph_managed_idxs=[1]), tensors)
+            branches_noted(
+                self.node("report", own=SimpleNamespace(takes=3), cudagraph_managed_idxs=[1]), tensors, "report"
+            )
         *_, given, elsewhere, streams, watching = seen[0]
         self.assertEqual((streams, watching), (None, None))
         found = [*map(id, given)], [*map(id, elsewhere)]

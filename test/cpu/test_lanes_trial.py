@@ -96,13 +96,18 @@ class TestForecast(BranchesTestCase):
         self.assertEqual((plain.lanes_used(), onto.lanes_used(), len(ends)), (1, 3, len(others)))
         self.assertEqual((branching.forecast.choose()[0], log.branches.lanes), (4, 1))
         self.assertEqual((log.branches.lanes_us, log.branches.chain_us), (on_lanes.branches.lanes_us, 45.0))
-        captured = OnLanes()
-        a, b = captured.tensor(), captured.tensor()
-        with captured.noted(a, b, on_lanes=False) as branching:
-            for _ in range(12):
-                custom([a], [b])
-                ops.cat.out([a], out=captured.made())
-        self.assertEqual(branching.forecast.choose()[0], 0)
+        for only_forecast in (False, True):
+            log, found, _ = side_by_side(OnLanes(), count=3, length=6, on_lanes=False, only_forecast=only_forecast)
+            self.assertEqual(
+                (log.branches is None, found.forecast.choose()), (only_forecast, (4, branching.forecast.choose()[1]))
+            )
+            captured = OnLanes()
+            a, b = captured.tensor(), captured.tensor()
+            with captured.noted(a, b, on_lanes=False, only_forecast=only_forecast) as unknown:
+                for _ in range(12):
+                    custom([a], [b])
+                    ops.cat.out([a], out=captured.made())
+            self.assertEqual(unknown.forecast.choose()[0], 0)
 
     def test_a_tensor_in_the_place_of_a_dead_one_is_another_one(self):
         flow, storages = DataFlow(), set()
@@ -289,7 +294,8 @@ class TestNumbers(TestCase):
             flag, count = recording.Recording._branches_flag(node)
         log = side_by_side(OnLanes(max(count, 1)), count=min(used, max(count, 1)))[0] if flag != "off" else node.log
         if flag == "forecast":
-            function.lanes.numbers[function_id] = lanes.Number(4, Reason.ON_LANES(lanes=4), is_final=False)
+            log = RecordingLog(why_no_branches=Reason.ON_LANES(lanes=4))
+            function.lanes.numbers[function_id] = lanes.Number(4, log.why_no_branches, is_final=False)
         return (flag, count), function.lanes.recorded(function_id, log), log
 
     def tried(self, function, lanes_us, function_id="f", **more):

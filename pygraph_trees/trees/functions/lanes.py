@@ -68,9 +68,7 @@ class Lanes:
         number = self.numbers.get(function_id)
         if number is None or number.is_final or not number.count:
             return None
-        has_waited = log.branches is None and log.why_no_branches is number.why
-        made_forecast = log.branches is not None and log.branches.lanes == 1
-        return number.why if has_waited or made_forecast else None
+        return number.why if log.branches is None and log.why_no_branches is number.why else None
 
     def tried(self, function_id: Any, log: RecordingLog, found: Tried | Why) -> None:
         """Takes the result of a recording's trial."""

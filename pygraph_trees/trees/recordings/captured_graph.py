@@ -92,8 +92,15 @@ def captured_nodes() -> Counter[NodeKind]:
         return Counter()
 
 
-def branches_noted(node: Any, inputs: Sequence[Any], lanes: int = 0) -> AbstractContextManager[Branching | None]:
-    """Wraps the capture of a recording, on so many lanes if any; its log gets the facts about branches."""
+def branches_noted(
+    node: Any, inputs: Sequence[Any], flag: str, lanes: int = 0
+) -> AbstractContextManager[Branching | None]:
+    """Wraps the capture of a recording, on so many lanes if any; its log gets the facts about branches.
+
+    ``flag``: as :meth:`.Recording._branches_flag` returns it; "forecast" leaves out all that it does not need.
+    """
+    if flag == "off":
+        return nullcontext()
     model = node.wrapped_function.model.model  # the compiled code
     node.log.branches = node.log.why_no_branches = None  # an earlier attempt may have set them
     api, calls, live = driver(), dependencies(), node.live
@@ -116,7 +123,8 @@ def branches_noted(node: Any, inputs: Sequence[Any], lanes: int = 0) -> Abstract
                 node.log.why_no_branches = Reason.UNREAD(error=str(error))
                 return nullcontext()
         watched = None if streams is None else watching
-        return noting(node.log, api, calls, _current_stream, _allocated, tensors.values(), elsewhere, streams, watched)
+        asked = _current_stream, None if flag == "forecast" else _allocated
+        return noting(node.log, api, calls, *asked, tensors.values(), elsewhere, streams, watched)
     return nullcontext()
 
 

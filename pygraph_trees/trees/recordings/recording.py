@@ -225,7 +225,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
                 nullcontext() if progress is None else progress.capturing(),
                 observed(block, copy) as staged,
                 nullcontext() if live is None else self._collectives_noted(live),
-                nullcontext() if flag == "off" else branches_noted(self, model_inputs, lanes) as branching,
+                branches_noted(self, model_inputs, flag, lanes) as branching,
             ):
                 outputs = staged.with_own_memory(as_they_read(model(model_inputs)))
             branchings.extend(filter(None, [branching]))
@@ -270,10 +270,10 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             with torch.cuda.device(self.device):
                 with_branches(self.graph).instantiate()
         for branching in branchings:
-            if flag == "forecast" and self.log.branches is not None:
+            if flag == "forecast" and self.log.why_no_branches is None:
                 count, why = branching.forecast.choose()
                 self.wrapped_function.model.lanes.numbers[self.wrapped_function.id] = Number(count, why, count == 0)
-                self.log.why_no_branches = None if count else why
+                self.log.why_no_branches = why
             elif flag == "auto":
                 try_lanes(self, branching)
         return outputs
