@@ -21,9 +21,9 @@ from .rewriting import Chain, GraphLost
 
 WARM_UP = 16  # replays before the first block
 BLOCK, ALL = 8, WARM_UP + 4 * 8  # chain, lanes, chain, lanes
-_LEAST_FALL, _LEAST_FALL_US = 0.03, 3.0  # of the GPU's time
+_LEAST_FALL, _LEAST_FALL_US = 0.03, 3.0  # of the time between marks
 
-Replay = tuple[bool, float, float]  # whether the GPU was idle before; launch, and time between marks around it, in us
+Replay = tuple[bool, float, Any]  # whether the GPU was idle before; launch, and time between marks around it, in us
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,25 @@ class Tried:
 
 
 def compared(chain: Sequence[Replay], lanes: Sequence[Replay]) -> Tried:
+    """The result of the replays of both forms; each half of them is a block."""
     # If the GPU is idle, it waits for the launch between the marks.
     gpu_us, lanes_us = (median(max(0.0, us - idle * launch) for idle, launch, us in way) for way in (chain, lanes))
     more_us = median(launch for _, launch, _ in lanes) - median(launch for _, launch, _ in chain)
-    is_waited_for = median(idle for idle, *_ in (*chain, *lanes)) > 0.5
-    fall_us = gpu_us - lanes_us
-    pays = fall_us >= max(_LEAST_FALL_US, _LEAST_FALL * gpu_us) and not (is_waited_for and fall_us <= more_us)
-    return Tried(gpu_us, lanes_us, more_us, pays)
+    is_idle = median(idle for idle, *_ in (*chain, *lanes)) > 0.5
+    before_us, after_us = (median(us for *_, us in way) for way in (chain, lanes))
+    # If the GPU is idle, the host may set the pace. It must not lose more than calls gain that wait for the GPU.
+    least_us = max(_LEAST_FALL_US, _LEAST_FALL * before_us, more_us if is_idle else 0.0)
+    # Whatever else changes the GPU's pace, such as its clock, must not favour the blocks of one form.
+    is_clear = max(map(_us_of, _blocks(lanes))) < min(map(_us_of, _blocks(chain)))
+    return Tried(gpu_us, lanes_us, more_us, before_us - after_us >= least_us and is_clear)
+
+
+def _blocks(way: Sequence[Replay]) -> tuple[Sequence[Replay], Sequence[Replay]]:
+    return way[: len(way) // 2], way[len(way) // 2 :]
+
+
+def _us_of(block: Sequence[Replay]) -> float:
+    return median(us for *_, us in block)
 
 
 class Trial:
@@ -93,12 +105,12 @@ class Trial:
     def _decide(self, graph: Any) -> None:
         """Ends the trial, if the GPU has caught up."""
         us_between = self._device.us_between
-        if us_between(*self._measured[False][-1][2:]) is None:
-            return
         chain, lanes = (
-            [(idle, launch, us_between(*marks) or 0.0) for idle, launch, *marks in self._measured[form]]
+            [(idle, launch, us_between(*marks)) for idle, launch, *marks in self._measured[form]]
             for form in (True, False)
         )
+        if any(us is None for *_, us in (*chain, *lanes)):
+            return
         tried = compared(chain, lanes)
         if tried.pays == self._is_chain:
             self._change(graph)

@@ -6,6 +6,7 @@ until the next call ends, as in a loop. What still changes at the limit of calls
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 from pygraph_trees.indirection.route_rule import REPLAYS
 from pygraph_trees.indirection.table import builds
 from pygraph_trees.native.build import status
-from pygraph_trees.report.log import journal
+from pygraph_trees.report.log import FunctionLog, journal
 from pygraph_trees.report.markup import Section, Shown, preformatted
 from pygraph_trees.report.page import document
 from pygraph_trees.report.text import counted, nbytes, table
@@ -109,7 +110,7 @@ def _settle(
         record.size = record.size or ", ".join(map(_shown, pytree.tree_leaves(given))) or "-"
         args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
         kept.append(given)
-        before = {id(log): (log.happened, log.runs, log.replays, log.set_nodes) for log in journal.functions}
+        before = {id(log): (log.happened, log.runs, _replays(log), log.set_nodes) for log in journal.functions}
         outputs = fn(*(args if isinstance(args, (tuple, list)) else (args,)), **kwargs)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -126,19 +127,28 @@ def _settle(
     return outputs, changed
 
 
-def _look(record: PreparedSize, before: dict[int, tuple[Any, int, int, int]]) -> tuple[bool, int]:
+def _replays(log: FunctionLog) -> list[int]:
+    """Of each recording."""
+    return [recording.replays for recording in list(log.recordings)]
+
+
+def _look(record: PreparedSize, before: dict[int, tuple[Any, int, list[int], int]]) -> tuple[bool, int]:
     """Whether a call changed nothing, and how many such calls in a row are needed."""
     is_quiet, needed, record.replays, ungraphed = True, _QUIET, 0, []
     for log in journal.functions:
-        happened, runs, replays, set_nodes = before.get(id(log), (None, 0, 0, 0))
+        happened, runs, replays, set_nodes = before.get(id(log), (None, 0, [], 0))
         is_quiet = is_quiet and happened == log.happened
-        if (runs, replays) == (log.runs, log.replays):
+        if (runs, replays) == (log.runs, _replays(log)):
             continue  # it was not called
-        record.replays += log.replays - replays
+        record.replays += log.replays - sum(replays)
         ungraphed += [str(log.record().why_ungraphed)] if log.runs > runs else []
         if log.awaits_table:
             builds.finish(_BUILD_S)
-        is_quiet = is_quiet and not (log.is_tried or any(recording.is_tried for recording in log.recordings[-1:]))
+        counts = itertools.chain(replays, itertools.repeat(0))
+        used = [
+            recording for recording, count in zip(log.recordings, counts, strict=False) if recording.replays > count
+        ]
+        is_quiet = is_quiet and not (log.is_tried or any(recording.is_tried for recording in used))
         if log.is_choosing and log.set_nodes > set_nodes:  # its inputs move
             needed = 2 * REPLAYS
     record.ungraphed = tuple(ungraphed)

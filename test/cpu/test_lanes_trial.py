@@ -123,21 +123,29 @@ class TestForecast(BranchesTestCase):
 class TestRule(TestCase):
     def test_what_pays(self):
         def replays(us, launch, idle=False):
-            return [(idle, launch, us + launch * idle)] * 3
+            return [(idle, launch, us + launch * idle)] * 4
 
         for chain, others, idle, expected in (
             ((100, 5), (97, 5), False, True),
             ((100, 5), (97.1, 5), False, False),  # less than 3 us
             ((1000, 5), (971, 5), False, False),  # less than 3%
             ((1000, 5), (970, 50), False, True),  # the launch is hidden
-            ((1000, 5), (970, 34), True, True),
-            ((1000, 5), (970, 36), True, False),
+            ((1000, 5), (950, 20), True, True),
+            ((1000, 5), (950, 25), True, False),  # less than 3%, with the launch
+            ((100, 5), (80, 20), True, False),  # the host loses more than a call that waits gains
+            ((100, 5), (80, 10), True, True),
         ):
             found = compared(replays(*chain, idle), replays(*others, idle))
             self.assertEqual(found.pays, expected, found)
             self.assertEqual((found.chain_us, found.launch_us), (chain[0], others[1] - chain[1]))
         one_interrupted = [*replays(100, 5), (False, 900, 9000)]
         self.assertTrue(compared(one_interrupted, replays(90, 5)).pays)
+        for chain, others, expected in (
+            ((100, 100), (90, 90), True),
+            ((110, 90), (100, 80), False),
+        ):  # faster and faster
+            blocks = [[*replays(first, 5), *replays(second, 5)] for first, second in (chain, others)]
+            self.assertEqual(compared(*blocks).pays, expected)
 
 
 class Graph:
@@ -440,16 +448,56 @@ class TestRecordedAgain(TestCase):
             self.assertEqual(self.manager._candidates, {} if once_more or too_large else {1: "found"})
 
     def test_lanes_that_do_not_pay_give_their_memory_back(self):
+        """Not during a trial, and not before a recording that has to be made again."""
         cases = (65, 0, 4, 65), (40, 40, 0, 80), (63, 99, 4, None)
-        for is_final, (f, g, count, expected) in itertools.product((True, False), cases):
+        for meanwhile, (f, g, count, expected) in itertools.product(("", "trial", "again"), cases):
             self.setUp()
-            numbers = {"f": lanes.Number(0, None), "g": lanes.Number(count, None, is_final)}
-            for id_, number in numbers.items():
-                self.manager.ids_to_funcs[id_].model.lanes.numbers[id_] = number
-            self.manager.reclaiming.lanes._nbytes.update(f=f * MB, g=g * MB)
+            log = RecordingLog(is_tried=meanwhile == "trial")
+            self.manager.roots = {"h": [SimpleNamespace(log=log, children={})]}
+            if meanwhile == "again":
+                self.manager.reclaiming.record_again("g", Reason.ON_LANES(lanes=2), 0)
+            for id_, grown, number in (("f", f, 0), ("g", g, count)):
+                self.grow(id_, grown)
+                self.manager.ids_to_funcs[id_].model.lanes.numbers[id_] = lanes.Number(number, None)
             self.manager.free_memory_of_lanes()
             found = self.manager.why_start_over
-            self.assertEqual(found and found.facts["nbytes"], expected * MB if expected and is_final else None)
+            self.assertEqual(found and found.facts["nbytes"], expected * MB if expected and not meanwhile else None)
+
+    def grow(self, function_id, nbytes, pool=10_000):
+        """Records a function on lanes, after it has been warmed up."""
+        function, memory = self.manager.ids_to_funcs[function_id].model.lanes, self.manager.reclaiming.lanes
+        function.numbers[function_id] = lanes.Number(4, Reason.ON_LANES(lanes=4))
+        log = side_by_side(OnLanes(4), count=4)[0]
+        log.pool_bytes = nbytes * MB
+        memory.known[function_id] += 1
+        return memory.recorded(function_id, function, log, pool * MB)
+
+    def test_lanes_keep_their_share_in_the_next_pool(self):
+        memory = self.manager.reclaiming.lanes
+        self.assertIsNone(self.grow("f", 100, 1000))
+        self.assertIsNone(self.grow("g", 20, 1000))
+        self.manager.ids_to_funcs["g"].model.lanes.numbers["g"].count = 0
+        memory.leave_pool(self.manager.ids_to_funcs)
+        self.assertEqual(memory.known.total(), 0)
+        self.assertIsNone(self.grow("g", 28, 100))
+        self.assertEqual(self.grow("g", 1, 100).facts["nbytes"], 129 * MB)
+        memory.leave_pool(())
+        self.assertIsNone(self.grow("f", 100, 100))
+
+    def test_once_the_pool_has_grown_too_much_no_other_function_gets_lanes(self):
+        numbers = TestNumbers()
+        numbers.setUp()
+        self.addCleanup(numbers.doCleanups)
+        self.enterContext(mock.patch.object(recording.pools, "OWNED", {(0, 7): self.manager}))
+        self.enterContext(mock.patch.object(recording.pools, "free_bytes", lambda *_: 1000 * MB))
+        function, tried, has_lanes = (numbers.function(code=code) for code in "abc")
+        numbers.record(tried)
+        numbers.record(has_lanes)
+        numbers.tried(has_lanes, 80.0)
+        why = self.grow("f", 200, 100)
+        for other, expected in ((function, ("off", 0)), (tried, ("off", 0)), (has_lanes, ("always", 4))):
+            found, _, log = numbers.record(other)
+            self.assertEqual((found, log.why_no_branches), (expected, None if expected[1] else why))
 
     def test_the_pool_is_left_when_a_step_begins_unless_an_error_wants_it_at_once(self):
         left, why = [], Reason.LANES_GREW(nbytes=5)

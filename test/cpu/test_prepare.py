@@ -82,6 +82,20 @@ class TestPrepare(TestCase):
     def replay(self, *_):
         self.log.recordings[-1].counter.value += 1
 
+    def test_lanes_are_waited_for_if_the_size_replays_what_is_tried(self):
+        for _ in range(3):
+            self.record()
+        first, second, unused = self.log.recordings
+        first.is_tried = unused.is_tried = True
+
+        def fn():
+            for recording in (first, second):
+                recording.counter.value += 1
+            first.is_tried = first.replays < 30
+
+        (found,) = pygraph_trees.prepare(fn, [()]).sizes
+        self.assertTrue(found.settled and not first.is_tried, found)
+
     def test_a_size_that_changes_what_another_has_made_is_followed_by_that_one(self):
         made = {}
 

@@ -7,7 +7,7 @@ decides whether they stay. What was measured is kept on disk for later processes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,12 @@ class Lanes:
         self.numbers[function_id] = Number(0, why)
         return why
 
+    def decide(self, function_id: Any, number: Number, text: str) -> None:
+        """Notes a number, and for later processes, too, unless a trial follows."""
+        self.numbers[function_id] = number
+        if number.is_final and function_id in self._kept and not is_disturbed():
+            self._kept[function_id].store(Execution.GRAPHED, text, number.count)
+
     def recorded(self, function_id: Any, log: RecordingLog) -> Why | None:
         """After a recording in the captured order: why it must be made again, on lanes."""
         number = self.numbers.get(function_id)
@@ -79,19 +85,19 @@ class Lanes:
             return
         times = f"{found.lanes_us:.3g} us of the GPU, and {found.launch_us:.2g} more to launch"
         text = f"on {branches.lanes} lanes, a replay takes {times}; one after another, {found.chain_us:.3g} us"
-        self.numbers[function_id] = number = Number(branches.lanes * found.pays, Reason.LANES_MEASURED(text=text))
+        number = Number(branches.lanes * found.pays, Reason.LANES_MEASURED(text=text))
         log.why_no_branches = None if found.pays else number.why
         log.branches = replace(branches, measured_us=(found.chain_us, found.lanes_us))
-        if function_id in self._kept and not is_disturbed():
-            self._kept[function_id].store(Execution.GRAPHED, text, number.count)
+        self.decide(function_id, number, text)
 
 
 class LanesMemory:
-    """How much of a graph pool is there only because of lanes."""
+    """How much of a manager's graph pool is there only because of lanes."""
 
     def __init__(self) -> None:
         self.known: Counter[Any] = Counter()  # by function: its warm-ups, and recordings in the captured order
-        self._nbytes: Counter[Any] = Counter()  # by function: growth of the pool by recordings that followed these
+        self.why_full: Why | None = None  # why no other function gets lanes
+        self._grown: dict[Any, tuple[Lanes, int]] = {}  # by function: growth of the pool by recordings after these
 
     def recorded(self, function_id: Any, lanes: Lanes, log: RecordingLog, pool_bytes: int) -> Why | None:
         """After a recording: why the pool must be left; the function has one lane from then on.
@@ -102,15 +108,24 @@ class LanesMemory:
             self.known[function_id] += 1
         elif lanes.wants(function_id) and self.known[function_id]:  # others need memory in any case
             self.known[function_id] -= 1
-            self._nbytes[function_id] += max(0, log.pool_bytes)
-            nbytes = self._nbytes.total()
+            before = self._grown.get(function_id, (lanes, 0))[1]
+            self._grown[function_id] = lanes, before + max(0, log.pool_bytes)
+            nbytes = sum(nbytes for _, nbytes in self._grown.values())
             if log.pool_bytes > 0 and nbytes > max(_MOST * (pool_bytes - nbytes), _MOST_BYTES):
-                return lanes.give_up(function_id, Reason.LANES_GREW(nbytes=nbytes))
+                self.why_full = Reason.LANES_GREW(nbytes=nbytes)
+                lanes.decide(function_id, Number(0, self.why_full), str(self.why_full))
+                return self.why_full
         return None
 
-    def why_wasted(self, pool_bytes: Callable[[], int], pays: Callable[[Any], bool]) -> Why | None:
-        """After a trial: why the pool must be left; ``pays``: whether a function has lanes."""
-        nbytes = sum(nbytes for function_id, nbytes in self._nbytes.items() if not pays(function_id))
+    def why_wasted(self, pool_bytes: Callable[[], int]) -> Why | None:
+        """After a trial: why the pool must be left."""
+        nbytes = sum(nbytes for id_, (lanes, nbytes) in self._grown.items() if not lanes.wants(id_))
         if nbytes <= _MOST_UNPAID_BYTES or nbytes <= _MOST_UNPAID * pool_bytes():
             return None
         return Reason.LANES_UNPAID(nbytes=nbytes)
+
+    def leave_pool(self, functions: Container[Any]) -> None:
+        """Those of ``functions`` that have lanes will make the next pool as much larger."""
+        self.known.clear()
+        kept = {id_: found for id_, found in self._grown.items() if id_ in functions and found[0].wants(id_)}
+        self._grown = kept

@@ -32,6 +32,7 @@ from ..recordings.records import siblings_of, why_recorded
 from . import input_rules
 from .calls import Calls
 from .input_rules import Given, Moves
+from .reclaiming import recordings_in
 from .storms import MOST_ON_PATH, why_stopped
 from .verification import Verification
 
@@ -162,13 +163,11 @@ class Making(Calls):
 
     def free_memory_of_lanes(self) -> None:
         """Starts over later, after the last trial, if recordings on lanes that do not pay hold much memory."""
-        models = [(id_, function.model) for id_, function in self.ids_to_funcs.items()]
-        asked = [(id_, model.lanes.numbers.get(id_)) for id_, model in models if isinstance(model, FunctionModel)]
-        numbers = {id_: number for id_, number in asked if number is not None}
-        if all(number.is_final for number in numbers.values()):
-            why = self.reclaiming.lanes.why_wasted(self.pool.nbytes, lambda id_: numbers[id_].count > 0)
-            if why is not None:
-                self.start_over_later(why)
+        logs = (getattr(node, "log", None) for node in recordings_in(self.roots))
+        if any(log is not None and log.is_tried for log in logs) or any(map(self.reclaiming.awaits, self.ids_to_funcs)):
+            return
+        if (why := self.reclaiming.lanes.why_wasted(self.pool.nbytes)) is not None:
+            self.start_over_later(why)
 
     def _given(self, inputs: list[Any], function_id: Any) -> Given:
         is_managed = self._get_cuda_graph_recorded_tensor_checker()

@@ -49,7 +49,7 @@ class Reclaiming:
         self._again: dict[Any, Why] = {}  # why, by id of a function that is to be recorded again
         self._dropped: dict[Any, Why] = {}  # why, by id of a function whose recordings the pool has no room for
         self._seen = 0  # bytes of the pool when recordings were dropped last; 0 if it is a new pool
-        self.lanes = LanesMemory()  # of the pool
+        self.lanes = LanesMemory()
         self._left: list[Any] | None = None  # references to outputs of recordings given back; None if none was
         self._is_unknown = False  # whether an output that is not among them may be alive
 
@@ -127,6 +127,8 @@ class Reclaiming:
             self._left += _outputs_of(node)
             self._is_unknown |= _makes_new_outputs(node)
             node.graph = node.native = None
+            if (log := getattr(node, "log", None)) is not None:
+                log.is_tried = False
             del node
         with paused():  # a finalizer could wait for the lock
             release_retired()
@@ -206,7 +208,8 @@ class Reclaiming:
             setattr(manager, name, getattr(fresh, name))
         pools.OWNED.pop(old, None)
         pools.OWNED[manager.cuda_graphs_thread_pool] = manager
-        self._left, self._seen, self._is_unknown, self.lanes = None, 0, False, LanesMemory()
+        self._left, self._seen, self._is_unknown = None, 0, False
+        self.lanes.leave_pool(manager.ids_to_funcs)
         torch.cuda.empty_cache()
         return True
 

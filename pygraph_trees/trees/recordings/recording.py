@@ -272,7 +272,8 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
         for branching in branchings:
             if flag == "forecast" and self.log.why_no_branches is None:
                 count, why = branching.forecast.choose()
-                self.wrapped_function.model.lanes.numbers[self.wrapped_function.id] = Number(count, why, count == 0)
+                function = self.wrapped_function
+                function.model.lanes.decide(function.id, Number(count, why, count == 0), str(why))
                 self.log.why_no_branches = why
             elif flag == "auto":
                 try_lanes(self, branching)
@@ -296,10 +297,15 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             return "off", 0
         flag = model.settings.branches
         number = model.lanes.numbers.get(self.wrapped_function.id) if flag == "auto" else None
+        manager = pools.OWNED.get(self.cuda_graphs_pool)
+        why_full = None if manager is None else manager.reclaiming.lanes.why_full
+        if flag == "auto" and why_full is not None and (number is None or not number.is_final):
+            self.log.why_no_branches = model.lanes.give_up(self.wrapped_function.id, why_full)
+            return "off", 0
         if number is None:
             return "forecast" if flag == "auto" else flag, max(LANES) if flag == "always" else 0
         self.log.why_no_branches = None if number.count else number.why
-        if number.count and (manager := pools.OWNED.get(self.cuda_graphs_pool)) is not None:
+        if number.count and manager is not None:
             if not number.is_final and manager.reclaiming.awaits(self.wrapped_function.id):
                 self.log.why_no_branches = number.why  # elsewhere in the same step; it is recorded on lanes later
                 return "off", 0
