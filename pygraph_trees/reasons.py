@@ -144,6 +144,7 @@ class Reason(Enum):
     LANES_UNPAID = "recordings whose lanes are not faster held {nbytes} bytes of the graph pool"
     LANES_MEASURED = "{text}"
     RANKS = "it calls a collective, and ranks could decide differently"
+    RANKS_BESIDE = "another function calls a collective, and ranks could decide differently"
 
     # Why a kernel has no variant.
     COOPERATIVE = "all of its blocks must fit on the GPU at once, and a variant may need more registers"

@@ -75,6 +75,11 @@ class Operations(TorchDispatchMode):
         self._latest: tuple[int, ...] = ()  # the last nodes after an operation
         self._accesses([(tensor, False) for tensor in tensors])
 
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if error is not None and self._streams is not None:
+            self._streams.join()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         library = getattr(func, "namespace", None)

@@ -60,13 +60,8 @@ class Streams:
             main, other = self._lanes[0], self._lanes[lane]
             other.wait_stream(main)  # joins the capture first, since only then memory is the graph pool's
             self._follow(other, main)  # and no longer the lane's last operation
-        try:
-            for tensor, _ in given:
-                self._move(tensor, lane)
-        except BaseException:  # no memory is free; the capture must end without the lane
-            with contextlib.suppress(Exception):
-                self._lanes[0].wait_stream(self._lanes[lane])
-            raise
+        for tensor, _ in given:
+            self._move(tensor, lane)
         return lane
 
     def _move(self, tensor: torch.Tensor, lane: int) -> None:
@@ -85,16 +80,18 @@ class Streams:
         main, other = self._lanes[0], self._lanes[lane]
         if not lane:
             return call(main.cuda_stream)
-        try:
-            with self._current(other):
-                result = call(other.cuda_stream)
-        except BaseException:
-            with contextlib.suppress(Exception):  # the first error counts; the capture may be over
-                main.wait_stream(other)
-            raise
+        with self._current(other):
+            result = call(other.cuda_stream)
         main.wait_stream(other)
         self._follow(main, other)
         return result
+
+    def join(self) -> None:
+        """After an error: lets the capture's stream follow all lanes, without which the capture cannot end."""
+        for lane in self._lanes[1:]:
+            with contextlib.suppress(Exception):  # the first error counts; the capture may be over
+                if self._driver.capturing_graph(lane.cuda_stream) is not None:
+                    self._lanes[0].wait_stream(lane)
 
     def captured(self, lane: int, given: Given, nbytes: int) -> None:
         """Notes an operation that has captured nodes, with its results; ``nbytes``: of its tensors."""

@@ -184,6 +184,11 @@ def generated_by_inductor(model: Any) -> bool:
     return _globals_of(model) is not None
 
 
+def constants_of(model: Any) -> list[torch.Tensor]:
+    """The tensors in the module of a function's generated code."""
+    return [value for value in (_globals_of(model) or {}).values() if isinstance(value, torch.Tensor)]
+
+
 def _noted(upstream: Callable[..., torch.Tensor], note: Callable[[torch.Tensor], None], *args: Any) -> torch.Tensor:
     made = upstream(*args)
     note(made)

@@ -65,9 +65,20 @@ def _code_of(model: Any) -> CodeType | None:
     return getattr(getattr(model, "__func__", model), "__code__", None)
 
 
-def _names_in(model: Call) -> Sequence[str]:
-    """The attributes and globals of generated code, such as those of ``torch.ops._c10d_functional.all_reduce_``."""
-    return () if (code := _code_of(model)) is None else code.co_names
+def _names_in(model: Call) -> Collection[str]:
+    """The attributes and globals of generated code, such as those of ``torch.ops._c10d_functional.all_reduce_``.
+
+    Those of functions in its module that it calls count too: Inductor makes one of each subgraph.
+    """
+    names = dict[str, None]()
+    others = getattr(getattr(model, "__func__", model), "__globals__", {})
+    todo = [_code_of(model)]
+    while todo:
+        for name in () if (code := todo.pop()) is None else code.co_names:
+            if name not in names and getattr(found := others.get(name), "__globals__", None) is others:
+                todo.append(_code_of(found))
+            names[name] = None
+    return names
 
 
 def text_of(model: Any) -> str:

@@ -159,6 +159,11 @@ class Making(Calls):
             self.reclaiming.record_again(function_id, why, log.number)
         why = self.reclaiming.lanes.recorded(function_id, model.lanes, log, self.pool.nbytes())
         if why is not None:
+            self.give_lanes_back(why)
+
+    def give_lanes_back(self, why: Why) -> None:
+        """Starts over later, because of the memory that lanes take."""
+        if self.reclaiming.lanes.is_given_back:
             self.start_over_later(why)
 
     def free_memory_of_lanes(self) -> None:
@@ -167,7 +172,7 @@ class Making(Calls):
         if any(log is not None and log.is_tried for log in logs) or any(map(self.reclaiming.awaits, self.ids_to_funcs)):
             return
         if (why := self.reclaiming.lanes.why_wasted(self.pool.nbytes)) is not None:
-            self.start_over_later(why)
+            self.give_lanes_back(why)
 
     def _given(self, inputs: list[Any], function_id: Any) -> Given:
         is_managed = self._get_cuda_graph_recorded_tensor_checker()

@@ -83,6 +83,17 @@ class Reclaiming:
         again = None if function_id in self.forgotten else self._again.pop(function_id, None)
         return again or self._dropped.pop(function_id, None)
 
+    def decide_alike(self) -> None:
+        """Once a function calls a collective: lanes make and drop no more recordings, as ranks could differ in that.
+
+        The graphs with a collective must be of one capture in all ranks; a recording takes those that follow with it.
+        """
+        self.lanes.why_full, self.lanes.is_given_back = Reason.RANKS_BESIDE(), False
+        for function_id, why in list(self._again.items()):
+            if why.reason is Reason.ON_LANES:
+                self._again.pop(function_id)
+                self.forgotten.pop(function_id, None)
+
     def limit(self, manager: Any, nbytes: int, limit: int) -> bool:
         """Drops all recordings, as soon as no path is open, if ``nbytes`` is more than ``limit``; tells if so.
 

@@ -24,7 +24,7 @@ from pygraph_trees.edges.trial import Trial, Tried
 from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection.hidden_addresses import Surroundings
 from pygraph_trees.indirection.live_input import bytes_at
-from pygraph_trees.outputs.allocations import generated_by_inductor, watching
+from pygraph_trees.outputs.allocations import constants_of, generated_by_inductor, watching
 from pygraph_trees.reasons import Reason, Why
 
 from ..functions.containment import end_allocations
@@ -115,6 +115,7 @@ def branches_noted(
         managed, takes = set(node.cudagraph_managed_idxs), len(inputs) if node.own is None else node.own.takes
         tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
         elsewhere = [value for i, value in tensors.items() if i < takes and i not in managed]
+        elsewhere += constants_of(model)  # with freezing, these are the program's parameters
         streams = None
         if lanes:
             try:

@@ -254,7 +254,7 @@ class Recording(Replayed, metaclass=_CountsUpstreamNodes):
             if lanes and function.model.settings.branches == "auto" and isinstance(error, Exception):
                 why = function.model.lanes.give_up(function.id, Reason.NO_CHAIN(why=error))
                 if manager is not None:  # lanes may need more memory than there is
-                    manager.start_over_later(why)
+                    manager.give_lanes_back(why)
             if self.graph is not None:
                 abandon_capture(self, error, stream)
             raise
