@@ -9,6 +9,7 @@ are copied, and when.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import weakref
 from collections import Counter
@@ -39,6 +40,20 @@ if TYPE_CHECKING:
     from .collectives import Collectives
     from .pool import PoolRanges
     from .route_rule import RouteChooser
+
+
+def instantiate(graph: Any) -> None:
+    """Instantiates a captured graph, also again.
+
+    If that fails after it has succeeded, the graph is kept for good: torch would destroy an executable graph twice.
+    """
+    try:
+        graph.instantiate()
+    except Exception:
+        with contextlib.suppress(RuntimeError):  # which says that there never was one
+            graph.raw_cuda_graph_exec()
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
+        raise
 
 
 class LiveInputs:
@@ -196,7 +211,7 @@ class LiveInputs:
         """Instantiates the graph, whose edges have changed, just after a launch; the next call sets all addresses."""
         # The memory that copies were instantiated with first may be gone.
         self._copies.point(dict(zip(self._by_address, self._patches.addresses, strict=False)))
-        graph.instantiate()
+        instantiate(graph)
         self._patches.rebind(int(graph.raw_cuda_graph_exec()))
 
     def _point_back(self) -> None:
@@ -256,7 +271,7 @@ class LiveInputs:
         self._copied = CopiedInputs(i for i, d in zip(self.items, routes, strict=True) if d.route is Route.COPY)
         self._materialise(position for position, decision in enumerate(decisions) if decision.route is Route.COPY)
         point_copies()
-        graph.instantiate()
+        instantiate(graph)
         first = len(self._placeholders.placeholders)
         buffers = {} if self._staged is None else self._staged.take(None if found is _NOTHING else found, first)
         with torch.cuda.device(self._device):

@@ -8,7 +8,7 @@ between the tensors, and the executor knows what each kernel really does.
 from __future__ import annotations
 
 import weakref
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from unittest import mock
 
 import torch
@@ -346,14 +346,15 @@ class TestReport(BranchesTestCase):
         seen = []
         patches = {"driver": lambda: 1, "dependencies": lambda: 2, "noting": lambda *args: seen.append(args)}
         tensors = [torch.zeros(1) for _ in range(4)]
+        node, frozen = self.node("report", own=SimpleNamespace(takes=3), cudagraph_managed_idxs=[1]), torch.zeros(1)
+        names = {"empty_strided_cuda": len, "constant0": frozen}
+        node.wrapped_function.model.model = FunctionType((lambda: 0).__code__, names)
         with mock.patch.multiple("pygraph_trees.trees.recordings.captured_graph", **patches):
-            branches_noted(
-                self.node("report", own=SimpleNamespace(takes=3), cudagraph_managed_idxs=[1]), tensors, "report"
-            )
+            branches_noted(node, tensors, "report")
         *_, given, elsewhere, streams, watching = seen[0]
         self.assertEqual((streams, watching), (None, None))
         found = [*map(id, given)], [*map(id, elsewhere)]
-        self.assertEqual(found, ([*map(id, tensors)], [id(tensors[0]), id(tensors[2])]))
+        self.assertEqual(found, ([*map(id, tensors)], [id(tensors[0]), id(tensors[2]), id(frozen)]))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ the lane that uses it, and the edges that the graph gets change no value. Whatev
 
 import contextlib
 import functools
+import itertools
+import sys
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from torch._inductor import compile_fx, config
 from torch.testing._internal.common_utils import run_tests
 
-from pygraph_trees.edges import branches
+from pygraph_trees.edges import branches, operations, streams
 from pygraph_trees.outputs import allocations
 from pygraph_trees.reasons import Reason
 from pygraph_trees.report.log import FunctionLog, RecordingLog
@@ -153,6 +155,38 @@ class TestLaneCapture(BranchesTestCase):
         self.assertEqual([*captured.on.values()], [main, captured.lanes[1].cuda_stream, other.cuda_stream, main])
         self.assertEqual((log.branches, log.why_no_branches.reason), (None, Reason.OTHER_STREAMS))
         self.assertLessEqual(captured.chain(), captured.edges())
+
+    def test_an_error_at_any_line_joins_the_lane(self):
+        """Such as one that a handler of signals raises."""
+        files = streams.__file__, operations.__file__
+        for number in itertools.count():
+            captured, left = OnLanes(), None
+            source, lines = captured.tensor(), itertools.count()
+
+            def trace(frame, event, arg, lines=lines, number=number):
+                if frame.f_code.co_filename not in files:
+                    return None
+                if event == "line" and next(lines) == number:
+                    sys.settrace(None)
+                    raise TimeoutError
+                return trace
+
+            with contextlib.suppress(TimeoutError), captured.noted(source):
+                ops.cat.out([source], out=captured.made())
+                out = captured.made()
+                sys.settrace(trace)
+                try:
+                    ops.cat.out([source], out=out)
+                finally:
+                    sys.settrace(None)
+                left = next(lines)
+            if left is not None:
+                break
+            for lane in captured.lanes[1:]:
+                if captured.driver.capturing_graph(lane.cuda_stream) is not None:
+                    last = captured.driver.captured_last(lane.cuda_stream)
+                    self.assertLessEqual({*last}, {*captured.driver.captured_last(captured.main)}, number)
+        self.assertGreater(number, 100)
 
     def test_an_error_of_the_program_joins_the_lane(self):
         captured = OnLanes()

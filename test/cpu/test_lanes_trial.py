@@ -499,6 +499,23 @@ class TestRecordedAgain(TestCase):
             found, _, log = numbers.record(other)
             self.assertEqual((found, log.why_no_branches), (expected, None if expected[1] else why))
 
+    def test_with_a_collective_lanes_change_no_recordings(self):
+        """A rank that makes one again also drops those that follow, of collectives too."""
+        reclaiming = self.manager.reclaiming
+        reclaiming.record_again("f", Reason.ON_LANES(lanes=2), 1)
+        reclaiming.record_again("g", moved := Reason.MOVED(kind="static", names="x"), 1)
+        model = TestNumbers.function(None, has_collective=True)
+        with mock.patch.object(Manager.__mro__[1], "add_function", mock.Mock(side_effect=KeyError)):
+            self.assertRaises(KeyError, self.manager.add_function, model, [])
+        self.assertEqual((reclaiming._again, reclaiming.forgotten), ({"g": moved}, {"g": 1}))
+        self.assertIs(reclaiming.lanes.why_full.reason, Reason.RANKS_BESIDE)
+        self.manager._let_lanes_rerecord(mock.Mock(**{"lanes.recorded.return_value": None}), "f", RecordingLog())
+        with mock.patch.object(lanes.LanesMemory, "recorded", lambda *_: Reason.LANES_GREW(nbytes=5)):
+            self.manager._let_lanes_rerecord(mock.Mock(**{"lanes.recorded.return_value": None}), "f", RecordingLog())
+        self.assertIsNotNone(self.grow("f", 5000))
+        self.manager.free_memory_of_lanes()
+        self.assertIsNone(self.manager.why_start_over)
+
     def test_the_pool_is_left_when_a_step_begins_unless_an_error_wants_it_at_once(self):
         left, why = [], Reason.LANES_GREW(nbytes=5)
         self.manager.reclaiming.start_over = lambda manager, why: left.append(why)
@@ -563,6 +580,9 @@ class TestLiveGraph(LiveInputsTestCase):
         self.assertIs(self.result().reason, Reason.LANES_LOST)
         self.manager.reclaiming.forgotten.clear()
         self.assertEqual(self.manager.reclaiming.why_again(self.function.id), self.result())
+        gone = weakref.ref(self.graph)
+        del self.graph, self.live
+        self.assertIsNotNone(gone())  # torch would destroy its executable graph again
 
 
 if __name__ == "__main__":

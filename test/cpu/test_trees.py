@@ -96,7 +96,15 @@ class TestFunction(TestCase):
 
     def test_generated_code_that_calls_one_is_not_verified(self):
         """All ranks must go the same way."""
+        names = {"torch": torch}
+        exec(
+            "def subgraph(args):\n    torch.ops._c10d_functional.all_reduce_.default(args[0], 'sum', '0')\n"
+            "def nested(args):\n    return nested and subgraph(args)\n"
+            "def call(args):\n    nested(args)",
+            names,
+        )
         for call, has_collective in (
+            (names["call"], True),
             (lambda args: torch.ops._c10d_functional.all_reduce_.default(args[0], "sum", "0"), True),
             (lambda args: torch.ops.symm_mem.one_shot_all_reduce.default(args[0], "sum", "0"), True),
             (lambda args: torch.ops.aten.add.Tensor(args[0], 1), False),

@@ -23,6 +23,8 @@ from pygraph_trees.edges.streams import Streams
 from pygraph_trees.edges.trial import Trial, Tried
 from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection.hidden_addresses import Surroundings
+from pygraph_trees.indirection.inputs import LiveInputs
+from pygraph_trees.indirection.inputs import instantiate as instantiate_graph
 from pygraph_trees.indirection.live_input import bytes_at
 from pygraph_trees.outputs.allocations import constants_of, generated_by_inductor, watching
 from pygraph_trees.reasons import Reason, Why
@@ -33,7 +35,6 @@ from ..pools.capture_lock import is_captured
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.graph_nodes import NodeKind
-    from pygraph_trees.indirection.inputs import LiveInputs
 
 _REGISTERS_GENERATORS = compat.registers_generators()
 
@@ -139,7 +140,7 @@ def try_lanes(node: Any, branching: Branching) -> None:
 
     def instantiate(graph: Any) -> None:
         with torch.cuda.device(device):
-            graph.instantiate() if live is None else live.instantiate_again(graph)
+            instantiate_graph(graph) if live is None else live.instantiate_again(graph)
 
     def ended(found: Tried | Why) -> None:
         lanes.tried(function_id, log, found)
