@@ -242,6 +242,11 @@ torch._inductor.compile_fx _recursive_post_grad_passes
 torch._inductor.compile_fx compile_fx
     compile_fx(model_, example_inputs_, inner_compile, config_patches): compile_fx patch
 
+torch._inductor.codegen.wrapper MemoryPlanningState.__contains__
+    MemoryPlanningState.__contains__(self, key): reuse_pool
+    AllocateLine.plan(self, state): buffer_reuse_key state
+    buffer_reuse_key(node): get_device_or_error
+
 torch._inductor.scheduler Scheduler.should_partition
     Scheduler.should_partition(self, node): FusedSchedulerNode snodes is_gpu DeviceCopy
     FusedSchedulerNode

@@ -94,6 +94,10 @@ _REBOUND: dict[str, dict[str, dict[str, str | Callable[[Any], Any]]]] = {
             "_lazy_clone": "pygraph_trees.trees.hooks.entry_points.outside_of_pools",
             "Tensor._lazy_clone": "pygraph_trees.trees.hooks.entry_points.outside_of_pools",
         },
+        # Operations that share no memory can run side by side, until Inductor plans memory for several streams.
+        "torch._inductor.codegen.wrapper": {
+            "MemoryPlanningState.__contains__": "pygraph_trees.edges.buffers.kept_apart"
+        },
         # A graph that the program captures may read outputs of recordings, and holds their addresses: outputs in the
         # graph pool, which later steps overwrite, are moved out before. Until torch tells when a capture begins.
         "torch.cuda": {"CUDAGraph.capture_begin": "pygraph_trees.trees.hooks.entry_points.capture_begin"},

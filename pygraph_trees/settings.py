@@ -113,7 +113,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         name="pygraph_branches",
         values=("off", "report", "auto", "always"),
-        changes_artifacts=False,  # the last two change an option of Inductor that is in its keys
+        changes_artifacts=True,
         help="Experimental: independent kernels run side by side, if faster (`auto`) or `always`. `report`: the "
         "expected gain.",
     ),

@@ -26,6 +26,7 @@ ARTIFACT_CODE = (
     "pygraph_trees/errors.py",
     "pygraph_trees/cuda/extent.py",
     "pygraph_trees/cuda/host_reads.py",
+    "pygraph_trees/edges/buffers.py",
     "pygraph_trees/placement",
     "pygraph_trees/reasons.py",
     "pygraph_trees/settings.py",

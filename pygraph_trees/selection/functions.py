@@ -65,9 +65,6 @@ def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if not is_asked or why_not_graphed(settings) is None:
             if is_asked and settings.placement != "off" and has_own_policy():
                 given = {**given, **_UNPLACED}
-            if is_asked and settings.branches in ("auto", "always") and config.allow_buffer_reuse:
-                # A buffer that is used again orders operations. The allocator uses memory again, for each lane.
-                given = {**given, "allow_buffer_reuse": False}
             call.arguments["config_patches"] = given or call.arguments["config_patches"]
             # A backward is compiled later than its forward. With options, `compile_fx` calls itself.
             if override is not None and _compiling.override is not override:

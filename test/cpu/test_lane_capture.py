@@ -14,9 +14,12 @@ import torch
 from captured_operations import BranchesTestCase, FakeStream, OnLanes, custom, operate, ops, side_by_side
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._inductor import compile_fx, config
+from torch._inductor import config
+from torch._inductor.codegen import wrapper
+from torch._inductor.virtualized import V
 from torch.testing._internal.common_utils import run_tests
 
+import pygraph_trees
 from pygraph_trees.edges import branches, operations, streams
 from pygraph_trees.outputs import allocations
 from pygraph_trees.reasons import Reason
@@ -322,28 +325,26 @@ class TestRecording(BranchesTestCase):
         self.assertEqual(third.data_ptr(), own.data_ptr())  # own memory stays where it is
 
 
-class TestOptions(BranchesTestCase):
-    def test_always_compiles_without_inductors_reuse_of_buffers(self):
-        def inner(gm, *args, **kwargs):
-            seen.append(config.allow_buffer_reuse)
-            return gm.forward
-
-        always, before = {"triton.pygraph_branches": "always"}, config.allow_buffer_reuse
-        graphed = {"triton.cudagraphs": True, "triton.pygraph_selective": "always"}
-        for flags, options, expected in (
-            ({}, {}, before),
-            ({"triton.pygraph_branches": "report"}, {}, before),
-            (always, {}, False),
-            ({"triton.pygraph_branches": "auto"}, {}, False),
-            (always, {"triton.cudagraphs": False}, before),
-            ({"triton.cudagraphs": False}, always | {"triton.cudagraphs": True}, False),
+class TestBuffers(BranchesTestCase):
+    def test_buffers_of_a_gpu_are_not_used_again_if_lanes_may_be(self):
+        state, graph = wrapper.MemoryPlanningState(), SimpleNamespace(cpp_wrapper=False)
+        on_gpu, on_cpu = ((torch.device(kind), torch.float32, "8", True) for kind in ("cuda", "cpu"))
+        for key in (on_gpu, on_cpu):
+            state.push(key, SimpleNamespace(is_reused=False))
+        pygraph_trees.install()
+        for flag, graphed, cpp_wrapper, expected in (
+            ("off", True, False, True),
+            ("report", True, False, True),
+            ("auto", True, False, False),
+            ("always", True, False, False),
+            ("auto", False, False, True),
+            ("auto", True, True, True),
         ):
-            seen = []
-            torch._dynamo.reset()
-            backend = functools.partial(compile_fx.compile_fx, inner_compile=inner, config_patches=options)
-            with torch.no_grad(), config.patch(graphed | flags):
-                torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-            self.assertEqual((seen, config.allow_buffer_reuse), ([expected], before), (flags, options))
+            graph.cpp_wrapper = cpp_wrapper
+            flags = {"triton.pygraph_branches": flag, "triton.cudagraphs": graphed}
+            with config.patch(flags), V.set_graph_handler(graph):
+                self.assertEqual((on_gpu in state, on_cpu in state), (expected, True), flags)
+                self.assertFalse((on_gpu[0], torch.float16) in state)
 
 
 if __name__ == "__main__":
