@@ -92,6 +92,7 @@ class Graph:
         self._nodes = [node for node in nodes if isinstance(node, int)]
         self._graph = api.make_graph(*nodes)
         self.instances, self.launched = 0, list[list[list[int]]]()
+        self._exec: int | None = None
         self.refuses: list[Exception] = []  # raised by attempts to instantiate it
 
     def raw_cuda_graph(self) -> int:
@@ -104,6 +105,8 @@ class Graph:
         self._exec = self._api.instantiate(self._graph)
 
     def raw_cuda_graph_exec(self) -> int:
+        if self._exec is None:
+            raise RuntimeError("You cannot access it until instantiate() has been called")
         return self._exec
 
     def launch(self) -> list[list[int]]:
