@@ -283,6 +283,7 @@ class TestNumbers(TestCase):
     def setUp(self):
         super().setUp()
         self.stored = {}
+        self.enterContext(mock.patch.object(lanes, "binding", SimpleNamespace(extension=1)))
         self.enterContext(mock.patch.object(profiles, "machine", lambda device: {"gpu": "fake"}))
         folder = SimpleNamespace(find=self.stored.get, store=lambda found: self.stored.update({found.key: found}))
         self.enterContext(mock.patch.object(profiles.Profiles, "default", lambda: folder))
@@ -405,9 +406,11 @@ class TestNumbers(TestCase):
             facts = log.why_no_branches, found, again.why_no_branches, self.stored
             self.assertEqual(facts, (why, ("off", 0), why, {}))
 
-    def test_ranks_must_not_differ(self):
-        found, _, log = self.record(self.function(has_collective=True))
-        self.assertEqual((found, log.why_no_branches.reason), (("off", 0), Reason.RANKS))
+    def test_ranks_must_not_differ_and_launches_must_be_ordered(self):
+        for extension, has_collective, reason in ((1, True, Reason.RANKS), (None, False, Reason.NO_NATIVE)):
+            with mock.patch.object(lanes, "binding", SimpleNamespace(extension=extension)):
+                found, _, log = self.record(self.function(has_collective=has_collective))
+            self.assertEqual((found, log.why_no_branches.reason), (("off", 0), reason))
 
     def test_explain_tells_how_branches_are_taken(self):
         facts = {"program": "f", "architecture": "sm_90", "torch": "2", "graphs": (), "breaks": (), "unplaced": None}

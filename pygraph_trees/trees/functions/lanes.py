@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.edges.trial import Tried
+from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.selection.profiles import Kept
@@ -48,6 +49,8 @@ class Lanes:
             return
         if log.has_collective:
             self.numbers[function_id] = Number(0, Reason.RANKS())
+        elif binding.extension is None:  # only C++ puts launches of different executable graphs in order
+            self.numbers[function_id] = Number(0, Reason.NO_NATIVE())
         elif code is not None:  # the key of the generated code is known
             matters = {**asdict(self._settings), "lanes of": log.partition, "mode": log.mode}
             self._kept[function_id] = kept = Kept(code, log.name, device, matters)
