@@ -129,6 +129,16 @@ def allocator_backend() -> str:
     return NATIVE if backend is None else str(backend())
 
 
+def may_wait_for_others() -> bool:
+    """Whether there are other ranks, for which kernels may wait.
+
+    Such a graph must be launched only as often as the program does, and what a rank decides must not depend on times.
+    """
+    from torch import distributed
+
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def is_upstream_debugged() -> bool:
     """Whether upstream's options let it check, wait or warm up at each call."""
     from torch._inductor.config import triton

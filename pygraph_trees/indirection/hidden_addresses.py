@@ -47,12 +47,6 @@ class Surroundings:
     generators: Sequence[Any] = ()  # generators of the GPU that a launch may draw from
 
 
-def may_wait_for_others() -> bool:
-    """Whether kernels may wait for other processes. Such a graph must be launched only as often as the program does."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
 class Rehearsal:
     """Launches of one graph before the program's first one; :meth:`put_back` restores the memory that they change."""
 

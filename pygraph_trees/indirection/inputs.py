@@ -21,9 +21,10 @@ import torch
 from pygraph_trees.cuda.graph_nodes import KernelNode, NodeKind
 from pygraph_trees.errors import DriverError
 from pygraph_trees.reasons import Reason, Why
+from pygraph_trees.settings import may_wait_for_others
 
 from .addresses import Addresses
-from .hidden_addresses import Rehearsal, Surroundings, listed, may_wait_for_others
+from .hidden_addresses import Rehearsal, Surroundings, listed
 from .live_input import CopiedInputs, Item, Operand, copied_in_memory, copy_at, may_be_seen, seen_as, span_of, write
 from .patching import CapturedCopies, Patches, PatchFailed
 from .placeholder import Extent, Placeholders, with_memory

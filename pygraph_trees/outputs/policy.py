@@ -86,14 +86,18 @@ class OutputPolicy:
         def found(outputs: Sequence[Any], is_in_pool: Callable[[int], bool]) -> None:
             storages = watch.storages(outputs, lambda address: address not in given and is_in_pool(address))
             self.storages[function_id] = storages
-            graph = model.log.graph
+            graph, mode, chosen = model.log.graph, model.log.mode, storages
             # A collective may hide the address of all memory except that to which only copies write.
             if model.log.has_collective:
                 plan.copied.update(storage.block.outputs for storage in storages)
-            # The function is added to the manager after its first call.
-            elif not model.dispatch.is_added and model.log.mode == INFERENCE and graph and graph.functions == 1:
-                generated = [storage for storage in storages if storage.allocation is not None]
-                plan.blocks = plan.blocks_of(generated, [n for s in generated for n in s.block.outputs])
+            else:
+                chosen = tuple(storage for storage in storages if storage.allocation is not None)
+            # The function is added to the manager after its first call. Ranks must not wait for an output to be held.
+            is_whole = mode == INFERENCE and graph is not None and graph.functions == 1
+            if not model.dispatch.is_added and (is_whole or (model.may_have_collective and mode != BACKWARD)):
+                seen = None if mode == INFERENCE else model.first_inside or 0
+                numbers = [n for storage in chosen for n in storage.block.outputs if seen is None or n < seen]
+                plan.blocks = plan.blocks_of(chosen, numbers)
             self._give_memory(manager, function_id)
 
         try:
@@ -134,6 +138,8 @@ class OutputPolicy:
 
         The call that is under way has its inputs already, and may be one of the same function.
         """
+        if manager.reclaiming.is_alike:  # how long an output is held may differ between ranks
+            return
         for model in models:  # those that the manager of another thread has changed
             if any(self._given.get(id_) != model.outputs.blocks for id_ in self._ids(manager, model)):
                 self.changing.append((model, set()))

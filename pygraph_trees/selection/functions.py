@@ -22,7 +22,7 @@ from pygraph_trees.compat import graph_policy
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.report.naming import BACKWARD, INFERENCE
-from pygraph_trees.settings import NATIVE, Settings, allocator_backend
+from pygraph_trees.settings import NATIVE, Settings, allocator_backend, may_wait_for_others
 
 from .profiles import Kept
 from .trial import Trial
@@ -148,7 +148,8 @@ def why_not_graphed(settings: Settings) -> Why | None:
 
 def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path: bool) -> Trial | None:
     """A function's trial, which lives as long as anything refers to it; None if it is not chosen by measurement."""
-    if settings.selective != "auto" or log.has_collective:  # with a collective, ranks could decide differently
+    # Ranks could decide differently, and would then record those functions again that follow, with collectives perhaps.
+    if settings.selective != "auto" or log.has_collective or may_wait_for_others():
         return None
     # In training, all partitions of a forward and its backward share a trial (README.md); a backward is compiled later.
     graph, program = log.graph, None if log.mode == INFERENCE else _program(log.compile_id)

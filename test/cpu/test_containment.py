@@ -24,6 +24,7 @@ from pygraph_trees.trees.functions.containment import MOST_FAILURES, HeldForTooL
 from pygraph_trees.trees.functions.function import FunctionModel
 from pygraph_trees.trees.managers import calls
 from pygraph_trees.trees.managers.manager import Manager
+from pygraph_trees.trees.pools.capture_lock import DeviceBusy
 
 ID = FunctionID(0)
 
@@ -43,7 +44,7 @@ class TestContained(TestCase):
         super().setUp()
         self.model = FunctionModel(double, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
         self.manager = bare_manager(ids_to_funcs={ID: SimpleNamespace(model=self.model)}, warmed_up_functions={ID})
-        self.manager.reclaiming = mock.Mock(forgotten=[])
+        self.manager.reclaiming = mock.Mock(forgotten=[], is_alike=False)
         self.enterContext(mock.patch.object(Manager, "pool", SimpleNamespace(holds=lambda address: False)))
 
     def call(self, upstream: Callable[[list[Any]], Any]) -> Any:
@@ -136,9 +137,9 @@ class TestContained(TestCase):
             self.assertTrue(Manager.take_turn(self.manager, inputs))
             raise KeyboardInterrupt  # as soon as it has its turn
 
-        self.model.log.has_collective = True
+        self.model.may_have_collective = True
         self.assertRaises(RuntimeError, self.call, lambda inputs: of_torch())
-        self.model.log.has_collective = False
+        self.model.may_have_collective = False
         self.assertRaises(OfProgram, self.call, captured)
         for taking in (self.manager.take_turn, take_turn):
             with mock.patch.object(self.manager, "take_turn", taking):
@@ -161,6 +162,15 @@ class TestContained(TestCase):
         self.assertEqual(release.call_count, MOST_FAILURES + 2)
         self.assertEqual(self.model.failures, 0)
         self.assertIsNone(self.manager.why_start_over)
+
+    def test_errors_of_a_function_beside_a_collective_pass_through(self) -> None:
+        """Otherwise this rank alone would record the collective's function again."""
+        self.manager.reclaiming.is_alike = True
+        for error in (AssertionError(), torch.OutOfMemoryError()):
+            self.assertRaises(type(error), self.call, lambda inputs, error=error: fails(error))
+        self.assertEqual((self.model.failures, self.manager.why_start_over), (0, None))
+        for error in (HeldForTooLong(function="f"), DeviceBusy()):
+            self.check(mock.Mock(side_effect=error))
 
     def test_after_two_errors_a_function_stays_ungraphed(self) -> None:
         upstream, stop = mock.Mock(side_effect=lambda inputs: fails(AssertionError())), mock.Mock()

@@ -381,9 +381,23 @@ class TestPolicy(TestCase):
         self.check_own_memory(model, id_)
         added = function()
         added.dispatch.add()
-        for other in (added, function(mode="forward"), function(partitions=2), function(has_collective=True)):
-            self.assertEqual(self.call(self.warm_up(other)), [])
+        forward = function(mode="forward", has_collective=True)
+        forward.first_inside = 1
+        copied = [COPIED, Block((1,), None), LIBRARY]
+        for other, expected in (
+            *((other, []) for other in (added, function(mode="forward"), function(partitions=2))),
+            *((function(mode=mode, has_collective=True), []) for mode in ("forward", "backward")),
+            (function(has_collective=True, partitions=2), copied),
+            (forward, copied[:1]),
+        ):
+            self.assertEqual(self.call(self.warm_up(other)), expected)
         self.assertEqual(self.functions[1].mutated_input_idxs, (0,))
+
+    def test_how_long_an_output_is_held_changes_nothing_if_ranks_must_record_alike(self):
+        id_ = self.warm_up(function(mode="backward"))
+        self.manager.reclaiming.is_alike = True
+        self.outlive((id_, 0), steps=3)
+        self.assertEqual((self.call(id_), self.again, self.policy.changing), ([], [], []))
 
     def test_all_that_outlived_a_step_follow_one_that_outlived_two(self):
         """In the functions from its own on, which are recorded again anyway: a forward and its backward together."""

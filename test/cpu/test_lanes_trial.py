@@ -512,6 +512,11 @@ class TestRecordedAgain(TestCase):
             self.assertRaises(KeyError, self.manager.add_function, model, [])
         self.assertEqual((reclaiming._again, reclaiming.forgotten), ({"g": moved}, {"g": 1}))
         self.assertIs(reclaiming.lanes.why_full.reason, Reason.RANKS_BESIDE)
+        addresses = SimpleNamespace(chooser=(chooser := SimpleNamespace()))
+        recorded = SimpleNamespace(live=SimpleNamespace(addresses=addresses), log=RecordingLog())
+        self.manager._let_chooser_rerecord(recorded, "f")
+        chooser.ready(Reason.TABLE_BUILT())
+        self.assertFalse(reclaiming.awaits("f"))
         self.manager._let_lanes_rerecord(mock.Mock(**{"lanes.recorded.return_value": None}), "f", RecordingLog())
         with mock.patch.object(lanes.LanesMemory, "recorded", lambda *_: Reason.LANES_GREW(nbytes=5)):
             self.manager._let_lanes_rerecord(mock.Mock(**{"lanes.recorded.return_value": None}), "f", RecordingLog())

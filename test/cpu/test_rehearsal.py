@@ -21,6 +21,7 @@ from fake_driver import KNOWN, FakeApi
 from test_live_inputs import KERNEL, Graph, LiveInputsTestCase, PlaceholderTensor, words
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+from pygraph_trees import settings
 from pygraph_trees.indirection import hidden_addresses
 from pygraph_trees.indirection.hidden_addresses import Expected, Surroundings
 from pygraph_trees.indirection.inputs import LiveInputs
@@ -428,7 +429,7 @@ class TestRehearsal(LiveInputsTestCase):
         self.assertEqual((rows[:, :2], rows[:, 2:]), (before[:, :2], before[:, 2:] + graph.launches))
 
     def test_with_other_processes_nothing_is_launched(self):
-        self.assertFalse(hidden_addresses.may_wait_for_others())
+        self.assertFalse(settings.may_wait_for_others())
         with mock.patch.multiple(torch.distributed, is_initialized=lambda: True, get_world_size=lambda: 2):
             live, graph = self.rehearse(lambda a, o: [self.kernel("plain", a[0], o[0])], some())
         why = "plain, which may wait for other processes, may hide its address"

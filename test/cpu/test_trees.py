@@ -29,6 +29,7 @@ from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions import fast_path
+from pygraph_trees.trees.functions import function as function_module
 from pygraph_trees.trees.functions.containment import HeldForTooLong
 from pygraph_trees.trees.functions.function import Aligned, FunctionModel, entered
 from pygraph_trees.trees.functions.outputs import as_they_read
@@ -36,7 +37,7 @@ from pygraph_trees.trees.hooks import entry_points
 from pygraph_trees.trees.hooks.manager_container import Trees
 from pygraph_trees.trees.managers import input_rules
 from pygraph_trees.trees.managers.calls import Upstream
-from pygraph_trees.trees.managers.input_rules import Given
+from pygraph_trees.trees.managers.input_rules import Given, knows_its_writes
 from pygraph_trees.trees.managers.manager import Manager
 from pygraph_trees.trees.pools import liveness, pools
 from pygraph_trees.trees.recordings import attempts
@@ -116,6 +117,27 @@ class TestFunction(TestCase):
                 verification = Manager._verification(SimpleNamespace(), given)
             self.assertEqual((model.log.has_collective, verification is None), (has_collective, has_collective))
         self.assertFalse(inference(len).log.has_collective)
+
+    def test_with_other_ranks_code_that_may_hide_a_collective_counts_as_one(self):
+        names = {"torch": torch, "empty_strided_cuda": len}
+        exec("def known(args):\n    torch.ops.aten.add.Tensor(args[0], 1)", names)
+        exec("def other(args):\n    torch.ops.trees_test.reduce.default(args[0])", names)
+        torch.ops.trees_test  # noqa: B018  its operators are registered
+        for ranks, call, expected in (
+            (True, names["known"], False),
+            (True, names["other"], True),
+            (True, len, True),  # as code in C++
+            (False, names["other"], False),
+        ):
+            with mock.patch.object(function_module, "may_wait_for_others", lambda ranks=ranks: ranks):
+                self.assertEqual(inference(call).may_have_collective, expected)
+
+    def test_memory_that_other_ranks_know_is_not_written_elsewhere(self):
+        symmetric = inference(lambda args: torch.ops.symm_mem.multimem_all_reduce_.default(args[0], "sum", "0"))
+        plain = inference(lambda args: args)
+        for model in (symmetric, plain):
+            model.log.graph = GraphLog("Net", "3/1", "forward", ())
+        self.assertEqual((knows_its_writes(symmetric), knows_its_writes(plain)), (False, True))
 
     def test_conjugated_and_negated_outputs_are_resolved(self):
         """Neither upstream nor a replay knows about the bits: the memory is read as it is."""

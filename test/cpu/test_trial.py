@@ -576,6 +576,8 @@ class TestTrialOf(TestCase):
         gc.collect()
         self.assertIsNone(kept())
         self.assertIsNone(self.of(None, "8/0", mode="inference", has_collective=True))
+        with mock.patch.object(selection, "may_wait_for_others", lambda: True):
+            self.assertIsNone(self.of(None, "8/0"))
         for way in ("always", "never"):
             self.assertIsNone(self.of(None, "8/0", replace(self.AUTO, selective=way)))
 

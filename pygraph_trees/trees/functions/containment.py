@@ -143,8 +143,11 @@ def contained(manager: Any, run: Callable[[], Any], inputs: list[Any], function_
     except Exception as error:
         if _lacks_memory(error):  # also for the program, if the error is its own to handle
             manager.output_policy.release(manager)
-        # If only one rank ran a collective without its graph, the ranks could wait for each other.
-        if progress.stage is Stage.RUNNING or is_of_program(error) or model.log.has_collective:
+        # If only one rank ran a collective without its graph, or recorded it again, ranks could wait for each other.
+        is_alike = manager.reclaiming.is_alike and not isinstance(error, DeviceBusy)
+        if progress.stage is Stage.RUNNING or is_of_program(error) or model.may_have_collective:
+            raise
+        if is_alike and not _is_held(error, manager, progress):
             raise
         failure = error
     finally:

@@ -13,19 +13,20 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._guards import TracingContext
 from torch.utils._ordered_set import OrderedSet
 
 from pygraph_trees.indirection.collectives import NAMESPACES
 from pygraph_trees.native import binding
-from pygraph_trees.outputs.allocations import run_generated
+from pygraph_trees.outputs.allocations import generated_by_inductor, run_generated
 from pygraph_trees.outputs.own_memory import OwnOutputs
 from pygraph_trees.reasons import Reason, Why
 from pygraph_trees.report.log import FunctionLog, journal
 from pygraph_trees.report.naming import BACKWARD, compile_id, mode_name, program_name
 from pygraph_trees.report.records import SLOW_CALLS
-from pygraph_trees.settings import Settings
+from pygraph_trees.settings import Settings, may_wait_for_others
 
 from ..pools import program_pools
 from ..pools.capture_lock import is_captured
@@ -38,6 +39,13 @@ from .outputs import as_it_reads, each_once, give_memory
 if TYPE_CHECKING:
     from pygraph_trees.selection.trial import Trial
 
+
+# Namespaces of torch's operators, and of ours, that call no collectives.
+_WITHOUT_COLLECTIVES = {
+    *("aten", "prim", "prims", "inductor", "pygraph_trees", "rngprims", "quantized", "quantized_decomposed"),
+    *("_quantized", "mkl", "mkldnn", "onednn", "sparse", "fsdp", "flex_lib", "streams", "profiler", "export"),
+    *("debugprims", "_native"),
+}
 
 LOADED: ContextVar[Any] = ContextVar("pygraph_loaded", default=None)  # metadata of the program that a thread loads
 
@@ -81,6 +89,12 @@ def _names_in(model: Call) -> Collection[str]:
     return names
 
 
+def _hides_collectives(model: Call, names: Collection[str]) -> bool:
+    """Whether code calls operators of other libraries, or cannot be read."""
+    libraries = {name for name, found in vars(torch.ops).items() if isinstance(found, torch._ops._OpNamespace)}
+    return not generated_by_inductor(model) or not (libraries - _WITHOUT_COLLECTIVES).isdisjoint(names)
+
+
 def text_of(model: Any) -> str:
     """The lines of a function, from its file; "" if they cannot be read. ``inspect`` would keep the whole file."""
     if (code := _code_of(model)) is None:
@@ -113,7 +127,10 @@ class FunctionModel:
         self.lanes = Lanes(settings, log)
         self.is_entered = False  # by :func:`entered`
         self.tangents: Sequence[int] = ()  # inputs of a backward that may be zeros without memory, or negated views
-        self._makes_zeros = "_efficientzerotensor" in _names_in(model)  # outputs may be zeros without memory
+        names = _names_in(model)
+        self._makes_zeros = "_efficientzerotensor" in names  # outputs may be zeros without memory
+        self.may_have_collective = log.has_collective or (may_wait_for_others() and _hides_collectives(model, names))
+        self.has_shared_memory = "symm_mem" in names  # which other ranks know by its address
         self.stop: Callable[[Why], None] | None = None  # lets it run un-graphed from the next call on, with a reason
         self.calls: dict[int, Progress] = {}  # on the slow path, by thread
         self.failures = 0  # contained errors

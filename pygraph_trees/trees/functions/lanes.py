@@ -100,7 +100,6 @@ class LanesMemory:
     def __init__(self) -> None:
         self.known: Counter[Any] = Counter()  # by function: its warm-ups, and recordings in the captured order
         self.why_full: Why | None = None  # why no other function gets lanes
-        self.is_given_back = True  # if it is too much, or for nothing
         self._grown: dict[Any, tuple[Lanes, int]] = {}  # by function: growth of the pool by recordings after these
 
     def recorded(self, function_id: Any, lanes: Lanes, log: RecordingLog, pool_bytes: int) -> Why | None:

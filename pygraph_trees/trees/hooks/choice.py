@@ -130,8 +130,9 @@ def only_sizes_that_come_again(
 ) -> Call:
     """``run``, but with "auto", a function of integers is graphed only for the sets that :class:`Sizes` chooses."""
     indices = [index for index, value in enumerate(inputs) if isinstance(value, int)]
-    # If the program names sizes, torch graphs those alone, and others must not count.
-    if not indices or function.settings.selective != "auto" or config.triton.cudagraph_capture_sizes is not None:
+    # If the program names sizes, torch graphs those alone, and others must not count. Other ranks may have other sizes.
+    is_left_alone = config.triton.cudagraph_capture_sizes is not None or function.may_have_collective
+    if not indices or function.settings.selective != "auto" or is_left_alone:
         return run
     sizes, dispatch, integers = Sizes(), function.dispatch, operator.itemgetter(*indices)
     ungraphed = as_upstream_has_it(aligned, function.log.mode, device)

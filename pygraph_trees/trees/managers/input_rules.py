@@ -43,8 +43,9 @@ def uses_addresses(model: Any) -> bool:
 
 
 def knows_its_writes(model: FunctionModel) -> bool:
-    """Whether the function's graph shows all tensors that the function mutates."""
-    return model.log.graph is not None and not model.log.graph.rebinds_storage
+    """Whether the function's graph shows all tensors that the function mutates, and they may have other addresses."""
+    graph = model.log.graph
+    return graph is not None and not graph.rebinds_storage and not model.has_shared_memory
 
 
 def why_not_staged(model: Any, inputs: list[Any]) -> Why | None:

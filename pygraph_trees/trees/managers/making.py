@@ -148,7 +148,7 @@ class Making(Calls):
         reclaiming, number = weakref.ref(self.reclaiming), recording.log.number
 
         def ready(why: Why) -> None:
-            if (found := reclaiming()) is not None:
+            if (found := reclaiming()) is not None and not found.is_alike:
                 found.record_again(function_id, why, number)
 
         chooser.ready = ready
@@ -163,7 +163,7 @@ class Making(Calls):
 
     def give_lanes_back(self, why: Why) -> None:
         """Starts over later, because of the memory that lanes take."""
-        if self.reclaiming.lanes.is_given_back:
+        if not self.reclaiming.is_alike:
             self.start_over_later(why)
 
     def free_memory_of_lanes(self) -> None:

@@ -77,7 +77,7 @@ class Manager(Making):
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         # Read before the function's first call consumes the inputs.
         integers = {index: value for index, value in enumerate(inputs) if isinstance(value, int)}
-        if isinstance(model, FunctionModel) and model.log.has_collective:
+        if isinstance(model, FunctionModel) and model.may_have_collective:
             self.reclaiming.decide_alike()
         run, outputs = super().add_function(model, inputs, *args, **kwargs)
         self.keeps_outputs = self.keeps_outputs or keeps_outputs(model)

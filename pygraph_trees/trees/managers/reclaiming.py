@@ -50,6 +50,7 @@ class Reclaiming:
         self._dropped: dict[Any, Why] = {}  # why, by id of a function whose recordings the pool has no room for
         self._seen = 0  # bytes of the pool when recordings were dropped last; 0 if it is a new pool
         self.lanes = LanesMemory()
+        self.is_alike = False  # in all ranks
         self._left: list[Any] | None = None  # references to outputs of recordings given back; None if none was
         self._is_unknown = False  # whether an output that is not among them may be alive
 
@@ -84,13 +85,14 @@ class Reclaiming:
         return again or self._dropped.pop(function_id, None)
 
     def decide_alike(self) -> None:
-        """Once a function calls a collective: lanes make and drop no more recordings, as ranks could differ in that.
+        """Once a function may call a collective: no recording is made or dropped for what may differ between ranks.
 
-        The graphs with a collective must be of one capture in all ranks; a recording takes those that follow with it.
+        The graphs with a collective must be of one capture in all ranks. NCCL registers buffers during a capture, and
+        waits for the others to do so. A recording takes those that follow it with it.
         """
-        self.lanes.why_full, self.lanes.is_given_back = Reason.RANKS_BESIDE(), False
+        self.is_alike, self.lanes.why_full = True, Reason.RANKS_BESIDE()
         for function_id, why in list(self._again.items()):
-            if why.reason is Reason.ON_LANES:
+            if why.reason in (Reason.ON_LANES, Reason.TABLE_BUILT):
                 self._again.pop(function_id)
                 self.forgotten.pop(function_id, None)
 

@@ -20,6 +20,7 @@ from pygraph_trees.report.naming import BACKWARD
 
 from ..functions.containment import forget_frames, passes
 from ..functions.function import FunctionModel, text_of
+from ..pools import pools
 from ..pools.pools import ranges_of
 from .captured_graph import is_cuda
 
@@ -92,7 +93,9 @@ class Attempts:
         in_pool = (is_cuda(value) and pool.holds(value.data_ptr()) for value in inputs)
         may_be_kept = not node.cudagraph_managed_idxs and not any(in_pool)
         # If a recording with a table fails, the next attempt needs the inputs again.
-        may_choose = model.settings.indirection == "auto" and may_be_kept
+        manager = pools.OWNED.get(node.cuda_graphs_pool)
+        is_alike = manager is not None and manager.reclaiming.is_alike  # ranks may build tables at different times
+        may_choose = model.settings.indirection == "auto" and may_be_kept and not is_alike
         may_use = may_use_table(model, sizes) if may_choose else model.settings.indirection == "table"
         mutated = set(self._function.mutated_input_idxs)
         live, self.why_copied = choose(
