@@ -182,11 +182,18 @@ class CollectorOff {
     CollectorOff &operator=(const CollectorOff &) = delete;
 
     static void enter() {
-        if (inside++ == 0)
+        // Threads that launch, or wait for the GIL afterwards, in turn would keep it off for good.
+        if (inside != 0 && here == 0 && (missed += inside == launching ? IN_LAUNCHES : 1) >= MOST_MISSED)
+            catch_up();
+        here++;
+        if (inside++ == 0) {
             was_on = PyGC_Disable() != 0;
+            missed = 0;
+        }
     }
 
     static void leave() {
+        here -= here != 0;
         if (inside != 0 && --inside == 0 && was_on) // 0 if this process was forked inside
             PyGC_Enable();
     }
@@ -195,11 +202,41 @@ class CollectorOff {
     static void forked() {
         if (inside != 0 && was_on)
             PyGC_Enable();
-        inside = 0;
+        inside = launching = 0;
     }
 
+    /* While it exists, other threads run, and may do anything. */
+    struct Launching {
+        Launching() { launching++; }
+        ~Launching() { launching -= launching != 0; }
+        Launching(const Launching &) = delete;
+        Launching &operator=(const Launching &) = delete;
+    };
+
   private:
-    static inline int inside = 0;
+    static constexpr int MOST_MISSED = 1024, IN_LAUNCHES = 64;
+
+    /* Lets it run if it is due, although other threads keep it off: they run any code of this one as well. Throws what a
+       handler of a signal raises. */
+    static void catch_up() {
+        missed = 0;
+        if (!was_on)
+            return;
+        PyGC_Enable();
+        const Ref due(PyTuple_New(64)); // Python looks when it allocates; smaller ones it may have kept
+#if PY_VERSION_HEX >= 0x030C0000
+        const bool is_raised = PyErr_CheckSignals() != 0; // runs what is scheduled
+#else
+        const bool is_raised = false;
+#endif
+        PyGC_Disable();
+        if (is_raised || !due)
+            throw py::error_already_set();
+    }
+
+    static inline int inside = 0, launching = 0; // in `inside`, too
+    static inline int missed = 0;                // how often calls found it off since it was on, weighted
+    static inline thread_local int here = 0;     // of `inside`, this thread's
     static inline bool was_on = false;
 };
 

@@ -296,6 +296,7 @@ bool accept(Replay *state, Inputs &inputs, bool *is_copied, Slow *why) {
 /* Counts the replay and launches the graph. */
 void launch(const Replay *replay) {
     replay->replays->value++;
+    const CollectorOff::Launching other_threads_run;
     checked(PyObject_CallMethodNoArgs(replay->graph, names.replay));
 }
 

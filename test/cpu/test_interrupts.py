@@ -269,6 +269,27 @@ class TestSwitchInCpp(TestSwitch):
         super().setUp()
         self.enterContext(mock.patch.object(binding, "extension", self.switch))
 
+    def test_it_runs_at_last_if_other_threads_keep_it_off(self) -> None:
+        """Not inside of this thread's own."""
+        collected: list[str] = []
+        note: Any = lambda phase, info: collected.append(phase)  # noqa: E731
+        gc.callbacks.append(note)
+        self.addCleanup(gc.callbacks.remove, note)
+        self.addCleanup(gc.set_threshold, *gc.get_threshold())
+        gc.set_threshold(1)
+        with another_thread_recording() as end:
+            collected.clear()
+            for is_inside, expected in ((True, False), (False, True)):
+                with paused() if is_inside else nullcontext():
+                    made = []
+                    for _ in range(1500):
+                        with paused():
+                            made.append([])
+                found = bool(collected), gc.isenabled()
+                self.assertEqual(found, (expected, False), len(made))
+            end()
+        self.assertTrue(gc.isenabled())
+
 
 class TestFinalizer(TestCase):
     def test_one_that_runs_as_the_collector_is_turned_on(self) -> None:
