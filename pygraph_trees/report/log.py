@@ -98,7 +98,7 @@ class FunctionLog:
     slow: Sequence[Any] = ()  # calls that took the slow path, in the order of SLOW_CALLS
     blocks_allocated: Any = field(default_factory=Count)
     blocks_given_away: Any = field(default_factory=Count)
-    traced_reasons: set[str] = field(default_factory=set)  # once each: two reasons may alternate from call to call
+    traced_reasons: set[object] = field(default_factory=set)  # once each: two reasons may alternate from call to call
 
     @property
     def name(self) -> str:
@@ -153,8 +153,9 @@ class FunctionLog:
             _trace("pygraph_function", self)
 
     def not_graphed(self, reason: Why) -> None:
-        if self._takes_reason(reason) and reason not in self.traced_reasons:
-            self.traced_reasons.add(reason)
+        kind = getattr(reason, "reason", reason)
+        if self._takes_reason(reason) and kind not in self.traced_reasons:
+            self.traced_reasons.add(kind)
             _trace("pygraph_function", self)
 
     def decided(self, text: str | None, *, graphed: bool) -> None:

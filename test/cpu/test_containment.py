@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -155,13 +156,27 @@ class TestContained(TestCase):
         """Own memory is freed before, also if the error is the program's."""
         no_memory = torch.OutOfMemoryError("while recording")
         with mock.patch.object(type(self.manager.output_policy), "release") as release:
-            for _ in range(MOST_FAILURES + 1):
+            for _ in range(2):
                 self.check(lambda inputs: fails(no_memory))
+            self.model.lacking.clear()  # as a recording does
             self.model.model = mock.Mock(side_effect=no_memory)
             self.assertRaises(torch.OutOfMemoryError, self.call, self.model)
-        self.assertEqual(release.call_count, MOST_FAILURES + 2)
+        self.assertEqual(release.call_count, 3)
         self.assertEqual(self.model.failures, 0)
         self.assertIsNone(self.manager.why_start_over)
+
+    def test_a_function_that_never_gets_memory_tries_less_and_less_often(self) -> None:
+        texts = itertools.count()
+        upstream = mock.Mock(side_effect=lambda inputs: fails(torch.OutOfMemoryError(f"{next(texts)} bytes")))
+        attempts = []
+        for number in range(20_000):
+            before = upstream.call_count
+            self.check(upstream)
+            attempts += [number] * (upstream.call_count - before)
+        self.assertEqual(attempts[:6], [0, 1, 6, 15, 32, 65])
+        self.assertEqual(attempts[-1] - attempts[-2], 4097)
+        self.assertEqual((len(self.model.log.traced_reasons), self.model.failures), (1, 0))
+        self.assertIsNone(self.model.why_waits("another size"))
 
     def test_errors_of_a_function_beside_a_collective_pass_through(self) -> None:
         """Otherwise this rank alone would record the collective's function again."""

@@ -99,16 +99,16 @@ class Calls(fast_path.TreeState, Upstream):
 
         if not isinstance(model, FunctionModel) or model.settings.indirection == "off":  # as upstream
             return run()
-        if model.why_ungraphed is not None:
+        if (why := model.why_ungraphed or model.why_waits(function_id)) is not None:
             self._start_over()
-            if model.stop is not None:  # not before: it frees what the call that failed used
+            if model.why_ungraphed is not None and model.stop is not None:  # now: it frees what the failed call used
                 model.stop(model.why_ungraphed)
                 model.stop = None
             if (own := getattr(self.ids_to_funcs[function_id], "own", None)) is not None:
                 own.native.release()
             if (mode := self.id_to_mode[function_id]) in (_FORWARD, _BACKWARD):
                 self.note_ungraphed_in_turn(is_forward=mode == _FORWARD)
-            return self.run_ungraphed(inputs, function_id, model.why_ungraphed)
+            return self.run_ungraphed(inputs, function_id, why)
         return contained(self, run, inputs, function_id)
 
     def failed(self, error: Exception, function_id: Any = None) -> None:
