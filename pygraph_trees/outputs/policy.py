@@ -92,7 +92,7 @@ class OutputPolicy:
                 plan.copied.update(storage.block.outputs for storage in storages)
             else:
                 chosen = tuple(storage for storage in storages if storage.allocation is not None)
-            # The function is added to the manager after its first call. Ranks must not wait for an output to be held.
+            # The function is added to the manager after its first call. Ranks may hold outputs for different times.
             is_whole = mode == INFERENCE and graph is not None and graph.functions == 1
             if not model.dispatch.is_added and (is_whole or (model.may_have_collective and mode != BACKWARD)):
                 seen = None if mode == INFERENCE else model.first_inside or 0
