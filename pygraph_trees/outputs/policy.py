@@ -94,7 +94,8 @@ class OutputPolicy:
                 chosen = tuple(storage for storage in storages if storage.allocation is not None)
             # The function is added to the manager after its first call. Ranks may hold outputs for different times.
             is_whole = mode == INFERENCE and graph is not None and graph.functions == 1
-            if not model.dispatch.is_added and (is_whole or (model.may_have_collective and mode != BACKWARD)):
+            is_alike = model.may_have_collective or manager.reclaiming.is_alike
+            if not model.dispatch.is_added and (is_whole or (is_alike and mode != BACKWARD)):
                 seen = None if mode == INFERENCE else model.first_inside or 0
                 numbers = [n for storage in chosen for n in storage.block.outputs if seen is None or n < seen]
                 plan.blocks = plan.blocks_of(chosen, numbers)
