@@ -156,19 +156,22 @@ class TestContained(TestCase):
         """Own memory is freed before, also if the error is the program's."""
         no_memory = torch.OutOfMemoryError("while recording")
         with mock.patch.object(type(self.manager.output_policy), "release") as release:
-            for _ in range(2):
+            for _ in range(MOST_FAILURES + 1):
                 self.check(lambda inputs: fails(no_memory))
-            self.model.lacking.clear()  # as a recording does
             self.model.model = mock.Mock(side_effect=no_memory)
             self.assertRaises(torch.OutOfMemoryError, self.call, self.model)
-        self.assertEqual(release.call_count, 3)
+        self.assertEqual(release.call_count, MOST_FAILURES + 2)
         self.assertEqual(self.model.failures, 0)
         self.assertIsNone(self.manager.why_start_over)
 
     def test_a_function_that_never_gets_memory_tries_less_and_less_often(self) -> None:
         texts = itertools.count()
-        upstream = mock.Mock(side_effect=lambda inputs: fails(torch.OutOfMemoryError(f"{next(texts)} bytes")))
-        attempts = []
+
+        def record(inputs: list[Any]) -> None:
+            with self.progress().capturing():
+                fails(torch.OutOfMemoryError(f"{next(texts)} bytes"))
+
+        upstream, attempts = mock.Mock(side_effect=record), []
         for number in range(20_000):
             before = upstream.call_count
             self.check(upstream)

@@ -175,7 +175,8 @@ def _after(error: Exception, manager: Any, progress: Progress, function_id: Any,
         if not model.keeps_inputs:
             manager.keep_inputs(function_id, described(error))
     elif _lacks_memory(error):
-        model.note_lack(function_id, described(error))
+        if was_captured:
+            model.note_lack(function_id, described(error))
     elif not passes(error):
         note_failure(model, error)
         if not was_captured:

@@ -136,7 +136,7 @@ class FunctionModel:
         self.stop: Callable[[Why], None] | None = None  # lets it run un-graphed from the next call on, with a reason
         self.calls: dict[int, Progress] = {}  # on the slow path, by thread
         self.failures = 0  # contained errors
-        # By id: how often memory lacked at a call since the last recording, for how many calls it runs un-graphed, why.
+        # By id: how often a recording lacked memory since the last one, for how many calls it runs un-graphed, and why.
         self.lacking: dict[Any, tuple[int, int, Why]] = {}
         self.why_ungraphed: Why | None = None  # why no call is graphed any more
         self.keeps_inputs = False  # whether later recordings leave the memory of its inputs alone
@@ -144,7 +144,7 @@ class FunctionModel:
             self.__name__ = model.__name__
 
     def note_lack(self, function_id: Any, why: Why) -> None:
-        """Notes that memory lacked. The next call tries again, and then one after twice as many calls each time."""
+        """Notes that a recording lacked memory. The next call tries again, and then one after twice as many each time."""
         times = self.lacking.get(function_id, (0,))[0] + 1
         self.lacking[function_id] = times, min(1 << times, _MOST_WAITED) if times > 1 else 0, why
 
