@@ -144,7 +144,7 @@ class FunctionModel:
             self.__name__ = model.__name__
 
     def note_lack(self, function_id: Any, why: Why) -> None:
-        """Notes that a recording lacked memory. The next call tries again, and then one after twice as many each time."""
+        """Notes that a recording lacked memory. The next call tries again, then one after twice as many each time."""
         times = self.lacking.get(function_id, (0,))[0] + 1
         self.lacking[function_id] = times, min(1 << times, _MOST_WAITED) if times > 1 else 0, why
 
