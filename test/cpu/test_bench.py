@@ -1,6 +1,5 @@
 """The benchmark and the examples: workloads, processes, command lines, and scripts that measure one thing."""
 
-import dataclasses
 import importlib
 import itertools
 import json
@@ -21,10 +20,10 @@ from bench import causes, choices, command_line, graph_host, many, routes, soak
 from bench import summary as pages
 from bench import training_loops as loops
 from bench.isolated import Job
-from bench.result_files import Results, ResultsFormatError, file_stem, here
+from bench.result_files import Results
 from bench.workloads import WORKLOADS
 
-from pygraph_trees.benchmark import Effort, Measurement, Program
+from pygraph_trees.benchmark import Effort, Program
 from pygraph_trees.benchmark.verify import snapshot
 
 # Overrides under which workloads run on a CPU in a second.
@@ -36,16 +35,11 @@ SMALL |= {"DLRM": {"batch": 8, "rows": 100}, "DCGAN": {"batch": 4, "width": 8}, 
 PACKAGES = dict.fromkeys(("LCNET", "TEFD"), "timm") | dict.fromkeys(("DNET", "VM"), "torchvision")
 _OF_TRANSFORMERS = "BERT BERT-I BSCG DBV2 DGPT2 DMLM MBERT MTCG-I MTCG-T STCLM XLNET-I XLNET-T"
 PACKAGES |= dict.fromkeys(_OF_TRANSFORMERS.split(), "transformers")
-PARAMETERS = {"ALNET": 61_100_840, "BERT": 109_514_298, "BSCG": 87_508_992, "DALLE2": 291_121_803, "MBERT": 24_582_914}
-PARAMETERS |= {"DBV2": 884_596_226, "DCGAN": 2_765_568, "DGPT2": 81_912_576, "DMLM": 139_244_121, "DNET": 7_978_856}
-PARAMETERS |= {"LCNET": 1_880_856, "MTCG-T": 300_176_768, "STCLM": 12_032_512, "TEFD": 6_587_354, "VM": 44_454_513}
-PARAMETERS |= {"DR-I": 2 * (197951 * 512 + 512 * 512 + 512 * 1024) + 512 * 4 + 1024 + 197951, "XLNET-I": 116_750_336}
 
 
 class TestWorkloads(TestCase):
     def test_they_build_in_full_size_and_run_in_small(self):
-        """Numbers of parameters are those of the models' papers."""
-        self.assertLessEqual({*SMALL, *PACKAGES, *PARAMETERS}, set(WORKLOADS))
+        self.assertLessEqual({*SMALL, *PACKAGES}, set(WORKLOADS))
         for name, workload in WORKLOADS.items():
             with self.subTest(name):
                 try:
@@ -54,8 +48,6 @@ class TestWorkloads(TestCase):
                     raise unittest.SkipTest(f"{PACKAGES[name]} is not installed") from None
                 program = workload.build(torch.device("meta"))
                 self.assertEqual((program.name, program.mode, program.batch), (name, workload.mode, workload.batch))
-                if name in PARAMETERS:
-                    self.assertEqual(sum(p.numel() for p in program.fn.parameters()), PARAMETERS[name])
                 if name in SMALL:
                     program = workload.build("cpu", **SMALL[name])
                     found = snapshot(program.step(program.fn, program.args, program.kwargs))
@@ -149,33 +141,6 @@ class TestScripts(WithFolder):
             self.assertEqual((found.get("error"), found["rounds"]), (None, 2))
             self.assertLess(found["apart"], 1e-6)
         self.assertEqual({found["error"] for found in results[2:]}, {"KeyError: 'missing'"})
-
-
-# The fields of the documented result file; others may be added.
-HEAD = "gpu driver torch triton python date code_hash rounds records"
-RECORD = (
-    "workload mode batch way regime latency_ms latency_p90_ms throughput_ms host_us gpu_ms copied_bytes "
-    "kernels_graphed kernels_total recordings compile_s record_s peak_bytes max_diff error"
-)
-
-
-class TestResultFiles(WithFolder):
-    def test_a_result_file_has_the_documented_fields_and_is_read_back(self):
-        names = RECORD.split()
-        figures = {"latency_ms": 1.5, "copied_bytes": 5, "samples": {"latency_ms": [1.0, 2.0]}, "routes": ["f: table"]}
-        full = Measurement("BERT", "training", 16, "ours", "same", **figures)
-        failed = dataclasses.replace(full, way="eager").failed("it broke")
-        self.assertEqual((failed.latency_ms, failed.samples, failed.error), (None, full.samples, "it broke"))
-        results = here("hash", 3).with_records([full, failed])
-        path = self.folder / "new" / f"{file_stem('NVIDIA H200', '2.11.0+cu130')}.json"
-        results.write(path)
-        self.assertEqual(Results.read(path), results)
-        self.assertEqual([p.name for p in path.parent.iterdir()], ["h200-torch2.11.json"])
-        body = json.loads(path.read_text())
-        self.assertEqual(list(body), HEAD.split())
-        self.assertEqual(list(body["records"][0])[: len(names)], names)
-        path.write_text("{}")
-        self.assertRaisesRegex(ResultsFormatError, "is no result file", Results.read, path)
 
 
 class TestSoak(TestCase):

@@ -219,8 +219,7 @@ class TestWheel(TestCase):
             if not os.environ.get("TEST_WHEELS"):
                 stack.enter_context(mock.patch.object(wheels.build, "compile_module", copied))
             status = wheels.main(["--out", str(cls.folder), str(location.torch_folder())])
-        cls.told = out.getvalue()
-        assert status == 0, cls.told
+        assert status == 0, out.getvalue()
         (cls.wheel,) = cls.folder.glob("*.whl")
         cls.environment = cls.folder / "environment"
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", cls.environment], check=True)
@@ -262,13 +261,6 @@ class TestWheel(TestCase):
     def prebuilt(self):
         (folder,) = (self.packages / "pygraph_trees" / "native" / "prebuilt").iterdir()
         return folder
-
-    def test_it_is_for_this_python_and_names_the_versions_of_torch(self):
-        tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-        self.assertRegex(self.wheel.name, rf"-{tag}-{tag}\w*-\w+\.whl$")
-        minor = ".".join(location.torch_version().split(".")[:2])
-        self.assertRegex(self.told, rf"MB, for torch {minor}\n")
-        self.assertRegex(self.told, r"without 2\.1\d.*built at first use")
 
     def test_it_is_used_without_a_compiler_and_before_the_cache(self):
         self.assertNative("yes")
