@@ -129,6 +129,7 @@ class TestMeasuredLatency(TestCase):
         better = compare([part((140, 190), (45, 210), 10)])
         self.assertIs(decide(better), UNGRAPHED)
         self.assertRegex(better.text(UNGRAPHED), "^un-graphed: 190 us a call against 210 us .*, without waiting")
+        self.assertRegex(better.text(GRAPHED), ", margin 4.08 us\\)$")
 
     def test_enough_pairs_must_be_measured(self):
         one, other = self.part(275, 255), self.part(None, 255)
@@ -186,29 +187,6 @@ class TestNextWay(TestCase):
         self.assertIs(decision.next_way({GRAPHED: 100, UNGRAPHED: 0}, is_clear=True), UNGRAPHED)
         self.assertIs(decision.next_way({GRAPHED: 4, UNGRAPHED: 100}), GRAPHED)
         self.assertIsNone(decision.next_way({GRAPHED: 100, UNGRAPHED: decision.FEWEST_PAIRS}))
-
-
-class TestText(TestCase):
-    def test_a_decision_as_text(self):
-        equal, later = gain(1500.0, 1500.0), gain(1500.0, 1600.0)
-        lines = [
-            GRAPHED.plain_text([Facts(12), Facts(30)]),
-            UNGRAPHED.plain_text([Facts(1, copied=1, copied_bytes=25_000_000)]),
-            compared(gain(3.0, 2.4)).text(GRAPHED),
-            compared(gain(41.2, 58.4), copied_bytes=4096).text(UNGRAPHED),
-            compared(equal, later, 1, copied_bytes=1_200_000).text(UNGRAPHED),
-            compared(gain(100, 90), later, None, is_modelled=True).text(UNGRAPHED),
-        ]
-        self.assertExpectedInline(
-            "\n".join(lines),
-            """\
-graphed: 42 launches in 2 replays, without a measurement
-un-graphed: 1 launch in one replay, 25 MB copied, without a measurement
-graphed: 2.4 us a call against 3.0 us (2 launches in one replay, margin 1 us)
-un-graphed: 41 us a call against 58 us (2 launches in one replay, under 0.1 MB copied)
-un-graphed: 1500 us a call against 1600 us (1 launch in one replay, 1.2 MB copied, without waiting)
-un-graphed: 1500 us a call against 1600 us (0 launches in one replay, without waiting)""",
-        )
 
 
 if __name__ == "__main__":

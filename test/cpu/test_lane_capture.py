@@ -23,8 +23,7 @@ import pygraph_trees
 from pygraph_trees.edges import branches, operations, streams
 from pygraph_trees.outputs import allocations
 from pygraph_trees.reasons import Reason
-from pygraph_trees.report.log import FunctionLog, RecordingLog
-from pygraph_trees.report.text import function_notes
+from pygraph_trees.report.log import RecordingLog
 from pygraph_trees.trees.functions.lanes import Number
 from pygraph_trees.trees.recordings import recording
 
@@ -245,11 +244,6 @@ class TestLaneCapture(BranchesTestCase):
         branching.replace(captured.graph)
         self.assertIsNone(log.why_no_branches)
         self.assertTrue(captured.is_right(range(6)))
-
-    def test_the_report_tells_the_lanes(self):
-        log, _, _ = side_by_side(OnLanes())
-        function = FunctionLog("f", "0/0", "inference", 1, {}, recordings=[log])
-        self.assertIn("; captured on 3, without 8 edges of the chain", "\n".join(function_notes(function.record())))
 
 
 class TestRecording(BranchesTestCase):
