@@ -126,22 +126,6 @@ class TestGradients(TestCase):
             self.assertEqual(parameters[0].grad.data_ptr(), self.cached[0].data_ptr())
             del handle
 
-    def test_gradients_in_aotautograd_s_graph_of_the_backward_are_others(self):
-        """AOTAutograd calls the compiled backward in another function's forward, where gradients are off."""
-
-        class CompiledFunctionBackward(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, call, dummy):
-                return tuple(call([]))
-
-        dummy = torch.ones(1, requires_grad=True)
-        parameters, y = self.step(call=lambda _: CompiledFunctionBackward.apply(self.call, dummy))
-        y.backward(create_graph=True)
-        self.assertEqual(self.is_own(), [False] * 3)
-        self.assertEqual([tensor.requires_grad for tensor in self.cached], [False] * 3)
-        for parameter in parameters:
-            parameter.grad = None
-
     def test_gradients_are_others_outside_of_the_compiled_node(self):
         """A hook calls the backward in a node of another kind, or another program's node does."""
         _, y = self.step()
@@ -258,6 +242,7 @@ class TestGradients(TestCase):
                 self.assertEqual([p.grad.data_ptr() for p in model.parameters()], [c.data_ptr() for c in self.cached])
             torch.autograd.grad(compiled(x).sum(), list(model.parameters()))
             self.assertEqual(found.pop(), [False] * 2)
+            # AOTAutograd calls it in another function's forward then, where gradients are off.
             self.assertEqual(backward(create_graph=True), [False] * 2)
             self.assertEqual([cached.requires_grad for cached in self.cached], [False] * 2)
             model[0].bias.register_hook(lambda gradient: None)

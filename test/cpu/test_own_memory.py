@@ -11,7 +11,7 @@ from test_gradients import CompiledFunction
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
-from pygraph_trees.outputs.allocations import Block, Storage, View
+from pygraph_trees.outputs.allocations import Storage, View
 from pygraph_trees.outputs.own_memory import OwnMemory
 from pygraph_trees.report.naming import BACKWARD, FORWARD
 
@@ -357,16 +357,6 @@ class TestGradients(TestCase):
             self.parameters[1].grad.add_(10)
             self.drop()
         self.assertEqual([gradient[0, 0].item() for gradient in seen], [0.0, 1.0, 2.0])
-
-
-class TestPlan(TestCase):
-    def test_blocks_and_storages(self):
-        one, library = storage(0, allocation=4), storage(2, ((2,), (1,), 0), ((2,), (1,), 2), allocation=None)
-        self.assertEqual((one.block, library.block), (Block((0,), 4), Block((2, 3), None)))
-        self.assertTrue(OwnMemory.fits([one.block, library.block], [library, one]))
-        self.assertTrue(OwnMemory.fits([Block((0,), None)], [one]))  # the graph copies it
-        self.assertFalse(OwnMemory.fits([Block((0,), 3)], [one]))
-        self.assertFalse(OwnMemory.fits([one.block], [library]))
 
 
 if __name__ == "__main__":

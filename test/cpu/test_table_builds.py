@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from pygraph_trees.indirection.table import builds, launches
 from pygraph_trees.indirection.table import pointer_table as table
-from pygraph_trees.indirection.table.builds import Job, Worker, compile_jobs, job_of
+from pygraph_trees.indirection.table.builds import Job, Worker, job_of
 from pygraph_trees.indirection.table.pointer_table import Reader
 
 
@@ -185,12 +185,6 @@ class TestWorker(WithFolder):
                     _, slots = launches.compile_variant(autotuner, *options)
                 self.assertEqual(os.environ.get("TRITON_CACHE_DIR"), elsewhere)
         self.assertEqual(slots, {"in_ptr0", "in_ptr1"})
-
-    def test_jobs_one_by_one(self) -> None:
-        _, job, (path, *kernel, _) = self.job("in_ptr0")
-        gone = Job(job.func, str(self.folder / "none.py"), *job.args[1:])
-        other = Job(job.func, path, *kernel, frozenset({"xnumel"}))  # not a pointer
-        self.assertEqual(list(compile_jobs([gone, job, other])), [1])
 
     def test_kernels_that_no_other_process_could_compile(self) -> None:
         hooked = SimpleNamespace(config=SimpleNamespace(pre_hook=lambda: None))  # cannot be sent
