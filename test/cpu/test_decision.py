@@ -25,9 +25,8 @@ def gain(ungraphed_us, graphed_us, noise_us=0.0):
     return Gain(ungraphed_us, graphed_us, graphed_us - ungraphed_us, max(1.0, 0.02 * ungraphed_us), noise_us)
 
 
-def compared(latency, throughput=None, launches=2, **more):
-    facts = Facts(launches, copied_bytes=more.pop("copied_bytes", 0))
-    return Comparison(latency, latency if throughput is None else throughput, [facts], **more)
+def compared(latency, throughput=None):
+    return Comparison(latency, latency if throughput is None else throughput, [Facts(2)])
 
 
 class TestPlain(TestCase):
