@@ -18,7 +18,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda import driver as driver_module
 from pygraph_trees.cuda import progress
-from pygraph_trees.cuda.copy_nodes import TARGET, MemcpyNode, MemsetNode
+from pygraph_trees.cuda.copy_nodes import MemcpyNode
 from pygraph_trees.cuda.driver import Driver, IndirectionOff, usable_driver
 from pygraph_trees.cuda.graph_nodes import KernelNode, NodeKind
 from pygraph_trees.errors import NOT_FOUND, DriverError
@@ -221,25 +221,6 @@ class TestCopyNodes(DriverTestCase):
         for types, more, expected in cases:
             with self.subTest(types=types, **more):
                 self.assertEqual(self.sides(*types, **more), expected)
-
-    def test_unified_addresses_are_of_what_lies_there(self):
-        unified = ("UNIFIED", "UNIFIED")
-        for pinned in (True, False):
-            host = self.api.make_host(bytes(64), pinned)
-            self.assertEqual(self.sides(*unified, source=host), (None, self.TARGET, host, True))
-            self.assertEqual(self.sides(*unified, target=host), (self.SOURCE, None, None, True))
-        self.api.fail("cuPointerGetAttribute", code=CUresult.CUDA_ERROR_OUT_OF_MEMORY)
-        self.assertRefused("cuPointerGetAttribute", "CUDA_ERROR_OUT_OF_MEMORY", self.sides, "UNIFIED")
-
-    def test_set_keeps_a_host_side(self):
-        node, exec_ = self.bound(MemcpyNode, self.api.make_memcpy(self.SOURCE, self.TARGET, 64, "HOST"))
-        node.word(TARGET).value = 0x3000
-        self.check_set(node, exec_, struct.pack("<QQ", self.SOURCE, 0x3000))
-
-    def test_a_fill_of_several_rows_is_not_plain(self):
-        for rows in (1, 3):
-            node = MemsetNode(self.driver, self.api.make_memset(0x1000, 64, 4, rows=rows, pitch=512))
-            self.assertEqual((node.target, node.plain), (0x1000, rows == 1))
 
 
 class TestUsableDriver(TestCase):
