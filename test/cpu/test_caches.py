@@ -226,12 +226,6 @@ class TestEvidence(WithFolder):
         places = {"EVIDENCE": self.folder / "evidence.json", "ROOT": self.folder}
         self.enterContext(mock.patch.multiple(self.suite, **places, code_hash=lambda: code_hash(self.folder)))
 
-    def outcome(self, *parts):
-        found = {}
-        self.suite.run_parts(parts, [{}, {}], found.__setitem__)
-        (outcome,) = found.values()
-        return outcome
-
     def test_check_tells_whether_the_evidence_is_of_this_code(self):
         """Evidence of another torch than the required one changes no status, and comments are no code."""
         (code := self.folder / "pygraph_trees" / "a.py").parent.mkdir()
@@ -257,7 +251,8 @@ class TestEvidence(WithFolder):
         ):
             path = self.folder / f"{name}.py"
             path.write_text(text)
-            outcome = self.outcome(self.suite.Part(path, 0, 1, 0.0))
+            self.suite.run_parts([self.suite.Part(path, 0, 1, 0.0)], [{}, {}], (found := {}).__setitem__)
+            (outcome,) = found.values()
             self.assertEqual((outcome.passed, outcome.failed, outcome.skipped), counts)
             self.assertRegex(str(outcome.failures), failure)
 
