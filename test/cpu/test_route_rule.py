@@ -15,8 +15,6 @@ from unittest import mock
 
 import torch
 from fake_trees import Plain
-from hypothesis import given
-from hypothesis import strategies as st
 from test_fast_path import Trees as FakeTrees
 from test_launches import FakeAutotuner
 from test_live_inputs import LiveInputsTestCase, at
@@ -242,19 +240,21 @@ class TestDecide(TestCase):
         self.assertEqual([d.by_address for d in (TABLE, PATCH, unheld)], [True, True, False])
 
 
-class TestFits(TestCase):
-    @given(st.integers(0, 1 << 10), st.integers(0, 1 << 10))
-    def test_as_aligned_as_recorded(self, address, recorded):
-        as_aligned = all(address % (1 << p) == 0 for p in range(10) if recorded % (1 << p) == 0)
-        self.assertEqual(fits(address, recorded), as_aligned and (recorded % 16 == 0 or address % 16 == recorded % 16))
+ADDRESSES = sorted({number << power for number in (0, 1, 3) for power in range(11)})  # of all alignments
 
-    @given(st.integers(0, 1 << 10), st.integers(0, 1 << 10), st.integers(0, 1 << 10), st.integers(0, 1 << 8))
-    def test_a_pointer_into_the_middle_stays_as_aligned(self, address, recorded, ahead, steps):
-        aligned = math.gcd(recorded + ahead, 512)
-        if fits(address, recorded, aligned):
-            self.assertEqual((address + ahead) % aligned, 0)
-            self.assertTrue(fits(address, recorded))
-        self.assertTrue(fits(recorded + 512 * steps, recorded, aligned))
+
+class TestFits(TestCase):
+    def test_as_aligned_as_recorded(self):
+        for address, recorded in itertools.product(ADDRESSES, repeat=2):
+            as_aligned = all(address % (1 << p) == 0 for p in range(10) if recorded % (1 << p) == 0)
+            expected = as_aligned and (recorded % 16 == 0 or address % 16 == recorded % 16)
+            self.assertEqual(fits(address, recorded), expected, f"{address} for {recorded}")
+
+    def test_a_pointer_into_the_middle_stays_as_aligned(self):
+        for address, recorded, ahead in itertools.product(ADDRESSES, repeat=3):
+            aligned = math.gcd(recorded + ahead, 512)
+            as_aligned = fits(address, recorded) and (address + ahead) % aligned == 0
+            self.assertEqual(fits(address, recorded, aligned), as_aligned, f"{address} for {recorded}, {ahead} ahead")
 
     def test_alignment_of_addresses_that_kernels_hold(self):
         kernel, fill = object.__new__(KernelNode), object.__new__(MemsetNode)
