@@ -29,6 +29,9 @@ from .stored import lower_stored, stored
 # The metadata on a node's origin. Inductor names kernels by it, and keeps what it tunes under a hash with the name.
 _ORIGIN = ("stack_trace", "original_aten", "from_node")
 
+# Of constants that ATen makes at each call; each takes it a few µs.
+_MOST_MADE, _SMALL_NBYTES = 4, 64
+
 
 def place(
     graph: fx.Graph, *, exact: bool = False, stages: bool = True, folds: bool = True, placed: Placed | None = None
@@ -70,6 +73,7 @@ class _Rewriting:
                 else:
                     node.replace_input_with(source, self._there[source])
         self._erase_unused()
+        self._leave_constants_to_aten()
         self._graph.lint()
 
     def _erase_unused(self) -> None:
@@ -79,6 +83,19 @@ class _Rewriting:
         for node in sorted(there | self._plan.folding.values.keys(), reverse=True):
             if not node.users:
                 self._graph.erase_node(node)
+
+    def _leave_constants_to_aten(self) -> None:
+        """Has ATen make the small constants that stay on the CPU, if the CPU computes nothing else.
+
+        A process that compiles its first kernel in C++ builds and loads test libraries for it: 56 s on an H200's host.
+        """
+        from torch._inductor import config
+
+        computed = [n for n in self._graph.nodes if n.op == "call_function" and nodes.is_on_cpu(n) and n.users]
+        is_small = (n.target is aten.full.default and nodes.nbytes_of(n) <= _SMALL_NBYTES for n in computed)
+        if len(computed) <= _MOST_MADE and all(is_small) and not config.cpp_wrapper:
+            for node in computed:
+                node.meta["should_fallback"] = True  # read by Inductor's GraphLowering
 
     def _replace_copy(self, copy: fx.Node, there: fx.Node) -> None:
         wanted = copy.meta["val"]

@@ -518,6 +518,18 @@ class TestLowered(TestCase):
                 graph, found = self.full(program, scalar)
                 self.assertEqual((found, [record.how for record in graph.gm.meta[PLACED]]), ((1, 0), ["staged"]))
 
+    def test_small_constants_that_stay_on_the_cpu_need_no_kernel_in_cpp(self):
+        span = lambda x, *_: (x.sin(), 512 - (count := torch.tensor(min(len(x), 64))), 512 + count)  # noqa: E731
+        for program, inputs, in_cpp in (
+            (span, (), False),
+            (lambda x: (*span(x), torch.ones(17)), (), True),
+            (lambda x, v: (*span(x), v + 1), (torch.ones(2),), True),
+            (lambda x: (x, *(torch.full((), n) for n in range(5))), (), True),
+        ):
+            graph, _ = self.full(program, *inputs)
+            self.assertEqual("cpp_fused" in graph.source_code, in_cpp)
+            self.assertEqual("aten.full.default([], " in graph.source_code, not in_cpp)
+
     def test_the_code_is_as_without_placement_if_there_is_nothing_to_do(self):
         """Inductor stores tuning results under a hash with the kernel's name, so both ways run the same kernels."""
 
