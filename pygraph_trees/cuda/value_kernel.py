@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .driver import Driver
 
 NAME = "pygraph_put"  # a kernel's name begins so; the most bytes that it takes follow
-WIDTHS = (256, 1024, 4096, 8192, 16384)  # bytes; CUDA allows 32,764 for all parameters (PTX 8.1, sm_70)
+WIDTHS = (256, 1024, 4096, 8192, 16384, 32736)  # bytes; CUDA allows 32,764 for all parameters (PTX 8.1, sm_70)
 BYTES = 2  # the number of the parameter that holds the bytes
 _AT_ONCE, _THREADS = 16, 32  # bytes that a thread writes, threads of a block
 

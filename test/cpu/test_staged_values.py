@@ -143,8 +143,8 @@ class TestInPython(ValuesTestCase):
             self.assertEqual(self.api.calls, [KERNEL])
 
     def test_when_there_are_buffers(self):
-        """Kernels hold up to 16 KiB, of inputs that are not pinned."""
-        for count, is_by_value in ((4096, True), (4097, False)):
+        """Kernels hold up to 32,736 bytes, of inputs that are not pinned."""
+        for count, is_by_value in ((8184, True), (8185, False)):
             live = self.chosen(torch.ones(count))
             self.assertEqual((live.staged_copies[1] is not None, live.copies_some), (is_by_value, not is_by_value))
         with (

@@ -282,8 +282,8 @@ class TestByValue(PlacementTestCase):
         self.check_in_cpp(fn, make)
 
     def test_each_width_and_the_limit(self):
-        """Every byte arrives, whatever the size; a value above 16 KiB is copied from a buffer."""
-        for count in (1, 3, 16, 255, 256, 257, 1000, 1024, 4095, 4096, 16383, 16384, 16385):
+        """Every byte arrives, whatever the size; a value above 32,736 bytes is copied from a buffer."""
+        for count in (1, 3, 16, 255, 256, 257, 1000, 1024, 4095, 4096, 16384, 16385, 32736, 32737):
             with self.subTest(count):
                 reset()
                 graphed, found = graphed_of(lambda x, v: x + v.to("cuda")), []
@@ -292,7 +292,7 @@ class TestByValue(PlacementTestCase):
                 for values in marked(given):
                     found.append(graphed(x, values).clone())
                 self.assertEqual([output.cpu() for output in found], given)
-                self.assertEqual(copies(), int(count > 16384))
+                self.assertEqual(copies(), int(count > 32736))
 
     def test_pinned_memory_that_the_gpu_has_still_to_write(self):
         """A value may be pinned though the recorded one was not: it is read after the GPU has written it."""
