@@ -85,16 +85,20 @@ class _Rewriting:
                 self._graph.erase_node(node)
 
     def _leave_constants_to_aten(self) -> None:
-        """Has ATen make the small constants that stay on the CPU, if the CPU computes nothing else.
+        """Has ATen make the small constants that are returned on the CPU, if the CPU computes nothing else.
 
         A process that compiles its first kernel in C++ builds and loads test libraries for it: 56 s on an H200's host.
+        Inductor writes a constant that only GPU operators read into their kernels, unless ATen makes it.
         """
         from torch._inductor import config
 
+        output = self._graph.output_node()
         computed = [n for n in self._graph.nodes if n.op == "call_function" and nodes.is_on_cpu(n) and n.users]
-        is_small = (n.target is aten.full.default and nodes.nbytes_of(n) <= _SMALL_NBYTES for n in computed)
-        if len(computed) <= _MOST_MADE and all(is_small) and not config.cpp_wrapper:
-            for node in computed:
+        returned = [n for n in computed if output in n.users]
+        is_small = (nodes.nbytes_of(n) <= _SMALL_NBYTES and [*n.users] == [output] for n in returned)
+        is_constant = all(n.target is aten.full.default for n in computed)
+        if len(returned) <= _MOST_MADE and is_constant and all(is_small) and not config.cpp_wrapper:
+            for node in returned:
                 node.meta["should_fallback"] = True  # read by Inductor's GraphLowering
 
     def _replace_copy(self, copy: fx.Node, there: fx.Node) -> None:

@@ -530,6 +530,16 @@ class TestLowered(TestCase):
             self.assertEqual("cpp_fused" in graph.source_code, in_cpp)
             self.assertEqual("aten.full.default([], " in graph.source_code, not in_cpp)
 
+    def test_constants_that_only_the_gpu_reads_are_part_of_its_kernels(self):
+        def masked(x, *_):
+            x = x.clone()
+            x[x > 0.5] = 0.0  # stays on the CPU for Inductor, which writes it into the kernel
+            return x
+
+        self.assertEqual(self.full(masked)[1], (1, 0))
+        graph, _ = self.full(lambda x: (masked(x), torch.tensor(1.0)))
+        self.assertEqual(graph.source_code.count("aten.full.default("), 1)  # that of the other constant
+
     def test_the_code_is_as_without_placement_if_there_is_nothing_to_do(self):
         """Inductor stores tuning results under a hash with the kernel's name, so both ways run the same kernels."""
 
