@@ -96,7 +96,9 @@ class _Rewriting:
         computed = [n for n in self._graph.nodes if n.op == "call_function" and nodes.is_on_cpu(n) and n.users]
         returned = [n for n in computed if output in n.users]
         is_small = (nodes.nbytes_of(n) <= _SMALL_NBYTES and [*n.users] == [output] for n in returned)
-        is_constant = all(n.target is aten.full.default for n in computed)
+        # A fallback of Inductor's takes no symbolic truth value.
+        truths = (isinstance(given.meta.get("val"), torch.SymBool) for n in returned for given in n.all_input_nodes)
+        is_constant = all(n.target is aten.full.default for n in computed) and not any(truths)
         if len(returned) <= _MOST_MADE and is_constant and all(is_small) and not config.cpp_wrapper:
             for node in returned:
                 node.meta["should_fallback"] = True  # read by Inductor's GraphLowering

@@ -540,6 +540,11 @@ class TestLowered(TestCase):
         graph, _ = self.full(lambda x: (masked(x), torch.tensor(1.0)))
         self.assertEqual(graph.source_code.count("aten.full.default("), 1)  # that of the other constant
 
+    def test_truth_values_of_symbolic_sizes_are_no_constants_that_aten_makes(self):
+        with torch._dynamo.config.patch(assume_static_by_default=False):
+            graph, _ = self.full(lambda x: (x + 1, torch.full((), len(x) > 3)))
+        self.assertIn("cpp_fused", graph.source_code)
+
     def test_the_code_is_as_without_placement_if_there_is_nothing_to_do(self):
         """Inductor stores tuning results under a hash with the kernel's name, so both ways run the same kernels."""
 
