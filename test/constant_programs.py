@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 INF, NAN = float("inf"), float("nan")
 
@@ -90,6 +91,8 @@ ODD = [
     Constant("odd", "clamped at zero", lambda n: (-count(n) * 0.25).clamp(min=0), eager=False),
     Constant("odd", "rectified", lambda n: (-count(n) * 0.0).relu(), eager=False),
     Constant("odd", "minus zero", lambda n: torch.where(count(n) % 2 == 0, -0.0, 1.0), "folded", "folded"),
+    # The GPU's number is rounded to half precision first, to minus zero.
+    Constant("odd", "padded", lambda n: F.pad(count(n).half(), (1, 1), value=-1e-9)),
     Constant("odd", "negated", lambda n: -(count(n) % 2).float(), "made", "made"),
 ]
 INTEGERS = [

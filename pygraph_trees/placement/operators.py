@@ -121,7 +121,8 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> Why | None:
     if kind is None:
         return Reason.DIFFERENT()
     numbers = (arg for arg in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(arg, float))
-    if any(number == 0 and math.copysign(1, number) < 0 for number in numbers):
+    tiny = 2**-25 if any(t.dtype in HALVES for t in nodes.tensors_of(node)) else 0  # rounds to zero
+    if any(-tiny <= number <= 0 and math.copysign(1, number) < 0 for number in numbers):
         return Reason.MINUS_ZERO()
     if any(map(_is_fraction, node.all_input_nodes)):
         return Reason.FRACTION()
