@@ -20,7 +20,7 @@ from pygraph_trees.reasons import Reason
 
 from . import nodes
 from .nodes import HALVES, aten, prims
-from .operators import is_conversion, keeps_memory
+from .operators import COMPARES, is_conversion, keeps_memory
 from .plan import How, Placed, Plan, Value
 from .readers import copies_to_gpu, itself_and_views
 from .staging import staged
@@ -166,7 +166,7 @@ class _Rewriting:
 
     def _argument(self, arg: Any, node: fx.Node, *, computes: bool) -> Any:
         """An argument as the GPU's call of a node takes it; a number beside half precision is rounded to that."""
-        if isinstance(arg, float):
+        if isinstance(arg, float) or (type(arg) is int and nodes.packet_of(node) in COMPARES):
             halves = {tensor.dtype for tensor in [*nodes.tensors_given(node), *nodes.tensors_of(node)]} & HALVES
             return torch.tensor(arg, dtype=halves.pop()).item() if len(halves) == 1 else arg
         if not isinstance(arg, fx.Node) or arg not in self._there:

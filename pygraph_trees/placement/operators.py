@@ -31,7 +31,7 @@ _MOVES_ELEMENTS = nodes.REARRANGES | named(
     prims.view_of,
     prims.rev,
 )
-_COMPARES = named("eq ne lt le gt ge isnan isinf logical_not logical_and logical_or logical_xor")
+COMPARES = named("eq ne lt le gt ge isnan isinf logical_not logical_and logical_or logical_xor")
 _CONVERTS = frozenset({aten._to_copy, prims.convert_element_type})  # possibly to another device as well
 # Integers at equal distances, from a first one on.
 _COUNTS = frozenset({aten.arange, prims.iota})
@@ -156,7 +156,7 @@ def kind_of(node: fx.Node) -> Kind | None:
         if target is aten.view.dtype:  # a kernel holds half precision in single precision, and a mask in one bit
             return None if types & (HALVES | {torch.bool}) else Kind.EXACT
         return Kind.MOVES
-    if packet in _COMPARES:
+    if packet in COMPARES:
         rounds_first = bool(types & HALVES) and len(types - {torch.bool}) > 1  # the CPU does, to half precision
         return None if rounds_first else Kind.EXACT
     if packet in _CONVERTS:
@@ -335,6 +335,6 @@ def _numbers_fit(node: fx.Node) -> bool:
         return True
     numbers = [arg for arg in pytree.tree_leaves((node.args, node.kwargs)) if type(arg) in (int, float)]
     if any(isinstance(number, float) for number in numbers):
-        return nodes.packet_of(node) in _COMPARES  # which happens in floating point
+        return nodes.packet_of(node) in COMPARES  # which happens in floating point
     limits = [(torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in types]
     return all(least <= number <= most for least, most in limits for number in numbers)

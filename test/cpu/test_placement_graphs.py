@@ -122,6 +122,14 @@ class TestPlacement(TestCase):
             module.recompile()
         return module, placed
 
+    def test_an_integer_that_half_precision_is_compared_with_is_rounded_to_it(self):
+        """The CPU rounds it. Inductor does since torch 2.13, and earlier compares in single precision."""
+        program = lambda v, x: torch.ops.prims.device_put(v.half() == 2049, GPU)  # noqa: E731
+        module, _ = self.placed_program(program, v := torch.arange(2046.0, 2054), torch.rand(8))
+        (compared,) = (node for node in module.graph.nodes if node.target is torch.ops.aten.eq.Scalar)
+        self.assertEqual((compared.args[1], is_on_gpu(compared)), (2048, True))
+        self.assertEqual(OnCpu(module).run(v, torch.rand(8)), v.half() == 2049)
+
     def test_several_gpus(self):
         """The graph is left alone, and the reason is noted."""
         with absent_gpu("sm_90"), FakeTensorMode() as mode:
