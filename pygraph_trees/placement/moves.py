@@ -162,7 +162,8 @@ class _Rewriting:
             kwargs["pin_memory"] = False
         result = self._call(node.target, args, node, kwargs)
         is_half = isinstance(value, torch.Tensor) and value.dtype in HALVES
-        return self._stored(result, node) if is_half and computes else result
+        is_rounded = computes or node.all_input_nodes  # the latter are numbers made of sizes
+        return self._stored(result, node) if is_half and is_rounded else result
 
     def _argument(self, arg: Any, node: fx.Node, *, computes: bool) -> Any:
         """An argument as the GPU's call of a node takes it; a number beside half precision is rounded to that."""

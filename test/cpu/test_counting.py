@@ -105,6 +105,14 @@ class TestLowered(WithFolder):
                 hows, _ = self.placed(lambda x: x + value(x.shape[0]).to("cuda"), self.gpu(300))  # noqa: B023
             self.assertEqual([*hows.values()][-1], how)
 
+    def test_a_number_made_of_sizes_is_rounded_to_half_precision(self):
+        """A kernel would keep it in single precision, 2049 for example, which half precision does not have."""
+        value = lambda n: torch.full((3,), n, dtype=torch.float16)  # noqa: E731
+        with torch._dynamo.config.patch(assume_static_by_default=False):
+            hows, graph = self.placed(lambda x: x[:3] + value(len(x)).to("cuda").float(), self.gpu(2049))
+        self.assertEqual([*hows.values()], [MADE])
+        self.assertIn(".to(tl.float16)", graph.source_code)
+
     def test_rows_that_a_pass_made_views_of_one(self):
         """Inductor replaces a running sum of equal numbers by multiples, expanded; the copy has the rows themselves."""
         hows, _ = self.placed(lambda x: x + torch.full((2, 16), 0.1).cumsum(-1).to("cuda"), self.gpu(2, 16))
