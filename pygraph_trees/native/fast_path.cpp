@@ -28,10 +28,10 @@ namespace {
 /* Sets the only item of a list, which tells whether its owner is counted among those that need the collector off. */
 void switch_collector(const py::list &is_counted, bool is_off) {
     const bool before = is_counted[0].cast<bool>();
-    is_counted[0] = py::bool_(is_off);
     if (is_off && !before)
-        CollectorOff::enter();
-    else if (!is_off && before)
+        CollectorOff::enter(); // may raise, and then does not count
+    is_counted[0] = py::bool_(is_off);
+    if (!is_off && before)
         CollectorOff::leave();
 }
 

@@ -229,7 +229,8 @@ class CollectorOff {
 #else
         const bool is_raised = false;
 #endif
-        PyGC_Disable();
+        if (inside != 0) // the other threads may have left meanwhile
+            PyGC_Disable();
         if (is_raised || !due)
             throw py::error_already_set();
     }

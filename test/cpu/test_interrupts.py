@@ -290,6 +290,18 @@ class TestSwitchInCpp(TestSwitch):
             end()
         self.assertTrue(gc.isenabled())
 
+    def test_it_is_on_again_if_the_others_leave_while_it_runs_at_last(self) -> None:
+        """A finalizer, or a handler of a signal, may let other threads run."""
+        self.addCleanup(gc.set_threshold, *gc.get_threshold())
+        gc.set_threshold(1)
+        with another_thread_recording() as end:
+            note: Any = lambda phase, info: gc.callbacks.remove(note) or end()  # noqa: E731
+            gc.callbacks.append(note)
+            for _ in range(1500):
+                with paused():
+                    made = [[]]
+        self.assertEqual((note in gc.callbacks, gc.isenabled()), (False, True), made)
+
 
 class TestFinalizer(TestCase):
     def test_one_that_runs_as_the_collector_is_turned_on(self) -> None:
