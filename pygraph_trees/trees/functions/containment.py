@@ -57,18 +57,19 @@ class Stage(enum.Enum):
 class Progress:
     """One call on the slow path."""
 
-    __slots__ = ("_count", "_held", "_is_in_pool", "_list", "node", "outputs", "stage")
+    __slots__ = ("_count", "_held", "_is_in_pool", "_list", "is_recording", "node", "outputs", "stage")
 
     def __init__(self, inputs: list[Any], is_in_pool: Callable[[int], bool]) -> None:
         self._list, self._count, self._is_in_pool = inputs, len(inputs), is_in_pool
         # Inputs by index; of those in the pool only their places, since a recording that holds one uses other memory.
         self._held: dict[int, Any] = {}
-        self.stage = Stage.PREPARED
+        self.stage, self.is_recording = Stage.PREPARED, False
         self.outputs: Any = None  # once they are computed, if they are known
         self.node: Any = None  # the recording that was launched, if all outputs can be read in its memory
 
     def hold(self, indices: Iterable[int] | None = None) -> None:
-        """Keeps what a second run needs of these inputs, or all. Outputs must not be moved after that."""
+        """Keeps what a second run needs of these inputs; for a recording, of all. Outputs must not move after that."""
+        self.is_recording |= indices is None
         chosen = range(self._count) if indices is None else [index for index in indices if index < self._count]
         self._held |= {index: _kept(self._list[index], self._is_in_pool) for index in chosen}
 
@@ -175,7 +176,7 @@ def _after(error: Exception, manager: Any, progress: Progress, function_id: Any,
         if not model.keeps_inputs:
             manager.keep_inputs(function_id, described(error))
     elif _lacks_memory(error):
-        if was_captured:
+        if progress.is_recording:
             model.note_lack(function_id, described(error))
     elif not passes(error):
         note_failure(model, error)
