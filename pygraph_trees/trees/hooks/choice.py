@@ -136,7 +136,7 @@ def only_sizes_that_come_again(
         return run
     sizes, dispatch, integers = Sizes(), function.dispatch, operator.itemgetter(*indices)
     ungraphed = as_upstream_has_it(aligned, function.log.mode, device)
-    replayed = 0  # replays before the last call that was not graphed
+    replayed = 0  # replays so far, when they were counted last, which takes long if there are many recordings
     why = Reason.OTHER_SIZES(graphed=FIRST_SIZES, calls=COMES_AGAIN)
 
     def instead(inputs: list[Any]) -> Any:
@@ -151,10 +151,10 @@ def only_sizes_that_come_again(
         aligned.decide(inputs)
         if sizes.are_graphed(integers(inputs)):
             return run(inputs)
-        before, replayed = replayed, function.log.replays
-        if replayed != before:  # calls that C++ replayed did not come here
-            sizes.refused = 1
         function.log.not_graphed(why)
+        before = replayed
+        if sizes.refused >= REFUSED and (replayed := function.log.replays) != before:
+            sizes.refused = 1  # calls that C++ replayed did not come here
         if sizes.refused >= REFUSED:
             if function.trial is not None:
                 function.trial.give_up()
