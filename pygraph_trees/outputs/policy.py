@@ -88,13 +88,13 @@ class OutputPolicy:
             self.storages[function_id] = storages
             graph, mode, chosen = model.log.graph, model.log.mode, storages
             # A collective may hide the address of all memory except that to which only copies write.
+            is_alike = model.may_have_collective or manager.reclaiming.is_alike
             if model.log.has_collective:
                 plan.copied.update(storage.block.outputs for storage in storages)
-            else:
+            elif not is_alike:  # if a library's outlive their step, that changes later
                 chosen = tuple(storage for storage in storages if storage.allocation is not None)
             # The function is added to the manager after its first call. Ranks may hold outputs for different times.
             is_whole = mode == INFERENCE and graph is not None and graph.functions == 1
-            is_alike = model.may_have_collective or manager.reclaiming.is_alike
             if not model.dispatch.is_added and (is_whole or (is_alike and mode != BACKWARD)):
                 seen = None if mode == INFERENCE else model.first_inside or 0
                 numbers = [n for storage in chosen for n in storage.block.outputs if seen is None or n < seen]

@@ -398,9 +398,10 @@ class TestPolicy(TestCase):
         self.manager.reclaiming.is_alike = True
         self.outlive((id_, 0), steps=3)
         self.assertEqual((self.call(id_), self.again, self.policy.changing), ([], [], []))
-        forward = function(mode="forward")
-        forward.first_inside = 1
-        self.assertEqual(self.call(self.warm_up(forward)), [FIRST])
+        for seen, expected in ((1, [FIRST]), (5, [FIRST, SECOND, LIBRARY])):  # from the beginning, also of libraries
+            forward = function(mode="forward")
+            forward.first_inside = seen
+            self.assertEqual(self.call(self.warm_up(forward)), expected)
 
     def test_all_that_outlived_a_step_follow_one_that_outlived_two(self):
         """In the functions from its own on, which are recorded again anyway: a forward and its backward together."""
