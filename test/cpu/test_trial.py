@@ -272,10 +272,15 @@ class TestTrial(TrialTestCase):
         self.assertEqual((trial.is_over, function.went), (True, [Execution.GRAPHED]))
 
     def test_a_function_that_cannot_be_recorded_runs_ungraphed(self):
-        """A warm-up distinguishes it from a function whose thread has no trees."""
-        for warmups, way in ((1, Execution.UNGRAPHED), (0, Execution.GRAPHED)):
+        """A warm-up distinguishes it from a function whose thread has no trees. Later, there may be memory for it."""
+        lacks = {7: (3, 8, "out of memory")}
+        for warmups, lacking, way in (
+            (1, {}, Execution.UNGRAPHED),
+            (1, lacks, Execution.GRAPHED),
+            (0, {}, Execution.GRAPHED),
+        ):
             trial, function = self.one()
-            function.log.warmups, function.graph = warmups, function.outputs
+            function.log.warmups, function.graph, function.log.lacking = warmups, function.outputs, lacking
             function.log.not_graphed("it mutates an input")
             self.steps(trials._MOST_STEPS + 4, function)
             found = trial.is_over, trial.way, function.log.ungraphed_reason

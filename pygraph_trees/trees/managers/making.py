@@ -114,7 +114,7 @@ class Making(Calls):
         log = getattr(self.current_node, "log", None)
         if log is None:  # the patches were removed, and upstream's own recording was made
             return outputs
-        model.lacking.pop(function_id, None)
+        function.lacking.pop(function_id, None)
         log.record_s = record_s
         log.reason = reason
         log.pool_bytes = self.pool.nbytes() - before
