@@ -19,6 +19,7 @@ from test_trees import double
 from torch._inductor.cudagraph_trees import FunctionID
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+from pygraph_trees.errors import DriverError
 from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.functions import containment
@@ -156,12 +157,14 @@ class TestContained(TestCase):
     def test_out_of_memory_passes(self) -> None:
         """Own memory is freed before, also if the error is the program's."""
         no_memory = torch.OutOfMemoryError("while recording")
+        of_driver = DriverError(call="cuMemCreate", code="CUDA_ERROR_OUT_OF_MEMORY")
         with mock.patch.object(type(self.manager.output_policy), "release") as release:
             for _ in range(MOST_FAILURES + 1):
                 self.check(lambda inputs: fails(no_memory))
+                self.check(lambda inputs: fails(of_driver))
             self.model.model = mock.Mock(side_effect=no_memory)
             self.assertRaises(torch.OutOfMemoryError, self.call, self.model)
-        self.assertEqual(release.call_count, MOST_FAILURES + 2)
+        self.assertEqual(release.call_count, 2 * MOST_FAILURES + 3)
         self.assertEqual(self.model.failures, 0)
         self.assertIsNone(self.manager.why_start_over)
 

@@ -21,6 +21,7 @@ from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, Wrapped
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
+from pygraph_trees.errors import DriverError
 from pygraph_trees.native import binding
 from pygraph_trees.reasons import Reason
 from pygraph_trees.report import compiled
@@ -627,6 +628,23 @@ class TestManager(TestCase):
             with self.subTest(flag=flag, ways=ways):
                 self.assertEqual(self.tried(flag, last, can_copy), (ways, ["sizes"] if flag == "auto" else []))
                 self.assertEqual(list(self.model.refused), refused)
+
+    def test_no_input_is_refused_because_memory_lacks(self):
+        """After another error, the next attempt copies it, and so do all later recordings."""
+        recording = attempts.Attempts(self.wrapped(model := inference(indirection="auto")), inputs := ["an input"])
+
+        def attempt():
+            recording._kept = list(inputs)
+            if not recording.refused:
+                recording.failed(SimpleNamespace(has_table=False, in_place=(0,)), error)
+                raise error
+
+        lacks = self.assertRaises(DriverError)
+        for code, ends, refused in (("OUT_OF_MEMORY", lacks, []), ("NOT_SUPPORTED", contextlib.nullcontext(), [0])):
+            error = DriverError(call="cuMemCreate", code=f"CUDA_ERROR_{code}")
+            with ends:
+                recording.until_one_works(attempt, inputs)
+            self.assertEqual(list(model.refused), refused)
 
     def test_a_recording_that_would_write_to_a_copy_is_refused(self):
         """This holds even if upstream has decided that the function may be recorded."""

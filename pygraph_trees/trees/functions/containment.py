@@ -22,7 +22,7 @@ import torch
 from torch._inductor.cudagraph_trees import CUDAGraphNode
 
 from pygraph_trees.compat import has_replay_hooks
-from pygraph_trees.errors import PygraphError, Reported
+from pygraph_trees.errors import DriverError, PygraphError, Reported
 from pygraph_trees.indirection.live_input import memory_at
 from pygraph_trees.reasons import Reason, Why
 
@@ -210,6 +210,8 @@ def passes(error: BaseException) -> bool:
 
 
 def _lacks_memory(error: BaseException) -> bool:
+    if isinstance(error, DriverError):
+        return bool(error.fields["code"] == "CUDA_ERROR_OUT_OF_MEMORY")
     return isinstance(error, torch.OutOfMemoryError) or getattr(error, "error_code", None) == _NO_MEMORY
 
 
