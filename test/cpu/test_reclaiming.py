@@ -205,6 +205,17 @@ class TestPool(WithoutGpu):
         self.assertEqual((self.new.call_count, manager.graph), (2, "first graph"))
         self.assertIn("out of memory", logs.output[0])
 
+    def test_what_is_known_of_a_pool_goes_with_it(self):
+        """Each thread that ends, and each set of models that is dropped and made again, leaves a pool."""
+        manager, _ = self.recorded()
+        known = [weakref.ref(manager.pool)]
+        self.assertIs(known[0](), manager.pool)
+        manager.cuda_graphs_thread_pool = 0, 9
+        known.append(weakref.ref(manager.pool))
+        self.assertEqual([known[0](), known[1]()], [None, manager.pool])
+        del manager
+        self.assertIsNone(known[1]())
+
     def test_a_manager_that_is_shut_down_has_nothing_to_give_back(self):
         manager, model = self.recorded()
         manager.reclaiming.record_again(1, "of the test", 0)

@@ -210,7 +210,8 @@ class Manager(Making):
 
     @property
     def pool(self) -> PoolRanges:
-        return ranges_of(self.device_index, self.cuda_graphs_thread_pool)
+        self._ranges = ranges_of(self.device_index, self.cuda_graphs_thread_pool)  # held as long as it has this pool
+        return self._ranges
 
     def _update_non_cudagraph_managed_mutation(self, function_id: Any, inputs: list[Any]) -> None:
         model = self.ids_to_funcs[function_id].model

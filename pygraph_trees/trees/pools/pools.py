@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -11,6 +10,7 @@ import torch
 from pygraph_trees.indirection.pool import PoolRanges, segments_of
 
 OWNED: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # the managers of this package, by pool
+_ranges: WeakValueDictionary[Any, PoolRanges] = WeakValueDictionary()  # by device and pool
 
 
 def note_stream(tensor: torch.Tensor, stream: Any) -> None:
@@ -36,10 +36,14 @@ def holds(manager: Any, storage: torch.UntypedStorage) -> bool:
     return bool(is_there and manager.pool.holds(storage.data_ptr()))
 
 
-@functools.cache
 def ranges_of(device: int, pool: tuple[int, int]) -> PoolRanges:
-    """The ranges of a pool. Its manager calls ``forget`` whenever it may have grown; none does outside of ``OWNED``."""
-    return PoolRanges(lambda: (segment for segment in segments_of(pool) if segment["device"] == device))
+    """The ranges of a pool, which its manager and its recordings hold. The manager calls ``forget`` whenever it may
+    have grown; none does outside of ``OWNED``.
+    """
+    if (found := _ranges.get((device, pool))) is None:
+        made = PoolRanges(lambda: (segment for segment in segments_of(pool) if segment["device"] == device))
+        found = _ranges.setdefault((device, pool), made)
+    return found
 
 
 def free_bytes(device: int, pool_bytes: int) -> int:
