@@ -101,6 +101,7 @@ class FunctionLog:
     blocks_allocated: Any = field(default_factory=Count)
     blocks_given_away: Any = field(default_factory=Count)
     traced_reasons: set[object] = field(default_factory=set)  # once each: two reasons may alternate from call to call
+    described: dict[Any, Any] = field(default_factory=dict)  # inputs and outputs of recordings, each kept once
 
     @property
     def name(self) -> str:
@@ -131,6 +132,9 @@ class FunctionLog:
         return len(self.recordings), self.warmups, self.trial_runs, self.decision, self.route, self.awaits_table
 
     def recorded(self, recording: RecordingLog) -> None:
+        for name in ("inputs", "outputs"):
+            found = getattr(recording, name)
+            setattr(recording, name, self.described.setdefault(found, found))
         self.recordings.append(recording)
         name, kernels = f"{self.name}: recording {recording.number}", recording.kernels
         facts = recording.reason, "?" if kernels is None else kernels, recording.copied_bytes, recording.record_s

@@ -120,6 +120,18 @@ class TestOutputs(TestCase):
         (line,) = lines("outliv", function(why_not_kept="torch is old"))
         self.assertTrue(line.endswith("outputs that outlive their step are overwritten, because torch is old"), line)
 
+    def test_recordings_that_are_alike_share_what_is_known_of_inputs_and_outputs(self):
+        """Each thread makes its own recordings, which stay in the log when it ends."""
+        log = function()
+        for number, nbytes in enumerate((8, 16, 8)):
+            inputs = (records.InputRecord(0, "x", "live", "cuda:0", nbytes, 0, False),)
+            log.recorded(RecordingLog(number, inputs=inputs, outputs=(records.OutputRecord(0, "pool", nbytes),)))
+        first, other, last = log.recordings
+        self.assertEqual([one.inputs[0].nbytes for one in log.recordings], [8, 16, 8])
+        self.assertIs(last.inputs, first.inputs)
+        self.assertIs(last.outputs, first.outputs)
+        self.assertEqual(other.outputs[0].nbytes, 16)
+
     def test_where_outputs_are(self):
         unaliased = object()
         node = SimpleNamespace(
