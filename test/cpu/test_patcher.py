@@ -7,16 +7,12 @@ import weakref
 from unittest import mock
 
 import test_live_inputs
-import torch
-from fake_trees import Trees as FakeTrees
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_live_inputs import KERNEL, LiveInputsTestCase, at
 from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.cuda.driver import Driver
-from pygraph_trees.indirection.addresses import Addresses
-from pygraph_trees.indirection.patching import Patches
 from pygraph_trees.native import binding
 
 requires_cpp = unittest.skipIf(binding.extension is None, "the part in C++ was not built")
@@ -193,29 +189,6 @@ class TestPatcher(PatcherTestCase):
         self.assertIsNone(reference())
         self.assertTrue(native.patch(addresses(sets[1])))
         self.assertEqual(self.holds(graph, sets[1]), [True])
-
-
-class TestFastPath(PatcherTestCase):
-    """The whole path of a call: the entry, the recording's part, the live inputs, and the driver's call."""
-
-    @settings(deadline=None)
-    @given(st.sampled_from([None, [2, 0, 1], [1, 2, 0]]), st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3)))
-    def test_each_launch_has_its_addresses(self, order, calls):
-        self.restart()
-        nodes = lambda found: [self.api.make_kernel([found[2], 5, found[0]]), self.api.make_kernel([found[1]])]  # noqa: E731
-        live, graph, sets = self.recorded(nodes, inputs=3, count=3)
-        trees = FakeTrees({}, [torch.zeros(1)], live=live)
-        entry = trees.entry(order=order)
-        with (
-            mock.patch.object(Patches, "apply", side_effect=AssertionError("C++ does it")),
-            mock.patch.object(Addresses, "prepare", side_effect=AssertionError("it asks nobody")),
-        ):
-            for places in calls:
-                inputs = [sets[which][index] for index, which in enumerate(places)]
-                self.assertEqual(len(entry([inputs[(order or range(3)).index(place)] for place in range(3)])), 1)
-                first, second, third = addresses(inputs)
-                self.assertEqual(graph.launch(), [[third, 5, first], [second]])
-        self.assertEqual((trees.graph.launches, trees.searched), (len(calls), []))
 
 
 if __name__ == "__main__":
