@@ -19,7 +19,6 @@
 #include "entry.cpp"
 #include "memo.h"
 #include "direct_calls.cpp"
-#include "codes.cpp"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 
@@ -95,6 +94,26 @@ bool detach_views(py::handle checked, py::handle unchecked, const std::optional<
     return true;
 }
 
+thread_local PyObject *noted_codes = nullptr; // a dictionary, while this thread notes which code its calls run
+
+int note_code(PyObject *, PyFrameObject *frame, int what, PyObject *) {
+    if (what != PyTrace_CALL || noted_codes == nullptr)
+        return 0;
+    Ref code(reinterpret_cast<PyObject *>(PyFrame_GetCode(frame))), key(PyLong_FromVoidPtr(code.get()));
+    return key ? PyDict_SetItem(noted_codes, key.get(), code.get()) : -1;
+}
+
+/* A profile function in Python would not do: Dynamo does not see what a finalizer calls inside of it. */
+bool note_codes(const std::optional<py::dict> &codes) {
+    const Py_tracefunc profiler = PyThreadState_Get()->c_profilefunc;
+    if (codes && profiler != nullptr)
+        return false;
+    noted_codes = codes ? codes->ptr() : nullptr;
+    if (codes || profiler == note_code)
+        PyEval_SetProfile(codes ? note_code : nullptr, nullptr);
+    return true;
+}
+
 /* Interns the names, and returns those of torch, with their owners. */
 std::vector<std::string> intern_names() {
     std::vector<std::string> found;
@@ -123,7 +142,6 @@ PYBIND11_MODULE(_fast_path, module) {
     add_entry(module);
     add_backward_edges(module);
     add_direct_calls(module);
-    add_codes(module);
     module.def("collector_off", [](const py::list &is_counted) { switch_collector(is_counted, true); },
                "Turns the collector off, and sets the list's only item.");
     module.def("collector_on", [](const py::list &is_counted) { switch_collector(is_counted, false); },
@@ -133,6 +151,9 @@ PYBIND11_MODULE(_fast_path, module) {
                "How many calls asked for a fast replay, got one, and got one that Python made.");
     module.def("exchange_memory", exchange_memory, "Exchanges the memory of the storages of two tensors.");
     module.def("make_resizable", make_resizable, "Lets a storage that does not own its memory get other memory.");
+    module.def("note_codes", note_codes,
+               "Puts the code of each Python function that this thread calls into a dictionary, by identity, until it "
+               "is given None. False if there is another profiler.");
     module.def("note_stream", note_stream, "Notes that another stream uses a tensor's memory.");
     module.def("counted_host_work",
                [] {
