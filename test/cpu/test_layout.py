@@ -6,6 +6,7 @@ import ast
 import graphlib
 import re
 import unittest
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pygraph_trees", "inductor_patches")
 
-MOST_LINES = 400
+MOST_LINES, MOST_FILES = 400, 20
 NAMES_WITHOUT_A_CONCEPT = {"common", "core", "helpers", "misc", "utils"}
 
 
@@ -158,6 +159,8 @@ class TestLayout(unittest.TestCase):
         counted = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
         too_long = {path: count for path, count in counted.items() if count > MOST_LINES}
         self.assertEqual(too_long, {}, f"at most {MOST_LINES} lines are allowed: these files hold two concepts")
+        rooms = Counter(path.parent for path in files)
+        self.assertEqual([str(room) for room, count in rooms.items() if count > MOST_FILES], [])
 
     def test_a_file_is_named_by_its_concept(self) -> None:
         named = [file for file in sources(ROOT).values() if Path(file).stem.strip("_") in NAMES_WITHOUT_A_CONCEPT]
