@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 from captured_operations import ATEN, UNKNOWN, BranchesTestCase, Captured, FakeAutotuner, custom, operate, ops
-from fake_calls import PROGRAMMATIC
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import run_tests
@@ -256,15 +255,6 @@ class TestReport(BranchesTestCase):
             found = self.noted(run).branches
             self.assertEqual((found.operations, found.barriers, found.edges, found.depth), (3, barriers, 2, 3))
             self.assertEqual(found.lanes_us[2], found.chain_us)
-
-    def test_operations_that_may_start_early_are_one(self):
-        def run(captured, a, b, c, d, e, f):
-            ops.cat.out([a], out=b)
-            ops.cat.out([c], out=d)
-            first, second = captured.driver.nodes(captured.graph)
-            captured.api.connect(captured.graph, [(first, second, PROGRAMMATIC)])
-
-        self.assertEqual((self.noted(run).branches.operations), 1)
 
     def test_a_reason_stands_where_no_order_can_be_told(self):
         def allocates(captured, *tensors):
