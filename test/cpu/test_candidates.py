@@ -196,21 +196,6 @@ class TestCandidates(TestCase):
             yield
         self.assertEqual(found.call_count, found.call_count if count is None else count)
 
-    def test_functions_that_follow_each_other_are_found_without_a_search(self):
-        """Functions are called at several positions, after themselves or after each other."""
-        (first, call_first), (second, call_second) = self.function(), self.function()
-        root, others = self.recording(first), self.recording(second)
-        children = [self.recording(second, root), self.recording(second, others)]
-        paths = [
-            [(call_first, root), (call_second, children[0]), (call_first, self.recording(first, children[0]))],
-            [(call_second, others), (call_second, children[1])],
-            [(call_first, root), (call_second, children[0])],
-            [(call_second, others)],
-        ]
-        for times, path in itertools.product(range(4), paths):
-            with self.looked_for(0 if times > 1 else None):
-                self.check_step(*path)
-
     def fifty(self):
         """A function that follows another; it has a recording for each set of the other's outputs that is kept."""
         (first, call_first), (second, call_second) = self.function(), self.function()

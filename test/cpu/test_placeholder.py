@@ -248,10 +248,6 @@ class TestArena(PlaceholdersTestCase):
             self.assertEqual(rules.stands_out(low), expected == rules.LEAST_HIGH_HALF)
             self.assertLessEqual(high, self.arena()[1])
 
-    def test_another_reservation_is_made_if_one_runs_out(self):
-        self.assertDisjoint([self.place(Extent(400 * GIB, 0)) for _ in range(5)])
-        self.assertReserved(TIB, TIB, TIB)
-
     def test_it_is_used_up_to_its_end_and_not_exceeded_by_a_byte(self):
         pieces = 32 * GRANULE  # a large input's size is a multiple of this
         for is_exceeded in (False, True):

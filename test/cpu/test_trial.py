@@ -14,8 +14,6 @@ from unittest import mock
 
 import torch
 from functorch.compile import make_boxed_func
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, tracing
 from torch._inductor import cudagraph_trees
@@ -431,13 +429,6 @@ class TestTrial(TrialTestCase):
                 self.assertEqual(function.went, [Execution.GRAPHED])
             self.assertTrue(all(trial.compared for trial in found))
 
-    def test_a_trial_ends_once(self):
-        """A function may be stopped while the trial is being decided."""
-        trial, function = self.one()
-        with mock.patch.object(trials, "decide", lambda compared: trial.give_up() or Execution.UNGRAPHED):
-            self.steps(30, function)
-        self.assertEqual(function.went, [Execution.UNGRAPHED])
-
     def test_nobody_waits_for_a_change(self):
         """A finalizer that comes during a change calls functions, and waits for a backward in another thread."""
         trial, forward, backward = self.pair()
@@ -556,16 +547,6 @@ class TestTrial(TrialTestCase):
             function(1)
         self.steps(30, function)
         self.assertTrue(trial.is_over)
-
-    @settings(deadline=None)
-    @given(st.lists(st.tuples(st.booleans(), st.floats(1, 500), st.floats(1, 500)), min_size=100, max_size=200))
-    def test_every_call_is_made_once(self, drawn):
-        self.world = World()
-        _, function = self.one()
-        for number, (wait, host_us, gpu_us) in enumerate(drawn):
-            function.times = {Execution.UNGRAPHED: (host_us, gpu_us), Execution.GRAPHED: (gpu_us, host_us)}
-            self.steps(1, function, wait=wait)
-            self.assertEqual(len(function.calls), number + 1)
 
 
 class TestTrialOf(TestCase):
