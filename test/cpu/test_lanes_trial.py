@@ -311,13 +311,17 @@ class TestNumbers(TestCase):
         function.lanes.tried(function_id, log, Tried(100.0, lanes_us, 2.0, lanes_us < 97))
         return log
 
-    def test_the_first_recording_has_no_lanes_and_the_second_one_a_trial(self):
+    def test_the_first_recording_has_no_lanes_and_the_second_one_a_trial_until_a_thread_has_measured(self):
+        """Each thread's manager has ids of its own, as other integers have."""
         function = self.function()
-        (first, why, _), (second, no_more, _) = self.record(function), self.record(function)
-        self.assertEqual((first, why.reason, why.facts), (("forecast", 0), Reason.ON_LANES, {"lanes": 4}))
-        self.assertEqual((second, no_more), (("auto", 4), None))
-        self.assertEqual(self.record(function)[:2], (("auto", 4), None))  # its trial was interrupted
-        self.assertEqual(self.record(function, "for other integers")[0], ("forecast", 0))
+        for id_ in ("one", "other"):
+            found, why, _ = self.record(function, id_)
+            self.assertEqual((found, why.reason, why.facts), (("forecast", 0), Reason.ON_LANES, {"lanes": 4}))
+        for _ in range(2):  # the first trial was interrupted
+            self.assertEqual(self.record(function, "one")[:2], (("auto", 4), None))
+        self.tried(function, 99.0, "one")
+        self.assertEqual(self.record(function, "other")[0], ("auto", 4))  # its own trial decides
+        self.assertEqual(self.record(function, "a third")[0], ("off", 0))
 
     def test_a_result_holds_for_later_recordings_and_processes(self):
         for lanes_us, code, expected in ((80.0, "a", ("always", 4)), (99.0, "b", ("off", 0))):
@@ -347,14 +351,6 @@ class TestNumbers(TestCase):
         with mock.patch.object(lanes, "is_disturbed", lambda: True):
             self.tried(function, 80.0)
         self.assertEqual((self.stored, self.record(function)[0]), ({}, ("always", 4)))
-
-    def test_threads_have_numbers_of_their_own_until_one_has_measured(self):
-        """Each thread's manager has ids of its own."""
-        function = self.function()
-        self.assertEqual([self.record(function, id_)[0] for id_ in ("one", "other")], [("forecast", 0)] * 2)
-        self.tried(function, 99.0, "one")
-        self.assertEqual(self.record(function, "other")[0], ("auto", 4))  # its own trial decides
-        self.assertEqual(self.record(function, "a third")[0], ("off", 0))
 
     def test_places_of_the_same_step_wait_for_the_recording_again(self):
         """Their memory would count as that of lanes."""
