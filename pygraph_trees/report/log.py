@@ -85,8 +85,7 @@ class FunctionLog:
     runs: int = 0  # of the compiled code: warm-ups, recordings and un-graphed calls
     warmups: int = 0
     warmup_pool_bytes: int = 0
-    # By id: how often a recording lacked memory since the last one, for how many calls it runs un-graphed, and why.
-    lacking: dict[Any, tuple[int, int, Why]] = field(default_factory=dict)
+    lacked: int = 0  # recordings that lacked memory
     ungraphed_reason: Why | None = None
     is_ungraphed_by_decision: bool = False  # and the reason says so
     trial_runs: int = 0  # of the compiled code, un-graphed for a measurement

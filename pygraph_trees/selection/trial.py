@@ -274,7 +274,7 @@ class Trial:
         member.calls += 1
         if self._steps > _MOST_STEPS or member.calls > _MOST_CALLS:  # the trial takes too long
             logs = [other.log for other in members]
-            if all(log.warmups > 0 and not (log.recordings or log.lacking) for log in logs):
+            if all(log.warmups > 0 and not (log.recordings or log.lacked) for log in logs):
                 self._end(Execution.UNGRAPHED, f"{Execution.UNGRAPHED.value}: nothing could be recorded")
             else:
                 self._end(Execution.GRAPHED, None)

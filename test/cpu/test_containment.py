@@ -174,6 +174,7 @@ class TestContained(TestCase):
 
         def record(inputs: list[Any]) -> None:
             progress, number = self.progress(), next(texts)
+            progress.is_recording = True
             progress.hold()
             with progress.capturing() if number % 3 else contextlib.nullcontext():
                 if number % 3 < 2:

@@ -68,8 +68,7 @@ class Progress:
         self.node: Any = None  # the recording that was launched, if all outputs can be read in its memory
 
     def hold(self, indices: Iterable[int] | None = None) -> None:
-        """Keeps what a second run needs of these inputs; for a recording, of all. Outputs must not move after that."""
-        self.is_recording |= indices is None
+        """Keeps what a second run needs of these inputs, or all. Outputs must not be moved after that."""
         chosen = range(self._count) if indices is None else [index for index in indices if index < self._count]
         self._held |= {index: _kept(self._list[index], self._is_in_pool) for index in chosen}
 

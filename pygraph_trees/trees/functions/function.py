@@ -136,6 +136,8 @@ class FunctionModel:
         self.stop: Callable[[Why], None] | None = None  # lets it run un-graphed from the next call on, with a reason
         self.calls: dict[int, Progress] = {}  # on the slow path, by thread
         self.failures = 0  # contained errors
+        # By id: how often a recording lacked memory since the last one, for how many calls it runs un-graphed, and why.
+        self.lacking: dict[Any, tuple[int, int, Why]] = {}
         self.why_ungraphed: Why | None = None  # why no call is graphed any more
         self.keeps_inputs = False  # whether later recordings leave the memory of its inputs alone
         if hasattr(model, "__name__"):
@@ -143,15 +145,16 @@ class FunctionModel:
 
     def note_lack(self, function_id: Any, why: Why) -> None:
         """Notes that a recording lacked memory. The next call tries again, then one after twice as many each time."""
-        times = self.log.lacking.get(function_id, (0,))[0] + 1
-        self.log.lacking[function_id] = times, min(1 << times, _MOST_WAITED) if times > 1 else 0, why
+        self.log.lacked += 1
+        times = self.lacking.get(function_id, (0,))[0] + 1
+        self.lacking[function_id] = times, min(1 << times, _MOST_WAITED) if times > 1 else 0, why
 
     def why_waits(self, function_id: Any) -> Why | None:
         """Why a call runs un-graphed, which is counted: memory has lacked too often."""
-        times, calls, why = self.log.lacking.get(function_id, (0, 0, None))
+        times, calls, why = self.lacking.get(function_id, (0, 0, None))
         if why is None or not calls:
             return None
-        self.log.lacking[function_id] = times, calls - 1, why
+        self.lacking[function_id] = times, calls - 1, why
         return why
 
     def note_tangents(self, count: int, static_input_idxs: Sequence[int]) -> None:

@@ -92,6 +92,7 @@ class Making(Calls):
         before = self.pool.nbytes()
         start = time.perf_counter()
         if (progress := progress_of(model)) is not None:
+            progress.is_recording = True
             progress.hold()
         try:
             outputs = super().record_function(new_inputs, function_id)
@@ -114,7 +115,7 @@ class Making(Calls):
         log = getattr(self.current_node, "log", None)
         if log is None:  # the patches were removed, and upstream's own recording was made
             return outputs
-        function.lacking.pop(function_id, None)
+        model.lacking.pop(function_id, None)
         log.record_s = record_s
         log.reason = reason
         log.pool_bytes = self.pool.nbytes() - before

@@ -37,8 +37,9 @@ def holds(manager: Any, storage: torch.UntypedStorage) -> bool:
 
 
 def ranges_of(device: int, pool: tuple[int, int]) -> PoolRanges:
-    """The ranges of a pool, which its manager and its recordings hold. The manager calls ``forget`` whenever it may
-    have grown; none does outside of ``OWNED``.
+    """The ranges of a pool, as long as its manager or a recording holds them.
+
+    Its manager calls ``forget`` whenever the pool may have grown; none does outside of ``OWNED``.
     """
     if (found := _ranges.get((device, pool))) is None:
         made = PoolRanges(lambda: (segment for segment in segments_of(pool) if segment["device"] == device))
