@@ -208,6 +208,7 @@ class TestPool(WithoutGpu):
     def test_what_is_known_of_a_pool_goes_with_it(self):
         """Each thread that ends, and each set of models that is dropped and made again, leaves a pool."""
         manager, _ = self.recorded()
+        manager.cuda_graphs_thread_pool = 0, 8
         known = [weakref.ref(manager.pool)]
         self.assertIs(known[0](), manager.pool)
         manager.cuda_graphs_thread_pool = 0, 9

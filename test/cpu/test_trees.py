@@ -712,6 +712,15 @@ class TestManager(TestCase):
         with addressed():
             self.assertFalse(self.manager._given([in_pool], self.FUNCTION).would_lose_writes())
 
+    def test_a_recording_that_lacks_memory_is_counted(self):
+        self.manager.ids_to_funcs = {self.FUNCTION: self.wrapped(self.model)}
+        self.enterContext(mock.patch.object(pools, "segments_of", return_value=()))
+        run = mock.patch.object(Upstream, "_run", lambda manager, *call: manager.record_function(*call))
+        error = DriverError(call="cuMemCreate", code="CUDA_ERROR_OUT_OF_MEMORY")
+        with addressed(), run, mock.patch.object(Upstream, "record_function", side_effect=error):
+            self.assertEqual(self.manager.run([torch.ones(2)], self.FUNCTION), [torch.full((2,), 2.0)])
+        self.assertEqual((self.model.log.lacked, self.model.failures), (1, 0))
+
     def test_the_reason_names_what_differs_from_what_is_recorded(self):
         inputs, id_, log = [torch.ones(2), torch.ones(2), torch.ones(2), 5], FunctionID(0), SimpleNamespace()
         placeholders = [PlaceholderInfo(f"arg{i}_1", None, [], None) for i in range(4)]
