@@ -176,9 +176,7 @@ def _is_written_as_literals(value: torch.Tensor) -> bool:
 
 def _literals_keep_bits(value: torch.Tensor) -> bool:
     """Whether literals in a kernel's source keep the bits: no negative zero, infinity, NaN or unusual type."""
-    if value.dtype not in _LITERALS:
-        return False
-    return bool((value.isfinite() & ~((value == 0) & value.signbit())).all())
+    return value.dtype in _LITERALS and bool((value.isfinite() & ~((value == 0) & value.signbit())).all())
 
 
 def _may_be_counted(value: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch._inductor import config as inductor_config
 from torch.utils._pytree import tree_map
 
 from pygraph_trees.cuda.host_reads import HostRead
@@ -28,7 +29,6 @@ from .stored import lower_stored, stored
 
 # The metadata on a node's origin. Inductor names kernels by it, and keeps what it tunes under a hash with the name.
 _ORIGIN = ("stack_trace", "original_aten", "from_node")
-
 # Of constants that ATen makes at each call, in 5 µs each (measured on a CPU).
 _MOST_MADE, _SMALL_NBYTES = 4, 64
 
@@ -90,16 +90,11 @@ class _Rewriting:
         A process that compiles its first kernel in C++ builds and loads test libraries for it: 56 s on an H200's host.
         Inductor writes a constant that only GPU operators read into their kernels, unless ATen makes it.
         """
-        from torch._inductor import config
-
-        output = self._graph.output_node()
-        computed = [n for n in self._graph.nodes if n.op == "call_function" and nodes.is_on_cpu(n) and n.users]
-        returned = [n for n in computed if output in n.users]
-        is_small = (nodes.nbytes_of(n) <= _SMALL_NBYTES and [*n.users] == [output] for n in returned)
-        # A fallback of Inductor's takes no symbolic truth value.
-        truths = (isinstance(given.meta.get("val"), torch.SymBool) for n in returned for given in n.all_input_nodes)
-        is_constant = all(n.target is aten.full.default for n in computed) and not any(truths)
-        if len(returned) <= _MOST_MADE and is_constant and all(is_small) and not config.cpp_wrapper:
+        on_cpu = [n for n in self._graph.nodes if n.op == "call_function" and nodes.is_on_cpu(n) and n.users]
+        returned = [n for n in on_cpu if self._graph.output_node() in n.users]
+        are_plain = all(n.target is aten.full.default and not n.all_input_nodes for n in on_cpu)
+        are_small = all(nodes.nbytes_of(n) <= _SMALL_NBYTES and len(n.users) == 1 for n in returned)
+        if are_plain and are_small and len(returned) <= _MOST_MADE and not inductor_config.cpp_wrapper:
             for node in returned:
                 node.meta["should_fallback"] = True  # read by Inductor's GraphLowering
 

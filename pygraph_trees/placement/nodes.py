@@ -58,13 +58,11 @@ def device_of(node: fx.Node) -> torch.device | None:
 
 
 def is_on_cpu(node: fx.Node) -> bool:
-    device = device_of(node)
-    return device is not None and device.type == "cpu"
+    return getattr(device_of(node), "type", None) == "cpu"
 
 
 def is_on_gpu(node: fx.Node) -> bool:
-    device = device_of(node)
-    return device is not None and device.type == "cuda"
+    return getattr(device_of(node), "type", None) == "cuda"
 
 
 def nbytes_of(node: fx.Node) -> int | float:
@@ -180,9 +178,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
         dims.sort(reverse=True)
     expected: Any = 1
     for stride, size in reversed(dims):
-        if statically_known_true(size == 1):
-            continue
-        if not statically_known_true(stride == expected):
-            return False
-        expected = expected * size
+        if not statically_known_true(size == 1):
+            if not statically_known_true(stride == expected):
+                return False
+            expected = expected * size
     return True

@@ -117,8 +117,7 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> Why | None:
         return None
     if (why := why_not_the_same_again(node)) is not None:
         return why
-    kind = kind_of(node)
-    if kind is None:
+    if (kind := kind_of(node)) is None:
         return Reason.DIFFERENT()
     numbers = (arg for arg in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(arg, float))
     tiny = 2**-25 if any(t.dtype in HALVES for t in nodes.tensors_of(node)) else 0  # rounds to zero
@@ -206,8 +205,7 @@ def _is_not_negative(value: Any, depth: int = 8) -> bool:
 
 def error_of(node: fx.Node, given: Error) -> Error | None:
     """The error of a node's result if its inputs have at most a given one; None if the error could be any."""
-    kind = kind_of(node)
-    if kind is None:
+    if (kind := kind_of(node)) is None:
         return None
     added, most, _ = kind.value
     if kind is Kind.ROUNDS and _may_cancel(node, given):
@@ -235,8 +233,7 @@ def error_unless_it_jumps(node: fx.Node, given: Error) -> Error | None:
 
 def indices_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
     """The inputs whose numbers select the node's elements, each with the dimension that it indexes."""
-    position: Any = _LOOKUPS.get(nodes.packet_of(node))
-    if position is None:
+    if (position := _LOOKUPS.get(nodes.packet_of(node))) is None:
         return []
     given = node.args[position]
     several = enumerate(given) if isinstance(given, (list, tuple)) else [(node.args[1] if position == 2 else 0, given)]

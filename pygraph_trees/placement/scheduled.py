@@ -30,9 +30,8 @@ def keeping_outside(upstream: Callable[..., Any]) -> Callable[..., Any]:
             return reason  # upstream asks this of each of its parts
         if isinstance(node.node, ir.FallbackKernel) and node.node.op_overload is staged:
             return None if reason == _CROSS_DEVICE else reason
-        if reason is None and any(_is_on_cpu(read.name) for read in node.read_writes.reads):
-            return None if Settings.current().placement == "off" else Reason.READS_CPU()
-        return reason
+        asks = reason is None and Settings.current().placement != "off"
+        return Reason.READS_CPU() if asks and any(_is_on_cpu(r.name) for r in node.read_writes.reads) else reason
 
     return should_partition
 
@@ -60,8 +59,6 @@ def _is_on_cpu(name: str) -> bool:
     """Whether a buffer, input or constant of the graph that is being compiled is on the CPU."""
     from torch._inductor.virtualized import V
 
-    if name in V.graph.constants:
-        return bool(V.graph.constants[name].device.type == "cpu")
-    buffer = V.graph.try_get_buffer(name)
-    device = None if buffer is None else buffer.get_device()
-    return device is not None and device.type == "cpu"
+    held, buffer = V.graph.constants.get(name), V.graph.try_get_buffer(name)
+    device = held.device if held is not None else buffer and buffer.get_device()
+    return getattr(device, "type", None) == "cpu"

@@ -66,8 +66,7 @@ class Observed:
         is_free = all(end <= other_begin or other_end <= begin for other_begin, other_end in given)
         if not (begin >= 0 and end <= self._block.numel() and begin % _ALIGNMENT == 0 and is_free):
             return None
-        copy = self._copies.get(stream)
-        if copy is None:
+        if (copy := self._copies.get(stream)) is None:
             self.copied.append(self._block.data_ptr())
             copy = self._copies[stream] = torch.empty(self._block.numel(), dtype=torch.uint8, device=device)
             self._copy(copy, self._block)
