@@ -98,6 +98,10 @@ _REBOUND: dict[str, dict[str, dict[str, str | Callable[[Any], Any]]]] = {
         "torch._inductor.codegen.wrapper": {
             "MemoryPlanningState.__contains__": "pygraph_trees.edges.buffers.kept_apart"
         },
+        # What several operations write to is one buffer, until torch allocates it once for all partitions.
+        "torch._inductor.scheduler": {
+            "Scheduler.get_graph_partition_signature": "pygraph_trees.edges.buffers.written_together"
+        },
         # A graph that the program captures may read outputs of recordings, and holds their addresses: outputs in the
         # graph pool, which later steps overwrite, are moved out before. Until torch tells when a capture begins.
         "torch.cuda": {"CUDAGraph.capture_begin": "pygraph_trees.trees.hooks.entry_points.capture_begin"},
@@ -145,10 +149,10 @@ _REBOUND: dict[str, dict[str, dict[str, str | Callable[[Any], Any]]]] = {
         # The passes look the name up in the module when they run. Placement gets upstream's pass, and runs it if
         # placement itself does nothing.
         "torch._inductor.fx_passes.post_grad": {"move_constructors_to_gpu": _placing},
-        # Nested passes over graphs are counted, so placement recognizes a graph inside another one. `compile_fx`
-        # compiles without CUDA graphs if the flags say so; torch has no flag for that.
+        # What cannot be compiled once placement has rewritten it is compiled as it was. `compile_fx` compiles without
+        # CUDA graphs if the flags say so; torch has no flag for that.
         "torch._inductor.compile_fx": {
-            "_recursive_post_grad_passes": "pygraph_trees.placement.counting_depth",
+            "fx_codegen_and_compile": "pygraph_trees.placement.trying",
             "compile_fx": "pygraph_trees.selection.functions.leaving_graphs_out",
         },
         # Kernels that read values of the CPU are kept out of CUDA graphs. The parts of a foreach kernel run in no

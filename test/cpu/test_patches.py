@@ -151,13 +151,13 @@ class TestMismatch(TestCase):
 
     def test_changed_target(self):
         before = torch_as_it_is()
-        with mock.patch.object(scheduler.Scheduler, "graph_partition", lambda self, nodes: None):
-            with warns(self, FeatureOff, r"report stays off on torch .*graph_partition: no longer uses"):
+        with mock.patch.object(scheduler.Scheduler, "_codegen_partitions", lambda self: None):
+            with warns(self, FeatureOff, r"report stays off on torch .*_codegen_partitions: no longer uses"):
                 status = inductor_patches.install()
             self.assertEqual([s.state for s in status], ["on", "on", "mismatch", *["on"] * 6])
             unpatched = before[f"{output_code.__name__}.CompiledFxGraph.__init__"]
             self.assertIs(output_code.CompiledFxGraph.__init__, unpatched)
-            self.assertIn("graph_partition", status[2].mismatches[0])
+            self.assertIn("_codegen_partitions", status[2].mismatches[0])
             with warnings.catch_warnings(action="error"):  # one warning, not one per install
                 inductor_patches.install()
 

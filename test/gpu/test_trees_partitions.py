@@ -64,6 +64,18 @@ class TestTreePartitions(ParityTestCase):
         self.assertEqual(tree.shape, ((0, ((1, ()),)),))
         self.assertGreaterEqual(len(tree.nodes[1].managed_inputs), 1)
 
+    def test_parts_of_one_tensor(self) -> None:
+        """Torch alone allocates the result of ``cat`` twice, and returns half of it without values."""
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            y = x @ x.t()
+            return torch.cat([y @ x, uncaptured(y) @ x])
+
+        compiled = torch.compile(function, mode="reduce-overhead")
+        for _ in range(4):
+            x = torch.rand(64, 8, device="cuda")
+            self.assertEqual(compiled(x), function(x))
+
     def test_nothing_left_to_capture(self) -> None:
         self.assertIsNone(self.parity(calls(lambda x: uncaptured(x))).tree)
 

@@ -111,7 +111,8 @@ class Runner:
 
     def _restorer(self) -> Callable[[], None]:
         """What gives inputs their present values again."""
-        tensors = [*self._memory.blocks.values(), *self._fed.values()]
+        fed = [tensor for tensor in self._fed.values() if self._memory.place_of(tensor) is None]
+        tensors = [*self._memory.blocks.values(), *fed]
         held = [(tensor, tensor.detach()) for tensor in self._held_by_module().values()]
         tensors += [data for _, data in held if self._memory.place_of(data) is None]
         copies = [tensor.detach().clone() for tensor in tensors]
@@ -254,10 +255,11 @@ class Runner:
 
         def taken() -> Gradients:
             found = twice()
-            if not any(".data" in line for line in self._case.body) and "missing" not in tangents.values():
+            are_zeros = any(".data" in line or "graph_break" in line for line in self._case.body)
+            if not are_zeros and "missing" not in tangents.values():
                 return found
-            # In compiled code, leaves of an output that is left out, and a parameter that is written to and not used,
-            # have gradients of zeros.
+            # In compiled code, leaves of an output that is left out or that only the next graph gets, and a parameter
+            # that is written to and not used, have gradients of zeros.
             return tuple(torch.zeros_like(w) if g is None else g for g, w in zip(found, leaves * 2, strict=False))
 
         def twice() -> Gradients:
