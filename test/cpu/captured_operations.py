@@ -146,6 +146,9 @@ def operate(captured: Captured, kind: str, alive: list[torch.Tensor], numbers: S
         ops.cat.out([one, other], out=out)
     elif kind == "add":
         one.add_(other)
+    elif kind == "unknown":
+        with mock.patch.object(captured, "name", UNKNOWN):
+            one.add_(other)
     elif kind == "custom":
         custom([one], [other])
     elif kind == "outside":
@@ -249,8 +252,8 @@ class OnLanes(Captured):
     def chain(self) -> set[tuple[int, int]]:
         return {*itertools.pairwise(self.driver.nodes(self.graph))}
 
-    def launch(self, *args):
-        FakeAutotuner(self).run(*args, 8, stream=self.main)
+    def launch(self, *args, mutated=()):
+        FakeAutotuner(self, mutated).run(*args, 8, stream=self.main)
 
 
 def side_by_side(captured, count=3, length=3, **options):

@@ -12,15 +12,12 @@ from types import FunctionType, SimpleNamespace
 from unittest import mock
 
 import torch
-from captured_operations import ATEN, UNKNOWN, BranchesTestCase, Captured, FakeAutotuner, custom, operate, ops
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from captured_operations import ATEN, UNKNOWN, BranchesTestCase, Captured, FakeAutotuner, custom, ops
 from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.edges import lanes
 from pygraph_trees.edges.branches import noting
 from pygraph_trees.edges.operations import span_of
-from pygraph_trees.edges.order import reduced
 from pygraph_trees.edges.rewriting import Chain
 from pygraph_trees.edges.units import Access
 from pygraph_trees.reasons import Reason
@@ -29,49 +26,8 @@ from pygraph_trees.report.text import function_notes
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.recordings.captured_graph import branches_noted
 
-steps = st.lists(
-    st.tuples(
-        st.sampled_from(
-            ["return", "return", "out", "add", "triton", "triton", "mutate", "custom", "unknown", "outside"]
-        ),
-        *(st.integers(0, 5) for _ in range(3)),  # tensors, by number
-        st.integers(0, 2),  # bytes of temporaries, in units
-        st.integers(1, 2),  # kernels
-        st.booleans(),  # whether a tensor dies afterwards
-    ),
-    min_size=2,
-    max_size=12,
-)
-
 
 class TestAccesses(BranchesTestCase):
-    @settings(max_examples=200, deadline=None)
-    @given(steps)
-    def test_no_interleaving_changes_what_a_kernel_reads(self, program):
-        captured = Captured()
-        alive = [captured.tensor() for _ in range(3)]
-        inputs = alive[:2]
-        with self.operations(captured, *alive) as operations:
-            for kind, *numbers, temporary, kernels, dies in program:
-                one, other, out = (alive[number % len(alive)] for number in numbers)
-                captured.temporary, captured.kernels, captured.name = 8 * temporary, kernels, ATEN
-                if kind == "unknown":
-                    captured.name = UNKNOWN
-                    one.add_(other)
-                elif not operate(captured, kind, alive, numbers):
-                    mutated = ["in_ptr1"] if kind == "mutate" else []
-                    FakeAutotuner(captured, mutated).run(one, other, out, 8, stream=captured.stream)
-                del one, other, out
-                if dies and len(alive) > 3:
-                    del alive[2]
-        self.assertIsNone(operations.why_not)
-        units = captured.units(operations, inputs)
-        nodes = captured.driver.nodes(captured.graph)
-        self.assertEqual([node for unit in units for node in unit.nodes], nodes)  # each once, in order
-        chain = Chain(captured.dependencies, captured.graph, nodes, units)
-        chain.replace(reduced(chain.needs))
-        self.assertTrue(captured.is_right(range(6)))
-
     def units_after(self, run, *tensors, inputs=(), captured=None):
         captured = captured or Captured()
         tensors = tensors or [captured.tensor() for _ in range(4)]
@@ -302,15 +258,6 @@ class TestReport(BranchesTestCase):
         captured.api.have("cuStreamGetCaptureInfo_v3")
         self.noted(lambda captured, a, b, *others: ops.cat.out([a], out=b), captured)
         self.assertEqual(captured.api.calls[:2], ["cuStreamGetCaptureInfo_v3"] * 2)
-
-    def test_an_error_of_the_program_is_the_programs(self):
-        def run(captured, *tensors):
-            ops.cat.out(tensors[:1], out=tensors[1])
-            raise KeyError
-
-        self.assertRaises(KeyError, self.noted, run)
-        with self.operations(Captured()):  # the one before is over
-            self.assertEqual(len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()), 2)
 
     def test_the_flag_concerns_graphs(self):
         """``test_lane_capture.py`` has what it does."""
