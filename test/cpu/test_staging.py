@@ -558,15 +558,6 @@ class TestLiveInputs(StagingTestCase):
         ):
             self.assertRaisesRegex(NotStaged, why, record)
 
-    def test_inputs_of_one_copy_are_refused_together(self):
-        self.live, graph = self.record_numbers()
-        graph.launch()
-        self.queue.queued += 1
-        self.live.finish()
-        self.api.fail(CALL, 0, CUresult.CUDA_ERROR_INVALID_VALUE)
-        self.assertRegex(self.live.addresses.prepare(numbers(1)), "refused an address")
-        self.assertEqual(list(self.live.addresses.refused), list(range(NUMBERS)))
-
     def test_one_buffer_is_used_if_the_graph_cannot_be_read(self):
         """The graph always reads the same buffer: a call waits until the previous launch has read it."""
         live = self.chosen(torch.ones(4))

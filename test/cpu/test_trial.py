@@ -130,11 +130,6 @@ class TrialTestCase(TestCase):
         self.steps(steps, function)
         return trial, function
 
-    def pair(self):
-        """A trial, its forward and its backward."""
-        trial, modes = self.trial(), ("forward", "backward")
-        return trial, *(Function(self.world, trial, kernels=2, mode=mode) for mode in modes)
-
     def measured(self, function, *ways):
         return sum(function.member.made(way) for way in ways or Execution)
 
@@ -414,20 +409,10 @@ class TestTrial(TrialTestCase):
             self.assertEqual((made, trial.compared), (most + 1, None))
             self.assertEqual([function.went for function in functions], [[Execution.GRAPHED]] * 2)
 
-    def test_each_graph_of_a_step_is_decided(self):
-        """Each graph has its own trial and may be called many times, and backwards come in reverse order."""
-        for count, steps in ((1, 90), (12, 60)):
-            found, forwards, backwards = zip(*(self.pair() for _ in range(3)), strict=True)
-            step = [function for row in (forwards, backwards[::-1]) for function in row for _ in range(count)]
-            self.steps(steps, *step)
-            for function in (*forwards, *backwards):
-                self.assertEqual(function.went, [Execution.GRAPHED])
-            self.assertTrue(all(trial.compared for trial in found))
-
     def test_nobody_waits_for_a_change(self):
         """A finalizer that comes during a change calls functions, and waits for a backward in another thread."""
-        trial, forward, backward = self.pair()
-        inside = []
+        trial, inside = self.trial(), []
+        forward, backward = (Function(self.world, trial, kernels=2, mode=mode) for mode in ("forward", "backward"))
 
         def finalize():
             if not inside:
