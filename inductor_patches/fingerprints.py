@@ -131,6 +131,12 @@ torch._functorch._aot_autograd.aot_autograd_result GenericAOTAutogradResult.wrap
 torch._dynamo.symbolic_convert InstructionTranslatorBase.log_graph_break
     InstructionTranslatorBase.log_graph_break(self, code_options, reason, exc): logged real_stack
 
+torch._inductor.compile_fx fx_codegen_and_compile
+    fx_codegen_and_compile(gm, example_inputs, inputs_to_check): codegen_and_compile
+    _compile_fx_inner: fx_codegen_and_compile
+  in torch._inductor.lowering
+    cat(inputs, dim): force_pointwise_cat ConcatKernel
+
 torch._inductor.scheduler Scheduler.get_graph_partition_signature
     Scheduler.get_graph_partition_signature(self, partitions, skip_cudagraphs): skip_cudagraphs
     Scheduler.graph_partition(self): partitions get_graph_partition_signature skip_cudagraphs
@@ -243,10 +249,7 @@ torch._inductor.fx_passes.post_grad move_constructors_to_gpu
     make_pointwise(fn)
     torch._inductor.ops_handler OpsHandler.mul_rn(self, x, y)
 
-torch._inductor.compile_fx fx_codegen_and_compile
-    fx_codegen_and_compile(gm, example_inputs, inputs_to_check): codegen_and_compile
-    _compile_fx_inner: fx_codegen_and_compile
-    _InProcessFxCompile.codegen_and_compile(self, gm): _recursive_post_grad_passes
+torch._inductor.compile_fx _recursive_post_grad_passes
     _recursive_post_grad_passes(gm, is_inference): _recursive_post_grad_passes post_grad_passes
 
 torch._inductor.compile_fx compile_fx

@@ -64,7 +64,15 @@ _REBOUND: dict[str, dict[str, dict[str, str | Callable[[Any], Any]]]] = {
             "reset_cudagraph_trees": "pygraph_trees.trees.hooks.entry_points.reset_cudagraph_trees",
         },
         # Every whole graph and every partition goes through this function.
-        "torch._inductor.compile_fx": {"cudagraphify": "pygraph_trees.trees.hooks.entry_points.cudagraphify"},
+        "torch._inductor.compile_fx": {
+            "cudagraphify": "pygraph_trees.trees.hooks.entry_points.cudagraphify",
+            # What cannot be compiled as placed, or would lose values, is compiled again in another way.
+            "fx_codegen_and_compile": "pygraph_trees.trees.hooks.compiling.trying",
+        },
+        # Until torch allocates what several partitions write to once for all of them.
+        "torch._inductor.scheduler": {
+            "Scheduler.get_graph_partition_signature": "pygraph_trees.trees.hooks.compiling.keeping_whole"
+        },
         # When a compiled graph is installed, it is decided whether it is graphed. A call tries the fast path first.
         # Until torch does not assert that the forward of a backward that is not graphed made a manager.
         "torch._inductor.output_code": {
@@ -97,10 +105,6 @@ _REBOUND: dict[str, dict[str, dict[str, str | Callable[[Any], Any]]]] = {
         # Operations that share no memory can run side by side, until Inductor plans memory for several streams.
         "torch._inductor.codegen.wrapper": {
             "MemoryPlanningState.__contains__": "pygraph_trees.edges.buffers.kept_apart"
-        },
-        # What several operations write to is one buffer, until torch allocates it once for all partitions.
-        "torch._inductor.scheduler": {
-            "Scheduler.get_graph_partition_signature": "pygraph_trees.edges.buffers.written_together"
         },
         # A graph that the program captures may read outputs of recordings, and holds their addresses: outputs in the
         # graph pool, which later steps overwrite, are moved out before. Until torch tells when a capture begins.
@@ -149,10 +153,10 @@ _REBOUND: dict[str, dict[str, dict[str, str | Callable[[Any], Any]]]] = {
         # The passes look the name up in the module when they run. Placement gets upstream's pass, and runs it if
         # placement itself does nothing.
         "torch._inductor.fx_passes.post_grad": {"move_constructors_to_gpu": _placing},
-        # What cannot be compiled once placement has rewritten it is compiled as it was. `compile_fx` compiles without
-        # CUDA graphs if the flags say so; torch has no flag for that.
+        # Nested passes over graphs are counted, so placement recognizes a graph inside another one. `compile_fx`
+        # compiles without CUDA graphs if the flags say so; torch has no flag for that.
         "torch._inductor.compile_fx": {
-            "fx_codegen_and_compile": "pygraph_trees.placement.trying",
+            "_recursive_post_grad_passes": "pygraph_trees.placement.counting_depth",
             "compile_fx": "pygraph_trees.selection.functions.leaving_graphs_out",
         },
         # Kernels that read values of the CPU are kept out of CUDA graphs. The parts of a foreach kernel run in no

@@ -47,7 +47,6 @@ class Reason(Enum):
     POLICY_WRAPS = "cudagraph_policy makes its CUDA graphs"
     POLICY_REFUSES = "cudagraph_policy makes no CUDA graph of it by itself"
     READS_CPU = "reads a value of the CPU"
-    TORN = "writes to a tensor to which others write outside of its CUDA graph"
     ON_CPU = "input {index} is on the CPU, and inputs are not given by address"
     ON_CPU_UNREAD = "input {index} is on the CPU, and no node of the graph reads it there"
     ON_CPU_LARGE = "input {index} is on the CPU, and its {nbytes} bytes are too many to stage"

@@ -30,6 +30,7 @@ ARTIFACT_CODE = (
     "pygraph_trees/placement",
     "pygraph_trees/reasons.py",
     "pygraph_trees/settings.py",
+    "pygraph_trees/trees/hooks/compiling.py",
     "pygraph_trees/trees/hooks/saved_tensors.py",
     "pygraph_trees/version.py",
 )

@@ -1,79 +1,78 @@
 """Computes CPU values that the GPU needs: on the GPU, or once at compile time, if no result changes.
 
-:func:`placing` rewrites a post-grad graph if the flags ask for it, and stores a record in the graph module's ``meta``.
-What cannot be compiled then is compiled without (:func:`trying`). README.md explains the choices.
+:func:`place_for_graphs` rewrites a post-grad graph if the flags ask for it, and stores a record in the graph module's
+``meta``. An error is logged and leaves a valid graph. README.md explains the choices.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
-
-from torch import fx
+from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.reasons import Reason
 from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
 from pygraph_trees.settings import Settings
 
 from .moves import place
-from .nodes import is_on_cpu
+from .plan import Placed
+
+if TYPE_CHECKING:
+    from torch import fx
 
 _log = logging.getLogger("pygraph_trees.placement")
-_outermost: ContextVar[fx.GraphModule | None] = ContextVar("pygraph_outermost", default=None)  # that is to be rewritten
-
-
-def trying(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """``fx_codegen_and_compile``; if it raises for a graph with CPU values, compiles the graph again without placement.
-
-    Inductor cannot compile some graphs for one device that it can compile for two.
-    """
-    from torch._inductor import config
-
-    @functools.wraps(upstream)
-    def fx_codegen_and_compile(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        modules = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
-        is_asked = Settings.current().placement != "off" and config.triton.cudagraphs
-        is_placed = is_asked and any(is_on_cpu(node) for module in modules for node in module.graph.nodes)
-        before = [copy.deepcopy(module.graph) for module in modules] if is_placed else []
-        token = _outermost.set(gm if is_placed else None)
-        try:
-            return upstream(gm, *args, **kwargs)
-        except Exception:
-            if not is_placed:
-                raise
-            _log.warning("a graph is compiled again, without placement", exc_info=True)
-        finally:
-            _outermost.reset(token)
-        for module, graph in zip(modules, before, strict=True):
-            module.graph = graph
-            module.meta.update({PLACED: (), WHY_NOT_PLACED: Reason.ERROR()})
-        with config.patch({"triton.pygraph_placement": "off"}):
-            return fx_codegen_and_compile(gm, *args, **kwargs)
-
-    return fx_codegen_and_compile
+_depth: ContextVar[int] = ContextVar("pygraph_placement_depth", default=0)  # 2 or more: in a branch or loop
 
 
 def placing(upstream: Callable[..., Any], has_addresses: Callable[[], bool]) -> Callable[..., Any]:
-    """Takes the place of ``move_constructors_to_gpu``, which runs if placement or CUDA graphs are off.
+    """Takes the place of ``move_constructors_to_gpu``, which runs only if :func:`place_for_graphs` did nothing."""
+
+    @functools.wraps(upstream)
+    def move_constructors_to_gpu(graph: fx.Graph) -> None:
+        if not place_for_graphs(graph, has_addresses):
+            upstream(graph)
+
+    return move_constructors_to_gpu
+
+
+def counting_depth(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``_recursive_post_grad_passes``, which runs over a graph and then over the branches and loops that it calls."""
+
+    @functools.wraps(upstream)
+    def recursive_post_grad_passes(gm: Any, *args: Any, **kwargs: Any) -> None:
+        token = _depth.set(_depth.get() + 1)
+        try:
+            upstream(gm, *args, **kwargs)
+        finally:
+            _depth.reset(token)
+
+    return recursive_post_grad_passes
+
+
+def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool:
+    """Rewrites a graph that is compiled for CUDA graphs; returns False if it is left alone.
 
     In the body of a branch or a loop nothing is folded or staged: no node there can be given an address.
     """
     from torch._inductor import config
 
-    @functools.wraps(upstream)
-    def move_constructors_to_gpu(graph: fx.Graph) -> None:
-        if (outermost := _outermost.get()) is None:
-            return upstream(graph)
-        settings = Settings.current()
-        module: Any = graph.owning_module
-        # Graphs without trees are captured by torch alone.
-        by_address = settings.indirection != "off" and config.triton.cudagraph_trees and not config.cpp_wrapper
-        stages = module is outermost and by_address and has_addresses()
-        placed = place(graph, exact=settings.placement == "exact", stages=stages, folds=module is outermost)
-        module.meta.update({PLACED: tuple(placed.records()), WHY_NOT_PLACED: placed.why_not})
-
-    return move_constructors_to_gpu
+    settings = Settings.current()
+    is_left_alone = WHY_NOT_PLACED in getattr(graph.owning_module, "meta", ())  # it could not be compiled
+    if settings.placement == "off" or not config.triton.cudagraphs or is_left_alone:
+        return False
+    placed, inside = Placed(), _depth.get() > 1
+    # Graphs without trees are captured by torch alone.
+    by_address = settings.indirection != "off" and config.triton.cudagraph_trees and not config.cpp_wrapper
+    try:
+        stages = not inside and by_address and has_addresses()
+        place(graph, exact=settings.placement == "exact", stages=stages, folds=not inside, placed=placed)
+    except Exception:
+        # Each step leaves a valid graph, so the steps before the error stay.
+        _log.warning("a graph could not be rewritten any further", exc_info=True)
+        placed.why_not = Reason.ERROR()
+    if graph.owning_module is not None:
+        graph.owning_module.meta[PLACED] = tuple(placed.records())
+        graph.owning_module.meta[WHY_NOT_PLACED] = placed.why_not
+    return True

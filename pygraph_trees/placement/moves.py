@@ -33,13 +33,15 @@ _ORIGIN = ("stack_trace", "original_aten", "from_node")
 _MOST_MADE, _SMALL_NBYTES = 4, 64
 
 
-def place(graph: fx.Graph, *, exact: bool = False, stages: bool = True, folds: bool = True) -> Placed:
-    """Rewrites a functional graph with its values under "val".
+def place(
+    graph: fx.Graph, *, exact: bool = False, stages: bool = True, folds: bool = True, placed: Placed | None = None
+) -> Placed:
+    """Rewrites a functional graph with its values under "val"; fills and returns ``placed``, also up to an error.
 
     ``exact``: computations that round stay on the CPU. ``stages``: the CUDA graph itself may copy at each call.
     ``folds``: the graph may have new constants, which Inductor loses in branches and loops.
     """
-    placed = Placed()
+    placed = Placed() if placed is None else placed
     devices = {tensor.device for node in graph.nodes for tensor in nodes.tensors_of(node)}
     gpus = {device for device in devices if device.type == "cuda"}
     if len(gpus) != 1:

@@ -65,8 +65,7 @@ def _kinds(node: BaseSchedulerNode) -> Iterator[str]:
 
 def _causes(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode]) -> tuple[Cause, ...]:
     counted = [node for node in nodes if any(_kinds(node))]
-    torn = getattr(scheduler, "pygraph_torn", ())
-    reasons = ((scheduler.should_partition(n) or (Reason.TORN() if n in torn else None), n) for n in counted)
+    reasons = ((scheduler.should_partition(node), node) for node in counted)
     causes = tuple(dict.fromkeys(Cause(str(reason), *_operation(node)) for reason, node in reasons if reason))
     if not causes and counted:  # since torch 2.12
         return (Cause(str(Reason.SMALL()), *_operation(counted[0])),)

@@ -7,7 +7,6 @@ import re
 import sys
 import unittest
 from pathlib import Path
-from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
@@ -21,13 +20,12 @@ from placement_programs import EXACT, PROGRAMS
 from real_programs import REAL, noise_schedule, tokens
 from torch import fx
 from torch._higher_order_ops.while_loop import while_loop
-from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.fake_gpu import absent_gpu, lower
-from pygraph_trees.placement import place, placing, trying
+from pygraph_trees.placement import place, place_for_graphs
 from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
 from pygraph_trees.placement.plan import How
 from pygraph_trees.reasons import Reason
@@ -454,48 +452,8 @@ class TestLowered(TestCase):
             inputs = [(torch.rand(4), "gpu"), (torch.rand(4), "cpu")]
             module = traced(lambda x, v: x * torch.ops.prims.device_put(v, GPU), inputs)
             with torch._inductor.config.patch({"triton.cudagraphs": True, "triton.pygraph_placement": "full"}):
-                trying(lambda gm: placing(self.fail, lambda: True)(gm.graph))(module)
+                self.assertTrue(place_for_graphs(module.graph, lambda: True))
         self.assertEqual([record.how for record in module.meta[PLACED]], ["copied"])
-
-    def test_a_placed_graph_that_cannot_be_compiled_is_compiled_as_it_was(self):
-        """Whether placement itself raises, or Inductor for what placement made of a graph or of a branch in it."""
-
-        def branches(x):
-            return torch.cond(x.sum() > 0, lambda x: x + torch.arange(64).to("cuda"), lambda x: x * 2, (x,))
-
-        def placed_half(graph, **how):
-            place(graph, **how)
-            raise AssertionError
-
-        def codegen(graph, real=GraphLowering.codegen):
-            self.assertFalse(graph.module.meta.get(PLACED))
-            return real(graph)
-
-        failing = (
-            mock.patch("pygraph_trees.placement.place", placed_half),
-            mock.patch.object(GraphLowering, "codegen", codegen),
-        )
-        for program, *inputs in ((plus(lambda v: v + 1), torch.rand(64)), (branches,)):
-            before, _ = self.partitions(program, (torch.empty(64, device="meta"), *inputs), "off")
-            for patch in failing:
-                with patch, self.assertLogs("pygraph_trees.placement", "WARNING"):
-                    graph, _ = self.full(program, *inputs)
-                one, other = (found.source_code.partition("\n")[2] for found in (graph, before))  # without numbers
-                self.assertEqual(one, other)
-                self.assertEqual(graph.gm.meta[WHY_NOT_PLACED], "an error; see the log")
-
-    def test_what_writes_to_one_tensor_is_in_one_partition(self):
-        """Torch alone allocates the result of ``cat`` in each partition that writes to it, and returns the last one."""
-
-        def halves(x):
-            first = (x.view(8, 8) + 1).softmax(1)
-            return torch.cat([first, first.cpu().sort().values.to("cuda").softmax(1)])
-
-        for how in ("full", "off"):
-            graph, _ = self.partitions(halves, (torch.empty(64, device="meta"),), how)
-            self.assertEqual(graph.source_code.count("empty_strided_cuda((16, 8)"), 1)
-            causes = [str(cause.reason) for part in partitions_of(graph.graph.scheduler) for cause in part.causes]
-            self.assertIn("writes to a tensor to which others write outside of its CUDA graph", causes)
 
     def test_without_addresses(self):
         """Values that graphs cannot copy themselves are copied outside the graphs."""
