@@ -59,14 +59,9 @@ class TestCompiling(TestCase):
             self.assertEqual(graph.gm.meta[WHY_NOT_PLACED], "an error; see the log")
 
     def test_other_errors_are_those_of_the_first_attempt(self):
-        def failing(error):
-            attempts = []
-
-            def codegen(graph):
-                attempts.append(graph)
-                raise error(f"attempt {len(attempts)}")
-
-            return attempts, mock.patch.object(GraphLowering, "codegen", codegen)
+        def codegen(graph):
+            attempts.append(graph)
+            raise error(f"attempt {len(attempts)}")
 
         for error, program, ranks, count in (
             (AssertionError, lambda x, v: x + v.to("cuda"), False, 2),
@@ -74,12 +69,12 @@ class TestCompiling(TestCase):
             (AssertionError, lambda x, v: (x + 1, v), False, 1),  # nothing is placed
             (SkipFrame, lambda x, v: x + v.to("cuda"), False, 1),
         ):
-            attempts, patch = failing(error)
+            attempts, failing = [], mock.patch.object(GraphLowering, "codegen", codegen)
             waits = mock.patch.object(compiling, "may_wait_for_others", lambda: ranks)  # noqa: B023
-            with patch, waits, self.subTest(error=error, count=count):
-                with self.assertRaisesRegex(Exception, "attempt 1" if error is AssertionError else ""):
-                    self.lowered(program, torch.rand(64))
-                self.assertEqual(len(attempts), count)
+            told = self.assertRaisesRegex(Exception, "attempt 1" if error is AssertionError else "")
+            with self.subTest(error=error, count=count), failing, waits, told:
+                self.lowered(program, torch.rand(64))
+            self.assertEqual(len(attempts), count)
 
     def test_what_several_partitions_would_write_to_is_written_by_one_kernel(self):
         """Torch alone allocates the result in each partition, and returns that of the last one."""
@@ -87,10 +82,9 @@ class TestCompiling(TestCase):
             graph = self.lowered(halves, how=how)
             self.assertEqual(graph.source_code.count("empty_strided_cuda((16, 8)"), 1)
             self.assertEqual([part.graphed for part in partitions_of(graph.graph.scheduler)], [True, False, True])
-        with torch._inductor.config.patch(force_pointwise_cat=True):  # as if even that did not help
-            is_torn = mock.patch.object(compiling, "_is_torn", lambda *_: True)
-            with is_torn:
-                graph = self.lowered(halves)
+        is_torn = mock.patch.object(compiling, "_is_torn", lambda *_: True)
+        with torch._inductor.config.patch(force_pointwise_cat=True), is_torn:  # as if even that did not help
+            graph = self.lowered(halves)
         self.assertEqual([part.graphed for part in partitions_of(graph.graph.scheduler)], [False])
 
 
