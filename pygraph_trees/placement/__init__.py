@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.reasons import Reason
-from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
+from pygraph_trees.report.records import LEFT_ALONE, PLACED, WHY_NOT_PLACED
 from pygraph_trees.settings import Settings
 
 from .moves import place
@@ -59,7 +59,7 @@ def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool
     from torch._inductor import config
 
     settings = Settings.current()
-    is_left_alone = WHY_NOT_PLACED in getattr(graph.owning_module, "meta", ())  # it could not be compiled
+    is_left_alone = LEFT_ALONE in getattr(graph.owning_module, "meta", ())  # it could not be compiled
     if settings.placement == "off" or not config.triton.cudagraphs or is_left_alone:
         return False
     placed, inside = Placed(), _depth.get() > 1

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-PLACED, WHY_NOT_PLACED = "pygraph_placed", "pygraph_why_not_placed"  # keys of a graph module's ``meta``
+# Keys of a graph module's ``meta``.
+PLACED, WHY_NOT_PLACED, LEFT_ALONE = "pygraph_placed", "pygraph_why_not_placed", "pygraph_left_alone"
 
 
 @dataclass(frozen=True, slots=True)

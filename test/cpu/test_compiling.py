@@ -16,17 +16,11 @@ from pygraph_trees.report.compiled import partitions_of
 from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
 from pygraph_trees.trees.hooks import compiling
 
-REAL = GraphLowering.codegen
-
 
 def branches(x, v):
     """A pass deletes graphs in the graph, if branches write to what is in it."""
-
-    def one(y):
-        y.add_(1)
-        return y + torch.arange(64).to("cuda")
-
-    return torch.cond(x.sum() > 0, one, lambda y: y.mul_(2) * 2, (x * 2,)) + v.to("cuda")
+    one, other = (lambda y: y.add_(1) + torch.arange(64).to("cuda")), (lambda y: y.mul_(2) * 2)
+    return torch.cond(x.sum() > 0, one, other, (x * 2,)) + v.to("cuda")
 
 
 def halves(x):
@@ -43,16 +37,14 @@ class TestCompiling(TestCase):
         return graph
 
     def test_a_placed_graph_that_cannot_be_compiled_is_compiled_as_it_was(self):
-        def codegen(graph):
+        def codegen(graph, real=GraphLowering.codegen):
             self.assertFalse(graph.module.meta.get(PLACED))
-            return REAL(graph)
+            return real(graph)
 
         for program in (lambda x, v: x + (v + 1).to("cuda"), branches):
             before = self.lowered(program, torch.rand(64), how="off")
-            with (
-                mock.patch.object(GraphLowering, "codegen", codegen),
-                self.assertLogs("pygraph_trees.compiling", "WARNING"),
-            ):
+            failing = mock.patch.object(GraphLowering, "codegen", codegen)
+            with failing, self.assertLogs("pygraph_trees.compiling", "WARNING"):
                 graph = self.lowered(program, torch.rand(64))
             one, other = (found.source_code.splitlines() for found in (graph, before))
             self.assertEqual(*([line for line in lines if not line.startswith("#")] for lines in (one, other)))
@@ -70,7 +62,7 @@ class TestCompiling(TestCase):
             (SkipFrame, lambda x, v: x + v.to("cuda"), False, 1),
         ):
             attempts, failing = [], mock.patch.object(GraphLowering, "codegen", codegen)
-            waits = mock.patch.object(compiling, "may_wait_for_others", lambda: ranks)  # noqa: B023
+            waits = mock.patch.object(compiling, "may_wait_for_others", return_value=ranks)
             told = self.assertRaisesRegex(Exception, "attempt 1" if error is AssertionError else "")
             with self.subTest(error=error, count=count), failing, waits, told:
                 self.lowered(program, torch.rand(64))
@@ -82,10 +74,18 @@ class TestCompiling(TestCase):
             graph = self.lowered(halves, how=how)
             self.assertEqual(graph.source_code.count("empty_strided_cuda((16, 8)"), 1)
             self.assertEqual([part.graphed for part in partitions_of(graph.graph.scheduler)], [True, False, True])
-        is_torn = mock.patch.object(compiling, "_is_torn", lambda *_: True)
-        with torch._inductor.config.patch(force_pointwise_cat=True), is_torn:  # as if even that did not help
-            graph = self.lowered(halves)
-        self.assertEqual([part.graphed for part in partitions_of(graph.graph.scheduler)], [False])
+
+        def bytes_too(x):
+            """Inductor cannot write one kernel in C++ for these types."""
+            found = halves(x)
+            return found, torch.cat([found[0].cpu().to(torch.uint16), found[1].cpu().to(torch.uint16)])
+
+        for program, ranks in ((bytes_too, False), (halves, True)):
+            waits = mock.patch.object(compiling, "may_wait_for_others", return_value=ranks)
+            with waits, self.assertLogs("pygraph_trees.compiling", "WARNING") as logs:
+                graph = self.lowered(program)
+            self.assertIn("nothing of this graph is graphed", logs.output[-1])
+            self.assertEqual([part.graphed for part in partitions_of(graph.graph.scheduler)], [False])
 
 
 if __name__ == "__main__":

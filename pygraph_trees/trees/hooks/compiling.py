@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import logging
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -21,11 +22,13 @@ from torch._inductor.virtualized import V
 
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.reasons import Reason
-from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
+from pygraph_trees.report.records import LEFT_ALONE, PLACED, WHY_NOT_PLACED
 from pygraph_trees.settings import may_wait_for_others
 
 _log = logging.getLogger("pygraph_trees.compiling")
-_tries_again: ContextVar[bool] = ContextVar("pygraph_tries_again", default=False)  # after a TornError
+# Whether partitions that would write to one tensor become one; otherwise a TornError is raised. None: nobody would try
+# again.
+_merges: ContextVar[bool | None] = ContextVar("pygraph_merges", default=None)
 _CHILDREN = ("_modules", "_parameters", "_buffers")
 
 
@@ -38,9 +41,10 @@ class TornError(PygraphError):
 def trying(upstream: Callable[..., Any]) -> Callable[..., Any]:
     """``fx_codegen_and_compile`` for CUDA graphs, again without what it stumbled over.
 
-    After a :class:`TornError`, one kernel computes each ``torch.cat``. After any other error, nothing is placed, since
-    Inductor cannot compile some graphs for one device that it can compile for two; if that fails, too, the first error
-    is raised.
+    After a :class:`TornError`, one kernel computes each ``torch.cat``; if that cannot be compiled, nothing is graphed.
+    After any other error, nothing is placed, since Inductor cannot compile some graphs for one device that it can
+    compile for two. If no attempt is left, the first error is raised. With several ranks, none compiles again alone:
+    passes of Inductor's and the program's may wait for the others.
     """
 
     @functools.wraps(upstream)
@@ -49,32 +53,40 @@ def trying(upstream: Callable[..., Any]) -> Callable[..., Any]:
             return upstream(gm, *args, **kwargs)
         modules = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
         before = [(_state_of(vars(module)), copy.deepcopy(module.graph)) for module in modules]
-        first: Exception | None = None
-        with contextlib.ExitStack() as changes:
+        is_alone, copies, places = not may_wait_for_others(), False, True
+        merges, first = not is_alone, None
+        try:
             while True:
-                token = _tries_again.set(not config.force_pointwise_cat)
+                token = _merges.set(merges)
                 try:
-                    return upstream(gm, *args, **kwargs)
+                    with config.patch(force_pointwise_cat=True) if copies else contextlib.nullcontext():
+                        return upstream(gm, *args, **kwargs)
                 except TornError:
-                    changes.enter_context(config.patch(force_pointwise_cat=True))
+                    copies, merges = not copies, copies
                 except (ShortenTraceback, SkipFrame):
                     raise
                 except Exception as error:
-                    if first is not None:
+                    if copies:
+                        copies, merges, what = False, True, "with one kernel for each torch.cat"
+                    elif places and is_alone and any(module.meta.get(PLACED) for module in modules):
+                        places, what = False, "with placement"
+                    elif first is not None:
                         raise first from error
-                    # Alone, a rank must not compile again: passes of the program's own may wait for the others.
-                    if not any(module.meta.get(PLACED) for module in modules) or may_wait_for_others():
+                    else:
                         raise
-                    first = error
-                    _log.warning("a graph is compiled again, without placement", exc_info=True)
+                    _log.warning("a graph cannot be compiled %s, and is compiled without", what, exc_info=True)
+                    traceback.clear_frames(error.__traceback__)  # they hold all that was compiled
+                    first = first or error
                 finally:
-                    _tries_again.reset(token)
+                    _merges.reset(token)
                 for module, (state, graph) in zip(modules, before, strict=True):
                     vars(module).clear()
                     vars(module).update(_state_of(state))
                     module.graph = copy.deepcopy(graph)
-                    if first is not None:
-                        module.meta[WHY_NOT_PLACED] = Reason.ERROR()  # so that it is left alone
+                    if not places:
+                        module.meta.update({LEFT_ALONE: True, WHY_NOT_PLACED: Reason.ERROR()})
+        finally:
+            first = None  # its frames hold this one
 
     return fx_codegen_and_compile
 
@@ -85,16 +97,17 @@ def _state_of(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def keeping_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """``Scheduler.get_graph_partition_signature``; raises :class:`TornError` if partitions write to one tensor.
+    """``Scheduler.get_graph_partition_signature``; partitions that write to one tensor are merged, or compiled again.
 
     Each partition allocates what it writes to, so the result of ``torch.cat`` would only have the last one's values.
     """
 
     @functools.wraps(upstream)
     def get_graph_partition_signature(self: Any, partitions: list[Any], skip_cudagraphs: list[bool]) -> Any:
-        if _is_torn(partitions, skip_cudagraphs):
-            if _tries_again.get():
+        if (merges := _merges.get()) is not None and _is_torn(partitions, skip_cudagraphs):
+            if not merges:
                 raise TornError()
+            _log.warning("%s: nothing of this graph is graphed", TornError.template)
             partitions[:], skip_cudagraphs[:] = [[node for nodes in partitions for node in nodes]], [True]
         return upstream(self, partitions=partitions, skip_cudagraphs=skip_cudagraphs)
 
