@@ -80,9 +80,14 @@ class TestCompiling(TestCase):
             found = halves(x)
             return found, torch.cat([found[0].cpu().to(torch.uint16), found[1].cpu().to(torch.uint16)])
 
-        for program, ranks in ((bytes_too, False), (halves, True)):
-            waits = mock.patch.object(compiling, "may_wait_for_others", return_value=ranks)
-            with waits, self.assertLogs("pygraph_trees.compiling", "WARNING") as logs:
+        torn = compiling._is_torn
+        for program, ranks, is_torn in (
+            (bytes_too, False, torn),
+            (halves, True, torn),
+            (halves, False, lambda *_: True),
+        ):
+            patch = mock.patch.multiple(compiling, may_wait_for_others=lambda: ranks, _is_torn=is_torn)  # noqa: B023
+            with patch, self.assertLogs("pygraph_trees.compiling", "WARNING") as logs:
                 graph = self.lowered(program)
             self.assertIn("nothing of this graph is graphed", logs.output[-1])
             self.assertEqual([part.graphed for part in partitions_of(graph.graph.scheduler)], [False])
