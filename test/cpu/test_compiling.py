@@ -80,12 +80,8 @@ class TestCompiling(TestCase):
             found = halves(x)
             return found, torch.cat([found[0].cpu().to(torch.uint16), found[1].cpu().to(torch.uint16)])
 
-        torn = compiling._is_torn
-        for program, ranks, is_torn in (
-            (bytes_too, False, torn),
-            (halves, True, torn),
-            (halves, False, lambda *_: True),
-        ):
+        torn, always = compiling._is_torn, lambda *_: True
+        for program, ranks, is_torn in (bytes_too, False, torn), (halves, True, torn), (halves, False, always):
             patch = mock.patch.multiple(compiling, may_wait_for_others=lambda: ranks, _is_torn=is_torn)  # noqa: B023
             with patch, self.assertLogs("pygraph_trees.compiling", "WARNING") as logs:
                 graph = self.lowered(program)
