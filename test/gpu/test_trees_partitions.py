@@ -9,6 +9,8 @@ import torch
 from parity import WHOLE_GRAPH, Context, ParityTestCase, calls, in_parity
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
+import inductor_patches
+
 
 @torch.library.custom_op("pygraph_trees_test::uncaptured", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
 def uncaptured(x: torch.Tensor) -> torch.Tensor:
@@ -66,6 +68,8 @@ class TestTreePartitions(ParityTestCase):
 
     def test_parts_of_one_tensor(self) -> None:
         """Torch alone allocates the result of ``cat`` twice, and returns half of it without values."""
+        inductor_patches.install()
+        self.addCleanup(inductor_patches.uninstall)
 
         def function(x: torch.Tensor) -> torch.Tensor:
             y = x @ x.t()
