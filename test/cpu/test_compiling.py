@@ -24,7 +24,6 @@ def branches(x, v):
 
 
 def halves(x):
-    """Both products are written into the result."""
     first = x.view(8, 8) @ x.view(8, 8)
     return torch.cat([first, first.cpu().sort().values.to("cuda") @ first])
 

@@ -76,8 +76,7 @@ class TestTreePartitions(ParityTestCase):
             return torch.cat([y @ x, uncaptured(y) @ x])
 
         compiled = torch.compile(function, mode="reduce-overhead")
-        for _ in range(4):
-            x = torch.rand(64, 8, device="cuda")
+        for x in torch.rand(4, 64, 8, device="cuda"):
             self.assertEqual(compiled(x), function(x))
 
     def test_nothing_left_to_capture(self) -> None:
