@@ -305,7 +305,7 @@ class _Worker:
             self.lost_by_eager = True
         elif status != 0:
             self.is_late = status is None
-            self.cause = cause or self._child.how_it_ended(lines=60)
+            self.cause = cause or self._child.how_it_ended(lines=400)
         return True
 
     @property
