@@ -19,7 +19,7 @@ from pygraph_trees.reasons import Reason, Why
 from .live_input import Item, copy_at
 from .patching import Patches, PatchFailed
 from .route_rule import LEAST_CHANGES, REPLAYS, KernelNames, RouteChooser
-from .routes import fits
+from .routes import fits, is_better
 
 if TYPE_CHECKING:
     from .pool import PoolRanges
@@ -35,7 +35,7 @@ class Addresses:
         aligned: for each of them, the alignment in bytes of the pointers that kernels hold.
         first: the number of the first staging buffer in the relocations.
         numbers: the number of each item in the relocations.
-        copied_back: inputs that are copied, and copied back after the launch.
+        copied: the inputs that are copied at each call.
         is_of_backward: whether inputs may be tangents: nothing guards that these are not negated.
         own: the indices of own memory of outputs, which torch's allocator returns, so that it fits if it is aligned.
     """
@@ -50,14 +50,15 @@ class Addresses:
         *,
         first: int,
         numbers: Sequence[int],
-        copied_back: Sequence[Item],
+        copied: Sequence[Item],
         is_of_backward: bool,
         own: Collection[int] = (),
     ) -> None:
         self._patches, self._items, self._aligned, self._pool = patches, tuple(items), tuple(aligned), pool
         self.sets = patches.sets  # counts the nodes that were set
         self._staged, self._first, self._numbers = staged, first, dict(zip(numbers, items, strict=True))
-        self._copied_back = tuple(copied_back)
+        self._copied_back = tuple(item for item in copied if item.mutated)
+        self._unaligned = tuple(item for item in copied if is_better(0, item.recorded))
         # An address does not tell if an input is conjugated or negated.
         given = {i.index: i.placeholder_tensor for i in items if i.index not in own}  # own memory is neither
         self._complex = tuple(index for index, tensor in given.items() if tensor.is_complex())
@@ -79,7 +80,8 @@ class Addresses:
         # Whether addresses that fitted once fit again, and a graph that holds them needs nothing more, except values
         # that its nodes hold.
         has_buffers = staged is not None and staged.has_buffers
-        settles = not (self._copied_back or self._complex or has_managed or patches.always or has_buffers)
+        asks = self._copied_back or self._unaligned or self._complex or has_managed
+        settles = not (asks or patches.always or has_buffers)
         has_native = settles and (items or values)
         own_positions = [position for position, item in enumerate(items) if item.index in own and not item.lead]
         self.native: Any = patches.native(pool.counter, len(self._items), values, own_positions) if has_native else None
@@ -142,6 +144,8 @@ class Addresses:
                 self.native.unsettle()
             if any(self._pool.holds(inputs[item.index].data_ptr()) for item in self._copied_back):
                 return Reason.MUTATED_IN_POOL()
+            if any(is_better(inputs[item.index].data_ptr(), item.recorded) for item in self._unaligned):
+                return Reason.BETTER_ALIGNED()
             # A tangent may be conjugated at one call, and not at the next.
             if any(inputs[index].is_conj() for index in self._complex):
                 return Reason.IS_VIEW()
@@ -224,6 +228,8 @@ class Addresses:
         if in_pool and fit and item.managed and stays(inputs[item.index]):
             return address - item.lead
         if in_pool or not fit:
+            if has_memory and is_better(address, item.recorded):
+                return Reason.BETTER_ALIGNED()
             copy = copy_at(inputs[item.index], item.recorded % 512)
             temporary[item.index] = copy
             self.extra_copies += 1

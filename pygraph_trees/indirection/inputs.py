@@ -284,7 +284,7 @@ class LiveInputs:
             *(self._patches, self.patched, list(alignments(found, starts).values()), self._pool, self._staged),
             first=first,
             numbers=patched,
-            copied_back=self._copied.mutated,
+            copied=tuple(self._copied.values()),
             is_of_backward=self.is_of_backward,
             own={self.items[position].index for position in self._own},
         )

@@ -113,3 +113,11 @@ def fits(address: int, recorded: int, aligned: int = 1) -> bool:
     have been told how many elements precede the first aligned one; then both addresses must be equal modulo 16.
     """
     return (address - recorded) % max(math.gcd(recorded, MAX_ALIGNMENT), _VECTOR, aligned) == 0
+
+
+def is_better(address: int, recorded: int) -> bool:
+    """Whether vectors can be read at an address, but not where the graph was recorded.
+
+    Flash attention reads other elements there, also in eager mode. It must not be given a copy of an aligned input.
+    """
+    return recorded % _VECTOR != 0 and address % _VECTOR == 0

@@ -247,6 +247,15 @@ class TestAddresses(LiveInputsTestCase):
             self.check_call(live, graph, a, at(0))
             self.assertEqual(self.api.calls, [KERNEL])
 
+    def test_an_aligned_input_is_not_copied_to_where_a_misaligned_one_was_recorded(self):
+        for nodes, copies in ((self.one_kernel(), [0]), (self.first_unheld, [])):
+            live, graph = self.replayable(nodes, at(4), at(0))
+            for _ in range(2):
+                self.assertEqual(live.addresses.prepare([at(512), at(0)]), Reason.BETTER_ALIGNED())
+                self.call(live, graph, at(4), at(0))
+            self.assertIsNone(live.addresses.prepare([at(8), at(0)]))
+            self.assertEqual(list(live.addresses.temporary), copies)
+
     def test_a_thread_that_has_not_used_the_gpu_is_given_a_context(self):
         """Without one the driver crashes when nodes are set. If it is refused, the recording is passed over."""
         live, graph = self.replayable(self.one_kernel(), at(0), at(0))
@@ -373,7 +382,7 @@ class TestCopies(LiveInputsTestCase):
                 inputs = at(0), at(4), at(0)
                 live, _ = self.replayable(self.first_unheld, *inputs, mutated=[1], refused={1: "told so"})
             with torch.inference_mode(called_inside):
-                a, b, c = at(0), at(0), at(16)  # copied to a placeholder, copied both ways, copied for the call
+                a, b, c = at(0), at(4), at(16)  # copied to a placeholder, copied both ways, copied for the call
                 expected = b + 1
                 self.begin(live, a, b, c)
                 copies = {item.index: item.placeholder_tensor for item in live.items}
