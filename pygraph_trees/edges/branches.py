@@ -97,8 +97,16 @@ def noting(
     operations = Operations(driver, stream, current_stream, allocated, tensors, streams, branching.forecast)
     del tensors, inputs  # the captured code frees some of them, and uses their memory again
     watched = nullcontext() if watching is None else watching(operations.allocated)
-    with tap.scope(operations.launch), watched, operations:
-        yield branching
+    with tap.scope(operations.launch), watched:
+        try:
+            with operations:
+                yield branching
+        except BaseException:
+            if streams is not None:
+                streams.join()
+            raise
+        finally:
+            operations.leave()
     if allocated is None:
         log.why_no_branches = operations.why_not
         return

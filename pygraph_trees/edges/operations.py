@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.errors import DriverError
@@ -75,10 +75,10 @@ class Operations(TorchDispatchMode):
         self._latest: tuple[int, ...] = ()  # the last nodes after an operation
         self._accesses([(tensor, False) for tensor in tensors])
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
-        if error is not None and self._streams is not None:
-            self._streams.join()
+    def leave(self) -> None:
+        """Leaves torch's modes if an interrupt kept it there: it would run the program's own operators on lanes."""
+        if any(mode is self for mode in _get_current_dispatch_mode_stack()):
+            self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

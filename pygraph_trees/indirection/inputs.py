@@ -212,6 +212,7 @@ class LiveInputs:
         """Instantiates the graph, whose edges have changed, just after a launch; the next call sets all addresses."""
         # The memory that copies were instantiated with first may be gone.
         self._copies.point(dict(zip(self._by_address, self._patches.addresses, strict=False)))
+        self._patches.unbind()
         instantiate(graph)
         self._patches.rebind(int(graph.raw_cuda_graph_exec()))
 

@@ -82,12 +82,19 @@ class Patches:
             node.bind(exec_, self._context)
         self._exec = int(exec_)
 
+    def unbind(self) -> None:
+        """Gives up the instantiation, which another one will replace: torch destroys it first, whatever follows."""
+        self._is_broken = True
+        if self._native is not None:
+            self._native.unsettle()
+
     def rebind(self, exec_: int) -> None:
         """Takes another instantiation of the graph, all of whose nodes the next :meth:`apply` sets."""
         self._is_new = True
         self._bind(exec_)
         if self._native is not None:
             self._native.rebind(self._exec)
+        self._is_broken = False
 
     @property
     def addresses(self) -> list[int]:

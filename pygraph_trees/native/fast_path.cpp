@@ -103,15 +103,43 @@ int note_code(PyObject *, PyFrameObject *frame, int what, PyObject *) {
     return key ? PyDict_SetItem(noted_codes, key.get(), code.get()) : -1;
 }
 
-/* A profile function in Python would not do: Dynamo does not see what a finalizer calls inside of it. */
-bool note_codes(const std::optional<py::dict> &codes) {
-    const Py_tracefunc profiler = PyThreadState_Get()->c_profilefunc;
-    if (codes && profiler != nullptr)
-        return false;
-    noted_codes = codes ? codes->ptr() : nullptr;
-    if (codes || profiler == note_code)
-        PyEval_SetProfile(codes ? note_code : nullptr, nullptr);
-    return true;
+/* Notes code while it exists, unless there is another profiler. In C++, since an interrupt may come between any two steps
+   of Python code. A profile function in Python would not do: Dynamo does not see what a finalizer calls inside of it. */
+class NotingCodes {
+  public:
+    const bool is_on = PyThreadState_Get()->c_profilefunc == nullptr;
+
+    explicit NotingCodes(PyObject *codes) {
+        if (is_on)
+            before = std::exchange(noted_codes, codes), profile(note_code);
+    }
+    ~NotingCodes() {
+        if (!is_on)
+            return;
+        noted_codes = before;
+        if (PyThreadState_Get()->c_profilefunc == note_code) // else the program has set another one
+            profile(nullptr);
+    }
+    NotingCodes(const NotingCodes &) = delete;
+    NotingCodes &operator=(const NotingCodes &) = delete;
+
+  private:
+    PyObject *before = nullptr;
+
+    static void profile(Py_tracefunc function) {
+        const bool was_on = PyGC_Disable() != 0; // Dynamo does not see what a finalizer calls in Python's audit hooks
+        PyEval_SetProfile(function, nullptr);
+        if (was_on)
+            PyGC_Enable();
+    }
+};
+
+/* A function's result, and whether the code of each Python function that it called was put into the dictionary. */
+std::pair<py::object, bool> call_noting_codes(const py::dict &codes, const py::object &function, const py::tuple &args,
+                                              const py::dict &keywords) {
+    const NotingCodes noting(codes.ptr());
+    Ref result = checked(PyObject_Call(function.ptr(), args.ptr(), keywords.ptr())); // errors are C++'s from here on
+    return {py::reinterpret_steal<py::object>(result.release()), noting.is_on};
 }
 
 /* Interns the names, and returns those of torch, with their owners. */
@@ -151,9 +179,9 @@ PYBIND11_MODULE(_fast_path, module) {
                "How many calls asked for a fast replay, got one, and got one that Python made.");
     module.def("exchange_memory", exchange_memory, "Exchanges the memory of the storages of two tensors.");
     module.def("make_resizable", make_resizable, "Lets a storage that does not own its memory get other memory.");
-    module.def("note_codes", note_codes,
-               "Puts the code of each Python function that this thread calls into a dictionary, by identity, until it "
-               "is given None. False if there is another profiler.");
+    module.def("call_noting_codes", call_noting_codes,
+               "Calls a function with a tuple and a dictionary of arguments, and puts the code of each Python function "
+               "that it calls into a dictionary, by identity. Returns the result, and False if there is another profiler.");
     module.def("note_stream", note_stream, "Notes that another stream uses a tensor's memory.");
     module.def("counted_host_work",
                [] {

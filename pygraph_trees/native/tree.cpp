@@ -166,11 +166,11 @@ Ref replayer_here(FunctionState *function) {
     Ref number = checked(PyLong_FromUnsignedLongLong(here));
     if (function->replayers == nullptr || !PyDict_Check(function->replayers))
         return Ref();
-    PyObject *found = value_of(function->replayers, number.get());
-    if (in<Replayer>(found) == nullptr)
+    Ref found = Ref::dup(value_of(function->replayers, number.get()));
+    if (in<Replayer>(found.get()) == nullptr)
         return Ref();
-    assign(&function->replayer, found);
-    return Ref::dup(found);
+    assign(&function->replayer, found.get()); // may run other code, in which the one before ends
+    return found;
 }
 
 /* Takes the turn and finds the candidates of a call whose replayer and manager were found; else sets `why`. */

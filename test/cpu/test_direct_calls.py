@@ -534,6 +534,9 @@ class TestFunctions(DirectTest):
             self.assertIs(sys.getprofile(), profile)
             sys.setprofile(None)
         self.assertEqual(seen, [None] * 4)
+        noting = binding.extension.call_noting_codes
+        self.assertRaises(KeyboardInterrupt, noting, codes := {}, mock.Mock(side_effect=KeyboardInterrupt), (), {})
+        self.assertEqual((sys.getrefcount(codes), noting({}, rows, (), {})[1]), (2, True))  # nothing is left
         with mock.patch.object(direct_calls, "_memo", side_effect=KeyboardInterrupt):
             self.assertRaises(KeyboardInterrupt, self.compiled(lambda x: x - 1), x)
 

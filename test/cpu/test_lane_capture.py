@@ -18,6 +18,7 @@ from torch._inductor import config
 from torch._inductor.codegen import wrapper
 from torch._inductor.virtualized import V
 from torch.testing._internal.common_utils import run_tests
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import pygraph_trees
 from pygraph_trees.edges import branches, operations, streams
@@ -157,6 +158,20 @@ class TestLaneCapture(BranchesTestCase):
         self.assertEqual([*captured.on.values()], [main, captured.lanes[1].cuda_stream, other.cuda_stream, main])
         self.assertEqual((log.branches, log.why_no_branches.reason), (None, Reason.OTHER_STREAMS))
         self.assertLessEqual(captured.chain(), captured.edges())
+
+    def test_an_interrupt_at_the_end_leaves_no_mode_of_torchs(self):
+        """It would run the program's own operators."""
+
+        def interrupted(*args):
+            if interrupts:
+                raise interrupts.pop()
+            leave(*args)
+
+        captured, leave, interrupts = OnLanes(), TorchDispatchMode.__exit__, [KeyboardInterrupt]
+        patch = mock.patch.object(TorchDispatchMode, "__exit__", interrupted)
+        with contextlib.suppress(KeyboardInterrupt), patch, captured.noted(source := captured.tensor()):
+            ops.cat.out([source], out=captured.made())
+        self.assertEqual((interrupts, _get_current_dispatch_mode_stack()), ([], []))
 
     def test_an_error_at_any_line_joins_the_lane(self):
         """Such as one that a handler of signals raises."""

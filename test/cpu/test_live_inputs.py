@@ -279,6 +279,15 @@ class TestAddresses(LiveInputsTestCase):
         self.call(live, graph, later, other)
         self.assertEqual([live.addresses.reaches(t.data_ptr()) for t in (first, later, other)], [False, True, True])
 
+    def test_after_an_interrupted_instantiation_none_is_used(self):
+        """Torch destroys the one before first."""
+        live, graph = self.replayable(self.one_kernel(), at(0), at(0))
+        with mock.patch.object(graph, "instantiate", side_effect=KeyboardInterrupt):
+            self.assertRaises(KeyboardInterrupt, live.instantiate_again, graph)
+        self.assertEqual(live.addresses.prepare([at(0), at(0)]), Reason.BROKEN())
+        live.instantiate_again(graph)
+        self.check_call(live, graph, at(0), at(0))
+
     def test_another_instantiation_gets_all_addresses_of_the_next_call(self):
         def nodes(found):
             return [self.api.make_kernel(found), self.api.make_memcpy(found[0], OTHER, 8)][: 2 - is_fast]

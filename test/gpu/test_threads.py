@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import user_operators
 from indirection import KeptTestCase
+from new_program import printed
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -28,6 +29,29 @@ from pygraph_trees.trees.functions.dispatch import PER_THREAD
 THREADS = 8
 FIRST, CALLS = 12, 20  # calls of a thread before those that are counted, and these
 SIZES = [(64, 64), (256, 128)]
+
+IN_A_THREAD = """
+import gc, threading, torch, pygraph_trees
+x, made = torch.ones(8, device="cuda"), []
+
+def work():
+    if not made:
+        made.append(torch.compile(lambda x: x.sin() * 2, mode="reduce-overhead"))
+    for _ in range(5):
+        torch.testing.assert_close(made[0](x), x.sin() * 2)
+
+def in_a_thread():
+    (thread := threading.Thread(target=work)).start()
+    thread.join()
+    for _ in range(3):
+        gc.collect()
+        spent = [{i: i} for i in range(1000)]
+
+in_a_thread()
+in_a_thread()
+work()
+print(sum(function.replays for function in pygraph_trees.report().functions))
+"""
 
 Work = Callable[[int, int], None]  # is given the number of the thread and that of the call
 
@@ -60,6 +84,10 @@ class TestThreads(KeptTestCase):
 
     def close(self, found: Any, wanted: Any, where: str) -> None:
         self.assertEqual(found, wanted, atol=1e-3, rtol=1e-3, msg=lambda text: f"{where}: {text}")
+
+    def test_the_first_thread_to_compile_ends(self) -> None:
+        """It imports torch's trees. When it ends, torch 2.11 drops references that it has not taken."""
+        self.assertGreater(printed(IN_A_THREAD), 0)
 
     def in_threads(self, work: Work, *, at_once: bool = True, count: int = THREADS) -> tuple[int, int]:
         """Calls ``work`` in threads with a stream each, and returns how many of the last calls asked for the fast path

@@ -44,10 +44,11 @@ _local = threading.local()
 
 def stash(name: str, value: Any) -> None:
     """Lets autograd's threads find ``value``, which no other thread uses yet, in backwards that this thread begins."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))  # first: an interrupt may come anywhere
     before = sys.getrefcount(value)
     torch._C._stash_obj_in_tls(name, value)
-    if sys.getrefcount(value) == before:  # torch 2.11 drops a reference that it has not taken
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    if sys.getrefcount(value) != before:  # torch 2.11 drops a reference that it has not taken, and keeps this one
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(value))
 
 
 def mark() -> Thread | None:

@@ -295,16 +295,10 @@ def _first_call(direct: Any, memo: Any, torchs: FunctionType, call: Any, /, *arg
     """A memo's first call is torch's, and tells whether other compiled code runs inside of the memo's."""
     given = args if direct.self is None else args[1:]
     codes: dict[int, CodeType] = {}
-    with paused():  # Dynamo does not see what a finalizer calls while Python's audit hooks run
-        is_noted = binding.extension.note_codes(codes)
+    result, is_noted = binding.extension.call_noting_codes(codes, torchs, given, kwargs)
     if not is_noted:
-        return torchs(*given, **kwargs)
-    try:
-        result = torchs(*given, **kwargs)
-    finally:
-        with paused():
-            binding.extension.note_codes(None)
-            is_alone = sum(code in output_codes for code in codes.values()) == 1
+        return result
+    is_alone = sum(code in output_codes for code in codes.values()) == 1
     if is_alone:
         memo.gather([], call)
     else:

@@ -9,6 +9,7 @@ module; here, the thread that uses graphs is lent these (:mod:`.home`).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import threading
 from collections import defaultdict
@@ -146,6 +147,9 @@ def without_others() -> Iterator[None]:
 
 if not PER_THREAD and has_trees():
     _of_others.update((name, get_obj(local, name)) for name in tuple(_of_others))
+    # They stay. When the importing thread ends, torch 2.11 drops references to them that it has not taken.
+    for kept in _of_others.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def get_container(upstream: Callable[[int], Any]) -> Callable[[int], Any]:
