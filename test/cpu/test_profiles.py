@@ -13,8 +13,6 @@ from unittest import mock
 import torch
 from commands import WithFolder, run
 from fake_driver import FakeApi
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import __main__ as command_line
@@ -26,12 +24,6 @@ from pygraph_trees.selection.profiles import Kept, NoCacheFolder, Profile, Profi
 
 MACHINE = {"gpu": "NVIDIA H200", "cpu": "a CPU", "torch": "2.11.0+cu130"}
 DAY_S = 86400.0
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
 
 
 def key(number: int) -> str:
@@ -105,11 +97,6 @@ class TestDamage(Folder):
         self.profiles.store(profile())
         self.assertEqual(self.profiles.find(KEY), profile())
 
-    @given(st.binary(max_size=2000) | json_values.map(lambda value: json.dumps(value).encode()))
-    @settings(max_examples=100, deadline=None)
-    def test_any_content(self, content):
-        self.check(content)
-
     def test_missing_fields_and_wrong_values(self):
         self.profiles.store(profile())
         data = json.loads(self.file.read_text())
@@ -119,7 +106,8 @@ class TestDamage(Folder):
                 if name != "format":
                     self.check(json.dumps({**data, name: wrong}).encode())
         self.check(json.dumps({**data, "key": key(1)}).encode())  # of another file
-        self.check(b'{"format": ' + b"9" * 5000 + b"}")
+        for content in (b'{"format": ' + b"9" * 5000 + b"}", b"", b"?", b"\xff", b"[]", b"{}", b"3", b'"a"', b"NaN"):
+            self.check(content)
 
     def test_a_later_version(self):
         self.profiles.store(profile())
